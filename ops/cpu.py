@@ -1,0 +1,189 @@
+"""Decode attention on a CPU: PyTorch's own flash kernel, on packed query heads and on the keys that count.
+
+The kernel returns the lse. It is given one row per query that reads a kv head, so that keys and values are read once per
+kv head and not once per query head, and only the span of keys between the first and the last that the mask and the
+lengths leave over.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tatten.ops.packing import pack_heads, pack_mask, squeeze_broadcast
+from tatten.ops.states import NEG_INF, accumulator_dtype, merge
+from tatten.ops.validate import check_decode_attention, check_kv_lens, check_states
+
+# Below this many bytes of K and V for each extra piece, the merge costs more than an idle core (2-core Xeon, measured).
+SPLIT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows `[first_row, last_row)` of the batch attend to no key outside `[start, stop)`."""
+
+    first_row: int
+    last_row: int
+    start: int
+    stop: int
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    check_decode_attention(query, key, value, attn_mask, kv_lens)
+    batch, q_heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1], key.shape[2]
+    scale = head_dim**-0.5 if scale is None else scale
+    if kv_lens is not None:
+        check_kv_lens(kv_lens, kv_len)
+
+    mask = None if attn_mask is None else squeeze_broadcast(attn_mask)
+    rows = pack_heads(query, kv_heads)
+    packed = None if mask is None else pack_mask(mask, q_heads, kv_heads, q_len)
+
+    states = []
+    for span in _spans(_valid(mask, kv_lens, kv_len), batch, kv_len):
+        here, keys = slice(span.first_row, span.last_row), slice(span.start, span.stop)
+        span_mask = None
+        if packed is not None:
+            in_rows = here if packed.shape[0] > 1 else slice(None)
+            span_mask = _additive(packed[in_rows, :, :, keys], query.dtype)
+        states.append(_attend(rows[here], key[here, :, keys], value[here, :, keys], span_mask, scale))
+    out, lse = states[0] if len(states) == 1 else (torch.cat(parts) for parts in zip(*states, strict=True))
+
+    out = out.reshape(batch, q_heads, q_len, value.shape[3])
+    return out.contiguous(), lse.reshape(batch, q_heads, q_len).contiguous()
+
+
+def _valid(mask: Tensor | None, kv_lens: Tensor | None, kv_len: int) -> Tensor | None:
+    """Which keys each query attends to: bool, broadcastable to `[batch, q_heads, q_len, kv_len]`; None for all."""
+    valid = None
+    if mask is not None:
+        valid = mask if mask.dtype == torch.bool else mask != NEG_INF
+        if valid.shape[3] != kv_len:
+            valid = valid.expand(-1, -1, -1, kv_len)
+    if kv_lens is not None:
+        within = (torch.arange(kv_len) < kv_lens.unsqueeze(1))[:, None, None, :]
+        valid = within if valid is None else valid & within
+    return valid
+
+
+def _spans(valid: Tensor | None, batch: int, kv_len: int) -> list[Span]:
+    """The batch in order, cut where the span of keys changes."""
+    if valid is None or kv_len == 0:
+        return [Span(0, batch, 0, kv_len)]
+    any_query = valid if valid.shape[1] == valid.shape[2] == 1 else valid.any(dim=2, keepdim=True).any(dim=1, keepdim=True)
+    keys = any_query[:, 0, 0, :].to(torch.uint8)
+    first = keys.argmax(dim=1)
+    last = kv_len - keys.flip(1).argmax(dim=1)
+    used = keys.gather(1, first.unsqueeze(1)).squeeze(1)
+    bounds = torch.stack((first * used, last * used), dim=1).tolist()  # an unused row gets (0, 0)
+    if len(bounds) == 1:
+        return [Span(0, batch, *bounds[0])]
+    spans = []
+    for (start, stop), rows in itertools.groupby(range(batch), key=bounds.__getitem__):
+        rows = list(rows)
+        spans.append(Span(rows[0], rows[-1] + 1, start, stop))
+    return spans
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The mask as the flash kernel takes it: additive, 4-D, dense in its last dimension. None if it excludes nothing."""
+    if mask.dtype == torch.bool:
+        if mask.all():
+            return None
+        return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, NEG_INF)
+    return mask if mask.stride(3) == 1 else mask.contiguous()
+
+
+def _attend(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """The state of packed queries `[b, kv_heads, rows, d]` over all keys given, with an additive mask."""
+    batch, kv_heads, n_rows, head_dim = rows.shape
+    kv_len, value_dim = key.shape[2], value.shape[3]
+    if kv_len == 0:  # the flash kernel dies of a division by zero
+        acc = accumulator_dtype(rows.dtype)
+        return rows.new_zeros(batch, kv_heads, n_rows, value_dim), rows.new_full((batch, kv_heads, n_rows), NEG_INF, dtype=acc)
+
+    if head_dim != value_dim:  # the kernel wants one head_dim; zeros change neither scores nor the columns we keep
+        rows, key = (F.pad(x, (0, max(0, value_dim - head_dim))) for x in (rows, key))
+        value = F.pad(value, (0, max(0, head_dim - value_dim)))
+    # The kernel reads with stride 1 in the last dimension whatever the tensor says.
+    rows, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (rows, key, value))
+
+    pieces = _pieces(key, value)
+    if pieces == 1:
+        out, lse = _flash(rows, key, value, mask, scale)
+    else:
+        out, lse = _attend_in_pieces(rows, key, value, mask, scale, pieces)
+    return out[..., :value_dim], lse
+
+
+def _flash(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        rows, key, value, 0.0, False, attn_mask=mask, scale=scale
+    )
+    if mask is not None:
+        # A query without any key gets out = 0 from the kernel, but lse = 0 too.
+        lse = lse.masked_fill((mask == NEG_INF).all(dim=-1), NEG_INF)
+    return out, lse
+
+
+def _pieces(key: Tensor, value: Tensor) -> int:
+    """Into how many pieces to cut the keys so that every core has work: the kernel runs (batch, head) pairs in parallel.
+
+    1 where nothing is gained, or where (batch, head) is not one dimension in memory.
+    """
+    batch, kv_heads, kv_len, head_dim = key.shape
+    if batch > 1 and kv_heads > 1 and any(x.stride(0) != kv_heads * x.stride(1) for x in (key, value)):
+        return 1
+    threads, pairs = torch.get_num_threads(), batch * kv_heads
+    most = min(2 * threads, 2 * pairs * kv_len * head_dim * key.element_size() // SPLIT_BYTES)
+
+    def busy(pieces: int) -> float:
+        rounds = -(-pairs * pieces // threads)
+        return pairs * pieces / (rounds * threads)
+
+    return next((pieces for pieces in range(1, most + 1) if busy(pieces) > 0.9), 1)
+
+
+def _attend_in_pieces(
+    rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, pieces: int
+) -> tuple[Tensor, Tensor]:
+    """`_flash` over keys cut in equal pieces, which take the place of heads; what is left over is one more state."""
+    batch, kv_heads = key.shape[:2]
+    rows, key, value = (x.flatten(0, 1) for x in (rows, key, value))
+    if mask is not None:
+        mask = mask.expand(batch, kv_heads, -1, -1).flatten(0, 1)
+    size = key.shape[1] // pieces
+    done = size * pieces
+
+    out, lse = _flash(
+        rows.unsqueeze(1).expand(-1, pieces, -1, -1),
+        key[:, :done].unflatten(1, (pieces, size)),
+        value[:, :done].unflatten(1, (pieces, size)),
+        None if mask is None else mask[..., :done].unflatten(2, (pieces, size)).transpose(1, 2),
+        scale,
+    )
+    outs, lses = list(out.unbind(1)), list(lse.unbind(1))
+    if done < key.shape[1]:
+        rest_mask = None if mask is None else mask[:, None, :, done:]
+        out, lse = _flash(rows[:, None], key[:, None, done:], value[:, None, done:], rest_mask, scale)
+        outs.append(out.squeeze(1))
+        lses.append(lse.squeeze(1))
+    out, lse = merge(torch.stack(outs), torch.stack(lses))
+    return out.unflatten(0, (batch, kv_heads)), lse.unflatten(0, (batch, kv_heads))
+
+
+def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    check_states("merge_states", out, lse)
+    return merge(out, lse)

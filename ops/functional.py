@@ -1,0 +1,111 @@
+"""The public functions. They work in eager mode and inside `torch.compile` with any backend."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
+from tatten.ops.states import merge
+
+
+@overload
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of a few queries per sequence over a long KV, as `F.scaled_dot_product_attention` computes it.
+
+    Query head `h` reads kv head `h // (q_heads // kv_heads)`; nothing is repeated in memory. Keys outside the span that
+    the mask and the lengths leave over are never read, and may hold anything, NaN included.
+
+    Args:
+        query: `[batch, q_heads, q_length, head_dim]`, float16, bfloat16, float32 or float64, any strides.
+        key: `[batch, kv_heads, kv_length, head_dim]`; kv_heads divides q_heads.
+        value: `[batch, kv_heads, kv_length, value_dim]`.
+        attn_mask: bool (True takes part) or additive in float32 or `query`'s dtype; broadcastable to
+            `[batch, q_heads, q_length, kv_length]`, stride 0 included.
+        kv_lens: int32 or int64 `[batch]`, on the device of `query`: only the first `kv_lens[b]` keys of sequence `b` take
+            part. Values outside `[0, kv_length]` are an error on a CPU and clamped on a GPU, which is never synchronised.
+        scale: factor of the scores. Default: `head_dim ** -0.5`.
+        return_lse: return the attention state `(out, lse)` and not only `out`.
+
+    Returns:
+        `out` `[batch, q_heads, q_length, value_dim]` in `query`'s dtype, contiguous; with `return_lse` also `lse`
+        `[batch, q_heads, q_length]`, the natural log-sum-exp of the scaled scores, in float32 (float64 for float64).
+        A query with no key gets `out = 0` and `lse = -inf`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what was expected and what came.
+        NotImplementedError: gradients are wanted.
+    """
+    out, lse = torch.ops.tatten.decode_attention.default(query, key, value, attn_mask, kv_lens, scale)
+    return (out, lse) if return_lse else out
+
+
+def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention states over disjoint sets of keys, stacked on dim 0.
+
+    The sum runs in the order of dim 0, so the result is reproducible to the bit. A state whose lse is -inf, +inf or NaN
+    is empty, whatever its `out` holds. In a compiled function this is plain PyTorch, which Inductor fuses with its
+    neighbours. Formula: FlashInfer, arXiv 2501.01005, section 2.2.
+
+    Args:
+        out: `[n, ..., head_dim]`.
+        lse: `[n, ...]`, natural logarithm, float32 (float64 for float64 `out`).
+
+    Returns:
+        `out` `[..., head_dim]` in `out`'s dtype, and `lse` `[...]`.
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes or devices do not fit.
+        NotImplementedError: gradients are wanted.
+    """
+    if torch.compiler.is_compiling():
+        return merge(out, lse)
+    merged_out, merged_lse = torch.ops.tatten.merge_states.default(out, lse)
+    return merged_out, merged_lse
+
+
+def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge two attention states over disjoint sets of keys: `merge_states` for two, commutative to the bit.
+
+    Args:
+        out_a, out_b: `[..., head_dim]`, of one shape and dtype.
+        lse_a, lse_b: `[...]`.
+
+    Returns, raises: as `merge_states`.
+    """
+    if torch.compiler.is_compiling():
+        return merge(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))
+    out, lse = torch.ops.tatten.merge_state.default(out_a, lse_a, out_b, lse_b)
+    return out, lse

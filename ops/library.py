@@ -1,0 +1,103 @@
+"""The ops `torch.ops.tatten.*`: schemas, shape functions, and which implementation serves which device.
+
+Schemas are functional, so nothing is said to be mutated, and implementations are imported when they first run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tatten.ops.states import accumulator_dtype
+
+_library = torch.library.Library("tatten", "DEF")
+
+_library.define(
+    "decode_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? kv_lens=None, "
+    "float? scale=None) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define("merge_states(Tensor out, Tensor lse) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    "merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@torch.library.register_fake("tatten::decode_attention", lib=_library)
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    batch, q_heads, q_len, _ = query.shape
+    out = query.new_empty((batch, q_heads, q_len, value.shape[3]))
+    lse = query.new_empty((batch, q_heads, q_len), dtype=accumulator_dtype(query.dtype))
+    return out, lse
+
+
+@torch.library.register_fake("tatten::merge_states", lib=_library)
+def _(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    return out.new_empty(out.shape[1:]), lse.new_empty(lse.shape[1:])
+
+
+@torch.library.register_fake("tatten::merge_state", lib=_library)
+def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+def _decode_attention_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    from tatten.ops.cpu import decode_attention
+
+    return decode_attention(query, key, value, attn_mask, kv_lens, scale)
+
+
+def _decode_attention_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    from tatten.ops.cuda import decode_attention
+
+    return decode_attention(query, key, value, attn_mask, kv_lens, scale)
+
+
+def _merge_states_cpu(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    from tatten.ops.cpu import merge_states
+
+    return merge_states(out, lse)
+
+
+def _merge_states_cuda(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    from tatten.ops.cuda import merge_states
+
+    return merge_states(out, lse)
+
+
+def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    from tatten.ops.validate import check_state_pair
+
+    check_state_pair(out_a, lse_a, out_b, lse_b)
+    out, lse = torch.ops.tatten.merge_states.default(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))
+    return out, lse
+
+
+_library.impl("decode_attention", _decode_attention_cpu, "CPU")
+_library.impl("decode_attention", _decode_attention_cuda, "CUDA")
+_library.impl("merge_states", _merge_states_cpu, "CPU")
+_library.impl("merge_states", _merge_states_cuda, "CUDA")
+_library.impl("merge_state", _merge_state, "CPU")
+_library.impl("merge_state", _merge_state, "CUDA")

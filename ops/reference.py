@@ -1,0 +1,47 @@
+"""What every implementation is held to: attention and its lse in float64, written to be read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tatten.ops.states import NEG_INF
+
+
+def decode_attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of `tatten::decode_attention`, both float64, on the inputs' device.
+
+    A key that is excluded for all queries of its kv head is not used: its key and value may be NaN.
+    """
+    batch, q_heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1], key.shape[2]
+    scale = head_dim**-0.5 if scale is None else scale
+    query, key, value = query.double(), key.double(), value.double()
+
+    valid = torch.ones(batch, q_heads, q_len, kv_len, dtype=torch.bool, device=query.device)
+    if kv_lens is not None:
+        valid &= (torch.arange(kv_len, device=query.device) < kv_lens[:, None])[:, None, None, :]
+    bias = torch.zeros((), dtype=torch.float64, device=query.device)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            valid &= attn_mask
+        else:
+            valid &= attn_mask != NEG_INF
+            bias = attn_mask.double()
+
+    group = q_heads // kv_heads
+    used = valid.unflatten(1, (kv_heads, group)).flatten(2, 3).any(dim=2).unsqueeze(-1)  # [batch, kv_heads, kv_len, 1]
+    key = torch.where(used, key, 0.0).repeat_interleave(group, dim=1)
+    value = torch.where(used, value, 0.0).repeat_interleave(group, dim=1)
+
+    scores = torch.where(valid, query @ key.transpose(2, 3) * scale + bias, NEG_INF)
+    lse = scores.logsumexp(dim=-1)
+    weights = torch.exp(scores - torch.where(lse == NEG_INF, 0.0, lse).unsqueeze(-1))
+    return weights @ value, lse

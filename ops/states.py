@@ -1,0 +1,40 @@
+"""The algebra of attention states, in plain PyTorch.
+
+A state is `(out, lse)` of attention over a set of keys: the softmax-weighted mean of the values and the log-sum-exp of
+the scaled scores. States of disjoint sets merge (FlashInfer, arXiv 2501.01005, section 2.2):
+
+    m   = max(lse_i)
+    w_i = exp(lse_i - m)
+    out = sum(w_i * out_i) / sum(w_i)
+    lse = m + log(sum(w_i))
+
+The merge is associative and commutative, and its identity is the empty state `(0, -inf)`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NEG_INF = float("-inf")
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums and the lse are kept in: float64 for float64 inputs, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge N states stacked on dim 0, in aten: `out` is `[N, ..., head_dim]`, `lse` is `[N, ...]`.
+
+    A state whose lse is -inf, +inf or NaN is empty, whatever its `out` holds. The sum runs in the order of dim 0.
+    """
+    lse = torch.where(lse < float("inf"), lse, NEG_INF)  # NaN compares false
+    largest = lse.amax(dim=0)
+    weights = torch.exp(lse - torch.where(largest == NEG_INF, 0.0, largest))
+    total = weights.sum(dim=0)
+    weights = weights.unsqueeze(-1)
+    # An empty state's out may be NaN, and NaN * 0 is NaN: select before multiplying.
+    values = torch.where(weights > 0, out.to(weights.dtype), 0.0)
+    merged = (weights * values).sum(dim=0) / torch.where(total > 0, total, 1.0).unsqueeze(-1)
+    return merged.to(out.dtype), largest + torch.log(total)

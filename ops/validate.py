@@ -1,0 +1,115 @@
+"""The checks that the ops make on real inputs. Each message names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tatten.ops.states import accumulator_dtype
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_no_grad(op: str, **tensors: Tensor | None) -> None:
+    """Raise NotImplementedError if autograd would have to differentiate `op`."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise NotImplementedError(
+                f"tatten.{op} has no backward: `{name}` must not require grad, got requires_grad=True; "
+                "call it under torch.no_grad() or pass a detached tensor"
+            )
+
+
+def check_decode_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, kv_lens: Tensor | None
+) -> None:
+    """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::decode_attention`.
+
+    Reads no tensor's data, so it is safe on any device; `check_kv_lens` reads.
+    """
+    check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask)
+    if query.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"`query` must be float16, bfloat16, float32 or float64, got {query.dtype}")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(f"`{name}` must be [batch, heads, length, head_dim], got shape {tuple(tensor.shape)}")
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"`{name}` must have the dtype of `query`, {query.dtype}, got {tensor.dtype}")
+        if tensor.device != query.device:
+            raise ValueError(f"`{name}` must be on the device of `query`, {query.device}, got {tensor.device}")
+
+    batch, q_heads, q_len, head_dim = query.shape
+    if 0 in (batch, q_heads, q_len, head_dim):
+        raise ValueError(f"`query` must have no dimension of size 0, got shape {tuple(query.shape)}")
+    kv_heads, kv_len = key.shape[1], key.shape[2]
+    if key.shape[0] != batch or key.shape[3] != head_dim:
+        raise ValueError(f"`key` must be [{batch}, kv_heads, kv_length, {head_dim}], got shape {tuple(key.shape)}")
+    if value.shape[:3] != key.shape[:3] or value.shape[3] == 0:
+        raise ValueError(
+            f"`value` must be [{batch}, {kv_heads}, {kv_len}, head_dim] like `key`, got shape {tuple(value.shape)}"
+        )
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ValueError(f"`key` must have a number of heads that divides `query`'s {q_heads}, got {kv_heads}")
+
+    if attn_mask is not None:
+        check_mask(attn_mask, query, (batch, q_heads, q_len, kv_len))
+    if kv_lens is not None:
+        if kv_lens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"`kv_lens` must be int32 or int64, got {kv_lens.dtype}")
+        if tuple(kv_lens.shape) != (batch,):
+            raise ValueError(f"`kv_lens` must have shape ({batch},), got {tuple(kv_lens.shape)}")
+        if kv_lens.device != query.device:
+            raise ValueError(f"`kv_lens` must be on the device of `query`, {query.device}, got {kv_lens.device}")
+
+
+def check_mask(attn_mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) -> None:
+    """Raise unless `attn_mask` is a bool or additive mask that broadcasts to the shape `scores`."""
+    additive = {query.dtype, torch.float32}
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in additive:
+        raise TypeError(f"`attn_mask` must be bool, float32 or `query`'s {query.dtype}, got {attn_mask.dtype}")
+    if attn_mask.device != query.device:
+        raise ValueError(f"`attn_mask` must be on the device of `query`, {query.device}, got {attn_mask.device}")
+    padded = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
+    if len(padded) != 4 or any(have not in (1, want) for have, want in zip(padded, scores, strict=True)):
+        raise ValueError(
+            "`attn_mask` must broadcast to [batch, q_heads, q_length, kv_length] = "
+            f"{list(scores)}, got shape {tuple(attn_mask.shape)}"
+        )
+
+
+def check_kv_lens(kv_lens: Tensor, kv_len: int) -> None:
+    """Raise ValueError unless every length lies in [0, kv_len]. Reads the tensor: for CPU only."""
+    low, high = (int(x) for x in kv_lens.aminmax())
+    if low < 0 or high > kv_len:
+        raise ValueError(f"`kv_lens` must lie between 0 and `key`'s length {kv_len}, got {low if low < 0 else high}")
+
+
+def check_states(op: str, out: Tensor, lse: Tensor, out_name: str = "out", lse_name: str = "lse") -> None:
+    """Raise unless `(out, lse)` is a state or a stack of them: `[..., head_dim]` and `[...]`."""
+    check_no_grad(op, **{out_name: out, lse_name: lse})
+    if out.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"`{out_name}` must be float16, bfloat16, float32 or float64, got {out.dtype}")
+    lse_dtype = accumulator_dtype(out.dtype)
+    if lse.dtype != lse_dtype:
+        raise TypeError(f"`{lse_name}` must be {lse_dtype} for `{out_name}` in {out.dtype}, got {lse.dtype}")
+    if lse.device != out.device:
+        raise ValueError(f"`{lse_name}` must be on the device of `{out_name}`, {out.device}, got {lse.device}")
+    if out.dim() == 0 or lse.shape != out.shape[:-1]:
+        raise ValueError(
+            f"`{lse_name}` must have `{out_name}`'s shape without its last dimension, "
+            f"{tuple(out.shape[:-1])}, got {tuple(lse.shape)}"
+        )
+
+
+def check_state_pair(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    """Raise unless both are states and agree in shape, dtype and device."""
+    check_states("merge_state", out_a, lse_a, "out_a", "lse_a")
+    check_states("merge_state", out_b, lse_b, "out_b", "lse_b")
+    if out_b.dtype != out_a.dtype:
+        raise TypeError(f"`out_b` must have the dtype of `out_a`, {out_a.dtype}, got {out_b.dtype}")
+    if out_b.shape != out_a.shape:
+        raise ValueError(f"`out_b` must have the shape of `out_a`, {tuple(out_a.shape)}, got {tuple(out_b.shape)}")
+    if out_b.device != out_a.device:
+        raise ValueError(f"`out_b` must be on the device of `out_a`, {out_a.device}, got {out_b.device}")

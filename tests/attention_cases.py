@@ -1,0 +1,166 @@
+"""Inputs and the yardstick shared by the op tests: every implementation is held to float64, on the error of SDPA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tatten.ops.reference import decode_attention_reference
+
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of decode attention: sizes, a dtype, a kind of mask and whether lengths are given."""
+
+    batch: int = 2
+    q_heads: int = 4
+    kv_heads: int = 2
+    q_len: int = 1
+    kv_len: int = 33
+    head_dim: int = 32
+    value_dim: int | None = None
+    dtype: torch.dtype = torch.float32
+    mask: str = "none"
+    lens: bool = False
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        dims = f"B{self.batch}-H{self.q_heads}x{self.kv_heads}-L{self.q_len}-S{self.kv_len}-D{self.head_dim}"
+        value_dim = "" if self.value_dim is None else f"x{self.value_dim}"
+        return f"{dims}{value_dim}-{str(self.dtype)[6:]}-{self.mask}{'-lens' if self.lens else ''}"
+
+    def inputs(self, device: str = "cpu", poison: bool = True) -> dict[str, Tensor | float | None]:
+        """Random inputs; keys and values that no query attends to are NaN where the contract says they are not read."""
+        generator = torch.Generator().manual_seed(0)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(self.dtype)
+
+        query = randn(self.batch, self.q_heads, self.q_len, self.head_dim)
+        key = randn(self.batch, self.kv_heads, self.kv_len, self.head_dim)
+        value = randn(self.batch, self.kv_heads, self.kv_len, self.value_dim or self.head_dim)
+        mask = make_mask(self, generator)
+        lens = torch.randint(0, self.kv_len + 1, (self.batch,), generator=generator) if self.lens else None
+        if lens is not None:
+            lens[0] = self.kv_len
+            lens[-1] = min(1, self.kv_len)
+        if poison:
+            unread = ~span_of(mask, lens, self.batch, self.kv_len)[:, None, :, None]
+            key = key.masked_fill(unread, float("nan"))
+            value = value.masked_fill(unread, float("nan"))
+        inputs = {"query": query, "key": key, "value": value, "attn_mask": mask, "kv_lens": lens}
+        moved = {name: None if x is None else to_device(x, device) for name, x in inputs.items()}
+        return {**moved, "scale": self.scale}
+
+
+def to_device(x: Tensor, device: str) -> Tensor:
+    """`x` on `device` with its strides, stride 0 included."""
+    if device == "cpu":
+        return x
+    kept = tuple(slice(None) if stride else slice(0, 1) for stride in x.stride())
+    return x[kept].to(device).expand(x.shape)
+
+
+def make_mask(case: Case, generator: torch.Generator) -> Tensor | None:
+    """The masks that decoders use, by name."""
+    b, h, n, s = case.batch, case.q_heads, case.q_len, case.kv_len
+    keys = torch.arange(s)
+    window = torch.zeros(b, 1, n, s, dtype=torch.bool)
+    for row in range(b):  # left padding of `row` keys, and a static cache of which all but a third is filled
+        for i in range(n):
+            window[row, 0, i] = (keys >= row) & (keys < s - s // 3 - (n - 1 - i))
+    noise = torch.randn(b, h, n, s, generator=generator)
+    match case.mask:
+        case "none":
+            return None
+        case "causal":
+            return window
+        case "broadcast":
+            return window[:1, :, :1].expand(b, h, n, s)
+        case "2d":
+            return window[0, 0]
+        case "keys":  # one row for all, rank 1
+            return window[0, 0, 0]
+        case "holes":
+            return noise > 0.5
+        case "per_head":
+            return noise[:1, :, :1] > 0
+        case "empty_rows":
+            holes = noise > 0
+            holes[:, ::2] = False
+            return holes
+        case "all_false":
+            return torch.zeros(b, 1, n, s, dtype=torch.bool)
+        case "one_key":
+            return (keys == s // 2).expand(b, 1, n, s)
+        case "additive":
+            return torch.where(window, noise[:, :1], NEG_INF).to(case.dtype)
+        case "additive_f32":
+            return torch.where(window, noise, NEG_INF)
+        case "finfo_min":  # additive masks as older models write them: excluded unless everything is
+            floor = torch.finfo(case.dtype).min
+            return torch.where(window, 0.0, floor).to(case.dtype)
+        case "alibi":
+            slopes = 2.0 ** -torch.arange(1, h + 1)
+            return (slopes[:, None, None] * (keys - s + 1)).to(case.dtype)[None]
+        case "one_column":  # broadcast over the keys
+            return torch.ones(b, 1, n, 1, dtype=torch.bool)
+        case _:
+            raise ValueError(case.mask)
+
+
+def span_of(mask: Tensor | None, lens: Tensor | None, batch: int, kv_len: int) -> Tensor:
+    """`[batch, kv_len]`: keys between the first and the last that any query of the sequence attends to."""
+    valid = torch.ones(batch, 1, 1, kv_len, dtype=torch.bool)
+    if mask is not None:
+        valid = valid & (mask if mask.dtype == torch.bool else mask != NEG_INF)
+    if lens is not None:
+        valid = valid & (torch.arange(kv_len) < lens[:, None])[:, None, None]
+    used = valid.expand(batch, *valid.shape[1:]).flatten(1, 2).any(dim=1)
+    return (used.cumsum(1) > 0) & (used.flip(1).cumsum(1).flip(1) > 0)
+
+
+def sdpa(query, key, value, attn_mask=None, kv_lens=None, scale=None) -> Tensor:
+    """PyTorch's answer to the same question, with heads repeated and NaN removed."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.nan_to_num().repeat_interleave(group, dim=1) for x in (key, value))
+    if kv_lens is not None:
+        within = (torch.arange(key.shape[2], device=key.device) < kv_lens[:, None])[:, None, None]
+        if attn_mask is None:
+            attn_mask = within
+        elif attn_mask.dtype == torch.bool:
+            attn_mask = attn_mask & within
+        else:
+            attn_mask = torch.where(within, attn_mask, NEG_INF)
+    if attn_mask is not None and attn_mask.dim() == 1:
+        attn_mask = attn_mask[None]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=scale)
+
+
+def assert_state(out: Tensor, lse: Tensor, inputs: dict) -> None:
+    """`(out, lse)` is as near to float64 as SDPA is, twice over, plus one rounding of the result."""
+    query, value = inputs["query"], inputs["value"]
+    assert out.dtype == query.dtype
+    assert out.shape == (*query.shape[:3], value.shape[3])
+    assert lse.shape == query.shape[:3]
+    assert lse.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
+
+    want_out, want_lse = decode_attention_reference(**inputs)
+    assert not want_out.isnan().any(), "the case poisons keys that are used"
+    eps = torch.finfo(query.dtype).eps
+    budget = 2 * (sdpa(**inputs).double() - want_out).abs().max() + 2 * eps * want_out.abs().max()
+    error = (out.double() - want_out).abs()
+    assert error.max() <= budget, f"out is off by {error.max():.3e}, allowed {budget:.3e}"
+
+    empty = want_lse == NEG_INF
+    assert torch.equal(lse == NEG_INF, empty)
+    assert not out[empty].any(), "an empty state has out = 0 exactly"
+    # scores are sums of head_dim products of the dtype's values; their rounding is what lse carries
+    lse_budget = 8 * torch.finfo(lse.dtype).eps * max(1.0, want_lse[~empty].abs().max().item() if (~empty).any() else 1.0)
+    lse_budget *= query.shape[3] ** 0.5
+    assert (lse.double() - want_lse)[~empty].abs().max() <= lse_budget if (~empty).any() else True

@@ -1,0 +1,158 @@
+"""`tatten::decode_attention` in eager mode, on the CPU and, where there is one, on the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Case, assert_state
+from torch.library import opcheck
+
+import tatten
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+MASKS = ["none", "causal", "broadcast", "2d", "keys", "holes", "per_head", "empty_rows", "all_false", "one_key"]
+MASKS += ["additive", "additive_f32", "finfo_min", "alibi", "one_column"]
+LOW = (torch.bfloat16, torch.float16)
+
+SHAPES = [
+    Case(q_heads=4, kv_heads=4),
+    Case(q_heads=6, kv_heads=1, batch=1),
+    Case(q_heads=71, kv_heads=1, head_dim=64, kv_len=130),
+    Case(q_heads=14, kv_heads=2, q_len=5, kv_len=257, head_dim=80),
+    Case(q_heads=8, kv_heads=2, q_len=16, kv_len=65, head_dim=96),
+    Case(head_dim=256, kv_len=100),
+    Case(head_dim=48, value_dim=32, kv_len=77),
+    Case(head_dim=32, value_dim=64, q_heads=2),
+    Case(head_dim=192, value_dim=128, q_heads=4, kv_heads=4, mask="causal", lens=True),
+    Case(kv_len=1, batch=3),
+    Case(kv_len=0),
+    Case(kv_len=0, lens=True, mask="holes"),
+    Case(scale=0.3, q_len=2),
+    Case(scale=-1.0),
+    Case(lens=True, batch=5, kv_len=70),
+    Case(batch=1, q_heads=3, kv_heads=3, kv_len=9001, head_dim=64),
+    Case(batch=1, q_heads=6, kv_heads=3, kv_len=9001, head_dim=64, q_len=2, mask="causal"),
+    Case(batch=1, q_heads=1, kv_heads=1, kv_len=40001, mask="empty_rows"),
+    Case(batch=3, q_heads=5, kv_heads=5, kv_len=5000, head_dim=128, mask="holes"),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *SHAPES,
+        *(Case(mask=mask, q_len=n, q_heads=4, kv_len=67, lens=lens) for mask in MASKS for n in (1, 3) for lens in (0, 1)),
+        *(Case(mask=mask, dtype=dtype, kv_len=129, head_dim=64) for mask in ("none", *MASKS[9:13]) for dtype in LOW),
+        *(Case(mask=mask, dtype=torch.float64) for mask in ("none", "causal", "holes", "additive")),
+    ],
+    ids=str,
+)
+def test_equals_float64(case: Case, device: str) -> None:
+    inputs = case.inputs(device, poison=case.mask != "finfo_min")
+    out, lse = torch.ops.tatten.decode_attention(**inputs)
+    assert_state(out, lse, inputs)
+    assert out.is_contiguous()
+    again, lse_again = torch.ops.tatten.decode_attention(**inputs)
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
+
+
+def _strided(x: torch.Tensor, layout: str) -> torch.Tensor:
+    match layout:
+        case "bshd":  # [batch, length, heads, head_dim] in memory, as projections leave it
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        case "kt":  # keys stored transposed
+            return x.transpose(2, 3).contiguous().transpose(2, 3)
+        case "slice":  # part of a larger cache, which holds NaN
+            big = x.new_full([n + 3 for n in x.shape], float("nan"))
+            view = big[tuple(slice(1, n + 1) for n in x.shape)]
+            return view.copy_(x)
+        case "sbhd":
+            return x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+        case "one_batch":  # stride 0 over the batch
+            return x[:1].expand_as(x)
+        case _:
+            raise ValueError(layout)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_len", [40, 4099])
+@pytest.mark.parametrize("layout", ["bshd", "kt", "slice", "sbhd", "one_batch"])
+def test_takes_strides_as_they_come(layout: str, kv_len: int, device: str) -> None:
+    inputs = Case(kv_len=kv_len, q_heads=6, kv_heads=3, batch=3, head_dim=64, q_len=2, mask="holes").inputs(device)
+    for name in ("query", "key", "value"):
+        inputs[name] = _strided(inputs[name], layout)
+    inputs["attn_mask"] = inputs["attn_mask"].transpose(2, 3).contiguous().transpose(2, 3)
+    assert_state(*torch.ops.tatten.decode_attention(**inputs), inputs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_sequence_with_strided_heads(device: str) -> None:
+    inputs = Case(batch=1, kv_len=6001, q_heads=3, kv_heads=3, head_dim=64, mask="causal").inputs(device)
+    for name in ("query", "key", "value"):
+        inputs[name] = _strided(inputs[name], "bshd")
+    assert_state(*torch.ops.tatten.decode_attention(**inputs), inputs)
+
+
+def test_reads_no_key_outside_the_span_of_each_row() -> None:
+    """Rows with spans of their own; a row without any key; the poison lies right beside each span."""
+    inputs = Case(batch=4, kv_len=50).inputs()
+    spans = [(0, 50), (7, 9), (0, 0), (49, 50)]
+    keys = torch.arange(50)
+    mask = torch.stack([(keys >= a) & (keys < b) for a, b in spans])[:, None, None]
+    for name in ("key", "value"):
+        inputs[name] = inputs[name].masked_fill(~mask.transpose(2, 3), float("nan"))
+    inputs["attn_mask"] = mask
+    assert_state(*torch.ops.tatten.decode_attention(**inputs), inputs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_state_of_parts_merges_to_the_whole(device: str) -> None:
+    inputs = Case(kv_len=100, mask="causal").inputs(device)
+    inputs["key"], inputs["value"] = inputs["key"].nan_to_num(), inputs["value"].nan_to_num()
+    parts = []
+    for start, stop in ((0, 40), (40, 41), (41, 100)):
+        keys = slice(start, stop)
+        part = (inputs["query"], inputs["key"][:, :, keys], inputs["value"][:, :, keys], inputs["attn_mask"][..., keys])
+        parts.append(torch.ops.tatten.decode_attention(*part))
+    outs, lses = zip(*parts, strict=True)
+    assert_state(*tatten.merge_states(torch.stack(outs), torch.stack(lses)), inputs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "case", [Case(), Case(mask="causal", q_len=3, lens=True), Case(mask="alibi", dtype=torch.bfloat16)], ids=str
+)
+def test_opcheck(case: Case, device: str) -> None:
+    inputs = case.inputs(device, poison=False)
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    opcheck(torch.ops.tatten.decode_attention.default, tuple(inputs.values()), test_utils=utils)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_public_function_compiles(inner: str) -> None:
+    inputs = Case(mask="causal", q_len=2).inputs()
+    query, key, value = inputs.pop("query"), inputs.pop("key"), inputs.pop("value")
+    compiled = torch.compile(tatten.decode_attention, backend=inner, fullgraph=True)
+    out, lse = compiled(query, key, value, **inputs, return_lse=True)
+    want_out, want_lse = tatten.decode_attention(query, key, value, **inputs, return_lse=True)
+    assert torch.equal(out, want_out)
+    assert torch.equal(lse, want_lse)
+    assert torch.equal(compiled(query, key, value, **inputs), want_out)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_than_2_to_the_31_elements(device: str) -> None:
+    """The keys that count lie behind the first 2^31 elements; the others are never touched, so they cost no memory."""
+    head_dim = 256
+    kv_len = (1 << 31) // head_dim + 300
+    cache = torch.empty(1, 1, kv_len, head_dim, dtype=torch.float16, device=device)
+    tail = slice(kv_len - 200, kv_len)
+    cache[:, :, tail] = torch.randn(200, head_dim)
+    query = torch.randn(1, 4, 1, head_dim, device=device).half()
+    mask = torch.zeros(1, 1, 1, kv_len, dtype=torch.bool, device=device)
+    mask[..., tail] = True
+    state = torch.ops.tatten.decode_attention(query, cache, cache, mask)
+    same = {"query": query, "key": cache[:, :, tail], "value": cache[:, :, tail]}
+    assert_state(*state, {**same, "attn_mask": None, "kv_lens": None, "scale": None})
