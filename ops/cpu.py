@@ -8,28 +8,19 @@ lengths leave over.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tatten.ops.masks import mask_spans
 from tatten.ops.packing import pack_heads, pack_mask, squeeze_broadcast
 from tatten.ops.states import NEG_INF, accumulator_dtype, merge
 from tatten.ops.validate import check_decode_attention, check_kv_lens, check_states
 
 # Below this many bytes of K and V for each extra piece, the merge costs more than an idle core (2-core Xeon, measured).
 SPLIT_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Span:
-    """Rows `[first_row, last_row)` of the batch attend to no key outside `[start, stop)`."""
-
-    first_row: int
-    last_row: int
-    start: int
-    stop: int
 
 
 def decode_attention(
@@ -39,69 +30,60 @@ def decode_attention(
     attn_mask: Tensor | None = None,
     kv_lens: Tensor | None = None,
     scale: float | None = None,
+    spans: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     check_decode_attention(query, key, value, attn_mask, kv_lens)
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
     scale = head_dim**-0.5 if scale is None else scale
-    if kv_lens is not None:
-        check_kv_lens(kv_lens, kv_len)
 
-    mask = None if attn_mask is None else squeeze_broadcast(attn_mask)
+    if attn_mask is None:
+        bounds = [[0, n, 1] for n in ([kv_len] if kv_lens is None else check_kv_lens(kv_lens, kv_len))]
+    elif kv_lens is None and spans is not None:
+        bounds = spans.tolist()
+    else:
+        if kv_lens is not None:
+            check_kv_lens(kv_lens, kv_len)
+            attn_mask = _cut_off(attn_mask, kv_lens, kv_len)
+        bounds = mask_spans(attn_mask.expand(*attn_mask.shape[:-1], kv_len)).tolist()
+
     rows = pack_heads(query, kv_heads)
-    packed = None if mask is None else pack_mask(mask, q_heads, kv_heads, q_len)
-
     states = []
-    for span in _spans(_valid(mask, kv_lens, kv_len), batch, kv_len):
-        here, keys = slice(span.first_row, span.last_row), slice(span.start, span.stop)
-        span_mask = None
-        if packed is not None:
-            in_rows = here if packed.shape[0] > 1 else slice(None)
-            span_mask = _additive(packed[in_rows, :, :, keys], query.dtype)
-        states.append(_attend(rows[here], key[here, :, keys], value[here, :, keys], span_mask, scale))
+    for run, (start, stop, full) in _runs(bounds, batch):
+        if run.stop - run.start == batch:
+            part = (rows, key.narrow(2, start, stop - start), value.narrow(2, start, stop - start))
+        else:
+            part = (rows[run], key[run, :, start:stop], value[run, :, start:stop])
+        mask = None
+        if attn_mask is not None and not full:
+            mask = squeeze_broadcast(attn_mask)
+            mask = mask[run if mask.shape[0] > 1 else slice(0, 1), :, :, start:stop]
+            mask = _additive(pack_mask(mask, q_heads, kv_heads, q_len), query.dtype)
+        states.append(_attend(*part, mask, scale))
     out, lse = states[0] if len(states) == 1 else (torch.cat(parts) for parts in zip(*states, strict=True))
-
     out = out.reshape(batch, q_heads, q_len, value.shape[3])
     return out.contiguous(), lse.reshape(batch, q_heads, q_len).contiguous()
 
 
-def _valid(mask: Tensor | None, kv_lens: Tensor | None, kv_len: int) -> Tensor | None:
-    """Which keys each query attends to: bool, broadcastable to `[batch, q_heads, q_len, kv_len]`; None for all."""
-    valid = None
-    if mask is not None:
-        valid = mask if mask.dtype == torch.bool else mask != NEG_INF
-        if valid.shape[3] != kv_len:
-            valid = valid.expand(-1, -1, -1, kv_len)
-    if kv_lens is not None:
-        within = (torch.arange(kv_len) < kv_lens.unsqueeze(1))[:, None, None, :]
-        valid = within if valid is None else valid & within
-    return valid
-
-
-def _spans(valid: Tensor | None, batch: int, kv_len: int) -> list[Span]:
+def _runs(bounds: list[list[int]], batch: int) -> Iterator[tuple[slice, list[int]]]:
     """The batch in order, cut where the span of keys changes."""
-    if valid is None or kv_len == 0:
-        return [Span(0, batch, 0, kv_len)]
-    any_query = valid if valid.shape[1] == valid.shape[2] == 1 else valid.any(dim=2, keepdim=True).any(dim=1, keepdim=True)
-    keys = any_query[:, 0, 0, :].to(torch.uint8)
-    first = keys.argmax(dim=1)
-    last = kv_len - keys.flip(1).argmax(dim=1)
-    used = keys.gather(1, first.unsqueeze(1)).squeeze(1)
-    bounds = torch.stack((first * used, last * used), dim=1).tolist()  # an unused row gets (0, 0)
-    if len(bounds) == 1:
-        return [Span(0, batch, *bounds[0])]
-    spans = []
-    for (start, stop), rows in itertools.groupby(range(batch), key=bounds.__getitem__):
-        rows = list(rows)
-        spans.append(Span(rows[0], rows[-1] + 1, start, stop))
-    return spans
+    if len(bounds) == 1 or all(bound == bounds[0] for bound in bounds):
+        yield slice(0, batch), bounds[0]
+        return
+    for bound, group in itertools.groupby(range(batch), key=bounds.__getitem__):
+        run = list(group)
+        yield slice(run[0], run[-1] + 1), bound
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The mask as the flash kernel takes it: additive, 4-D, dense in its last dimension. None if it excludes nothing."""
+def _cut_off(mask: Tensor, kv_lens: Tensor, kv_len: int) -> Tensor:
+    """The mask without the keys behind each sequence's length."""
+    within = (torch.arange(kv_len) < kv_lens.unsqueeze(1))[:, None, None]
+    return mask & within if mask.dtype == torch.bool else torch.where(within, mask, NEG_INF)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as the flash kernel takes it: additive, 4-D, dense in its last dimension."""
     if mask.dtype == torch.bool:
-        if mask.all():
-            return None
         return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, NEG_INF)
     return mask if mask.stride(3) == 1 else mask.contiguous()
 
@@ -125,7 +107,7 @@ def _attend(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
         out, lse = _flash(rows, key, value, mask, scale)
     else:
         out, lse = _attend_in_pieces(rows, key, value, mask, scale, pieces)
-    return out[..., :value_dim], lse
+    return (out if head_dim == value_dim else out[..., :value_dim]), lse
 
 
 def _flash(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

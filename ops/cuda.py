@@ -17,8 +17,11 @@ def decode_attention(
     attn_mask: Tensor | None = None,
     kv_lens: Tensor | None = None,
     scale: float | None = None,
+    spans: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     check_decode_attention(query, key, value, attn_mask, kv_lens)
+    if spans is not None:
+        raise NotImplementedError("`spans` must be None on CUDA, where the kernel finds them, got a tensor")
     if query.dtype == torch.float64:  # for checking models, not for speed: no kernel of its own
         return decode_attention_reference(query, key, value, attn_mask, kv_lens, scale)
     from tatten.ops.triton_decode import decode_attention_triton

@@ -8,15 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tatten.ops.masks import mask_spans
 from tatten.ops.states import accumulator_dtype
 
 _library = torch.library.Library("tatten", "DEF")
 
 _library.define(
     "decode_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? kv_lens=None, "
-    "float? scale=None) -> (Tensor out, Tensor lse)",
+    "float? scale=None, Tensor? spans=None) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define("mask_spans(Tensor attn_mask) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define("merge_states(Tensor out, Tensor lse) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
     "merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
@@ -32,6 +34,7 @@ def _(
     attn_mask: Tensor | None = None,
     kv_lens: Tensor | None = None,
     scale: float | None = None,
+    spans: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, q_heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_heads, q_len, value.shape[3]))
@@ -56,10 +59,11 @@ def _decode_attention_cpu(
     attn_mask: Tensor | None = None,
     kv_lens: Tensor | None = None,
     scale: float | None = None,
+    spans: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     from tatten.ops.cpu import decode_attention
 
-    return decode_attention(query, key, value, attn_mask, kv_lens, scale)
+    return decode_attention(query, key, value, attn_mask, kv_lens, scale, spans)
 
 
 def _decode_attention_cuda(
@@ -69,10 +73,11 @@ def _decode_attention_cuda(
     attn_mask: Tensor | None = None,
     kv_lens: Tensor | None = None,
     scale: float | None = None,
+    spans: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     from tatten.ops.cuda import decode_attention
 
-    return decode_attention(query, key, value, attn_mask, kv_lens, scale)
+    return decode_attention(query, key, value, attn_mask, kv_lens, scale, spans)
 
 
 def _merge_states_cpu(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,9 +100,13 @@ def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     return out, lse
 
 
-_library.impl("decode_attention", _decode_attention_cpu, "CPU")
-_library.impl("decode_attention", _decode_attention_cuda, "CUDA")
-_library.impl("merge_states", _merge_states_cpu, "CPU")
-_library.impl("merge_states", _merge_states_cuda, "CUDA")
-_library.impl("merge_state", _merge_state, "CPU")
-_library.impl("merge_state", _merge_state, "CUDA")
+_library.impl("mask_spans", mask_spans, "CompositeImplicitAutograd")
+for _name, _kernels in {
+    "decode_attention": {"CPU": _decode_attention_cpu, "CUDA": _decode_attention_cuda},
+    "merge_states": {"CPU": _merge_states_cpu, "CUDA": _merge_states_cuda},
+    "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},
+}.items():
+    for _device, _kernel in _kernels.items():
+        _library.impl(_name, _kernel, _device)
+    # The kernels refuse to be differentiated; PyTorch's own fallback would alias every output first (10 us each, cold).
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

@@ -15,7 +15,7 @@ def squeeze_broadcast(mask: Tensor) -> Tensor:
     """The 4-D mask with every stride-0 dimension narrowed to size 1, so that no element is looked at twice."""
     mask = mask[(None,) * (4 - mask.dim())]
     for dim in range(3):
-        if mask.stride(dim) == 0:
+        if mask.shape[dim] != 1 and mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
     return mask
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from tatten.ops.states import accumulator_dtype
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_CUDA_HEAD_DIM = 512  # a tile of 32 keys in float32 is then 64 KiB
 
 
 def check_no_grad(op: str, **tensors: Tensor | None) -> None:
@@ -52,6 +53,9 @@ def check_decode_attention(
         )
     if kv_heads == 0 or q_heads % kv_heads:
         raise ValueError(f"`key` must have a number of heads that divides `query`'s {q_heads}, got {kv_heads}")
+    widest = max(head_dim, value.shape[3])
+    if query.device.type == "cuda" and widest > MAX_CUDA_HEAD_DIM and query.dtype != torch.float64:
+        raise NotImplementedError(f"`value` and `key` must have head_dim <= {MAX_CUDA_HEAD_DIM} on CUDA, got {widest}")
 
     if attn_mask is not None:
         check_mask(attn_mask, query, (batch, q_heads, q_len, kv_len))
@@ -79,11 +83,13 @@ def check_mask(attn_mask: Tensor, query: Tensor, scores: tuple[int, int, int, in
         )
 
 
-def check_kv_lens(kv_lens: Tensor, kv_len: int) -> None:
-    """Raise ValueError unless every length lies in [0, kv_len]. Reads the tensor: for CPU only."""
-    low, high = (int(x) for x in kv_lens.aminmax())
-    if low < 0 or high > kv_len:
-        raise ValueError(f"`kv_lens` must lie between 0 and `key`'s length {kv_len}, got {low if low < 0 else high}")
+def check_kv_lens(kv_lens: Tensor, kv_len: int) -> list[int]:
+    """The lengths, or ValueError unless each lies in [0, kv_len]. Reads the tensor: for CPU only."""
+    lens: list[int] = kv_lens.tolist()
+    for n in lens:
+        if not 0 <= n <= kv_len:
+            raise ValueError(f"`kv_lens` must lie between 0 and `key`'s length {kv_len}, got {n}")
+    return lens
 
 
 def check_states(op: str, out: Tensor, lse: Tensor, out_name: str = "out", lse_name: str = "lse") -> None:

@@ -1,0 +1,190 @@
+"""One decode step of a Llama with a static cache, as `generate` runs it: Inductor and tatten side by side.
+
+    python benchmarks/static_cache.py --device cpu       # a Llama of about 100M parameters
+    python benchmarks/static_cache.py --device cuda      # 8 layers of Llama-3.1-8B
+
+Both get the same weights, cache and mask (a bool input `[batch, 1, 1, max_cache_len]`, as `generate` hands it in), and
+take turns. On a GPU each step is a captured CUDA graph. The byte floor is what a step can't avoid: each weight once and
+each used key and value once, at the bandwidth of a plain read (CPU) or copy (GPU), measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+import tatten
+
+
+@dataclass(frozen=True)
+class Row:
+    """A shape of the grid; `used` of `max_cache_len` slots hold keys."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    max_cache_len: int
+    used: int
+    dtype: str = "float32"
+
+
+def cpu_grid() -> list[Row]:
+    shapes = [
+        (4, 16, 4, 64, 8192, 1000),
+        (4, 8, 2, 128, 8192, 1000),
+        (4, 16, 4, 64, 8192, 8191),
+        (1, 16, 4, 64, 8192, 1000),
+        (1, 16, 4, 64, 8192, 8191),
+        (4, 16, 16, 64, 8192, 1000),
+        (4, 16, 16, 64, 8192, 8191),
+        (1, 16, 16, 64, 8192, 8191),
+        (1, 16, 16, 64, 1024, 1023),
+        (1, 16, 4, 64, 256, 255),
+    ]
+    return [Row(*shape, dtype) for dtype in ("float32", "bfloat16") for shape in shapes]
+
+
+def cuda_grid() -> list[Row]:
+    shapes = [(1, 32768, 32000), (8, 16384, 16000), (8, 16384, 1000), (32, 4096, 4000)]
+    return [Row(batch, 32, 8, 128, length, used, "bfloat16") for batch, length, used in shapes]
+
+
+def build(row: Row, device: str) -> LlamaForCausalLM:
+    hidden = row.q_heads * row.head_dim
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=14336 if device == "cuda" else 11 * hidden // 4,
+        num_hidden_layers=8,
+        num_attention_heads=row.q_heads,
+        num_key_value_heads=row.kv_heads,
+        head_dim=row.head_dim,
+        vocab_size=32000 if device == "cuda" else 16000,
+        max_position_embeddings=1 << 17,
+        tie_word_embeddings=device == "cpu",
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM(config).to(getattr(torch, row.dtype)).eval().requires_grad_(False)
+
+
+def decode_step(model: LlamaForCausalLM, row: Row, backend: str, device: str) -> Callable[[], torch.Tensor]:
+    """A function that decodes one token at position `used` and returns the logits."""
+    generator = torch.Generator(device).manual_seed(1)
+    cache = StaticCache(model.config, max_cache_len=row.max_cache_len)
+    token = torch.arange(1, row.batch + 1, device=device).unsqueeze(1)
+    model(token, past_key_values=cache)  # allocates the cache
+    for layer in cache.layers:
+        layer.keys.normal_(generator=generator)
+        layer.values.normal_(generator=generator)
+    mask = (torch.arange(row.max_cache_len, device=device) <= row.used - 1).expand(row.batch, 1, 1, -1).contiguous()
+    position = torch.full((row.batch, 1), row.used - 1, device=device)
+    # Compiled for this row alone: another cache length would otherwise mark sizes dynamic.
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+
+    def step() -> torch.Tensor:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(row.used - 1)
+        return compiled(token, position_ids=position, attention_mask=mask, past_key_values=cache).logits
+
+    for _ in range(3):
+        step()
+    if device == "cpu":
+        return step
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return logits
+
+    return replay
+
+
+def seconds(step: Callable[[], torch.Tensor], device: str) -> float:
+    if device == "cpu":
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def bandwidth(device: str) -> float:
+    """Bytes per second of a plain read (CPU) or copy, read and write counted (GPU)."""
+    x = torch.ones(1 << (28 if device == "cpu" else 30), device=device)
+    run, size = (x.sum, x.nbytes) if device == "cpu" else ((lambda: x.clone()), 2 * x.nbytes)
+    run()
+    return size / min(seconds(run, device) for _ in range(5))
+
+
+def measure(row: Row, device: str, rate: float, repeats: int) -> dict[str, object]:
+    model = build(row, device)
+    with torch.no_grad():
+        with tatten.recording() as report:
+            ours = decode_step(model, row, "tatten", device)
+        theirs = decode_step(model, row, "inductor", device)
+        # The logits of both, and of float32 attention in eager mode on the same cache, to tell rounding from a mistake.
+        difference = (ours().float() - theirs().float()).abs().max().item()
+        times: dict[str, list[float]] = {"tatten": [], "inductor": []}
+        for _ in range(repeats):
+            for name, step in (("tatten", ours), ("inductor", theirs)):
+                times[name].append(seconds(step, device))
+    weights = sum(p.nbytes for p in model.parameters()) - (0 if device == "cpu" else model.model.embed_tokens.weight.nbytes)
+    kv = 2 * row.batch * row.kv_heads * row.used * row.head_dim * model.dtype.itemsize * 8
+    return {
+        **asdict(row),
+        "rewritten": len(report.rewritten),
+        "logit_difference": difference,
+        "tatten_ms": statistics.median(times["tatten"]) * 1e3,
+        "inductor_ms": statistics.median(times["inductor"]) * 1e3,
+        "floor_ms": (weights + kv) / rate * 1e3,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rows", type=int, nargs="*", help="which rows of the grid, by number; default: all")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+
+    grid = cpu_grid() if args.device == "cpu" else cuda_grid()
+    rate = bandwidth(args.device)
+    name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{name}, torch {torch.__version__}, {rate / 1e9:.1f} GB/s")
+    header = "row dtype    batch heads  D   cache  used  | inductor   tatten    floor ms | speedup  over floor  |dlogit|"
+    print(header)
+    results = []
+    for i, row in enumerate(grid):
+        if args.rows and i not in args.rows:
+            continue
+        r = measure(row, args.device, rate, args.repeats)
+        results.append(r)
+        print(
+            f"{i:3} {row.dtype:8} {row.batch:5} {row.q_heads:2}/{row.kv_heads:<2} {row.head_dim:4} {row.max_cache_len:6}"
+            f" {row.used:6} | {r['inductor_ms']:8.2f} {r['tatten_ms']:8.2f} {r['floor_ms']:8.2f}    |"
+            f" {r['inductor_ms'] / r['tatten_ms']:6.2f}x {r['tatten_ms'] / r['floor_ms']:9.2f}x  {r['logit_difference']:.1e}",
+            flush=True,
+        )
+    if args.json:
+        args.json.write_text(json.dumps({"device": name, "bytes_per_second": rate, "rows": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

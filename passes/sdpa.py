@@ -1,0 +1,36 @@
+"""SDPA calls in a graph, with their arguments bound to the schema however the user passed them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+SDPA_TARGETS = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+@dataclass(frozen=True)
+class SdpaCall:
+    """`F.scaled_dot_product_attention` at `node`; each argument as it stands in the graph."""
+
+    node: Node
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: Any = None
+    dropout_p: Any = 0.0
+    is_causal: Any = False
+    scale: Any = None
+    enable_gqa: Any = False
+
+
+def find_sdpa(graph: Graph) -> Iterator[SdpaCall]:
+    """All SDPA calls of a Dynamo or export graph, in order."""
+    for target in SDPA_TARGETS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            yield SdpaCall(node, **dict(zip(POSITIONAL, node.args, strict=False)), **node.kwargs)

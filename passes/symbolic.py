@@ -1,0 +1,51 @@
+"""Questions about shapes that never add a guard. All use of PyTorch's symbolic-shape API is in this file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+
+def tensor_of(node: Any) -> Tensor | None:
+    """The fake tensor that a node of a Dynamo or export graph stands for; None if it isn't one tensor."""
+    if not isinstance(node, Node):
+        return None
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return value if isinstance(value, Tensor) else None
+
+
+def known_equal(a: int | SymInt, b: int | SymInt) -> bool:
+    """True if `a == b` in every run of the graph; False if that can't be proven."""
+    return statically_known_true(a == b)
+
+
+def known_different(a: int | SymInt, b: int | SymInt) -> bool:
+    """True if `a != b` in every run of the graph; False if that can't be proven."""
+    return statically_known_true(a != b)
+
+
+def known_shape(shape: Sequence[int | SymInt], want: Sequence[int | SymInt]) -> bool:
+    return len(shape) == len(want) and all(known_equal(a, b) for a, b in zip(shape, want, strict=True))
+
+
+def constant(size: int | SymInt) -> int | None:
+    """The value of a size that is the same in every run, also where it hides in a SymInt; None for a dynamic one."""
+    return size if isinstance(size, int) else size.node.maybe_as_int()
+
+
+def hint(size: int | SymInt) -> int | None:
+    """The value that a size had when the graph was captured, for reports; None where there was none."""
+    if isinstance(size, int):
+        return size
+    found = size.node.hint
+    return found if isinstance(found, int) else None
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """True if two fake tensors are views of one storage, so that writing one may change the other."""
+    return torch._C._is_alias_of(a, b)

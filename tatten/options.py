@@ -1,0 +1,44 @@
+"""`torch.compile(..., backend="tatten", options={...})`: our own keys, and everything else for Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tatten.passes.decode import DEFAULT_MAX_Q_LEN
+
+INNER = ("inductor", "aot_eager", "eager")
+
+
+@dataclass(frozen=True)
+class Options:
+    """tatten's own options.
+
+    inner: what compiles the rewritten graph: "inductor", "aot_eager" or "eager".
+    max_q_len: an SDPA call with more queries than this per sequence is a prefill and stays as it is.
+    """
+
+    inner: str = "inductor"
+    max_q_len: int = DEFAULT_MAX_Q_LEN
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, str):
+            raise TypeError(f"option `inner` must be a str, one of {list(INNER)}, got {self.inner!r}")
+        if self.inner not in INNER:
+            raise ValueError(f"option `inner` must be one of {list(INNER)}, got {self.inner!r}")
+        if not isinstance(self.max_q_len, int) or isinstance(self.max_q_len, bool):
+            raise TypeError(f"option `max_q_len` must be an int, got {self.max_q_len!r}")
+        if self.max_q_len < 1:
+            raise ValueError(f"option `max_q_len` must be at least 1, got {self.max_q_len}")
+
+
+def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
+    """Our own options, and those that are left for Inductor."""
+    own = {field.name for field in fields(Options)}
+    given = dict(options or {})
+    return Options(**{name: given.pop(name) for name in own & given.keys()}), given
+
+
+def valid_names() -> str:
+    return ", ".join(field.name for field in fields(Options))

@@ -1,0 +1,130 @@
+"""What was rewritten and what was not: one report for `tatten.explain`, the logs, the counters and the trace."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import re
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+from tatten.passes import Declined, GraphReport, Rewritten
+from tatten.passes.reasons import Reason
+
+log = logging.getLogger("tatten")
+_recorders: ContextVar[tuple[Report, ...]] = ContextVar("tatten_recorders", default=())
+
+
+@dataclass
+class Report:
+    """What the backend did to the graphs compiled while the report was recorded. `print(report)` is meant for people."""
+
+    graphs: list[GraphReport] = field(default_factory=list)
+
+    @property
+    def rewritten(self) -> list[Rewritten]:
+        """SDPA calls that became tatten ops, in order."""
+        return [x for graph in self.graphs for x in graph.findings if isinstance(x, Rewritten)]
+
+    @property
+    def declined(self) -> list[Declined]:
+        """SDPA calls that stayed, and attention that is no SDPA call, each with its reason."""
+        return [x for graph in self.graphs for x in graph.findings if isinstance(x, Declined)]
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return "tatten: no graph was compiled (was everything compiled before, or is nothing traceable?)"
+        lines = []
+        for i, graph in enumerate(self.graphs):
+            done = sum(isinstance(x, Rewritten) for x in graph.findings)
+            calls = sum(not (isinstance(x, Declined) and x.decline.reason is Reason.NO_SDPA) for x in graph.findings)
+            lines.append(f"graph {i}: {done} of {calls} SDPA calls rewritten in {graph.milliseconds:.1f} ms")
+            lines += (f"  {line}" for group in _groups(graph) for line in _describe(group))
+        return "\n".join(lines)
+
+
+def _groups(graph: GraphReport) -> list[list[Rewritten | Declined]]:
+    """Findings that differ only in the number of their layer, together."""
+    groups: dict[Any, list[Rewritten | Declined]] = {}
+    for finding in graph.findings:
+        layerless = re.sub(r"\.\d+(?=\.|$)", ".*", finding.place.module)
+        what = (finding.op, finding.kv_bytes) if isinstance(finding, Rewritten) else finding.decline.reason
+        shapes = re.sub(r"s\d+", "s", finding.shapes)
+        groups.setdefault((layerless, finding.place.file, finding.place.line, shapes, what), []).append(finding)
+    return list(groups.values())
+
+
+def _describe(group: list[Rewritten | Declined]) -> Iterator[str]:
+    first, last = group[0], group[-1]
+    module = first.place.module
+    if len(group) > 1:
+        module = f"{len(group)} x {module} ... {last.place.module}"
+    if isinstance(first, Rewritten):
+        yield f"{module or 'call'}: {first.op}"
+    else:
+        yield f"{module or 'call'}: left as it is [{first.decline.reason.value}]"
+    if first.place.file:
+        yield f"    line  {first.place.file}:{first.place.line}  {first.place.code}"
+    if first.shapes:
+        yield f"    with  {first.shapes}"
+    if isinstance(first, Rewritten):
+        if first.kv_bytes is not None:
+            before, after = first.kv_bytes
+            yield f"    KV    {_size(before)} moved per step before, at most {_size(after)} read now"
+    else:
+        yield f"    why   {first.decline.detail}"
+        yield f"    helps {first.decline.reason.help}"
+
+
+def _size(size: int) -> str:
+    amount = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.4g} {unit}"
+        amount /= 1024
+    return f"{amount:.4g} GiB"
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Report]:
+    """Collect the reports of all graphs that the backend compiles inside the block, in this thread.
+
+    Example:
+        with tatten.recording() as report:
+            model.generate(**inputs, cache_implementation="static", compile_config=CompileConfig(backend="tatten"))
+        print(report)
+    """
+    report = Report()
+    token = _recorders.set((*_recorders.get(), report))
+    try:
+        yield report
+    finally:
+        _recorders.reset(token)
+
+
+def publish(graph: GraphReport) -> None:
+    """Show one graph's report wherever somebody looks: recorders, TORCH_LOGS=tatten, counters, the structured trace."""
+    for report in _recorders.get():
+        report.graphs.append(graph)
+    for finding in graph.findings:
+        if isinstance(finding, Rewritten):
+            counters["tatten"]["rewritten"] += 1
+        else:
+            counters["tatten"]["declined"] += 1
+            counters["tatten"][f"declined_{finding.decline.reason.value}"] += 1
+    log.info("%s", Report([graph]))
+    torch._logging.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "tatten_report", "encoding": "json"},
+        payload_fn=lambda: [_as_json(finding) for finding in graph.findings],
+    )
+
+
+def _as_json(finding: Rewritten | Declined) -> dict[str, Any]:
+    return {"kind": type(finding).__name__.lower(), **dataclasses.asdict(finding)}
