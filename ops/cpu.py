@@ -1,8 +1,8 @@
 """Decode attention on a CPU: PyTorch's own flash kernel, on packed query heads and on the keys that count.
 
-The kernel returns the lse. It is given one row per query that reads a kv head, so that keys and values are read once per
-kv head and not once per query head, and only the span of keys between the first and the last that the mask and the
-lengths leave over.
+The kernel returns the lse. It is given one row per query that reads a kv head, so that keys and values are read once
+per kv head and not once per query head, and only the span of keys between the first and the last that the mask and
+the lengths leave over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from tatten.ops.masks import mask_spans
 from tatten.ops.packing import pack_heads, pack_mask, squeeze_broadcast
 from tatten.ops.states import NEG_INF, accumulator_dtype, merge
-from tatten.ops.validate import check_decode_attention, check_kv_lens, check_states
+from tatten.ops.validate import check_decode_attention, check_kv_lens, check_stack
 
 # Below this many bytes of K and V for each extra piece, the merge costs more than an idle core (2-core Xeon, measured).
 SPLIT_BYTES = 1 << 20
@@ -94,7 +94,9 @@ def _attend(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     kv_len, value_dim = key.shape[2], value.shape[3]
     if kv_len == 0:  # the flash kernel dies of a division by zero
         acc = accumulator_dtype(rows.dtype)
-        return rows.new_zeros(batch, kv_heads, n_rows, value_dim), rows.new_full((batch, kv_heads, n_rows), NEG_INF, dtype=acc)
+        return rows.new_zeros(batch, kv_heads, n_rows, value_dim), rows.new_full(
+            (batch, kv_heads, n_rows), NEG_INF, dtype=acc
+        )
 
     if head_dim != value_dim:  # the kernel wants one head_dim; zeros change neither scores nor the columns we keep
         rows, key = (F.pad(x, (0, max(0, value_dim - head_dim))) for x in (rows, key))
@@ -121,7 +123,7 @@ def _flash(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
 
 
 def _pieces(key: Tensor, value: Tensor) -> int:
-    """Into how many pieces to cut the keys so that every core has work: the kernel runs (batch, head) pairs in parallel.
+    """Into how many pieces to cut the keys so that every core has work: the kernel runs (batch, head) pairs at once.
 
     1 where nothing is gained, or where (batch, head) is not one dimension in memory.
     """
@@ -167,5 +169,5 @@ def _attend_in_pieces(
 
 
 def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    check_states("merge_states", out, lse)
+    check_stack(out, lse)
     return merge(out, lse)

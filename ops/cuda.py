@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tatten.ops.reference import decode_attention_reference
 from tatten.ops.states import merge
-from tatten.ops.validate import check_decode_attention, check_states
+from tatten.ops.validate import check_decode_attention, check_stack
 
 
 def decode_attention(
@@ -32,8 +32,8 @@ def decode_attention(
 
 
 def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    check_states("merge_states", out, lse)
-    if out.dtype == torch.float64 or out.dim() == 1 or 0 in out.shape:
+    check_stack(out, lse)
+    if out.dtype == torch.float64 or out.numel() == 0:
         return merge(out, lse)
     from tatten.ops.triton_merge import merge_states_triton
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
 from tatten.ops.states import merge
+from tatten.ops.validate import check_tensors
 
 
 @overload
@@ -54,8 +55,9 @@ def decode_attention(
         value: `[batch, kv_heads, kv_length, value_dim]`.
         attn_mask: bool (True takes part) or additive in float32 or `query`'s dtype; broadcastable to
             `[batch, q_heads, q_length, kv_length]`, stride 0 included.
-        kv_lens: int32 or int64 `[batch]`, on the device of `query`: only the first `kv_lens[b]` keys of sequence `b` take
-            part. Values outside `[0, kv_length]` are an error on a CPU and clamped on a GPU, which is never synchronised.
+        kv_lens: int32 or int64 `[batch]`, on the device of `query`: only the first `kv_lens[b]` keys of sequence `b`
+            take part. Values outside `[0, kv_length]` are an error on a CPU and clamped on a GPU, which is never
+            synchronised.
         scale: factor of the scores. Default: `head_dim ** -0.5`.
         return_lse: return the attention state `(out, lse)` and not only `out`.
 
@@ -68,6 +70,7 @@ def decode_attention(
         TypeError, ValueError: an argument does not fit; the message names it, what was expected and what came.
         NotImplementedError: gradients are wanted.
     """
+    check_tensors(query=query, key=key, value=value)
     out, lse = torch.ops.tatten.decode_attention.default(query, key, value, attn_mask, kv_lens, scale)
     return (out, lse) if return_lse else out
 
@@ -90,6 +93,7 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         TypeError, ValueError: shapes, dtypes or devices do not fit.
         NotImplementedError: gradients are wanted.
     """
+    check_tensors(out=out, lse=lse)
     if torch.compiler.is_compiling():
         return merge(out, lse)
     merged_out, merged_lse = torch.ops.tatten.merge_states.default(out, lse)
@@ -105,6 +109,7 @@ def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> t
 
     Returns, raises: as `merge_states`.
     """
+    check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if torch.compiler.is_compiling():
         return merge(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))
     out, lse = torch.ops.tatten.merge_state.default(out_a, lse_a, out_b, lse_b)

@@ -5,6 +5,8 @@ Schemas are functional, so nothing is said to be mutated, and implementations ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -101,11 +103,12 @@ def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 _library.impl("mask_spans", mask_spans, "CompositeImplicitAutograd")
-for _name, _kernels in {
+_KERNELS: dict[str, dict[str, Callable[..., tuple[Tensor, Tensor]]]] = {
     "decode_attention": {"CPU": _decode_attention_cpu, "CUDA": _decode_attention_cuda},
     "merge_states": {"CPU": _merge_states_cpu, "CUDA": _merge_states_cuda},
     "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},
-}.items():
+}
+for _name, _kernels in _KERNELS.items():
     for _device, _kernel in _kernels.items():
         _library.impl(_name, _kernel, _device)
     # The kernels refuse to be differentiated; PyTorch's own fallback would alias every output first (10 us each, cold).

@@ -18,8 +18,8 @@ def mask_spans(attn_mask: Tensor) -> Tensor:
         attn_mask: bool or additive, `[batch or 1, heads or 1, q_length or 1, kv_length]`, or of lower rank.
 
     Returns:
-        int64 `[batch or 1, 3]`: the first key, the place after the last one (both 0 if there is none), and whether every
-        query attends to all keys between them with no bias, so that the mask need not be looked at again.
+        int64 `[batch or 1, 3]`: the first key, the place after the last one (both 0 if there is none), and whether
+        every query attends to all keys between them with no bias, so that the mask need not be looked at again.
     """
     batch = attn_mask.shape[0] if attn_mask.dim() == 4 else 1
     mask = squeeze_broadcast(attn_mask)

@@ -1,9 +1,9 @@
 """Split-KV decode attention in Triton: the portable CUDA path, for any mask and any strides.
 
 Program (b * kv_heads + h, split, tile) attends with one tile of packed query rows to key blocks `split`,
-`split + n_splits`, ... of kv head h: dealing the blocks out in turn keeps the splits even when a mask leaves only one end
-of a static cache over. A block that the mask excludes for all rows costs its mask and nothing else. Lengths stay on the
-device. FlashDecoding (Dao et al. 2023) with a merge in a second kernel.
+`split + n_splits`, ... of kv head h: dealing the blocks out in turn keeps the splits even when a mask leaves only one
+end of a static cache over. A block that the mask excludes for all rows costs its mask and nothing else. Lengths stay on
+the device. FlashDecoding (Dao et al. 2023) with a merge in a second kernel.
 """
 
 from __future__ import annotations

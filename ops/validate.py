@@ -11,6 +11,13 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_CUDA_HEAD_DIM = 512  # a tile of 32 keys in float32 is then 64 KiB
 
 
+def check_tensors(**arguments: object) -> None:
+    """Raise TypeError for what is no tensor; the dispatcher's own error does not name our arguments."""
+    for name, argument in arguments.items():
+        if not isinstance(argument, Tensor):
+            raise TypeError(f"`{name}` must be a Tensor, got {type(argument).__name__}")
+
+
 def check_no_grad(op: str, **tensors: Tensor | None) -> None:
     """Raise NotImplementedError if autograd would have to differentiate `op`."""
     if not torch.is_grad_enabled():
@@ -107,6 +114,15 @@ def check_states(op: str, out: Tensor, lse: Tensor, out_name: str = "out", lse_n
             f"`{lse_name}` must have `{out_name}`'s shape without its last dimension, "
             f"{tuple(out.shape[:-1])}, got {tuple(lse.shape)}"
         )
+
+
+def check_stack(out: Tensor, lse: Tensor) -> None:
+    """Raise unless `(out, lse)` is a stack of at least one state."""
+    check_states("merge_states", out, lse)
+    if out.dim() < 2:
+        raise ValueError(f"`out` must be states stacked on dim 0, [n, ..., head_dim], got shape {tuple(out.shape)}")
+    if out.shape[0] == 0:
+        raise ValueError(f"`out` must hold at least one state, got shape {tuple(out.shape)}")
 
 
 def check_state_pair(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:

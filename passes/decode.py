@@ -25,7 +25,7 @@ DEFAULT_MAX_Q_LEN = 16
 
 @dataclass(frozen=True)
 class DecodeMatch:
-    """An SDPA call that `tatten::decode_attention` answers, with key and value as they were before heads were repeated."""
+    """An SDPA call that `tatten::decode_attention` answers; key and value as they were before heads were repeated."""
 
     call: SdpaCall
     key: Peeled
@@ -109,27 +109,24 @@ def _match_heads(call: SdpaCall, query: Tensor, key: Tensor, value: Tensor) -> D
         return Decline(Reason.BATCH, f"query, key, value have batch {query.shape[0]}, {key.shape[0]}, {value.shape[0]}")
     if not known_equal(query.shape[3], key.shape[3]):
         return Decline(Reason.HEAD_DIM, f"query has head_dim {query.shape[3]}, key {key.shape[3]}")
-    if any(constant(x.shape[3]) is None for x in (query, value)):
-        return Decline(Reason.HEAD_DIM, f"head_dim is dynamic: {query.shape[3]} and {value.shape[3]}")
-    widest = max(constant(x.shape[3]) or 0 for x in (query, value))
-    if query.device.type == "cuda" and widest > MAX_CUDA_HEAD_DIM:
-        return Decline(Reason.HEAD_DIM, f"head_dim is {widest}, the CUDA kernel takes up to {MAX_CUDA_HEAD_DIM}")
+    widths = [constant(x.shape[3]) for x in (query, value)]
+    if query.device.type == "cuda" and any(width is None or width > MAX_CUDA_HEAD_DIM for width in widths):
+        shown = ", ".join(str(x.shape[3]) for x in (query, value))
+        return Decline(
+            Reason.HEAD_DIM, f"head_dim is {shown}; the CUDA kernel takes constants up to {MAX_CUDA_HEAD_DIM}"
+        )
     if known_different(key.shape[2], value.shape[2]):
         return Decline(Reason.KV_LENGTH, f"key has length {key.shape[2]}, value {value.shape[2]}")
 
-    q_heads = constant(query.shape[1])
-    seen = constant(key.shape[1])
-    if q_heads is None or seen is None or not known_equal(value.shape[1], seen):
-        return Decline(
-            Reason.HEADS, f"query, key, value have {query.shape[1]}, {key.shape[1]}, {value.shape[1]} heads"
-        )
-    if q_heads % seen or (seen not in (1, q_heads) and not call.enable_gqa):
-        return Decline(Reason.HEADS, f"query has {q_heads} heads, key {seen}, enable_gqa is {call.enable_gqa}")
+    q_heads, kv_heads = query.shape[1], key.shape[1]
+    one_to_one, one_for_all = known_equal(q_heads, kv_heads), known_equal(kv_heads, 1)
+    divisible = one_to_one or one_for_all or (call.enable_gqa and not known_different(q_heads % kv_heads, 0))
+    if not divisible or not known_equal(value.shape[1], kv_heads):
+        heads = f"query, key, value have {q_heads}, {kv_heads}, {value.shape[1]} heads"
+        return Decline(Reason.HEADS, f"{heads}, enable_gqa is {call.enable_gqa}")
     peeled_key, peeled_value = peel_heads(call.key), peel_heads(call.value)
-    if peeled_key.repeats != peeled_value.repeats:
-        return Decline(
-            Reason.HEADS, f"key's heads are repeated {peeled_key.repeats} times, value's {peeled_value.repeats}"
-        )
+    if peeled_key.repeats != peeled_value.repeats:  # DiffLlama pairs values of its own: take both as they are
+        peeled_key, peeled_value = Peeled(call.key), Peeled(call.value)
     for name, peeled in (("key", peeled_key), ("value", peeled_value)):
         base = tensor_of(peeled.base)
         assert base is not None
@@ -138,8 +135,8 @@ def _match_heads(call: SdpaCall, query: Tensor, key: Tensor, value: Tensor) -> D
             return Decline(Reason.WRITTEN, f"{name} is written by `{writer}` after its heads were repeated")
 
     nothing_repeated = peeled_key.repeats == 1
-    if call.attn_mask is None and nothing_repeated and (seen == q_heads or query.device.type == "cuda"):
-        return Decline(Reason.NO_GAIN, f"no mask, and {seen} kv heads for {q_heads} query heads as they are")
+    if call.attn_mask is None and nothing_repeated and (one_to_one or query.device.type == "cuda"):
+        return Decline(Reason.NO_GAIN, f"no mask, and {kv_heads} kv heads for {q_heads} query heads as they are")
     return DecodeMatch(call, peeled_key, peeled_value)
 
 
@@ -181,7 +178,7 @@ def apply_decode(match: DecodeMatch, spans: Node | None = None) -> Node:
         out = _with_strides_of(out, result)
     call.node.replace_all_uses_with(out)
     graph.erase_node(call.node)
-    for repeated, peeled in ((call.key, match.key), (call.value, match.value)):
+    for repeated, peeled in {call.key: match.key, call.value: match.value}.items():
         _erase_unused(repeated, peeled.base)
     return op
 
@@ -189,7 +186,7 @@ def apply_decode(match: DecodeMatch, spans: Node | None = None) -> Node:
 def shared_spans(match: DecodeMatch, known: dict[Node, Node]) -> Node | None:
     """The node that holds the spans of the call's mask: layers share a mask, so it is looked at once per step.
 
-    `known` maps masks to their spans so far, and is added to. None on CUDA, and where the mask broadcasts over the keys.
+    `known` maps masks to their spans so far, and is added to. None on CUDA, and where the mask broadcasts over keys.
     """
     mask_node, mask, key = match.call.attn_mask, tensor_of(match.call.attn_mask), tensor_of(match.call.key)
     if mask is None or key is None or mask.device.type != "cpu" or not known_equal(mask.shape[-1], key.shape[2]):
@@ -227,8 +224,8 @@ def _with_strides_of(out: Node, like: Tensor) -> Node:
     if not known_shape(dense.stride(), torch.empty(dense.shape, device="meta").stride()):
         return out
     graph = out.graph
-    for step in (("permute", *order), ("contiguous",), ("permute", *back)):
-        node = graph.call_method(step[0], (out, *step[1:]))
+    for name, args in (("permute", order), ("contiguous", ()), ("permute", back)):
+        node = graph.call_method(name, (out, *args))
         node.meta.update(out.meta)
         out = node
     return out
@@ -240,6 +237,6 @@ def _erase_unused(node: Node, base: Node) -> None:
     Never `graph.eliminate_dead_code()`: on a Dynamo graph it deletes the writes to the cache.
     """
     while node is not base and not node.users:
-        source = next(n for n in node.all_input_nodes)
+        source = node.all_input_nodes[0]
         node.graph.erase_node(node)
         node = source

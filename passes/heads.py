@@ -1,8 +1,8 @@
 """Undoing `repeat_kv`: finding the tensor whose heads were repeated to match the query's.
 
-All spellings end in the same indexing, `repeated[b, h, s, d] == base[b, h // repeats, s, d]`. Each step back through the
-graph is justified by what the op does to shapes, never by how its arguments are written: dims of size 1 that an op may
-only stretch, and reshapes that may only merge two neighbours.
+All spellings end in the same indexing, `repeated[b, h, s, d] == base[b, h // repeats, s, d]`. Each step back through
+the graph is justified by what the op does to shapes, never by how its arguments are written: dims of size 1 that an op
+may only stretch, and reshapes that may only merge two neighbours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of
 
-IDENTITY = (0, 1, 2, 3)
+IDENTITY: tuple[int, ...] = (0, 1, 2, 3)
 STRETCHES = {"expand", "broadcast_to", "repeat", "tile", "expand_as"}
 RESHAPES = {"reshape", "view", "flatten", "reshape_as", "view_as", "_unsafe_view"}
 COPIES = {"contiguous", "clone", "alias"}
@@ -27,7 +27,7 @@ COPIES = {"contiguous", "clone", "alias"}
 
 @dataclass(frozen=True)
 class Peeled:
-    """`key` or `value` before its heads were repeated: `base` with its dims in the order `dims`, heads `repeats` times."""
+    """`key` or `value`: the tensor `base` with its dims in the order `dims`, and then each head `repeats` times."""
 
     base: Node
     dims: tuple[int, ...] = IDENTITY
@@ -86,15 +86,18 @@ def _reorder(node: Node) -> tuple[Node, tuple[int, ...]] | None:
     if name in COPIES or (name == "to" and before.device == after.device):
         return source, IDENTITY
     args = node.args[1:]
-    if name in ("transpose", "swapaxes", "swapdims") and len(args) == 2 and all(isinstance(d, int) for d in args):
+    if name in ("transpose", "swapaxes", "swapdims") and len(args) == 2:
+        if not isinstance(args[0], int) or not isinstance(args[1], int):
+            return None
         order = list(IDENTITY)
-        i, j = (d % 4 for d in args)
+        i, j = args[0] % 4, args[1] % 4
         order[i], order[j] = order[j], order[i]
         return source, tuple(order)
     if name == "permute":
         wanted = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
-        if len(wanted) == 4 and all(isinstance(d, int) for d in wanted):
-            return source, tuple(d % 4 for d in wanted)
+        dims = tuple(d % 4 for d in wanted if isinstance(d, int))
+        if len(dims) == len(wanted) == 4:
+            return source, dims
     return None
 
 
@@ -143,7 +146,7 @@ def _ratio(source: Node, before: Tensor, result: Tensor, dim: int) -> tuple[Node
 
 
 def _unstretch(node: Node, dim: int) -> tuple[Node, int] | None:
-    """`(base, repeats)` if the 5-D `node` is the 4-D `base` with a new dim after `dim`, holding `repeats` equal copies."""
+    """`(base, repeats)` if the 5-D `node` is the 4-D `base` with `repeats` equal copies along a new dim after `dim`."""
     result = tensor_of(node)
     assert result is not None
     repeats = constant(result.shape[dim + 1])

@@ -14,8 +14,10 @@ from tatten.passes.symbolic import same_storage, tensor_of
 
 IN_PLACE_OPERATORS = frozenset(
     vars(operator)[name]
-    for name in ("setitem", "delitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")
-    + ("iand", "ior", "ixor", "ilshift", "irshift", "iconcat")
+    for name in (
+        *("setitem", "delitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
+        *("iand", "ior", "ixor", "ilshift", "irshift", "iconcat"),
+    )
 )
 
 

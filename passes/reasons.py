@@ -21,7 +21,10 @@ class Reason(str, Enum):
     REQUIRES_GRAD = "requires_grad", "run decoding under torch.no_grad() or torch.inference_mode()"
     DROPOUT = "dropout", "decode with model.eval(), so that dropout_p is 0.0"
     IS_CAUSAL = "is_causal", "with fewer queries than keys is_causal=True is aligned top left; pass a mask instead"
-    Q_LEN = "q_len", "this is a prefill or a long chunk, which PyTorch does well; raise options['max_q_len'] to include it"
+    Q_LEN = (
+        "q_len",
+        "this is a prefill or a long chunk, which PyTorch does well; raise options['max_q_len'] to include it",
+    )
     Q_LEN_DYNAMIC = "q_len_dynamic", "decode with a static number of queries per step"
     RANK = "rank", "pass 4-D tensors [batch, heads, length, head_dim]"
     DTYPE = "dtype", "use one of float16, bfloat16, float32, float64 for query, key and value alike"

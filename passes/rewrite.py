@@ -47,7 +47,7 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
     start = time.perf_counter()
     findings: list[Rewritten | Declined] = []
     spans: dict[Node, Node] = {}
-    for call in list(find_sdpa(gm.graph)):
+    for call in find_sdpa(gm.graph):
         place, shapes = place_of(call.node), _shapes(call.query, call.key, call.value, call.attn_mask)
         match = match_decode(call, max_q_len)
         if isinstance(match, Decline):

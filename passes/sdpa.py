@@ -30,7 +30,10 @@ class SdpaCall:
 
 
 def find_sdpa(graph: Graph) -> Iterator[SdpaCall]:
-    """All SDPA calls of a Dynamo or export graph, in order."""
+    """All SDPA calls of a Dynamo or export graph, in order.
+
+    Each call is bound when it is reached, so that rewriting one may replace the arguments of the next.
+    """
     for target in SDPA_TARGETS:
         for node in graph.find_nodes(op="call_function", target=target):
             yield SdpaCall(node, **dict(zip(POSITIONAL, node.args, strict=False)), **node.kwargs)

@@ -48,4 +48,4 @@ def hint(size: int | SymInt) -> int | None:
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
     """True if two fake tensors are views of one storage, so that writing one may change the other."""
-    return torch._C._is_alias_of(a, b)
+    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]

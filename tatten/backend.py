@@ -30,7 +30,7 @@ def tatten(
         options: tatten's own (`tatten.options.Options`) and Inductor's, together.
 
     Raises:
-        ValueError, TypeError: a mode or option that neither tatten nor Inductor takes; the message lists the valid ones.
+        ValueError, TypeError: neither tatten nor Inductor takes a mode or option; the message lists the valid ones.
     """
     own, rest = split_options(options)
     if own.inner == "inductor":

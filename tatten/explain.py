@@ -28,6 +28,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
         return tatten(gm, example_inputs, options={"inner": "eager"})
 
-    with recording() as report, torch._dynamo.config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16):
+    with (
+        recording() as report,
+        torch._dynamo.config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16),
+    ):
         torch.compile(fn, backend=backend)(*args, **kwargs)
     return report

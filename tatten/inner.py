@@ -27,7 +27,7 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Callable[[Gr
             raise ValueError(f"`mode` must be one that torch.compile knows, got {mode!r}: {error}") from error
         unknown = "Unexpected optimization option" in str(error)
         raise (ValueError if unknown else TypeError)(
-            f"`options` holds what neither tatten nor Inductor takes: {error}. tatten's own options are: {valid_names()}"
+            f"`options` holds what neither tatten nor Inductor takes: {error}. tatten's own are: {valid_names()}"
         ) from error
     return wrapper  # type: ignore[no-any-return]
 

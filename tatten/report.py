@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -12,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
 
 from tatten.passes import Declined, GraphReport, Rewritten
 from tatten.passes.reasons import Reason
@@ -23,7 +23,7 @@ _recorders: ContextVar[tuple[Report, ...]] = ContextVar("tatten_recorders", defa
 
 @dataclass
 class Report:
-    """What the backend did to the graphs compiled while the report was recorded. `print(report)` is meant for people."""
+    """What the backend did to the graphs compiled while it was recorded. `print(report)` is meant for people."""
 
     graphs: list[GraphReport] = field(default_factory=list)
 
@@ -110,6 +110,8 @@ def recording() -> Iterator[Report]:
 
 def publish(graph: GraphReport) -> None:
     """Show one graph's report wherever somebody looks: recorders, TORCH_LOGS=tatten, counters, the structured trace."""
+    from torch._dynamo.utils import counters  # imports Triton
+
     for report in _recorders.get():
         report.graphs.append(graph)
     for finding in graph.findings:
@@ -122,7 +124,7 @@ def publish(graph: GraphReport) -> None:
     torch._logging.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "tatten_report", "encoding": "json"},
-        payload_fn=lambda: [_as_json(finding) for finding in graph.findings],
+        payload_fn=lambda: json.dumps([_as_json(finding) for finding in graph.findings]),
     )
 
 

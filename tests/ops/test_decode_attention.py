@@ -42,7 +42,12 @@ SHAPES = [
     "case",
     [
         *SHAPES,
-        *(Case(mask=mask, q_len=n, q_heads=4, kv_len=67, lens=lens) for mask in MASKS for n in (1, 3) for lens in (0, 1)),
+        *(
+            Case(mask=mask, q_len=n, q_heads=4, kv_len=67, lens=lens)
+            for mask in MASKS
+            for n in (1, 3)
+            for lens in (0, 1)
+        ),
         *(Case(mask=mask, dtype=dtype, kv_len=129, head_dim=64) for mask in ("none", *MASKS[9:13]) for dtype in LOW),
         *(Case(mask=mask, dtype=torch.float64) for mask in ("none", "causal", "holes", "additive")),
     ],

@@ -1,0 +1,40 @@
+# Every target makes what it needs in .venv; nothing outside this folder is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# torch is installed first and by version where a plain request would bring several GB of CUDA packages: TORCH=torch for those.
+TORCH ?= torch==2.13.0
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint bench clean
+
+$(VENV)/installed: pyproject.toml
+	@echo "making $(VENV): PyTorch and transformers, about a minute"
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@$(PIP) "$(TORCH)" setuptools
+	@$(PIP) -e ".[transformers]"
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	@echo "adding what tests and checks need"
+	@$(PIP) -e ".[test,dev]"
+	@touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/static_cache.py
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# mypy reads an installed copy, because the package's rooms lie side by side at the root.
+lint: $(VENV)/installed-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	@rm -rf build && $(PIP) --no-deps --no-build-isolation --target build/typed .
+	MYPYPATH=build/typed $(BIN)/mypy -p tatten
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/static_cache.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info

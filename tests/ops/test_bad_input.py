@@ -1,0 +1,133 @@
+"""Bad input: the error names the argument, what was expected and what came; from the function and from the op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tatten
+
+B, HQ, HKV, S, D = 2, 4, 2, 9, 8
+
+
+def good() -> dict:
+    return {
+        "query": torch.randn(B, HQ, 1, D),
+        "key": torch.randn(B, HKV, S, D),
+        "value": torch.randn(B, HKV, S, D),
+        "attn_mask": torch.ones(B, 1, 1, S, dtype=torch.bool),
+        "kv_lens": torch.tensor([3, 4]),
+    }
+
+
+BAD = [
+    ("query rank", {"query": torch.randn(HQ, 1, D)}, ValueError, ["`query`", "[batch, heads, length", "(4, 1, 8)"]),
+    ("key rank", {"key": torch.randn(B, HKV, S)}, ValueError, ["`key`", "(2, 2, 9)"]),
+    ("q_len 0", {"query": torch.randn(B, HQ, 0, D)}, ValueError, ["`query`", "size 0", "(2, 4, 0, 8)"]),
+    ("empty batch", {"query": torch.randn(0, HQ, 1, D)}, ValueError, ["`query`", "size 0", "(0, 4, 1, 8)"]),
+    ("batch", {"key": torch.randn(3, HKV, S, D)}, ValueError, ["`key`", "[2, kv_heads", "(3, 2, 9, 8)"]),
+    ("head_dim", {"key": torch.randn(B, HKV, S, 16)}, ValueError, ["`key`", "8]", "(2, 2, 9, 16)"]),
+    (
+        "value length",
+        {"value": torch.randn(B, HKV, 7, D)},
+        ValueError,
+        ["`value`", "[2, 2, 9, head_dim]", "(2, 2, 7, 8)"],
+    ),
+    ("value heads", {"value": torch.randn(B, 1, S, D)}, ValueError, ["`value`", "(2, 1, 9, 8)"]),
+    (
+        "heads",
+        {"key": torch.randn(B, 3, S, D), "value": torch.randn(B, 3, S, D)},
+        ValueError,
+        ["`key`", "divides `query`'s 4", "got 3"],
+    ),
+    (
+        "no kv heads",
+        {"key": torch.randn(B, 0, S, D), "value": torch.randn(B, 0, S, D)},
+        ValueError,
+        ["`key`", "divides `query`'s 4", "got 0"],
+    ),
+    ("dtype", {"key": torch.randn(B, HKV, S, D).half()}, TypeError, ["`key`", "torch.float32", "torch.float16"]),
+    ("int query", {"query": torch.ones(B, HQ, 1, D, dtype=torch.int64)}, TypeError, ["`query`", "torch.int64"]),
+    (
+        "mask shape",
+        {"attn_mask": torch.ones(B, 1, 1, 7, dtype=torch.bool)},
+        ValueError,
+        ["`attn_mask`", "9]", "(2, 1, 1, 7)"],
+    ),
+    ("mask heads", {"attn_mask": torch.ones(B, 2, 1, S)}, ValueError, ["`attn_mask`", "[2, 4, 1, 9]", "(2, 2, 1, 9)"]),
+    ("mask rank", {"attn_mask": torch.ones(1, B, 1, 1, S)}, ValueError, ["`attn_mask`", "(1, 2, 1, 1, 9)"]),
+    ("mask dtype", {"attn_mask": torch.ones(B, 1, 1, S).long()}, TypeError, ["`attn_mask`", "bool", "torch.int64"]),
+    ("lens shape", {"kv_lens": torch.tensor([3])}, ValueError, ["`kv_lens`", "(2,)", "(1,)"]),
+    ("lens dtype", {"kv_lens": torch.tensor([3.0, 4.0])}, TypeError, ["`kv_lens`", "int32 or int64", "torch.float32"]),
+    ("negative length", {"kv_lens": torch.tensor([3, -1])}, ValueError, ["`kv_lens`", "between 0", "9", "got -1"]),
+    ("long length", {"kv_lens": torch.tensor([3, 10])}, ValueError, ["`kv_lens`", "9", "got 10"]),
+    (
+        "grad",
+        {"query": torch.randn(B, HQ, 1, D, requires_grad=True)},
+        NotImplementedError,
+        ["`query`", "requires_grad=True"],
+    ),
+    ("grad of value", {"value": torch.randn(B, HKV, S, D, requires_grad=True)}, NotImplementedError, ["`value`"]),
+    ("grad of mask", {"attn_mask": torch.zeros(B, 1, 1, S, requires_grad=True)}, NotImplementedError, ["`attn_mask`"]),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "says"), [bad[1:] for bad in BAD], ids=[bad[0] for bad in BAD])
+def test_decode_attention(change: dict, error: type[Exception], says: list[str]) -> None:
+    inputs = good() | change
+    query, key, value = inputs.pop("query"), inputs.pop("key"), inputs.pop("value")
+    for call in (
+        lambda: tatten.decode_attention(query, key, value, **inputs),
+        lambda: torch.ops.tatten.decode_attention(query, key, value, **inputs),
+    ):
+        with pytest.raises(error) as raised:
+            call()
+        for part in says:
+            assert part in str(raised.value)
+
+
+def test_gradients_are_fine_where_none_are_wanted() -> None:
+    inputs = good()
+    with torch.no_grad():
+        tatten.decode_attention(inputs["query"].requires_grad_(), inputs["key"], inputs["value"])
+
+
+def test_not_a_tensor() -> None:
+    with pytest.raises(TypeError, match="`key` must be a Tensor, got list"):
+        tatten.decode_attention(torch.randn(1, 1, 1, 8), [1], torch.randn(1, 1, 3, 8))
+
+
+@pytest.mark.parametrize(
+    ("out", "lse", "error", "says"),
+    [
+        (torch.randn(3, 2, 8), torch.randn(3), ValueError, ["`lse`", "(3, 2)", "(3,)"]),
+        (torch.randn(3, 2, 8), torch.randn(3, 2).double(), TypeError, ["`lse`", "torch.float32", "torch.float64"]),
+        (torch.ones(3, 2, 8).long(), torch.randn(3, 2), TypeError, ["`out`", "torch.int64"]),
+        (torch.randn(3, 2, 8, requires_grad=True), torch.randn(3, 2), NotImplementedError, ["`out`"]),
+        (torch.randn(8), torch.randn(()), ValueError, ["`out`", "stacked", "(8,)"]),
+        (torch.randn(0, 2, 8), torch.randn(0, 2), ValueError, ["`out`", "at least one", "(0, 2, 8)"]),
+    ],
+)
+def test_merge_states(out, lse, error: type[Exception], says: list[str]) -> None:
+    with pytest.raises(error) as raised:
+        tatten.merge_states(out, lse)
+    for part in says:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"out_b": torch.randn(3, 8)}, ValueError, ["`lse_b`", "(3,)", "(2,)"]),
+        ({"out_b": torch.randn(3, 8), "lse_b": torch.randn(3)}, ValueError, ["`out_b`", "(2, 8)", "(3, 8)"]),
+        ({"out_b": torch.randn(2, 8).half()}, TypeError, ["`out_b`", "torch.float32", "torch.float16"]),
+    ],
+)
+def test_merge_state(change: dict, error: type[Exception], says: list[str]) -> None:
+    states = {
+        name: torch.randn(2, 8) if "out" in name else torch.randn(2) for name in ("out_a", "lse_a", "out_b", "lse_b")
+    }
+    with pytest.raises(error) as raised:
+        tatten.merge_state(**(states | change))
+    for part in says:
+        assert part in str(raised.value)

@@ -1,0 +1,333 @@
+"""The decode pass: what it takes, what it leaves and why, and that the rest of the graph stays."""
+
+from __future__ import annotations
+
+import time
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import capture, listing
+
+from tatten.passes import Declined, Rewritten, rewrite
+from tatten.passes.reasons import Reason
+
+B, HQ, HKV, S, D = 2, 4, 2, 9, 8
+sdpa = F.scaled_dot_product_attention
+
+
+def q(n=1, heads=HQ, dim=D, **kw):
+    return torch.randn(B, heads, n, dim, **kw)
+
+
+def kv(heads=HKV, length=S, dim=D, **kw):
+    return torch.randn(B, heads, length, dim, **kw)
+
+
+def gqa(q, k, v, mask=None, **kw):
+    return sdpa(q, k, v, attn_mask=mask, enable_gqa=True, **kw)
+
+
+def compiled(fn, *args, **kwargs):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        return torch.compile(fn, backend="tatten", options={"inner": "eager"}, fullgraph=True)(*args, **kwargs)
+
+
+ACCEPTED = {
+    "no_mask": lambda: (gqa, q(), kv(), kv()),
+    "positional": lambda: (lambda *a: sdpa(*a, None, 0.0, False, enable_gqa=True), q(), kv(), kv()),
+    "keywords": lambda: (
+        lambda a, b, c: sdpa(query=a, key=b, value=c, dropout_p=0, scale=2, enable_gqa=True),
+        *(q(), kv(), kv()),
+    ),
+    "speculative": lambda: (gqa, q(16), kv(), kv(), torch.rand(B, 1, 16, S) > 0.3),
+    "bool": lambda: (gqa, q(), kv(), kv(), torch.rand(B, 1, 1, S) > 0.3),
+    "bool_2d": lambda: (gqa, q(3), kv(), kv(), torch.rand(3, S) > 0.3),
+    "bool_3d": lambda: (gqa, q(3), kv(), kv(), torch.rand(1, 3, S) > 0.3),
+    "stride_0": lambda: (
+        lambda a, b, c, m: gqa(a, b, c, m.expand(B, HQ, 3, S)),
+        *(q(3), kv(), kv(), torch.rand(1, 1, 1, S) > 0.3),
+    ),
+    "per_head": lambda: (gqa, q(), kv(), kv(), torch.randn(1, HQ, 1, S)),
+    "additive_f32": lambda: (gqa, q().bfloat16(), kv().bfloat16(), kv().bfloat16(), torch.randn(B, 1, 1, S)),
+    "one_column": lambda: (gqa, q(), kv(), kv(), torch.randn(B, 1, 1, 1)),
+    "mha_with_mask": lambda: (lambda a, b, c, m: sdpa(a, b, c, m), q(), kv(HQ), kv(HQ), torch.rand(S)[None] > 0.3),
+    "value_dim": lambda: (gqa, q(), kv(), kv(dim=4)),
+    "causal_on_one_key": lambda: (
+        lambda *a: sdpa(*a, is_causal=True, enable_gqa=True),
+        q(),
+        kv(length=1),
+        kv(length=1),
+    ),
+    "repeated_then_gqa": lambda: (
+        lambda a, b, c: gqa(a, b.repeat_interleave(2, 1), c.repeat_interleave(2, 1)),
+        *(q(heads=8), kv(), kv()),
+    ),
+    "float64": lambda: (gqa, q(dtype=torch.float64), kv(dtype=torch.float64), kv(dtype=torch.float64)),
+}
+
+DECLINED = {
+    "q_len": lambda: (gqa, q(17), kv(length=20), kv(length=20)),
+    "is_causal": lambda: (lambda *a: sdpa(*a, is_causal=True, enable_gqa=True), q(), kv(), kv()),
+    "dropout": lambda: (lambda *a: sdpa(*a, dropout_p=0.1, enable_gqa=True), q(), kv(), kv()),
+    "rank": lambda: (lambda *a: sdpa(*a), q()[0], kv(HQ)[0], kv(HQ)[0]),
+    "batch": lambda: (lambda *a: sdpa(*a), q(), kv(HQ)[:1], kv(HQ)[:1]),
+    "heads": lambda: (lambda *a: sdpa(*a), q(heads=1), kv(HQ), kv(HQ)),  # SDPA broadcasts the query
+    "no_gain": lambda: (lambda *a: sdpa(*a), q(), kv(HQ), kv(HQ)),
+    "written_between": lambda: (written_between, q(), kv(), kv()),
+}
+
+
+def written_between(a, k, v):
+    repeated = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    k.mul_(2)  # after the heads were copied: SDPA sees the old keys
+    return sdpa(a, *repeated)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_takes(name: str) -> None:
+    torch.manual_seed(0)
+    fn, *args = ACCEPTED[name]()
+    gm = capture(fn, *args)
+    (finding,) = rewrite(gm).findings
+    assert isinstance(finding, Rewritten), finding
+    assert finding.place.file == __file__
+    assert not gm.graph.find_nodes(op="call_function", target=sdpa)
+    torch.testing.assert_close(compiled(fn, *args), fn(*args))
+
+
+@pytest.mark.parametrize("code", DECLINED)
+def test_declines(code: str) -> None:
+    torch.manual_seed(0)
+    fn, *args = DECLINED[code]()
+    gm = capture(fn, *(x.clone() for x in args))
+    before = listing(gm)
+    (finding,) = rewrite(gm).findings
+    assert isinstance(finding, Declined)
+    assert finding.decline.reason is Reason(code)
+    assert finding.decline.reason.help
+    assert listing(gm) == before
+    if code != "dropout":
+        torch.testing.assert_close(compiled(fn, *(x.clone() for x in args)), fn(*(x.clone() for x in args)))
+
+
+def test_declines_when_gradients_are_wanted() -> None:
+    gm = capture(gqa, q(requires_grad=True), kv(), kv(), grad=True)
+    (finding,) = rewrite(gm).findings
+    assert finding.decline.reason is Reason.REQUIRES_GRAD
+
+
+def test_declines_under_autocast() -> None:
+    def fn(a, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return gqa(a, k, v)
+
+    (finding,) = rewrite(capture(fn, q(), kv(), kv())).findings
+    assert finding.decline.reason is Reason.DTYPE
+
+
+def test_declines_a_dynamic_number_of_queries() -> None:
+    query = q(5)
+    torch._dynamo.mark_dynamic(query, 2)
+    (finding,) = rewrite(capture(gqa, query, kv(), kv())).findings
+    assert finding.decline.reason is Reason.Q_LEN_DYNAMIC
+
+
+def test_max_q_len() -> None:
+    args = (q(20), kv(length=30), kv(length=30))
+    (finding,) = rewrite(capture(gqa, *args), max_q_len=20).findings
+    assert isinstance(finding, Rewritten)
+    (finding,) = rewrite(capture(gqa, *args), max_q_len=19).findings
+    assert finding.decline.reason is Reason.Q_LEN
+
+
+def test_written_out_attention_is_reported() -> None:
+    def fn(a, k, v):
+        return torch.softmax(a @ k.transpose(2, 3) * 0.3, dim=-1) @ v
+
+    (finding,) = rewrite(capture(fn, q(), kv(HQ), kv(HQ))).findings
+    assert finding.decline.reason is Reason.NO_SDPA
+    (finding,) = rewrite(capture(fn, q(), kv(HQ), kv(HQ))).findings
+    assert rewrite(capture(lambda x: x.softmax(-1), q())).findings == ()
+
+
+class Cache(torch.nn.Module):
+    """gpt-fast's attention: a setitem cache, repeat_interleave and a gathered mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("k", torch.zeros(B, HKV, S, D))
+        self.register_buffer("v", torch.zeros(B, HKV, S, D))
+        self.register_buffer("causal", torch.tril(torch.ones(S, S, dtype=torch.bool)))
+
+    def forward(self, query, key, value, position):
+        self.k[:, :, position] = key
+        self.v[:, :, position] = value
+        k, v = (x.repeat_interleave(HQ // HKV, dim=1) for x in (self.k, self.v))
+        y = sdpa(query, k, v, attn_mask=self.causal[None, None, position], dropout_p=0.0)
+        return y.transpose(1, 2).contiguous().view(B, -1, HQ * D)
+
+
+def test_cache_writes_survive() -> None:
+    eager, fast = Cache(), Cache()
+    for step in range(4):
+        args = (q(), kv(length=1), kv(length=1), torch.tensor([step]))
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(fast, *args), eager(*args))
+        torch.testing.assert_close(fast.k, eager.k)
+        torch.testing.assert_close(fast.v, eager.v)
+
+
+def test_a_view_that_rests_on_the_strides_of_sdpa() -> None:
+    """With several queries, SDPA may return [b, n, h, d] in memory, and code may view it so."""
+
+    def fn(a, k, v):
+        out = gqa(a, k, v)
+        return out, torch.empty_like(out).stride()
+
+    args = (q(5).transpose(1, 2).contiguous().transpose(1, 2), kv(), kv())
+    with torch.no_grad():
+        want, strides = fn(*args)
+        got, got_strides = compiled(fn, *args)
+    torch.testing.assert_close(got, want)
+    assert got_strides == strides
+    assert got.stride() == want.stride()
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_no_guards_of_its_own(dim: int) -> None:
+    """One graph for all batch sizes and lengths, marked dynamic or not: as many graphs as the eager backend makes."""
+
+    def compiles(backend, **kw) -> int:
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("eager") if backend == "eager" else None
+        with torch.no_grad():
+            fn = torch.compile(gqa, backend=counter or backend, **kw)
+            for n in (5, 6, 7, 11, 16, 33):
+                sizes = [B, HKV, S, D]
+                sizes[dim] = n
+                query = torch.randn(n if dim == 0 else B, HQ, 1, D)
+                key, value = torch.randn(sizes), torch.randn(sizes)
+                mask = torch.rand(sizes[0], 1, 1, sizes[2]) > 0.5
+                for x in (query, key, value, mask):
+                    if dim == 0:
+                        torch._dynamo.mark_dynamic(x, 0)
+                    elif x is not query:
+                        torch._dynamo.mark_dynamic(x, 3 if x is mask else 2)
+                torch.testing.assert_close(fn(query, key, value, mask), gqa(query, key, value, mask))
+        return counter.frame_count if counter else torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    torch._dynamo.utils.counters.clear()
+    ours = compiles("tatten", options={"inner": "aot_eager"})
+    assert ours == compiles("eager") == 1
+    assert torch._dynamo.utils.counters["tatten"]["rewritten"] == 1
+
+
+def test_a_32_layer_graph_takes_less_than_50_ms() -> None:
+    def fn(x, mask, *caches):
+        for k, v in zip(caches[::2], caches[1::2], strict=True):
+            k.index_copy_(2, torch.tensor([3]), x[:, :HKV])
+            keys, values = (y[:, :, None].expand(B, HKV, 2, S, D).reshape(B, HQ, S, D) for y in (k, v))
+            x = x + sdpa(x, keys, values, attn_mask=mask)
+        return x
+
+    gm = capture(fn, q(), torch.rand(B, 1, 1, S) > 0.5, *(kv() for _ in range(64)))
+    start = time.perf_counter()
+    report = rewrite(gm)
+    took = time.perf_counter() - start
+    assert sum(isinstance(x, Rewritten) for x in report.findings) == 32
+    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.tatten.mask_spans.default)) == 1
+    assert took < 0.05, f"{took * 1e3:.0f} ms"
+
+
+def test_spans_are_found_again_after_the_mask_is_written() -> None:
+    def fn(a, k, v, mask):
+        first = gqa(a, k, v, mask)
+        mask[..., 3:] = False
+        return first + gqa(a, k, v, mask)
+
+    args = (q(), kv(), kv())
+    mask = torch.ones(B, 1, 1, S, dtype=torch.bool)
+    torch.testing.assert_close(compiled(fn, *args, mask.clone()), fn(*args, mask.clone()))
+
+
+class Graphs(expecttest.TestCase):
+    """Whole graphs after the rewrite."""
+
+    def test_transformers_static_cache(self) -> None:
+        def fn(query, key, cache, position, mask):
+            cache.index_copy_(2, position, key)
+            x = cache[:, :, None, :, :].expand(B, HKV, 2, S, D).reshape(B, HQ, S, D)
+            out = sdpa(query, x, x, attn_mask=mask, dropout_p=0.0, scale=0.25, is_causal=False)
+            return out.transpose(1, 2).contiguous()
+
+        mask = torch.ones(B, 1, 1, S, dtype=torch.bool)
+        gm = capture(fn, q(), kv(length=1), kv(), torch.tensor([3]), mask)
+        rewrite(gm)
+        self.assertExpectedInline(
+            listing(gm),
+            """\
+index_copy_ = index_copy_(l_cache_, 2, l_position_, l_key_)
+mask_spans_default = mask_spans.default(l_mask_)
+decode_attention_default = decode_attention.default(l_query_, l_cache_, l_cache_, l_mask_, None, 0.25, mask_spans_default)
+getitem_1 = getitem(decode_attention_default, 0)
+transpose = transpose(getitem_1, 1, 2)
+contiguous = contiguous(transpose)
+return (contiguous)""",
+        )
+
+    def test_dynamic_cache_keeps_what_is_returned(self) -> None:
+        def fn(query, key, past):
+            keys = torch.cat([past, key], dim=-2)
+            repeated = keys.repeat_interleave(2, dim=1)
+            return gqa(query, keys, keys), sdpa(query, repeated, repeated), repeated
+
+        gm = capture(fn, q(), kv(length=1), kv())
+        rewrite(gm)
+        self.assertExpectedInline(
+            listing(gm),
+            """\
+keys = cat([l_past_, l_key_], dim=-2)
+repeated = repeat_interleave(keys, 2, dim=1)
+decode_attention_default = decode_attention.default(l_query_, keys, keys, None, None, None, None)
+getitem = getitem(decode_attention_default, 0)
+decode_attention_default_1 = decode_attention.default(l_query_, keys, keys, None, None, None, None)
+getitem_1 = getitem(decode_attention_default_1, 0)
+return (getitem, getitem_1, repeated)""",
+        )
+
+    def test_meta_llama_layout(self) -> None:
+        def fn(query, cache):
+            x = cache[:, :, :, None, :].expand(B, S, HKV, 2, D).reshape(B, S, HQ, D).transpose(1, 2)
+            return sdpa(query, x, x)
+
+        gm = capture(fn, q(), torch.randn(B, S, HKV, D))
+        rewrite(gm)
+        self.assertExpectedInline(
+            listing(gm),
+            """\
+permute = permute(l_cache_, 0, 2, 1, 3)
+permute_1 = permute(l_cache_, 0, 2, 1, 3)
+decode_attention_default = decode_attention.default(l_query_, permute, permute_1, None, None, None, None)
+getitem_1 = getitem(decode_attention_default, 0)
+return (getitem_1)""",
+        )
+
+    def test_two_layers_look_at_their_mask_once(self) -> None:
+        def fn(query, keys, mask):
+            return gqa(gqa(query, keys, keys, mask), keys, keys, mask)
+
+        gm = capture(fn, q(), kv(), torch.ones(B, 1, 1, S, dtype=torch.bool))
+        rewrite(gm)
+        self.assertExpectedInline(
+            listing(gm),
+            """\
+mask_spans_default = mask_spans.default(l_mask_)
+decode_attention_default = decode_attention.default(l_query_, l_keys_, l_keys_, l_mask_, None, None, mask_spans_default)
+getitem = getitem(decode_attention_default, 0)
+decode_attention_default_1 = decode_attention.default(getitem, l_keys_, l_keys_, l_mask_, None, None, mask_spans_default)
+getitem_1 = getitem(decode_attention_default_1, 0)
+return (getitem_1)""",
+        )

@@ -1,0 +1,176 @@
+"""The backend as a user meets it: by name, with modes, options, caches, resets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+
+import tatten
+from tatten.passes.reasons import Reason
+
+
+def step(q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def inputs(length: int = 9):
+    torch.manual_seed(0)
+    mask = torch.rand(2, 1, 1, length) > 0.3
+    return torch.randn(2, 4, 1, 8), torch.randn(2, 2, length, 8), torch.randn(2, 2, length, 8), mask
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def test_is_found_by_name() -> None:
+    assert "tatten" in torch.compiler.list_backends()
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("dynamic", [None, False, True])
+@pytest.mark.parametrize("options", [None, {"inner": "aot_eager"}, {"inner": "eager"}, {"max_autotune": False}])
+def test_compiles(options, dynamic, fullgraph: bool) -> None:
+    fn = torch.compile(step, backend="tatten", options=options, dynamic=dynamic, fullgraph=fullgraph)
+    for length in (9, 10, 11):
+        args = inputs(length)
+        torch.testing.assert_close(fn(*args), step(*args))
+    assert counters["tatten"]["rewritten"] >= 1
+    assert counters["tatten"]["declined"] == 0
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_modes(mode: str) -> None:
+    args = inputs()
+    torch.testing.assert_close(torch.compile(step, backend="tatten", mode=mode)(*args), step(*args))
+    assert counters["tatten"]["rewritten"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "says"),
+    [
+        ({"options": {"iner": "eager"}}, ValueError, ["iner", "inner, max_q_len"]),
+        ({"options": {"inner": "onnx"}}, ValueError, ["`inner`", "['inductor', 'aot_eager', 'eager']", "'onnx'"]),
+        ({"options": {"inner": 3}}, TypeError, ["`inner`", "got 3"]),
+        ({"options": {"max_q_len": 0}}, ValueError, ["`max_q_len`", "at least 1", "got 0"]),
+        ({"options": {"max_q_len": "8"}}, TypeError, ["`max_q_len`", "int", "got '8'"]),
+        ({"options": {"max_autotune": "yes"}}, TypeError, ["max_autotune", "inner, max_q_len"]),
+        ({"options": {"inner": "eager", "max_autotune": True}}, ValueError, ["max_autotune", "`inner` is 'eager'"]),
+        ({"mode": "fastest"}, ValueError, ["`mode`", "'fastest'", "reduce-overhead"]),
+    ],
+)
+def test_bad_options(kwargs: dict, error: type[Exception], says: list[str]) -> None:
+    with pytest.raises(BackendCompilerFailed) as raised:
+        torch.compile(step, backend="tatten", **kwargs)(*inputs())
+    inner = raised.value.inner_exception
+    assert type(inner) is error
+    for part in says:
+        assert part in str(inner)
+
+
+def test_reset_compiles_again() -> None:
+    fn = torch.compile(step, backend="tatten", options={"inner": "eager"})
+    for _ in range(2):
+        fn(*inputs())
+        torch._dynamo.reset()
+    assert counters["tatten"]["rewritten"] == 2
+
+
+def test_no_recompiles_as_the_cache_grows() -> None:
+    """Two graphs: the first length, and then all others."""
+    fn = torch.compile(step, backend="tatten", options={"inner": "aot_eager"})
+    for length in range(9, 30):
+        fn(*inputs(length))
+    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["tatten"]["rewritten"] == 2
+
+
+def test_gradients_flow_through_what_is_left() -> None:
+    q, k, v, mask = inputs()
+    q.requires_grad_()
+    with tatten.recording() as report:
+        torch.compile(step, backend="tatten")(q, k, v, mask).sum().backward()
+    assert [finding.decline.reason for finding in report.declined] == [Reason.REQUIRES_GRAD]
+    want = q.grad.clone()
+    q.grad = None
+    step(q, k, v, mask).sum().backward()
+    torch.testing.assert_close(want, q.grad)
+
+
+WARM = textwrap.dedent(
+    """
+    import torch, tatten, json
+    from torch._dynamo.utils import counters
+    import torch.nn.functional as F
+    def step(q, k, v, mask):
+        return F.scaled_dot_product_attention(q + 1, k, v, attn_mask=mask, enable_gqa=True)
+    args = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8), torch.rand(2, 1, 1, 9) > 0.3
+    with torch.no_grad(), tatten.recording() as report:
+        out = torch.compile(step, backend="tatten")(*args)
+        torch.testing.assert_close(out, step(*args))
+    found = {name: counters[group][name] for group, name in (
+        ("inductor", "fxgraph_cache_hit"), ("aot_autograd", "autograd_cache_hit"), ("tatten", "rewritten"))}
+    print(json.dumps(found | {"reported": len(report.rewritten)}))
+    """
+)
+
+
+def test_warm_caches_hit_and_the_report_is_still_filled(tmp_path) -> None:
+    import json
+    import os
+
+    script = tmp_path / "step.py"
+    script.write_text(WARM)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    runs = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, script], env=env, capture_output=True, text=True, timeout=300, check=True
+        )
+        runs.append(json.loads(done.stdout.strip().splitlines()[-1]))
+    assert runs[0] == {"fxgraph_cache_hit": 0, "autograd_cache_hit": 0, "rewritten": 1, "reported": 1}
+    assert runs[1] == {"fxgraph_cache_hit": 1, "autograd_cache_hit": 1, "rewritten": 1, "reported": 1}
+
+
+def test_import_is_light() -> None:
+    """`import tatten` loads no Triton, transformers or Inductor, and asks no device anything."""
+    heavy = ["triton", "transformers", "torch._inductor.compile_fx"]
+    code = f"import sys, tatten; print([module for module in {heavy} if module in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_reduce_overhead_on_a_gpu() -> None:
+    args = [x.cuda() for x in inputs(300)]
+    fn = torch.compile(step, backend="tatten", mode="reduce-overhead")
+    with torch.no_grad():
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.testing.assert_close(fn(*args), step(*args))
+            args[3] = torch.rand(2, 1, 1, 300, device="cuda") > 0.5
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_one_captured_graph_serves_any_length() -> None:
+    q, k, v, _ = (x.cuda() for x in inputs(700))
+    lens = torch.tensor([700, 1], device="cuda")
+    tatten.decode_attention(q, k, v, kv_lens=lens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tatten.decode_attention(q, k, v, kv_lens=lens)
+    for new in ([3, 400], [0, 700], [65, 64]):
+        lens.copy_(torch.tensor(new))
+        graph.replay()
+        assert torch.equal(out, tatten.decode_attention(q, k, v, kv_lens=lens))

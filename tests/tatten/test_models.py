@@ -1,0 +1,190 @@
+"""Unchanged transformers decoders: every decode SDPA is rewritten and the logits stay, over several steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, StaticCache
+
+import tatten
+from tatten.passes.reasons import Reason
+
+LAYERS, STEPS, PROMPT, MAX_LEN = 2, 5, 10, 32
+COMMON = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+GQA = COMMON | {"num_key_value_heads": 2}
+MOE = GQA | {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+ZOO: dict[str, tuple[str, dict]] = {
+    "llama": ("Llama", GQA),
+    "llama_mha": ("Llama", COMMON),
+    "llama_mqa": ("Llama", COMMON | {"num_key_value_heads": 1}),
+    "llama_wide_heads": ("Llama", GQA | {"head_dim": 512}),
+    "mistral": ("Mistral", GQA | {"sliding_window": None}),
+    "mistral_window": ("Mistral", GQA | {"sliding_window": 8}),
+    "mixtral": ("Mixtral", GQA | {"num_local_experts": 4}),
+    "ministral": ("Ministral", GQA | {"sliding_window": 8, "head_dim": 16}),
+    "qwen2": ("Qwen2", GQA),
+    "qwen2_window": ("Qwen2", GQA | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen2_moe": ("Qwen2Moe", MOE | {"num_experts": 4, "shared_expert_intermediate_size": 32}),
+    "qwen3": ("Qwen3", GQA | {"head_dim": 16}),
+    "qwen3_moe": ("Qwen3Moe", MOE | {"num_experts": 4, "head_dim": 16}),
+    "gemma": ("Gemma", GQA | {"head_dim": 16}),
+    "gemma3": (
+        "Gemma3",
+        GQA | {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "phi": ("Phi", GQA),
+    "phi3": ("Phi3", GQA),
+    "starcoder2": ("Starcoder2", GQA),
+    "olmo": ("Olmo", GQA),
+    "olmo2": ("Olmo2", GQA),
+    "olmo3": ("Olmo3", GQA | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "olmoe": ("Olmoe", GQA | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "granite": ("Granite", GQA),
+    "granite_moe": ("GraniteMoe", GQA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "cohere": ("Cohere", GQA),
+    "cohere2": ("Cohere2", GQA | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "stablelm": ("StableLm", GQA),
+    "smollm3": ("SmolLM3", GQA),
+    "nemotron": ("Nemotron", GQA),
+    "persimmon": ("Persimmon", COMMON),
+    "glm": ("Glm", GQA | {"head_dim": 16}),
+    "glm4": ("Glm4", GQA | {"head_dim": 16}),
+    "helium": ("Helium", GQA | {"head_dim": 16}),
+    "ernie": ("Ernie4_5", GQA | {"head_dim": 16}),
+    "exaone4": ("Exaone4", GQA | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "arcee": ("Arcee", GQA),
+    "seed_oss": ("SeedOss", GQA | {"head_dim": 16}),
+    "bitnet": ("BitNet", GQA),
+    "gpt2": ("GPT2", {"vocab_size": 99, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 128}),
+    "gpt_neox": ("GPTNeoX", COMMON),
+    "gpt_bigcode": (
+        "GPTBigCode",
+        {"vocab_size": 99, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 128, "multi_query": True},
+    ),
+    "opt": ("OPT", COMMON | {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "falcon_mqa": ("Falcon", COMMON | {"multi_query": True, "new_decoder_architecture": False}),
+    "falcon_gqa": ("Falcon", COMMON | {"num_kv_heads": 2, "new_decoder_architecture": True}),
+    "falcon_alibi": ("Falcon", COMMON | {"multi_query": True, "new_decoder_architecture": False, "alibi": True}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        COMMON
+        | {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+        | {"moe_intermediate_size": 32, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+    ),
+}
+WITHOUT_SDPA = {
+    "gemma2": ("Gemma2", GQA | {"head_dim": 16, "sliding_window": 8}),
+    "gptj": (
+        "GPTJ",
+        {"vocab_size": 99, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 128, "rotary_dim": 8},
+    ),
+    "bloom": ("Bloom", {"vocab_size": 99, "hidden_size": 64, "n_layer": LAYERS, "n_head": 4}),
+}
+
+
+def build(name: str, config: dict, **kwargs) -> transformers.PreTrainedModel:
+    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config", None)
+    if config_class is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config_class(**config), **kwargs).eval().float()
+
+
+def decode(model, forward, cache: str, padded: bool) -> torch.Tensor:
+    """Logits of STEPS greedy steps after an eager prefill."""
+    ids = torch.arange(1, 2 * PROMPT + 1).view(2, PROMPT)
+    mask = torch.ones(2, PROMPT, dtype=torch.int64)
+    if padded:
+        mask[0, :3] = 0
+    kv = StaticCache(model.config, max_cache_len=MAX_LEN) if cache == "static" else DynamicCache(config=model.config)
+    logits = []
+    with torch.no_grad():
+        extra = {"attention_mask": mask} if padded else {}
+        token = model(ids, past_key_values=kv, **extra).logits[:, -1:].argmax(-1)
+        for _ in range(STEPS):
+            if padded:
+                mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.int64)], dim=1)
+                extra = {"attention_mask": mask}
+            step = forward(token, past_key_values=kv, **extra).logits
+            logits.append(step)
+            token = step[:, -1:].argmax(-1)
+    return torch.cat(logits)
+
+
+def check_all_rewritten(report: tatten.Report) -> None:
+    assert report.rewritten or report.declined
+    for finding in report.declined:
+        assert finding.decline.reason is Reason.NO_GAIN, str(report)
+    found = len(report.rewritten) + len(report.declined)
+    assert found % LAYERS == 0
+    assert found >= LAYERS
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "static-padded"])
+@pytest.mark.parametrize("name", ZOO)
+def test_decoder(name: str, cache: str) -> None:
+    if name == "falcon_alibi" and cache != "dynamic":
+        pytest.skip("transformers adds an ALiBi bias as long as the prompt to a mask as long as the static cache")
+    cache, _, padded = cache.partition("-")
+    model = build(*ZOO[name], attn_implementation="sdpa")
+    want = decode(model, model, cache, bool(padded))
+    torch._dynamo.reset()
+    with tatten.recording() as report:
+        got = decode(model, torch.compile(model, backend="tatten", options={"inner": "eager"}), cache, bool(padded))
+    check_all_rewritten(report)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral_window"])
+def test_decoder_through_inductor(name: str, dynamic: bool) -> None:
+    model = build(*ZOO[name], attn_implementation="sdpa")
+    want = decode(model, model, "static", True)
+    torch._dynamo.reset()
+    with tatten.recording() as report:
+        got = decode(model, torch.compile(model, backend="tatten", dynamic=dynamic), "static", True)
+    check_all_rewritten(report)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral_window", "falcon_mqa", "gpt2"])
+def test_generate(name: str, padded: bool) -> None:
+    """The main path of users: `generate` with a static cache, which compiles the model itself."""
+    model = build(*ZOO[name], attn_implementation="sdpa")
+    model.generation_config.eos_token_id = None
+    ids = torch.arange(1, 2 * PROMPT + 1).view(2, PROMPT)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :3] = 0
+    config = transformers.CompileConfig(backend="tatten", mode=None, options={"inner": "eager"})
+    config._compile_all_devices = True  # transformers compiles on accelerators only, by default
+    settings = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 8, "cache_implementation": "static"}
+    settings |= {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    want = model.generate(ids, **settings, disable_compile=True)
+    torch._dynamo.reset()
+    with tatten.recording() as report:
+        got = model.generate(ids, **settings, compile_config=config)
+    check_all_rewritten(report)
+    assert torch.equal(got.sequences, want.sequences)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", WITHOUT_SDPA)
+def test_models_without_sdpa_are_reported(name: str) -> None:
+    model = build(*WITHOUT_SDPA[name], attn_implementation="eager")
+    report = tatten.explain(model, torch.arange(6).view(2, 3))
+    assert not report.rewritten
+    assert {finding.decline.reason for finding in report.declined} == {Reason.NO_SDPA}
+    assert "attn_implementation='sdpa'" in str(report)

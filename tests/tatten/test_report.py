@@ -1,0 +1,133 @@
+"""The report: the same in explain, logs, counters and trace, and made for people."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+
+import tatten
+from tatten.passes.places import Place
+from tatten.passes.reasons import Decline, Reason
+from tatten.passes.rewrite import Declined, GraphReport, Rewritten
+from tatten.report import Report, publish
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x, k, mask):
+        keys = k.repeat_interleave(2, dim=1)
+        return F.scaled_dot_product_attention(x, keys, keys, attn_mask=mask)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x, k, mask):
+        for layer in self.layers:
+            x = layer(x, k, mask)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+ARGS = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 100, 8), torch.ones(2, 1, 1, 100, dtype=torch.bool)
+
+
+def test_explain() -> None:
+    report = tatten.explain(Model(), *ARGS)
+    assert len(report.rewritten) == 3
+    first = report.rewritten[0]
+    assert first.place.module == "layers.0"
+    assert first.place.file == __file__
+    assert "scaled_dot_product_attention(x, keys, keys" in first.place.code
+    base = 2 * 2 * 2 * 100 * 8 * 4  # key and value, batch, heads, length, head_dim, bytes
+    assert first.kv_bytes == (base * 5, base)
+    (left,) = report.declined
+    assert left.decline.reason is Reason.NO_GAIN
+    text = str(report)
+    for part in (
+        "graph 0: 3 of 4 SDPA calls rewritten",
+        "3 x layers.0 ... layers.2: tatten.decode_attention.default",
+        "125 KiB moved per step before, at most 25 KiB read now",
+        "left as it is [no_gain]",
+        "why   no mask, and 4 kv heads for 4 query heads as they are",
+    ):
+        assert part in text
+
+
+def test_explain_again_and_of_what_is_compiled_already() -> None:
+    model = Model()
+    compiled = torch.compile(model, backend="tatten", options={"inner": "eager"})
+    compiled(*ARGS)
+    for _ in range(12):  # more often than Dynamo's recompile limit
+        assert len(tatten.explain(compiled, *ARGS).rewritten) == 3
+    assert len(tatten.explain(torch.compile(lambda *a: model(*a)), *ARGS).rewritten) == 3
+
+
+def test_explain_passes_keywords_and_results_through() -> None:
+    assert len(tatten.explain(Layer().forward, ARGS[0], k=ARGS[1], mask=None).rewritten) == 1
+
+
+def test_nothing_compiled() -> None:
+    assert "no graph was compiled" in str(tatten.explain(torch.compiler.disable(lambda: 1)))
+
+
+def test_recordings_nest() -> None:
+    with tatten.recording() as outer:
+        with tatten.recording() as inner:
+            tatten.explain(Layer(), *ARGS)
+        tatten.explain(Layer(), *ARGS)
+    assert len(inner.rewritten) == 1
+    assert len(outer.rewritten) == 2
+
+
+GRAPH = GraphReport(
+    (
+        Rewritten(Place("model.layers.0.attn", "a.py", 3, "F.sdpa(q, k, v)"), "tatten.op", "q k v", (1 << 30, 1 << 20)),
+        Rewritten(Place("model.layers.1.attn", "a.py", 3, "F.sdpa(q, k, v)"), "tatten.op", "q k v", (1 << 30, 1 << 20)),
+        Declined(Place("", "b.py", 9, "F.sdpa(x)"), "q", Decline(Reason.DROPOUT, "dropout_p is 0.1")),
+    ),
+    1.25,
+)
+
+
+def test_text() -> None:
+    assert str(Report([GRAPH])) == "\n".join(
+        [
+            "graph 0: 2 of 3 SDPA calls rewritten in 1.2 ms",
+            "  2 x model.layers.0.attn ... model.layers.1.attn: tatten.op",
+            "      line  a.py:3  F.sdpa(q, k, v)",
+            "      with  q k v",
+            "      KV    1 GiB moved per step before, at most 1 MiB read now",
+            "  call: left as it is [dropout]",
+            "      line  b.py:9  F.sdpa(x)",
+            "      with  q",
+            "      why   dropout_p is 0.1",
+            "      helps decode with model.eval(), so that dropout_p is 0.0",
+        ]
+    )
+
+
+def test_counters_and_logs(caplog) -> None:
+    counters.clear()
+    with caplog.at_level(logging.INFO, logger="tatten"):
+        publish(GRAPH)
+    assert counters["tatten"] == {"rewritten": 2, "declined": 1, "declined_dropout": 1}
+    assert str(Report([GRAPH])) in caplog.text
+
+
+def test_trace(monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        torch._logging,
+        "trace_structured",
+        lambda name, metadata_fn, payload_fn: seen.append((metadata_fn(), payload_fn())),
+    )
+    publish(GRAPH)
+    ((metadata, payload),) = seen
+    assert metadata == {"name": "tatten_report", "encoding": "json"}
+    assert [entry["kind"] for entry in json.loads(payload)] == ["rewritten", "rewritten", "declined"]
+    assert json.loads(payload)[2]["decline"]["reason"] == "dropout"
