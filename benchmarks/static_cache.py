@@ -175,7 +175,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}, torch {torch.__version__}, {rate / 1e9:.1f} GB/s")
     print(
-        "row dtype    batch heads   D   cache   used | inductor   tatten    floor ms | speedup over floor | logit errors"
+        "row dtype    batch heads   D   cache   used | inductor   tatten    floor ms | speedup  vs floor | logit errors"
     )
     results = []
     for i, row in enumerate(grid):

@@ -101,8 +101,9 @@ def _attend(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     if head_dim != value_dim:  # the kernel wants one head_dim; zeros change neither scores nor the columns we keep
         rows, key = (F.pad(x, (0, max(0, value_dim - head_dim))) for x in (rows, key))
         value = F.pad(value, (0, max(0, head_dim - value_dim)))
-    # The kernel reads with stride 1 in the last dimension whatever the tensor says.
-    rows, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (rows, key, value))
+    if rows.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+        # The kernel reads with stride 1 in the last dimension whatever the tensor says.
+        rows, key, value = rows.contiguous(), key.contiguous(), value.contiguous()
 
     pieces = _pieces(key, value)
     if pieces == 1:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tatten.ops.reference import decode_attention_reference
 from tatten.ops.states import merge
-from tatten.ops.validate import check_decode_attention, check_stack
+from tatten.ops.validate import MAX_CUDA_HEAD_DIM, check_decode_attention, check_devices, check_stack
 
 
 def decode_attention(
@@ -19,7 +19,11 @@ def decode_attention(
     scale: float | None = None,
     spans: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    check_devices(query, key, value, attn_mask, kv_lens)
     check_decode_attention(query, key, value, attn_mask, kv_lens)
+    widest = max(query.shape[3], value.shape[3])
+    if widest > MAX_CUDA_HEAD_DIM and query.dtype != torch.float64:
+        raise NotImplementedError(f"`key` and `value` must have head_dim <= {MAX_CUDA_HEAD_DIM} on CUDA, got {widest}")
     if spans is not None:
         raise NotImplementedError("`spans` must be None on CUDA, where the kernel finds them, got a tensor")
     if query.dtype == torch.float64:  # for checking models, not for speed: no kernel of its own

@@ -1,6 +1,6 @@
 """The ops `torch.ops.tatten.*`: schemas, shape functions, and which implementation serves which device.
 
-Schemas are functional, so nothing is said to be mutated, and implementations are imported when they first run.
+Schemas are functional, so nothing is said to be mutated. What needs Triton is imported when it first runs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tatten.ops import cpu
 from tatten.ops.masks import mask_spans
 from tatten.ops.states import accumulator_dtype
 
@@ -54,20 +55,6 @@ def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tenso
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
-def _decode_attention_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    kv_lens: Tensor | None = None,
-    scale: float | None = None,
-    spans: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    from tatten.ops.cpu import decode_attention
-
-    return decode_attention(query, key, value, attn_mask, kv_lens, scale, spans)
-
-
 def _decode_attention_cuda(
     query: Tensor,
     key: Tensor,
@@ -80,12 +67,6 @@ def _decode_attention_cuda(
     from tatten.ops.cuda import decode_attention
 
     return decode_attention(query, key, value, attn_mask, kv_lens, scale, spans)
-
-
-def _merge_states_cpu(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    from tatten.ops.cpu import merge_states
-
-    return merge_states(out, lse)
 
 
 def _merge_states_cuda(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,8 +85,8 @@ def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 _library.impl("mask_spans", mask_spans, "CompositeImplicitAutograd")
 _KERNELS: dict[str, dict[str, Callable[..., tuple[Tensor, Tensor]]]] = {
-    "decode_attention": {"CPU": _decode_attention_cpu, "CUDA": _decode_attention_cuda},
-    "merge_states": {"CPU": _merge_states_cpu, "CUDA": _merge_states_cuda},
+    "decode_attention": {"CPU": cpu.decode_attention, "CUDA": _decode_attention_cuda},
+    "merge_states": {"CPU": cpu.merge_states, "CUDA": _merge_states_cuda},
     "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},
 }
 for _name, _kernels in _KERNELS.items():

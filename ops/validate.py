@@ -35,34 +35,29 @@ def check_decode_attention(
 ) -> None:
     """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::decode_attention`.
 
-    Reads no tensor's data, so it is safe on any device; `check_kv_lens` reads.
+    Reads no tensor's data, so it is safe on any device; `check_kv_lens` reads. Devices are left to `check_devices`.
     """
     check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask)
-    if query.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"`query` must be float16, bfloat16, float32 or float64, got {query.dtype}")
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise ValueError(f"`{name}` must be [batch, heads, length, head_dim], got shape {tuple(tensor.shape)}")
-        if tensor.dtype != query.dtype:
-            raise TypeError(f"`{name}` must have the dtype of `query`, {query.dtype}, got {tensor.dtype}")
-        if tensor.device != query.device:
-            raise ValueError(f"`{name}` must be on the device of `query`, {query.device}, got {tensor.device}")
+    dtype, q, k, v = query.dtype, query.shape, key.shape, value.shape
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"`query` must be float16, bfloat16, float32 or float64, got {dtype}")
+    if key.dtype != dtype or value.dtype != dtype:
+        name, tensor = ("key", key) if key.dtype != dtype else ("value", value)
+        raise TypeError(f"`{name}` must have the dtype of `query`, {dtype}, got {tensor.dtype}")
+    if len(q) != 4 or len(k) != 4 or len(v) != 4:
+        name, shape = next((name, x) for name, x in (("query", q), ("key", k), ("value", v)) if len(x) != 4)
+        raise ValueError(f"`{name}` must be [batch, heads, length, head_dim], got shape {tuple(shape)}")
 
-    batch, q_heads, q_len, head_dim = query.shape
-    if 0 in (batch, q_heads, q_len, head_dim):
-        raise ValueError(f"`query` must have no dimension of size 0, got shape {tuple(query.shape)}")
-    kv_heads, kv_len = key.shape[1], key.shape[2]
-    if key.shape[0] != batch or key.shape[3] != head_dim:
-        raise ValueError(f"`key` must be [{batch}, kv_heads, kv_length, {head_dim}], got shape {tuple(key.shape)}")
-    if value.shape[:3] != key.shape[:3] or value.shape[3] == 0:
-        raise ValueError(
-            f"`value` must be [{batch}, {kv_heads}, {kv_len}, head_dim] like `key`, got shape {tuple(value.shape)}"
-        )
+    batch, q_heads, q_len, head_dim = q
+    kv_heads, kv_len = k[1], k[2]
+    if 0 in q:
+        raise ValueError(f"`query` must have no dimension of size 0, got shape {tuple(q)}")
+    if k[0] != batch or k[3] != head_dim:
+        raise ValueError(f"`key` must be [{batch}, kv_heads, kv_length, {head_dim}], got shape {tuple(k)}")
+    if v[:3] != k[:3] or v[3] == 0:
+        raise ValueError(f"`value` must be [{batch}, {kv_heads}, {kv_len}, head_dim] like `key`, got shape {tuple(v)}")
     if kv_heads == 0 or q_heads % kv_heads:
         raise ValueError(f"`key` must have a number of heads that divides `query`'s {q_heads}, got {kv_heads}")
-    widest = max(head_dim, value.shape[3])
-    if query.device.type == "cuda" and widest > MAX_CUDA_HEAD_DIM and query.dtype != torch.float64:
-        raise NotImplementedError(f"`value` and `key` must have head_dim <= {MAX_CUDA_HEAD_DIM} on CUDA, got {widest}")
 
     if attn_mask is not None:
         check_mask(attn_mask, query, (batch, q_heads, q_len, kv_len))
@@ -71,8 +66,13 @@ def check_decode_attention(
             raise TypeError(f"`kv_lens` must be int32 or int64, got {kv_lens.dtype}")
         if tuple(kv_lens.shape) != (batch,):
             raise ValueError(f"`kv_lens` must have shape ({batch},), got {tuple(kv_lens.shape)}")
-        if kv_lens.device != query.device:
-            raise ValueError(f"`kv_lens` must be on the device of `query`, {query.device}, got {kv_lens.device}")
+
+
+def check_devices(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, kv_lens: Tensor | None) -> None:
+    """Raise ValueError unless all are on one device. On a CPU the dispatcher sees to that."""
+    for name, x in (("key", key), ("value", value), ("attn_mask", attn_mask), ("kv_lens", kv_lens)):
+        if x is not None and x.device != query.device:
+            raise ValueError(f"`{name}` must be on the device of `query`, {query.device}, got {x.device}")
 
 
 def check_mask(attn_mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) -> None:
@@ -80,8 +80,6 @@ def check_mask(attn_mask: Tensor, query: Tensor, scores: tuple[int, int, int, in
     additive = {query.dtype, torch.float32}
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in additive:
         raise TypeError(f"`attn_mask` must be bool, float32 or `query`'s {query.dtype}, got {attn_mask.dtype}")
-    if attn_mask.device != query.device:
-        raise ValueError(f"`attn_mask` must be on the device of `query`, {query.device}, got {attn_mask.device}")
     padded = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     if len(padded) != 4 or any(have not in (1, want) for have, want in zip(padded, scores, strict=True)):
         raise ValueError(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Node
 
 from tatten.passes.symbolic import same_storage, tensor_of
@@ -39,6 +39,8 @@ def written_arguments(node: Node) -> Iterator[Any]:
             for i, arg in enumerate(node.target._schema.arguments):
                 if arg.alias_info is not None and arg.alias_info.is_write:
                     yield from _flat(node.args[i] if i < len(node.args) else node.kwargs.get(arg.name))
+        elif isinstance(node.target, OpOverloadPacket | HigherOrderOperator):  # which overload or body is not said
+            yield from node.all_input_nodes
         else:
             name = getattr(node.target, "__name__", "")
             if name.endswith("_") and not name.endswith("__"):

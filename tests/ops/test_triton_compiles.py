@@ -52,7 +52,13 @@ print(json.dumps([{"ptx": x.asm["ptx"], "shared": x.metadata.shared} for x in (d
 
 @pytest.mark.parametrize(
     ("dtype", "dim", "mask", "per_row"),
-    [("bf16", 128, 0, False), ("bf16", 128, 1, False), ("fp16", 96, 2, True), ("bf16", 256, 1, True), ("fp32", 64, 1, False)],
+    [
+        ("bf16", 128, 0, False),
+        ("bf16", 128, 1, False),
+        ("fp16", 96, 2, True),
+        ("bf16", 256, 1, True),
+        ("fp32", 64, 1, False),
+    ],
 )
 def test_compiles_for_sm_90(dtype: str, dim: int, mask: int, per_row: bool) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -137,8 +137,8 @@ def sdpa(query, key, value, attn_mask=None, kv_lens=None, scale=None) -> Tensor:
             attn_mask = attn_mask & within
         else:
             attn_mask = torch.where(within, attn_mask, NEG_INF)
-    if attn_mask is not None and attn_mask.dim() == 1:
-        attn_mask = attn_mask[None]
+    if attn_mask is not None:  # torch 2.11 misreads a mask that broadcasts over the keys
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=scale)
 
 

@@ -94,6 +94,13 @@ def test_no_recompiles_as_the_cache_grows() -> None:
     assert counters["tatten"]["rewritten"] == 2
 
 
+def test_inference_mode() -> None:
+    with torch.inference_mode():
+        args = inputs()
+        torch.testing.assert_close(torch.compile(step, backend="tatten")(*args), step(*args))
+    assert counters["tatten"]["rewritten"] == 1
+
+
 def test_gradients_flow_through_what_is_left() -> None:
     q, k, v, mask = inputs()
     q.requires_grad_()
