@@ -35,6 +35,7 @@ class Row:
     max_cache_len: int
     used: int
     dtype: str = "float32"
+    padded: bool = False  # sequence b begins with 4 * b slots of padding
 
 
 def cpu_grid() -> list[Row]:
@@ -50,7 +51,11 @@ def cpu_grid() -> list[Row]:
         (1, 16, 16, 64, 1024, 1023),
         (1, 16, 4, 64, 256, 255),
     ]
-    return [Row(*shape, dtype) for dtype in ("float32", "bfloat16") for shape in shapes]
+    padded = [(16, 16, 16, 64, 256, 200), (16, 16, 4, 64, 1024, 500)]
+    return [
+        *(Row(*shape, dtype) for dtype in ("float32", "bfloat16") for shape in shapes),
+        *(Row(*shape, dtype, padded=True) for dtype in ("float32", "bfloat16") for shape in padded),
+    ]
 
 
 def cuda_grid() -> list[Row]:
@@ -85,7 +90,9 @@ def decode_step(model: LlamaForCausalLM, row: Row, backend: str | None, device: 
     for layer in cache.layers:
         for x in (layer.keys, layer.values):
             x.copy_(torch.randn(x.shape, generator=generator, device=device, dtype=getattr(torch, row.dtype)))
-    mask = (torch.arange(row.max_cache_len, device=device) <= row.used - 1).expand(row.batch, 1, 1, -1).contiguous()
+    slots = torch.arange(row.max_cache_len, device=device)
+    padding = 4 * torch.arange(row.batch, device=device) * row.padded
+    mask = ((slots < row.used) & (slots >= padding[:, None]))[:, None, None].contiguous()
     position = torch.full((row.batch, 1), row.used - 1, device=device)
     # Compiled for this row alone: another cache length would otherwise mark sizes dynamic.
     torch._dynamo.reset()

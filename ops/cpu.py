@@ -8,7 +8,6 @@ the lengths leave over.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,8 @@ from tatten.ops.validate import check_decode_attention, check_kv_lens, check_sta
 
 # Below this many bytes of K and V for each extra piece, the merge costs more than an idle core (2-core Xeon, measured).
 SPLIT_BYTES = 1 << 20
+# Sequences with spans of their own go to the kernel one by one, unless reading this much more for each is cheaper.
+RUN_BYTES = 1 << 18
 
 
 def decode_attention(
@@ -34,50 +35,65 @@ def decode_attention(
 ) -> tuple[Tensor, Tensor]:
     check_decode_attention(query, key, value, attn_mask, kv_lens)
     batch, q_heads, q_len, head_dim = query.shape
-    kv_heads, kv_len = key.shape[1], key.shape[2]
+    kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], value.shape[3]
     scale = head_dim**-0.5 if scale is None else scale
-
-    if attn_mask is None:
-        bounds = [[0, n, 1] for n in ([kv_len] if kv_lens is None else check_kv_lens(kv_lens, kv_len))]
-    elif kv_lens is None and spans is not None:
+    mask, bounds = attn_mask, [[0, kv_len, 1]]
+    if kv_lens is not None:
+        bounds = [[0, n, 1] for n in check_kv_lens(kv_lens, kv_len)]
+        mask = _cut_off(attn_mask, kv_lens, kv_len)
+    if attn_mask is not None and mask is not None:
+        if spans is None or kv_lens is not None:
+            spans = mask_spans(mask.expand(*mask.shape[:-1], kv_len))
         bounds = spans.tolist()
-    else:
-        if kv_lens is not None:
-            check_kv_lens(kv_lens, kv_len)
-            attn_mask = _cut_off(attn_mask, kv_lens, kv_len)
-        bounds = mask_spans(attn_mask.expand(*attn_mask.shape[:-1], kv_len)).tolist()
-
     rows = pack_heads(query, kv_heads)
-    states = []
-    for run, (start, stop, full) in _runs(bounds, batch):
-        if run.stop - run.start == batch:
-            part = (rows, key.narrow(2, start, stop - start), value.narrow(2, start, stop - start))
-        else:
-            part = (rows[run], key[run, :, start:stop], value[run, :, start:stop])
-        mask = None
-        if attn_mask is not None and not full:
-            mask = squeeze_broadcast(attn_mask)
-            mask = mask[run if mask.shape[0] > 1 else slice(0, 1), :, :, start:stop]
-            mask = _additive(pack_mask(mask, q_heads, kv_heads, q_len), query.dtype)
-        states.append(_attend(*part, mask, scale))
-    out, lse = states[0] if len(states) == 1 else (torch.cat(parts) for parts in zip(*states, strict=True))
-    out = out.reshape(batch, q_heads, q_len, value.shape[3])
-    return out.contiguous(), lse.reshape(batch, q_heads, q_len).contiguous()
+
+    def attend(run: slice, start: int, stop: int, full: int) -> tuple[Tensor, Tensor]:
+        """The state of the sequences `run` over the keys `[start, stop)`; `full` if the mask says nothing there."""
+        k, v = key.narrow(2, start, stop - start), value.narrow(2, start, stop - start)
+        part = (rows, k, v) if run.stop - run.start == batch else (rows[run], k[run], v[run])
+        run_mask = None
+        if mask is not None and not full:
+            run_mask = squeeze_broadcast(mask)
+            run_mask = run_mask[run if run_mask.shape[0] > 1 else slice(0, 1), :, :, start:stop]
+            run_mask = _additive(pack_mask(run_mask, q_heads, kv_heads, q_len), query.dtype)
+        return _attend(*part, run_mask, scale)
+
+    runs = _runs(bounds, batch)
+    state = attend(*runs[0]) if len(runs) == 1 else None
+    if state is None:
+        start, stop = min(b[0] for b in bounds if b[1]), max(b[1] for b in bounds)
+        wasted = sum(stop - start - (b[1] - b[0]) for b in bounds)
+        if wasted * kv_heads * (head_dim + value_dim) * key.element_size() < len(runs) * RUN_BYTES:
+            state = attend(slice(0, batch), start, stop, 0)
+            # Where a sequence's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that.
+            if state[0].isnan().any():
+                state = None
+    if state is None:
+        outs, lses = zip(*(attend(*run) for run in runs), strict=True)
+        state = torch.cat(outs), torch.cat(lses)
+    out, lse = state
+    return (
+        out.reshape(batch, q_heads, q_len, value_dim).contiguous(),
+        lse.reshape(batch, q_heads, q_len).contiguous(),
+    )
 
 
-def _runs(bounds: list[list[int]], batch: int) -> Iterator[tuple[slice, list[int]]]:
-    """The batch in order, cut where the span of keys changes."""
+def _runs(bounds: list[list[int]], batch: int) -> list[tuple[slice, int, int, int]]:
+    """The batch in order, cut where the span of keys changes: the sequences, and start, stop and full of their span."""
     if len(bounds) == 1 or all(bound == bounds[0] for bound in bounds):
-        yield slice(0, batch), bounds[0]
-        return
-    for bound, group in itertools.groupby(range(batch), key=bounds.__getitem__):
+        return [(slice(0, batch), *bounds[0])]
+    runs = []
+    for (start, stop, full), group in itertools.groupby(range(batch), key=bounds.__getitem__):
         run = list(group)
-        yield slice(run[0], run[-1] + 1), bound
+        runs.append((slice(run[0], run[-1] + 1), start, stop, full))
+    return runs
 
 
-def _cut_off(mask: Tensor, kv_lens: Tensor, kv_len: int) -> Tensor:
+def _cut_off(mask: Tensor | None, kv_lens: Tensor, kv_len: int) -> Tensor:
     """The mask without the keys behind each sequence's length."""
     within = (torch.arange(kv_len) < kv_lens.unsqueeze(1))[:, None, None]
+    if mask is None:
+        return within
     return mask & within if mask.dtype == torch.bool else torch.where(within, mask, NEG_INF)
 
 
@@ -148,7 +164,7 @@ def _attend_in_pieces(
     batch, kv_heads = key.shape[:2]
     rows, key, value = (x.flatten(0, 1) for x in (rows, key, value))
     if mask is not None:
-        mask = mask.expand(batch, kv_heads, -1, -1).flatten(0, 1)
+        mask = mask.expand(batch, kv_heads, -1, key.shape[1]).flatten(0, 1)
     size = key.shape[1] // pieces
     done = size * pieces
 
@@ -165,7 +181,7 @@ def _attend_in_pieces(
         out, lse = _flash(rows[:, None], key[:, None, done:], value[:, None, done:], rest_mask, scale)
         outs.append(out.squeeze(1))
         lses.append(lse.squeeze(1))
-    out, lse = merge(torch.stack(outs), torch.stack(lses))
+    out, lse = merge(torch.stack(outs), torch.stack(lses), partials=True)
     return out.unflatten(0, (batch, kv_heads)), lse.unflatten(0, (batch, kv_heads))
 
 

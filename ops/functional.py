@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
 from tatten.ops.states import merge
-from tatten.ops.validate import check_tensors
+from tatten.ops.validate import check_no_grad, check_stack, check_state_pair, check_tensors
 
 
 @overload
@@ -71,6 +71,7 @@ def decode_attention(
         NotImplementedError: gradients are wanted.
     """
     check_tensors(query=query, key=key, value=value)
+    check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask)
     out, lse = torch.ops.tatten.decode_attention.default(query, key, value, attn_mask, kv_lens, scale)
     return (out, lse) if return_lse else out
 
@@ -95,6 +96,7 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """
     check_tensors(out=out, lse=lse)
     if torch.compiler.is_compiling():
+        check_stack(out, lse)
         return merge(out, lse)
     merged_out, merged_lse = torch.ops.tatten.merge_states.default(out, lse)
     return merged_out, merged_lse
@@ -111,6 +113,7 @@ def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> t
     """
     check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if torch.compiler.is_compiling():
+        check_state_pair(out_a, lse_a, out_b, lse_b)
         return merge(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))
     out, lse = torch.ops.tatten.merge_state.default(out_a, lse_a, out_b, lse_b)
     return out, lse

@@ -13,6 +13,7 @@ from torch import Tensor
 from tatten.ops import cpu
 from tatten.ops.masks import mask_spans
 from tatten.ops.states import accumulator_dtype
+from tatten.ops.validate import check_no_grad, check_state_pair
 
 _library = torch.library.Library("tatten", "DEF")
 
@@ -39,6 +40,7 @@ def _(
     scale: float | None = None,
     spans: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask)
     batch, q_heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_heads, q_len, value.shape[3]))
     lse = query.new_empty((batch, q_heads, q_len), dtype=accumulator_dtype(query.dtype))
@@ -76,8 +78,6 @@ def _merge_states_cuda(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    from tatten.ops.validate import check_state_pair
-
     check_state_pair(out_a, lse_a, out_b, lse_b)
     out, lse = torch.ops.tatten.merge_states.default(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))
     return out, lse

@@ -24,17 +24,19 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def merge(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge(out: Tensor, lse: Tensor, partials: bool = False) -> tuple[Tensor, Tensor]:
     """Merge N states stacked on dim 0, in aten: `out` is `[N, ..., head_dim]`, `lse` is `[N, ...]`.
 
     A state whose lse is -inf, +inf or NaN is empty, whatever its `out` holds. The sum runs in the order of dim 0.
+    `partials`: the states are parts of one op's work. NaN in them comes from NaN in keys that count, and comes out.
     """
-    lse = torch.where(lse < float("inf"), lse, NEG_INF)  # NaN compares false
+    if not partials:
+        lse = torch.where(lse < float("inf"), lse, NEG_INF)  # NaN compares false
     largest = lse.amax(dim=0)
     weights = torch.exp(lse - torch.where(largest == NEG_INF, 0.0, largest))
     total = weights.sum(dim=0)
     weights = weights.unsqueeze(-1)
     # An empty state's out may be NaN, and NaN * 0 is NaN: select before multiplying.
     values = torch.where(weights > 0, out.to(weights.dtype), 0.0)
-    merged = (weights * values).sum(dim=0) / torch.where(total > 0, total, 1.0).unsqueeze(-1)
+    merged = (weights * values).sum(dim=0) / torch.where(total == 0, 1.0, total).unsqueeze(-1)
     return merged.to(out.dtype), largest + torch.log(total)

@@ -66,6 +66,7 @@ def _decode_kernel(
     MASK: tl.constexpr,
     MASK_PER_ROW: tl.constexpr,
     HAS_LENS: tl.constexpr,
+    WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -80,6 +81,9 @@ def _decode_kernel(
     positions = (rows % q_len).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_DV)
+    if WIDE:  # keys stored transposed have kv_length as the stride of head_dim
+        dims = dims.to(tl.int64)
+        value_dims = value_dims.to(tl.int64)
 
     q = tl.load(
         query + b * query_b + (heads * query_h + positions * query_l)[:, None] + (dims * query_d)[None, :],
@@ -149,7 +153,7 @@ def _decode_kernel(
             highest = new_highest
         keys += n_splits * BLOCK_N
 
-    filled = total > 0
+    filled = total != 0  # true for NaN, which must come out
     acc = acc / tl.where(filled, total, 1.0)[:, None]
     log_sum = tl.where(filled, highest + tl.log(tl.where(filled, total, 1.0)), float("-inf"))
     states = ((split.to(tl.int64) * batch + b) * kv_heads * group + heads) * q_len + positions
@@ -170,6 +174,15 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def tile_sizes(rows: int, dim: int, element_size: int) -> tuple[int, int, int]:
+    """`(BLOCK_M, BLOCK_N, num_warps)` for packed rows and a padded head_dim: as large as sm_90's registers hold."""
+    fp32 = element_size == 4
+    block_m = min(max(16, triton.next_power_of_2(rows)), 64, max(16, (4096 if fp32 else 16384) // dim))
+    block_n = 32 if fp32 or dim > 128 else 64
+    num_warps = 8 if fp32 or dim > 256 or block_m * dim > 8192 else 4
+    return block_m, block_n, num_warps
+
+
 def decode_attention_triton(
     query: Tensor,
     key: Tensor,
@@ -185,9 +198,8 @@ def decode_attention_triton(
     kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], value.shape[3]
     group = q_heads // kv_heads
 
-    block_m = min(64, max(16, triton.next_power_of_2(group * q_len)))
     block_d, block_dv = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
-    block_n = 32 if query.element_size() == 4 or max(block_d, block_dv) > 128 else 64
+    block_m, block_n, num_warps = tile_sizes(group * q_len, max(block_d, block_dv), query.element_size())
     tiles = triton.cdiv(group * q_len, block_m)
     if n_splits is None:
         wanted = triton.cdiv(PROGRAMS_PER_SM * _multiprocessors(query.device), batch * kv_heads * tiles)
@@ -233,10 +245,11 @@ def decode_attention_triton(
         MASK=mask_kind,
         MASK_PER_ROW=per_row,
         HAS_LENS=kv_lens is not None,
+        WIDE=max(x.stride(3) * x.shape[3] for x in (query, key, value)) >= 1 << 31,
         UPCAST=INTERPRETED,
-        num_warps=4,
+        num_warps=num_warps,
         num_stages=2,
     )
     if n_splits == 1:
         return out[0], lse[0]
-    return merge_states_triton(out, lse, out_dtype=query.dtype)
+    return merge_states_triton(out, lse, out_dtype=query.dtype, partials=True)

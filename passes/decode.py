@@ -62,6 +62,8 @@ def _check_flags(
         return Decline(Reason.REQUIRES_GRAD, "gradients of the result are wanted")
     if not isinstance(call.dropout_p, int | float) or call.dropout_p != 0:
         return Decline(Reason.DROPOUT, f"dropout_p is {call.dropout_p}")
+    if any(constant(x.shape[dim]) == 0 for x, dims in ((query, (0, 1, 3)), (key, (1,)), (value, (3,))) for dim in dims):
+        return Decline(Reason.EMPTY, f"query is {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}")
     if call.is_causal is not False and not (call.is_causal is True and q_len == 1 and known_equal(key.shape[2], 1)):
         return Decline(Reason.IS_CAUSAL, f"is_causal is {call.is_causal}, q_length {q_len}, kv_length {key.shape[2]}")
     if not isinstance(call.enable_gqa, bool):
@@ -128,9 +130,8 @@ def _match_heads(call: SdpaCall, query: Tensor, key: Tensor, value: Tensor) -> D
     if peeled_key.repeats != peeled_value.repeats:  # DiffLlama pairs values of its own: take both as they are
         peeled_key, peeled_value = Peeled(call.key), Peeled(call.value)
     for name, peeled in (("key", peeled_key), ("value", peeled_value)):
-        base = tensor_of(peeled.base)
-        assert base is not None
-        writer = None if peeled.reader is None else written_between(base, peeled.reader, call.node)
+        tensors = [tensor for tensor in map(tensor_of, (peeled.base, *peeled.chain)) if tensor is not None]
+        writer = written_between(tensors, peeled.chain[-1], call.node) if peeled.chain else None
         if writer is not None:
             return Decline(Reason.WRITTEN, f"{name} is written by `{writer}` after its heads were repeated")
 
@@ -178,25 +179,26 @@ def apply_decode(match: DecodeMatch, spans: Node | None = None) -> Node:
         out = _with_strides_of(out, result)
     call.node.replace_all_uses_with(out)
     graph.erase_node(call.node)
-    for repeated, peeled in {call.key: match.key, call.value: match.value}.items():
-        _erase_unused(repeated, peeled.base)
+    _erase_unused({*match.key.chain, *match.value.chain})
     return op
 
 
-def shared_spans(match: DecodeMatch, known: dict[Node, Node]) -> Node | None:
+def shared_spans(match: DecodeMatch, known: dict[Node, tuple[Node, Node]]) -> Node | None:
     """The node that holds the spans of the call's mask: layers share a mask, so it is looked at once per step.
 
-    `known` maps masks to their spans so far, and is added to. None on CUDA, and where the mask broadcasts over keys.
+    `known` maps a mask to its spans and to the node up to which it is known not to be written; it is kept up to date.
+    None on CUDA, and where the mask broadcasts over keys.
     """
     mask_node, mask, key = match.call.attn_mask, tensor_of(match.call.attn_mask), tensor_of(match.call.key)
     if mask is None or key is None or mask.device.type != "cpu" or not known_equal(mask.shape[-1], key.shape[2]):
         return None
-    spans = known.get(mask_node)
-    if spans is None or written_between(mask, spans, match.call.node) is not None:
+    spans, unwritten = known.get(mask_node, (None, None))
+    if spans is None or unwritten is None or written_between([mask], unwritten, match.call.node) is not None:
         with mask_node.graph.inserting_before(match.call.node):
             spans = mask_node.graph.call_function(torch.ops.tatten.mask_spans.default, (mask_node,))
         spans.meta["stack_trace"] = match.call.node.meta.get("stack_trace")
-        known[mask_node] = spans
+    # The call itself is about to be replaced, and what takes its place writes nothing.
+    known[mask_node] = spans, match.call.node.prev
     return spans
 
 
@@ -231,12 +233,11 @@ def _with_strides_of(out: Node, like: Tensor) -> Node:
     return out
 
 
-def _erase_unused(node: Node, base: Node) -> None:
-    """Erase the chain from `node` down to, and without, `base`, as far as nobody else uses it.
+def _erase_unused(chain: set[Node]) -> None:
+    """Erase what nobody uses of the nodes that repeated the heads, last first.
 
     Never `graph.eliminate_dead_code()`: on a Dynamo graph it deletes the writes to the cache.
     """
-    while node is not base and not node.users:
-        source = node.all_input_nodes[0]
-        node.graph.erase_node(node)
-        node = source
+    for node in sorted(chain, reverse=True):
+        if not node.users:
+            node.graph.erase_node(node)

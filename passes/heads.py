@@ -32,7 +32,7 @@ class Peeled:
     base: Node
     dims: tuple[int, ...] = IDENTITY
     repeats: int = 1
-    reader: Node | None = None  # the node that reads `base` in the model's own code; None where nothing was peeled
+    chain: tuple[Node, ...] = ()  # the nodes between, from SDPA's argument to the one that reads `base`
 
 
 def peel_heads(node: Node) -> Peeled:
@@ -43,7 +43,7 @@ def peel_heads(node: Node) -> Peeled:
         found = _unrepeat(here, head_dim)
         if found is not None:
             base, repeats = found
-            return Peeled(base, dims, repeats, _reader(here, base))
+            return Peeled(base, dims, repeats, _chain(node, base))
         step = _reorder(here)
         if step is None:
             return Peeled(node)
@@ -51,11 +51,12 @@ def peel_heads(node: Node) -> Peeled:
         dims = tuple(order[d] for d in dims)
 
 
-def _reader(node: Node, base: Node) -> Node:
-    """The node on the way from `base` to `node` that takes `base` as input."""
-    while base not in node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
+def _chain(node: Node, base: Node) -> tuple[Node, ...]:
+    """From `node` back to the node that takes `base` as input."""
+    chain = [node]
+    while base not in chain[-1].all_input_nodes:
+        chain.append(chain[-1].all_input_nodes[0])
+    return tuple(chain)
 
 
 def op_name(node: Node) -> str:
@@ -118,22 +119,21 @@ def _unrepeat(node: Node, dim: int) -> tuple[Node, int] | None:
     if before.dim() != 4:
         return None
     if name == "repeat_interleave":
-        return _interleaved(node, source, before, result, dim)
+        return _ratio(source, before, result, dim) if _interleaves_evenly(node, 4, dim) else None
     if name in STRETCHES and known_equal(before.shape[dim], 1):
         return _ratio(source, before, result, dim)  # one head for all
     return None
 
 
-def _interleaved(node: Node, source: Node, before: Tensor, result: Tensor, dim: int) -> tuple[Node, int] | None:
+def _interleaves_evenly(node: Node, rank: int, dim: int) -> bool:
+    """Whether a `repeat_interleave` repeats each index of `dim` the same number of times."""
     arguments = dict(zip(("repeats", "dim"), node.args[1:], strict=False)) | dict(node.kwargs)
     repeats, along = arguments.get("repeats"), arguments.get("dim")
     if isinstance(repeats, Node):
         repeats = repeats.meta.get("example_value", repeats.meta.get("val"))
     if not isinstance(repeats, int | SymInt):
-        return None  # one count for each index
-    if not isinstance(along, int) or along % before.dim() != dim:
-        return None
-    return _ratio(source, before, result, dim)
+        return False  # one count for each index
+    return isinstance(along, int) and along % rank == dim
 
 
 def _ratio(source: Node, before: Tensor, result: Tensor, dim: int) -> tuple[Node, int] | None:
@@ -170,6 +170,8 @@ def _unstretch(node: Node, dim: int) -> tuple[Node, int] | None:
         assert after is not None
         others = [d for d in range(5) if d != dim + 1]
         if not all(known_equal(before.shape[d], after.shape[d]) for d in others):
+            return None
+        if name == "repeat_interleave" and not _interleaves_evenly(here, 5, dim + 1):
             return None
         if not (known_equal(before.shape[dim + 1], 1) or known_equal(before.shape[dim + 1], after.shape[dim + 1])):
             return None

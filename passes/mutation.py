@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -12,13 +14,13 @@ from torch.fx import Node
 
 from tatten.passes.symbolic import same_storage, tensor_of
 
-IN_PLACE_OPERATORS = frozenset(
-    vars(operator)[name]
-    for name in (
+IN_PLACE_NAMES = frozenset(
+    (
         *("setitem", "delitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
         *("iand", "ior", "ixor", "ilshift", "irshift", "iconcat"),
     )
 )
+IN_PLACE_OPERATORS = frozenset(getattr(operator, name) for name in IN_PLACE_NAMES)
 
 
 def written_arguments(node: Node) -> Iterator[Any]:
@@ -29,35 +31,40 @@ def written_arguments(node: Node) -> Iterator[Any]:
     if "out" in node.kwargs:
         yield from _flat(node.kwargs["out"])
     if node.op == "call_method":
-        name = str(node.target)
-        if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
+        if _names_a_write(str(node.target)):
             yield node.args[0]
     elif node.op == "call_function":
-        if node.target in IN_PLACE_OPERATORS:
-            yield node.args[0]
-        elif isinstance(node.target, OpOverload):
-            for i, arg in enumerate(node.target._schema.arguments):
+        target = node.target
+        if target in IN_PLACE_OPERATORS or _names_a_write(getattr(target, "__name__", "")) or _is_in_place(node):
+            yield node.args[0] if node.args else next(iter(node.kwargs.values()))
+        elif isinstance(target, OpOverload):
+            for i, arg in enumerate(target._schema.arguments):
                 if arg.alias_info is not None and arg.alias_info.is_write:
                     yield from _flat(node.args[i] if i < len(node.args) else node.kwargs.get(arg.name))
-        elif isinstance(node.target, OpOverloadPacket | HigherOrderOperator):  # which overload or body is not said
-            yield from node.all_input_nodes
-        else:
-            name = getattr(node.target, "__name__", "")
-            if name.endswith("_") and not name.endswith("__"):
-                yield node.args[0] if node.args else next(iter(node.kwargs.values()))
-            elif node.kwargs.get("inplace") is True:
-                yield node.args[0] if node.args else node.kwargs.get("input")
-            elif not _is_known_pure(node):
-                yield from node.all_input_nodes
+        elif isinstance(target, OpOverloadPacket | HigherOrderOperator) or not _is_known(target):
+            yield from node.all_input_nodes  # which overload, or what its body does, is not said
     elif node.op == "call_module":
         yield from node.all_input_nodes
 
 
-def _is_known_pure(node: Node) -> bool:
-    """Whether a Python function in the graph is PyTorch's or Python's own, whose names tell what they write."""
-    if isinstance(node.target, str):
+def _names_a_write(name: str) -> bool:
+    """`add_`, `__setitem__`, `__iadd__`: but not `__getitem__` or `__init__`."""
+    if name.startswith("__") and name.endswith("__"):
+        return name.strip("_") in IN_PLACE_NAMES
+    return name.endswith("_")
+
+
+def _is_in_place(node: Node) -> bool:
+    """Whether a function like `F.relu` is called with `inplace`, by name or by position, or may be."""
+    if not isinstance(node.target, FunctionType) or "inplace" not in inspect.signature(node.target).parameters:
         return False
-    module = getattr(node.target, "__module__", None) or ""
+    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    return bound.arguments.get("inplace", False) is not False
+
+
+def _is_known(target: Any) -> bool:
+    """Whether a function is PyTorch's or Python's own, whose names tell what they write."""
+    module = getattr(target, "__module__", None) or ""
     return not module or module.split(".")[0] in ("torch", "_operator", "operator", "builtins", "math", "einops")
 
 
@@ -68,13 +75,13 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-def written_between(tensor: Tensor, start: Node, stop: Node) -> Node | None:
-    """The first node after `start` and before `stop`, in the graph's order, that may write to `tensor`'s memory."""
+def written_between(tensors: Sequence[Tensor], start: Node, stop: Node) -> Node | None:
+    """The first node after `start` and before `stop`, in the graph's order, that may write to one of `tensors`."""
     node = start.next
     while node is not stop:
         for argument in written_arguments(node):
             written = tensor_of(argument)
-            if written is None or same_storage(written, tensor):
+            if written is None or any(same_storage(written, tensor) for tensor in tensors):
                 return node
         node = node.next
     return None

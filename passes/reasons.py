@@ -26,6 +26,8 @@ class Reason(str, Enum):
         "this is a prefill or a long chunk, which PyTorch does well; raise options['max_q_len'] to include it",
     )
     Q_LEN_DYNAMIC = "q_len_dynamic", "decode with a static number of queries per step"
+    EMPTY = "empty", "nothing: there is no attention to compute"
+    NESTED = "nested", "decode without torch.utils.checkpoint and other higher-order operators around attention"
     RANK = "rank", "pass 4-D tensors [batch, heads, length, head_dim]"
     DTYPE = "dtype", "use one of float16, bfloat16, float32, float64 for query, key and value alike"
     DEVICE = "device", "run on a CPU or a CUDA device, with query, key and value on the same one"

@@ -46,7 +46,7 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
     """Rewrite a Dynamo graph in place: every decode SDPA becomes a tatten op, everything else stays."""
     start = time.perf_counter()
     findings: list[Rewritten | Declined] = []
-    spans: dict[Node, Node] = {}
+    spans: dict[Node, tuple[Node, Node]] = {}
     for call in find_sdpa(gm.graph):
         place, shapes = place_of(call.node), _shapes(call.query, call.key, call.value, call.attn_mask)
         match = match_decode(call, max_q_len)
@@ -61,6 +61,16 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
     if any(isinstance(finding, Rewritten) for finding in findings):
         gm.graph.lint()
         gm.recompile()
+    for name, body in gm.named_modules():
+        if body is not gm and isinstance(body, GraphModule):
+            findings += (
+                Declined(
+                    place_of(call.node),
+                    _shapes(call.query, call.key, call.value, call.attn_mask),
+                    Decline(Reason.NESTED, f"inside `{name}`, the body of a higher-order operator"),
+                )
+                for call in find_sdpa(body.graph)
+            )
     if not findings:
         findings = [
             Declined(place_of(node), "", Decline(Reason.NO_SDPA, "attention written out: softmax of a matrix product"))

@@ -34,6 +34,6 @@ def find_sdpa(graph: Graph) -> Iterator[SdpaCall]:
 
     Each call is bound when it is reached, so that rewriting one may replace the arguments of the next.
     """
-    for target in SDPA_TARGETS:
-        for node in graph.find_nodes(op="call_function", target=target):
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in SDPA_TARGETS:
             yield SdpaCall(node, **dict(zip(POSITIONAL, node.args, strict=False)), **node.kwargs)

@@ -86,6 +86,25 @@ def test_decode_attention(change: dict, error: type[Exception], says: list[str])
             assert part in str(raised.value)
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_gradients_are_refused_in_compiled_code_too(inner: str) -> None:
+    q, k = torch.randn(1, 2, 1, 8, requires_grad=True), torch.randn(1, 2, 5, 8)
+    state = torch.randn(2, 3, 8, requires_grad=True), torch.randn(2, 3)
+    for fn, args in (
+        (lambda q, k: tatten.decode_attention(q, k, k) + q, (q, k)),
+        (lambda q, k: torch.ops.tatten.decode_attention(q, k, k)[0] + q, (q, k)),
+        (tatten.merge_states, state),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(NotImplementedError, match="requires_grad=True"):
+            torch.compile(fn, backend=inner)(*args)
+
+
+def test_compiled_merge_checks_its_states() -> None:
+    with pytest.raises(ValueError, match="`lse`"):
+        torch.compile(tatten.merge_states, backend="eager")(torch.randn(3, 4, 8), torch.randn(3, 1))
+
+
 def test_gradients_are_fine_where_none_are_wanted() -> None:
     inputs = good()
     with torch.no_grad():

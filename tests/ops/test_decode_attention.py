@@ -8,6 +8,7 @@ from attention_cases import Case, assert_state
 from torch.library import opcheck
 
 import tatten
+from tatten.ops import cpu
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 MASKS = ["none", "causal", "broadcast", "2d", "keys", "holes", "per_head", "empty_rows", "all_false", "one_key"]
@@ -34,6 +35,8 @@ SHAPES = [
     Case(batch=1, q_heads=6, kv_heads=3, kv_len=9001, head_dim=64, q_len=2, mask="causal"),
     Case(batch=1, q_heads=1, kv_heads=1, kv_len=40001, mask="empty_rows"),
     Case(batch=3, q_heads=5, kv_heads=5, kv_len=5000, head_dim=128, mask="holes"),
+    Case(batch=1, q_heads=1, kv_heads=1, kv_len=9001, head_dim=64, q_len=2, mask="one_column"),
+    Case(batch=12, q_heads=2, kv_heads=2, kv_len=9001, head_dim=64, lens=True),
 ]
 
 
@@ -112,6 +115,32 @@ def test_reads_no_key_outside_the_span_of_each_row() -> None:
     assert_state(*torch.ops.tatten.decode_attention(**inputs), inputs)
 
 
+def test_ragged_spans_without_poison_are_one_call() -> None:
+    """What a little more reading saves in calls is taken where it cannot hurt; the answer is the same."""
+    inputs = Case(batch=6, kv_len=70, mask="causal").inputs(poison=False)
+    assert_state(*torch.ops.tatten.decode_attention(**inputs), inputs)
+    calls = []
+    flash = cpu._flash
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "_flash", lambda *args: calls.append(1) or flash(*args))
+        torch.ops.tatten.decode_attention(**inputs)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kv_len", [40, 9001])
+def test_nan_in_keys_that_count_comes_out(kv_len: int, bad: float, device: str) -> None:
+    """However the keys are split: a broken model must not look healthy."""
+    inputs = Case(batch=1, q_heads=3, kv_heads=3, kv_len=kv_len, head_dim=64).inputs(device)
+    inputs["key"][0, 1, 7] = bad
+    inputs["query"].abs_()
+    out, lse = torch.ops.tatten.decode_attention(**inputs)
+    assert out[0, 1].isnan().all()
+    assert not lse[0, 1].isfinite().any()
+    assert out[0, [0, 2]].isfinite().all()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_state_of_parts_merges_to_the_whole(device: str) -> None:
     inputs = Case(kv_len=100, mask="causal").inputs(device)
@@ -158,6 +187,13 @@ def test_more_than_2_to_the_31_elements(device: str) -> None:
     query = torch.randn(1, 4, 1, head_dim, device=device).half()
     mask = torch.zeros(1, 1, 1, kv_len, dtype=torch.bool, device=device)
     mask[..., tail] = True
+    # Stored transposed, a step in head_dim is as long as the cache.
+    transposed = torch.empty(1, 1, 256, kv_len, dtype=torch.float16, device=device).transpose(2, 3)
+    transposed[:, :, tail] = cache[:, :, tail]
+    lens = torch.tensor([kv_len], device=device)
+    for keys in (cache, transposed) if device == "cuda" else (cache,):
+        again = torch.ops.tatten.decode_attention(query, keys, cache, mask, lens)
+        torch.testing.assert_close(again, torch.ops.tatten.decode_attention(query, cache, cache, mask))
     state = torch.ops.tatten.decode_attention(query, cache, cache, mask)
     same = {"query": query, "key": cache[:, :, tail], "value": cache[:, :, tail]}
     assert_state(*state, {**same, "attn_mask": None, "kv_lens": None, "scale": None})

@@ -61,6 +61,18 @@ def test_holes_may_hold_nan() -> None:
     assert_state(*decode_attention_triton(**{**inputs, "scale": 0.25}, n_splits=2), inputs)
 
 
+@pytest.mark.parametrize("n_splits", [1, 3])
+def test_nan_in_keys_that_count_comes_out(n_splits: int) -> None:
+    from tatten.ops.triton_decode import decode_attention_triton
+
+    inputs = Case(kv_len=100, head_dim=16).inputs()
+    inputs["key"][0, 1, 7] = float("nan")
+    out, lse = decode_attention_triton(**{**inputs, "scale": 0.25}, n_splits=n_splits)
+    assert out[0, 2:].isnan().all()
+    assert lse[0, 2:].isnan().all()
+    assert out[0, :2].isfinite().all()
+
+
 @pytest.mark.parametrize("n_states", [1, 2, 9, 20])
 @pytest.mark.parametrize("dim", [16, 24])
 def test_merge(n_states: int, dim: int) -> None:

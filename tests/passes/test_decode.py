@@ -8,7 +8,9 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from graphs import capture, listing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tatten.passes import Declined, Rewritten, rewrite
 from tatten.passes.reasons import Reason
@@ -65,6 +67,7 @@ ACCEPTED = {
         lambda a, b, c: gqa(a, b.repeat_interleave(2, 1), c.repeat_interleave(2, 1)),
         *(q(heads=8), kv(), kv()),
     ),
+    "repeats_share_a_node": lambda: (repeats_share_a_node, q(), kv(), kv()),
     "float64": lambda: (gqa, q(dtype=torch.float64), kv(dtype=torch.float64), kv(dtype=torch.float64)),
 }
 
@@ -77,6 +80,11 @@ DECLINED = {
     "heads": lambda: (lambda *a: sdpa(*a), q(heads=1), kv(HQ), kv(HQ)),  # SDPA broadcasts the query
     "no_gain": lambda: (lambda *a: sdpa(*a), q(), kv(HQ), kv(HQ)),
     "written_between": lambda: (written_between, q(), kv(), kv()),
+    "written_between mul_": lambda: (write_copy(lambda x: x.mul_(3)), q(), kv(), kv()),
+    "written_between setitem": lambda: (write_copy(lambda x: x[:, :, 5:].zero_()), q(), kv(), kv()),
+    "written_between imul": lambda: (write_copy(lambda x: x.__imul__(3)), q(), kv(), kv()),
+    "written_between relu": lambda: (write_copy(lambda x: F.relu(x, True)), q(), kv(), kv()),
+    "empty": lambda: (gqa, q()[:0], kv()[:0], kv()[:0]),
 }
 
 
@@ -84,6 +92,27 @@ def written_between(a, k, v):
     repeated = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
     k.mul_(2)  # after the heads were copied: SDPA sees the old keys
     return sdpa(a, *repeated)
+
+
+def write_copy(write):
+    """The copy is written, which the tensor it was made from does not show."""
+
+    def fn(a, k, v):
+        keys, values = (x[:, :, None].expand(B, HKV, 2, S, D).reshape(B, HQ, S, D) for x in (k, v))
+        write(keys)
+        return sdpa(a, keys, values)
+
+    return fn
+
+
+def repeats_share_a_node(a, k, v):
+    keys = k.repeat_interleave(2, 1)
+    return sdpa(a, keys.contiguous(), keys)
+
+
+def two_kinds_of_target(a, k, v, mask):
+    x = torch.ops.aten.scaled_dot_product_attention.default(a, k, v, mask, enable_gqa=True)
+    return gqa(x, k, v, mask)
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
@@ -106,7 +135,7 @@ def test_declines(code: str) -> None:
     before = listing(gm)
     (finding,) = rewrite(gm).findings
     assert isinstance(finding, Declined)
-    assert finding.decline.reason is Reason(code)
+    assert finding.decline.reason is Reason(code.split()[0])
     assert finding.decline.reason.help
     assert listing(gm) == before
     if code != "dropout":
@@ -149,7 +178,6 @@ def test_written_out_attention_is_reported() -> None:
 
     (finding,) = rewrite(capture(fn, q(), kv(HQ), kv(HQ))).findings
     assert finding.decline.reason is Reason.NO_SDPA
-    (finding,) = rewrite(capture(fn, q(), kv(HQ), kv(HQ))).findings
     assert rewrite(capture(lambda x: x.softmax(-1), q())).findings == ()
 
 
@@ -225,18 +253,88 @@ def test_no_guards_of_its_own(dim: int) -> None:
     assert torch._dynamo.utils.counters["tatten"]["rewritten"] == 1
 
 
+def test_both_kinds_of_target_in_one_graph() -> None:
+    torch.manual_seed(0)
+    args = q(), kv(), kv(), torch.rand(B, 1, 1, S) > 0.3
+    torch.testing.assert_close(compiled(two_kinds_of_target, *args), two_kinds_of_target(*args))
+
+
+def test_attention_in_the_body_of_another_operator_is_reported() -> None:
+    def fn(a, k, v):
+        return torch.utils.checkpoint.checkpoint(gqa, a, k, v, use_reentrant=False)
+
+    (finding,) = rewrite(capture(fn, q(), kv(), kv())).findings
+    assert finding.decline.reason is Reason.NESTED
+
+
+def by_hand(query, key, value, result=None, **kwargs):
+    """A graph of one SDPA call that Dynamo would not make here: on other devices, or with what SDPA itself refuses."""
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        fakes = [make() if callable(make) else make for make in (query, key, value)]
+        extra = {name: make() if callable(make) else make for name, make in kwargs.items()}
+    nodes = {}
+    for name, fake in {**dict(zip("qkv", fakes, strict=True)), **extra}.items():
+        if isinstance(fake, torch.Tensor):
+            nodes[name] = graph.placeholder(name)
+            nodes[name].meta["example_value"] = fake
+    node = graph.call_function(
+        sdpa, tuple(nodes[n] for n in "qkv"), {name: nodes.get(name, value) for name, value in extra.items()}
+    )
+    node.meta["example_value"] = fakes[0]
+    graph.output(node)
+    (finding,) = rewrite(torch.fx.GraphModule({}, graph)).findings
+    return finding
+
+
+def sizes(*shape, **kwargs):
+    return lambda: torch.empty(*shape, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("code", "query", "key", "value", "kwargs"),
+    [
+        ("device", sizes(2, 4, 1, 8, device="xpu"), sizes(2, 2, 9, 8, device="xpu"), sizes(2, 2, 9, 8), {}),
+        ("device", sizes(2, 4, 1, 8), sizes(2, 4, 9, 8), sizes(2, 4, 9, 8), {"attn_mask": sizes(9, device="cuda")}),
+        ("head_dim", *(sizes(2, 2, n, 1024, device="cuda") for n in (1, 9, 9)), {"attn_mask": sizes(9, device="cuda")}),
+        ("head_dim", sizes(2, 4, 1, 8), sizes(2, 4, 9, 16), sizes(2, 4, 9, 8), {}),
+        ("kv_length", sizes(2, 4, 1, 8), sizes(2, 4, 9, 8), sizes(2, 4, 8, 8), {}),
+        ("mask_shape", sizes(2, 4, 1, 8), sizes(2, 4, 9, 8), sizes(2, 4, 9, 8), {"attn_mask": sizes(2, 4, 3, 9)}),
+        ("mask_shape", sizes(2, 4, 1, 8), sizes(2, 4, 9, 8), sizes(2, 4, 9, 8), {"attn_mask": sizes(1, 2, 4, 1, 9)}),
+        (
+            "mask_dtype",
+            *(sizes(2, 4, n, 8) for n in (1, 9, 9)),
+            {"attn_mask": sizes(9, dtype=torch.float64)},
+        ),
+        ("scale", sizes(2, 4, 1, 8), sizes(2, 4, 9, 8), sizes(2, 4, 9, 8), {"scale": "big"}),
+        ("arguments", sizes(2, 4, 1, 8), sizes(2, 4, 9, 8), sizes(2, 4, 9, 8), {"attn_mask": 3}),
+        ("arguments", sizes(2, 4, 1, 8), torch.empty(2, 4, 9, 8), sizes(2, 4, 9, 8), {}),
+        ("dtype", *(sizes(2, 2, n, 8, device="cuda", dtype=torch.float64) for n in (1, 9, 9)), {}),
+        ("no_gain", *(sizes(2, h, n, 8, device="cuda") for h, n in ((4, 1), (2, 9), (2, 9))), {"enable_gqa": True}),
+    ],
+)
+def test_declines_by_hand(code: str, query, key, value, kwargs: dict) -> None:
+    finding = by_hand(query, key, value, **kwargs)
+    assert isinstance(finding, Declined)
+    assert finding.decline.reason is Reason(code)
+
+
 def test_a_32_layer_graph_takes_less_than_50_ms() -> None:
     def fn(x, mask, *caches):
         for k, v in zip(caches[::2], caches[1::2], strict=True):
+            for _ in range(8):  # about the size of a Llama layer's graph, 100 nodes
+                y = (x.sin() + 1).cos().view(B, HQ, 1, D).transpose(1, 2).contiguous().transpose(1, 2) * 2
+                x = x + y.exp().relu()
             k.index_copy_(2, torch.tensor([3]), x[:, :HKV])
             keys, values = (y[:, :, None].expand(B, HKV, 2, S, D).reshape(B, HQ, S, D) for y in (k, v))
             x = x + sdpa(x, keys, values, attn_mask=mask)
         return x
 
     gm = capture(fn, q(), torch.rand(B, 1, 1, S) > 0.5, *(kv() for _ in range(64)))
-    start = time.perf_counter()
+    assert len(gm.graph.nodes) > 32 * 90
+    start = time.process_time()
     report = rewrite(gm)
-    took = time.perf_counter() - start
+    took = time.process_time() - start
     assert sum(isinstance(x, Rewritten) for x in report.findings) == 32
     assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.tatten.mask_spans.default)) == 1
     assert took < 0.05, f"{took * 1e3:.0f} ms"

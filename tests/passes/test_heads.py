@@ -57,6 +57,9 @@ OTHERS = {
     "slice_then_expand": lambda x: x[:, :, None, :, :][:, ::1].flip(2).expand(B, HKV, N, S, D).reshape(B, HQ, S, D) + 0,
     "wrong_merge": lambda x: x[:, :, None].expand(B, HKV, N, S, D).transpose(1, 2).reshape(B, HQ, S, D),
     "counts": lambda x: x.repeat_interleave(torch.tensor([4, 2]), dim=1, output_size=HQ),
+    "counts_5d": lambda x: (
+        x[:, :, None].repeat(1, 1, N, 1, 1).repeat_interleave(torch.tensor([2, 0]), 1, output_size=2).flatten(1, 2)
+    ),
     "reversed": lambda x: x.flip(1).repeat_interleave(N, dim=1).flip(1),
 }
 
