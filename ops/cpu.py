@@ -8,6 +8,7 @@ the lengths leave over.
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,8 @@ def decode_attention(
         bounds = spans.tolist()
     rows = pack_heads(query, kv_heads)
 
+    some_empty = any(bound[1] == 0 for bound in bounds)
+
     def attend(run: slice, start: int, stop: int, full: int) -> tuple[Tensor, Tensor]:
         """The state of the sequences `run` over the keys `[start, stop)`; `full` if the mask says nothing there."""
         k, v = key.narrow(2, start, stop - start), value.narrow(2, start, stop - start)
@@ -56,7 +59,8 @@ def decode_attention(
             run_mask = squeeze_broadcast(mask)
             run_mask = run_mask[run if run_mask.shape[0] > 1 else slice(0, 1), :, :, start:stop]
             run_mask = _additive(pack_mask(run_mask, q_heads, kv_heads, q_len), query.dtype)
-        return _attend(*part, run_mask, scale)
+        # Where all queries share a mask, a span that is not empty leaves none of them without a key.
+        return _attend(*part, run_mask, scale, some_empty or (run_mask is not None and run_mask.shape[1:3] != (1, 1)))
 
     runs = _runs(bounds, batch)
     state = attend(*runs[0]) if len(runs) == 1 else None
@@ -66,7 +70,7 @@ def decode_attention(
         if wasted * kv_heads * (head_dim + value_dim) * key.element_size() < len(runs) * RUN_BYTES:
             state = attend(slice(0, batch), start, stop, 0)
             # Where a sequence's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that.
-            if state[0].isnan().any():
+            if math.isnan(state[0].sum().item()):
                 state = None
     if state is None:
         outs, lses = zip(*(attend(*run) for run in runs), strict=True)
@@ -100,11 +104,15 @@ def _cut_off(mask: Tensor | None, kv_lens: Tensor, kv_len: int) -> Tensor:
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask as the flash kernel takes it: additive, 4-D, dense in its last dimension."""
     if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, NEG_INF)
+        mask = torch.where(mask, 0.0, NEG_INF)
+    if dtype == torch.float64:  # beside lower precision the kernel takes float32; beside float64 it would misread it
+        mask = mask.double()
     return mask if mask.stride(3) == 1 else mask.contiguous()
 
 
-def _attend(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(
+    rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool
+) -> tuple[Tensor, Tensor]:
     """The state of packed queries `[b, kv_heads, rows, d]` over all keys given, with an additive mask."""
     batch, kv_heads, n_rows, head_dim = rows.shape
     kv_len, value_dim = key.shape[2], value.shape[3]
@@ -123,17 +131,20 @@ def _attend(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
 
     pieces = _pieces(key, value)
     if pieces == 1:
-        out, lse = _flash(rows, key, value, mask, scale)
+        out, lse = _flash(rows, key, value, mask, scale, some_empty)
     else:
         out, lse = _attend_in_pieces(rows, key, value, mask, scale, pieces)
     return (out if head_dim == value_dim else out[..., :value_dim]), lse
 
 
-def _flash(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _flash(
+    rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The kernel. `some_empty`: the mask may leave a query without any key."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         rows, key, value, 0.0, False, attn_mask=mask, scale=scale
     )
-    if mask is not None:
+    if mask is not None and some_empty:
         # A query without any key gets out = 0 from the kernel, but lse = 0 too.
         lse = lse.masked_fill((mask == NEG_INF).all(dim=-1), NEG_INF)
     return out, lse

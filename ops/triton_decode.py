@@ -177,7 +177,7 @@ def _multiprocessors(device: torch.device) -> int:
 def tile_sizes(rows: int, dim: int, element_size: int) -> tuple[int, int, int]:
     """`(BLOCK_M, BLOCK_N, num_warps)` for packed rows and a padded head_dim: as large as sm_90's registers hold."""
     fp32 = element_size == 4
-    block_m = min(max(16, triton.next_power_of_2(rows)), 64, max(16, (4096 if fp32 else 16384) // dim))
+    block_m = min(max(16, triton.next_power_of_2(rows)), 64, max(16, (2048 if fp32 else 16384) // dim))
     block_n = 32 if fp32 or dim > 128 else 64
     num_warps = 8 if fp32 or dim > 256 or block_m * dim > 8192 else 4
     return block_m, block_n, num_warps

@@ -52,7 +52,7 @@ SHAPES = [
             for lens in (0, 1)
         ),
         *(Case(mask=mask, dtype=dtype, kv_len=129, head_dim=64) for mask in ("none", *MASKS[9:13]) for dtype in LOW),
-        *(Case(mask=mask, dtype=torch.float64) for mask in ("none", "causal", "holes", "additive")),
+        *(Case(mask=mask, dtype=torch.float64) for mask in ("none", "causal", "holes", "additive", "additive_f32")),
     ],
     ids=str,
 )
