@@ -47,8 +47,7 @@ def decode_attention(
             spans = mask_spans(mask.expand(*mask.shape[:-1], kv_len))
         bounds = spans.tolist()
     rows = pack_heads(query, kv_heads)
-
-    some_empty = any(bound[1] == 0 for bound in bounds)
+    some_empty = [0, 0, 1] in bounds
 
     def attend(run: slice, start: int, stop: int, full: int) -> tuple[Tensor, Tensor]:
         """The state of the sequences `run` over the keys `[start, stop)`; `full` if the mask says nothing there."""
@@ -76,15 +75,14 @@ def decode_attention(
         outs, lses = zip(*(attend(*run) for run in runs), strict=True)
         state = torch.cat(outs), torch.cat(lses)
     out, lse = state
-    return (
-        out.reshape(batch, q_heads, q_len, value_dim).contiguous(),
-        lse.reshape(batch, q_heads, q_len).contiguous(),
-    )
+    if q_heads != kv_heads:
+        out, lse = out.reshape(batch, q_heads, q_len, value_dim), lse.reshape(batch, q_heads, q_len)
+    return out.contiguous(), lse.contiguous()
 
 
 def _runs(bounds: list[list[int]], batch: int) -> list[tuple[slice, int, int, int]]:
     """The batch in order, cut where the span of keys changes: the sequences, and start, stop and full of their span."""
-    if len(bounds) == 1 or all(bound == bounds[0] for bound in bounds):
+    if bounds.count(bounds[0]) == len(bounds):
         return [(slice(0, batch), *bounds[0])]
     runs = []
     for (start, stop, full), group in itertools.groupby(range(batch), key=bounds.__getitem__):
@@ -156,9 +154,11 @@ def _pieces(key: Tensor, value: Tensor) -> int:
     1 where nothing is gained, or where (batch, head) is not one dimension in memory.
     """
     batch, kv_heads, kv_len, head_dim = key.shape
+    threads, pairs = torch.get_num_threads(), batch * kv_heads
+    if pairs % threads == 0:
+        return 1
     if batch > 1 and kv_heads > 1 and any(x.stride(0) != kv_heads * x.stride(1) for x in (key, value)):
         return 1
-    threads, pairs = torch.get_num_threads(), batch * kv_heads
     most = min(2 * threads, 2 * pairs * kv_len * head_dim * key.element_size() // SPLIT_BYTES)
 
     def busy(pieces: int) -> float:

@@ -8,6 +8,8 @@ from torch import Tensor
 def pack_heads(query: Tensor, kv_heads: int) -> Tensor:
     """`[batch, q_heads, q_len, d]` to `[batch, kv_heads, group * q_len, d]`: the queries that read one kv head."""
     batch, q_heads, q_len, head_dim = query.shape
+    if q_heads == kv_heads:
+        return query
     return query.reshape(batch, kv_heads, q_heads // kv_heads * q_len, head_dim)
 
 

@@ -37,7 +37,8 @@ def check_decode_attention(
 
     Reads no tensor's data, so it is safe on any device; `check_kv_lens` reads. Devices are left to `check_devices`.
     """
-    check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask)
+    if torch.is_grad_enabled():
+        check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask)
     dtype, q, k, v = query.dtype, query.shape, key.shape, value.shape
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"`query` must be float16, bfloat16, float32 or float64, got {dtype}")
@@ -77,11 +78,10 @@ def check_devices(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
 
 def check_mask(attn_mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) -> None:
     """Raise unless `attn_mask` is a bool or additive mask that broadcasts to the shape `scores`."""
-    additive = {query.dtype, torch.float32}
-    if attn_mask.dtype != torch.bool and attn_mask.dtype not in additive:
+    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise TypeError(f"`attn_mask` must be bool, float32 or `query`'s {query.dtype}, got {attn_mask.dtype}")
-    padded = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
-    if len(padded) != 4 or any(have not in (1, want) for have, want in zip(padded, scores, strict=True)):
+    shape = (1,) * (4 - attn_mask.dim()) + attn_mask.shape
+    if len(shape) != 4 or (shape != scores and any(n not in (1, want) for n, want in zip(shape, scores, strict=True))):
         raise ValueError(
             "`attn_mask` must broadcast to [batch, q_heads, q_length, kv_length] = "
             f"{list(scores)}, got shape {tuple(attn_mask.shape)}"
