@@ -83,7 +83,8 @@ def decode_attention(
 def _runs(bounds: list[list[int]], batch: int) -> list[tuple[slice, int, int, int]]:
     """The batch in order, cut where the span of keys changes: the sequences, and start, stop and full of their span."""
     if bounds.count(bounds[0]) == len(bounds):
-        return [(slice(0, batch), *bounds[0])]
+        start, stop, full = bounds[0]
+        return [(slice(0, batch), start, stop, full)]
     runs = []
     for (start, stop, full), group in itertools.groupby(range(batch), key=bounds.__getitem__):
         run = list(group)
