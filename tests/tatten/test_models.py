@@ -65,6 +65,7 @@ ZOO: dict[str, tuple[str, dict]] = {
     "arcee": ("Arcee", GQA),
     "seed_oss": ("SeedOss", GQA | {"head_dim": 16}),
     "bitnet": ("BitNet", GQA),
+    "diffllama": ("DiffLlama", GQA),
     "gpt2": ("GPT2", {"vocab_size": 99, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 128}),
     "gpt_neox": ("GPTNeoX", COMMON),
     "gpt_bigcode": (
