@@ -141,6 +141,9 @@ def bandwidth(device: str) -> float:
 
 def measure(row: Row, device: str, rate: float, repeats: int) -> dict[str, float]:
     model = build(row, device)
+    weights = sum(p.nbytes for p in model.parameters())
+    if not model.config.tie_word_embeddings:
+        weights -= model.model.embed_tokens.weight.nbytes  # of which a step reads a row per sequence
     with torch.no_grad():
         with tatten.recording() as report:
             ours = decode_step(model, row, "tatten", device)
@@ -153,10 +156,6 @@ def measure(row: Row, device: str, rate: float, repeats: int) -> dict[str, float
         # Both are held to the same model, weights and cache in float32 and eager mode.
         exact = decode_step(model.float(), row, None, device)()
         errors = {name: ((x - exact).norm() / exact.norm()).item() for name, x in logits.items()}
-    weights = sum(p.nbytes for p in model.parameters()) - (
-        0 if device == "cpu" else model.model.embed_tokens.weight.nbytes
-    )
-    weights = weights * getattr(torch, row.dtype).itemsize // 4
     kv = 2 * 8 * row.batch * row.kv_heads * row.used * row.head_dim * getattr(torch, row.dtype).itemsize
     return {
         **asdict(row),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
 from tatten.ops.states import merge
-from tatten.ops.validate import check_no_grad, check_stack, check_state_pair, check_tensors
+from tatten.ops.validate import check_stack, check_state_pair, check_tensors
 
 
 @overload
@@ -71,7 +71,6 @@ def decode_attention(
         NotImplementedError: gradients are wanted.
     """
     check_tensors(query=query, key=key, value=value)
-    check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask)
     out, lse = torch.ops.tatten.decode_attention.default(query, key, value, attn_mask, kv_lens, scale)
     return (out, lse) if return_lse else out
 

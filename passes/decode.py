@@ -18,7 +18,16 @@ from tatten.passes.heads import IDENTITY, Peeled, peel_heads
 from tatten.passes.mutation import written_between
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import constant, hint, known_different, known_equal, known_shape, same_storage, tensor_of
+from tatten.passes.symbolic import (
+    constant,
+    hint,
+    known_different,
+    known_equal,
+    known_shape,
+    same_storage,
+    tensor_of,
+    value_of,
+)
 
 DEFAULT_MAX_Q_LEN = 16
 
@@ -83,8 +92,7 @@ def _check_flags(
 
 def _is_symbolic_float(scale: object) -> bool:
     """Under dynamic=True a float attribute of a module reaches the graph as a node."""
-    found = scale.meta.get("example_value", scale.meta.get("val")) if isinstance(scale, Node) else None
-    return isinstance(found, int | float | torch.SymFloat | torch.SymInt)
+    return isinstance(scale, Node) and isinstance(value_of(scale), int | float | torch.SymFloat | torch.SymInt)
 
 
 def _check_mask(call: SdpaCall, query: Tensor, key: Tensor) -> Decline | None:

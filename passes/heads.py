@@ -17,7 +17,7 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import Node
 
-from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of
+from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of, value_of
 
 IDENTITY: tuple[int, ...] = (0, 1, 2, 3)
 STRETCHES = {"expand", "broadcast_to", "repeat", "tile", "expand_as"}
@@ -130,7 +130,7 @@ def _interleaves_evenly(node: Node, rank: int, dim: int) -> bool:
     arguments = dict(zip(("repeats", "dim"), node.args[1:], strict=False)) | dict(node.kwargs)
     repeats, along = arguments.get("repeats"), arguments.get("dim")
     if isinstance(repeats, Node):
-        repeats = repeats.meta.get("example_value", repeats.meta.get("val"))
+        repeats = value_of(repeats)
     if not isinstance(repeats, int | SymInt):
         return False  # one count for each index
     return isinstance(along, int) and along % rank == dim

@@ -56,10 +56,12 @@ def _names_a_write(name: str) -> bool:
 
 def _is_in_place(node: Node) -> bool:
     """Whether a function like `F.relu` is called with `inplace`, by name or by position, or may be."""
-    if not isinstance(node.target, FunctionType) or "inplace" not in inspect.signature(node.target).parameters:
+    if not isinstance(node.target, FunctionType):
         return False
-    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-    return bound.arguments.get("inplace", False) is not False
+    signature = inspect.signature(node.target)
+    if "inplace" not in signature.parameters:
+        return False
+    return signature.bind(*node.args, **node.kwargs).arguments.get("inplace", False) is not False
 
 
 def _is_known(target: Any) -> bool:

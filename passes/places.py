@@ -19,9 +19,6 @@ class Place:
     line: int = 0
     code: str = ""
 
-    def __str__(self) -> str:
-        return " at ".join(part for part in (self.module, f"{self.file}:{self.line}" if self.file else "") if part)
-
 
 def place_of(node: Node) -> Place:
     """The innermost line and module of a node of a Dynamo graph; empty where the graph doesn't say."""

@@ -11,11 +11,14 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
+def value_of(node: Node) -> Any:
+    """What a node of a Dynamo or export graph stands for, a fake tensor or a size; None where the graph doesn't say."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
 def tensor_of(node: Any) -> Tensor | None:
-    """The fake tensor that a node of a Dynamo or export graph stands for; None if it isn't one tensor."""
-    if not isinstance(node, Node):
-        return None
-    value = node.meta.get("example_value", node.meta.get("val"))
+    """The fake tensor that a node stands for; None if it isn't one tensor."""
+    value = value_of(node) if isinstance(node, Node) else None
     return value if isinstance(value, Tensor) else None
 
 
@@ -39,7 +42,7 @@ def constant(size: int | SymInt) -> int | None:
 
 
 def hint(size: int | SymInt) -> int | None:
-    """The value that a size had when the graph was captured, for reports; None where there was none."""
+    """The value that a size had when the graph was captured; None where there was none. Proves nothing by itself."""
     if isinstance(size, int):
         return size
     found = size.node.hint
