@@ -334,9 +334,9 @@ def test_a_32_layer_graph_takes_less_than_50_ms() -> None:
     for _ in range(3):  # the best of three: the machine may be busy
         gm = capture(fn, q(), torch.rand(B, 1, 1, S) > 0.5, *(kv() for _ in range(64)))
         assert len(gm.graph.nodes) > 32 * 90
-        start = time.process_time()
+        start = time.thread_time()  # not process_time: idle OpenMP threads that spin count there
         report = rewrite(gm)
-        times.append(time.process_time() - start)
+        times.append(time.thread_time() - start)
     took = min(times)
     assert sum(isinstance(x, Rewritten) for x in report.findings) == 32
     assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.tatten.mask_spans.default)) == 1
