@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from tatten.ops.reference import decode_attention_reference
+from tatten.ops.packing import fold_mask, fold_sequences, pack_heads, unfold_sequences
+from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
 from tatten.ops.states import merge
-from tatten.ops.validate import MAX_CUDA_HEAD_DIM, check_decode_attention, check_devices, check_stack
+from tatten.ops.validate import (
+    MAX_CUDA_HEAD_DIM,
+    check_bifurcated_attention,
+    check_decode_attention,
+    check_devices,
+    check_stack,
+)
 
 
 def decode_attention(
@@ -19,7 +28,7 @@ def decode_attention(
     scale: float | None = None,
     spans: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    check_devices(query, key, value, attn_mask, kv_lens)
+    check_devices(query, key=key, value=value, attn_mask=attn_mask, kv_lens=kv_lens)
     check_decode_attention(query, key, value, attn_mask, kv_lens)
     widest = max(query.shape[3], value.shape[3])
     if widest > MAX_CUDA_HEAD_DIM and query.dtype != torch.float64:
@@ -33,6 +42,66 @@ def decode_attention(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     with torch.cuda.device(query.device):
         return decode_attention_triton(query, key, value, attn_mask, kv_lens, scale)
+
+
+def bifurcated_attention(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    spans: Sequence[Tensor | None],
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks)):
+        check_devices(query, **{f"{name}[{i}]": x for i, x in enumerate(tensors)})
+    check_bifurcated_attention(query, keys, values, attn_masks, spans)
+    widest = max(query.shape[3], values[0].shape[3])
+    if widest > MAX_CUDA_HEAD_DIM and query.dtype != torch.float64:
+        raise NotImplementedError(
+            f"`keys` and `values` must have head_dim <= {MAX_CUDA_HEAD_DIM} on CUDA, got {widest}"
+        )
+    if any(span is not None for span in spans):
+        raise NotImplementedError("`spans` must be None on CUDA, where the kernel finds them, got a tensor")
+    if query.dtype == torch.float64:
+        out, lse = bifurcated_attention_reference(query, keys, values, attn_masks, scale)
+        return out.contiguous(), lse.contiguous()
+    from tatten.ops.triton_decode import decode_attention_triton
+    from tatten.ops.triton_merge import merge_states_triton
+
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    outs, lses = [], []
+    with torch.cuda.device(query.device):
+        for key, value, mask in zip(keys, values, attn_masks, strict=True):
+            folded = fold_sequences(query, key.shape[0])
+            if mask is None and _flash_takes(key, value):
+                out, lse = _flash(folded, key, value, scale)
+            else:
+                mask = None if mask is None else fold_mask(mask, query, key.shape[0])
+                out, lse = decode_attention_triton(folded, key, value, mask, None, scale)
+            outs.append(unfold_sequences(out, query.shape[0]))
+            lses.append(unfold_sequences(lse, query.shape[0]))
+        if len(outs) == 1:
+            return outs[0].contiguous(), lses[0].contiguous()
+        return merge_states_triton(torch.stack(outs), torch.stack(lses), partials=True)
+
+
+def _flash_takes(key: Tensor, value: Tensor) -> bool:
+    """Whether PyTorch's FlashAttention-2, which splits the keys where heads are few, computes this state."""
+    head_dim = key.shape[3]
+    return (
+        key.dtype in (torch.float16, torch.bfloat16)
+        and key.shape[2] > 0
+        and head_dim == value.shape[3] <= 256
+        and head_dim % 8 == 0
+        and key.stride(3) == value.stride(3) == 1
+    )
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    rows = pack_heads(query, key.shape[1])
+    state = torch.ops.aten._scaled_dot_product_flash_attention.default(rows, key, value, scale=scale)
+    out, lse = state[:2]
+    return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 
 def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

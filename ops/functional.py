@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -72,6 +73,73 @@ def decode_attention(
     """
     check_tensors(query=query, key=key, value=value)
     out, lse = torch.ops.tatten.decode_attention.default(query, key, value, attn_mask, kv_lens, scale)
+    return (out, lse) if return_lse else out
+
+
+@overload
+def bifurcated_attention(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    *,
+    attn_masks: Sequence[Tensor | None] | None = None,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def bifurcated_attention(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    *,
+    attn_masks: Sequence[Tensor | None] | None = None,
+    scale: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def bifurcated_attention(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    *,
+    attn_masks: Sequence[Tensor | None] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over a KV in segments, of which each may be shared by several sequences of the batch.
+
+    Segment `i` has a batch `B_i` that divides the query's `B`; its row `j` serves the sequences `j * B // B_i` to
+    `(j + 1) * B // B_i - 1`: one prompt for all (`B_i = 1`), a tree of prefixes (1, 4, 16, ...), or a KV of its own for
+    each (`B_i = B`). The queries that share a row are rows of one matrix product, so that it is read once. The result
+    is that of attention over all segments, one after the other, each repeated for its sequences.
+
+    Bifurcated Attention (arXiv 2403.08845), with any number of levels as in FlashInfer's cascade (arXiv 2501.01005).
+
+    Args:
+        query: `[B, q_heads, q_length, head_dim]`, float16, bfloat16, float32 or float64, any strides.
+        keys: for each segment `[B_i, kv_heads, length_i, head_dim]`; kv_heads divides q_heads, and length_i may be 0.
+        values: for each segment `[B_i, kv_heads, length_i, value_dim]`.
+        attn_masks: for each segment None, or a mask that broadcasts to `[B, q_heads, q_length, length_i]` or, one for
+            each row of the segment, `[B_i, q_heads, q_length, length_i]`; bool (True takes part) or additive, in
+            float32 or `query`'s dtype. Keys outside the span that it leaves over are never read.
+        scale: factor of the scores. Default: `head_dim ** -0.5`.
+        return_lse: return the attention state `(out, lse)` and not only `out`.
+
+    Returns:
+        `out` `[B, q_heads, q_length, value_dim]` in `query`'s dtype, contiguous; with `return_lse` also `lse`
+        `[B, q_heads, q_length]`, as `decode_attention`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what was expected and what came.
+        NotImplementedError: gradients are wanted.
+    """
+    for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks)):
+        if isinstance(tensors, Tensor):
+            raise TypeError(f"`{name}` must be a sequence of Tensors, got {type(tensors).__name__}")
+    masks = [None] * len(keys) if attn_masks is None else list(attn_masks)
+    given = {f"{name}[{i}]": x for name, tensors in (("keys", keys), ("values", values)) for i, x in enumerate(tensors)}
+    check_tensors(query=query, **given, **{f"attn_masks[{i}]": x for i, x in enumerate(masks) if x is not None})
+    spans: list[Tensor | None] = [None] * len(keys)
+    out, lse = torch.ops.tatten.bifurcated_attention.default(query, list(keys), list(values), masks, spans, scale)
     return (out, lse) if return_lse else out
 
 

@@ -5,7 +5,7 @@ Schemas are functional, so nothing is said to be mutated. What needs Triton is i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,12 @@ _library.define(
     "float? scale=None, Tensor? spans=None) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_library.define("mask_spans(Tensor attn_mask) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    "bifurcated_attention(Tensor query, Tensor[] keys, Tensor[] values, Tensor?[] attn_masks, Tensor?[] spans, "
+    "float? scale=None) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define("mask_spans(Tensor attn_mask, SymInt? batch=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define("merge_states(Tensor out, Tensor lse) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
     "merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
@@ -43,6 +48,25 @@ def _(
     check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask)
     batch, q_heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_heads, q_len, value.shape[3]))
+    lse = query.new_empty((batch, q_heads, q_len), dtype=accumulator_dtype(query.dtype))
+    return out, lse
+
+
+@torch.library.register_fake("tatten::bifurcated_attention", lib=_library)
+def _(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    spans: Sequence[Tensor | None],
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    named = {"query": query}
+    for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks)):
+        named |= {f"{name}[{i}]": x for i, x in enumerate(tensors) if x is not None}
+    check_no_grad("bifurcated_attention", **named)
+    batch, q_heads, q_len, _ = query.shape
+    out = query.new_empty((batch, q_heads, q_len, values[0].shape[3]))
     lse = query.new_empty((batch, q_heads, q_len), dtype=accumulator_dtype(query.dtype))
     return out, lse
 
@@ -71,6 +95,19 @@ def _decode_attention_cuda(
     return decode_attention(query, key, value, attn_mask, kv_lens, scale, spans)
 
 
+def _bifurcated_attention_cuda(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    spans: Sequence[Tensor | None],
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    from tatten.ops.cuda import bifurcated_attention
+
+    return bifurcated_attention(query, keys, values, attn_masks, spans, scale)
+
+
 def _merge_states_cuda(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     from tatten.ops.cuda import merge_states
 
@@ -86,6 +123,7 @@ def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 _library.impl("mask_spans", mask_spans, "CompositeImplicitAutograd")
 _KERNELS: dict[str, dict[str, Callable[..., tuple[Tensor, Tensor]]]] = {
     "decode_attention": {"CPU": cpu.decode_attention, "CUDA": _decode_attention_cuda},
+    "bifurcated_attention": {"CPU": cpu.bifurcated_attention, "CUDA": _bifurcated_attention_cuda},
     "merge_states": {"CPU": cpu.merge_states, "CUDA": _merge_states_cuda},
     "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},
 }

@@ -1,4 +1,4 @@
-"""Views that every implementation shares: query heads packed into rows, and masks without their broadcast dims."""
+"""Views that every implementation shares: query heads packed into rows, sequences folded into queries, and masks."""
 
 from __future__ import annotations
 
@@ -30,3 +30,31 @@ def pack_mask(mask: Tensor, q_heads: int, kv_heads: int, q_len: int) -> Tensor:
     heads = kv_heads if mask.shape[1] == q_heads else 1
     mask = mask.unflatten(1, (heads, -1))
     return mask.expand(-1, heads, group, q_len, -1).flatten(2, 3)
+
+
+def fold_sequences(query: Tensor, batch: int) -> Tensor:
+    """`[B, heads, q_len, d]` to `[batch, heads, B // batch * q_len, d]`: the queries of all sequences that share a KV.
+
+    Row `j` of the result holds the queries of sequences `j * B // batch` and following, in order.
+    """
+    if batch == query.shape[0]:
+        return query
+    return query.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def unfold_sequences(x: Tensor, batch: int) -> Tensor:
+    """Undo `fold_sequences` on an out `[b, heads, queries, d]` or an lse `[b, heads, queries]`: a view."""
+    shared = batch // x.shape[0]
+    return x if shared == 1 else x.unflatten(2, (shared, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def fold_mask(mask: Tensor, query: Tensor, batch: int) -> Tensor:
+    """The mask for folded queries. It comes with one row, one for each of `batch`, or one for each sequence."""
+    shared, q_len = query.shape[0] // batch, query.shape[2]
+    mask = squeeze_broadcast(mask)
+    if shared == 1 or (mask.shape[0] != query.shape[0] and mask.shape[2] == 1):
+        return mask
+    rows, heads, _, kv_len = mask.shape
+    per_sequence = rows == query.shape[0]
+    mask = mask.unflatten(0, (batch, shared)).transpose(1, 2) if per_sequence else mask.unsqueeze(2)
+    return mask.expand(-1, heads, shared, q_len, kv_len).flatten(2, 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -45,3 +47,28 @@ def decode_attention_reference(
     lse = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - torch.where(lse == NEG_INF, 0.0, lse).unsqueeze(-1))
     return weights @ value, lse
+
+
+def bifurcated_attention_reference(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None] | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of `tatten::bifurcated_attention`, both float64: each sequence gets a copy of all its segments."""
+    batch, q_heads, q_len, _ = query.shape
+    attn_masks = [None] * len(keys) if attn_masks is None else attn_masks
+    whole: dict[str, list[Tensor]] = {"key": [], "value": [], "mask": []}
+    for key, value, mask in zip(keys, values, attn_masks, strict=True):
+        for name, x in (("key", key), ("value", value)):
+            x = x.repeat_interleave(batch // x.shape[0], dim=0)
+            whole[name].append(x.repeat_interleave(q_heads // x.shape[1], dim=1))
+        bias = torch.zeros((), dtype=torch.float64, device=query.device)
+        if mask is not None:
+            bias = torch.where(mask, 0.0, NEG_INF).double() if mask.dtype == torch.bool else mask.double()
+            if bias.dim() == 4 and bias.shape[0] not in (1, batch):
+                bias = bias.repeat_interleave(batch // bias.shape[0], dim=0)
+        whole["mask"].append(bias.expand(batch, q_heads, q_len, key.shape[2]))
+    key, value, mask = (torch.cat(parts, dim=-1 if name == "mask" else 2) for name, parts in whole.items())
+    return decode_attention_reference(query, key, value, mask, scale=scale)

@@ -13,6 +13,8 @@ The merge is associative and commutative, and its identity is the empty state `(
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -40,3 +42,17 @@ def merge(out: Tensor, lse: Tensor, partials: bool = False) -> tuple[Tensor, Ten
     values = torch.where(weights > 0, out.to(weights.dtype), 0.0)
     merged = (weights * values).sum(dim=0) / torch.where(total == 0, 1.0, total).unsqueeze(-1)
     return merged.to(out.dtype), largest + torch.log(total)
+
+
+def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge parts of one op's work, two at a time and in order: `merge(..., partials=True)` in half as many kernels.
+
+    The first weight of two is `w_a / (w_a + w_b) = sigmoid(lse_a - lse_b)`. The `out` of an empty part must be 0.
+    """
+    out, lse = outs[0], lses[0]
+    for next_out, next_lse in zip(outs[1:], lses[1:], strict=True):
+        # Of two empty parts, either: -inf - -inf is NaN.
+        share = torch.sigmoid((lse - next_lse).nan_to_num(0.0)).unsqueeze(-1)
+        out = torch.lerp(next_out.to(share.dtype), out.to(share.dtype), share)
+        lse = torch.logaddexp(lse, next_lse)
+    return out.to(outs[0].dtype), lse

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,29 +41,13 @@ def check_decode_attention(
     """
     if torch.is_grad_enabled():
         check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask)
-    dtype, q, k, v = query.dtype, query.shape, key.shape, value.shape
-    if dtype not in FLOAT_DTYPES:
-        raise TypeError(f"`query` must be float16, bfloat16, float32 or float64, got {dtype}")
-    if key.dtype != dtype or value.dtype != dtype:
-        name, tensor = ("key", key) if key.dtype != dtype else ("value", value)
-        raise TypeError(f"`{name}` must have the dtype of `query`, {dtype}, got {tensor.dtype}")
-    if len(q) != 4 or len(k) != 4 or len(v) != 4:
-        name, shape = next((name, x) for name, x in (("query", q), ("key", k), ("value", v)) if len(x) != 4)
-        raise ValueError(f"`{name}` must be [batch, heads, length, head_dim], got shape {tuple(shape)}")
-
-    batch, q_heads, q_len, head_dim = q
-    kv_heads, kv_len = k[1], k[2]
-    if 0 in q:
-        raise ValueError(f"`query` must have no dimension of size 0, got shape {tuple(q)}")
-    if k[0] != batch or k[3] != head_dim:
-        raise ValueError(f"`key` must be [{batch}, kv_heads, kv_length, {head_dim}], got shape {tuple(k)}")
-    if v[:3] != k[:3] or v[3] == 0:
-        raise ValueError(f"`value` must be [{batch}, {kv_heads}, {kv_len}, head_dim] like `key`, got shape {tuple(v)}")
-    if kv_heads == 0 or q_heads % kv_heads:
-        raise ValueError(f"`key` must have a number of heads that divides `query`'s {q_heads}, got {kv_heads}")
-
+    _check_query(query)
+    batch, head_dim = query.shape[0], query.shape[3]
+    if key.dim() == 4 and key.shape[0] != batch:
+        raise ValueError(f"`key` must be [{batch}, kv_heads, kv_length, {head_dim}], got shape {tuple(key.shape)}")
+    _check_key_value(query, key, value, "key", "value")
     if attn_mask is not None:
-        check_mask(attn_mask, query, (batch, q_heads, q_len, kv_len))
+        check_mask(attn_mask, query, (*query.shape[:3], key.shape[2]))
     if kv_lens is not None:
         if kv_lens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"`kv_lens` must be int32 or int64, got {kv_lens.dtype}")
@@ -69,21 +55,80 @@ def check_decode_attention(
             raise ValueError(f"`kv_lens` must have shape ({batch},), got {tuple(kv_lens.shape)}")
 
 
-def check_devices(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, kv_lens: Tensor | None) -> None:
+def _check_query(query: Tensor) -> None:
+    if query.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"`query` must be float16, bfloat16, float32 or float64, got {query.dtype}")
+    if query.dim() != 4:
+        raise ValueError(f"`query` must be [batch, heads, length, head_dim], got shape {tuple(query.shape)}")
+    if 0 in query.shape:
+        raise ValueError(f"`query` must have no dimension of size 0, got shape {tuple(query.shape)}")
+
+
+def _check_key_value(query: Tensor, key: Tensor, value: Tensor, key_name: str, value_name: str) -> None:
+    """Raise unless key and value fit each other and, but for their batch, the query."""
+    dtype, q, k, v = query.dtype, query.shape, key.shape, value.shape
+    if key.dtype != dtype or value.dtype != dtype:
+        name, tensor = (key_name, key) if key.dtype != dtype else (value_name, value)
+        raise TypeError(f"`{name}` must have the dtype of `query`, {dtype}, got {tensor.dtype}")
+    if len(k) != 4 or len(v) != 4:
+        name, shape = (key_name, k) if len(k) != 4 else (value_name, v)
+        raise ValueError(f"`{name}` must be [batch, heads, length, head_dim], got shape {tuple(shape)}")
+    batch, kv_heads, kv_len = k[:3]
+    if k[3] != q[3]:
+        raise ValueError(f"`{key_name}` must be [batch, kv_heads, kv_length, {q[3]}], got shape {tuple(k)}")
+    if v[:3] != k[:3] or v[3] == 0:
+        like = f"[{batch}, {kv_heads}, {kv_len}, head_dim] like `{key_name}`"
+        raise ValueError(f"`{value_name}` must be {like}, got shape {tuple(v)}")
+    if kv_heads == 0 or q[1] % kv_heads:
+        raise ValueError(f"`{key_name}` must have a number of heads that divides `query`'s {q[1]}, got {kv_heads}")
+
+
+def check_bifurcated_attention(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    spans: Sequence[Tensor | None],
+) -> None:
+    """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::bifurcated_attention`."""
+    for name, given in (("values", values), ("attn_masks", attn_masks), ("spans", spans)):
+        if len(given) != len(keys):
+            raise ValueError(f"`{name}` must have one entry for each of the {len(keys)} `keys`, got {len(given)}")
+    if not keys:
+        raise ValueError("`keys` must hold at least one segment, got none")
+    _check_query(query)
+    batch, q_heads, q_len, _ = query.shape
+    for i, (key, value, mask) in enumerate(zip(keys, values, attn_masks, strict=True)):
+        if torch.is_grad_enabled():
+            named = {"query": query, f"keys[{i}]": key, f"values[{i}]": value, f"attn_masks[{i}]": mask}
+            check_no_grad("bifurcated_attention", **named)
+        _check_key_value(query, key, value, f"keys[{i}]", f"values[{i}]")
+        rows, kv_len = key.shape[0], key.shape[2]
+        if rows == 0 or batch % rows:
+            raise ValueError(f"`keys[{i}]` must have a batch that divides `query`'s {batch}, got {rows}")
+        if value.shape[3] != values[0].shape[3]:
+            want = values[0].shape[3]
+            raise ValueError(f"`values[{i}]` must have the head_dim of `values[0]`, {want}, got {value.shape[3]}")
+        if mask is not None:
+            served = rows if mask.dim() == 4 and mask.shape[0] == rows else batch
+            check_mask(mask, query, (served, q_heads, q_len, kv_len), f"attn_masks[{i}]")
+
+
+def check_devices(query: Tensor, **tensors: Tensor | None) -> None:
     """Raise ValueError unless all are on one device. On a CPU the dispatcher sees to that."""
-    for name, x in (("key", key), ("value", value), ("attn_mask", attn_mask), ("kv_lens", kv_lens)):
+    for name, x in tensors.items():
         if x is not None and x.device != query.device:
             raise ValueError(f"`{name}` must be on the device of `query`, {query.device}, got {x.device}")
 
 
-def check_mask(attn_mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) -> None:
+def check_mask(attn_mask: Tensor, query: Tensor, scores: tuple[int, int, int, int], name: str = "attn_mask") -> None:
     """Raise unless `attn_mask` is a bool or additive mask that broadcasts to the shape `scores`."""
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        raise TypeError(f"`attn_mask` must be bool, float32 or `query`'s {query.dtype}, got {attn_mask.dtype}")
+        raise TypeError(f"`{name}` must be bool, float32 or `query`'s {query.dtype}, got {attn_mask.dtype}")
     shape = (1,) * (4 - attn_mask.dim()) + attn_mask.shape
     if len(shape) != 4 or (shape != scores and any(n not in (1, want) for n, want in zip(shape, scores, strict=True))):
         raise ValueError(
-            "`attn_mask` must broadcast to [batch, q_heads, q_length, kv_length] = "
+            f"`{name}` must broadcast to [batch, q_heads, q_length, kv_length] = "
             f"{list(scores)}, got shape {tuple(attn_mask.shape)}"
         )
 

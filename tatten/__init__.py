@@ -1,7 +1,7 @@
 """tatten: `torch.compile(model, backend="tatten")` makes decode attention exact and near the memory floor."""
 
 from tatten.explain import explain
-from tatten.ops import decode_attention, merge_state, merge_states
+from tatten.ops import bifurcated_attention, decode_attention, merge_state, merge_states
 from tatten.report import Report, recording
 
-__all__ = ["Report", "decode_attention", "explain", "merge_state", "merge_states", "recording"]
+__all__ = ["Report", "bifurcated_attention", "decode_attention", "explain", "merge_state", "merge_states", "recording"]

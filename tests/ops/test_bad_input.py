@@ -86,6 +86,58 @@ def test_decode_attention(change: dict, error: type[Exception], says: list[str])
             assert part in str(raised.value)
 
 
+def segments() -> dict:
+    """Four sequences, of which two share a prefix."""
+    return {
+        "keys": [torch.randn(2, HKV, S, D), torch.randn(4, HKV, 3, D)],
+        "values": [torch.randn(2, HKV, S, D), torch.randn(4, HKV, 3, D)],
+        "attn_masks": [torch.ones(2, 1, 1, S, dtype=torch.bool), None],
+    }
+
+
+BAD_SEGMENTS = [
+    ("keys 0 batch", torch.randn(3, HKV, S, D), ValueError, ["`keys[0]`", "divides `query`'s 4", "got 3"]),
+    ("keys 1 batch", torch.randn(8, HKV, 3, D), ValueError, ["`keys[1]`", "divides `query`'s 4", "got 8"]),
+    ("keys 0 empty batch", torch.randn(0, HKV, S, D), ValueError, ["`keys[0]`", "divides `query`'s 4", "got 0"]),
+    ("values 0 batch", torch.randn(4, HKV, S, D), ValueError, ["`values[0]`", "[2, 2, 9", "(4, 2, 9, 8)"]),
+    ("values 1 length", torch.randn(4, HKV, 2, D), ValueError, ["`values[1]`", "[4, 2, 3", "(4, 2, 2, 8)"]),
+    ("keys 1 heads", torch.randn(4, 3, 3, D), ValueError, ["`values[1]`", "[4, 3, 3", "(4, 2, 3, 8)"]),
+    ("keys 1 head_dim", torch.randn(4, HKV, 3, 4), ValueError, ["`keys[1]`", "8]", "(4, 2, 3, 4)"]),
+    ("values 1 head_dim", torch.randn(4, HKV, 3, 4), ValueError, ["`values[1]`", "`values[0]`, 8", "got 4"]),
+    ("keys 1 rank", torch.randn(HKV, 3, D), ValueError, ["`keys[1]`", "[batch, heads", "(2, 3, 8)"]),
+    ("keys 1 dtype", torch.randn(4, HKV, 3, D).half(), TypeError, ["`keys[1]`", "torch.float32", "torch.float16"]),
+    ("values 0 grad", torch.randn(2, HKV, S, D, requires_grad=True), NotImplementedError, ["`values[0]`"]),
+    ("masks 0 batch", torch.ones(3, 1, 1, S) > 0, ValueError, ["`attn_masks[0]`", "[4, 4, 1, 9]", "(3, 1, 1, 9)"]),
+    ("masks 1 length", torch.ones(4, 1, 1, S) > 0, ValueError, ["`attn_masks[1]`", "[4, 4, 1, 3]", "(4, 1, 1, 9)"]),
+    ("masks 1 dtype", torch.ones(3).long(), TypeError, ["`attn_masks[1]`", "bool", "torch.int64"]),
+]
+
+
+@pytest.mark.parametrize(("what", "bad", "error", "says"), BAD_SEGMENTS, ids=[bad[0] for bad in BAD_SEGMENTS])
+def test_bifurcated_attention(what: str, bad: torch.Tensor, error: type[Exception], says: list[str]) -> None:
+    name, i = what.split()[:2]
+    inputs = segments()
+    inputs["attn_masks" if name == "masks" else name][int(i)] = bad
+    with pytest.raises(error) as raised:
+        tatten.bifurcated_attention(torch.randn(4, HQ, 1, D), **inputs)
+    for part in says:
+        assert part in str(raised.value)
+
+
+def test_bifurcated_attention_counts_its_segments() -> None:
+    query, inputs = torch.randn(4, HQ, 1, D), segments()
+    with pytest.raises(ValueError, match=r"`values` must have one entry for each of the 2 `keys`, got 1"):
+        tatten.bifurcated_attention(query, inputs["keys"], inputs["values"][:1])
+    with pytest.raises(ValueError, match=r"`attn_masks` must have one entry for each of the 2 `keys`, got 3"):
+        tatten.bifurcated_attention(query, inputs["keys"], inputs["values"], attn_masks=[None] * 3)
+    with pytest.raises(ValueError, match="at least one segment"):
+        tatten.bifurcated_attention(query, [], [])
+    with pytest.raises(TypeError, match=r"`keys\[1\]` must be a Tensor, got NoneType"):
+        tatten.bifurcated_attention(query, [inputs["keys"][0], None], inputs["values"])
+    with pytest.raises(TypeError, match=r"`keys` must be a sequence of Tensors, got Tensor"):
+        tatten.bifurcated_attention(query, inputs["keys"][0], inputs["values"])
+
+
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_gradients_are_refused_in_compiled_code_too(inner: str) -> None:
     q, k = torch.randn(1, 2, 1, 8, requires_grad=True), torch.randn(1, 2, 5, 8)

@@ -8,7 +8,7 @@ from attention_cases import Case, assert_state
 from torch.library import opcheck
 
 import tatten
-from tatten.ops import cpu
+from tatten.ops import cpu_flash
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 MASKS = ["none", "causal", "broadcast", "2d", "keys", "holes", "per_head", "empty_rows", "all_false", "one_key"]
@@ -120,9 +120,9 @@ def test_ragged_spans_without_poison_are_one_call() -> None:
     inputs = Case(batch=6, kv_len=70, mask="causal").inputs(poison=False)
     assert_state(*torch.ops.tatten.decode_attention(**inputs), inputs)
     calls = []
-    flash = cpu._flash
+    flash = cpu_flash._flash
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_flash", lambda *args: calls.append(1) or flash(*args))
+        patch.setattr(cpu_flash, "_flash", lambda *args: calls.append(1) or flash(*args))
         torch.ops.tatten.decode_attention(**inputs)
     assert len(calls) == 1
 
