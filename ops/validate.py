@@ -102,16 +102,16 @@ def check_bifurcated_attention(
         if torch.is_grad_enabled():
             named = {"query": query, f"keys[{i}]": key, f"values[{i}]": value, f"attn_masks[{i}]": mask}
             check_no_grad("bifurcated_attention", **named)
-        _check_key_value(query, key, value, f"keys[{i}]", f"values[{i}]")
-        rows, kv_len = key.shape[0], key.shape[2]
+        rows = key.shape[0] if key.dim() == 4 else batch
         if rows == 0 or batch % rows:
             raise ValueError(f"`keys[{i}]` must have a batch that divides `query`'s {batch}, got {rows}")
+        _check_key_value(query, key, value, f"keys[{i}]", f"values[{i}]")
         if value.shape[3] != values[0].shape[3]:
             want = values[0].shape[3]
             raise ValueError(f"`values[{i}]` must have the head_dim of `values[0]`, {want}, got {value.shape[3]}")
         if mask is not None:
             served = rows if mask.dim() == 4 and mask.shape[0] == rows else batch
-            check_mask(mask, query, (served, q_heads, q_len, kv_len), f"attn_masks[{i}]")
+            check_mask(mask, query, (served, q_heads, q_len, key.shape[2]), f"attn_masks[{i}]")
 
 
 def check_devices(query: Tensor, **tensors: Tensor | None) -> None:
