@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from tatten.passes.decode import DEFAULT_MAX_Q_LEN, apply_decode, kv_bytes, match_decode, shared_spans
-from tatten.passes.heads import op_name
+from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
+from tatten.passes.decode import DecodeMatch, apply_decode, kv_bytes, match_decode
+from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
+from tatten.passes.masks import Masks
 from tatten.passes.places import Place, place_of
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.sdpa import find_sdpa
+from tatten.passes.sdpa import SdpaCall, find_sdpa
 from tatten.passes.symbolic import tensor_of
+from tatten.passes.views import op_name
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """An SDPA call that became a tatten op. Bytes are of K and V in one step: moved before, read at most after."""
+    """An SDPA call that became a tatten op. Bytes are of K and V in one step: moved before, read at most after it.
+
+    `note` is why this op: what a shared prefix saves, or why one that was seen isn't used.
+    """
 
     place: Place
     op: str
     shapes: str
     kv_bytes: tuple[int, int] | None
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,19 +53,8 @@ class GraphReport:
 def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
     """Rewrite a Dynamo graph in place: every decode SDPA becomes a tatten op, everything else stays."""
     start = time.perf_counter()
-    findings: list[Rewritten | Declined] = []
-    spans: dict[Node, tuple[Node, Node]] = {}
-    for call in find_sdpa(gm.graph):
-        place, shapes = place_of(call.node), _shapes(call.query, call.key, call.value, call.attn_mask)
-        match = match_decode(call, max_q_len)
-        if isinstance(match, Decline):
-            findings.append(Declined(place, shapes, match))
-            continue
-        # The bytes are read off nodes that `apply_decode` may erase.
-        moved = kv_bytes(match)
-        shapes = _shapes(call.query, match.key.base, match.value.base, call.attn_mask)
-        op = apply_decode(match, shared_spans(match, spans))
-        findings.append(Rewritten(place, str(op.target), shapes, moved))
+    masks = Masks()
+    findings = [_rewrite_call(call, max_q_len, masks) for call in find_sdpa(gm.graph)]
     if any(isinstance(finding, Rewritten) for finding in findings):
         gm.graph.lint()
         gm.recompile()
@@ -66,7 +63,7 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
             findings += (
                 Declined(
                     place_of(call.node),
-                    _shapes(call.query, call.key, call.value, call.attn_mask),
+                    _shapes(call, [call.key], [call.value]),
                     Decline(Reason.NESTED, f"inside `{name}`, the body of a higher-order operator"),
                 )
                 for call in find_sdpa(body.graph)
@@ -80,13 +77,33 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
     return GraphReport(tuple(findings), (time.perf_counter() - start) * 1e3)
 
 
-def _shapes(query: Node, key: Node, value: Node, mask: Node | None) -> str:
-    parts = []
-    for name, node in (("q", query), ("k", key), ("v", value), ("mask", mask)):
-        tensor = tensor_of(node)
-        if tensor is not None:
-            parts.append(f"{name} {str(tensor.dtype)[6:]}{list(tensor.shape)}")
-    return " ".join(parts)
+def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks) -> Rewritten | Declined:
+    """Decide about one call, and change the graph. Shapes and bytes are read off nodes that this may erase."""
+    place, shapes = place_of(call.node), _shapes(call, [call.key], [call.value])
+    decline = check_call(call, max_q_len)
+    if decline is not None:
+        return Declined(place, shapes, decline)
+    bifurcated = match_bifurcated(call)
+    if isinstance(bifurcated, BifurcatedMatch):
+        shapes = _shapes(call, (x.base for x in bifurcated.keys), (x.base for x in bifurcated.values))
+        cost = bifurcated.cost
+        op = apply_bifurcated(bifurcated, masks)
+        moved = None if cost is None else (cost.moved, cost.read)
+        return Rewritten(place, str(op.target), shapes, moved, "" if cost is None else str(cost))
+    decode = match_decode(call)
+    if isinstance(decode, DecodeMatch):
+        moved = kv_bytes(decode)
+        shapes = _shapes(call, [decode.key.base], [decode.value.base])
+        op = apply_decode(decode, masks)
+        note = "" if bifurcated is None else f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}"
+        return Rewritten(place, str(op.target), shapes, moved, note)
+    return Declined(place, shapes, bifurcated or decode)
+
+
+def _shapes(call: SdpaCall, keys: Iterable[Node], values: Iterable[Node]) -> str:
+    named = [("q", call.query), *(("k", x) for x in keys), *(("v", x) for x in values), ("mask", call.attn_mask)]
+    tensors = [(name, tensor) for name, node in named if (tensor := tensor_of(node)) is not None]
+    return " ".join(f"{name} {str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors)
 
 
 def _is_written_out(node: Node) -> bool:

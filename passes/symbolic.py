@@ -1,4 +1,4 @@
-"""Questions about shapes that never add a guard. All use of PyTorch's symbolic-shape API is in this file."""
+"""Questions about shapes; only `guard_equal` adds a guard. All use of PyTorch's symbolic-shape API is in this file."""
 
 from __future__ import annotations
 
@@ -49,6 +49,22 @@ def hint(size: int | SymInt) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def guard_equal(a: int | SymInt, b: int | SymInt) -> bool:
+    """Whether `a == b` when the graph was captured; if so, a run where it isn't makes a new graph."""
+    return known_equal(a, b) or (None not in (hint(a), hint(b)) and bool(a == b))
+
+
 def same_storage(a: Tensor, b: Tensor) -> bool:
     """True if two fake tensors are views of one storage, so that writing one may change the other."""
     return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
+
+
+def bytes_of(tensor: Tensor) -> int | None:
+    """The size of a tensor's elements when the graph was captured; None where that wasn't known."""
+    size = tensor.element_size()
+    for n in tensor.shape:
+        known = hint(n)
+        if known is None:
+            return None
+        size *= known
+    return size

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tatten.passes.decode import DEFAULT_MAX_Q_LEN
+from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
 
 INNER = ("inductor", "aot_eager", "eager")
 

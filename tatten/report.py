@@ -77,6 +77,8 @@ def _describe(group: list[Rewritten | Declined]) -> Iterator[str]:
         if first.kv_bytes is not None:
             before, after = first.kv_bytes
             yield f"    KV    {_size(before)} moved per step before, at most {_size(after)} read now"
+        if first.note:
+            yield f"    note  {first.note}"
     else:
         yield f"    why   {first.decline.detail}"
         yield f"    helps {first.decline.reason.help}"

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from graphs import capture
 
 from tatten.passes import Rewritten, rewrite
-from tatten.passes.heads import peel_heads
 from tatten.passes.sdpa import find_sdpa
 from tatten.passes.symbolic import tensor_of
+from tatten.passes.views import peel_heads
 
 B, HQ, HKV, S, D, N = 2, 6, 2, 9, 8, 3
 

@@ -1,0 +1,117 @@
+"""The bifurcation pass: attention to keys that sequences share becomes `tatten::bifurcated_attention`.
+
+`match_bifurcated` only looks and returns what it found or why not; `apply_bifurcated` changes the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from tatten.passes.cost import Cost, bifurcated_cost
+from tatten.passes.masks import Masks
+from tatten.passes.reasons import Decline, Reason
+from tatten.passes.replace import replace_call, scale_of, written_since
+from tatten.passes.sdpa import SdpaCall
+from tatten.passes.segments import find_segments
+from tatten.passes.symbolic import bytes_of, guard_equal, hint, known_different, known_equal, same_storage, tensor_of
+from tatten.passes.views import BATCH, HEADS, LENGTH, Stored
+
+
+@dataclass(frozen=True)
+class BifurcatedMatch:
+    """An SDPA call that `tatten::bifurcated_attention` answers: keys and values in segments, which correspond."""
+
+    call: SdpaCall
+    keys: tuple[Stored, ...]
+    values: tuple[Stored, ...]
+    cost: Cost | None  # None for sizes that aren't known
+
+
+def match_bifurcated(call: SdpaCall) -> BifurcatedMatch | Decline | None:
+    """Decide about a call that `check_call` found eligible; None if its sequences share nothing.
+
+    Changes nothing; adds a guard only where keys and values have two or more lengths that can't be proven equal.
+    """
+    query, key, value = (tensor_of(x) for x in (call.query, call.key, call.value))
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    keys, values = find_segments(call.key), find_segments(call.value)
+    # SDPA itself lets a batch of one serve all queries.
+    one_for_all = not known_equal(query.shape[0], 1) and all(known_equal(x.shape[0], 1) for x in (key, value))
+    if not one_for_all and not any(segment.shared for segment in (*keys, *values)):
+        return None
+    if not one_for_all and not all(known_equal(x.shape[0], query.shape[0]) for x in (key, value)):
+        return Decline(Reason.BATCH, f"query, key, value have batch {query.shape[0]}, {key.shape[0]}, {value.shape[0]}")
+    if not _correspond(keys, values):
+        shown = " and ".join(f"{name} in {_describe(x)}" for name, x in (("key", keys), ("value", values)))
+        return Decline(Reason.SEGMENTS, f"{shown} (batch x heads x length)")
+    for name, segments in (("key", keys), ("value", values)):
+        for segment in segments:
+            writer = written_since(segment, call)
+            if writer is not None:
+                return Decline(Reason.WRITTEN, f"{name} is written by `{writer}` after it was given to all sequences")
+    cost = _cost(query, ((key, keys), (value, values)))
+    if cost is not None and not cost.pays:
+        return Decline(Reason.SMALL, str(cost))
+    return BifurcatedMatch(call, keys, values, cost)
+
+
+def _correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...]) -> bool:
+    """Whether keys and values are the same segments. Under dynamic shapes they may have two symbols for one length."""
+    if len(keys) != len(values):
+        return False
+    pairs = list(zip(keys, values, strict=True))
+    if not all(
+        k.repeats == v.repeats and all(known_equal(k.size(d), v.size(d)) for d in (BATCH, HEADS)) for k, v in pairs
+    ):
+        return False
+    unproven = [(k.size(LENGTH), v.size(LENGTH)) for k, v in pairs if not known_equal(k.size(LENGTH), v.size(LENGTH))]
+    if any(known_different(k, v) for k, v in unproven):
+        return False
+    # SDPA wants equal sums, so that one length follows from the others.
+    return all(guard_equal(k, v) for k, v in unproven[1:])
+
+
+def _describe(segments: tuple[Stored, ...]) -> str:
+    return " + ".join("x".join(str(segment.size(role)) for role in (BATCH, HEADS, LENGTH)) for segment in segments)
+
+
+def _cost(query: Tensor, sides: Iterable[tuple[Tensor, tuple[Stored, ...]]]) -> Cost | None:
+    """What it costs to read each segment once, and what SDPA's reading costs; None for unknown sizes."""
+    moved = read = segments = 0
+    for whole, stored in sides:
+        size, batch, rows = bytes_of(whole), hint(query.shape[0]), hint(whole.shape[0])
+        bases = [(tensor_of(x.base), bytes_of_rows(x)) for x in stored]
+        if size is None or not batch or not rows or any(n is None for _, n in bases):
+            return None
+        # What is repeated or concatenated in memory is written and read again.
+        copied = not any(base is not None and same_storage(whole, base) for base, _ in bases)
+        moved += size // rows * batch + 2 * size * copied
+        read += sum(n or 0 for _, n in bases)
+        segments = len(stored)
+    return bifurcated_cost(query.device.type, moved, read, segments)
+
+
+def bytes_of_rows(stored: Stored) -> int | None:
+    """The bytes that attention reads of what is stored."""
+    base, rows = tensor_of(stored.base), stored.dims[BATCH]
+    assert base is not None
+    return bytes_of(base.narrow(rows, 0, 1) if stored.overlaid and rows is not None else base)
+
+
+def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
+    """Put the op in SDPA's place and erase exactly what this leaves unused. Returns the op's node."""
+    call = match.call
+    columns = masks.columns(call, match.keys)
+    spans = [masks.spans(call, mask, segment) for mask, segment in zip(columns, match.keys, strict=True)]
+    with call.node.graph.inserting_before(call.node):
+        keys, values = ([x.as_attention_takes_it() for x in segments] for segments in (match.keys, match.values))
+    args = (call.query, keys, values, columns, spans, scale_of(call))
+    orphans = {node for segment in (*match.keys, *match.values) for node in segment.path}
+    return replace_call(call, torch.ops.tatten.bifurcated_attention.default, args, orphans)

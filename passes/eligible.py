@@ -1,0 +1,109 @@
+"""Which SDPA calls tatten's ops answer at all, whatever the keys are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+
+from tatten.ops.validate import FLOAT_DTYPES, MAX_CUDA_HEAD_DIM
+from tatten.passes.reasons import Decline, Reason
+from tatten.passes.sdpa import SdpaCall
+from tatten.passes.symbolic import constant, known_different, known_equal, tensor_of, value_of
+
+DEFAULT_MAX_Q_LEN = 16
+
+
+def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
+    """Why a call is left as it is, or None for one that may be rewritten. Adds no guards and changes nothing."""
+    query, key, value = (tensor_of(x) for x in (call.query, call.key, call.value))
+    result = tensor_of(call.node)
+    if query is None or key is None or value is None or result is None:
+        return Decline(Reason.ARGUMENTS, "query, key or value is not a tensor of the graph")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, FakeTensor):
+            return Decline(Reason.ARGUMENTS, f"{name} is a {type(tensor).__name__}, not a plain tensor")
+        if tensor.dim() != 4:
+            return Decline(Reason.RANK, f"{name} has {tensor.dim()} dims")
+    return (
+        _check_flags(call, query, key, value, result, max_q_len)
+        or _check_mask(call, query, key)
+        or _check_shapes(call, query, key, value)
+    )
+
+
+def _check_flags(
+    call: SdpaCall, query: Tensor, key: Tensor, value: Tensor, result: Tensor, max_q_len: int
+) -> Decline | None:
+    q_len = constant(query.shape[2])
+    if q_len is None:
+        return Decline(Reason.Q_LEN_DYNAMIC, f"q_length is {query.shape[2]}")
+    if not 1 <= q_len <= max_q_len:
+        return Decline(Reason.Q_LEN, f"q_length is {q_len}, max_q_len is {max_q_len}")
+    if result.requires_grad:
+        return Decline(Reason.REQUIRES_GRAD, "gradients of the result are wanted")
+    if not isinstance(call.dropout_p, int | float) or call.dropout_p != 0:
+        return Decline(Reason.DROPOUT, f"dropout_p is {call.dropout_p}")
+    if any(constant(x.shape[dim]) == 0 for x, dims in ((query, (0, 1, 3)), (key, (1,)), (value, (3,))) for dim in dims):
+        return Decline(Reason.EMPTY, f"query is {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}")
+    if call.is_causal is not False and not (call.is_causal is True and q_len == 1 and known_equal(key.shape[2], 1)):
+        return Decline(Reason.IS_CAUSAL, f"is_causal is {call.is_causal}, q_length {q_len}, kv_length {key.shape[2]}")
+    if not isinstance(call.enable_gqa, bool):
+        return Decline(Reason.ARGUMENTS, f"enable_gqa is {call.enable_gqa}, not a literal")
+    if not (call.scale is None or isinstance(call.scale, int | float) or _is_symbolic_float(call.scale)):
+        return Decline(Reason.SCALE, f"scale is {call.scale}")
+
+    dtypes = [tensor.dtype for tensor in (query, key, value, result)]  # the result differs under autocast
+    if len(set(dtypes)) != 1 or query.dtype not in FLOAT_DTYPES:
+        return Decline(Reason.DTYPE, "query, key, value and result are " + ", ".join(str(d) for d in dtypes))
+    if len({query.device, key.device, value.device}) != 1 or query.device.type not in ("cpu", "cuda"):
+        return Decline(Reason.DEVICE, f"query, key and value are on {query.device}, {key.device}, {value.device}")
+    if query.device.type == "cuda" and query.dtype == torch.float64:
+        return Decline(Reason.DTYPE, "no CUDA kernel for float64")
+    return None
+
+
+def _is_symbolic_float(scale: object) -> bool:
+    """Under dynamic=True a float attribute of a module reaches the graph as a node."""
+    return isinstance(scale, Node) and isinstance(value_of(scale), int | float | torch.SymFloat | torch.SymInt)
+
+
+def _check_mask(call: SdpaCall, query: Tensor, key: Tensor) -> Decline | None:
+    if call.attn_mask is None:
+        return None
+    mask = tensor_of(call.attn_mask)
+    if mask is None or not isinstance(mask, FakeTensor):
+        return Decline(Reason.ARGUMENTS, "attn_mask is not a plain tensor of the graph")
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        return Decline(Reason.MASK_DTYPE, f"attn_mask is {mask.dtype}, query {query.dtype}")
+    if mask.device != query.device:
+        return Decline(Reason.DEVICE, f"attn_mask is on {mask.device}, query on {query.device}")
+    scores = (*query.shape[:3], key.shape[2])
+    fits = mask.dim() <= 4 and not any(
+        known_different(have, 1) and known_different(have, want)
+        for have, want in zip(reversed(mask.shape), reversed(scores), strict=False)
+    )
+    # Sizes that may be equal are left to the op, which checks them when it runs, as SDPA does.
+    return None if fits else Decline(Reason.MASK_SHAPE, f"attn_mask is {list(mask.shape)}, scores {list(scores)}")
+
+
+def _check_shapes(call: SdpaCall, query: Tensor, key: Tensor, value: Tensor) -> Decline | None:
+    if not known_equal(query.shape[3], key.shape[3]):
+        return Decline(Reason.HEAD_DIM, f"query has head_dim {query.shape[3]}, key {key.shape[3]}")
+    widths = [constant(x.shape[3]) for x in (query, value)]
+    if query.device.type == "cuda" and any(width is None or width > MAX_CUDA_HEAD_DIM for width in widths):
+        shown = ", ".join(str(x.shape[3]) for x in (query, value))
+        return Decline(
+            Reason.HEAD_DIM, f"head_dim is {shown}; the CUDA kernel takes constants up to {MAX_CUDA_HEAD_DIM}"
+        )
+    if known_different(key.shape[2], value.shape[2]):
+        return Decline(Reason.KV_LENGTH, f"key has length {key.shape[2]}, value {value.shape[2]}")
+
+    q_heads, kv_heads = query.shape[1], key.shape[1]
+    one_to_one, one_for_all = known_equal(q_heads, kv_heads), known_equal(kv_heads, 1)
+    divisible = one_to_one or one_for_all or (call.enable_gqa and not known_different(q_heads % kv_heads, 0))
+    if not divisible or not known_equal(value.shape[1], kv_heads):
+        heads = f"query, key, value have {q_heads}, {kv_heads}, {value.shape[1]} heads"
+        return Decline(Reason.HEADS, f"{heads}, enable_gqa is {call.enable_gqa}")
+    return None

@@ -1,0 +1,64 @@
+"""The masks of a graph: their columns and spans are found once for all layers that share them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from tatten.passes.mutation import written_between
+from tatten.passes.sdpa import SdpaCall
+from tatten.passes.symbolic import constant, known_equal, tensor_of
+from tatten.passes.views import BATCH, LENGTH, Stored
+
+
+class Masks:
+    """What was found out about masks so far, while the calls of a graph are rewritten in order."""
+
+    def __init__(self) -> None:
+        self._columns: dict[tuple[Node, str], list[Node]] = {}
+        self._spans: dict[tuple[Node, str], tuple[Node, Node]] = {}
+
+    def columns(self, call: SdpaCall, segments: Sequence[Stored]) -> list[Node | None]:
+        """For each segment the columns of the call's mask that belong to its keys, as views; or None."""
+        mask = tensor_of(call.attn_mask)
+        if mask is None or len(segments) == 1 or known_equal(mask.shape[-1], 1):
+            return [call.attn_mask] * len(segments)
+        key = (call.attn_mask, ",".join(str(segment.size(LENGTH)) for segment in segments))
+        if key not in self._columns:
+            graph = call.node.graph
+            with graph.inserting_before(call.node):
+                sizes = [_size(segment, LENGTH) for segment in segments]
+                split = graph.call_function(torch.split, (call.attn_mask, sizes, -1))
+                self._columns[key] = [graph.call_function(operator.getitem, (split, i)) for i in range(len(segments))]
+        return list(self._columns[key])
+
+    def spans(self, call: SdpaCall, columns: Node | None, segment: Stored | None = None) -> Node | None:
+        """The node that holds the `mask_spans` of (columns of) the call's mask; in rows of a segment that is shared.
+
+        None on CUDA, without a mask, and where the mask broadcasts over keys.
+        """
+        mask, key = tensor_of(call.attn_mask), tensor_of(call.key)
+        if columns is None or mask is None or key is None or mask.device.type != "cpu":
+            return None
+        if not known_equal(mask.shape[-1], key.shape[2]):
+            return None
+        graph = call.node.graph
+        rows = str(segment.size(BATCH)) if segment is not None and segment.shared else ""
+        spans, unwritten = self._spans.get((columns, rows), (None, None))
+        if spans is None or unwritten is None or written_between([mask], unwritten, call.node) is not None:
+            with graph.inserting_before(call.node):
+                args = (columns,) if segment is None or not rows else (columns, _size(segment, BATCH))
+                spans = graph.call_function(torch.ops.tatten.mask_spans.default, args)
+            spans.meta["stack_trace"] = call.node.meta.get("stack_trace")
+        # The call itself is about to be replaced, and what takes its place writes nothing.
+        self._spans[columns, rows] = spans, call.node.prev
+        return spans
+
+
+def _size(segment: Stored, role: int) -> int | Node:
+    """A size of the segment as an argument: a number if it is the same in every run."""
+    size = constant(segment.size(role))
+    return segment.base.graph.call_method("size", (segment.base, segment.dims[role])) if size is None else size

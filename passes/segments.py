@@ -1,0 +1,76 @@
+"""What sequences share: keys or values as segments of the sequence, each stored once for several sequences or for each.
+
+`torch.cat` over the sequence, at any depth, is a list of segments; what repeats rows of the batch is walked back by
+`tatten.passes.views`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch.fx import Node
+
+from tatten.passes.symbolic import known_equal, tensor_of
+from tatten.passes.views import BATCH, LENGTH, Stored, Walk, argument, begin, op_name, step_back, stored_at
+
+
+def find_segments(node: Node) -> tuple[Stored, ...]:
+    """The segments of SDPA's key or value in order; the node itself, or what its heads repeat, if it is but one."""
+    return _segments(begin(node)) or (Stored(node),)
+
+
+def _segments(walk: Walk) -> tuple[Stored, ...] | None:
+    """The segments of the tensor at this place; None if it can't be told what it stores."""
+    best, undone = stored_at(walk), walk.undone
+    while True:
+        parts = _parts(walk)
+        if parts is not None:
+            found = [_segments(part) for part in parts]
+            flat = tuple(segment for segments in found if segments is not None for segment in segments)
+            # Parts of one batch are read as they are, together: the tensor that holds them all exists anyway.
+            if None not in found and any(not known_equal(x.size(BATCH), flat[0].size(BATCH)) for x in flat):
+                return flat
+        further = step_back(walk)
+        if further is None:
+            break
+        walk = further
+        here = stored_at(walk)
+        if here is not None and (best is None or walk.undone > undone):
+            best, undone = here, walk.undone
+    overlaid = _overlaid(stored_at(walk))
+    if overlaid is not None:
+        best = overlaid
+    return None if best is None else (best,)
+
+
+def _parts(walk: Walk) -> list[Walk] | None:
+    """The places of the tensors that were concatenated over the sequence to make this one."""
+    if op_name(walk.here) not in ("cat", "concat", "concatenate"):
+        return None
+    tensors = argument(walk.here, 0, "tensors")
+    dim = argument(walk.here, 1, "dim", walk.here.kwargs.get("axis", 0))
+    whole = tensor_of(walk.here)
+    if whole is None or not isinstance(tensors, (list, tuple)) or not isinstance(dim, int):
+        return None
+    if walk.parts[dim % whole.dim()] != (LENGTH,):
+        return None
+    parts = []
+    for node in tensors:
+        tensor = tensor_of(node)
+        if tensor is None or tensor.dtype != whole.dtype or tensor.device != whole.device:
+            return None
+        if tensor.dim() == 1 and known_equal(tensor.shape[0], 0):
+            continue  # how an empty cache begins
+        parts.append(Walk(node, walk.parts, walk.stretched, (*walk.path, walk.here)))
+    return parts
+
+
+def _overlaid(stored: Stored | None) -> Stored | None:
+    """The rows of a tensor that was expanded before it came into the graph: stride 0 says that they are one."""
+    tensor = None if stored is None else tensor_of(stored.base)
+    if stored is None or tensor is None or stored.dims[BATCH] is None:
+        return None
+    dim = stored.dims[BATCH] or 0
+    if known_equal(tensor.shape[dim], 1) or not known_equal(tensor.stride(dim), 0):
+        return None
+    return dataclasses.replace(stored, shared=True, overlaid=True)

@@ -1,0 +1,319 @@
+"""Where a tensor comes from: walking back through what only copies, reorders and repeats, to what is stored.
+
+Each dim of the tensor asked about has a role: batch, heads, length, head_dim. On the way back a role may fall into
+several dims, of which some are stretched: `[G, 1, ...].expand(G, n, ...).reshape(G * n, ...)`. Each step is justified
+by what the op does to shapes, never by how its arguments are written: only dims of size 1 are stretched, and reshapes
+only merge neighbours or move dims of size 1. A role may be read off the stored tensor if the stretched dims are the
+minor ones: then `here[j] == stored[j // n]`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Node
+
+from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of, value_of
+
+BATCH, HEADS, LENGTH = 0, 1, 2
+ROLES = range(4)
+
+STRETCHES = {"expand", "broadcast_to", "repeat", "tile", "expand_as"}
+RESHAPES = {"reshape", "view", "flatten", "unflatten", "reshape_as", "view_as", "_unsafe_view", "unsqueeze", "squeeze"}
+COPIES = {"contiguous", "clone", "alias"}
+
+# A role, and which part of it, major to minor: tuples of one role sort in the order of the index.
+Part = tuple[int, ...]
+Size = int | SymInt
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A place on the way back: the node, the part of a role in each of its dims, and what was stretched so far.
+
+    A dim without a part has size 1. `path` leads from the tensor asked about to the node that reads `here`.
+    """
+
+    here: Node
+    parts: tuple[Part | None, ...]
+    stretched: tuple[tuple[Part, Size], ...] = ()
+    path: tuple[Node, ...] = ()
+
+    @property
+    def undone(self) -> tuple[int, bool]:
+        """How much was walked back so far: later places with more stretched dims are better, of those one of rank 4."""
+        return len(self.stretched), len(self.parts) == 4
+
+    def step(self, source: Node, parts: Sequence[Part | None], *stretched: tuple[Part, Size]) -> Walk:
+        grown = tuple((part, size) for part, size in stretched if not known_equal(size, 1))
+        return Walk(source, tuple(parts), self.stretched + grown, (*self.path, self.here))
+
+
+def begin(node: Node) -> Walk:
+    return Walk(node, tuple((role,) for role in ROLES))
+
+
+def step_back(walk: Walk) -> Walk | None:
+    """One op further back, or None where `here` is something else than its source copied, reordered or repeated."""
+    source, name = source_of(walk.here), op_name(walk.here)
+    if source is None:
+        return None
+    before, after = tensor_of(source), tensor_of(walk.here)
+    assert before is not None
+    assert after is not None
+    if before.dtype != after.dtype or before.device != after.device:
+        return None
+    if name in COPIES or name == "to":
+        return walk.step(source, walk.parts)
+    if name in ("transpose", "swapaxes", "swapdims", "permute"):
+        return _reorder(walk, source, name)
+    if name in STRETCHES:
+        return _stretch(walk, source, before.shape, after.shape)
+    if name == "repeat_interleave":
+        return _interleave(walk, source, before.shape, after.shape)
+    if name in ("stack", "cat", "concat", "concatenate"):
+        return _copies_of_one(walk, source, before, after)
+    if name == "index_select":
+        dim = argument(walk.here, 1, "dim")
+        return _index(walk, source, before.shape, after.shape, dim) if isinstance(dim, int) else None
+    if walk.here.target is operator.getitem:
+        index = walk.here.args[1]
+        if not _only_adds_dims(index):
+            is_rows = (
+                isinstance(index, Node)
+                and (rows := tensor_of(index)) is not None
+                and rows.dtype in (torch.int32, torch.int64)
+            )
+            return _index(walk, source, before.shape, after.shape, 0) if is_rows else None
+    elif name not in RESHAPES:
+        return None
+    return _reshape(walk, source, before.shape, after.shape)
+
+
+def op_name(node: Node) -> str:
+    """`repeat_interleave` for the method, the function and the aten overload alike; empty for what is no call."""
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op != "call_function":
+        return ""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::")[1]
+    return getattr(node.target, "__name__", "")
+
+
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument of a call however it was passed; `position` counts the tensor itself."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def source_of(node: Node) -> Node | None:
+    """The tensor that a view-like node reads: its first argument, or the first of its first argument."""
+    first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self", node.kwargs.get("tensors")))
+    if isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    return first if isinstance(first, Node) and tensor_of(first) is not None else None
+
+
+def _reorder(walk: Walk, source: Node, name: str) -> Walk | None:
+    rank = len(walk.parts)
+    args: Sequence[Any] = walk.here.args[1:]
+    if name == "permute":
+        args = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+    if not all(isinstance(d, int) for d in args) or len(args) != (rank if name == "permute" else 2):
+        return None
+    order = list(range(rank))
+    if name == "permute":
+        order = [d % rank for d in args]
+    else:
+        i, j = args[0] % rank, args[1] % rank
+        order[i], order[j] = order[j], order[i]
+    parts: list[Part | None] = [None] * rank
+    for dim, part in enumerate(walk.parts):
+        parts[order[dim]] = part
+    return walk.step(source, parts)
+
+
+def _stretch(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
+    """`expand` and its kin: dims of size 1 grow, and new ones may come in front."""
+    new = len(after) - len(before)
+    if new < 0:
+        return None
+    stretched = []
+    parts: list[Part | None] = []
+    for dim, (part, size) in enumerate(zip(walk.parts, after, strict=True)):
+        old = before[dim - new] if dim >= new else 1
+        if not known_equal(old, size):
+            if part is None or not known_equal(old, 1):
+                return None
+            stretched.append((part, size))
+            part = None
+        if dim >= new:
+            parts.append(part)
+        elif part is not None and known_equal(size, 1):
+            continue  # a new dim of size 1
+    return walk.step(source, parts, *stretched)
+
+
+def _interleave(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
+    """`repeat_interleave` with one count: each index of a dim becomes a block."""
+    repeats, dim = argument(walk.here, 1, "repeats"), argument(walk.here, 2, "dim")
+    if isinstance(repeats, Node):
+        repeats = value_of(repeats)
+    if not isinstance(repeats, int | SymInt) or not isinstance(dim, int):
+        return None  # one count for each index, or a flattened tensor
+    dim %= len(after)
+    part = walk.parts[dim]
+    if part is None or not known_equal(before[dim] * repeats, after[dim]):
+        return None
+    parts = list(walk.parts)
+    parts[dim] = (*part, 0)
+    return walk.step(source, parts, ((*part, 1), repeats))
+
+
+def _copies_of_one(walk: Walk, source: Node, before: Tensor, after: Tensor) -> Walk | None:
+    """`stack([x] * n)`, or `cat([x] * n)` where `x` has size 1."""
+    tensors = argument(walk.here, 0, "tensors")
+    dim = argument(walk.here, 1, "dim", walk.here.kwargs.get("axis", 0))
+    if not all(x is source for x in tensors) or not isinstance(dim, int):
+        return None
+    dim %= after.dim()
+    part, parts = walk.parts[dim], list(walk.parts)
+    if op_name(walk.here) == "stack":
+        del parts[dim]
+    elif known_equal(before.shape[dim], 1):
+        parts[dim] = None
+    else:
+        return None
+    return walk.step(source, parts, *([] if part is None else [(part, after.shape[dim])]))
+
+
+def _index(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size], dim: int) -> Walk | None:
+    """`x[rows]` or `x.index_select(dim, rows)` where `x` has one row: whatever the index, it is that one."""
+    dim %= len(before)
+    if len(before) != len(after) or not known_equal(before[dim], 1):
+        return None
+    if not known_shape((*before[:dim], *before[dim + 1 :]), (*after[:dim], *after[dim + 1 :])):
+        return None
+    part = walk.parts[dim]
+    parts = (*walk.parts[:dim], None, *walk.parts[dim + 1 :])
+    return walk.step(source, parts, *([] if part is None else [(part, after[dim])]))
+
+
+def _reshape(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
+    """Neighbours that were merged into a dim are its parts, major to minor; dims of size 1 come and go."""
+    parts: list[Part | None] = [None] * len(before)
+    dim = 0
+    for part, size in zip(walk.parts, after, strict=True):
+        merged: list[int] = []
+        product: Size = 1
+        while not known_equal(product, size):
+            if dim == len(before):
+                return None
+            if not known_equal(before[dim], 1):
+                product = product * before[dim]
+                merged.append(dim)
+            dim += 1
+        if part is None or not merged:
+            continue
+        for i, d in enumerate(merged):
+            parts[d] = part if len(merged) == 1 else (*part, i)
+    if not all(known_equal(size, 1) for size in before[dim:]):
+        return None
+    return walk.step(source, parts)
+
+
+def _only_adds_dims(index: Any) -> bool:
+    parts: Sequence[Any] = index if isinstance(index, (list, tuple)) else (index,)
+    return all(part is None or part is builtins.Ellipsis or part == slice(None) for part in parts)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Keys or values as they are stored, `here[b, h, s, d] == base[b // n, h // repeats, s, d]` in the order of `dims`.
+
+    `dims[role]` is the dim of `base` that holds a role; None where base has none, for a size of 1. `shared` says that
+    several sequences read a row (n > 1), and `overlaid` that base's rows are one in memory, with stride 0.
+    """
+
+    base: Node
+    dims: tuple[int | None, ...] = (0, 1, 2, 3)
+    repeats: int = 1
+    shared: bool = False
+    overlaid: bool = False
+    path: tuple[Node, ...] = ()  # from the tensor asked about to the node that reads `base`
+
+    def size(self, role: int) -> Size:
+        tensor, dim = tensor_of(self.base), self.dims[role]
+        assert tensor is not None
+        return 1 if dim is None or (role == BATCH and self.overlaid) else tensor.shape[dim]
+
+    def as_attention_takes_it(self) -> Node:
+        """Insert the views that make `[batch, heads, length, head_dim]` of `base`; `base` itself if none is needed."""
+        node, dims = self.base, list(self.dims)
+        tensor = tensor_of(node)
+        assert tensor is not None
+        for dim in reversed([d for d in range(tensor.dim()) if d not in dims]):
+            node, tensor = _call(node, "squeeze", dim), tensor.squeeze(dim)
+            dims = [d if d is None or d < dim else d - 1 for d in dims]
+        if self.overlaid:
+            node, tensor = _call(node, "narrow", dims[BATCH], 0, 1), tensor.narrow(dims[BATCH] or 0, 0, 1)
+        order = [d for d in dims if d is not None]
+        if order != list(range(len(order))):
+            node, tensor = _call(node, "permute", *order), tensor.permute(order)
+        for role in ROLES:
+            if dims[role] is None:
+                node, tensor = _call(node, "unsqueeze", role), tensor.unsqueeze(role)
+        if node is not self.base:
+            node.meta["example_value"] = tensor
+        return node
+
+
+def _call(node: Node, method: str, *args: Any) -> Node:
+    view = node.graph.call_method(method, (node, *args))
+    view.meta.update({k: v for k, v in node.meta.items() if k != "example_value"})
+    return view
+
+
+def stored_at(walk: Walk) -> Stored | None:
+    """What stands at this place of the way back, if each role can be read off one dim of it; else None."""
+    tensor = tensor_of(walk.here)
+    if tensor is None:
+        return None
+    found: dict[int, list[int]] = {role: [] for role in ROLES}
+    for dim, part in enumerate(walk.parts):
+        if part is not None and not known_equal(tensor.shape[dim], 1):
+            found[part[0]].append(dim)
+        elif not known_equal(tensor.shape[dim], 1):
+            return None
+    factors: dict[int, Size] = dict.fromkeys(ROLES, 1)
+    for part, size in walk.stretched:
+        factors[part[0]] *= size
+        if any((walk.parts[dim] or ()) > part for dim in found[part[0]]):
+            return None  # `x.repeat(n, 1, 1, 1)`: index j reads row j % rows, which is no block
+    if any(len(dims) > 1 for dims in found.values()):
+        return None
+    ones = iter(dim for dim, size in enumerate(tensor.shape) if known_equal(size, 1))
+    dims = tuple(found[role][0] if found[role] else next(ones, None) for role in ROLES)
+    repeats = constant(factors[HEADS])
+    if repeats is None or any(not known_equal(factors[role], 1) for role in (LENGTH, 3)):
+        return None
+    return Stored(walk.here, dims, repeats, not known_equal(factors[BATCH], 1), path=walk.path)
+
+
+def peel_heads(node: Node) -> Stored:
+    """Walk from SDPA's key or value back to the tensor before its heads were repeated, or stay where it is."""
+    walk: Walk | None = begin(node)
+    best, undone = Stored(node), (0, True)
+    while (walk := step_back(walk)) is not None:
+        here = stored_at(walk)
+        if here is not None and here.shared:
+            break
+        if here is not None and walk.undone > undone:
+            best, undone = here, walk.undone
+    return best
