@@ -1,4 +1,6 @@
-"""The bifurcation pass: attention to keys that sequences share becomes `tatten::bifurcated_attention`.
+"""The bifurcation pass: attention to keys that sequences share, or that were concatenated just for it.
+
+Such a call becomes `tatten::bifurcated_attention`, which reads each segment where it is stored, once.
 
 `match_bifurcated` only looks and returns what it found or why not; `apply_bifurcated` changes the graph.
 """
@@ -33,7 +35,8 @@ class BifurcatedMatch:
 
 
 def match_bifurcated(call: SdpaCall) -> BifurcatedMatch | Decline | None:
-    """Decide about a call that `check_call` found eligible; None if its sequences share nothing.
+    """Decide about a call that `check_call` found eligible; None if its keys and values are one tensor each
+    that is not shared.
 
     Changes nothing; adds a guard only where keys and values have two or more lengths that can't be proven equal.
     """
@@ -44,7 +47,7 @@ def match_bifurcated(call: SdpaCall) -> BifurcatedMatch | Decline | None:
     keys, values = find_segments(call.key), find_segments(call.value)
     # SDPA itself lets a batch of one serve all queries.
     one_for_all = not known_equal(query.shape[0], 1) and all(known_equal(x.shape[0], 1) for x in (key, value))
-    if not one_for_all and not any(segment.shared for segment in (*keys, *values)):
+    if not one_for_all and len(keys) == len(values) == 1 and not keys[0].shared and not values[0].shared:
         return None
     if not one_for_all and not all(known_equal(x.shape[0], query.shape[0]) for x in (key, value)):
         return Decline(Reason.BATCH, f"query, key, value have batch {query.shape[0]}, {key.shape[0]}, {value.shape[0]}")

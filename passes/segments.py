@@ -15,7 +15,7 @@ from tatten.passes.views import BATCH, LENGTH, Stored, Walk, argument, begin, op
 
 
 def find_segments(node: Node) -> tuple[Stored, ...]:
-    """The segments of SDPA's key or value in order; the node itself, or what its heads repeat, if it is but one."""
+    """The segments of SDPA's key or value in order."""
     return _segments(begin(node)) or (Stored(node),)
 
 
@@ -27,8 +27,11 @@ def _segments(walk: Walk) -> tuple[Stored, ...] | None:
         if parts is not None:
             found = [_segments(part) for part in parts]
             flat = tuple(segment for segments in found if segments is not None for segment in segments)
-            # Parts of one batch are read as they are, together: the tensor that holds them all exists anyway.
-            if None not in found and any(not known_equal(x.size(BATCH), flat[0].size(BATCH)) for x in flat):
+            # Parts of one batch are read together where the tensor that holds them is made anyway, for others.
+            ours_alone = all(len(node.users) == 1 for node in (*walk.path, walk.here))
+            if None not in found and (
+                ours_alone or any(not known_equal(x.size(BATCH), flat[0].size(BATCH)) for x in flat)
+            ):
                 return flat
         further = step_back(walk)
         if further is None:

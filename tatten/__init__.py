@@ -3,5 +3,15 @@
 from tatten.explain import explain
 from tatten.ops import bifurcated_attention, decode_attention, merge_state, merge_states
 from tatten.report import Report, recording
+from tatten.shared_prefix import SharedPrefixCache
 
-__all__ = ["Report", "bifurcated_attention", "decode_attention", "explain", "merge_state", "merge_states", "recording"]
+__all__ = [
+    "Report",
+    "SharedPrefixCache",
+    "bifurcated_attention",
+    "decode_attention",
+    "explain",
+    "merge_state",
+    "merge_states",
+    "recording",
+]

@@ -224,6 +224,20 @@ def test_an_empty_cache_at_its_first_step() -> None:
     assert_bifurcates(fn, q, pk, sk)
 
 
+def test_concatenated_for_attention_alone() -> None:
+    """Nothing is shared, but the copy is saved: also what batch 1 does to a prefix. What is returned is made anyway."""
+
+    def fn(q, past, new, returned):
+        k = torch.cat([past, new], dim=2)
+        return sdpa(q, k, k, enable_gqa=True), (k if returned else None)
+
+    args = torch.randn(1, HQ, 1, D), torch.randn(1, HKV, P, D), torch.randn(1, HKV, 1, D)
+    assert_bifurcates(lambda *a: fn(*a, False)[0], *args, rows=(1, 1))
+    (finding,) = rewrite(capture(lambda *a: fn(*a, True), *args)).findings
+    assert finding.op == "tatten.decode_attention.default"
+    assert not finding.note
+
+
 OTHERS = {
     "tiled": lambda p: p.repeat(B // G, 1, 1, 1),  # sequence j reads row j % G
     "stack_first": lambda p: torch.stack([p] * (B // G)).flatten(0, 1),
@@ -242,8 +256,9 @@ def test_nothing_else_is_shared(name: str) -> None:
     gm = capture(fn, *args)
     (call,) = gm.graph.find_nodes(op="call_function", target=sdpa)
     assert not any(segment.shared for segment in find_segments(call.args[1]))
-    (finding,) = rewrite(gm).findings
-    assert finding.op == "tatten.decode_attention.default"
+    rewrite(gm)
+    (op,) = gm.graph.find_nodes(op="call_function", target=OP)
+    assert [gm_rows(x) for x in op.args[1]] == [B, B]
     with torch.no_grad():
         torch.testing.assert_close(compiled(fn, *args), fn(*args))
 
