@@ -96,7 +96,7 @@ def aten_flash(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tens
     prefix_lse = prefix_lse.view(kv_heads, batch, -1).transpose(0, 1)
     share = torch.sigmoid(prefix_lse - lse).unsqueeze(-1)
     merged = prefix_out.float() * share + out.float() * (1 - share)
-    return merged.to(q.dtype).view(q.shape)
+    return merged.to(q.dtype).reshape(q.shape)
 
 
 def cascade(

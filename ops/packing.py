@@ -39,7 +39,7 @@ def fold_sequences(query: Tensor, batch: int) -> Tensor:
     """
     if batch == query.shape[0]:
         return query
-    return query.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
+    return query.reshape(batch, -1, *query.shape[1:]).transpose(1, 2).flatten(2, 3)
 
 
 def unfold_sequences(x: Tensor, batch: int) -> Tensor:

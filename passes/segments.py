@@ -36,8 +36,7 @@ def _segments(walk: Walk) -> tuple[Stored, ...] | None:
         further = step_back(walk)
         if further is None:
             break
-        walk = further
-        here = stored_at(walk)
+        walk, here = further, stored_at(further)
         if here is not None and (best is None or walk.undone > undone):
             best, undone = here, walk.undone
     overlaid = _overlaid(stored_at(walk))

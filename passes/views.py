@@ -308,10 +308,9 @@ def stored_at(walk: Walk) -> Stored | None:
 
 def peel_heads(node: Node) -> Stored:
     """Walk from SDPA's key or value back to the tensor before its heads were repeated, or stay where it is."""
-    walk: Walk | None = begin(node)
-    best, undone = Stored(node), (0, True)
-    while (walk := step_back(walk)) is not None:
-        here = stored_at(walk)
+    walk, best, undone = begin(node), Stored(node), (0, True)
+    while (further := step_back(walk)) is not None:
+        walk, here = further, stored_at(further)
         if here is not None and here.shared:
             break
         if here is not None and walk.undone > undone:
