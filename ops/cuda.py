@@ -66,7 +66,7 @@ def bifurcated_attention(
         out, lse = bifurcated_attention_reference(query, keys, values, attn_masks, scale)
         return out.contiguous(), lse.contiguous()
     from tatten.ops.triton_decode import decode_attention_triton
-    from tatten.ops.triton_merge import merge_states_triton
+    from tatten.ops.triton_merge import merge_parts_triton
 
     scale = query.shape[3] ** -0.5 if scale is None else scale
     outs, lses = [], []
@@ -74,15 +74,19 @@ def bifurcated_attention(
         for key, value, mask in zip(keys, values, attn_masks, strict=True):
             folded = fold_sequences(query, key.shape[0])
             if mask is None and _flash_takes(key, value):
-                out, lse = _flash(folded, key, value, scale)
+                rows = pack_heads(folded, key.shape[1])
+                state = torch.ops.aten._scaled_dot_product_flash_attention.default(rows, key, value, scale=scale)
+                out, lse = state[:2]
             else:
                 mask = None if mask is None else fold_mask(mask, query, key.shape[0])
                 out, lse = decode_attention_triton(folded, key, value, mask, None, scale)
-            outs.append(unfold_sequences(out, query.shape[0]))
-            lses.append(unfold_sequences(lse, query.shape[0]))
-        if len(outs) == 1:
-            return outs[0].contiguous(), lses[0].contiguous()
-        return merge_states_triton(torch.stack(outs), torch.stack(lses), partials=True)
+            outs.append(out)
+            lses.append(lse)
+        if len(outs) > 1:
+            return merge_parts_triton(outs, lses, (*query.shape[:3], values[0].shape[3]))
+    # One segment: undo the packing, then the folding.
+    out, lse = out.reshape(*folded.shape[:3], -1), lse.reshape(folded.shape[:3])
+    return unfold_sequences(out, query.shape[0]).contiguous(), unfold_sequences(lse, query.shape[0]).contiguous()
 
 
 def _flash_takes(key: Tensor, value: Tensor) -> bool:
@@ -95,13 +99,6 @@ def _flash_takes(key: Tensor, value: Tensor) -> bool:
         and head_dim % 8 == 0
         and key.stride(3) == value.stride(3) == 1
     )
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    rows = pack_heads(query, key.shape[1])
-    state = torch.ops.aten._scaled_dot_product_flash_attention.default(rows, key, value, scale=scale)
-    out, lse = state[:2]
-    return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 
 def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

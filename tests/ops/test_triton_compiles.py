@@ -56,7 +56,10 @@ decode = build(triton_decode._decode_kernel, pointers, constants, num_warps)
 merged = {"out": "*fp32", "lse": "*fp32", "merged_out": p, "merged_lse": "*fp32"}
 constants = dict(DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_N=8, PARTIALS=True)
 merge = build(triton_merge._merge_kernel, merged, constants, 2)
-kernels = decode, merge
+pair = {name: p for name in ("out_a", "out_b", "out")} | {name: "*fp32" for name in ("lse_a", "lse_b", "lse")}
+constants = dict(DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_R=max(1, 1024 // triton.next_power_of_2(dim)))
+pair = build(triton_merge._merge_pair_kernel, pair, constants, 4)
+kernels = decode, merge, pair
 print(json.dumps([{"ptx": x.asm["ptx"], "shared": x.metadata.shared, "stack": stack_bytes(x)} for x in kernels]))
 """
 
@@ -79,10 +82,10 @@ def test_compiles_for_sm_90(dtype: str, dim: int, mask: int, rows: int) -> None:
     command = [sys.executable, "-c", SCRIPT, dtype, str(dim), str(mask), str(rows)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    decode, merge = json.loads(done.stdout.splitlines()[-1])
+    decode, merge, pair = json.loads(done.stdout.splitlines()[-1])
     if dtype != "fp32":
         assert "mma.sync" in decode["ptx"] or "wgmma" in decode["ptx"]
     assert "ld.global.v4" in decode["ptx"] or "cp.async" in decode["ptx"], "loads of K and V are not 16 bytes wide"
-    for kernel in (decode, merge):
+    for kernel in (decode, merge, pair):
         assert kernel["stack"] == 0, "registers spill to local memory"
         assert kernel["shared"] <= 227 * 1024

@@ -8,7 +8,8 @@ import pytest
 import torch
 from attention_cases import Case, assert_state
 
-from tatten.ops.states import merge
+from tatten.ops.packing import unfold_sequences
+from tatten.ops.states import merge, merge_parts
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 
@@ -86,3 +87,33 @@ def test_merge(n_states: int, dim: int) -> None:
         out[i % n_states, 1, i] = float("nan")
     got, want = merge_states_triton(out, lse), merge(out, lse)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("rows", [(1, 6), (6, 6), (2, 6, 1), (1,) * 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_merge_parts(rows: tuple[int, ...], q_len: int, dtype: torch.dtype) -> None:
+    """States of segments with other numbers of rows and kv heads, laid out as attention leaves them, some empty."""
+    from tatten.ops.triton_merge import merge_parts_triton
+
+    batch, heads, dim = 6, 4, 24
+    outs, lses, wanted = [], [], []
+    for i, n in enumerate(rows):
+        kv_heads = (2, 4, 1, 2)[i]
+        out = torch.randn(n, heads // kv_heads * batch // n * q_len, kv_heads, dim).transpose(1, 2).to(dtype)
+        lse = torch.randn(out.shape[:3]) * 5
+        out[0, 0, 0], lse[0, 0, 0] = 0, float("-inf")
+        if i == 1:
+            out[0, -1, -1] = lse[0, -1, -1] = float("nan")  # of NaN in keys that count
+        outs.append(out)
+        lses.append(lse)
+        wanted.append(
+            [unfold_sequences(x.reshape(n, heads, batch // n * q_len, *x.shape[3:]), batch) for x in (out, lse)]
+        )
+    got = merge_parts_triton(outs, lses, (batch, heads, q_len, dim))
+    want = merge_parts(*zip(*wanted, strict=True))
+    assert got[0].dtype == dtype
+    assert got[0].is_contiguous()
+    assert got[0].isnan().any()
+    torch.testing.assert_close(got[0], want[0], equal_nan=True)
+    torch.testing.assert_close(got[1], want[1], equal_nan=True)
