@@ -7,20 +7,18 @@ Such a call becomes `tatten::bifurcated_attention`, which reads each segment whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
-from tatten.passes.cost import Cost, bifurcated_cost
+from tatten.passes.cost import Cost, cost_of
 from tatten.passes.masks import Masks
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import replace_call, scale_of, written_since
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.segments import find_segments
-from tatten.passes.symbolic import bytes_of, guard_equal, hint, known_different, known_equal, same_storage, tensor_of
+from tatten.passes.symbolic import guard_equal, known_different, known_equal, tensor_of
 from tatten.passes.views import BATCH, HEADS, LENGTH, Stored
 
 
@@ -59,7 +57,7 @@ def match_bifurcated(call: SdpaCall) -> BifurcatedMatch | Decline | None:
             writer = written_since(segment, call)
             if writer is not None:
                 return Decline(Reason.WRITTEN, f"{name} is written by `{writer}` after it was given to all sequences")
-    cost = _cost(query, ((key, keys), (value, values)))
+    cost = cost_of(call, keys, values)
     if cost is not None and not cost.pays:
         return Decline(Reason.SMALL, str(cost))
     return BifurcatedMatch(call, keys, values, cost)
@@ -83,29 +81,6 @@ def _correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...]) -> bool:
 
 def _describe(segments: tuple[Stored, ...]) -> str:
     return " + ".join("x".join(str(segment.size(role)) for role in (BATCH, HEADS, LENGTH)) for segment in segments)
-
-
-def _cost(query: Tensor, sides: Iterable[tuple[Tensor, tuple[Stored, ...]]]) -> Cost | None:
-    """What it costs to read each segment once, and what SDPA's reading costs; None for unknown sizes."""
-    moved = read = segments = 0
-    for whole, stored in sides:
-        size, batch, rows = bytes_of(whole), hint(query.shape[0]), hint(whole.shape[0])
-        bases = [(tensor_of(x.base), bytes_of_rows(x)) for x in stored]
-        if size is None or not batch or not rows or any(n is None for _, n in bases):
-            return None
-        # What is repeated or concatenated in memory is written and read again.
-        copied = not any(base is not None and same_storage(whole, base) for base, _ in bases)
-        moved += size // rows * batch + 2 * size * copied
-        read += sum(n or 0 for _, n in bases)
-        segments = len(stored)
-    return bifurcated_cost(query.device.type, moved, read, segments)
-
-
-def bytes_of_rows(stored: Stored) -> int | None:
-    """The bytes that attention reads of what is stored."""
-    base, rows = tensor_of(stored.base), stored.dims[BATCH]
-    assert base is not None
-    return bytes_of(base.narrow(rows, 0, 1) if stored.overlaid and rows is not None else base)
 
 
 def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:

@@ -1,24 +1,29 @@
-"""Whether bifurcation pays: small work is left alone (question 4 of the paper's appendix, arXiv 2403.08845)."""
+"""Whether a rewrite pays: small work is left alone (question 4 of the appendix of arXiv 2403.08845)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from tatten.passes.sdpa import SdpaCall
+from tatten.passes.symbolic import bytes_of, hint, same_storage, tensor_of
+from tatten.passes.views import BATCH, Stored
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device takes, fitted to `benchmarks/shared_prefix.py --calibrate`."""
+    """What a device takes, as `benchmarks/shared_prefix.py --calibrate` measures it."""
 
     bytes_per_us: float  # of keys and values that SDPA moves
-    segment_us: float  # for each segment: a kernel, its share of the merge, and the calls
+    segment_us: float  # more than SDPA for each segment: calls, a kernel, its share of the merge
 
 
-RATES = {"cpu": Rates(20e3, 80.0), "cuda": Rates(4e6, 4.0)}
+RATES = {"cpu": Rates(20e3, 50.0), "cuda": Rates(4e6, 4.0)}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """An estimate of what a rewrite saves, and what its extra kernels take, in microseconds."""
+    """An estimate of what a rewrite saves, and what it takes more, in microseconds."""
 
     moved: int  # bytes of K and V, by SDPA and by what repeats and concatenates them for it
     read: int  # bytes of K and V, each stored one once
@@ -32,9 +37,40 @@ class Cost:
 
     def __str__(self) -> str:
         saved = f"about {self.saved_us:.0f} us saved by reading {self.read} instead of moving {self.moved} bytes"
-        return f"{saved}, about {self.extra_us:.0f} us more for {self.segments} segments"
+        return f"{saved}, about {self.extra_us:.0f} us more for {self.segments} segment{'s' * (self.segments > 1)}"
 
 
-def bifurcated_cost(device: str, moved: int, read: int, segments: int) -> Cost:
-    rates = RATES[device]
-    return Cost(moved, read, segments, (moved - read) / rates.bytes_per_us, segments * rates.segment_us)
+def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored]) -> Cost | None:
+    """What it costs to read each segment of keys and values once, and what SDPA's reading costs; None if unknown.
+
+    What is repeated or concatenated in memory is read, written, and read again by SDPA. A CPU's SDPA reads a kv head
+    once for each query head, and a row once for each sequence.
+    """
+    query = tensor_of(call.query)
+    assert query is not None
+    moved = read = 0
+    for node, segments in ((call.key, keys), (call.value, values)):
+        whole = tensor_of(node)
+        assert whole is not None
+        stored = [_bytes_read(segment) for segment in segments]
+        batch, rows, q_heads, kv_heads = (
+            hint(x) for x in (query.shape[0], whole.shape[0], query.shape[1], whole.shape[1])
+        )
+        size = bytes_of(whole)
+        if size is None or not batch or not rows or not q_heads or not kv_heads or None in stored:
+            return None
+        once = sum(n or 0 for n in stored)
+        copied = not any(
+            same_storage(whole, base) for base in (tensor_of(x.base) for x in segments) if base is not None
+        )
+        reads = batch // rows * (q_heads // kv_heads if query.device.type == "cpu" else 1)
+        moved += size * reads + (size + once) * copied
+        read += once
+    rates = RATES[query.device.type]
+    return Cost(moved, read, len(keys), (moved - read) / rates.bytes_per_us, len(keys) * rates.segment_us)
+
+
+def _bytes_read(stored: Stored) -> int | None:
+    base, rows = tensor_of(stored.base), stored.dims[BATCH]
+    assert base is not None
+    return bytes_of(base.narrow(rows, 0, 1) if stored.overlaid and rows is not None else base)

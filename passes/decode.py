@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from tatten.passes.cost import Cost, cost_of
 from tatten.passes.masks import Masks
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import replace_call, scale_of, written_since
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import bytes_of, known_equal, same_storage, tensor_of
+from tatten.passes.symbolic import known_equal, tensor_of
 from tatten.passes.views import Stored, peel_heads
 
 
@@ -25,6 +26,7 @@ class DecodeMatch:
     call: SdpaCall
     key: Stored
     value: Stored
+    cost: Cost | None  # None for sizes that aren't known
 
 
 def match_decode(call: SdpaCall) -> DecodeMatch | Decline:
@@ -47,25 +49,10 @@ def match_decode(call: SdpaCall) -> DecodeMatch | Decline:
     if call.attn_mask is None and peeled_key.repeats == 1 and (one_to_one or query.device.type == "cuda"):
         heads = f"{key.shape[1]} kv heads for {query.shape[1]} query heads"
         return Decline(Reason.NO_GAIN, f"no mask, and {heads} as they are")
-    return DecodeMatch(call, peeled_key, peeled_value)
-
-
-def kv_bytes(match: DecodeMatch) -> tuple[int, int] | None:
-    """Bytes of K and V that a step moves before the rewrite, and reads at most after it; None for unknown sizes.
-
-    Repeating heads in memory reads K and V, writes them `repeats` times, and attention reads that again.
-    """
-    before = after = 0
-    for node, stored in ((match.call.key, match.key), (match.call.value, match.value)):
-        repeated, base = tensor_of(node), tensor_of(stored.base)
-        assert repeated is not None
-        assert base is not None
-        size = bytes_of(base)
-        if size is None:
-            return None
-        after += size
-        before += size if same_storage(repeated, base) else size * (1 + 2 * stored.repeats)
-    return before, after
+    cost = cost_of(call, [peeled_key], [peeled_value])
+    if call.attn_mask is None and cost is not None and not cost.pays:  # how much a mask leaves out, nobody knows here
+        return Decline(Reason.SMALL, str(cost))
+    return DecodeMatch(call, peeled_key, peeled_value, cost)
 
 
 def apply_decode(match: DecodeMatch, masks: Masks) -> Node:

@@ -34,7 +34,7 @@ class Reason(str, Enum):
     HEADS = "heads", "make the number of kv heads divide the number of query heads, in the same way for key and value"
     BATCH = "batch", "give key and value the batch size of the query, or a batch of one for all"
     SEGMENTS = "segments", "share and concatenate key and value in the same way"
-    SMALL = "small", "nothing: for this little work, reading a shared prefix once would cost more than it saves"
+    SMALL = "small", "nothing: for this little work, another kernel would cost more than it saves"
     HEAD_DIM = "head_dim", "give key and query one head_dim"
     KV_LENGTH = "kv_length", "give key and value one length"
     MASK_SHAPE = "mask_shape", "broadcast the mask to [batch, q_heads, q_length, kv_length]"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
-from tatten.passes.decode import DecodeMatch, apply_decode, kv_bytes, match_decode
+from tatten.passes.cost import Cost
+from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
 from tatten.passes.masks import Masks
 from tatten.passes.places import Place, place_of
@@ -21,15 +22,12 @@ from tatten.passes.views import op_name
 
 @dataclass(frozen=True)
 class Rewritten:
-    """An SDPA call that became a tatten op. Bytes are of K and V in one step: moved before, read at most after it.
-
-    `note` is why this op: what a shared prefix saves, or why one that was seen isn't used.
-    """
+    """An SDPA call that became a tatten op, and what that saves at least; `note` says why it isn't a better one."""
 
     place: Place
     op: str
     shapes: str
-    kv_bytes: tuple[int, int] | None
+    cost: Cost | None
     note: str = ""
 
 
@@ -78,7 +76,7 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
 
 
 def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks) -> Rewritten | Declined:
-    """Decide about one call, and change the graph. Shapes and bytes are read off nodes that this may erase."""
+    """Decide about one call, and change the graph. Shapes are read off nodes that this may erase."""
     place, shapes = place_of(call.node), _shapes(call, [call.key], [call.value])
     decline = check_call(call, max_q_len)
     if decline is not None:
@@ -86,17 +84,14 @@ def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks) -> Rewritten | D
     bifurcated = match_bifurcated(call)
     if isinstance(bifurcated, BifurcatedMatch):
         shapes = _shapes(call, (x.base for x in bifurcated.keys), (x.base for x in bifurcated.values))
-        cost = bifurcated.cost
         op = apply_bifurcated(bifurcated, masks)
-        moved = None if cost is None else (cost.moved, cost.read)
-        return Rewritten(place, str(op.target), shapes, moved, "" if cost is None else str(cost))
+        return Rewritten(place, str(op.target), shapes, bifurcated.cost)
     decode = match_decode(call)
     if isinstance(decode, DecodeMatch):
-        moved = kv_bytes(decode)
         shapes = _shapes(call, [decode.key.base], [decode.value.base])
         op = apply_decode(decode, masks)
         note = "" if bifurcated is None else f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}"
-        return Rewritten(place, str(op.target), shapes, moved, note)
+        return Rewritten(place, str(op.target), shapes, decode.cost, note)
     return Declined(place, shapes, bifurcated or decode)
 
 

@@ -77,7 +77,6 @@ DECLINED = {
     "dropout": lambda: (lambda *a: sdpa(*a, dropout_p=0.1, enable_gqa=True), q(), kv(), kv()),
     "rank": lambda: (lambda *a: sdpa(*a), q()[0], kv(HQ)[0], kv(HQ)[0]),
     "batch": lambda: (lambda *a: sdpa(*a), q()[:1], kv(HQ), kv(HQ)),  # SDPA broadcasts the query
-    "small": lambda: (lambda *a: sdpa(*a), q(), kv(HQ)[:1], kv(HQ)[:1]),
     "heads": lambda: (lambda *a: sdpa(*a), q(heads=1), kv(HQ), kv(HQ)),  # SDPA broadcasts the query
     "no_gain": lambda: (lambda *a: sdpa(*a), q(), kv(HQ), kv(HQ)),
     "written_between": lambda: (written_between, q(), kv(), kv()),

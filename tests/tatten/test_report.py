@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 import tatten
+from tatten.passes.cost import Cost
 from tatten.passes.places import Place
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.rewrite import Declined, GraphReport, Rewritten
@@ -44,7 +45,7 @@ def test_explain() -> None:
     assert first.place.file == __file__
     assert "scaled_dot_product_attention(x, keys, keys" in first.place.code
     base = 2 * 2 * 2 * 100 * 8 * 4  # key and value, batch, heads, length, head_dim, bytes
-    assert first.kv_bytes == (base * 5, base)
+    assert (first.cost.moved, first.cost.read) == (base * 5, base)
     (left,) = report.declined
     assert left.decline.reason is Reason.NO_GAIN
     text = str(report)
@@ -84,10 +85,11 @@ def test_recordings_nest() -> None:
     assert len(outer.rewritten) == 2
 
 
+COST = Cost(moved=1 << 30, read=1 << 20, segments=1, saved_us=300.0, extra_us=20.0)
 GRAPH = GraphReport(
     (
-        Rewritten(Place("model.layers.0.attn", "a.py", 3, "F.sdpa(q, k, v)"), "tatten.op", "q k v", (1 << 30, 1 << 20)),
-        Rewritten(Place("model.layers.1.attn", "a.py", 3, "F.sdpa(q, k, v)"), "tatten.op", "q k v", (1 << 30, 1 << 20)),
+        Rewritten(Place("model.layers.0.attn", "a.py", 3, "F.sdpa(q, k, v)"), "tatten.op", "q k v", COST),
+        Rewritten(Place("model.layers.1.attn", "a.py", 3, "F.sdpa(q, k, v)"), "tatten.op", "q k v", COST),
         Declined(Place("", "b.py", 9, "F.sdpa(x)"), "q", Decline(Reason.DROPOUT, "dropout_p is 0.1")),
     ),
     1.25,
