@@ -23,7 +23,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tatten
+from tatten.passes import cost
+from tatten.passes.cost import Rates
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,6 @@ class Row:
     prefix: int
     suffix: int
     dtype: str = "bfloat16"
-    grid: bool = False
     head_dim: int = 128
 
 
@@ -51,7 +52,7 @@ def cpu_rows() -> list[Row]:
     dtypes, heads = ("float32", "bfloat16"), ((8, 2), (8, 8), (32, 8), (32, 32))
     bars = [Row(b, *h, 4096, 64, dtype) for dtype in dtypes for b in (16, 64) for h in heads]
     grid = [
-        Row(b, 16, kv, p, s, dtype, grid=True)
+        Row(b, 16, kv, p, s, dtype)
         for dtype in dtypes
         for kv in (4, 16)
         for b in (1, 2, 8, 32)
@@ -59,6 +60,11 @@ def cpu_rows() -> list[Row]:
         for s in (16, 256)
     ]
     return bars + grid
+
+
+def small_rows() -> list[Row]:
+    """Where bifurcation may not pay."""
+    return [Row(b, 16, kv, p, s) for kv in (4, 16) for b in (2, 4, 8) for p in (64, 256, 1024) for s in (16, 64)]
 
 
 def cuda_rows() -> list[Row]:
@@ -177,7 +183,9 @@ def candidates(row: Row, device: str) -> tuple[dict[str, Callable[[], Tensor]], 
         planned = cascade(row, *args)
         if planned is not None:
             functions["cascade"] = planned
-    return functions, {"rewritten": bool(report.rewritten), "op": getattr(finding, "op", ""), "why": str(finding)}
+    estimate = getattr(finding, "cost", None)
+    what = {"op": getattr(finding, "op", ""), "cost": estimate and asdict(estimate), "why": str(finding)}
+    return functions, what
 
 
 def as_graph(fn: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -241,15 +249,32 @@ def measure(row: Row, device: str, rate: tuple[float, float], rounds: int) -> di
     return {**asdict(row), **median, "floor_us": floor, "errors": errors, **what}
 
 
+def fit(results: list[dict[str, object]]) -> Rates:
+    """The `Rates` that explain best what the op saves over Inductor's graph, relative to what that takes."""
+    with_cost = [(r, r["cost"]) for r in results if isinstance(r["cost"], dict)]
+    weights = torch.tensor([1 / r["inductor_us"] for r, _ in with_cost])
+    inputs = torch.tensor([[cost["moved"] - cost["read"], -cost["segments"]] for _, cost in with_cost])
+    saved = torch.tensor([r["inductor_us"] - r["tatten_us"] for r, _ in with_cost])
+    solution = torch.linalg.lstsq((inputs * weights[:, None]).double(), (saved * weights).double()[:, None]).solution
+    us_per_byte, segment_us = solution.flatten().tolist()
+    return Rates(1 / us_per_byte, segment_us)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rows", type=int, nargs="*", help="which rows, by number; default: all")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--calibrate", action="store_true", help="rewrite all of the grid, and fit `passes/cost.py` to it"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
 
     rows = cpu_rows() if args.device == "cpu" else cuda_rows()
+    if args.calibrate:
+        rows = [replace(row, dtype=dtype) for row in small_rows() for dtype in ("float32", "bfloat16")]
+        cost.RATES[args.device] = Rates(bytes_per_us=1.0, segment_us=0.0)
     name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     found = {dtype: rates(args.device, getattr(torch, dtype)) for dtype in {row.dtype for row in rows}}
     shown = "; ".join(f"{dtype} {flops / 1e6:.2f} TFLOP/s" for dtype, (_, flops) in found.items())
@@ -269,6 +294,8 @@ def main() -> None:
             ratios = f"{r['expanded_us'] / r['tatten_us']:26.2f}x {r['inductor_us'] / r['tatten_us']:8.2f}x"
             left = "" if "bifurcated" in str(r["op"]) else "  (left alone)"
             print(f"{i:3} {row.dtype:8} {shape} |{times} {r['floor_us']:10.1f}   | {ratios}{left}", flush=True)
+    if args.calibrate:
+        print(fit(results))
     if args.json:
         args.json.write_text(json.dumps({"device": name, "rates": found, "rows": results}, indent=1))
 

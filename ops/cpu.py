@@ -87,11 +87,12 @@ def _attend_keys(
     """The state over the keys that the mask leaves; `bounds` are the `mask_spans` of each row, if known, as a list."""
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], value.shape[3]
-    if mask is None:
-        bounds = [[0, kv_len, 1]]
-    elif bounds is None:
-        bounds = (mask_spans(mask.expand(*mask.shape[:-1], kv_len)) if spans is None else spans).tolist()
     rows = pack_heads(query, kv_heads)
+    if mask is None:
+        out, lse = attend(rows, key, value, None, scale, False)
+        return out.reshape(batch, q_heads, q_len, value_dim), lse.reshape(batch, q_heads, q_len)
+    if bounds is None:
+        bounds = (mask_spans(mask.expand(*mask.shape[:-1], kv_len)) if spans is None else spans).tolist()
     some_empty = [0, 0, 1] in bounds
 
     def attend_run(run: slice, start: int, stop: int, full: int) -> tuple[Tensor, Tensor]:
@@ -99,7 +100,7 @@ def _attend_keys(
         k, v = key.narrow(2, start, stop - start), value.narrow(2, start, stop - start)
         part = (rows, k, v) if run.stop - run.start == batch else (rows[run], k[run], v[run])
         run_mask = None
-        if mask is not None and not full:
+        if not full:
             run_mask = squeeze_broadcast(mask)
             run_mask = run_mask[run if run_mask.shape[0] > 1 else slice(0, 1), :, :, start:stop]
             run_mask = additive(pack_mask(run_mask, q_heads, kv_heads, q_len), query.dtype)
