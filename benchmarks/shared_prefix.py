@@ -273,7 +273,8 @@ def main() -> None:
 
     rows = cpu_rows() if args.device == "cpu" else cuda_rows()
     if args.calibrate:
-        rows = [replace(row, dtype=dtype) for row in small_rows() for dtype in ("float32", "bfloat16")]
+        dtypes = ("float32", "bfloat16") if args.device == "cpu" else ("bfloat16",)
+        rows = [replace(row, dtype=dtype) for row in small_rows() for dtype in dtypes]
         cost.RATES[args.device] = Rates(bytes_per_us=1.0, segment_us=0.0)
     name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     found = {dtype: rates(args.device, getattr(torch, dtype)) for dtype in {row.dtype for row in rows}}

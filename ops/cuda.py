@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tatten.ops.packing import fold_mask, fold_sequences, pack_heads, unfold_sequences
+from tatten.ops.packing import fold_mask, fold_sequences, unfold_sequences
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
 from tatten.ops.states import merge
 from tatten.ops.validate import (
@@ -67,6 +67,7 @@ def bifurcated_attention(
         return out.contiguous(), lse.contiguous()
     from tatten.ops.triton_decode import decode_attention_triton
     from tatten.ops.triton_merge import merge_parts_triton
+    from tatten.ops.triton_pack import pack_queries_triton
 
     scale = query.shape[3] ** -0.5 if scale is None else scale
     outs, lses = [], []
@@ -75,7 +76,7 @@ def bifurcated_attention(
             folded = fold_sequences(query, key.shape[0])
             rows = folded.shape[1] // key.shape[1] * folded.shape[2]
             if mask is None and _flash_takes(key, value) and _flash_pays(rows, key):
-                packed = pack_heads(folded, key.shape[1])
+                packed = pack_queries_triton(query, *key.shape[:2])
                 state = torch.ops.aten._scaled_dot_product_flash_attention.default(packed, key, value, scale=scale)
                 out, lse = state[:2]
             else:

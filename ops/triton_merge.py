@@ -118,7 +118,7 @@ def _merge_pair_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     dims = tl.arange(0, BLOCK_D)
     row_ok = rows < n_rows
     ok = row_ok[:, None] & (dims < DIM)[None, :]
@@ -126,9 +126,10 @@ def _merge_pair_kernel(
     head = rows // q_len % heads
     sequence = rows // q_len // heads
     # The queries of a row are packed as (head in its group, sequence that shares the row, position).
-    place_a = (head % group_a * shared_a + sequence % shared_a) * q_len + position
-    place_b = (head % group_b * shared_b + sequence % shared_b) * q_len + position
-    row_a, row_b, head_a, head_b = sequence // shared_a, sequence // shared_b, head // group_a, head // group_b
+    place_a = ((head % group_a * shared_a + sequence % shared_a) * q_len + position).to(tl.int64)
+    place_b = ((head % group_b * shared_b + sequence % shared_b) * q_len + position).to(tl.int64)
+    row_a, head_a = (sequence // shared_a).to(tl.int64), (head // group_a).to(tl.int64)
+    row_b, head_b = (sequence // shared_b).to(tl.int64), (head // group_b).to(tl.int64)
     log_a = tl.load(lse_a + row_a * lse_a_b + head_a * lse_a_h + place_a * lse_a_l, mask=row_ok, other=0.0)
     log_b = tl.load(lse_b + row_b * lse_b_b + head_b * lse_b_h + place_b * lse_b_l, mask=row_ok, other=0.0)
     a = tl.load(out_a + (row_a * a_b + head_a * a_h + place_a * a_l)[:, None] + dims[None, :], mask=ok, other=0.0)
@@ -141,7 +142,7 @@ def _merge_pair_kernel(
     filled = total != 0  # true for NaN, which must come out
     divisor = tl.where(filled, total, 1.0)
     merged = (a.to(tl.float32) * weight_a[:, None] + b.to(tl.float32) * weight_b[:, None]) / divisor[:, None]
-    tl.store(out + rows[:, None] * DIM + dims[None, :], merged.to(out.dtype.element_ty), mask=ok)
+    tl.store(out + (rows.to(tl.int64) * DIM)[:, None] + dims[None, :], merged.to(out.dtype.element_ty), mask=ok)
     tl.store(lse + rows, tl.where(filled, top + tl.log(divisor), float("-inf")), mask=row_ok)
 
 
@@ -183,7 +184,7 @@ def merge_parts_triton(
             DIM=dim,
             BLOCK_D=block_d,
             BLOCK_R=block_r,
-            num_warps=4,
+            num_warps=2,
         )
         out, lse = merged, merged_lse
     return out, lse

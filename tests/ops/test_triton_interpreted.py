@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_cases import Case, assert_state
 
-from tatten.ops.packing import unfold_sequences
+from tatten.ops.packing import fold_sequences, pack_heads, unfold_sequences
 from tatten.ops.states import merge, merge_parts
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
@@ -117,3 +117,13 @@ def test_merge_parts(rows: tuple[int, ...], q_len: int, dtype: torch.dtype) -> N
     assert got[0].isnan().any()
     torch.testing.assert_close(got[0], want[0], equal_nan=True)
     torch.testing.assert_close(got[1], want[1], equal_nan=True)
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize(("rows", "kv_heads"), [(1, 2), (2, 1), (6, 4), (3, 4)])
+def test_pack_queries(rows: int, kv_heads: int, q_len: int) -> None:
+    from tatten.ops.triton_pack import pack_queries_triton
+
+    query = torch.randn(6, q_len, 4, 48).transpose(1, 2)[..., ::2]
+    want = pack_heads(fold_sequences(query, rows), kv_heads)
+    assert torch.equal(pack_queries_triton(query, rows, kv_heads), want)
