@@ -26,9 +26,11 @@ class SharedPrefixCache:
         num_layers: layers of the model.
         prompt_mask: bool `[G, P]`, True for real tokens and False for padding, on either side; None for no padding.
             P is the length of the prompts, all of which may be prefilled, or all but the last tokens.
+        device: where `mask` and `positions` are made for the prefill; later it is that of the keys. Default: that of
+            `prompt_mask`, or torch's.
     """
 
-    def __init__(self, num_layers: int, prompt_mask: Tensor | None = None):
+    def __init__(self, num_layers: int, prompt_mask: Tensor | None = None, device: torch.device | str | None = None):
         check_positive("num_layers", num_layers)
         if prompt_mask is not None and prompt_mask.dtype != torch.bool:
             raise TypeError(f"`prompt_mask` must be bool, got {prompt_mask.dtype}")
@@ -36,6 +38,7 @@ class SharedPrefixCache:
             raise ValueError(f"`prompt_mask` must be [prompts, length], got shape {tuple(prompt_mask.shape)}")
         self.layers = [PrefixedKV() for _ in range(num_layers)]
         self.prompt_mask = prompt_mask
+        self.device = prompt_mask.device if device is None and prompt_mask is not None else device
 
     @property
     def batch_size(self) -> int:
@@ -111,8 +114,7 @@ class SharedPrefixCache:
 
         Returns:
             `[1 or batch, 1, q_len, total]`: causal, without unused slots and padding. `total` is the length of what
-            `update` will return: the tokens so far and `q_len`, or after a fork the prefix and `capacity`. The device
-            is that of the keys; of an empty cache, that of `prompt_mask` or else torch's default.
+            `update` will return: the tokens so far and `q_len`, or after a fork the prefix and `capacity`.
 
         Raises ValueError if `q_len` is below 1 or, unless in a graph, does not fit into the suffix any more.
         """
@@ -141,8 +143,8 @@ class SharedPrefixCache:
             last.check_room(q_len)
             new = torch.arange(q_len, device=last.length.device)
             return prefix + last.length + new, prefix + last.capacity
-        known = [tensor.device for tensor in (*self.layers[0].tensors, self.prompt_mask) if tensor is not None]
-        return torch.arange(prefix, prefix + q_len, device=known[0] if known else None), prefix + q_len
+        held = self.layers[0].tensors
+        return torch.arange(prefix, prefix + q_len, device=held[0].device if held else self.device), prefix + q_len
 
     def _used(self) -> int:
         """Used slots of the suffixes, one synchronisation for all layers; 0 before a fork."""
@@ -175,7 +177,7 @@ class SharedPrefixCache:
             )
 
     def _of(self, layers: list[PrefixedKV], prompt_mask: Tensor | None) -> SharedPrefixCache:
-        cache = SharedPrefixCache(len(layers), prompt_mask)
+        cache = SharedPrefixCache(len(layers), prompt_mask, self.device)
         cache.layers = layers
         return cache
 
