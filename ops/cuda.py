@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tatten.ops.packing import fold_mask, fold_sequences, unfold_sequences
+from tatten.ops.packing import fold_mask, fold_sequences, pack_heads, unfold_sequences
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
 from tatten.ops.states import merge
 from tatten.ops.validate import (
@@ -76,7 +76,8 @@ def bifurcated_attention(
             folded = fold_sequences(query, key.shape[0])
             rows = folded.shape[1] // key.shape[1] * folded.shape[2]
             if mask is None and _flash_takes(key, value) and _flash_pays(rows, key):
-                packed = pack_queries_triton(query, *key.shape[:2])
+                own = key.shape[0] == query.shape[0]  # then packing is a view
+                packed = pack_heads(query, key.shape[1]) if own else pack_queries_triton(query, *key.shape[:2])
                 state = torch.ops.aten._scaled_dot_product_flash_attention.default(packed, key, value, scale=scale)
                 out, lse = state[:2]
             else:

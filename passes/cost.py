@@ -18,7 +18,7 @@ class Rates:
     segment_us: float  # more than SDPA for each segment: calls, a kernel, its share of the merge
 
 
-RATES = {"cpu": Rates(20e3, 50.0), "cuda": Rates(4.7e6, 1.3)}
+RATES = {"cpu": Rates(44e3, 97.0), "cuda": Rates(4.7e6, 1.3)}
 
 
 @dataclass(frozen=True)
