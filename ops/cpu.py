@@ -66,6 +66,8 @@ def bifurcated_attention(
     outs, lses = [], []
     for key, value, mask, span in zip(keys, values, attn_masks, spans, strict=True):
         rows = key.shape[0]
+        if key.shape[2] == 0:
+            mask = None
         if mask is not None:
             mask = fold_mask(mask.expand(*mask.shape[:-1], key.shape[2]), query, rows)
         out, lse = _attend_keys(fold_sequences(query, rows), key, value, mask, span, scale)

@@ -81,7 +81,7 @@ def bifurcated_attention(
                 state = torch.ops.aten._scaled_dot_product_flash_attention.default(packed, key, value, scale=scale)
                 out, lse = state[:2]
             else:
-                mask = None if mask is None else fold_mask(mask, query, key.shape[0])
+                mask = None if mask is None or key.shape[2] == 0 else fold_mask(mask, query, key.shape[0])
                 out, lse = decode_attention_triton(folded, key, value, mask, None, scale)
             outs.append(out)
             lses.append(lse)

@@ -51,8 +51,8 @@ def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor,
     """
     out, lse = outs[0], lses[0]
     for next_out, next_lse in zip(outs[1:], lses[1:], strict=True):
-        # Of two empty parts, either: -inf - -inf is NaN.
-        share = torch.sigmoid((lse - next_lse).nan_to_num(0.0)).unsqueeze(-1)
-        out = torch.lerp(next_out.to(share.dtype), out.to(share.dtype), share)
+        # Of two empty parts, either: -inf - -inf is NaN. Not lerp, which makes NaN of an infinite value.
+        ahead = (lse - next_lse).nan_to_num(0.0).unsqueeze(-1)
+        out = torch.addcmul(out * torch.sigmoid(ahead), next_out.to(ahead.dtype), torch.sigmoid(-ahead))
         lse = torch.logaddexp(lse, next_lse)
     return out.to(outs[0].dtype), lse

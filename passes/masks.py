@@ -36,7 +36,7 @@ class Masks:
         return list(self._columns[key])
 
     def spans(self, call: SdpaCall, columns: Node | None, segment: Stored | None = None) -> Node | None:
-        """The node that holds the `mask_spans` of (columns of) the call's mask; in rows of a segment that is shared.
+        """The node that holds the `mask_spans` of (columns of) the call's mask; in rows of the segment.
 
         None on CUDA, without a mask, and where the mask broadcasts over keys.
         """
@@ -46,7 +46,9 @@ class Masks:
         if not known_equal(mask.shape[-1], key.shape[2]):
             return None
         graph = call.node.graph
-        rows = str(segment.size(BATCH)) if segment is not None and segment.shared else ""
+        query = tensor_of(call.query)
+        shared = segment is not None and query is not None and not known_equal(segment.size(BATCH), query.shape[0])
+        rows = str(segment.size(BATCH)) if segment is not None and shared else ""
         spans, unwritten = self._spans.get((columns, rows), (None, None))
         if spans is None or unwritten is None or written_between([mask], unwritten, call.node) is not None:
             with graph.inserting_before(call.node):

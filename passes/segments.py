@@ -13,19 +13,22 @@ from torch.fx import Node
 from tatten.passes.symbolic import known_equal, tensor_of
 from tatten.passes.views import BATCH, LENGTH, Stored, Walk, argument, begin, op_name, step_back, stored_at
 
+# Deeper than this, what was concatenated is read as it is: a loop that appends to its keys nests one `cat` per step.
+MAX_DEPTH = 8
+
 
 def find_segments(node: Node) -> tuple[Stored, ...]:
     """The segments of SDPA's key or value in order."""
     return _segments(begin(node)) or (Stored(node),)
 
 
-def _segments(walk: Walk) -> tuple[Stored, ...] | None:
+def _segments(walk: Walk, depth: int = 0) -> tuple[Stored, ...] | None:
     """The segments of the tensor at this place; None if it can't be told what it stores."""
     best, undone = stored_at(walk), walk.undone
     while True:
-        parts = _parts(walk)
+        parts = _parts(walk) if depth < MAX_DEPTH else None
         if parts is not None:
-            found = [_segments(part) for part in parts]
+            found = [_segments(part, depth + 1) for part in parts]
             flat = tuple(segment for segments in found if segments is not None for segment in segments)
             # Parts of one batch are read together where the tensor that holds them is made anyway, for others.
             ours_alone = all(len(node.users) == 1 for node in (*walk.path, walk.here))

@@ -258,6 +258,8 @@ class Stored:
         node, dims = self.base, list(self.dims)
         tensor = tensor_of(node)
         assert tensor is not None
+        if tensor.requires_grad:  # but SDPA's result does not: it was read under no_grad
+            node, tensor = _call(node, "detach"), tensor.detach()
         for dim in reversed([d for d in range(tensor.dim()) if d not in dims]):
             node, tensor = _call(node, "squeeze", dim), tensor.squeeze(dim)
             dims = [d if d is None or d < dim else d - 1 for d in dims]

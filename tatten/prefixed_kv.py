@@ -147,7 +147,10 @@ class PrefixedKV:
                 f"`value` must have the batch, heads and length of `key`, {tuple(key.shape[:3])}, "
                 f"got shape {tuple(value.shape)}"
             )
-        held = self.segments[0] if self.segments else (key, key)
+        if self.forked and torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            name = "key" if key.requires_grad else "value"
+            raise ValueError(f"`{name}` must not require grad to be written into the suffix: use torch.no_grad()")
+        held = self.segments[0] if self.segments else (key, value)
         for name, tensor, like in (("key", key, held[0]), ("value", value, held[1])):
             if tensor.dtype != like.dtype:
                 raise TypeError(f"`{name}` must be {like.dtype}, as what it joins, got {tensor.dtype}")

@@ -12,6 +12,7 @@ from torch.library import opcheck
 
 import tatten
 from tatten.ops import cpu, cpu_flash
+from tatten.ops.reference import decode_attention_reference
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -206,6 +207,18 @@ def test_nan_in_keys_that_count_comes_out(device: str) -> None:
     assert lse[2, :2].isnan().all()
     assert not out[:2].isnan().any()
     assert not out[2, 2:].isnan().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_infinite_values_stay(device: str) -> None:
+    query, keys, values, masks = Tree(((1, 5), (2, 3)), batch=2).inputs(device)
+    values[0][0, 0, 1, 2] = float("inf")
+    inputs = whole(query, keys, values, masks)
+    want = decode_attention_reference(**inputs)[0]
+    got = tatten.bifurcated_attention(query, keys, values).double()
+    assert torch.equal(got.isinf(), want.isinf())
+    assert want.isinf().any()
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
 def test_is_reproducible() -> None:

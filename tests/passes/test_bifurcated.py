@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from graphs import capture, listing
 
+import tatten
 from tatten.passes import Declined, Rewritten, cost, rewrite
 from tatten.passes.reasons import Reason
 from tatten.passes.segments import find_segments
@@ -176,6 +177,37 @@ def test_a_batch_of_one_for_all() -> None:
     assert_bifurcates(lambda *a: sdpa(*a, enable_gqa=True), q, pk, pv, mask, rows=(1,))
 
 
+def test_sequences_may_see_different_keys_of_a_batch_of_one() -> None:
+    q, pk, pv, *_ = inputs()
+    mask = torch.zeros(B, 1, 1, P, dtype=torch.bool)
+    for sequence in range(B):
+        mask[sequence, ..., sequence : sequence + 2] = True
+    assert_bifurcates(lambda *a: sdpa(*a, enable_gqa=True), q, pk, pv, mask, rows=(1,))
+
+
+def test_a_learned_prefix() -> None:
+    """It wants gradients, but was read without."""
+    q, pk, _, sk, *_ = inputs()
+
+    def fn(q, p, s):
+        with torch.no_grad():
+            k = torch.cat([p.expand(B, -1, -1, -1), s], dim=2)
+        return sdpa(q, k, k, enable_gqa=True)
+
+    prefix = torch.nn.Parameter(pk)
+    torch._dynamo.reset()
+    with tatten.recording() as report:
+        got = torch.compile(fn, backend="tatten", options={"inner": "eager"})(q, prefix, sk)
+    torch.testing.assert_close(got, fn(q, prefix, sk))
+    assert len(report.rewritten) == 1
+
+
+def test_a_mask_of_one_column_and_an_empty_suffix() -> None:
+    q, pk, _, sk, *_ = inputs()
+    args = q, pk, sk[:, :, :0], torch.ones(B, 1, 1, 1, dtype=torch.bool)
+    assert_bifurcates(lambda *a: forked(*a), *args)
+
+
 def test_expanded_before_the_graph() -> None:
     """A tensor that comes in with stride 0 over the batch."""
     q, pk, pv, sk, sv, mask = inputs()
@@ -230,6 +262,21 @@ def test_concatenated_for_attention_alone() -> None:
     (finding,) = rewrite(capture(lambda *a: fn(*a, True), *args)).findings
     assert finding.op == "tatten.decode_attention.default"
     assert not finding.note
+
+
+def test_a_loop_that_appends_to_its_keys() -> None:
+    """However many steps, they are read as one tensor, and found out about in no time."""
+
+    def fn(q, k, new):
+        for _ in range(100):
+            k = torch.cat([k, new], dim=2)
+            q = sdpa(q, k, k, enable_gqa=True)
+        return q, k
+
+    gm = capture(fn, torch.randn(1, HQ, 1, D), torch.randn(1, HKV, P, D), torch.randn(1, HKV, 1, D))
+    report = rewrite(gm)
+    assert [x.op for x in report.findings] == ["tatten.decode_attention.default"] * 100
+    assert report.milliseconds < 500
 
 
 OTHERS = {

@@ -401,3 +401,15 @@ def test_layers_of_one_cache_hold_one_batch() -> None:
     cache.update(0, *tensors(2, 2, 3, 8))
     with pytest.raises(ValueError, match="`key` must have batch 2, as in layer 0, got 1"):
         cache.update(1, *tensors(1, 2, 3, 8))
+
+
+def test_keys_that_want_gradients_are_refused_by_a_suffix() -> None:
+    cache, _ = prefill(2, 3)
+    child = cache.fork(1, 4)
+    before = state(child)
+    key = torch.randn(2, KV_HEADS, 1, HEAD_DIM, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match="`value` must not require grad"):
+        child.update(0, key.detach(), key)
+    assert all(map(torch.equal, state(child), before))
+    with torch.no_grad():
+        child.update(0, key, key)
