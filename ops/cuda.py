@@ -76,7 +76,7 @@ def bifurcated_attention(
             folded = fold_sequences(query, key.shape[0])
             rows = folded.shape[1] // key.shape[1] * folded.shape[2]
             if mask is None and _flash_takes(key, value) and _flash_pays(rows, key):
-                own = key.shape[0] == query.shape[0]  # then packing is a view
+                own = key.shape[0] == query.shape[0] and query.stride(3) == 1  # then packing is a view
                 packed = pack_heads(query, key.shape[1]) if own else pack_queries_triton(query, *key.shape[:2])
                 state = torch.ops.aten._scaled_dot_product_flash_attention.default(packed, key, value, scale=scale)
                 out, lse = state[:2]
