@@ -45,7 +45,7 @@ def merge(out: Tensor, lse: Tensor, partials: bool = False) -> tuple[Tensor, Ten
 
 
 def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge parts of one op's work, two at a time and in order: `merge(..., partials=True)` in half as many kernels.
+    """Merge parts of one op's work in order, two at a time: fewer kernels than stacking them and `merge`.
 
     The first weight of two is `w_a / (w_a + w_b) = sigmoid(lse_a - lse_b)`. The `out` of an empty part must be 0.
     """

@@ -111,8 +111,8 @@ def check_bifurcated_attention(
             raise ValueError(f"`values[{i}]` must have the head_dim of `values[0]`, {want}, got {value.shape[3]}")
         span = spans[i]
         if span is not None and (span.dtype != torch.int64 or tuple(span.shape) not in ((1, 3), (rows, 3))):
-            want = f"int64 of shape (1, 3) or ({rows}, 3)"
-            raise ValueError(f"`spans[{i}]` must be {want}, got {span.dtype} of shape {tuple(span.shape)}")
+            wanted = f"int64 of shape (1, 3) or ({rows}, 3)"
+            raise ValueError(f"`spans[{i}]` must be {wanted}, got {span.dtype} of shape {tuple(span.shape)}")
         if mask is not None:
             served = rows if mask.dim() == 4 and mask.shape[0] == rows else batch
             check_mask(mask, query, (served, q_heads, q_len, key.shape[2]), f"attn_masks[{i}]")

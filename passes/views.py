@@ -2,9 +2,9 @@
 
 Each dim of the tensor asked about has a role: batch, heads, length, head_dim. On the way back a role may fall into
 several dims, of which some are stretched: `[G, 1, ...].expand(G, n, ...).reshape(G * n, ...)`. Each step is justified
-by what the op does to shapes, never by how its arguments are written: only dims of size 1 are stretched, and reshapes
-only merge neighbours or move dims of size 1. A role may be read off the stored tensor if the stretched dims are the
-minor ones: then `here[j] == stored[j // n]`.
+by what the op does to shapes, never by how its arguments are written: the model only stretched dims of size 1, and its
+reshapes only merged neighbours or moved dims of size 1. A role may be read off the stored tensor if the stretched dims
+are the minor ones: then `here[j] == stored[j // n]`.
 """
 
 from __future__ import annotations
@@ -155,8 +155,6 @@ def _stretch(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[S
             part = None
         if dim >= new:
             parts.append(part)
-        elif part is not None and known_equal(size, 1):
-            continue  # a new dim of size 1
     return walk.step(source, parts, *stretched)
 
 
