@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from timing import as_graph, seconds
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -148,31 +149,6 @@ def decode_step(forward: Callable[..., object], cache: Cache, sizes: Sizes, devi
         return forward(token, position_ids=position, attention_mask=mask, past_key_values=cache).logits
 
     return step
-
-
-def as_graph(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = step()
-
-    def replay(inputs: Callable[[], Tensor] = step) -> Tensor:  # `step` keeps what the graph reads alive
-        graph.replay()
-        return logits
-
-    return replay
-
-
-def seconds(step: Callable[[], Tensor], device: str) -> float:
-    if device == "cpu":
-        start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
 
 
 class Runner:

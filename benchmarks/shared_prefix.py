@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from timing import as_graph, seconds
 from torch import Tensor
 
 import tatten
@@ -188,37 +189,12 @@ def candidates(row: Row, device: str) -> tuple[dict[str, Callable[[], Tensor]], 
     return functions, what
 
 
-def as_graph(fn: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    for _ in range(3):
-        fn()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = fn()
-
-    def replay(inputs: Callable[[], Tensor] = fn) -> Tensor:  # `fn` keeps what the graph reads alive
-        graph.replay()
-        return out
-
-    return replay
-
-
 def microseconds(fn: Callable[[], object], device: str, repeats: int = 1) -> float:
     """Of one call, in a row of `repeats`, undisturbed by what ran before."""
     if device == "cpu":
         time.sleep(0.02)  # the threads of Inductor's own OpenMP runtime spin for a while after each kernel
     fn()  # the caches are someone else's
-    if device == "cpu":
-        start = time.perf_counter()
-        for _ in range(repeats):
-            fn()
-        return (time.perf_counter() - start) / repeats * 1e6
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
-        fn()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / repeats * 1e3
+    return seconds(fn, device, repeats) * 1e6
 
 
 def rates(device: str, dtype: torch.dtype) -> tuple[float, float]:
@@ -232,6 +208,9 @@ def rates(device: str, dtype: torch.dtype) -> tuple[float, float]:
 def measure(row: Row, device: str, rate: tuple[float, float], rounds: int) -> dict[str, object]:
     functions, what = candidates(row, device)
     if device == "cuda":
+        for fn in functions.values():
+            for _ in range(3):
+                fn()
         functions = {name: as_graph(fn) for name, fn in functions.items()}
     exact = functions["expanded"]().float()
     errors = {name: ((fn().float() - exact).norm() / exact.norm()).item() for name, fn in functions.items()}

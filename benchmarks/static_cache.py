@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from timing import as_graph, seconds
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import tatten
@@ -107,28 +107,7 @@ def decode_step(model: LlamaForCausalLM, row: Row, backend: str | None, device: 
         step()
     if device == "cpu" or backend is None:
         return step
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = step()
-
-    def replay(inputs: Callable[[], torch.Tensor] = step) -> torch.Tensor:  # `step` keeps what the graph reads alive
-        graph.replay()
-        return logits
-
-    return replay
-
-
-def seconds(step: Callable[[], torch.Tensor], device: str) -> float:
-    if device == "cpu":
-        start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return as_graph(step)
 
 
 def bandwidth(device: str) -> float:

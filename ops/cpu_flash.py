@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tatten.ops.states import NEG_INF, accumulator_dtype, merge
+from tatten.ops.states import NEG_INF, accumulator_dtype, merge_parts
 
 # Below this many bytes of K and V for each extra piece, the merge costs more than an idle core (2-core Xeon, measured).
 SPLIT_BYTES = 1 << 20
@@ -115,7 +115,7 @@ def _attend_in_pieces(
         out, lse = _flash(rows[:, None], key[:, None, done:], value[:, None, done:], rest_mask, scale)
         outs.append(out.squeeze(1))
         lses.append(lse.squeeze(1))
-    out, lse = merge(torch.stack(outs), torch.stack(lses), partials=True)
+    out, lse = merge_parts(outs, lses)
     return out.unflatten(0, (batch, kv_heads)), lse.unflatten(0, (batch, kv_heads))
 
 

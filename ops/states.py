@@ -26,14 +26,12 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def merge(out: Tensor, lse: Tensor, partials: bool = False) -> tuple[Tensor, Tensor]:
+def merge(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge N states stacked on dim 0, in aten: `out` is `[N, ..., head_dim]`, `lse` is `[N, ...]`.
 
     A state whose lse is -inf, +inf or NaN is empty, whatever its `out` holds. The sum runs in the order of dim 0.
-    `partials`: the states are parts of one op's work. NaN in them comes from NaN in keys that count, and comes out.
     """
-    if not partials:
-        lse = torch.where(lse < float("inf"), lse, NEG_INF)  # NaN compares false
+    lse = torch.where(lse < float("inf"), lse, NEG_INF)  # NaN compares false
     largest = lse.amax(dim=0)
     weights = torch.exp(lse - torch.where(largest == NEG_INF, 0.0, largest))
     total = weights.sum(dim=0)
@@ -47,7 +45,8 @@ def merge(out: Tensor, lse: Tensor, partials: bool = False) -> tuple[Tensor, Ten
 def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Merge parts of one op's work in order, two at a time: fewer kernels than stacking them and `merge`.
 
-    The first weight of two is `w_a / (w_a + w_b) = sigmoid(lse_a - lse_b)`. The `out` of an empty part must be 0.
+    The first weight of two is `w_a / (w_a + w_b) = sigmoid(lse_a - lse_b)`. The `out` of an empty part must be 0; NaN
+    in a part comes from NaN in keys that count, and comes out.
     """
     out, lse = outs[0], lses[0]
     for next_out, next_lse in zip(outs[1:], lses[1:], strict=True):
