@@ -7,6 +7,7 @@ the last that the mask and the lengths leave over.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -24,8 +25,14 @@ from tatten.ops.packing import (
     squeeze_broadcast,
     unfold_sequences,
 )
-from tatten.ops.states import NEG_INF, merge, merge_parts
-from tatten.ops.validate import check_bifurcated_attention, check_decode_attention, check_kv_lens, check_stack
+from tatten.ops.states import NEG_INF, accumulator_dtype, merge, merge_parts
+from tatten.ops.validate import (
+    check_bifurcated_attention,
+    check_decode_attention,
+    check_kv_lens,
+    check_provider,
+    check_stack,
+)
 
 # Sequences with spans of their own go to the kernel one by one, unless reading this much more for each is cheaper.
 RUN_BYTES = 1 << 18
@@ -39,16 +46,31 @@ def decode_attention(
     kv_lens: Tensor | None = None,
     scale: float | None = None,
     spans: Tensor | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    provider: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    check_decode_attention(query, key, value, attn_mask, kv_lens)
+    check_provider(provider, query.device)
+    check_decode_attention(query, key, value, attn_mask, kv_lens, window=window, softcap=softcap, sinks=sinks)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    if kv_lens is None:
-        out, lse = _attend_keys(query, key, value, attn_mask, spans, scale)
-    else:
-        lens = check_kv_lens(kv_lens, key.shape[2])
-        mask = _cut_off(attn_mask, kv_lens, key.shape[2])
-        bounds = None if attn_mask is not None else [[0, n, 1] for n in lens]
-        out, lse = _attend_keys(query, key, value, mask, None, scale, bounds)
+    mask, bounds, q_len, kv_len = attn_mask, None, query.shape[2], key.shape[2]
+    if kv_lens is not None or window is not None:
+        lens = [kv_len] if kv_lens is None else check_kv_lens(kv_lens, kv_len)
+        if window is not None:  # keys behind every window are left out before anything is computed for them
+            first = max(0, min(lens) - q_len - window + 1)
+            key, value = key[:, :, first:], value[:, :, first:]
+            mask = None if mask is None else mask.expand(*mask.shape[:-1], kv_len)[..., first:]
+            lens = [n - first for n in lens]
+        within, bounds = _within(lens, q_len, key.shape[2], window)
+        if mask is not None:
+            within = mask & within if mask.dtype == torch.bool else torch.where(within, mask, NEG_INF)
+            bounds = None
+        mask, spans = within, None
+    out, lse = _attend_keys(query, key, value, mask, spans, scale, bounds, softcap)
+    if sinks is not None:
+        out, lse = _with_sinks(out, lse, sinks)
     return out.contiguous(), lse.contiguous()
 
 
@@ -85,13 +107,15 @@ def _attend_keys(
     spans: Tensor | None,
     scale: float,
     bounds: list[list[int]] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The state over the keys that the mask leaves; `bounds` are the `mask_spans` of each row, if known, as a list."""
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], value.shape[3]
     rows = pack_heads(query, kv_heads)
+    kernel = attend if softcap is None else functools.partial(_attend_capped, softcap=softcap)
     if mask is None:
-        out, lse = attend(rows, key, value, None, scale, False)
+        out, lse = kernel(rows, key, value, None, scale, False)
         return out.reshape(batch, q_heads, q_len, value_dim), lse.reshape(batch, q_heads, q_len)
     if bounds is None:
         bounds = (mask_spans(mask.expand(*mask.shape[:-1], kv_len)) if spans is None else spans).tolist()
@@ -107,7 +131,7 @@ def _attend_keys(
             run_mask = run_mask[run if run_mask.shape[0] > 1 else slice(0, 1), :, :, start:stop]
             run_mask = additive(pack_mask(run_mask, q_heads, kv_heads, q_len), query.dtype)
         # Where all queries share a mask, a span that is not empty leaves none of them without a key.
-        return attend(*part, run_mask, scale, some_empty or (run_mask is not None and run_mask.shape[1:3] != (1, 1)))
+        return kernel(*part, run_mask, scale, some_empty or (run_mask is not None and run_mask.shape[1:3] != (1, 1)))
 
     runs = _runs(bounds, batch)
     state = attend_run(*runs[0]) if len(runs) == 1 else None
@@ -140,12 +164,40 @@ def _runs(bounds: list[list[int]], batch: int) -> list[tuple[slice, int, int, in
     return runs
 
 
-def _cut_off(mask: Tensor | None, kv_lens: Tensor, kv_len: int) -> Tensor:
-    """The mask without the keys behind each sequence's length."""
-    within = (torch.arange(kv_len) < kv_lens.unsqueeze(1))[:, None, None]
-    if mask is None:
-        return within
-    return mask & within if mask.dtype == torch.bool else torch.where(within, mask, NEG_INF)
+def _within(lens: list[int], q_len: int, kv_len: int, window: int | None) -> tuple[Tensor, list[list[int]]]:
+    """The keys that length and window leave to each query, as a mask, and its `mask_spans` as a list."""
+    stop, keys = torch.tensor(lens)[:, None, None, None], torch.arange(kv_len)
+    if window is None:
+        return keys < stop, [[0, n, 1] for n in lens]
+    behind = stop - q_len + torch.arange(q_len)[:, None] - keys  # how far from the query's own place
+    bounds = [[max(0, n - q_len - window + 1), n, int(q_len == 1 or n == 0)] for n in lens]
+    return (behind >= 0) & (behind < window), bounds
+
+
+def _attend_capped(
+    rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """`attend` with scores `softcap * tanh(score / softcap)`, which PyTorch's kernel has not: plain, not fast.
+
+    `some_empty` is there for `attend`'s sake: a query without any key comes out right anyway.
+    """
+    acc = accumulator_dtype(rows.dtype)
+    scores = softcap * torch.tanh(rows.to(acc) @ key.to(acc).transpose(2, 3) * (scale / softcap))
+    value = value.to(acc)
+    if mask is not None:
+        excluded = mask == NEG_INF
+        scores = torch.where(excluded, NEG_INF, scores + mask)
+        value = value.masked_fill(excluded.all(dim=2).unsqueeze(-1), 0.0)  # which may be NaN, and 0 * NaN is NaN
+    lse = scores.logsumexp(dim=-1)
+    weights = torch.exp(scores - torch.where(lse == NEG_INF, 0.0, lse).unsqueeze(-1))
+    return (weights @ value).to(rows.dtype), lse
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Merged with the state `(0, sink)` of each head. Not by `merge`, which drops NaN: here it must come out."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
+    weight = torch.exp(lse - torch.where(total == NEG_INF, 0.0, total))
+    return (out * weight.unsqueeze(-1)).to(out.dtype), total
 
 
 def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,10 @@ def decode_attention(
     attn_mask: Tensor | None = None,
     kv_lens: Tensor | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    provider: str = "auto",
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -33,6 +37,10 @@ def decode_attention(
     attn_mask: Tensor | None = None,
     kv_lens: Tensor | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    provider: str = "auto",
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def decode_attention(
@@ -43,6 +51,10 @@ def decode_attention(
     attn_mask: Tensor | None = None,
     kv_lens: Tensor | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    provider: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a few queries per sequence over a long KV, as `F.scaled_dot_product_attention` computes it.
@@ -60,19 +72,31 @@ def decode_attention(
             take part. Values outside `[0, kv_length]` are an error on a CPU and clamped on a GPU, which is never
             synchronised.
         scale: factor of the scores. Default: `head_dim ** -0.5`.
+        window: each query attends to the last `window` keys up to its own place, at least 1. The queries stand at the
+            end of the keys: query `l` at `n - q_length + l`, `n` being `kv_lens[b]` or else kv_length, so they are
+            causal among themselves. A mask narrows this further. Sliding window: Mistral, arXiv 2310.06825.
+        softcap: scores become `softcap * tanh(scores / softcap)` after `scale` and before an additive mask, above 0.
+            Gemma 2, arXiv 2408.00118.
+        sinks: `[q_heads]`, float32 or `query`'s dtype, on the device of `query`: a logit that takes part in the
+            softmax of every query of its head, and has no value. It is what merging with the state `(0, sink)` gives;
+            -inf is none. Attention sinks: arXiv 2309.17453; learned, one a head: gpt-oss.
+        provider: who computes: "auto", or by name "cpu" on a CPU, and "triton" (ours), "cudnn" or "flash" on CUDA.
+            What is named and cannot compute this is an error, never replaced.
         return_lse: return the attention state `(out, lse)` and not only `out`.
 
     Returns:
         `out` `[batch, q_heads, q_length, value_dim]` in `query`'s dtype, contiguous; with `return_lse` also `lse`
         `[batch, q_heads, q_length]`, the natural log-sum-exp of the scaled scores, in float32 (float64 for float64).
-        A query with no key gets `out = 0` and `lse = -inf`.
+        A query with no key gets `out = 0` and `lse = -inf`, or its sink.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what was expected and what came.
         NotImplementedError: gradients are wanted.
     """
     check_tensors(query=query, key=key, value=value)
-    out, lse = torch.ops.tatten.decode_attention.default(query, key, value, attn_mask, kv_lens, scale)
+    out, lse = torch.ops.tatten.decode_attention.default(
+        query, key, value, attn_mask, kv_lens, scale, window=window, softcap=softcap, sinks=sinks, provider=provider
+    )
     return (out, lse) if return_lse else out
 
 

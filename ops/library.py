@@ -5,21 +5,26 @@ Schemas are functional, so nothing is said to be mutated. What needs Triton is i
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tatten.ops import cpu
-from tatten.ops.masks import mask_spans
+from tatten.ops.masks import mask_blocks, mask_rows, mask_spans
 from tatten.ops.states import accumulator_dtype
-from tatten.ops.validate import check_no_grad, check_state_pair
+from tatten.ops.validate import BLOCK_KEYS, check_no_grad, check_state_pair
+
+Kernel = Callable[..., Any]
 
 _library = torch.library.Library("tatten", "DEF")
 
 _library.define(
     "decode_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? kv_lens=None, "
-    "float? scale=None, Tensor? spans=None) -> (Tensor out, Tensor lse)",
+    "float? scale=None, Tensor? spans=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
+    'str provider="auto") -> (Tensor out, Tensor lse)',
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -28,6 +33,10 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define("mask_spans(Tensor attn_mask, SymInt? batch=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    "mask_blocks(Tensor attn_mask, SymInt batch, SymInt kv_batch, SymInt q_len) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 _library.define("merge_states(Tensor out, Tensor lse) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
     "merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
@@ -44,8 +53,13 @@ def _(
     kv_lens: Tensor | None = None,
     scale: float | None = None,
     spans: Tensor | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    provider: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask)
+    check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
     batch, q_heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_heads, q_len, value.shape[3]))
     lse = query.new_empty((batch, q_heads, q_len), dtype=accumulator_dtype(query.dtype))
@@ -71,6 +85,12 @@ def _(
     return out, lse
 
 
+@torch.library.register_fake("tatten::mask_blocks", lib=_library)
+def _(attn_mask: Tensor, batch: int, kv_batch: int, q_len: int) -> Tensor:
+    n_blocks = (attn_mask.shape[-1] + BLOCK_KEYS - 1) // BLOCK_KEYS
+    return attn_mask.new_empty((mask_rows(attn_mask, kv_batch), n_blocks + 1, 2), dtype=torch.int64)
+
+
 @torch.library.register_fake("tatten::merge_states", lib=_library)
 def _(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out.new_empty(out.shape[1:]), lse.new_empty(lse.shape[1:])
@@ -81,37 +101,14 @@ def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tenso
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
-def _decode_attention_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    kv_lens: Tensor | None = None,
-    scale: float | None = None,
-    spans: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    from tatten.ops.cuda import decode_attention
+def _cuda(name: str) -> Kernel:
+    """The function of `tatten.ops.cuda`, with whatever arguments the call gives."""
 
-    return decode_attention(query, key, value, attn_mask, kv_lens, scale, spans)
+    def kernel(*args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        state: tuple[Tensor, Tensor] = getattr(importlib.import_module("tatten.ops.cuda"), name)(*args, **kwargs)
+        return state
 
-
-def _bifurcated_attention_cuda(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    attn_masks: Sequence[Tensor | None],
-    spans: Sequence[Tensor | None],
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    from tatten.ops.cuda import bifurcated_attention
-
-    return bifurcated_attention(query, keys, values, attn_masks, spans, scale)
-
-
-def _merge_states_cuda(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    from tatten.ops.cuda import merge_states
-
-    return merge_states(out, lse)
+    return kernel
 
 
 def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,10 +118,12 @@ def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 _library.impl("mask_spans", mask_spans, "CompositeImplicitAutograd")
-_KERNELS: dict[str, dict[str, Callable[..., tuple[Tensor, Tensor]]]] = {
-    "decode_attention": {"CPU": cpu.decode_attention, "CUDA": _decode_attention_cuda},
-    "bifurcated_attention": {"CPU": cpu.bifurcated_attention, "CUDA": _bifurcated_attention_cuda},
-    "merge_states": {"CPU": cpu.merge_states, "CUDA": _merge_states_cuda},
+_library.impl("mask_blocks", mask_blocks, "CPU")
+_library.impl("mask_blocks", _cuda("mask_blocks"), "CUDA")
+_KERNELS: dict[str, dict[str, Kernel]] = {
+    "decode_attention": {"CPU": cpu.decode_attention, "CUDA": _cuda("decode_attention")},
+    "bifurcated_attention": {"CPU": cpu.bifurcated_attention, "CUDA": _cuda("bifurcated_attention")},
+    "merge_states": {"CPU": cpu.merge_states, "CUDA": _cuda("merge_states")},
     "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},
 }
 for _name, _kernels in _KERNELS.items():

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tatten.ops.packing import squeeze_broadcast
 from tatten.ops.states import NEG_INF
+from tatten.ops.validate import BLOCK_KEYS
 
 
 def mask_spans(attn_mask: Tensor, batch: int | None = None) -> Tensor:
@@ -40,3 +41,40 @@ def mask_spans(attn_mask: Tensor, batch: int | None = None) -> Tensor:
     plain = used if mask.dtype == torch.bool else mask == 0
     full = plain.sum(dim=(1, 2, 3)) == (stop - start) * (mask.shape[1] * mask.shape[2])
     return torch.stack((start, stop, full.to(torch.int64)), dim=1).expand(rows, -1).contiguous()
+
+
+def mask_rows(attn_mask: Tensor, kv_batch: int) -> int:
+    """How many rows `mask_blocks` finds: that of the shape, so that it is known before the mask is."""
+    return 1 if attn_mask.dim() < 4 or attn_mask.shape[0] == 1 else kv_batch
+
+
+def mask_blocks(attn_mask: Tensor, batch: int, kv_batch: int, q_len: int) -> Tensor:
+    """`tatten::mask_blocks`: for each row of the KV the blocks of 64 keys of which any of its queries attends to some.
+
+    Plain PyTorch; `tatten.ops.triton_mask` does the same on a GPU.
+
+    Args:
+        attn_mask: bool or additive, `[batch or kv_batch or 1, heads or 1, q_length or 1, kv_length]`, or of lower rank.
+        batch: the number of sequences.
+        kv_batch: the batch of the KV, where sequences share its rows; divides `batch`.
+        q_len: the number of queries of a sequence.
+
+    Returns:
+        int64 `[kv_batch or 1, n_blocks + 1, 2]`: first `(count, 0)`, then for each block that is not empty, in order,
+        its number and its keys as bits. What comes behind those is undefined.
+    """
+    rows = mask_rows(attn_mask, kv_batch)
+    mask = squeeze_broadcast(attn_mask)
+    used = mask if mask.dtype == torch.bool else mask != NEG_INF
+    used = used.unflatten(0, (kv_batch, -1)) if used.shape[0] == batch else used.unsqueeze(1)
+    used = used.flatten(1, 3).any(dim=1).expand(rows, -1)
+    n_blocks = -(-used.shape[1] // BLOCK_KEYS)
+    used = torch.nn.functional.pad(used, (0, n_blocks * BLOCK_KEYS - used.shape[1])).unflatten(1, (n_blocks, -1))
+    words = (used.to(torch.int64) << torch.arange(BLOCK_KEYS, device=used.device)).sum(dim=2)
+    some = words != 0
+    order = torch.argsort(some.to(torch.int8), dim=1, descending=True, stable=True)
+    listed = attn_mask.new_zeros((rows, n_blocks + 1, 2), dtype=torch.int64)
+    listed[:, 0, 0] = some.sum(dim=1)
+    listed[:, 1:, 0] = order
+    listed[:, 1:, 1] = words.gather(1, order)
+    return listed

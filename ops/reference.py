@@ -17,6 +17,10 @@ def decode_attention_reference(
     attn_mask: Tensor | None = None,
     kv_lens: Tensor | None = None,
     scale: float | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of `tatten::decode_attention`, both float64, on the inputs' device.
 
@@ -28,8 +32,13 @@ def decode_attention_reference(
     query, key, value = query.double(), key.double(), value.double()
 
     valid = torch.ones(batch, q_heads, q_len, kv_len, dtype=torch.bool, device=query.device)
-    if kv_lens is not None:
-        valid &= (torch.arange(kv_len, device=query.device) < kv_lens[:, None])[:, None, None, :]
+    places = torch.arange(kv_len, device=query.device)
+    stop = places.new_full((batch,), kv_len) if kv_lens is None else kv_lens.clamp(0, kv_len)
+    stop = stop[:, None, None, None]
+    valid &= places < stop
+    if window is not None:
+        behind = stop - q_len + torch.arange(q_len, device=query.device)[:, None] - places
+        valid &= (behind >= 0) & (behind < window)
     bias = torch.zeros((), dtype=torch.float64, device=query.device)
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
@@ -43,8 +52,13 @@ def decode_attention_reference(
     key = torch.where(used, key, 0.0).repeat_interleave(group, dim=1)
     value = torch.where(used, value, 0.0).repeat_interleave(group, dim=1)
 
-    scores = torch.where(valid, query @ key.transpose(2, 3) * scale + bias, NEG_INF)
+    scores = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.where(valid, scores + bias, NEG_INF)
     lse = scores.logsumexp(dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double()[:, None])
     weights = torch.exp(scores - torch.where(lse == NEG_INF, 0.0, lse).unsqueeze(-1))
     return weights @ value, lse
 

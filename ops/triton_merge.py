@@ -147,7 +147,7 @@ def _merge_pair_kernel(
 
 
 def merge_parts_triton(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], shape: tuple[int, int, int, int]
+    outs: Sequence[Tensor], lses: Sequence[Tensor], shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """`tatten.ops.states.merge_parts` of states as attention to packed queries leaves them.
 
@@ -161,7 +161,7 @@ def merge_parts_triton(
     block_r = max(1, 1024 // block_d)
     n_rows = batch * heads * q_len
     for i in range(1, len(outs)):
-        merged = out.new_empty(shape, dtype=outs[0].dtype if i == len(outs) - 1 else torch.float32)
+        merged = out.new_empty(shape, dtype=dtype if i == len(outs) - 1 else torch.float32)
         merged_lse = lse.new_empty(shape[:3])
         _merge_pair_kernel[(triton.cdiv(n_rows, block_r),)](
             out,

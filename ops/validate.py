@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from tatten.ops.states import accumulator_dtype
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PROVIDERS = ("auto", "cpu", "triton", "cudnn", "flash")
+BLOCK_KEYS = 64  # of a block of `mask_blocks`: a bit each in an int64
 MAX_CUDA_HEAD_DIM = 512  # a tile of 32 keys in float32 is then 64 KiB
 
 
@@ -32,15 +35,33 @@ def check_no_grad(op: str, **tensors: Tensor | None) -> None:
             )
 
 
+def check_provider(provider: str, device: torch.device) -> None:
+    """Raise ValueError unless `provider` is one that computes on `device`: what is named never falls back."""
+    if provider == "auto":
+        return
+    on_cpu = device.type == "cpu"
+    fit = [name for name in PROVIDERS if name == "auto" or (name == "cpu") == on_cpu]
+    if provider not in fit:
+        raise ValueError(f"`provider` must be one of {', '.join(fit)} on a {device.type} device, got {provider!r}")
+
+
 def check_decode_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, kv_lens: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::decode_attention`.
 
     Reads no tensor's data, so it is safe on any device; `check_kv_lens` reads. Devices are left to `check_devices`.
     """
     if torch.is_grad_enabled():
-        check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask)
+        check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
     _check_query(query)
     batch, head_dim = query.shape[0], query.shape[3]
     if key.dim() == 4 and key.shape[0] != batch:
@@ -53,6 +74,16 @@ def check_decode_attention(
             raise TypeError(f"`kv_lens` must be int32 or int64, got {kv_lens.dtype}")
         if tuple(kv_lens.shape) != (batch,):
             raise ValueError(f"`kv_lens` must have shape ({batch},), got {tuple(kv_lens.shape)}")
+    if window is not None and window < 1:
+        raise ValueError(f"`window` must be at least 1, got {window}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"`softcap` must be finite and above 0, got {softcap}")
+    if sinks is not None:
+        if sinks.dtype not in (torch.float32, query.dtype):
+            wanted = " or ".join(dict.fromkeys(("torch.float32", str(query.dtype))))
+            raise TypeError(f"`sinks` must be {wanted}, got {sinks.dtype}")
+        if tuple(sinks.shape) != (query.shape[1],):
+            raise ValueError(f"`sinks` must have shape ({query.shape[1]},), one a query head, got {tuple(sinks.shape)}")
 
 
 def _check_query(query: Tensor) -> None:
@@ -110,12 +141,26 @@ def check_bifurcated_attention(
             want = values[0].shape[3]
             raise ValueError(f"`values[{i}]` must have the head_dim of `values[0]`, {want}, got {value.shape[3]}")
         span = spans[i]
-        if span is not None and (span.dtype != torch.int64 or tuple(span.shape) not in ((1, 3), (rows, 3))):
-            wanted = f"int64 of shape (1, 3) or ({rows}, 3)"
-            raise ValueError(f"`spans[{i}]` must be {wanted}, got {span.dtype} of shape {tuple(span.shape)}")
+        if span is not None:
+            check_spans(span, rows, key.shape[2], query.device, f"spans[{i}]")
         if mask is not None:
             served = rows if mask.dim() == 4 and mask.shape[0] == rows else batch
             check_mask(mask, query, (served, q_heads, q_len, key.shape[2]), f"attn_masks[{i}]")
+
+
+def check_spans(spans: Tensor, rows: int, kv_len: int, device: torch.device, name: str = "spans") -> None:
+    """Raise ValueError unless `spans` is what `mask_spans` (CPU) or `mask_blocks` (CUDA) returns."""
+    shape = (3,) if device.type == "cpu" else (-(-kv_len // BLOCK_KEYS) + 1, 2)
+    if spans.dtype != torch.int64 or tuple(spans.shape) not in ((1, *shape), (rows, *shape)):
+        wanted = f"int64 of shape {(1, *shape)} or {(rows, *shape)}"
+        raise ValueError(f"`{name}` must be {wanted}, got {spans.dtype} of shape {tuple(spans.shape)}")
+
+
+def check_cuda_head_dims(query: Tensor, value: Tensor) -> None:
+    """Raise NotImplementedError for what the CUDA kernels have no tiles for."""
+    widest = max(query.shape[3], value.shape[3])
+    if widest > MAX_CUDA_HEAD_DIM and query.dtype != torch.float64:
+        raise NotImplementedError(f"key and value must have head_dim <= {MAX_CUDA_HEAD_DIM} on CUDA, got {widest}")
 
 
 def check_devices(query: Tensor, **tensors: Tensor | None) -> None:

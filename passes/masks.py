@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from tatten.passes.mutation import written_between
@@ -36,28 +37,36 @@ class Masks:
         return list(self._columns[key])
 
     def spans(self, call: SdpaCall, columns: Node | None, segment: Stored | None = None) -> Node | None:
-        """The node that holds the `mask_spans` of (columns of) the call's mask; in rows of the segment.
+        """The node that holds what (columns of) the call's mask leave of the segment, found once for all layers.
 
-        None on CUDA, without a mask, and where the mask broadcasts over keys.
+        `mask_spans` on a CPU, `mask_blocks` on CUDA. None without a mask, and where the mask broadcasts over keys.
         """
-        mask, key = tensor_of(call.attn_mask), tensor_of(call.key)
-        if columns is None or mask is None or key is None or mask.device.type != "cpu":
+        mask, key, query = (tensor_of(x) for x in (call.attn_mask, call.key, call.query))
+        if columns is None or mask is None or key is None or query is None:
             return None
         if not known_equal(mask.shape[-1], key.shape[2]):
             return None
-        graph = call.node.graph
-        query = tensor_of(call.query)
-        shared = segment is not None and query is not None and not known_equal(segment.size(BATCH), query.shape[0])
+        shared = segment is not None and not known_equal(segment.size(BATCH), query.shape[0])
         rows = str(segment.size(BATCH)) if segment is not None and shared else ""
         spans, unwritten = self._spans.get((columns, rows), (None, None))
         if spans is None or unwritten is None or written_between([mask], unwritten, call.node) is not None:
-            with graph.inserting_before(call.node):
-                args = (columns,) if segment is None or not rows else (columns, _size(segment, BATCH))
-                spans = graph.call_function(torch.ops.tatten.mask_spans.default, args)
+            with call.node.graph.inserting_before(call.node):
+                spans = self._find(call, columns, query, mask.device.type, segment if rows else None)
             spans.meta["stack_trace"] = call.node.meta.get("stack_trace")
         # The call itself is about to be replaced, and what takes its place writes nothing.
         self._spans[columns, rows] = spans, call.node.prev
         return spans
+
+    def _find(self, call: SdpaCall, columns: Node, query: Tensor, device: str, segment: Stored | None) -> Node:
+        graph = call.node.graph
+        if device == "cpu":
+            rows = () if segment is None else (_size(segment, BATCH),)
+            return graph.call_function(torch.ops.tatten.mask_spans.default, (columns, *rows))
+        batch = constant(query.shape[0])
+        sequences = graph.call_method("size", (call.query, 0)) if batch is None else batch
+        kv_batch = sequences if segment is None else _size(segment, BATCH)
+        args = (columns, sequences, kv_batch, constant(query.shape[2]))
+        return graph.call_function(torch.ops.tatten.mask_blocks.default, args)
 
 
 def _size(segment: Stored, role: int) -> int | Node:

@@ -69,6 +69,18 @@ BAD = [
     ),
     ("grad of value", {"value": torch.randn(B, HKV, S, D, requires_grad=True)}, NotImplementedError, ["`value`"]),
     ("grad of mask", {"attn_mask": torch.zeros(B, 1, 1, S, requires_grad=True)}, NotImplementedError, ["`attn_mask`"]),
+    ("empty window", {"window": 0}, ValueError, ["`window`", "at least 1", "got 0"]),
+    ("negative window", {"window": -3}, ValueError, ["`window`", "at least 1", "got -3"]),
+    ("fraction of a window", {"window": 2.5}, RuntimeError, ["'window'", "int", "float"]),
+    *((f"softcap {x}", {"softcap": x}, ValueError, ["`softcap`", "above 0", f"got {x}"]) for x in (0.0, -1.0)),
+    *((f"softcap {x}", {"softcap": float(x)}, ValueError, ["`softcap`", "finite", f"got {x}"]) for x in ("nan", "inf")),
+    ("sinks shape", {"sinks": torch.randn(HKV)}, ValueError, ["`sinks`", "(4,)", "(2,)"]),
+    ("sinks rank", {"sinks": torch.randn(1, HQ)}, ValueError, ["`sinks`", "(4,)", "(1, 4)"]),
+    ("sinks dtype", {"sinks": torch.randn(HQ).half()}, TypeError, ["`sinks`", "torch.float32", "torch.float16"]),
+    ("sinks no tensor", {"sinks": [0.0] * HQ}, RuntimeError, ["'sinks'", "Tensor", "list"]),
+    ("grad of sinks", {"sinks": torch.randn(HQ, requires_grad=True)}, NotImplementedError, ["`sinks`"]),
+    ("provider of CUDA", {"provider": "triton"}, ValueError, ["`provider`", "auto, cpu", "a cpu", "got 'triton'"]),
+    ("unknown provider", {"provider": "fast"}, ValueError, ["`provider`", "auto, cpu", "got 'fast'"]),
 ]
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import Case, assert_state
+from attention_cases import NEG_INF, Case, assert_state, explicit, places_in_reach
 from torch.library import opcheck
 
 import tatten
 from tatten.ops import cpu_flash
+from tatten.ops.reference import decode_attention_reference
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 MASKS = ["none", "causal", "broadcast", "2d", "keys", "holes", "per_head", "empty_rows", "all_false", "one_key"]
@@ -39,6 +40,31 @@ SHAPES = [
     Case(batch=12, q_heads=2, kv_heads=2, kv_len=9001, head_dim=64, lens=True),
 ]
 
+WINDOWS = (1, 5, 1000)
+EXTRAS = [
+    *(
+        Case(window=window, q_len=n, kv_len=67, lens=lens, mask=mask, batch=3)
+        for window in WINDOWS
+        for n in (1, 3)
+        for lens in (False, True)
+        for mask in ("none", "causal", "2d", "empty_rows", "additive_f32", "one_column")
+    ),
+    *(
+        Case(window=window, softcap=softcap, sinks=sinks, q_len=n, lens=True, mask=mask, dtype=dtype)
+        for window, softcap, sinks in ((5, None, True), (None, 5.0, False), (None, None, True), (5, 0.7, True))
+        for n, mask in ((1, "none"), (1, "additive"), (3, "causal"), (3, "none"), (3, "per_head"))
+        for dtype in (torch.float32, torch.bfloat16, torch.float64)
+    ),
+    *(Case(mask=mask, softcap=2.0, sinks=True, q_len=3) for mask in ("all_false", "empty_rows", "holes", "alibi")),
+    *(Case(kv_len=0, window=4, softcap=cap, sinks=sinks) for cap in (None, 2.0) for sinks in (False, True)),
+    Case(window=4, kv_len=2, q_len=5),
+    Case(softcap=3.0, dtype=torch.float16, q_heads=14, q_len=5, kv_len=257, head_dim=80),
+    Case(softcap=3.0, head_dim=48, value_dim=32, scale=0.3),
+    Case(softcap=3.0, head_dim=32, value_dim=64, scale=-1.0, sinks=True),
+    Case(batch=1, q_heads=3, kv_heads=3, kv_len=9001, head_dim=64, window=5000, sinks=True),
+    Case(batch=4, kv_len=5000, lens=True, window=700, q_len=2),
+]
+
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
@@ -53,6 +79,7 @@ SHAPES = [
         ),
         *(Case(mask=mask, dtype=dtype, kv_len=129, head_dim=64) for mask in ("none", *MASKS[9:13]) for dtype in LOW),
         *(Case(mask=mask, dtype=torch.float64) for mask in ("none", "causal", "holes", "additive", "additive_f32")),
+        *EXTRAS,
     ],
     ids=str,
 )
@@ -64,6 +91,76 @@ def test_equals_float64(case: Case, device: str) -> None:
     again, lse_again = torch.ops.tatten.decode_attention(**inputs)
     assert torch.equal(out, again)
     assert torch.equal(lse, lse_again)
+
+
+@pytest.mark.parametrize("case", EXTRAS, ids=str)
+def test_the_reference_equals_attention_written_out(case: Case) -> None:
+    inputs = case.inputs()
+    got, want = decode_attention_reference(**inputs), explicit(**inputs, dtype=torch.float64)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lens", [False, True])
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_window_is_a_mask(window: int, q_len: int, lens: bool, device: str) -> None:
+    inputs = Case(window=window, q_len=q_len, lens=lens, kv_len=20).inputs(device, poison=False)
+    got = torch.ops.tatten.decode_attention(**inputs)
+    del inputs["window"]
+    inputs["attn_mask"] = places_in_reach(inputs["kv_lens"], 2, q_len, 20, window, device)
+    torch.testing.assert_close(got, torch.ops.tatten.decode_attention(**inputs))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_spans_of_a_mask_are_not_those_of_its_window(device: str) -> None:
+    if device == "cuda":
+        pytest.skip("spans are found on the device")
+    inputs = Case(window=5, q_len=2, mask="causal").inputs(device)
+    want = torch.ops.tatten.decode_attention(**inputs)
+    spans = torch.ops.tatten.mask_spans(inputs["attn_mask"])
+    assert torch.equal(torch.ops.tatten.decode_attention(**inputs, spans=spans)[0], want[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_sink_is_a_state_without_value(softcap: float | None, dtype: torch.dtype, device: str) -> None:
+    inputs = Case(q_len=3, lens=True, mask="empty_rows", dtype=dtype, softcap=softcap).inputs(device)
+    sinks = torch.tensor([NEG_INF, 3.0, -2.0, NEG_INF], device=device)  # float32 beside any dtype
+    out, lse = torch.ops.tatten.decode_attention(**inputs)
+    got_out, got_lse = torch.ops.tatten.decode_attention(**inputs, sinks=sinks)
+    assert_state(got_out, got_lse, {**inputs, "sinks": sinks})
+    sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
+    torch.testing.assert_close((got_out, got_lse), tatten.merge_state(out, lse, torch.zeros_like(out), sink))
+    none = sinks == NEG_INF
+    assert torch.equal(got_out[:, none], out[:, none])
+    assert torch.equal(got_lse[:, none], lse[:, none])
+    empty = (lse == NEG_INF) & (sink > NEG_INF)
+    assert empty.any()
+    assert not got_out[empty].any()
+    assert torch.equal(got_lse[empty], sink[empty])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_nan_comes_out_beside_sinks(softcap: float | None, device: str) -> None:
+    inputs = Case(softcap=softcap, sinks=True).inputs(device)
+    inputs["key"][0, 1, 7] = float("nan")
+    inputs["sinks"][0] = float("nan")
+    out, lse = torch.ops.tatten.decode_attention(**inputs)
+    broken = torch.tensor([[True, False, True, True], [True, False, False, False]], device=device)
+    assert torch.equal(out.isnan().all(dim=-1).squeeze(-1), broken)
+    assert torch.equal(lse.isnan().squeeze(-1), broken)
+
+
+def test_a_soft_cap_reads_no_key_that_is_masked_out() -> None:
+    """Neither what lies outside the span nor, unlike the flash kernel, what lies in a hole of it."""
+    inputs = Case(softcap=4.0, mask="2d", kv_len=50).inputs(poison=False)
+    inputs["attn_mask"] = torch.arange(50) % 3 == 1
+    for name in ("key", "value"):
+        inputs[name] = inputs[name].masked_fill(~inputs["attn_mask"][:, None], float("nan"))
+    assert_state(*torch.ops.tatten.decode_attention(**inputs), inputs)
 
 
 def _strided(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -156,18 +253,37 @@ def test_state_of_parts_merges_to_the_whole(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "case", [Case(), Case(mask="causal", q_len=3, lens=True), Case(mask="alibi", dtype=torch.bfloat16)], ids=str
+    "case",
+    [
+        Case(),
+        Case(mask="causal", q_len=3, lens=True),
+        Case(mask="alibi", dtype=torch.bfloat16),
+        Case(window=5),
+        Case(window=5, softcap=2.0, sinks=True, q_len=3, lens=True, mask="causal"),
+        Case(sinks=True, dtype=torch.bfloat16),
+        Case(softcap=2.0, dtype=torch.float64),
+    ],
+    ids=str,
 )
 def test_opcheck(case: Case, device: str) -> None:
     inputs = case.inputs(device, poison=False)
+    args = tuple(inputs.pop(name) for name in ("query", "key", "value", "attn_mask", "kv_lens", "scale"))
     utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    opcheck(torch.ops.tatten.decode_attention.default, tuple(inputs.values()), test_utils=utils)
+    named = {**inputs, "provider": "auto"}
+    opcheck(torch.ops.tatten.decode_attention.default, args, named, test_utils=utils)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [Case(mask="causal", q_len=2), Case(window=5, softcap=2.0, sinks=True, q_len=2), Case(window=5, sinks=True)],
+    ids=str,
+)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
-def test_public_function_compiles(inner: str) -> None:
-    inputs = Case(mask="causal", q_len=2).inputs()
+def test_public_function_compiles(inner: str, case: Case) -> None:
+    inputs = case.inputs()
     query, key, value = inputs.pop("query"), inputs.pop("key"), inputs.pop("value")
+    inputs["provider"] = "cpu"
+    torch._dynamo.reset()
     compiled = torch.compile(tatten.decode_attention, backend=inner, fullgraph=True)
     out, lse = compiled(query, key, value, **inputs, return_lse=True)
     want_out, want_lse = tatten.decode_attention(query, key, value, **inputs, return_lse=True)

@@ -1,4 +1,8 @@
-"""The Triton kernels compile for Hopper on a machine without a GPU, use its matrix units and do not spill."""
+"""The kernels compile for Hopper on a machine without a GPU: pipelined, on its matrix units, and without spills.
+
+What is compiled is what `tatten.ops.lean` would launch: a subprocess calls it with tensors that have no data, takes
+down the arguments of each kernel instead of launching it, and compiles the kernel for them.
+"""
 
 from __future__ import annotations
 
@@ -11,81 +15,166 @@ import pytest
 
 SCRIPT = """
 import json, re, subprocess, sys, tempfile
-import triton
+import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tatten.ops import triton_decode, triton_merge
+from triton.experimental.gluon._runtime import GluonASTSource
+from tatten.ops import gluon_wide, lean, triton_mask
 
-def build(kernel, pointers, constants, num_warps):
-    names = kernel.arg_names
-    constants = {**constants, **{name: 1 for name in ("query_d", "key_d", "value_d", "mask_s") if name in names}}
-    signature, attrs = {}, {}
-    for i, name in enumerate(names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in pointers:
-            signature[name] = pointers[name]
-            attrs[(i,)] = [["tt.divisibility", 16]]
-        elif name == "scale":
-            signature[name] = "fp32"
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64"}
+NAMES |= {torch.uint8: "u8", torch.bool: "i1"}
+
+class Recorder:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: launches.append((self.kernel, args, kwargs))
+
+def compile(kernel, args, kwargs):
+    # As Triton specialises at a launch: on 1, and on multiples of 16.
+    signature, constants, attrs, options = {}, {}, {}, dict(kwargs)
+    for i, param in enumerate(kernel.params):
+        x = args[i] if i < len(args) else options.pop(param.name)
+        kind = None
+        if param.is_constexpr or (type(x) is int and x == 1 and not param.do_not_specialize):
+            kind, constants[param.name] = "constexpr", x
+        elif isinstance(x, torch.Tensor):
+            kind, attrs[(i,)] = "*" + NAMES[x.dtype], [["tt.divisibility", 16]]
+        elif hasattr(x, "block_shape"):
+            layout = f",{x.layout!r}" if hasattr(x, "layout") else ""
+            kind = f"tensordesc<{NAMES[x.base.dtype]}{str(list(x.block_shape)).replace(' ', '')}{layout}>"
+        elif isinstance(x, float):
+            kind = "fp32"
         else:
-            signature[name] = "i32"
-            if "_" in name and name.split("_")[0] in ("query", "key", "value", "mask"):
+            kind = "i32" if x < 2**31 else "i64"
+            if x % 16 == 0 and not param.do_not_specialize:
                 attrs[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    target = GPUTarget("cuda", 90, 32)
-    return triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": 2})
-
-def stack_bytes(kernel):
-    # ptxas spills to a stack, which PTX does not show
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+        signature[param.name] = kind
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attrs)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:  # ptxas spills to a stack, which PTX does not show
+        file.write(built.asm["cubin"])
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\\d+)", usage).group(1))
+    return {
+        "kernel": kernel.__name__,
+        "ptx": built.asm["ptx"],
+        "stack": int(re.search(r"STACK:(\\d+)", usage).group(1)),
+        "registers": int(re.search(r"REG:(\\d+)", usage).group(1)),
+        "shared": built.metadata.shared,
+        "threads": int(re.search(r"\\.reqntid (\\d+)", built.asm["ptx"]).group(1)),
+    }
 
-dtype, dim, mask, rows = sys.argv[1], *map(int, sys.argv[2:])
-block_m, block_n, num_warps = triton_decode.tile_sizes(rows, dim, 4 if dtype == "fp32" else 2)
-p = f"*{dtype}"
-pointers = {"query": p, "key": p, "value": p, "mask": "*u8" if mask == 1 else p, "kv_lens": "*i64"}
-pointers |= {"out": "*fp32", "lse": "*fp32"}
-constants = dict(HEAD_DIM=dim, VALUE_DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_DV=triton.next_power_of_2(dim),
-    BLOCK_M=block_m, BLOCK_N=block_n, MASK=mask, MASK_PER_ROW=rows > 16, HAS_LENS=True, WIDE=False, UPCAST=False)
-decode = build(triton_decode._decode_kernel, pointers, constants, num_warps)
-merged = {"out": "*fp32", "lse": "*fp32", "merged_out": p, "merged_lse": "*fp32"}
-constants = dict(DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_N=8, PARTIALS=True)
-merge = build(triton_merge._merge_kernel, merged, constants, 2)
-pair = {name: p for name in ("out_a", "out_b", "out")} | {name: "*fp32" for name in ("lse_a", "lse_b", "lse")}
-constants = dict(DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_R=max(1, 1024 // triton.next_power_of_2(dim)))
-pair = build(triton_merge._merge_pair_kernel, pair, constants, 4)
-kernels = decode, merge, pair
-print(json.dumps([{"ptx": x.asm["ptx"], "shared": x.metadata.shared, "stack": stack_bytes(x)} for x in kernels]))
+def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, kv_len=4096, q_len=1, wide=False, **options):
+    dtype = getattr(torch, dtype)
+    def empty(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+    query, key, value = empty(2, 2 * rows // q_len, q_len, dim), empty(2, 2, kv_len, dim), empty(2, 2, kv_len, dim)
+    if wide:
+        return lean.launch_wide(query, key, value, 0.1)
+    if mask is not None:
+        mask = empty(*mask[1:], kv_len, dtype=getattr(torch, mask[0]))
+    lens = empty(2, dtype=torch.int64) if lens else None
+    sinks = empty(query.shape[1]) if sinks else None
+    parts = lean.launch(query, key, value, mask, lens, 0.1, sinks=sinks, **options)
+    lean.merge_parts(parts, None if options.get("whole", True) else parts, 2, dtype)
+
+tiles_for = lean.tiles_for
+lean.tiles_for = lambda *args: chosen.append(tiles_for(*args)) or chosen[-1]
+lean.multiprocessors = lambda device: 132
+for module in (lean, triton_mask, gluon_wide):
+    for name, x in list(vars(module).items()):
+        if isinstance(x, triton.JITFunction) and name.endswith("_kernel"):
+            setattr(module, name, Recorder(x))
+
+variants = []
+for args, options in json.loads(sys.argv[1]):
+    launches, chosen = [], []
+    attend(*args, **options)
+    per_sm = chosen[0].per_sm if chosen else 1
+    variants.append({"per_sm": per_sm, "kernels": [compile(*launch) for launch in launches]})
+print(json.dumps(variants))
 """
 
+Variant = tuple[tuple[str, int, int], dict[str, object]]  # dtype, head_dim, packed rows; and options of `launch`
 
-@pytest.mark.parametrize(
-    ("dtype", "dim", "mask", "rows"),
-    [
-        ("bf16", 128, 0, 4),
-        ("bf16", 128, 1, 4),
-        ("bf16", 128, 1, 64),
-        ("fp16", 64, 2, 20),
-        ("bf16", 256, 1, 64),
-        ("bf16", 512, 1, 8),
-        ("fp32", 64, 1, 4),
-        ("fp32", 128, 1, 64),
+PER_SEQUENCE, LENS = {"mask": ("bool", 2, 1, 1)}, {"lens": True}
+EXTRAS = {"window": 1000, "softcap": 30.0, "sinks": True}
+
+
+def shapes(dtype: str, dims: tuple[int, ...], rows: tuple[int, ...], *options: dict[str, object]) -> list[Variant]:
+    return [((dtype, dim, n), given) for dim in dims for n in rows for given in options]
+
+
+GROUPS: dict[str, list[Variant]] = {
+    "few rows": [
+        *shapes("bfloat16", (128,), (1, 4, 16), {}, LENS, PER_SEQUENCE),
+        *shapes("float16", (128,), (4,), {"kv_len": 256}, {"kv_len": 256, **LENS}, {"kv_len": 256, **PER_SEQUENCE}),
     ],
-)
-def test_compiles_for_sm_90(dtype: str, dim: int, mask: int, rows: int) -> None:
+    "many rows": shapes("bfloat16", (128,), (32, 64, 128), {}, LENS, PER_SEQUENCE),
+    "head_dim": [
+        *shapes("bfloat16", (64, 80, 192, 256, 512), (4,), {}, LENS),
+        *shapes("bfloat16", (64, 256, 512), (64,), {}),
+    ],
+    "head_dim, listed": [
+        *shapes("bfloat16", (64, 80, 192, 256, 512), (4,), PER_SEQUENCE),
+        *shapes("bfloat16", (64, 256, 512), (64,), PER_SEQUENCE, LENS),
+    ],
+    "masks": [
+        variant
+        for n in (4, 64)
+        for mask in (("bool", 2, 2 * n, 1), ("bfloat16", 2, 1, 1), ("float32", 1, 2 * n, 1))
+        for variant in shapes("bfloat16", (128,), (n,), {"mask": mask})
+    ],
+    "extras": shapes("bfloat16", (128,), (4, 64), EXTRAS, {**EXTRAS, **LENS}, {**EXTRAS, **LENS, **PER_SEQUENCE}),
+    "float32": shapes("float32", (64, 128, 512), (4,), {}, PER_SEQUENCE),
+    "segments": [
+        *shapes("bfloat16", (128,), (4, 64), {"whole": False}, {"whole": False, "follows": True}),
+        *shapes("bfloat16", (64, 128), (128,), {"wide": True}),
+    ],
+}
+
+
+def faults(kernel: dict, per_sm: int, dtype: str, follows: bool) -> list[str]:
+    """What is wrong with a compiled kernel of which `per_sm` programs are to be on an SM at once."""
+    name, ptx = kernel["kernel"], kernel["ptx"]
+    found = []
+    if kernel["stack"]:
+        found.append(f"{kernel['stack']} bytes of stack: registers spill")
+    if kernel["shared"] > 227 << 10:
+        found.append(f"{kernel['shared']} bytes of shared memory do not fit a program")
+    if name in ("_lean_kernel", "_wide_kernel"):
+        registers = -(-kernel["registers"] // 8) * 8 * kernel["threads"]  # given out by eights
+        if registers * per_sm > 65536 or (kernel["shared"] + 1024) * per_sm > 228 << 10:
+            found.append(f"{registers} registers, {kernel['shared']} bytes of shared memory: not {per_sm} on an SM")
+        if "cp.async.cg" not in ptx and "cp.async.bulk.tensor" not in ptx:
+            found.append("no asynchronous copies: the loop is not pipelined")
+        if dtype != "float32" and "mma.sync" not in ptx and "wgmma.mma_async" not in ptx:
+            found.append("no matrix units")
+        wait, release, load = (ptx.find(x) for x in ("griddepcontrol.wait", "griddepcontrol.launch", "ld.global"))
+        if min(wait, release) < 0:
+            found.append("programs do not overlap")
+        elif follows and not release < load < ptx.rfind("st.global") < wait:
+            found.append("does not run beside the launch before, or ends before it")
+        elif not follows and not wait < release < load:
+            found.append("loads before the launch before is done")
+    if name == "_merge_segments_kernel" and not -1 < ptx.find("griddepcontrol.wait") < ptx.find("ld.global.cg"):
+        found.append("loads states before the launch before is done")
+    return [f"{name}: {fault}" for fault in found]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_compiles_for_sm_90(group: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", SCRIPT, dtype, str(dim), str(mask), str(rows)]
+    command = [sys.executable, "-c", SCRIPT, json.dumps(GROUPS[group])]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    decode, merge, pair = json.loads(done.stdout.splitlines()[-1])
-    if dtype != "fp32":
-        assert "mma.sync" in decode["ptx"] or "wgmma" in decode["ptx"]
-    assert "ld.global.v4" in decode["ptx"] or "cp.async" in decode["ptx"], "loads of K and V are not 16 bytes wide"
-    for kernel in (decode, merge, pair):
-        assert kernel["stack"] == 0, "registers spill to local memory"
-        assert kernel["shared"] <= 227 * 1024
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [
+        f"{variant}: {fault}"
+        for variant, built in zip(GROUPS[group], json.loads(done.stdout.splitlines()[-1]), strict=True)
+        for kernel in built["kernels"]
+        for fault in faults(kernel, built["per_sm"], variant[0][0], "follows" in variant[1])
+    ]
+    assert not found, "\n".join(found)

@@ -3,75 +3,371 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
+from itertools import cycle, product
 
 import pytest
 import torch
-from attention_cases import Case, assert_state
+from attention_cases import NEG_INF, Case, assert_state, places_in_reach
+from torch import Tensor
 
-from tatten.ops.packing import fold_sequences, pack_heads, unfold_sequences
+from tatten.ops.masks import mask_blocks
+from tatten.ops.packing import pack_heads, unfold_sequences
+from tatten.ops.reference import bifurcated_attention_reference
+from tatten.ops.schedule import Schedule
 from tatten.ops.states import merge, merge_parts
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 
-MASKS = ["none", "causal", "broadcast", "2d", "keys", "per_head", "empty_rows", "all_false", "one_key"]
+MASKS = ["none", "causal", "broadcast", "2d", "keys", "holes", "per_head", "empty_rows", "all_false", "one_key"]
 MASKS += ["additive", "additive_f32", "finfo_min", "alibi", "one_column"]
+BATCH = 4  # of segments
+PROGRAMS = (1, 5, 8)  # 8 are more than there are tiles in `MASKED`
+SMALL = Case(q_heads=2, kv_heads=1, q_len=2, kv_len=70, head_dim=16)
+MASKED = [
+    replace(SMALL, mask=mask, lens=lens, window=window, softcap=softcap, sinks=sinks)
+    for mask, lens, window, softcap, sinks in product(MASKS, (False, True), (None, 20), (None, 1.5), (False, True))
+]
 
 
-def run(case: Case, n_splits: int | None) -> None:
-    from tatten.ops.triton_decode import decode_attention_triton
+@pytest.fixture(autouse=True)
+def fresh_memory_is_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read before it is written, or never written, shows: as NaN, or as a key that is not listed."""
 
+    def poisoned(allocate):
+        def empty(*args, **kwargs) -> Tensor:
+            x = allocate(*args, **kwargs)
+            if x.is_floating_point():
+                x.fill_(float("nan"))
+            elif x.dtype == torch.int64:
+                x.fill_(1 << 62)
+            return x
+
+        return empty
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+
+
+def lean(inputs: dict, **options) -> tuple[Tensor, Tensor]:
+    from tatten.ops.lean import lean_attention
+
+    scale = inputs["query"].shape[3] ** -0.5 if inputs["scale"] is None else inputs["scale"]
+    return lean_attention(**{**inputs, "scale": scale}, **options)
+
+
+def assert_equal(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
+    """To the bit."""
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("case, programs", list(zip(MASKED, cycle(PROGRAMS))), ids=str)
+def test_masks(case: Case, programs: int) -> None:
     inputs = case.inputs(poison=case.mask != "finfo_min")
-    scale = inputs["query"].shape[3] ** -0.5 if case.scale is None else case.scale
-    out, lse = decode_attention_triton(**{**inputs, "scale": scale}, n_splits=n_splits)
-    assert_state(out, lse, inputs)
+    assert_state(*lean(inputs, programs=programs), inputs)
 
 
-@pytest.mark.parametrize("n_splits", [1, 3])
-@pytest.mark.parametrize("lens", [False, True])
-@pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask: str, lens: bool, n_splits: int) -> None:
-    run(Case(mask=mask, q_len=2, kv_len=70, head_dim=16, lens=lens), n_splits)
-
-
+@pytest.mark.parametrize("programs", [None, 2, 7])
 @pytest.mark.parametrize(
     "case",
     [
-        Case(dtype=torch.bfloat16, head_dim=16, mask="causal"),
+        Case(dtype=torch.bfloat16, head_dim=16, mask="causal", kv_len=70),
         Case(dtype=torch.float16, head_dim=24, mask="causal", value_dim=40),
-        Case(q_heads=17, kv_heads=1, q_len=5, head_dim=16, kv_len=40),
+        Case(dtype=torch.bfloat16, head_dim=80, kv_len=100, sinks=True),
+        Case(batch=1, q_heads=17, kv_heads=1, q_len=5, head_dim=16, kv_len=70),
+        Case(q_heads=3, kv_heads=3, head_dim=23, value_dim=7, lens=True, window=9),
         Case(kv_len=0, head_dim=16),
+        Case(kv_len=0, head_dim=16, mask="holes", lens=True, sinks=True),
         Case(kv_len=1, head_dim=16, scale=0.5),
         Case(batch=1, kv_heads=4, head_dim=80, kv_len=35),
+        Case(head_dim=16, scale=-1.0, mask="causal", sinks=True, kv_len=70),
+        Case(head_dim=32, value_dim=64, q_heads=2, kv_len=65, mask="additive"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("n_splits", [None, 2, 7])
-def test_shapes(case: Case, n_splits: int | None) -> None:
-    run(case, n_splits)
+def test_shapes(case: Case, programs: int | None) -> None:
+    inputs = case.inputs()
+    assert_state(*lean(inputs, programs=programs), inputs)
 
 
-def test_holes_may_hold_nan() -> None:
-    """What no query attends to is not read even in the middle of a block."""
-    from tatten.ops.triton_decode import decode_attention_triton
+@pytest.mark.parametrize("mask", ["none", "holes", "additive"])
+@pytest.mark.parametrize("layout", ["heads_inside", "transposed", "one_batch", "slice"])
+def test_strides(layout: str, mask: str) -> None:
+    inputs = Case(mask=mask, q_len=2, kv_len=70, head_dim=16).inputs(poison=layout != "one_batch")
+    for name in ("query", "key", "value"):
+        x = inputs[name]
+        match layout:
+            case "heads_inside":
+                inputs[name] = x.transpose(1, 2).contiguous().transpose(1, 2)
+            case "transposed":
+                inputs[name] = x.mT.contiguous().mT
+            case "one_batch":
+                inputs[name] = x[:1].expand_as(x)
+            case "slice":
+                inputs[name] = torch.nn.functional.pad(x, (2, 1, 1, 1), value=float("nan"))[:, :, 1:-1, 2:-1]
+    if mask != "none":
+        inputs["attn_mask"] = inputs["attn_mask"].mT.contiguous().mT
+    assert_state(*lean(inputs, programs=3), inputs)
 
-    inputs = Case(mask="2d", q_len=1, kv_len=50, head_dim=16).inputs(poison=False)
-    mask = torch.rand(2, 1, 1, 50) > 0.4
-    inputs["attn_mask"] = mask
+
+@pytest.mark.parametrize("options", [{}, {"window": 33}, {"window": 33, "q_len": 3}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("dims", [(16, 16), (24, 40)])
+def test_tensor_descriptors(dims: tuple[int, int], options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy engine reads all of a tile, and so keys outside a window too, which may be NaN."""
+    from tatten.ops import lean as module
+
+    monkeypatch.setattr(module, "INTERPRETED", False)
+    inputs = Case(kv_len=150, head_dim=dims[0], value_dim=dims[1], dtype=torch.float16, scale=0.2, **options).inputs()
+    parts = module.launch(**inputs, programs=5, overlap=False)
+    assert_state(*module.merge_parts(parts, None, 2, torch.float16, overlap=False), inputs)
+
+
+def test_wide_offsets_and_long_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled for more than 2^31 elements, or tiles times programs, gives the same."""
+    from tatten.ops import lean as module
+
+    kernel, merge_kernel = module._lean_kernel, module._merge_segments_kernel
+
+    class Big:
+        def __init__(self, kernel, **flags: bool) -> None:
+            self.kernel, self.flags = kernel, flags
+
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: self.kernel[grid](*args, **{**kwargs, **self.flags})
+
+    inputs = Case(lens=True, kv_len=150, head_dim=16).inputs()
+    want = lean(inputs, programs=5)
+    monkeypatch.setattr(module, "_lean_kernel", Big(kernel, WIDE=True, BIG=True))
+    monkeypatch.setattr(module, "_merge_segments_kernel", Big(merge_kernel, BIG=True))
+    assert_equal(lean(inputs, programs=5), want)
+
+
+@pytest.mark.parametrize("programs", [4, 30])
+@pytest.mark.parametrize("options", [{}, {"mask": "causal"}, {"mask": "alibi"}, {"window": 40}], ids=str)
+@pytest.mark.parametrize("lens", [(0, 0, 0), (150, 0, 1), (0, 64, 65), (1000, -1, 2)], ids=str)
+def test_ragged(lens: tuple[int, ...], options: dict, programs: int) -> None:
+    """Lengths outside the keys are clamped."""
+    inputs = Case(batch=3, q_heads=2, kv_heads=1, kv_len=150, head_dim=16, **options).inputs(poison=False)
+    inputs["kv_lens"] = torch.tensor(lens, dtype=torch.int32)
+    beyond = torch.arange(150) >= inputs["kv_lens"][:, None]
     for name in ("key", "value"):
-        inputs[name] = inputs[name].masked_fill(~mask.transpose(2, 3), float("nan"))
-    assert_state(*decode_attention_triton(**{**inputs, "scale": 0.25}, n_splits=2), inputs)
+        inputs[name] = inputs[name].masked_fill(beyond[:, None, :, None], float("nan"))
+    got = lean(inputs, programs=programs)
+    assert_state(*got, {**inputs, "kv_lens": inputs["kv_lens"].clamp(0, 150)})
 
 
-@pytest.mark.parametrize("n_splits", [1, 3])
-def test_nan_in_keys_that_count_comes_out(n_splits: int) -> None:
-    from tatten.ops.triton_decode import decode_attention_triton
+@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("per", ["keys", "sequence", "head", "query"])
+def test_holes_may_hold_nan(per: str, programs: int) -> None:
+    """What no query attends to is not read, even in the middle of a block."""
+    inputs = Case(q_heads=2, kv_heads=1, q_len=2, kv_len=150, head_dim=16).inputs(poison=False)
+    shape = {"keys": (150,), "sequence": (2, 1, 1, 150), "head": (2, 2, 1, 150), "query": (2, 1, 2, 150)}[per]
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.7
+    inputs["attn_mask"] = mask
+    used = mask.expand(2, 2, 2, 150).flatten(1, 2).any(dim=1)[:, None, :, None]
+    for name in ("key", "value"):
+        inputs[name] = inputs[name].masked_fill(~used, float("nan"))
+    assert_state(*lean(inputs, programs=programs), inputs)
 
-    inputs = Case(kv_len=100, head_dim=16).inputs()
+
+@pytest.mark.parametrize("programs", [1, 3, 5])
+def test_nan_in_keys_that_count_comes_out(programs: int) -> None:
+    inputs = Case(kv_len=150, head_dim=16).inputs()
     inputs["key"][0, 1, 7] = float("nan")
-    out, lse = decode_attention_triton(**{**inputs, "scale": 0.25}, n_splits=n_splits)
+    out, lse = lean(inputs, programs=programs)
     assert out[0, 2:].isnan().all()
     assert lse[0, 2:].isnan().all()
     assert out[0, :2].isfinite().all()
+    assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("case", [SMALL, replace(SMALL, lens=True), replace(SMALL, mask="holes", sinks=True)], ids=str)
+def test_the_same_to_the_bit(case: Case) -> None:
+    inputs = case.inputs()
+    assert_equal(lean(inputs, programs=5), lean(inputs, programs=5))
+
+
+@pytest.mark.parametrize("mask", ["causal", "holes", "keys", "additive", "empty_rows", "all_false"])
+def test_blocks_found_before_give_the_same(mask: str) -> None:
+    inputs = replace(SMALL, mask=mask).inputs()
+    blocks = mask_blocks(inputs["attn_mask"], 2, 2, 2)
+    assert_equal(lean(inputs, programs=3, blocks=blocks), lean(inputs, programs=3))
+
+
+@pytest.mark.parametrize("programs", [1, 4, 7, 40])
+@pytest.mark.parametrize(
+    "kind, q_heads",
+    [("uniform", 4), ("uniform", 24), ("ragged", 4), ("ragged", 24), ("empty", 4), ("window", 4), ("mask", 4)],
+)
+def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) -> None:
+    """Each program leaves the states of the tiles that `Schedule.visits` says, in their slots, and writes no others."""
+    from tatten.ops.lean import Tiles, launch
+
+    batch, kv_heads, q_len, kv_len, dim = 3, 2, 2, 230, 16
+    query = torch.randn(batch, q_heads, q_len, dim)
+    key, value = torch.randn(2, batch, kv_heads, kv_len, dim)
+    lens = {"ragged": torch.tensor([230, 0, 70]), "empty": torch.zeros(batch, dtype=torch.int64)}.get(kind)
+    window = 50 if kind == "window" else None
+    mask = None
+    if kind == "mask":  # blocks 0 and 3 of the first sequence, all of the second, none of the third
+        mask = torch.arange(kv_len) % 192 < 50
+        mask = torch.stack((mask, torch.ones_like(mask), torch.zeros_like(mask)))[:, None, None]
+    options = {"window": window, "tiles": Tiles(16, 32, 4, 2), "programs": programs}
+    parts = launch(query, key, value, mask, lens, dim**-0.5, **options)
+    block_n, block_m = parts.block_n, parts.block_m
+
+    blocks_of = []  # of each sequence
+    for n in [kv_len] * batch if lens is None else lens.tolist():
+        begin = 0 if window is None else max(n - q_len - window + 1, 0)
+        blocks_of.append(list(range(begin // block_n, -(-n // block_n))))
+    if mask is not None:
+        blocks_of = [[0, 3], [0, 1, 2, 3], []]
+    rows = [(b, h, m) for b in range(batch) for h in range(kv_heads) for m in range(parts.m_blocks)]
+    schedule = Schedule(tuple(max(1, len(blocks_of[b])) for b, _, _ in rows), programs)
+    visits = [visit for program in range(programs) for visit in schedule.visits(program)]
+    slots = sorted(visit.slot for visit in visits if visit.slot is not None)
+    assert (~parts.part_lse[:, 0].isnan()).nonzero().flatten().tolist() == slots
+    assert (~parts.part_out[:, 0, 0].isnan()).nonzero().flatten().tolist() == slots
+
+    reach = places_in_reach(lens, batch, q_len, kv_len, window)
+    reach = reach if mask is None else reach & mask
+    reach = pack_heads(reach.expand(batch, q_heads, q_len, kv_len), kv_heads)
+    scores = (pack_heads(query, kv_heads) @ key.mT * dim**-0.5).masked_fill(~reach, NEG_INF)
+    whole = pack_heads(parts.lse[..., None], kv_heads).squeeze(-1)
+    wrote = torch.zeros_like(whole, dtype=torch.bool)
+    for visit in visits:
+        b, head, m = rows[visit.row]
+        queries = slice(m * block_m, min((m + 1) * block_m, whole.shape[2]))
+        keys = torch.zeros(kv_len, dtype=torch.bool)
+        for block in blocks_of[b][visit.start : visit.stop]:
+            keys[block * block_n : (block + 1) * block_n] = True
+        want = scores[b, head, queries].masked_fill(~keys, NEG_INF).logsumexp(dim=1)
+        if visit.slot is None:
+            wrote[b, head, queries] = True
+            torch.testing.assert_close(whole[b, head, queries], want)
+        else:
+            torch.testing.assert_close(parts.part_lse[visit.slot, : len(want)], want)
+    assert torch.equal(whole.isnan(), ~wrote)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Segments as `(rows, length, kind of mask)` of a batch of `BATCH`; `kv_heads` of each, or of all."""
+
+    segments: tuple[tuple[int, int, str], ...]
+    q_heads: int = 4
+    kv_heads: int | tuple[int, ...] = 2
+    q_len: int = 1
+    dim: int = 16
+    value_dim: int = 16
+
+    def __str__(self) -> str:
+        segments = ",".join(f"{rows}x{length}{kind}" for rows, length, kind in self.segments)
+        return f"{segments}-H{self.q_heads}x{self.kv_heads}-L{self.q_len}-D{self.dim}x{self.value_dim}"
+
+    def inputs(self) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor | None]]:
+        """What no query of a row attends to is NaN."""
+        generator = torch.Generator().manual_seed(0)
+        query = torch.randn(BATCH, self.q_heads, self.q_len, self.dim, generator=generator)
+        all_heads = (self.kv_heads,) * len(self.segments) if isinstance(self.kv_heads, int) else self.kv_heads
+        keys, values, masks = [], [], []
+        for (rows, length, kind), heads in zip(self.segments, all_heads, strict=True):
+            key, value = (torch.randn(rows, heads, length, d, generator=generator) for d in (self.dim, self.value_dim))
+            mask = self.mask(kind, rows, length, generator)
+            if mask is not None:
+                used = mask if mask.dtype == torch.bool else mask != NEG_INF
+                used = used.expand(max(rows, mask.shape[0]), -1, -1, -1).unflatten(0, (rows, -1))
+                unread = ~used.flatten(1, 3).any(dim=1)[:, None, :, None]
+                key, value = (x.masked_fill(unread, float("nan")) for x in (key, value))
+            keys.append(key)
+            values.append(value)
+            masks.append(mask)
+        return query, keys, values, masks
+
+    def mask(self, kind: str, rows: int, length: int, generator: torch.Generator) -> Tensor | None:
+        def some(*shape: int) -> Tensor:
+            return torch.rand(*shape, length, generator=generator) > 0.6
+
+        match kind:
+            case "":
+                return None
+            case "rows":
+                return some(rows, 1, 1)
+            case "sequences":
+                return some(BATCH, 1, 1)
+            case "last":  # only the last sequence attends to anything, in the last block
+                return (torch.arange(BATCH)[:, None] == 3).expand(BATCH, length)[:, None, None] & some(1, 1, 1)
+            case "one":
+                return some(1, 1, 1).expand(BATCH, -1, -1, -1)
+            case "all":
+                return some(BATCH, self.q_heads, self.q_len)
+            case "heads":
+                return some(1, self.q_heads, 1)
+            case "additive":
+                return torch.where(some(BATCH, self.q_heads, 1), torch.randn(length, generator=generator), NEG_INF)
+            case "row_bias":
+                return torch.randn(rows, 1, 1, length, generator=generator)
+            case "nothing":
+                return torch.zeros(1, 1, 1, length, dtype=torch.bool)
+        raise ValueError(kind)
+
+
+SEGMENTS = [
+    Segments(((1, 150, ""), (4, 70, ""))),
+    Segments(((2, 130, ""), (4, 33, "")), kv_heads=1, q_len=2),
+    Segments(((1, 90, ""), (4, 65, "")), q_heads=6, kv_heads=1, q_len=3),  # more packed queries than a tile has rows
+    Segments(((1, 150, "rows"), (4, 70, "all")), q_len=2),
+    Segments(((2, 150, "rows"), (4, 70, "sequences"))),
+    Segments(((2, 150, "sequences"), (4, 70, "one"))),
+    Segments(((1, 150, "sequences"), (4, 70, ""))),
+    Segments(((1, 150, "last"),)),
+    Segments(((2, 150, "all"), (4, 70, "additive")), q_len=2),
+    Segments(((1, 70, "additive"), (2, 70, "row_bias"), (4, 70, "heads"))),
+    Segments(((1, 70, ""), (2, 65, ""), (4, 9, "")), q_len=2),
+    Segments(((4, 70, ""), (1, 70, "nothing"), (2, 1, "one"))),
+    Segments(((1, 0, ""), (4, 70, ""))),
+    Segments(((1, 0, ""), (4, 0, ""))),
+    Segments(((1, 0, "rows"), (4, 70, "nothing"), (1, 0, ""))),
+    Segments(((4, 150, ""),), dim=20, value_dim=12),
+    Segments(((1, 130, ""), (4, 70, "")), kv_heads=(2, 4)),
+    Segments(((2, 130, ""), (4, 70, "")), kv_heads=(4, 1), q_len=2),
+]
+
+
+@pytest.mark.parametrize("programs", [3, 25])
+@pytest.mark.parametrize("case", SEGMENTS, ids=str)
+def test_segments(case: Segments, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tatten.ops import lean as module
+
+    monkeypatch.setattr(module, "multiprocessors", lambda device: programs)
+    query, keys, values, masks = case.inputs()
+    out, lse = module.lean_segments(query, keys, values, masks, [None] * len(keys), case.dim**-0.5)
+    want_out, want_lse = bifurcated_attention_reference(query, keys, values, masks)
+    torch.testing.assert_close(out.double(), want_out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_segments_in_low_precision(dtype: torch.dtype) -> None:
+    from tatten.ops.lean import lean_segments
+
+    query, keys, values, _ = SEGMENTS[0].inputs()
+    query, keys, values = query.to(dtype), [x.to(dtype) for x in keys], [x.to(dtype) for x in values]
+    out, _ = lean_segments(query, keys, values, [None, None], [None, None], 0.25)
+    assert out.dtype == dtype
+    want, _ = bifurcated_attention_reference(query, keys, values)
+    torch.testing.assert_close(out, want.to(dtype), atol=2e-3, rtol=2 * torch.finfo(dtype).eps)
+
+
+def test_segments_take_blocks_found_before() -> None:
+    from tatten.ops.lean import lean_segments
+
+    query, keys, values, masks = Segments(((2, 150, "sequences"), (4, 70, "all")), q_len=2).inputs()
+    blocks = [mask_blocks(mask, BATCH, key.shape[0], 2) for mask, key in zip(masks, keys, strict=True)]
+    given = lean_segments(query, keys, values, masks, blocks, 0.25)
+    assert_equal(given, lean_segments(query, keys, values, masks, [None, None], 0.25))
 
 
 @pytest.mark.parametrize("n_states", [1, 2, 9, 20])
@@ -110,20 +406,10 @@ def test_merge_parts(rows: tuple[int, ...], q_len: int, dtype: torch.dtype) -> N
         wanted.append(
             [unfold_sequences(x.reshape(n, heads, batch // n * q_len, *x.shape[3:]), batch) for x in (out, lse)]
         )
-    got = merge_parts_triton(outs, lses, (batch, heads, q_len, dim))
+    got = merge_parts_triton(outs, lses, (batch, heads, q_len, dim), dtype)
     want = merge_parts(*zip(*wanted, strict=True))
     assert got[0].dtype == dtype
     assert got[0].is_contiguous()
     assert got[0].isnan().any()
     torch.testing.assert_close(got[0], want[0], equal_nan=True)
     torch.testing.assert_close(got[1], want[1], equal_nan=True)
-
-
-@pytest.mark.parametrize("q_len", [1, 3])
-@pytest.mark.parametrize(("rows", "kv_heads"), [(1, 2), (2, 1), (6, 4), (3, 4)])
-def test_pack_queries(rows: int, kv_heads: int, q_len: int) -> None:
-    from tatten.ops.triton_pack import pack_queries_triton
-
-    query = torch.randn(6, q_len, 4, 48).transpose(1, 2)[..., ::2]
-    want = pack_heads(fold_sequences(query, rows), kv_heads)
-    assert torch.equal(pack_queries_triton(query, rows, kv_heads), want)

@@ -1,4 +1,4 @@
-"""The examples run to their end, on small sizes, and find the same tokens both ways."""
+"""The examples run to their end, on small sizes; those that decode find the same tokens both ways."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def output(name: str, options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     monkeypatch.setattr(sys, "argv", [name, *options.split()])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    out = capsys.readouterr().out
-    assert "times as fast" in out
-    return out
+    return capsys.readouterr().out
 
 
 def test_best_of_n(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,6 +23,7 @@ def test_best_of_n(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert "tokens: identical (4 sequences of 6)" in out
     assert "of 4; the best 3:" in out
     assert "backend     ms per step    KV MiB\ninductor" in out
+    assert "times as fast" in out
 
 
 def test_prefix_tree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,3 +35,14 @@ def test_prefix_tree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "tokens: identical (2 rounds of 12 sequences of 6)" in out
     assert "2  tatten" in out
     assert "1 x 300 + 4 x 5 + 4 x 6 + 12 x 6" in out
+    assert "times as fast" in out
+
+
+def test_draw_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "schedule.svg"
+    out = output("draw_schedule", f"--lengths 1000 300 --kv-heads 2 --programs 7 --out {path}", monkeypatch, capsys)
+    assert "<svg" in path.read_text()
+    assert "FlashAttention-2                 2       40%         5       40.0%    1.00x               0" in out
+    assert "Lean Attention                   5      100%         2      100.0%    2.50x               6" in out
+    assert "Lean Attention                   7      100%         4       78.6%    2.00x" in out

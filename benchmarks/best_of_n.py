@@ -1,0 +1,134 @@
+"""One decode step of n samples from one prompt, at Llama-2-7B's shapes: how far it is from reading everything once.
+
+    python benchmarks/best_of_n.py --device cuda                     # about three minutes, most of them compilation
+    python benchmarks/best_of_n.py --device cuda --n 32 --static --variants with
+    python benchmarks/best_of_n.py --device cpu                      # two layers of 256 columns, to try the code
+
+All 32 layers, multi-head, bfloat16, with random weights, keys and values; n sequences share a context of 8192 tokens
+and have 128 of their own, of which the step decodes the last.
+
+    with      tatten's SharedPrefixCache, compiled by tatten
+    without   a KV copied for each sequence, transformers' StaticCache, compiled by Inductor, until memory runs out
+
+On a GPU each step is a captured CUDA graph. A model is compiled once for all n (n = 1 is another graph), or with
+--static once for each. The floor is the weights, the prefix and the suffixes once, at the bandwidth of a plain read,
+measured in the same run. The authors' fork of gpt-fast (Bifurcated Attention, arXiv 2403.08845) published 13.5 ms for
+n = 32 on an H100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from bifurcated_paper import DTYPE, HEAD_DIM, Runner, Sizes, kv_bytes, unless_out_of_memory
+from lean_paper import bandwidth
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import tatten
+
+DEFAULTS = {
+    "cuda": {"n": [1, 4, 16, 32, 64, 128, 256], "layers": 32, "context": 8192, "suffix": 128, "repeats": 15},
+    "cpu": {"n": [1, 4, 8], "layers": 2, "context": 1024, "suffix": 16, "repeats": 5},
+}
+
+
+def build(layers: int, device: str) -> LlamaForCausalLM:
+    hidden, intermediate = (4096, 11008) if device == "cuda" else (2 * HEAD_DIM, 688)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // HEAD_DIM,
+        vocab_size=32000,
+        max_position_embeddings=1 << 17,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval().requires_grad_(False)
+
+
+def measure(
+    model: LlamaForCausalLM, variant: str, rows: dict[int, dict], rate: float, args: argparse.Namespace
+) -> None:
+    """Fill in the milliseconds of all n, None where memory runs out, and how the logits of two variants differ."""
+    start = time.perf_counter()
+    # Of the embedding a step reads a row for each sequence.
+    weights = sum(p.nbytes for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
+    fits = True
+    with torch.no_grad(), tatten.recording() as report:
+        runner = Runner(model, variant, args)
+        for n, row in rows.items():
+            sizes = Sizes(args.context, n, args.suffix)
+            found = unless_out_of_memory(runner.latency, sizes) if fits else None
+            fits = found is not None
+            row[f"{variant}_ms"], logits = found or (None, None)
+            row["floor_ms"] = 1e3 * (weights + kv_bytes(model, "with", sizes)) / rate
+            row[f"{variant}_kv_gib"] = kv_bytes(model, variant, sizes) / 2**30
+            if logits is not None:
+                compare(row, logits.float())
+            shown = f"{row[f'{variant}_ms']:.2f} ms, floor {row['floor_ms']:.2f} ms" if fits else "out of memory"
+            print(f"{variant}, n = {n}: {shown}", flush=True)
+    done = f"{len(report.rewritten)} calls rewritten, {len(report.declined)} left"
+    print(f"{variant}: {time.perf_counter() - start:.0f} s; {done}", flush=True)
+
+
+def compare(row: dict, logits: Tensor) -> None:
+    other = row.setdefault("logits", logits)
+    if other is not logits:
+        row["difference"] = ((logits - other).norm() / other.norm()).item()
+
+
+def show(rows: dict[int, dict], variants: list[str]) -> None:
+    print("   n |" + "".join(f"{f'{v} ms':>12}" for v in variants), end="")
+    print("    floor ms |" + "".join(f"{f'{v}/floor':>15}" for v in variants), end="")
+    print(" |" + "".join(f"{f'{v} KV GiB':>16}" for v in variants) + " | logits differ by")
+    for n, r in rows.items():
+        times = "".join("         OOM" if r[f"{v}_ms"] is None else f"{r[f'{v}_ms']:12.2f}" for v in variants)
+        ratios = "".join(
+            "              -" if r[f"{v}_ms"] is None else f"{r[f'{v}_ms'] / r['floor_ms']:14.2f}x" for v in variants
+        )
+        kv = "".join(f"{r[f'{v}_kv_gib']:16.2f}" for v in variants)
+        difference = f"{r['difference']:.1e}" if "difference" in r else "-"
+        print(f"{n:4} |{times} {r['floor_ms']:11.2f} |{ratios} |{kv} | {difference}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--n", type=int, nargs="*", help="samples, in ascending order")
+    parser.add_argument("--variants", nargs="*", choices=["with", "without"], default=["with", "without"])
+    parser.add_argument("--context", type=int)
+    parser.add_argument("--suffix", type=int, help="tokens that each sequence has to itself")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--static", action="store_true", help="compile for each n")
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    for name, value in DEFAULTS[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+    # A float that may vary, as it may with dynamic shapes, makes Dynamo compile everything twice.
+    torch._dynamo.config.specialize_float = True
+    rate = bandwidth(args.device)
+    name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    model = build(args.layers, args.device)
+    size = sum(p.numel() for p in model.parameters()) / 1e9
+    print(f"{name}, torch {torch.__version__}, {rate / 1e9:.0f} GB/s; {size:.2f}B parameters, {args.layers} layers")
+    print(f"context {args.context}, suffix {args.suffix}", flush=True)
+    rows: dict[int, dict] = {n: {"n": n} for n in args.n}
+    for variant in args.variants:
+        measure(model, variant, rows, rate, args)
+    show(rows, args.variants)
+    if args.json:
+        kept = [{key: value for key, value in row.items() if key != "logits"} for row in rows.values()]
+        args.json.write_text(json.dumps({"device": name, "bytes_per_second": rate, "rows": kept}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""The kernels that we measure beside, each as a function that returns its attention, or None where it isn't there.
+
+FlashAttention-3 comes from vLLM's wheel: `_vllm_fa3_C.abi3.so`, as it is or compressed with xz, is looked for in the
+environment variable TATTEN_FA3, in `.whl/fa3/` beside this folder, and in an installed vllm. FlashInfer compiles its
+kernels when they are first asked for, about a minute for each.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import lzma
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tatten.ops.packing import pack_heads
+
+FA3 = "_vllm_fa3_C.abi3.so"
+PAGE = 16
+
+
+def fa3_library() -> Path | None:
+    found = importlib.util.find_spec("vllm")
+    folders = [Path(__file__).parents[1] / ".whl" / "fa3"]
+    folders += [Path(folder) / "vllm_flash_attn" for folder in (found and found.submodule_search_locations) or ()]
+    paths = [folder / name for folder in folders for name in (FA3, FA3 + ".xz")]
+    named = os.environ.get("TATTEN_FA3")
+    return next((path for path in ([Path(named)] if named else []) + paths if path.is_file()), None)
+
+
+@functools.cache
+def fa3() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """FlashAttention-3 on sequences of any lengths, one after the other."""
+    path = fa3_library()
+    if path is None or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return None
+    if path.suffix == ".xz":
+        with lzma.open(path) as packed, tempfile.NamedTemporaryFile(suffix=".so") as library:
+            shutil.copyfileobj(packed, library, 1 << 24)
+            library.flush()
+            torch.ops.load_library(library.name)
+    else:
+        torch.ops.load_library(str(path))
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        num_splits: int = 0,
+        seqused_k: Tensor | None = None,
+        block_table: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`q` `[tokens, q_heads, d]`, `k` and `v` `[tokens, kv_heads, d]` to `out` and `lse` `[q_heads, tokens]`.
+
+        Or, with `seqused_k` instead of `cu_k`, `k` and `v` are `[batch, length, kv_heads, d]`, and with `block_table`
+        `[batch, pages]` also they are `[pages, page, kv_heads, d]`. 0 splits: as many as FlashAttention-3 sees fit.
+        """
+        lengths = cu_q, cu_k, None, None, seqused_k, max_q, max_k, block_table
+        window = False, -1, -1, 0.0, True  # causal, left, right, soft cap, interleaved rotary embedding
+        out, lse = torch.ops._vllm_fa3_C.fwd(
+            *(q, k, v, *[None] * 4, *lengths, *[None] * 8, q.shape[2] ** -0.5, *window),
+            *(None, num_splits, None, 0, None, 1, 0, None),
+        )[:2]
+        return out, lse
+
+    return attention
+
+
+def cudnn() -> Callable[..., Tensor] | None:
+    """cuDNN on `[batch, heads, length, d]`, as SDPA calls it."""
+    if not torch.cuda.is_available():
+        return None
+    return lambda q, k, v: cudnn_state(q, k, v, lse=False)[0]
+
+
+def cudnn_state(q: Tensor, k: Tensor, v: Tensor, lse: bool = True) -> tuple[Tensor, Tensor]:
+    """cuDNN's `out` and `lse`; the lse may have a last dimension of 1."""
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    return op(q, k, v, None, lse, 0.0, False, False, scale=q.shape[3] ** -0.5)[:2]
+
+
+def cudnn_packed() -> Callable[..., Tensor] | None:
+    """cuDNN with the query heads of a kv head as rows."""
+    if not torch.cuda.is_available():
+        return None
+    return lambda q, k, v: cudnn_state(pack_heads(q, k.shape[1]), k, v, lse=False)[0].reshape(q.shape)
+
+
+def flash() -> Callable[..., Tensor] | None:
+    """PyTorch's FlashAttention-2 with the query heads of a kv head as rows, which splits the keys where it pays."""
+    if not torch.cuda.is_available():
+        return None
+    return lambda q, k, v: flash_state(pack_heads(q, k.shape[1]), k, v)[0].reshape(q.shape)
+
+
+def flash_state(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v)[:2]
+
+
+def flashinfer_paged(
+    lengths: Sequence[int], q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tensor_cores: bool
+) -> Callable[..., Tensor] | None:
+    """FlashInfer's batch decode, planned for sequences of these lengths, whose pages follow one another.
+
+    Takes `q` `[batch, q_heads, d]`, and `k` and `v` `[pages, PAGE, kv_heads, d]`.
+    """
+    if not _flashinfer():
+        return None
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    used = torch.tensor(lengths, dtype=torch.int32)
+    pages = (used + PAGE - 1) // PAGE
+    start = torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)])
+    indices = torch.arange(int(start[-1]), dtype=torch.int32, device="cuda")
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", use_tensor_cores=tensor_cores)
+    last = used - (pages - 1) * PAGE
+    wrapper.plan(start, indices, last, q_heads, kv_heads, head_dim, PAGE, q_data_type=dtype, kv_data_type=dtype)
+    return lambda q, k, v: wrapper.run(q, (k, v))
+
+
+def flashinfer_single() -> Callable[..., Tensor] | None:
+    """FlashInfer's decode of one request: `q` `[q_heads, d]`, `k` and `v` `[length, kv_heads, d]`."""
+    if not _flashinfer():
+        return None
+    from flashinfer import single_decode_with_kv_cache
+
+    return lambda q, k, v: single_decode_with_kv_cache(q, k, v, "NHD")
+
+
+def _flashinfer() -> bool:
+    return torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None
+
+
+@functools.cache
+def _workspace() -> Tensor:
+    return torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")

@@ -1,0 +1,351 @@
+"""The wide kernel: stream-K attention of many packed queries to one long uniform K/V, in Gluon, for Hopper.
+
+The line of tiles, the order of packed rows and the slots of partial states are those of `tatten.ops.triton_lean`. What
+differs is how a tile is done: a producer warp keeps a ring of K and V tiles filled by TMA, and two warpgroups of 64
+packed rows each take them from it, with the scores of the next tile under way while a tile's are made into weights, as
+in FlashAttention-3 (arXiv 2407.08608). A visit goes through its tiles backwards, so that only its first one can have
+keys beyond the end, and no mask is in the loop.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+BLOCK_M, BLOCK_N = 128, 128
+_BLOCK_M, _BLOCK_N = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_N)
+_ROWS = gl.constexpr(BLOCK_M // 2)  # of each consumer: a warpgroup, whose wgmma has 64 rows
+
+# Measured on an H200: the fastest, or within 1% of it, also against tiles of 64 keys, one consumer of 128 rows, more
+# stages, and consumers that take turns (FlashAttention-3's pingpong).
+# The three warpgroups must not sum to more registers than they start with, or setmaxnreg hangs: 2 * 232 + 40 = 3 * 168,
+# and 168 is 65536 / 384 rounded down to a multiple of 8. With 24 for the producer ptxas spills 32 bytes.
+_START_REGS = 168
+_CONSUMER_REGS, _PRODUCER_REGS = gl.constexpr(232), gl.constexpr(40)
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+# Renamed after Triton 3.6.
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _produce(tensors, buffers, sizes):
+    """Load, as pairs, K of each tile with V of the tile before it, of all visits: one pair more than there are tiles.
+
+    The first pair lacks V, and the last one K.
+    """
+    key, value = tensors
+    keys, values, full, empty = buffers
+    start, end, tiles, kv_heads, m_blocks = sizes
+    STAGES: gl.constexpr = keys.shape[0]
+    place = start
+    n = 0
+    last_b, last_head, last_key = 0, 0, 0
+    while place < end:
+        row = place // tiles
+        first = place - row * tiles
+        stop = gl.minimum(tiles, first + end - place)
+        b = row // (kv_heads * m_blocks)
+        head = row // m_blocks % kv_heads
+        for i in range(first, stop):
+            first_key = (first + stop - 1 - i) * _BLOCK_N
+            stage = n % STAGES
+            barrier = full.index(stage)
+            mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+            if n == 0:
+                mbarrier.expect(barrier, key.block_type.nbytes)
+            else:
+                mbarrier.expect(barrier, key.block_type.nbytes + value.block_type.nbytes)
+            _load(key, [b, head, first_key, 0], barrier, keys.index(stage))
+            _load(value, [last_b, last_head, last_key, 0], barrier, values.index(stage), pred=n > 0)
+            last_b, last_head, last_key = b, head, first_key
+            n += 1
+        place += stop - first
+    if n > 0:
+        stage = n % STAGES
+        barrier = full.index(stage)
+        mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+        mbarrier.expect(barrier, value.block_type.nbytes)
+        _load(value, [last_b, last_head, last_key, 0], barrier, values.index(stage))
+
+
+@gluon.jit
+def _consume(tensors, queries, buffers, strides, scale, sizes, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
+    """Attend to the tiles of all visits with the packed rows `[WHICH * 64, (WHICH + 1) * 64)` of each."""
+    query, out, lse, part_out, part_lse = tensors
+    keys, values, full, empty = buffers
+    query_b, query_h, query_l = strides
+    start, end, tiles, kv_len, shared, kv_heads, group, q_len, m_blocks = sizes
+    STAGES: gl.constexpr = keys.shape[0]
+    DIM: gl.constexpr = queries.shape[2]
+    DTYPE: gl.constexpr = queries.dtype
+    LOG2E: gl.constexpr = 1.4426950408889634
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    weights_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    acc_row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+
+    no_scores = gl.zeros([_ROWS, _BLOCK_N], gl.float32, layout=scores_layout)
+    to_exponent = scale * LOG2E
+    q_shared = queries.index(WHICH)
+    place = start
+    n = 0  # the pair at hand, as the producer counts them
+    if start < end:
+        mbarrier.wait(full.index(0), 0)
+    while place < end:
+        row = place // tiles
+        first = place - row * tiles
+        stop = gl.minimum(tiles, first + end - place)
+        b = (row // (kv_heads * m_blocks)).to(gl.int64)
+        kv_head = (row // m_blocks % kv_heads).to(gl.int64)
+        packed_start = row % m_blocks * _BLOCK_M + WHICH * _ROWS
+
+        packed = packed_start + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, load_layout))
+        dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, load_layout))
+        sequence = b * shared + packed // q_len % shared
+        head = kv_head * group + packed // (q_len * shared)
+        at = (sequence * query_b + head * query_h + (packed % q_len) * query_l) * ALIGNED
+        mask = packed < group * shared * q_len
+        q = gl.load(query + at[:, None] + dims[None, :], mask=mask[:, None], other=0.0)
+        _barrier()  # all warps are done with the queries of the visit before
+        q_shared.store(q)
+        fence_async_shared()
+        _barrier()
+
+        # The first tile: the only one that can have keys beyond the end. Its pair has been waited for: its V was the
+        # last of the visit before.
+        stage = n % STAGES
+        k = keys.index(stage).reshape([_BLOCK_N, DIM]).permute([1, 0])
+        scores = warpgroup_mma(q_shared, k, no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(empty.index(stage))
+        key_at = (stop - 1) * _BLOCK_N + gl.arange(0, _BLOCK_N, layout=gl.SliceLayout(0, scores_layout))
+        scores = gl.where((key_at < kv_len)[None, :], scores, float("-inf"))
+        highest = gl.max(scores, axis=1)
+        base = gl.where(highest == float("-inf"), 0.0, highest) * to_exponent
+        exponents = gl.exp2(scores * to_exponent - base[:, None])
+        total = gl.sum(exponents, axis=1)
+        weights = gl.convert_layout(exponents.to(DTYPE), weights_layout)
+        acc = gl.zeros([_ROWS, DIM], gl.float32, layout=acc_layout)
+        n += 1
+        mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
+
+        for _ in range(first + 1, stop):
+            stage = n % STAGES
+            k = keys.index(stage).reshape([_BLOCK_N, DIM]).permute([1, 0])
+            scores = warpgroup_mma(q_shared, k, no_scores, use_acc=False, is_async=True)
+            acc = warpgroup_mma(weights, values.index(stage).reshape([_BLOCK_N, DIM]), acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[scores])
+            new_highest = gl.maximum(highest, gl.max(scores, axis=1))
+            base = gl.where(new_highest == float("-inf"), 0.0, new_highest) * to_exponent
+            decay = gl.exp2(highest * to_exponent - base)
+            exponents = gl.exp2(scores * to_exponent - base[:, None])
+            total = total * decay + gl.sum(exponents, axis=1)
+            highest = new_highest
+            n += 1
+            # The wait for the next pair is here, and not at the top, because its branch keeps ptxas from moving the
+            # softmax behind the wait for P@V, which would then overlap with nothing. It needs at least two stages.
+            mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
+            # The list orders LLVM only: for ptxas the wait has no operands. The old weights are in it so that their
+            # registers are not reused while P@V reads them.
+            acc, exponents, weights = warpgroup_mma_wait(0, deps=[acc, exponents, weights])
+            mbarrier.arrive(empty.index(stage))
+            weights = gl.convert_layout(exponents.to(DTYPE), weights_layout)
+            acc = acc * gl.convert_layout(decay, acc_row_layout)[:, None]
+
+        acc = warpgroup_mma(weights, values.index(n % STAGES).reshape([_BLOCK_N, DIM]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+
+        filled = total != 0.0  # true for NaN, which must come out
+        divisor = gl.where(filled, total, 1.0)
+        log_sum = gl.where(filled, highest * scale + gl.log(divisor), float("-inf"))
+        acc = acc * gl.convert_layout(1.0 / divisor, acc_row_layout)[:, None]
+        log_sum = gl.convert_layout(log_sum, acc_row_layout)
+
+        rows_of_block = gl.arange(0, _ROWS, layout=acc_row_layout)
+        out_dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, acc_layout))
+        packed_out = packed_start + rows_of_block
+        ok = packed_out < group * shared * q_len
+        row_start = place - first
+        if stop - first == tiles:
+            states = (b * shared + packed_out // q_len % shared) * (kv_heads * group)
+            states = (states + kv_head * group + packed_out // (q_len * shared)) * q_len + packed_out % q_len
+            gl.store(lse + states, log_sum, mask=ok)
+            gl.store(out + (states * DIM)[:, None] + out_dims[None, :], acc, mask=ok[:, None])
+        else:
+            slot = 2 * gl.program_id(0) + (row_start > start).to(gl.int32)
+            slots = slot * _BLOCK_M + WHICH * _ROWS + rows_of_block
+            gl.store(part_lse + slots, log_sum, mask=ok)
+            gl.store(part_out + (slots * DIM)[:, None] + out_dims[None, :], acc, mask=ok[:, None])
+        place += stop - first
+
+
+@gluon.jit(
+    do_not_specialize=[
+        *("query_b", "query_h", "query_l", "kv_len", "rows", "shared", "kv_heads", "group", "q_len", "m_blocks"),
+        "programs",
+    ]
+)
+def _wide_kernel(
+    query,
+    key,
+    value,
+    out,
+    lse,
+    part_out,
+    part_lse,
+    query_b,
+    query_h,
+    query_l,
+    scale,
+    kv_len,
+    rows,
+    shared,
+    kv_heads,
+    group,
+    q_len,
+    m_blocks,
+    programs,
+    DIM: gl.constexpr,
+    ALIGNED: gl.constexpr,
+):
+    """Query's strides are in units of `ALIGNED` elements, so that the compiler sees what they are multiples of."""
+    DTYPE: gl.constexpr = query.dtype.element_ty
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    STAGES: gl.constexpr = 256 // DIM  # 128 KiB of K and V
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, DIM], DTYPE)
+    queries = gl.allocate_shared_memory(DTYPE, [2, _ROWS, DIM], q_layout)
+    keys = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, _BLOCK_N, DIM], key.layout)
+    values = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, _BLOCK_N, DIM], value.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+
+    # In this order: the next kernel may be one that does not wait for this one, and reads what this one waited for.
+    # The other warps are behind the wait too, as they start at `warp_specialize`.
+    gdc_wait()
+    gdc_launch_dependents()
+
+    # Here, where registers abound: the 64-bit divisions would spill in the producer.
+    tiles = (kv_len + _BLOCK_N - 1) // _BLOCK_N
+    line = tiles.to(gl.int64) * rows
+    used = gl.minimum(line, programs)
+    program = gl.program_id(0).to(gl.int64)
+    start = gl.minimum(line * program // used, line).to(gl.int32)
+    end = gl.minimum(line * (program + 1) // used, line).to(gl.int32)
+    states = (query, out, lse, part_out, part_lse)
+    buffers = (keys, values, full, empty)
+    strides = (query_b, query_h, query_l)
+    sizes = (start, end, tiles, kv_len, shared, kv_heads, group, q_len, m_blocks)
+    loads = (start, end, tiles, kv_heads, m_blocks)
+    # Constants are named in the lists themselves: in a tuple that a variable holds they would become tensors.
+    gl.warp_specialize(
+        [
+            (_consume, (states, queries, buffers, strides, scale, sizes, FIRST, ALIGNED)),
+            (_consume, (states, queries, buffers, strides, scale, sizes, SECOND, ALIGNED)),
+            (_produce, ((key, value), buffers, loads)),
+        ],
+        [4, 1],
+        [_CONSUMER_REGS, _PRODUCER_REGS],
+    )
+
+
+def _descriptor(x: Tensor) -> TensorDescriptor:
+    """Of key or value, for tiles of its rows. The stride of a dimension of one element may be anything."""
+    batch, heads, _, dim = x.shape
+    strides = list(x.stride())
+    for i, size in ((1, heads), (0, batch)):
+        if size == 1:
+            strides[i] = strides[i + 1] * x.shape[i + 1]
+    block = [1, 1, BLOCK_N, dim]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
+    return TensorDescriptor(x, list(x.shape), strides, block, layout)
+
+
+def wide_attention_gluon(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The states of the rows of tiles that one program does whole, and the partial states of those that several share.
+
+    FlashAttention-3 (arXiv 2407.08608) on the schedule of `tatten.ops.schedule`, whose rows are blocks of `BLOCK_M`
+    packed queries (heads of a kv head, times sequences, times q_length) and whose tiles are `BLOCK_N` keys.
+
+    Args:
+        query: `[batch, q_heads, q_length, head_dim]`, bfloat16 or float16 on a GPU of capability 9.0, head_dim 64 or
+            128 and dense, other strides any.
+        key: `[kv_batch, kv_heads, kv_length, head_dim]`, in the dtype of `query`, not empty; kv_batch divides batch,
+            kv_heads q_heads. It lies at a multiple of 16 bytes, as do its rows: all strides but the last, which is 1.
+        value: as `key`, with strides of its own.
+        scale: factor of the scores, above 0.
+        programs: how many are launched, at least 1. One runs on a multiprocessor at a time.
+
+    Returns:
+        `out` `[batch, q_heads, q_length, head_dim]` and `lse` `[batch, q_heads, q_length]`, written for whole rows
+        only, and for the others `part_out` `[2 * programs, BLOCK_M, head_dim]` and `part_lse` `[2 * programs, BLOCK_M]`
+        in the slots of the schedule's visits; all float32, the rest uninitialised.
+
+    Raises:
+        ValueError: dtypes, head_dim or a stride of head_dim that the kernel does not take, or `scale` not above 0.
+        AssertionError: `key` or `value` is empty or not aligned (from Triton).
+    """
+    batch, q_heads, q_len, dim = query.shape
+    kv_batch, kv_heads, kv_len, _ = key.shape
+    if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"expected bfloat16 or float16 for all, got {query.dtype}, {key.dtype} and {value.dtype}")
+    if dim not in (64, 128) or key.shape[3] != dim or value.shape != key.shape or query.stride(3) != 1:
+        raise ValueError(f"expected dense head_dim 64 or 128, got {query.shape}, {key.shape} and {value.shape}")
+    if not scale > 0:
+        raise ValueError(f"`scale` must be above 0, got {scale}")
+    group, shared = q_heads // kv_heads, batch // kv_batch
+    m_blocks = triton.cdiv(group * shared * q_len, BLOCK_M)
+    strides = [0 if size == 1 else stride for size, stride in zip(query.shape[:3], query.stride()[:3], strict=True)]
+    aligned = 8 if all(stride % 8 == 0 for stride in strides) else 1
+
+    out = query.new_empty((batch, q_heads, q_len, dim), dtype=torch.float32)
+    lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
+    part_out = query.new_empty((2 * programs, BLOCK_M, dim), dtype=torch.float32)
+    part_lse = query.new_empty((2 * programs, BLOCK_M), dtype=torch.float32)
+    _wide_kernel[(programs,)](
+        query,
+        _descriptor(key),
+        _descriptor(value),
+        out,
+        lse,
+        part_out,
+        part_lse,
+        *(stride // aligned for stride in strides),
+        scale,
+        kv_len,
+        kv_batch * kv_heads * m_blocks,
+        shared,
+        kv_heads,
+        group,
+        q_len,
+        m_blocks,
+        programs,
+        DIM=dim,
+        ALIGNED=aligned,
+        num_warps=4,
+        maxnreg=_START_REGS,
+        launch_pdl=True,
+    )
+    return out, lse, part_out, part_lse

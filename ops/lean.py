@@ -1,0 +1,412 @@
+"""Launching the lean kernel: its tiles, its grid, and the memory that its programs share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tatten.ops.packing import squeeze_broadcast
+from tatten.ops.states import accumulator_dtype
+from tatten.ops.triton_lean import ADDITIVE_MASK, BOOL_MASK, NO_MASK, _lean_kernel
+from tatten.ops.triton_mask import mask_blocks_triton
+from tatten.ops.triton_merge import merge_parts_triton
+from tatten.ops.triton_parts import _merge_segments_kernel
+from tatten.ops.validate import BLOCK_KEYS
+
+# bf16 dots are garbage in the interpreter (Triton 3.6 to 3.9).
+INTERPRETED = not isinstance(_lean_kernel, triton.JITFunction)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What is compiled: packed query rows and keys of a tile, warps, pipeline stages; and programs on each SM."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    per_sm: int = 1
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a launch without merge leaves: the states of whole rows, partial ones, and how they were laid out."""
+
+    out: Tensor
+    lse: Tensor
+    part_out: Tensor
+    part_lse: Tensor
+    kv_lens: Tensor | None
+    blocks: Tensor | None
+    groups: int
+    rows: int
+    kv_len: int
+    shared: int
+    m_blocks: int
+    programs: int
+    block_m: int
+    block_n: int
+    window: int | None
+    split: bool  # whether any row may have been done by several programs
+    big: bool
+
+
+def tiles_for(rows: int, kv_len: int, dim: int, element_size: int, listed: bool = False) -> Tiles:
+    """The tiles for `rows` packed queries, keys and a padded head_dim: as measured on an H200."""
+    if element_size == 4:
+        block_m = min(max(16, triton.next_power_of_2(rows)), 64, max(16, 2048 // dim))
+        return Tiles(block_m, 32 if dim <= 256 else 16, 8, 2)
+    if dim > 128:
+        block_m = min(max(16, triton.next_power_of_2(rows)), 16384 // dim)
+        return Tiles(block_m, 64 if dim <= 256 else 32, 4 if block_m * dim <= 8192 else 8, 2)
+    if rows <= 16 and kv_len <= 512:
+        return Tiles(16, 64, 2, 2, 4)  # several short rows are under way on an SM
+    if rows <= 16:
+        return Tiles(16, BLOCK_KEYS, 4, 3, 2) if listed else Tiles(16, 128, 4, 2, 2)
+    if rows <= 64:
+        return Tiles(32 if rows <= 32 else 64, 64, 4, 3, 2)
+    return Tiles(128, 64, 8, 3)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def programs_for(rows: int, tiles: int, most: int) -> int:
+    """How many of at most `most` programs: rather a few less than leave each row to be merged from one part more."""
+    if rows >= most:
+        even = triton.cdiv(rows, triton.cdiv(rows, most))  # each program does as many whole rows as any other
+        return even if even > 0.9 * most else most
+    even = rows * min(most // rows, tiles)
+    return even if even > 0.9 * most or tiles * rows < most else most
+
+
+def _takes_tma(x: Tensor) -> bool:
+    """Whether the copy engine can fetch tiles of `x`, all of whose elements may be read."""
+    size = x.element_size()
+    aligned = x.data_ptr() % 16 == 0 and all(
+        stride * size % 16 == 0 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n != 1
+    )
+    return size == 2 and aligned and x.stride(3) == 1 and min(x.shape) > 0
+
+
+def _descriptor(x: Tensor, block_n: int) -> TensorDescriptor:
+    strides = [stride if n != 1 else 16 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    block = [1, 1, block_n, max(16, triton.next_power_of_2(x.shape[3]))]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block)
+
+
+def _takes_wide(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
+    """Whether Hopper's warp-specialised kernel computes this, and is faster: it does 128 packed rows at a time."""
+    batch, q_heads, q_len, dim = query.shape
+    rows = q_heads // key.shape[1] * (batch // key.shape[0]) * q_len
+    return (
+        rows > 64
+        and dim == value.shape[3]
+        and dim in (64, 128)
+        and query.is_cuda
+        and torch.cuda.get_device_capability(query.device) == (9, 0)
+        and query.stride(3) == 1
+        and scale > 0
+        and _takes_tma(key)
+        and _takes_tma(value)
+    )
+
+
+def launch_wide(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Parts:
+    """`launch` of the kernel in Gluon, on plain shared keys and many packed queries."""
+    from tatten.ops.gluon_wide import BLOCK_M, BLOCK_N, wide_attention_gluon
+
+    batch, q_heads, q_len, _ = query.shape
+    kv_batch, kv_heads, kv_len, _ = key.shape
+    shared = batch // kv_batch
+    m_blocks = triton.cdiv(q_heads // kv_heads * shared * q_len, BLOCK_M)
+    rows, n_tiles = kv_batch * kv_heads * m_blocks, triton.cdiv(kv_len, BLOCK_N)
+    programs = programs_for(rows, n_tiles, multiprocessors(query.device))
+    return Parts(
+        *wide_attention_gluon(query, key, value, scale, programs),
+        kv_lens=None,
+        blocks=None,
+        groups=1,
+        rows=rows,
+        kv_len=kv_len,
+        shared=shared,
+        m_blocks=m_blocks,
+        programs=programs,
+        block_m=BLOCK_M,
+        block_n=BLOCK_N,
+        window=None,
+        split=rows % programs != 0,
+        big=rows * n_tiles * programs >= 1 << 31,
+    )
+
+
+def launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    scale: float,
+    blocks: Tensor | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    whole: bool = True,
+    follows: bool = False,
+    tiles: Tiles | None = None,
+    programs: int | None = None,
+    overlap: bool = True,
+) -> Parts:
+    """One launch of the kernel on checked inputs. `whole`: these are all segments, so whole rows are final.
+
+    `follows`: the launch just before wrote nothing that this one reads, which may then run beside it.
+    """
+    batch, q_heads, q_len, head_dim = query.shape
+    kv_batch, kv_heads, kv_len, value_dim = *key.shape[:3], value.shape[3]
+    group, shared = q_heads // kv_heads, batch // kv_batch
+    packed = group * shared * q_len
+
+    mask_kind, mask, mask_strides = NO_MASK, query, (0, 0, 0, 0, 0)
+    if attn_mask is not None and kv_len:
+        mask = squeeze_broadcast(attn_mask)
+        if blocks is None:
+            blocks = mask_blocks_triton(mask, batch, kv_batch, q_len, kv_len, kv_lens, window)
+            follows = False
+        if mask.dtype != torch.bool:
+            mask_kind = ADDITIVE_MASK
+        elif mask.shape[1] != 1 or mask.shape[2] != 1 or (shared > 1 and mask.shape[0] == batch):
+            mask_kind, mask = BOOL_MASK, mask.view(torch.uint8)
+        if mask_kind != NO_MASK:
+            b, h, n, s = mask.expand(mask.shape[0], q_heads, q_len, kv_len).stride()
+            if mask.shape[0] == 1:
+                mask_strides = (0, 0, h, n, s)
+            elif mask.shape[0] == kv_batch:
+                mask_strides = (b, 0, h, n, s)
+            else:  # one for each sequence
+                mask_strides = (0, b, h, n, s)
+
+    block_d, block_dv = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    listed = blocks is not None
+    tiles = tiles or tiles_for(packed, kv_len, max(block_d, block_dv), query.element_size(), listed)
+    block_n = BLOCK_KEYS if listed else tiles.block_n
+    m_blocks = triton.cdiv(packed, tiles.block_m)
+    groups = blocks.shape[0] if blocks is not None else 1 if kv_lens is None else kv_batch
+    rows = kv_batch // groups * kv_heads * m_blocks  # of each group
+    if programs is None:
+        most = tiles.per_sm * multiprocessors(query.device)
+        n_tiles = max(1, triton.cdiv(kv_len, block_n))
+        programs = most if listed or kv_lens is not None else programs_for(rows, n_tiles, most)
+    tma = not INTERPRETED and not listed and kv_lens is None and _takes_tma(key) and _takes_tma(value)
+    if tma:
+        key_in, value_in = _descriptor(key, block_n), _descriptor(value, block_n)
+    else:
+        key_in, value_in = key, value
+
+    acc_dtype = accumulator_dtype(query.dtype)
+    out = query.new_empty((batch, q_heads, q_len, value_dim), dtype=query.dtype if whole else acc_dtype)
+    lse = query.new_empty((batch, q_heads, q_len), dtype=acc_dtype)
+    part_out = query.new_empty((2 * programs, tiles.block_m, value_dim), dtype=acc_dtype)
+    part_lse = query.new_empty((2 * programs, tiles.block_m), dtype=acc_dtype)
+    n_tiles = max(1, triton.cdiv(kv_len, block_n))
+    big = groups * rows * n_tiles * programs >= 1 << 31
+    overlap = overlap and not INTERPRETED
+    _lean_kernel[(programs,)](
+        query,
+        key_in,
+        value_in,
+        mask,
+        kv_lens if kv_lens is not None else query,
+        blocks if blocks is not None else query,
+        sinks if sinks is not None else query,
+        out,
+        lse,
+        part_out,
+        part_lse,
+        *query.stride(),
+        *key.stride(),
+        *value.stride(),
+        *mask_strides,
+        blocks.stride(0) if blocks is not None else 0,
+        scale,
+        softcap or 0.0,
+        window or 0,
+        kv_len,
+        groups,
+        rows,
+        shared,
+        kv_heads,
+        group,
+        q_len,
+        m_blocks,
+        programs,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=block_n,
+        GROUPS=triton.next_power_of_2(groups),
+        MASK=mask_kind,
+        HAS_LENS=kv_lens is not None,
+        LISTED=listed,
+        WINDOW=window is not None,
+        SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
+        POSITIVE=scale > 0,
+        WIDE=max(x.stride(3) * x.shape[3] for x in (query, key, value)) >= 1 << 31,
+        BIG=big,
+        TMA=tma,
+        OVERLAP=overlap,
+        WAIT_LAST=follows,
+        UPCAST=INTERPRETED,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        launch_pdl=overlap,
+    )
+    return Parts(
+        out,
+        lse,
+        part_out,
+        part_lse,
+        kv_lens=kv_lens if not listed else None,
+        blocks=blocks,
+        groups=groups,
+        rows=rows,
+        kv_len=kv_len,
+        shared=shared,
+        m_blocks=m_blocks,
+        programs=programs,
+        block_m=tiles.block_m,
+        block_n=block_n,
+        window=window if not listed else None,
+        split=groups > 1 or listed or rows % programs != 0,
+        big=big,
+    )
+
+
+def merge_parts(
+    first: Parts, second: Parts | None, kv_heads: int, dtype: torch.dtype | None, overlap: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The states that one or two launches without merge add up to."""
+    _, q_heads, q_len, value_dim = first.out.shape
+    if second is None and not first.split:
+        return first.out, first.lse
+    out, lse = first.out, first.lse
+    if second is not None:
+        out, lse = first.out.new_empty(first.out.shape, dtype=dtype), torch.empty_like(first.lse)
+    block_dv = max(16, triton.next_power_of_2(value_dim))
+    overlap = overlap and not INTERPRETED
+    a, b = first, second or first
+    # Of a ragged batch one row may have all parts.
+    most = max(32 if x.groups > 1 else x.programs // x.rows + 2 for x in (a, b))
+    parts = min(64, triton.next_power_of_2(most))
+
+    def pointers(x: Parts) -> tuple[object, ...]:
+        kv_lens, blocks = (x.out if y is None else y for y in (x.kv_lens, x.blocks))
+        stride = 0 if x.blocks is None else x.blocks.stride(0)
+        sizes = stride, x.groups, x.rows, x.kv_len, x.shared, x.m_blocks, x.programs
+        return x.out, x.lse, x.part_out, x.part_lse, kv_lens, blocks, *sizes
+
+    _merge_segments_kernel[(lse.numel(),)](
+        out,
+        lse,
+        q_heads,
+        kv_heads,
+        q_len,
+        *pointers(a),
+        *pointers(b),
+        a.window or 0,
+        VALUE_DIM=value_dim,
+        BLOCK_DV=block_dv,
+        BLOCK_M_A=a.block_m,
+        BLOCK_N_A=a.block_n,
+        GROUPS_A=triton.next_power_of_2(a.groups),
+        HAS_LENS_A=a.kv_lens is not None,
+        LISTED_A=a.blocks is not None,
+        BLOCK_M_B=b.block_m,
+        BLOCK_N_B=b.block_n,
+        GROUPS_B=triton.next_power_of_2(b.groups),
+        HAS_LENS_B=b.kv_lens is not None,
+        LISTED_B=b.blocks is not None,
+        WINDOW=a.window is not None,
+        BIG=a.big or b.big,
+        TWO=second is not None,
+        PARTS=parts,
+        OVERLAP=overlap,
+        num_warps=2 if parts <= 16 else 4,
+        launch_pdl=overlap,
+    )
+    return out, lse
+
+
+def lean_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    scale: float,
+    blocks: Tensor | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    tiles: Tiles | None = None,
+    programs: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`tatten::decode_attention` of checked inputs."""
+    parts = launch(
+        query,
+        key,
+        value,
+        attn_mask,
+        kv_lens,
+        scale,
+        blocks,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        tiles=tiles,
+        programs=programs,
+    )
+    return merge_parts(parts, None, key.shape[1], query.dtype)
+
+
+def lean_segments(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    blocks: Sequence[Tensor | None],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`tatten::bifurcated_attention` of checked inputs: a launch for each segment, and one merge for every two."""
+    dtype, kv_heads = query.dtype, keys[0].shape[1]
+    states: list[tuple[Tensor, Tensor]] = []
+    pending: Parts | None = None
+    for i, (key, value, mask, block) in enumerate(zip(keys, values, attn_masks, blocks, strict=True)):
+        if mask is None and len(keys) > 1 and pending is None and _takes_wide(query, key, value, scale):
+            parts = launch_wide(query, key, value, scale)
+        else:
+            parts = launch(
+                query, key, value, mask, None, scale, block, whole=len(keys) == 1, follows=pending is not None
+            )
+        if pending is not None or i == len(keys) - 1:
+            last = len(keys) <= 2
+            states.append(merge_parts(pending or parts, parts if pending else None, kv_heads, dtype if last else None))
+            pending = None
+        else:
+            pending = parts
+    if len(states) == 1:
+        return states[0]
+    outs, lses = zip(*states, strict=True)
+    return merge_parts_triton(outs, lses, (*query.shape[:3], values[0].shape[3]), dtype)

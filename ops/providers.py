@@ -1,0 +1,60 @@
+"""Who computes plain decode attention on CUDA: ours, or PyTorch's kernels that return the lse; who is fastest where."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tatten.ops.packing import pack_heads
+from tatten.ops.regimes import REGIMES
+
+State = tuple[Tensor, Tensor]
+
+
+def why_not(provider: str, query: Tensor, key: Tensor, value: Tensor, plain: bool) -> str | None:
+    """Why PyTorch's kernel `provider` can't compute this, or None. `plain`: all keys count, as they are."""
+    head_dim, kv_len = key.shape[3], key.shape[2]
+    if not plain:
+        return "it takes no mask, lengths, window, soft cap or sinks"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {query.dtype}"
+    widest = 256 if provider == "flash" else 128
+    if head_dim != value.shape[3] or head_dim > widest or head_dim % 8:
+        return f"it takes one head_dim up to {widest} in eights, not {head_dim} and {value.shape[3]}"
+    if kv_len == 0 or any(x.stride(3) != 1 for x in (query, key, value)):
+        return "it takes keys, at least one, that are dense in head_dim"
+    return None
+
+
+def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> State:
+    """The state from cuDNN, which packs the query heads of a kv head itself where there is one query."""
+    state = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+        query, key, value, None, True, 0.0, False, False, scale=scale
+    )
+    return state[0].contiguous(), state[1].reshape(query.shape[:3])
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> State:
+    """The state from PyTorch's FlashAttention-2, which splits the keys where heads are few."""
+    packed = pack_heads(query, key.shape[1])
+    state = torch.ops.aten._scaled_dot_product_flash_attention.default(packed, key, value, scale=scale)
+    return state[0].reshape(query.shape), state[1].reshape(query.shape[:3])
+
+
+def fastest(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """The provider that was fastest for plain decode attention of such a shape, of those that can compute it."""
+    packed = query.shape[1] // key.shape[1] * query.shape[2]
+    provider = "triton" if packed > 16 else nearest_regime(key.shape[0] * key.shape[1], key.shape[2])
+    return "triton" if why_not(provider, query, key, value, plain=True) else provider
+
+
+def nearest_regime(pairs: int, kv_len: int) -> str:
+    """What was measured for the nearest powers of two of (sequence, kv head) pairs and of keys."""
+    row = min(max(round_log2(pairs), 0), len(REGIMES) - 1)
+    column = min(max(round_log2(kv_len) - 8, 0), len(REGIMES[row]) - 1)
+    return {"T": "triton", "C": "cudnn", "F": "flash"}[REGIMES[row][column]]
+
+
+def round_log2(n: int) -> int:
+    """The exponent of the power of two that is nearest to `n` in ratio; 0 for 0."""
+    return max(0, (n * n).bit_length() // 2)

@@ -1,0 +1,4 @@
+"""Which provider decodes fastest: written by `python benchmarks/calibrate.py --write` on an H200."""
+
+# Rows: 1, 2, 4, ... (sequence, kv head) pairs. Columns: 256, 512, ... keys. T triton, C cudnn, F flash.
+REGIMES = ("T",)

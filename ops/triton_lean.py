@@ -1,0 +1,264 @@
+"""The lean kernel: stream-K attention of a few packed queries to long keys, in Triton, for any mask and any strides.
+
+The tiles of all work rows (sequence, kv head, block of packed queries) lie on one line, and program p of P takes the
+tiles `[T * p // P, T * (p + 1) // P)`: equal work for each whatever the lengths, which are read on the device, so that
+one captured launch serves all lengths. A row that one program does whole is written at once. Of a row that several
+share each leaves a partial state in a slot of its own, and the last to arrive merges them in the order of the line: no
+program waits for another. `tatten.ops.schedule` is the same arithmetic in Python.
+
+Lean Attention (arXiv 2405.10480); the packed rows are those of FlashInfer (arXiv 2501.01005).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tatten.ops.triton_line import finish_state, line_of_tiles, start_of
+
+NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
+
+
+# Sizes that change from step to step or model to model: to specialise on 1 and on multiples of 16 would recompile.
+_SIZES = ["kv_len", "window", "n_groups", "rows", "shared", "kv_heads", "group", "q_len", "m_blocks", "programs"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _lean_kernel(
+    query,
+    key,
+    value,
+    mask,
+    kv_lens,
+    blocks,
+    sinks,
+    out,
+    lse,
+    part_out,
+    part_lse,
+    query_b,
+    query_h,
+    query_l,
+    query_d,
+    key_b,
+    key_h,
+    key_s: tl.constexpr,
+    key_d,
+    value_b,
+    value_h,
+    value_s: tl.constexpr,
+    value_d,
+    mask_r,
+    mask_b,
+    mask_h,
+    mask_l,
+    mask_s,
+    blocks_g,
+    scale,
+    softcap,
+    window,
+    kv_len,
+    n_groups,
+    rows,
+    shared,
+    kv_heads,
+    group,
+    q_len,
+    m_blocks,
+    programs,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    MASK: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+    LISTED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    POSITIVE: tl.constexpr,
+    WIDE: tl.constexpr,
+    BIG: tl.constexpr,
+    TMA: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    WAIT_LAST: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    LOG2E: tl.constexpr = 1.4426950408889634
+    # Scores are kept unscaled where only a positive factor separates them from their exponents.
+    PLAIN: tl.constexpr = POSITIVE and MASK != 2 and not SOFTCAP
+    if OVERLAP:
+        if not WAIT_LAST:
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    tiles, ends = line_of_tiles(
+        kv_lens,
+        blocks,
+        blocks_g,
+        n_groups,
+        rows,
+        kv_len,
+        window,
+        q_len,
+        BLOCK_N,
+        GROUPS,
+        HAS_LENS,
+        LISTED,
+        WINDOW,
+    )
+    groups = tl.arange(0, GROUPS)
+    program = tl.program_id(0)
+    line = tl.max(ends, axis=0)
+    used = tl.minimum(programs, line)
+    start = start_of(program, line, used, BIG)
+    end = start_of(program + 1, line, used, BIG)
+
+    dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_DV)
+    if WIDE:  # keys stored transposed have kv_length as the stride of head_dim
+        wide_dims, wide_value_dims = dims.to(tl.int64), value_dims.to(tl.int64)
+    else:
+        wide_dims, wide_value_dims = dims, value_dims
+
+    place = start
+    while place < end:
+        g = tl.sum((ends <= place).to(tl.int32), axis=0)
+        n_tiles = tl.sum(tl.where(groups == g, tiles, 0), axis=0)
+        within = place - tl.sum(tl.where(groups < g, tiles * rows, 0), axis=0)
+        row = within // n_tiles
+        first = within - row * n_tiles
+        row += g * rows
+        stop = tl.minimum(n_tiles, first + end - place)
+
+        b = (row // (kv_heads * m_blocks)).to(tl.int64)
+        kv_head = (row // m_blocks % kv_heads).to(tl.int64)
+        packed = row % m_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+        row_ok = packed < group * shared * q_len
+        position = packed % q_len
+        sequence = b * shared + packed // q_len % shared
+        head = kv_head * group + packed // (q_len * shared)
+        q = tl.load(
+            query
+            + (sequence * query_b + head * query_h + position * query_l)[:, None]
+            + (wide_dims * query_d)[None, :],
+            mask=row_ok[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        if UPCAST:
+            q = q.to(tl.float32)
+
+        length = kv_len
+        if HAS_LENS:
+            length = tl.minimum(tl.maximum(tl.load(kv_lens + b), 0), kv_len).to(tl.int32)
+        last_key = length - q_len + position  # the place of each query
+        block = first
+        if LISTED:
+            listed = blocks + g * blocks_g + 2 * (first + 1)
+            some = tl.load(blocks + g * blocks_g) > 0  # an empty row has a tile, but no block
+            block = tl.load(listed, mask=some, other=0).to(tl.int32)
+            bits = tl.load(listed + 1, mask=some, other=0)
+        elif WINDOW:
+            block += tl.maximum(length - q_len - window + 1, 0) // BLOCK_N
+        if TMA:
+            kv_row, head_row = b.to(tl.int32), kv_head.to(tl.int32)
+        else:
+            key_row = key + b * key_b + kv_head * key_h
+            value_row = value + b * value_b + kv_head * value_h
+        if MASK:
+            mask_rows = mask + b * mask_r + (sequence * mask_b + head * mask_h + position * mask_l)[:, None]
+
+        highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if SINKS:  # noqa: SIM102 (known when this is compiled); the program that begins a row begins with its sink
+            if first == 0:
+                highest = tl.load(sinks + head, mask=row_ok, other=float("-inf")).to(tl.float32)
+                total = tl.where(highest == float("-inf"), 0.0, 1.0)
+                if PLAIN:
+                    highest = highest / scale
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        for i in range(first, stop):
+            keys = (block * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+            if LISTED:
+                valid = ((bits >> tl.arange(0, BLOCK_N)) & 1) != 0
+            else:
+                valid = keys < length
+                if WINDOW:
+                    valid = valid & (keys > length - q_len - window)
+            # What no query attends to is not read even inside a block, and may be NaN.
+            if TMA:
+                k = key.load([kv_row, head_row, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_D]).T
+                v = value.load([kv_row, head_row, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_DV])
+            else:
+                k = tl.load(
+                    key_row + (keys * key_s)[None, :] + (wide_dims * key_d)[:, None],
+                    mask=valid[None, :] & (dims < HEAD_DIM)[:, None],
+                    other=0.0,
+                )
+                v = tl.load(
+                    value_row + (keys * value_s)[:, None] + (wide_value_dims * value_d)[None, :],
+                    mask=valid[:, None] & (value_dims < VALUE_DIM)[None, :],
+                    other=0.0,
+                )
+            if UPCAST:
+                k = k.to(tl.float32)
+                v = v.to(tl.float32)
+            scores = tl.dot(q, k, input_precision="ieee")
+            if not PLAIN:
+                scores *= scale
+            if SOFTCAP:
+                # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both ends of float32's exponents
+                scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2 * LOG2E / softcap)) + 1.0))
+            ok = valid[None, :]
+            if WINDOW:
+                ok = ok & (keys[None, :] <= last_key[:, None]) & (keys[None, :] > (last_key - window)[:, None])
+            if MASK:
+                bias = tl.load(mask_rows + (keys * mask_s)[None, :], mask=ok & row_ok[:, None], other=0)
+                if MASK == 1:
+                    ok = ok & (bias != 0)
+                else:
+                    bias = bias.to(tl.float32)
+                    ok = ok & (bias != float("-inf"))
+                    scores += bias
+            scores = tl.where(ok, scores, float("-inf"))
+            new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+            base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+            if PLAIN:
+                decay = tl.exp2((highest - base) * (scale * LOG2E))
+                weights = tl.exp2(scores * (scale * LOG2E) - (base * (scale * LOG2E))[:, None])
+            else:
+                # Subtract before going to base 2: a bias of finfo.min times log2(e) would overflow to -inf.
+                decay = tl.exp2((highest - base) * LOG2E)
+                weights = tl.exp2((scores - base[:, None]) * LOG2E)
+            total = total * decay + tl.sum(weights, axis=1)
+            acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            highest = new_highest
+            if LISTED:  # one tile ahead, so that no load waits for its address
+                listed += 2
+                more = i + 1 < stop
+                block = tl.load(listed, mask=more, other=0).to(tl.int32)
+                bits = tl.load(listed + 1, mask=more, other=0)
+            else:
+                block += 1
+        if PLAIN:
+            highest *= scale
+        acc, log_sum = finish_state(acc, highest, total)
+
+        value_ok = row_ok[:, None] & (value_dims < VALUE_DIM)[None, :]
+        row_start = place - first
+        states = (sequence * (kv_heads * group) + head) * q_len + position
+        if stop - first == n_tiles:
+            tl.store(lse + states, log_sum, mask=row_ok)
+            tl.store(
+                out + states[:, None] * VALUE_DIM + value_dims[None, :], acc.to(out.dtype.element_ty), mask=value_ok
+            )
+        else:
+            rows_of_slot = tl.arange(0, BLOCK_M)
+            slot = (2 * program + (row_start > start).to(tl.int32)) * BLOCK_M + rows_of_slot
+            tl.store(part_lse + slot, log_sum, mask=row_ok)
+            tl.store(part_out + slot[:, None] * VALUE_DIM + value_dims[None, :], acc, mask=value_ok)
+        place += stop - first
+    if OVERLAP and WAIT_LAST:
+        tl.extra.cuda.gdc_wait()

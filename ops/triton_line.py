@@ -1,0 +1,82 @@
+"""What the lean kernel and the merge of its parts share: the line of tiles, and the sum of partial states."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def line_of_tiles(
+    kv_lens,
+    blocks,
+    blocks_g,
+    n_groups,
+    rows,
+    kv_len,
+    window,
+    q_len,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+    LISTED: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The tiles of a row of each group, and where the group ends on the line. All rows of a group are equally long."""
+    groups = tl.arange(0, GROUPS)
+    if LISTED:
+        tiles = tl.load(blocks + groups * blocks_g, mask=groups < n_groups, other=0).to(tl.int32)
+    else:
+        lens = kv_len + tl.zeros([GROUPS], tl.int32)
+        if HAS_LENS:
+            lens = tl.load(kv_lens + groups, mask=groups < n_groups, other=0)
+            lens = tl.minimum(tl.maximum(lens, 0), kv_len).to(tl.int32)
+        tiles = (lens + BLOCK_N - 1) // BLOCK_N
+        if WINDOW:
+            tiles -= tl.maximum(lens - q_len - window + 1, 0) // BLOCK_N
+    tiles = tl.where(groups < n_groups, tl.maximum(tiles, 1), 0)  # an empty row is written too
+    return tiles, tl.cumsum(tiles * rows, axis=0)
+
+
+@triton.jit
+def start_of(program, line, used, BIG: tl.constexpr):
+    """The first tile of a program: `line * program // used`; for those that have none, the end of the line."""
+    program = tl.minimum(program, used)
+    if BIG:
+        return (line.to(tl.int64) * program // used).to(tl.int32)
+    else:
+        return line * program // used
+
+
+@triton.jit
+def owner_of(place, line, used, BIG: tl.constexpr):
+    """The program that has the tile at `place`: the inverse of `start_of`."""
+    if BIG:
+        return (((place + 1).to(tl.int64) * used - 1) // line).to(tl.int32)
+    else:
+        return ((place + 1) * used - 1) // line
+
+
+@triton.jit
+def fold_states(acc, highest, total, out, lse, at, ok, dims, VALUE_DIM: tl.constexpr):
+    """Add to the running states of some rows the partial states of each at `at`, `[parts, rows]`, all at once."""
+    log_sums = tl.load(lse + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
+    values = tl.load(
+        out + at[:, :, None] * VALUE_DIM + dims[None, None, :],
+        mask=ok[:, :, None] & (dims < VALUE_DIM)[None, None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    new_highest = tl.maximum(highest, tl.max(log_sums, axis=0))
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    decay, weights = tl.exp(highest - base), tl.exp(log_sums - base[None, :])
+    acc = acc * decay[:, None] + tl.sum(values * weights[:, :, None], axis=0)
+    return acc, new_highest, total * decay + tl.sum(weights, axis=0)
+
+
+@triton.jit
+def finish_state(acc, highest, total):
+    """The state that was summed up; empty, it is `(0, -inf)`."""
+    filled = total != 0  # true for NaN, which must come out
+    divisor = tl.where(filled, total, 1.0)
+    return acc / divisor[:, None], tl.where(filled, highest + tl.log(divisor), float("-inf"))

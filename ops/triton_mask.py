@@ -1,0 +1,127 @@
+"""The block structure of a mask in Triton: which blocks of 64 keys hold any that counts, and which keys those are.
+
+It is found once per step for all layers that share the mask. The inner loop of attention then walks a list, and reads
+neither keys, values nor mask of what is left out.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tatten.ops.masks import mask_rows
+from tatten.ops.packing import squeeze_broadcast
+from tatten.ops.validate import BLOCK_KEYS
+
+
+@triton.jit(do_not_specialize=["seqs_of_row", "heads", "q_rows", "q_len", "kv_len", "window", "n_blocks"])
+def _bits_kernel(
+    mask,
+    kv_lens,
+    bits,
+    mask_b,
+    mask_h,
+    mask_l,
+    mask_s,
+    seqs_of_row,
+    heads,
+    q_rows,
+    q_len,
+    kv_len,
+    window,
+    n_blocks,
+    ADDITIVE: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """For `BLOCKS` blocks of a row of the KV the keys that any of its queries attends to, as bits of an int64."""
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    keys = (blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]).to(tl.int64)
+    length = kv_len
+    if HAS_LENS:
+        length = tl.minimum(tl.maximum(tl.load(kv_lens + row), 0), kv_len).to(tl.int32)
+    used = tl.zeros([BLOCKS, BLOCK], tl.int32)
+    for i in range(seqs_of_row * heads * q_rows):
+        position = i % q_rows
+        start = (row * seqs_of_row + i // (heads * q_rows)) * mask_b + i // q_rows % heads * mask_h + position * mask_l
+        within = keys < length
+        if WINDOW:
+            # A mask of one row stands for all queries, whose windows reach from the first one's to the last one's.
+            first = length - q_len + position
+            last = first if q_rows == q_len else length - 1
+            within = within & (keys <= last) & (keys > first - window)
+        bias = tl.load(mask + start + keys * mask_s, mask=within, other=0)
+        if ADDITIVE:
+            used |= (within & (bias != float("-inf"))).to(tl.int32)
+        else:
+            used |= (within & (bias != 0)).to(tl.int32)
+    words = tl.sum(used.to(tl.int64) << tl.arange(0, BLOCK).to(tl.int64)[None, :], axis=1)
+    tl.store(bits + row * n_blocks + blocks, words, mask=blocks < n_blocks)
+
+
+@triton.jit(do_not_specialize=["n_blocks"])
+def _list_kernel(bits, listed, n_blocks, BLOCKS: tl.constexpr):
+    """A row's blocks that are not empty, in order: `(how many, 0)`, then `(block, its bits)` for each."""
+    row = tl.program_id(0).to(tl.int64)
+    bits += row * n_blocks
+    listed += row * (n_blocks + 1) * 2
+    count = tl.zeros([1], tl.int64)
+    for start in range(0, n_blocks, BLOCKS):
+        blocks = start + tl.arange(0, BLOCKS)
+        words = tl.load(bits + blocks, mask=blocks < n_blocks, other=0)
+        some = (words != 0).to(tl.int64)
+        at = 2 * (count + tl.cumsum(some, axis=0))
+        tl.store(listed + at, blocks.to(tl.int64), mask=some > 0)
+        tl.store(listed + at + 1, words, mask=some > 0)
+        count += tl.sum(some, axis=0)
+    tl.store(listed + tl.arange(0, 2), tl.where(tl.arange(0, 2) == 0, count, 0))
+
+
+def mask_blocks_triton(
+    attn_mask: Tensor,
+    batch: int,
+    kv_batch: int,
+    q_len: int,
+    kv_len: int | None = None,
+    kv_lens: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """`tatten.ops.masks.mask_blocks`; with `kv_lens` and `window`, of what they leave of the mask too.
+
+    `kv_len` is for a mask that broadcasts over keys.
+    """
+    rows = kv_batch if kv_lens is not None else mask_rows(attn_mask, kv_batch)
+    mask = squeeze_broadcast(attn_mask)
+    kv_len = mask.shape[3] if kv_len is None else kv_len
+    mask = mask.expand(*mask.shape[:3], kv_len)
+    n_blocks = triton.cdiv(kv_len, BLOCK_KEYS)
+    bits = torch.empty((rows, n_blocks), dtype=torch.int64, device=mask.device)
+    listed = torch.empty((rows, n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
+    per_sequence = mask.shape[0] == batch and rows != 1
+    at_once = 16
+    _bits_kernel[(rows, triton.cdiv(n_blocks, at_once))](
+        mask.view(torch.uint8) if mask.dtype == torch.bool else mask,
+        kv_lens if kv_lens is not None else mask,
+        bits,
+        0 if mask.shape[0] == 1 else mask.stride(0),
+        *mask.stride()[1:],
+        batch // kv_batch if per_sequence else 1,
+        mask.shape[1],
+        mask.shape[2],
+        q_len,
+        kv_len,
+        window or 0,
+        n_blocks,
+        ADDITIVE=mask.dtype != torch.bool,
+        HAS_LENS=kv_lens is not None,
+        WINDOW=window is not None,
+        BLOCK=BLOCK_KEYS,
+        BLOCKS=at_once,
+    )
+    _list_kernel[(rows,)](bits, listed, n_blocks, BLOCKS=1024)
+    return listed

@@ -1,0 +1,270 @@
+"""Merging what the lean kernel left of one or two segments into the final states, in one Triton kernel.
+
+Each output row finds its own partial states: the schedule is arithmetic, so nothing but the lengths has to be read.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tatten.ops.triton_line import finish_state, fold_states, line_of_tiles, owner_of, start_of
+
+
+@triton.jit
+def _find_parts(
+    sequence,
+    head,
+    position,
+    kv_lens,
+    blocks,
+    blocks_g,
+    n_groups,
+    rows,
+    kv_len,
+    shared,
+    group,
+    m_blocks,
+    programs,
+    kv_heads,
+    q_len,
+    window,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+    LISTED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BIG: tl.constexpr,
+):
+    """Where the first partial state of each output row lies, where the others do, and how many there are."""
+    tiles, ends = line_of_tiles(
+        kv_lens, blocks, blocks_g, n_groups, rows, kv_len, window, q_len, BLOCK_N, GROUPS, HAS_LENS, LISTED, WINDOW
+    )
+    line = tl.max(ends, axis=0)
+    used = tl.minimum(programs, line)
+    packed = (head % group * shared + sequence % shared) * q_len + position
+    row = (sequence // shared * kv_heads + head // group) * m_blocks + packed // BLOCK_M
+    if GROUPS == 1:
+        n_tiles = tl.max(tiles, axis=0)
+        row_start = row * n_tiles
+    else:
+        of_row = tl.arange(0, GROUPS)[None, :] == (row // rows)[:, None]
+        n_tiles = tl.sum(tl.where(of_row, tiles[None, :], 0), axis=1)
+        end = tl.sum(tl.where(of_row, ends[None, :], 0), axis=1)
+        row_start = end - (rows - row % rows) * n_tiles
+    first = owner_of(row_start, line, used, BIG)
+    owners = owner_of(row_start + n_tiles - 1, line, used, BIG) - first + 1
+    # Only its first owner may have begun the row behind its own start, in its second slot.
+    later = (row_start > start_of(first, line, used, BIG)).to(tl.int32)
+    within = packed % BLOCK_M
+    return (2 * first + later) * BLOCK_M + within, 2 * first * BLOCK_M + within, owners
+
+
+@triton.jit
+def _fold_parts(
+    acc,
+    highest,
+    total,
+    states,
+    row_ok,
+    out,
+    lse,
+    part_out,
+    part_lse,
+    first_at,
+    others_at,
+    owners,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Add a segment's states of some output rows, whole or in parts, to the running ones."""
+    dims = tl.arange(0, BLOCK_DV)
+    if WHOLE:
+        whole = row_ok & (owners == 1)
+        if tl.max(whole.to(tl.int32), axis=0) > 0:
+            acc, highest, total = fold_states(
+                acc, highest, total, out, lse, states[None, :], whole[None, :], dims, VALUE_DIM
+            )
+    most = tl.max(tl.where(row_ok & (owners > 1), owners, 0), axis=0)
+    for i in range(0, most, PARTS):
+        parts = (i + tl.arange(0, PARTS))[:, None]
+        at = tl.where(parts == 0, first_at[None, :], others_at[None, :] + 2 * BLOCK_M * parts).to(tl.int64)
+        here = (row_ok & (owners > 1))[None, :] & (parts < owners[None, :])
+        acc, highest, total = fold_states(acc, highest, total, part_out, part_lse, at, here, dims, VALUE_DIM)
+    return acc, highest, total
+
+
+_SIZES = ["groups_a", "rows_a", "kv_len_a", "shared_a", "m_blocks_a", "programs_a", "window", "q_len", "kv_heads"]
+_SIZES += ["groups_b", "rows_b", "kv_len_b", "shared_b", "m_blocks_b", "programs_b", "q_heads"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _merge_segments_kernel(
+    out,
+    lse,
+    q_heads,
+    kv_heads,
+    q_len,
+    out_a,
+    lse_a,
+    part_out_a,
+    part_lse_a,
+    kv_lens_a,
+    blocks_a,
+    blocks_g_a,
+    groups_a,
+    rows_a,
+    kv_len_a,
+    shared_a,
+    m_blocks_a,
+    programs_a,
+    out_b,
+    lse_b,
+    part_out_b,
+    part_lse_b,
+    kv_lens_b,
+    blocks_b,
+    blocks_g_b,
+    groups_b,
+    rows_b,
+    kv_len_b,
+    shared_b,
+    m_blocks_b,
+    programs_b,
+    window,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M_A: tl.constexpr,
+    BLOCK_N_A: tl.constexpr,
+    GROUPS_A: tl.constexpr,
+    HAS_LENS_A: tl.constexpr,
+    LISTED_A: tl.constexpr,
+    BLOCK_M_B: tl.constexpr,
+    BLOCK_N_B: tl.constexpr,
+    GROUPS_B: tl.constexpr,
+    HAS_LENS_B: tl.constexpr,
+    LISTED_B: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BIG: tl.constexpr,
+    TWO: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    states = tl.program_id(0) + tl.arange(0, 1)
+    row_ok = states >= 0
+    position = states % q_len
+    head = states // q_len % q_heads
+    sequence = states // q_len // q_heads
+    states = states.to(tl.int64)
+    group = q_heads // kv_heads
+    first_a, others_a, owners_a = _find_parts(
+        sequence,
+        head,
+        position,
+        kv_lens_a,
+        blocks_a,
+        blocks_g_a,
+        groups_a,
+        rows_a,
+        kv_len_a,
+        shared_a,
+        group,
+        m_blocks_a,
+        programs_a,
+        kv_heads,
+        q_len,
+        window,
+        BLOCK_M_A,
+        BLOCK_N_A,
+        GROUPS_A,
+        HAS_LENS_A,
+        LISTED_A,
+        WINDOW,
+        BIG,
+    )
+    if TWO:
+        first_b, others_b, owners_b = _find_parts(
+            sequence,
+            head,
+            position,
+            kv_lens_b,
+            blocks_b,
+            blocks_g_b,
+            groups_b,
+            rows_b,
+            kv_len_b,
+            shared_b,
+            group,
+            m_blocks_b,
+            programs_b,
+            kv_heads,
+            q_len,
+            window,
+            BLOCK_M_B,
+            BLOCK_N_B,
+            GROUPS_B,
+            HAS_LENS_B,
+            LISTED_B,
+            False,
+            BIG,
+        )
+    else:
+        row_ok = row_ok & (owners_a > 1)  # the others were written at once
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    highest = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_DV], tl.float32)
+    acc, highest, total = _fold_parts(
+        acc,
+        highest,
+        total,
+        states,
+        row_ok,
+        out_a,
+        lse_a,
+        part_out_a,
+        part_lse_a,
+        first_a,
+        others_a,
+        owners_a,
+        VALUE_DIM,
+        BLOCK_DV,
+        BLOCK_M_A,
+        PARTS,
+        TWO,
+    )
+    if TWO:
+        acc, highest, total = _fold_parts(
+            acc,
+            highest,
+            total,
+            states,
+            row_ok,
+            out_b,
+            lse_b,
+            part_out_b,
+            part_lse_b,
+            first_b,
+            others_b,
+            owners_b,
+            VALUE_DIM,
+            BLOCK_DV,
+            BLOCK_M_B,
+            PARTS,
+            TWO,
+        )
+    acc, log_sum = finish_state(acc, highest, total)
+    dims = tl.arange(0, BLOCK_DV)
+    tl.store(lse + states, log_sum, mask=row_ok)
+    tl.store(
+        out + states[:, None] * VALUE_DIM + dims[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=row_ok[:, None] & (dims < VALUE_DIM)[None, :],
+    )

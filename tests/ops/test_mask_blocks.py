@@ -1,0 +1,143 @@
+"""`tatten::mask_blocks`: in PyTorch and in Triton, against a loop over the keys."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from attention_cases import NEG_INF, places_in_reach
+from torch import Tensor
+from torch.library import opcheck
+
+from tatten.ops.masks import mask_blocks
+
+interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if interpreted else "cuda"
+
+# What is masked, and (batch, kv_batch, q_len).
+SHAPES: list[tuple[tuple[int, ...], tuple[int, int, int]]] = [
+    *(((2, 1, 1, n), (2, 2, 1)) for n in (1, 63, 64, 65, 128, 150)),
+    *(((n,), (3, 3, 2)) for n in (64, 150)),
+    ((2, 150), (3, 3, 2)),  # for each query
+    ((1, 1, 1, 150), (3, 3, 2)),
+    ((3, 2, 2, 150), (3, 3, 2)),
+    ((1, 4, 1, 65), (2, 2, 1)),
+    ((4, 1, 1, 150), (4, 2, 1)),  # of each sequence, two of which share a row
+    ((2, 1, 1, 150), (4, 2, 1)),  # of each row
+    ((4, 2, 3, 65), (4, 1, 3)),
+    ((4, 1, 1, 130), (4, 1, 1)),
+    ((1, 1, 1, 150), (1, 1, 1)),
+    ((1, 1, 1, 1100), (1, 1, 1)),  # more blocks than a program of `_bits_kernel` does
+]
+
+
+def make_mask(shape: tuple[int, ...], kind: str) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    mask = torch.rand(shape, generator=generator) > 0.97
+    match kind:
+        case "bool":
+            return mask
+        case "additive":
+            return torch.where(mask, torch.randn(shape, generator=generator), NEG_INF)
+        case "bfloat16":
+            return torch.where(mask, 0.0, NEG_INF).bfloat16()
+        case "all_false":
+            return torch.zeros_like(mask)
+        case "all_true":
+            return torch.ones_like(mask)
+        case "last":  # the sign bit of a block, and all of a query but the last
+            mask = torch.zeros_like(mask)
+            mask[..., 63::64] = True
+            mask.view(-1, shape[-1])[:-1] = False
+            return mask
+        case "strided":
+            return mask.mT.contiguous().mT if mask.dim() > 1 else mask.repeat_interleave(2)[::2]
+        case "expanded":
+            narrow = mask[(slice(0, 1),) * (mask.dim() - 1)]
+            return narrow.expand(shape)
+    raise ValueError(kind)
+
+
+KINDS = ["bool", "additive", "bfloat16", "all_false", "all_true", "last", "strided", "expanded"]
+
+
+def expected(mask: Tensor, batch: int, kv_batch: int, q_len: int, reach: Tensor | None = None) -> list[list]:
+    """For each row `(block, bits)` of what `mask`, and `reach`, leave: key by key."""
+    rows = 1 if reach is None and (mask.dim() < 4 or mask.shape[0] == 1) else kv_batch
+    used = (mask if mask.dtype == torch.bool else mask != NEG_INF)[(None,) * (4 - mask.dim())]
+    if used.shape[0] not in (1, batch):
+        used = used.repeat_interleave(batch // used.shape[0], dim=0)
+    if reach is not None:
+        used = used & reach
+    used = used.expand(batch, -1, -1, -1)
+    found = []
+    for row in range(rows):
+        shared = batch // rows
+        keys = used[row * shared : (row + 1) * shared].flatten(0, 2).any(dim=0).tolist()
+        blocks: dict[int, int] = {}
+        for key, counts in enumerate(keys):
+            if counts:
+                blocks[key // 64] = blocks.get(key // 64, 0) | 1 << key % 64
+        found.append(sorted(blocks.items()))
+    return found
+
+
+def listed(blocks: Tensor) -> list[list]:
+    assert blocks.dtype == torch.int64
+    assert not blocks[:, 0, 1].any()
+    return [[(n, bits % 2**64) for n, bits in row[1 : row[0][0] + 1]] for row in blocks.tolist()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape, sizes", SHAPES, ids=str)
+def test_in_pytorch(shape: tuple[int, ...], sizes: tuple[int, int, int], kind: str) -> None:
+    mask = make_mask(shape, kind)
+    got = mask_blocks(mask, *sizes)
+    assert got.shape[1] == -(-shape[-1] // 64) + 1
+    assert listed(got) == expected(mask, *sizes)
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive", "last", "strided", "expanded"])
+@pytest.mark.parametrize("shape, sizes", SHAPES, ids=str)
+def test_in_triton(shape: tuple[int, ...], sizes: tuple[int, int, int], kind: str) -> None:
+    from tatten.ops.triton_mask import mask_blocks_triton
+
+    mask = make_mask(shape, kind)
+    got = mask_blocks_triton(mask.to(DEVICE), *sizes).cpu()
+    assert got.shape == mask_blocks(mask, *sizes).shape
+    assert listed(got) == expected(mask, *sizes)
+
+
+@pytest.mark.parametrize("window", [None, 1, 70])
+@pytest.mark.parametrize("lens", [None, (150, 64, 0), (1, 65, 400)])
+@pytest.mark.parametrize("shape", [(150,), (3, 150), (3, 1, 1, 150), (3, 2, 3, 150), (1, 1, 3, 1), (1,)], ids=str)
+def test_with_lengths_and_window(shape: tuple[int, ...], lens: tuple[int, ...] | None, window: int | None) -> None:
+    """What they leave is listed, and no more. A mask of one query stands for all."""
+    from tatten.ops.triton_mask import mask_blocks_triton
+
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.2
+    kv_lens = None if lens is None else torch.tensor(lens)
+    clamped = None if lens is None else kv_lens.clamp(0, 150)
+    reach = places_in_reach(clamped, 3, 3, 150, window)
+    on_device = None if lens is None else kv_lens.to(DEVICE)
+    got = mask_blocks_triton(mask.to(DEVICE), 3, 3, 3, 150, on_device, window).cpu()
+    want = expected(mask, 3, 3, 3, reach)
+    if got.shape[0] == 1:  # no row differs
+        want = want[:1]
+    assert listed(got) == want
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive", "expanded"])
+@pytest.mark.parametrize("shape, sizes", [SHAPES[0], SHAPES[5], SHAPES[6], SHAPES[12]], ids=str)
+@pytest.mark.parametrize("device", ["cpu", *([] if interpreted else ["cuda"])])
+def test_opcheck(shape: tuple[int, ...], sizes: tuple[int, int, int], kind: str, device: str) -> None:
+    opcheck(torch.ops.tatten.mask_blocks.default, (make_mask(shape, kind).to(device), *sizes))
+
+
+def test_compiles_for_any_length() -> None:
+    torch._dynamo.reset()
+    find = torch.compile(lambda mask: torch.ops.tatten.mask_blocks(mask, 2, 2, 1), backend="aot_eager", dynamic=True)
+    for n in (63, 64, 65, 150):
+        mask = make_mask((2, 1, 1, n), "bool")
+        assert torch.equal(find(mask), mask_blocks(mask, 2, 2, 1))
