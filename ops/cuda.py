@@ -47,12 +47,16 @@ def decode_attention(
         reason = why_not(provider, query, key, value, plain)
         if reason is not None:
             raise NotImplementedError(f"`provider` {provider!r} can't compute this: {reason}")
-    elif query.dtype == torch.float64:  # for checking models, not for speed: no kernel of its own
+    elif (
+        query.dtype == torch.float64 and provider == "auto"
+    ):  # for checking models, not for speed: no kernel of its own
         return decode_attention_reference(
             query, key, value, attn_mask, kv_lens, scale, window=window, softcap=softcap, sinks=sinks
         )
     elif provider == "auto" and plain:
         provider = fastest(query, key, value)
+    if query.dtype == torch.float64:
+        raise NotImplementedError(f"`provider` {provider!r} can't compute this: it takes no float64")
     if provider == "cudnn":
         return cudnn_attention(query, key, value, scale)
     if provider == "flash":
@@ -84,7 +88,7 @@ def bifurcated_attention(
         out, lse = bifurcated_attention_reference(query, keys, values, attn_masks, scale)
         return out.contiguous(), lse.contiguous()
 
-    from tatten.ops.lean import lean_segments
+    from tatten.ops.lean_segments import lean_segments
 
     scale = query.shape[3] ** -0.5 if scale is None else scale
     with torch.cuda.device(query.device):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,6 @@ from tatten.ops.packing import squeeze_broadcast
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.triton_lean import ADDITIVE_MASK, BOOL_MASK, NO_MASK, _lean_kernel
 from tatten.ops.triton_mask import mask_blocks_triton
-from tatten.ops.triton_merge import merge_parts_triton
 from tatten.ops.triton_parts import _merge_segments_kernel
 from tatten.ops.validate import BLOCK_KEYS
 
@@ -47,6 +45,7 @@ class Parts:
     groups: int
     rows: int
     kv_len: int
+    kv_heads: int
     shared: int
     m_blocks: int
     programs: int
@@ -57,21 +56,21 @@ class Parts:
     big: bool
 
 
-def tiles_for(rows: int, kv_len: int, dim: int, element_size: int, listed: bool = False) -> Tiles:
-    """The tiles for `rows` packed queries, keys and a padded head_dim: as measured on an H200."""
+def tiles_for(rows: int, dim: int, element_size: int, listed: bool = False, masked: bool = False) -> Tiles:
+    """The tiles for `rows` packed queries and a padded head_dim: as measured on an H200, and without spills.
+
+    `listed`: the blocks of a mask are listed; `masked`: the mask itself is read, or places are computed for a window.
+    """
+    at_most = max(16, triton.next_power_of_2(rows))
     if element_size == 4:
-        block_m = min(max(16, triton.next_power_of_2(rows)), 64, max(16, 2048 // dim))
-        return Tiles(block_m, 32 if dim <= 256 else 16, 8, 2)
+        return Tiles(min(at_most, 64, max(16, 2048 // dim)), 32, 8, 2)
     if dim > 128:
-        block_m = min(max(16, triton.next_power_of_2(rows)), 16384 // dim)
-        return Tiles(block_m, 64 if dim <= 256 else 32, 4 if block_m * dim <= 8192 else 8, 2)
-    if rows <= 16 and kv_len <= 512:
-        return Tiles(16, 64, 2, 2, 4)  # several short rows are under way on an SM
+        return Tiles(min(at_most, 8192 // dim), 64 if dim <= 256 else 32, 8, 2)
     if rows <= 16:
-        return Tiles(16, BLOCK_KEYS, 4, 3, 2) if listed else Tiles(16, 128, 4, 2, 2)
-    if rows <= 64:
-        return Tiles(32 if rows <= 32 else 64, 64, 4, 3, 2)
-    return Tiles(128, 64, 8, 3)
+        return Tiles(16, 64, 4, 2 if masked else 3, 2) if listed or masked else Tiles(16, 128, 4, 2, 2)
+    if listed or masked:
+        return Tiles(min(at_most, 64), 64, 8, 2)
+    return Tiles(min(at_most, 64), 64, 4, 3, 2) if rows <= 64 else Tiles(128, 64, 8, 3)
 
 
 @functools.cache
@@ -88,7 +87,7 @@ def programs_for(rows: int, tiles: int, most: int) -> int:
     return even if even > 0.9 * most or tiles * rows < most else most
 
 
-def _takes_tma(x: Tensor) -> bool:
+def takes_tma(x: Tensor) -> bool:
     """Whether the copy engine can fetch tiles of `x`, all of whose elements may be read."""
     size = x.element_size()
     aligned = x.data_ptr() % 16 == 0 and all(
@@ -101,51 +100,6 @@ def _descriptor(x: Tensor, block_n: int) -> TensorDescriptor:
     strides = [stride if n != 1 else 16 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
     block = [1, 1, block_n, max(16, triton.next_power_of_2(x.shape[3]))]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block)
-
-
-def _takes_wide(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
-    """Whether Hopper's warp-specialised kernel computes this, and is faster: it does 128 packed rows at a time."""
-    batch, q_heads, q_len, dim = query.shape
-    rows = q_heads // key.shape[1] * (batch // key.shape[0]) * q_len
-    return (
-        rows > 64
-        and dim == value.shape[3]
-        and dim in (64, 128)
-        and query.is_cuda
-        and torch.cuda.get_device_capability(query.device) == (9, 0)
-        and query.stride(3) == 1
-        and scale > 0
-        and _takes_tma(key)
-        and _takes_tma(value)
-    )
-
-
-def launch_wide(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Parts:
-    """`launch` of the kernel in Gluon, on plain shared keys and many packed queries."""
-    from tatten.ops.gluon_wide import BLOCK_M, BLOCK_N, wide_attention_gluon
-
-    batch, q_heads, q_len, _ = query.shape
-    kv_batch, kv_heads, kv_len, _ = key.shape
-    shared = batch // kv_batch
-    m_blocks = triton.cdiv(q_heads // kv_heads * shared * q_len, BLOCK_M)
-    rows, n_tiles = kv_batch * kv_heads * m_blocks, triton.cdiv(kv_len, BLOCK_N)
-    programs = programs_for(rows, n_tiles, multiprocessors(query.device))
-    return Parts(
-        *wide_attention_gluon(query, key, value, scale, programs),
-        kv_lens=None,
-        blocks=None,
-        groups=1,
-        rows=rows,
-        kv_len=kv_len,
-        shared=shared,
-        m_blocks=m_blocks,
-        programs=programs,
-        block_m=BLOCK_M,
-        block_n=BLOCK_N,
-        window=None,
-        split=rows % programs != 0,
-        big=rows * n_tiles * programs >= 1 << 31,
-    )
 
 
 def launch(
@@ -196,7 +150,8 @@ def launch(
 
     block_d, block_dv = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
     listed = blocks is not None
-    tiles = tiles or tiles_for(packed, kv_len, max(block_d, block_dv), query.element_size(), listed)
+    masked = mask_kind != NO_MASK or window is not None
+    tiles = tiles or tiles_for(packed, max(block_d, block_dv), query.element_size(), listed, masked)
     block_n = BLOCK_KEYS if listed else tiles.block_n
     m_blocks = triton.cdiv(packed, tiles.block_m)
     groups = blocks.shape[0] if blocks is not None else 1 if kv_lens is None else kv_batch
@@ -205,7 +160,9 @@ def launch(
         most = tiles.per_sm * multiprocessors(query.device)
         n_tiles = max(1, triton.cdiv(kv_len, block_n))
         programs = most if listed or kv_lens is not None else programs_for(rows, n_tiles, most)
-    tma = not INTERPRETED and not listed and kv_lens is None and _takes_tma(key) and _takes_tma(value)
+    # The copy engine reads whole tiles, so only where every key counts.
+    every_key = not listed and kv_lens is None and window is None
+    tma = not INTERPRETED and every_key and takes_tma(key) and takes_tma(value)
     if tma:
         key_in, value_in = _descriptor(key, block_n), _descriptor(value, block_n)
     else:
@@ -282,6 +239,7 @@ def launch(
         groups=groups,
         rows=rows,
         kv_len=kv_len,
+        kv_heads=kv_heads,
         shared=shared,
         m_blocks=m_blocks,
         programs=programs,
@@ -293,8 +251,14 @@ def launch(
     )
 
 
+def _merge_warps(parts: int, dim: int) -> int:
+    if dim > 128:  # what a thread holds
+        return min(8, max(1, parts * dim // 1024))
+    return 1 if parts <= 8 else 2
+
+
 def merge_parts(
-    first: Parts, second: Parts | None, kv_heads: int, dtype: torch.dtype | None, overlap: bool = True
+    first: Parts, second: Parts | None, dtype: torch.dtype | None, overlap: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The states that one or two launches without merge add up to."""
     _, q_heads, q_len, value_dim = first.out.shape
@@ -313,14 +277,13 @@ def merge_parts(
     def pointers(x: Parts) -> tuple[object, ...]:
         kv_lens, blocks = (x.out if y is None else y for y in (x.kv_lens, x.blocks))
         stride = 0 if x.blocks is None else x.blocks.stride(0)
-        sizes = stride, x.groups, x.rows, x.kv_len, x.shared, x.m_blocks, x.programs
+        sizes = stride, x.groups, x.rows, x.kv_len, x.kv_heads, x.shared, x.m_blocks, x.programs
         return x.out, x.lse, x.part_out, x.part_lse, kv_lens, blocks, *sizes
 
     _merge_segments_kernel[(lse.numel(),)](
         out,
         lse,
         q_heads,
-        kv_heads,
         q_len,
         *pointers(a),
         *pointers(b),
@@ -342,7 +305,7 @@ def merge_parts(
         TWO=second is not None,
         PARTS=parts,
         OVERLAP=overlap,
-        num_warps=2 if parts <= 16 else 4,
+        num_warps=_merge_warps(parts, block_dv),
         launch_pdl=overlap,
     )
     return out, lse
@@ -378,35 +341,4 @@ def lean_attention(
         tiles=tiles,
         programs=programs,
     )
-    return merge_parts(parts, None, key.shape[1], query.dtype)
-
-
-def lean_segments(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    attn_masks: Sequence[Tensor | None],
-    blocks: Sequence[Tensor | None],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """`tatten::bifurcated_attention` of checked inputs: a launch for each segment, and one merge for every two."""
-    dtype, kv_heads = query.dtype, keys[0].shape[1]
-    states: list[tuple[Tensor, Tensor]] = []
-    pending: Parts | None = None
-    for i, (key, value, mask, block) in enumerate(zip(keys, values, attn_masks, blocks, strict=True)):
-        if mask is None and len(keys) > 1 and pending is None and _takes_wide(query, key, value, scale):
-            parts = launch_wide(query, key, value, scale)
-        else:
-            parts = launch(
-                query, key, value, mask, None, scale, block, whole=len(keys) == 1, follows=pending is not None
-            )
-        if pending is not None or i == len(keys) - 1:
-            last = len(keys) <= 2
-            states.append(merge_parts(pending or parts, parts if pending else None, kv_heads, dtype if last else None))
-            pending = None
-        else:
-            pending = parts
-    if len(states) == 1:
-        return states[0]
-    outs, lses = zip(*states, strict=True)
-    return merge_parts_triton(outs, lses, (*query.shape[:3], values[0].shape[3]), dtype)
+    return merge_parts(parts, None, query.dtype)

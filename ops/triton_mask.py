@@ -102,7 +102,7 @@ def mask_blocks_triton(
     n_blocks = triton.cdiv(kv_len, BLOCK_KEYS)
     bits = torch.empty((rows, n_blocks), dtype=torch.int64, device=mask.device)
     listed = torch.empty((rows, n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
-    per_sequence = mask.shape[0] == batch and rows != 1
+    per_sequence = mask.shape[0] == batch
     at_once = 16
     _bits_kernel[(rows, triton.cdiv(n_blocks, at_once))](
         mask.view(torch.uint8) if mask.dtype == torch.bool else mask,

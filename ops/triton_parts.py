@@ -22,11 +22,11 @@ def _find_parts(
     n_groups,
     rows,
     kv_len,
+    kv_heads,
     shared,
-    group,
     m_blocks,
     programs,
-    kv_heads,
+    q_heads,
     q_len,
     window,
     BLOCK_M: tl.constexpr,
@@ -43,6 +43,7 @@ def _find_parts(
     )
     line = tl.max(ends, axis=0)
     used = tl.minimum(programs, line)
+    group = q_heads // kv_heads
     packed = (head % group * shared + sequence % shared) * q_len + position
     row = (sequence // shared * kv_heads + head // group) * m_blocks + packed // BLOCK_M
     if GROUPS == 1:
@@ -98,8 +99,8 @@ def _fold_parts(
     return acc, highest, total
 
 
-_SIZES = ["groups_a", "rows_a", "kv_len_a", "shared_a", "m_blocks_a", "programs_a", "window", "q_len", "kv_heads"]
-_SIZES += ["groups_b", "rows_b", "kv_len_b", "shared_b", "m_blocks_b", "programs_b", "q_heads"]
+_SIZES = ["groups_a", "rows_a", "kv_len_a", "shared_a", "m_blocks_a", "programs_a", "kv_heads_a", "window", "q_len"]
+_SIZES += ["groups_b", "rows_b", "kv_len_b", "shared_b", "m_blocks_b", "programs_b", "kv_heads_b", "q_heads"]
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -107,7 +108,6 @@ def _merge_segments_kernel(
     out,
     lse,
     q_heads,
-    kv_heads,
     q_len,
     out_a,
     lse_a,
@@ -119,6 +119,7 @@ def _merge_segments_kernel(
     groups_a,
     rows_a,
     kv_len_a,
+    kv_heads_a,
     shared_a,
     m_blocks_a,
     programs_a,
@@ -132,6 +133,7 @@ def _merge_segments_kernel(
     groups_b,
     rows_b,
     kv_len_b,
+    kv_heads_b,
     shared_b,
     m_blocks_b,
     programs_b,
@@ -160,7 +162,6 @@ def _merge_segments_kernel(
     head = states // q_len % q_heads
     sequence = states // q_len // q_heads
     states = states.to(tl.int64)
-    group = q_heads // kv_heads
     first_a, others_a, owners_a = _find_parts(
         sequence,
         head,
@@ -171,11 +172,11 @@ def _merge_segments_kernel(
         groups_a,
         rows_a,
         kv_len_a,
+        kv_heads_a,
         shared_a,
-        group,
         m_blocks_a,
         programs_a,
-        kv_heads,
+        q_heads,
         q_len,
         window,
         BLOCK_M_A,
@@ -197,11 +198,11 @@ def _merge_segments_kernel(
             groups_b,
             rows_b,
             kv_len_b,
+            kv_heads_b,
             shared_b,
-            group,
             m_blocks_b,
             programs_b,
-            kv_heads,
+            q_heads,
             q_len,
             window,
             BLOCK_M_B,

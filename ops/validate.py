@@ -13,7 +13,11 @@ from tatten.ops.states import accumulator_dtype
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PROVIDERS = ("auto", "cpu", "triton", "cudnn", "flash")
 BLOCK_KEYS = 64  # of a block of `mask_blocks`: a bit each in an int64
-MAX_CUDA_HEAD_DIM = 512  # a tile of 32 keys in float32 is then 64 KiB
+
+
+def widest_on_cuda(dtype: torch.dtype) -> int:
+    """The largest head_dim that the CUDA kernel has tiles for: a block of 64 keys and values in shared memory."""
+    return 256 if dtype == torch.float32 else 512
 
 
 def check_tensors(**arguments: object) -> None:
@@ -158,9 +162,9 @@ def check_spans(spans: Tensor, rows: int, kv_len: int, device: torch.device, nam
 
 def check_cuda_head_dims(query: Tensor, value: Tensor) -> None:
     """Raise NotImplementedError for what the CUDA kernels have no tiles for."""
-    widest = max(query.shape[3], value.shape[3])
-    if widest > MAX_CUDA_HEAD_DIM and query.dtype != torch.float64:
-        raise NotImplementedError(f"key and value must have head_dim <= {MAX_CUDA_HEAD_DIM} on CUDA, got {widest}")
+    have, most = max(query.shape[3], value.shape[3]), widest_on_cuda(query.dtype)
+    if have > most and query.dtype != torch.float64:
+        raise NotImplementedError(f"key and value must have head_dim <= {most} in {query.dtype} on CUDA, got {have}")
 
 
 def check_devices(query: Tensor, **tensors: Tensor | None) -> None:

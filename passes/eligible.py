@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
-from tatten.ops.validate import FLOAT_DTYPES, MAX_CUDA_HEAD_DIM
+from tatten.ops.validate import FLOAT_DTYPES, widest_on_cuda
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, known_different, known_equal, tensor_of, value_of
@@ -92,11 +92,10 @@ def _check_shapes(call: SdpaCall, query: Tensor, key: Tensor, value: Tensor) -> 
     if not known_equal(query.shape[3], key.shape[3]):
         return Decline(Reason.HEAD_DIM, f"query has head_dim {query.shape[3]}, key {key.shape[3]}")
     widths = [constant(x.shape[3]) for x in (query, value)]
-    if query.device.type == "cuda" and any(width is None or width > MAX_CUDA_HEAD_DIM for width in widths):
+    most = widest_on_cuda(query.dtype)
+    if query.device.type == "cuda" and any(width is None or width > most for width in widths):
         shown = ", ".join(str(x.shape[3]) for x in (query, value))
-        return Decline(
-            Reason.HEAD_DIM, f"head_dim is {shown}; the CUDA kernel takes constants up to {MAX_CUDA_HEAD_DIM}"
-        )
+        return Decline(Reason.HEAD_DIM, f"head_dim is {shown}; the CUDA kernel takes constants up to {most}")
     if known_different(key.shape[2], value.shape[2]):
         return Decline(Reason.KV_LENGTH, f"key has length {key.shape[2]}, value {value.shape[2]}")
 

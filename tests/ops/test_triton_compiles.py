@@ -19,7 +19,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from tatten.ops import gluon_wide, lean, triton_mask
+from tatten.ops import gluon_wide, lean, lean_segments, triton_mask
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64"}
 NAMES |= {torch.uint8: "u8", torch.bool: "i1"}
@@ -67,23 +67,26 @@ def compile(kernel, args, kwargs):
         "threads": int(re.search(r"\\.reqntid (\\d+)", built.asm["ptx"]).group(1)),
     }
 
-def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, kv_len=4096, q_len=1, wide=False, **options):
-    dtype = getattr(torch, dtype)
+def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, wide=False, **options):
+    dtype, kv_len = getattr(torch, dtype), 4096
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
-    query, key, value = empty(2, 2 * rows // q_len, q_len, dim), empty(2, 2, kv_len, dim), empty(2, 2, kv_len, dim)
+    query, key, value = empty(2, 2 * rows, 1, dim), empty(2, 2, kv_len, dim), empty(2, 2, kv_len, dim)
     if wide:
-        return lean.launch_wide(query, key, value, 0.1)
+        return lean_segments.launch_wide(query, key, value, 0.1)
     if mask is not None:
         mask = empty(*mask[1:], kv_len, dtype=getattr(torch, mask[0]))
     lens = empty(2, dtype=torch.int64) if lens else None
     sinks = empty(query.shape[1]) if sinks else None
+    if tiles is not None:
+        chosen.append(getattr(lean_segments, tiles))
+        options["tiles"] = chosen[0]
     parts = lean.launch(query, key, value, mask, lens, 0.1, sinks=sinks, **options)
-    lean.merge_parts(parts, None if options.get("whole", True) else parts, 2, dtype)
+    lean.merge_parts(parts, None if options.get("whole", True) else parts, dtype)
 
 tiles_for = lean.tiles_for
 lean.tiles_for = lambda *args: chosen.append(tiles_for(*args)) or chosen[-1]
-lean.multiprocessors = lambda device: 132
+lean.multiprocessors = lean_segments.multiprocessors = lambda device: 132
 for module in (lean, triton_mask, gluon_wide):
     for name, x in list(vars(module).items()):
         if isinstance(x, triton.JITFunction) and name.endswith("_kernel"):
@@ -111,7 +114,7 @@ def shapes(dtype: str, dims: tuple[int, ...], rows: tuple[int, ...], *options: d
 GROUPS: dict[str, list[Variant]] = {
     "few rows": [
         *shapes("bfloat16", (128,), (1, 4, 16), {}, LENS, PER_SEQUENCE),
-        *shapes("float16", (128,), (4,), {"kv_len": 256}, {"kv_len": 256, **LENS}, {"kv_len": 256, **PER_SEQUENCE}),
+        *shapes("float16", (128,), (4,), {}, LENS, PER_SEQUENCE),
     ],
     "many rows": shapes("bfloat16", (128,), (32, 64, 128), {}, LENS, PER_SEQUENCE),
     "head_dim": [
@@ -129,9 +132,10 @@ GROUPS: dict[str, list[Variant]] = {
         for variant in shapes("bfloat16", (128,), (n,), {"mask": mask})
     ],
     "extras": shapes("bfloat16", (128,), (4, 64), EXTRAS, {**EXTRAS, **LENS}, {**EXTRAS, **LENS, **PER_SEQUENCE}),
-    "float32": shapes("float32", (64, 128, 512), (4,), {}, PER_SEQUENCE),
+    "float32": shapes("float32", (64, 128, 256), (4,), {}, PER_SEQUENCE),
     "segments": [
         *shapes("bfloat16", (128,), (4, 64), {"whole": False}, {"whole": False, "follows": True}),
+        *shapes("bfloat16", (64, 128), (4,), {"whole": False, "follows": True, "tiles": "SHORT_ROWS"}),
         *shapes("bfloat16", (64, 128), (128,), {"wide": True}),
     ],
 }
@@ -141,7 +145,9 @@ def faults(kernel: dict, per_sm: int, dtype: str, follows: bool) -> list[str]:
     """What is wrong with a compiled kernel of which `per_sm` programs are to be on an SM at once."""
     name, ptx = kernel["kernel"], kernel["ptx"]
     found = []
-    if kernel["stack"]:
+    # Up to four words for what is kept from a visit's start to its end; newer Triton leaves six of the wide kernel
+    # (test_wide_compiles.py looks closely).
+    if kernel["stack"] > (24 if name == "_wide_kernel" else 16):
         found.append(f"{kernel['stack']} bytes of stack: registers spill")
     if kernel["shared"] > 227 << 10:
         found.append(f"{kernel['shared']} bytes of shared memory do not fit a program")

@@ -144,7 +144,7 @@ def merged(case: Case, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Ten
         for visit in schedule.visits(program):
             if visit.slot is not None:
                 slots.setdefault(visit.row, []).append(visit.slot)
-    out, lse = out.clone(), lse.clone()
+    out, lse = out.double(), lse.double()
     written = torch.zeros(part_lse.shape, dtype=torch.bool, device="cuda")
     for row in range(len(schedule.tiles)):
         places = case.places(row)
@@ -205,10 +205,10 @@ def test_refuses(change: str) -> None:
     elif change == "head_dim":
         query, key, value = query[..., :96], key[..., :96], value[..., :96]
     elif change == "strided":
-        query = query.mT.contiguous().mT.expand(2, 8, 2, 128).mT.contiguous().mT
+        query = query.new_empty(2, 8, 128, 2).mT
     else:
         scale = 0.0
-    with pytest.raises(ValueError, match="expected|must be above 0"):
+    with pytest.raises(ValueError, match=r"expected|must be above 0"):
         wide_attention_gluon(query, key, value, scale, 8)
 
 
@@ -231,54 +231,49 @@ def _time_the_wait(waited):
     tl.store(waited, tl.extra.cuda.globaltimer() - begin)
 
 
-def captured(launches: Callable[[], object]) -> Callable[[], object]:
-    launches()  # compiles
+def repeated(launches: Callable[[], None], graph: bool) -> Callable[[], None]:
+    """The launches, compiled, and perhaps as a graph."""
+    launches()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    if not graph:
+        return launches
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
         launches()
-    return graph.replay
+    return captured.replay
 
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_waits_for_the_kernel_before(graph: bool) -> None:
-    case = Case(64, 32, 1, 1, 8, 1024)
+    case = Case(64, 32, 1, 1, 8, 256, programs=16)  # whole rows; most multiprocessors are free to start it early
     query, key, value = inputs(case, "dense")
-    want = wide_attention_gluon(query, key, value, 1.0, case.programs)
     late = torch.zeros_like(key)
     got: list[tuple[Tensor, ...]] = []
 
     def launches() -> None:
-        _copy_late[(key.numel() // 4096,)](key, late, 1_000_000, BLOCK=4096, launch_pdl=True)
-        got.append(wide_attention_gluon(query, late, value, 1.0, case.programs))
+        _copy_late[(16,)](key, late, 1_000_000, BLOCK=key.numel() // 16, launch_pdl=True)
+        got.append(wide_attention_gluon(query, late, value, case.dim**-0.5, case.programs))
 
-    again = captured(launches) if graph else launches
-    launches()  # compiles
+    again = repeated(launches, graph)
     late.zero_()
     torch.cuda.synchronize()
     again()
     assert torch.equal(late, key)
-    split = case.schedule.visits(0)[0].slot == 0
-    assert split
-    written = ~want[3].isnan() if False else torch.zeros_like(want[3], dtype=torch.bool)
-    written[[visit.slot for p in range(case.programs) for visit in case.schedule.visits(p)]] = True
-    last = got[1] if graph else got[-1]
-    assert torch.equal(last[2][written], want[2][written])
-    assert torch.equal(last[3][written], want[3][written])
+    assert all(map(torch.equal, got[-1][:2], run(case, query, key, value)[:2]))
 
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_the_next_kernel_may_start_early(graph: bool) -> None:
-    case = Case(64, 32, 1, 1, 8, 65536, programs=8)  # over a millisecond, with most of the GPU idle
+    case = Case(64, 32, 1, 1, 8, 65536, programs=8)  # over a millisecond, with most multiprocessors free
     query, key, value = inputs(case, "dense")
     waited = torch.zeros(1, dtype=torch.int64, device="cuda")
 
     def launches() -> None:
-        wide_attention_gluon(query, key, value, 1.0, case.programs)
+        wide_attention_gluon(query, key, value, case.dim**-0.5, case.programs)
         _time_the_wait[(1,)](waited, launch_pdl=True)
 
-    again = captured(launches) if graph else launches
-    again()
+    again = repeated(launches, graph)
+    waited.zero_()
     torch.cuda.synchronize()
     again()
     assert waited.item() > 200_000

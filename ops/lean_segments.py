@@ -1,0 +1,129 @@
+"""Attention to segments: a launch of the lean or the wide kernel for each, and one merge for every two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from tatten.ops.lean import Parts, Tiles, launch, merge_parts, multiprocessors, programs_for, takes_tma, tiles_for
+from tatten.ops.triton_merge import merge_parts_triton
+
+# Short rows of K and V beside the wide kernel: several are under way on an SM, each in a small program.
+SHORT_ROWS = Tiles(16, 64, 2, 2, 4)
+# On an H200: 128 packed rows by 128 keys of head_dim 128 in the wide kernel, and what an SM reads beside it.
+WIDE_TILE_US, SM_BYTES_PER_US = 2.2, 40e3
+
+
+def lean_segments(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    blocks: Sequence[Tensor | None],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`tatten::bifurcated_attention` of checked inputs: a launch for each segment, and one merge for every two."""
+    dtype = query.dtype
+    states: list[tuple[Tensor, Tensor]] = []
+    pending: Parts | None = None
+    given = 0  # SMs that a wide launch left to this segment
+    for i, (key, value, mask, block) in enumerate(zip(keys, values, attn_masks, blocks, strict=True)):
+        last = i == len(keys) - 1
+        if mask is None and not last and pending is None and _takes_wide(query, key, value, scale):
+            given = _sms_beside_wide(query, key, keys[i + 1], attn_masks[i + 1])
+            parts = launch_wide(query, key, value, scale, multiprocessors(query.device) - given if given else None)
+        else:
+            tiles: Tiles | None = None
+            if given:
+                tiles = SHORT_ROWS if key.shape[2] <= 512 else tiles_for(1, key.shape[3], 2)
+            parts = launch(
+                query,
+                key,
+                value,
+                mask,
+                None,
+                scale,
+                block,
+                whole=len(keys) == 1,
+                follows=pending is not None,
+                tiles=tiles,
+                programs=given * tiles.per_sm if tiles is not None else None,
+            )
+            given = 0
+        if pending is not None or last:
+            final = dtype if len(keys) <= 2 else None
+            states.append(merge_parts(pending or parts, parts if pending else None, final))
+            pending = None
+        else:
+            pending = parts
+    if len(states) == 1:
+        return states[0]
+    outs, lses = zip(*states, strict=True)
+    return merge_parts_triton(outs, lses, (*query.shape[:3], values[0].shape[3]), dtype)
+
+
+def _takes_wide(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
+    """Whether Hopper's warp-specialised kernel computes this, and is faster: half of its 128 rows may be empty."""
+    batch, q_heads, q_len, dim = query.shape
+    rows = q_heads // key.shape[1] * (batch // key.shape[0]) * q_len
+    return (
+        rows > 32
+        and dim == value.shape[3]
+        and dim in (64, 128)
+        and query.is_cuda
+        and torch.cuda.get_device_capability(query.device) == (9, 0)
+        and query.stride(3) == 1
+        and scale > 0
+        and takes_tma(key)
+        and takes_tma(value)
+    )
+
+
+def _sms_beside_wide(query: Tensor, key: Tensor, next_key: Tensor, next_mask: Tensor | None) -> int:
+    """How many SMs to leave to the next segment while the wide kernel is at `key`, or 0 to run one after the other.
+
+    The wide kernel is bound by arithmetic and fills an SM, the next one by memory. Side by side they take 125 us where
+    one after the other takes 144 (256 sequences, 32/8 heads, 8192 and 256 keys); a few SMs are not worth their merges.
+    """
+    batch, q_heads, q_len, _ = query.shape
+    kv_batch, kv_heads, kv_len, head_dim = key.shape
+    packed = q_heads // kv_heads * (batch // kv_batch) * q_len
+    if next_mask is not None or q_heads // kv_heads * (batch // next_key.shape[0]) * q_len > 16:
+        return 0
+    wide = triton.cdiv(packed, 128) * kv_batch * kv_heads * triton.cdiv(kv_len, 128) * head_dim / 128 * WIDE_TILE_US
+    beside = 2 * next_key.numel() * next_key.element_size() / SM_BYTES_PER_US
+    sms = multiprocessors(query.device)
+    given = round(sms * beside / (wide + beside))
+    return min(given, sms - 1) if given >= sms // 5 else 0
+
+
+def launch_wide(query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int | None = None) -> Parts:
+    """`launch` of the kernel in Gluon, on plain shared keys and many packed queries."""
+    from tatten.ops.gluon_wide import BLOCK_M, BLOCK_N, wide_attention_gluon
+
+    batch, q_heads, q_len, _ = query.shape
+    kv_batch, kv_heads, kv_len, _ = key.shape
+    shared = batch // kv_batch
+    m_blocks = triton.cdiv(q_heads // kv_heads * shared * q_len, BLOCK_M)
+    rows, n_tiles = kv_batch * kv_heads * m_blocks, triton.cdiv(kv_len, BLOCK_N)
+    programs = programs or programs_for(rows, n_tiles, multiprocessors(query.device))
+    return Parts(
+        *wide_attention_gluon(query, key, value, scale, programs),
+        kv_lens=None,
+        blocks=None,
+        groups=1,
+        rows=rows,
+        kv_len=kv_len,
+        kv_heads=kv_heads,
+        shared=shared,
+        m_blocks=m_blocks,
+        programs=programs,
+        block_m=BLOCK_M,
+        block_n=BLOCK_N,
+        window=None,
+        split=rows % programs != 0,
+        big=rows * n_tiles * programs >= 1 << 31,
+    )
