@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
+from tatten.ops.providers import regime
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
 from tatten.passes.cost import Cost
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
@@ -16,8 +17,8 @@ from tatten.passes.masks import Masks
 from tatten.passes.places import Place, place_of
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall, find_sdpa
-from tatten.passes.symbolic import tensor_of
-from tatten.passes.views import op_name
+from tatten.passes.symbolic import hint, tensor_of
+from tatten.passes.views import BATCH, HEADS, LENGTH, Stored, op_name
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Rewritten:
     shapes: str
     cost: Cost | None
     note: str = ""
+    provider: str = ""  # who computes it on a GPU, for the sizes of the example
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,30 @@ def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks) -> Rewritten | D
     if isinstance(bifurcated, BifurcatedMatch):
         shapes = _shapes(call, (x.base for x in bifurcated.keys), (x.base for x in bifurcated.values))
         op = apply_bifurcated(bifurcated, masks)
-        return Rewritten(place, str(op.target), shapes, bifurcated.cost)
+        return Rewritten(place, str(op.target), shapes, bifurcated.cost, provider=_provider(call))
     decode = match_decode(call)
     if isinstance(decode, DecodeMatch):
         shapes = _shapes(call, [decode.key.base], [decode.value.base])
         op = apply_decode(decode, masks)
         note = "" if bifurcated is None else f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}"
-        return Rewritten(place, str(op.target), shapes, decode.cost, note)
+        return Rewritten(place, str(op.target), shapes, decode.cost, note, _provider(call, decode.key))
     return Declined(place, shapes, bifurcated or decode)
+
+
+def _provider(call: SdpaCall, key: Stored | None = None) -> str:
+    """Who will compute a rewritten call: PyTorch's kernels take one plain KV only; empty on a CPU."""
+    query = tensor_of(call.query)
+    assert query is not None
+    if query.device.type != "cuda":
+        return ""
+    if key is None or call.attn_mask is not None:
+        return "triton"
+    heads, rows, kv_heads, kv_len, head_dim = (
+        hint(x) for x in (query.shape[1] * query.shape[2], *(key.size(role) for role in (BATCH, HEADS, LENGTH, 3)))
+    )
+    if not heads or not rows or not kv_heads or not kv_len or not head_dim:
+        return "auto"
+    return regime(heads // kv_heads, rows * kv_heads, kv_len, head_dim)
 
 
 def _shapes(call: SdpaCall, keys: Iterable[Node], values: Iterable[Node]) -> str:

@@ -54,7 +54,11 @@ def _groups(graph: GraphReport) -> list[list[Rewritten | Declined]]:
     groups: dict[Any, list[Rewritten | Declined]] = {}
     for finding in graph.findings:
         layerless = re.sub(r"\.\d+(?=\.|$)", ".*", finding.place.module)
-        what = (finding.op, finding.cost, finding.note) if isinstance(finding, Rewritten) else finding.decline.reason
+        what = (
+            (finding.op, finding.cost, finding.note, finding.provider)
+            if isinstance(finding, Rewritten)
+            else finding.decline.reason
+        )
         shapes = re.sub(r"s\d+", "s", finding.shapes)
         groups.setdefault((layerless, finding.place.file, finding.place.line, shapes, what), []).append(finding)
     return list(groups.values())
@@ -79,6 +83,8 @@ def _describe(group: list[Rewritten | Declined]) -> Iterator[str]:
             yield f"    KV    {_size(cost.moved)} moved per step before, at most {_size(cost.read)} read now"
             if cost.segments > 1:
                 yield f"    cost  {cost}"
+        if first.provider:
+            yield f"    by    {first.provider}"
         if first.note:
             yield f"    note  {first.note}"
     else:
