@@ -7,7 +7,8 @@
     grid    batch 1 to 128 x length 1k to 64k x four pairs of heads
     ragged  lengths that differ: ours with `kv_lens`, the peers on packed tokens or pages, SDPA with the mask that it
             needs at the longest length
-    static  a cache of which 1/16 is used, with a bool mask, against a cache of exactly that length
+    static  a cache of which 1/16 is used, with a bool mask, against a cache of exactly that length; `layer` gets what
+            the mask leaves, as the layers of a compiled model do, the others find it in each call
 
 `auto` is `tatten.decode_attention`, `triton` the same with that provider; `fi` is FlashInfer's batch decode, `fi_tc`
 the same on tensor cores, and `fi_one` its decode of one request (--flashinfer). On a GPU each candidate is a captured
@@ -42,13 +43,13 @@ COLUMNS = {
         "nine": UNIFORM,
         "grid": UNIFORM,
         "ragged": (*OURS, "sdpa", "fa3", "fa3_8", "fa3_32", "fi", "fi_tc"),
-        "static": (*OURS, "exact", "sdpa"),
+        "static": (*OURS, "layer", "exact", "sdpa"),
     },
     "cpu": {
         "nine": ("auto", "sdpa"),
         "grid": ("auto", "sdpa"),
         "ragged": ("auto", "sdpa"),
-        "static": ("auto", "exact", "sdpa"),
+        "static": ("auto", "layer", "exact", "sdpa"),
     },
 }
 L2 = {"cuda": 200 << 20, "cpu": 8 << 20}  # bytes of KV of which the cache keeps nothing that is of use
@@ -216,6 +217,13 @@ def candidates(p: Problem) -> dict[str, tuple[str, Callable[[], Attention | None
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
+    def layer() -> Attention:
+        """As in a layer of a compiled model: what the mask leaves was found once for all of them."""
+        on_cpu, batch = p.q.device.type == "cpu", s.batch
+        ops = torch.ops.tatten
+        spans = ops.mask_spans(p.mask) if on_cpu else ops.mask_blocks(p.mask, batch, batch, 1)
+        return lambda q, k, v: ops.decode_attention(q, k, v, p.mask, None, None, spans)[0]
+
     def fa3(splits: int = 0) -> Attention | None:
         kernel = peers.fa3()
         cu_q = torch.arange(s.batch + 1, dtype=torch.int32, device=p.q.device)
@@ -236,6 +244,7 @@ def candidates(p: Problem) -> dict[str, tuple[str, Callable[[], Attention | None
     return {
         "auto": ("slots", lambda: ours),
         "triton": ("slots", lambda: triton),
+        "layer": ("slots", layer),
         "exact": ("exact", lambda: tatten.decode_attention),
         "sdpa": ("slots", lambda: sdpa),
         "cudnn": ("slots", peers.cudnn),
