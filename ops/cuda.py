@@ -64,8 +64,8 @@ def decode_attention(
 
     from tatten.ops.lean import lean_attention
 
-    if kv_lens is not None or window is not None:
-        spans = None  # they change what the mask leaves
+    if kv_lens is not None or window is not None or attn_mask is None:
+        spans = None  # the others change what the mask leaves
     with torch.cuda.device(query.device):
         return lean_attention(
             query, key, value, attn_mask, kv_lens, scale, spans, window=window, softcap=softcap, sinks=sinks

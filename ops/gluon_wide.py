@@ -10,7 +10,6 @@ keys beyond the end, and no mask is in the loop.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tatten.ops.sizes import ceil_div
 
 BLOCK_M, BLOCK_N = 128, 128
 _BLOCK_M, _BLOCK_N = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_N)
@@ -271,10 +272,10 @@ def _wide_kernel(
 
 def _descriptor(x: Tensor) -> TensorDescriptor:
     """Of key or value, for tiles of its rows. The stride of a dimension of one element may be anything."""
-    batch, heads, _, dim = x.shape
+    dim = x.shape[3]
     strides = list(x.stride())
-    for i, size in ((1, heads), (0, batch)):
-        if size == 1:
+    for i in (2, 1, 0):
+        if x.shape[i] == 1:
             strides[i] = strides[i + 1] * x.shape[i + 1]
     block = [1, 1, BLOCK_N, dim]
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
@@ -316,7 +317,7 @@ def wide_attention_gluon(
     if not scale > 0:
         raise ValueError(f"`scale` must be above 0, got {scale}")
     group, shared = q_heads // kv_heads, batch // kv_batch
-    m_blocks = triton.cdiv(group * shared * q_len, BLOCK_M)
+    m_blocks = ceil_div(group * shared * q_len, BLOCK_M)
     strides = [0 if size == 1 else stride for size, stride in zip(query.shape[:3], query.stride()[:3], strict=True)]
     aligned = 8 if all(stride % 8 == 0 for stride in strides) else 1
 

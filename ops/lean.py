@@ -1,4 +1,4 @@
-"""Launching the lean kernel: its tiles, its grid, and the memory that its programs share."""
+"""Launching the lean kernel and the merge of its parts: tiles, grid, and the memory that partial states lie in."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tatten.ops.packing import squeeze_broadcast
+from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.triton_lean import ADDITIVE_MASK, BOOL_MASK, NO_MASK, _lean_kernel
 from tatten.ops.triton_mask import mask_blocks_triton
@@ -61,7 +62,7 @@ def tiles_for(rows: int, dim: int, element_size: int, listed: bool = False, mask
 
     `listed`: the blocks of a mask are listed; `masked`: the mask itself is read, or places are computed for a window.
     """
-    at_most = max(16, triton.next_power_of_2(rows))
+    at_most = max(16, power_of_2(rows))
     if element_size == 4:
         return Tiles(min(at_most, 64, max(16, 2048 // dim)), 32, 8, 2)
     if dim > 128:
@@ -78,10 +79,16 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@functools.cache
+def has_hopper(device: torch.device) -> bool:
+    """Whether programs may overlap and tiles be fetched by the copy engine; a device that only compiles is one."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def programs_for(rows: int, tiles: int, most: int) -> int:
     """How many of at most `most` programs: rather a few less than leave each row to be merged from one part more."""
     if rows >= most:
-        even = triton.cdiv(rows, triton.cdiv(rows, most))  # each program does as many whole rows as any other
+        even = ceil_div(rows, ceil_div(rows, most))  # as many whole rows for each, if they divide
         return even if even > 0.9 * most else most
     even = rows * min(most // rows, tiles)
     return even if even > 0.9 * most or tiles * rows < most else most
@@ -96,9 +103,17 @@ def takes_tma(x: Tensor) -> bool:
     return size == 2 and aligned and x.stride(3) == 1 and min(x.shape) > 0
 
 
+def _constant_stride(x: Tensor) -> int:
+    """The stride of the length if it is known when the kernel is compiled, which saves registers; else 0.
+
+    Where it goes with the batch, as for `[length, batch, heads, head_dim]`, each would be compiled anew.
+    """
+    return x.stride(2) if x.stride(2) < 1 << 14 else 0
+
+
 def _descriptor(x: Tensor, block_n: int) -> TensorDescriptor:
     strides = [stride if n != 1 else 16 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    block = [1, 1, block_n, max(16, triton.next_power_of_2(x.shape[3]))]
+    block = [1, 1, block_n, max(16, power_of_2(x.shape[3]))]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block)
 
 
@@ -122,12 +137,19 @@ def launch(
 ) -> Parts:
     """One launch of the kernel on checked inputs. `whole`: these are all segments, so whole rows are final.
 
-    `follows`: the launch just before wrote nothing that this one reads, which may then run beside it.
+    `follows`: nothing that this launch reads was written by the one just before, which it then runs beside; nor, on the
+    same stream, anything since.
     """
     batch, q_heads, q_len, head_dim = query.shape
     kv_batch, kv_heads, kv_len, value_dim = *key.shape[:3], value.shape[3]
     group, shared = q_heads // kv_heads, batch // kv_batch
     packed = group * shared * q_len
+
+    # The kernels read these as they lie; a copy is a launch to be waited for.
+    kv_lens, sinks = (None if x is None else x.contiguous() for x in (kv_lens, sinks))
+    if blocks is not None and not blocks.is_contiguous():
+        blocks, follows = blocks.contiguous(), False
+    window = None if window is None else min(window, kv_len + q_len)  # more is the same, and could overflow
 
     mask_kind, mask, mask_strides = NO_MASK, query, (0, 0, 0, 0, 0)
     if attn_mask is not None and kv_len:
@@ -148,21 +170,22 @@ def launch(
             else:  # one for each sequence
                 mask_strides = (0, b, h, n, s)
 
-    block_d, block_dv = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
     listed = blocks is not None
     masked = mask_kind != NO_MASK or window is not None
     tiles = tiles or tiles_for(packed, max(block_d, block_dv), query.element_size(), listed, masked)
     block_n = BLOCK_KEYS if listed else tiles.block_n
-    m_blocks = triton.cdiv(packed, tiles.block_m)
+    m_blocks = ceil_div(packed, tiles.block_m)
     groups = blocks.shape[0] if blocks is not None else 1 if kv_lens is None else kv_batch
     rows = kv_batch // groups * kv_heads * m_blocks  # of each group
+    n_tiles = max(1, ceil_div(kv_len, block_n))
     if programs is None:
         most = tiles.per_sm * multiprocessors(query.device)
-        n_tiles = max(1, triton.cdiv(kv_len, block_n))
         programs = most if listed or kv_lens is not None else programs_for(rows, n_tiles, most)
     # The copy engine reads whole tiles, so only where every key counts.
     every_key = not listed and kv_lens is None and window is None
-    tma = not INTERPRETED and every_key and takes_tma(key) and takes_tma(value)
+    hopper = not INTERPRETED and has_hopper(query.device)
+    tma = hopper and every_key and takes_tma(key) and takes_tma(value)
     if tma:
         key_in, value_in = _descriptor(key, block_n), _descriptor(value, block_n)
     else:
@@ -173,9 +196,8 @@ def launch(
     lse = query.new_empty((batch, q_heads, q_len), dtype=acc_dtype)
     part_out = query.new_empty((2 * programs, tiles.block_m, value_dim), dtype=acc_dtype)
     part_lse = query.new_empty((2 * programs, tiles.block_m), dtype=acc_dtype)
-    n_tiles = max(1, triton.cdiv(kv_len, block_n))
     big = groups * rows * n_tiles * programs >= 1 << 31
-    overlap = overlap and not INTERPRETED
+    overlap = overlap and hopper
     _lean_kernel[(programs,)](
         query,
         key_in,
@@ -205,13 +227,15 @@ def launch(
         q_len,
         m_blocks,
         programs,
+        KEY_S=_constant_stride(key),
+        VALUE_S=_constant_stride(value),
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
         BLOCK_M=tiles.block_m,
         BLOCK_N=block_n,
-        GROUPS=triton.next_power_of_2(groups),
+        GROUPS=power_of_2(groups),
         MASK=mask_kind,
         HAS_LENS=kv_lens is not None,
         LISTED=listed,
@@ -267,12 +291,12 @@ def merge_parts(
     out, lse = first.out, first.lse
     if second is not None:
         out, lse = first.out.new_empty(first.out.shape, dtype=dtype), torch.empty_like(first.lse)
-    block_dv = max(16, triton.next_power_of_2(value_dim))
-    overlap = overlap and not INTERPRETED
+    block_dv = max(16, power_of_2(value_dim))
+    overlap = overlap and not INTERPRETED and has_hopper(out.device)
     a, b = first, second or first
     # Of a ragged batch one row may have all parts.
     most = max(32 if x.groups > 1 else x.programs // x.rows + 2 for x in (a, b))
-    parts = min(64, triton.next_power_of_2(most))
+    parts = min(64, power_of_2(most))
 
     def pointers(x: Parts) -> tuple[object, ...]:
         kv_lens, blocks = (x.out if y is None else y for y in (x.kv_lens, x.blocks))
@@ -292,12 +316,12 @@ def merge_parts(
         BLOCK_DV=block_dv,
         BLOCK_M_A=a.block_m,
         BLOCK_N_A=a.block_n,
-        GROUPS_A=triton.next_power_of_2(a.groups),
+        GROUPS_A=power_of_2(a.groups),
         HAS_LENS_A=a.kv_lens is not None,
         LISTED_A=a.blocks is not None,
         BLOCK_M_B=b.block_m,
         BLOCK_N_B=b.block_n,
-        GROUPS_B=triton.next_power_of_2(b.groups),
+        GROUPS_B=power_of_2(b.groups),
         HAS_LENS_B=b.kv_lens is not None,
         LISTED_B=b.blocks is not None,
         WINDOW=a.window is not None,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from tatten.ops.lean import Parts, Tiles, launch, merge_parts, multiprocessors, programs_for, takes_tma, tiles_for
+from tatten.ops.sizes import ceil_div
 from tatten.ops.triton_merge import merge_parts_triton
 
 # Short rows of K and V beside the wide kernel: several are under way on an SM, each in a small program.
@@ -29,15 +29,17 @@ def lean_segments(
     dtype = query.dtype
     states: list[tuple[Tensor, Tensor]] = []
     pending: Parts | None = None
-    given = 0  # SMs that a wide launch left to this segment
+    sms_left = 0  # by a wide launch, to the segment after it
     for i, (key, value, mask, block) in enumerate(zip(keys, values, attn_masks, blocks, strict=True)):
         last = i == len(keys) - 1
         if mask is None and not last and pending is None and _takes_wide(query, key, value, scale):
-            given = _sms_beside_wide(query, key, keys[i + 1], attn_masks[i + 1])
-            parts = launch_wide(query, key, value, scale, multiprocessors(query.device) - given if given else None)
+            sms_left = _sms_beside_wide(query, key, keys[i + 1], attn_masks[i + 1])
+            parts = launch_wide(
+                query, key, value, scale, multiprocessors(query.device) - sms_left if sms_left else None
+            )
         else:
             tiles: Tiles | None = None
-            if given:
+            if sms_left:
                 tiles = SHORT_ROWS if key.shape[2] <= 512 else tiles_for(1, key.shape[3], 2)
             parts = launch(
                 query,
@@ -50,9 +52,9 @@ def lean_segments(
                 whole=len(keys) == 1,
                 follows=pending is not None,
                 tiles=tiles,
-                programs=given * tiles.per_sm if tiles is not None else None,
+                programs=sms_left * tiles.per_sm if tiles is not None else None,
             )
-            given = 0
+            sms_left = 0
         if pending is not None or last:
             final = dtype if len(keys) <= 2 else None
             states.append(merge_parts(pending or parts, parts if pending else None, final))
@@ -93,11 +95,11 @@ def _sms_beside_wide(query: Tensor, key: Tensor, next_key: Tensor, next_mask: Te
     packed = q_heads // kv_heads * (batch // kv_batch) * q_len
     if next_mask is not None or q_heads // kv_heads * (batch // next_key.shape[0]) * q_len > 16:
         return 0
-    wide = triton.cdiv(packed, 128) * kv_batch * kv_heads * triton.cdiv(kv_len, 128) * head_dim / 128 * WIDE_TILE_US
+    wide = ceil_div(packed, 128) * kv_batch * kv_heads * ceil_div(kv_len, 128) * head_dim / 128 * WIDE_TILE_US
     beside = 2 * next_key.numel() * next_key.element_size() / SM_BYTES_PER_US
     sms = multiprocessors(query.device)
-    given = round(sms * beside / (wide + beside))
-    return min(given, sms - 1) if given >= sms // 5 else 0
+    sms_left = round(sms * beside / (wide + beside))
+    return min(sms_left, sms - 1) if sms_left >= sms // 5 else 0
 
 
 def launch_wide(query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int | None = None) -> Parts:
@@ -107,8 +109,8 @@ def launch_wide(query: Tensor, key: Tensor, value: Tensor, scale: float, program
     batch, q_heads, q_len, _ = query.shape
     kv_batch, kv_heads, kv_len, _ = key.shape
     shared = batch // kv_batch
-    m_blocks = triton.cdiv(q_heads // kv_heads * shared * q_len, BLOCK_M)
-    rows, n_tiles = kv_batch * kv_heads * m_blocks, triton.cdiv(kv_len, BLOCK_N)
+    m_blocks = ceil_div(q_heads // kv_heads * shared * q_len, BLOCK_M)
+    rows, n_tiles = kv_batch * kv_heads * m_blocks, ceil_div(kv_len, BLOCK_N)
     programs = programs or programs_for(rows, n_tiles, multiprocessors(query.device))
     return Parts(
         *wide_attention_gluon(query, key, value, scale, programs),

@@ -3,8 +3,8 @@
 The tiles of all work rows (sequence, kv head, block of packed queries) lie on one line, and program p of P takes the
 tiles `[T * p // P, T * (p + 1) // P)`: equal work for each whatever the lengths, which are read on the device, so that
 one captured launch serves all lengths. A row that one program does whole is written at once. Of a row that several
-share each leaves a partial state in a slot of its own, and the last to arrive merges them in the order of the line: no
-program waits for another. `tatten.ops.schedule` is the same arithmetic in Python.
+share each leaves a partial state in a slot of its own, for `tatten.ops.triton_parts` to merge: no program waits for
+another. `tatten.ops.schedule` is the same arithmetic in Python.
 
 Lean Attention (arXiv 2405.10480); the packed rows are those of FlashInfer (arXiv 2501.01005).
 """
@@ -20,7 +20,19 @@ NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
 
 
 # Sizes that change from step to step or model to model: to specialise on 1 and on multiples of 16 would recompile.
-_SIZES = ["kv_len", "window", "n_groups", "rows", "shared", "kv_heads", "group", "q_len", "m_blocks", "programs"]
+_SIZES = [
+    "blocks_g",
+    "kv_len",
+    "window",
+    "n_groups",
+    "rows",
+    "shared",
+    "kv_heads",
+    "group",
+    "q_len",
+    "m_blocks",
+    "programs",
+]
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -42,11 +54,11 @@ def _lean_kernel(
     query_d,
     key_b,
     key_h,
-    key_s: tl.constexpr,
+    key_s,
     key_d,
     value_b,
     value_h,
-    value_s: tl.constexpr,
+    value_s,
     value_d,
     mask_r,
     mask_b,
@@ -66,6 +78,8 @@ def _lean_kernel(
     q_len,
     m_blocks,
     programs,
+    KEY_S: tl.constexpr,
+    VALUE_S: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -137,7 +151,7 @@ def _lean_kernel(
         kv_head = (row // m_blocks % kv_heads).to(tl.int64)
         packed = row % m_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
         row_ok = packed < group * shared * q_len
-        position = packed % q_len
+        position = (packed % q_len).to(tl.int64)
         sequence = b * shared + packed // q_len % shared
         head = kv_head * group + packed // (q_len * shared)
         q = tl.load(
@@ -193,12 +207,14 @@ def _lean_kernel(
                 v = value.load([kv_row, head_row, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_DV])
             else:
                 k = tl.load(
-                    key_row + (keys * key_s)[None, :] + (wide_dims * key_d)[:, None],
+                    key_row + (keys * (KEY_S if KEY_S else key_s))[None, :] + (wide_dims * key_d)[:, None],
                     mask=valid[None, :] & (dims < HEAD_DIM)[:, None],
                     other=0.0,
                 )
                 v = tl.load(
-                    value_row + (keys * value_s)[:, None] + (wide_value_dims * value_d)[None, :],
+                    value_row
+                    + (keys * (VALUE_S if VALUE_S else value_s))[:, None]
+                    + (wide_value_dims * value_d)[None, :],
                     mask=valid[:, None] & (value_dims < VALUE_DIM)[None, :],
                     other=0.0,
                 )

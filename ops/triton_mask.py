@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tatten.ops.masks import mask_rows
 from tatten.ops.packing import squeeze_broadcast
+from tatten.ops.sizes import ceil_div
 from tatten.ops.validate import BLOCK_KEYS
 
 
@@ -47,12 +48,14 @@ def _bits_kernel(
         length = tl.minimum(tl.maximum(tl.load(kv_lens + row), 0), kv_len).to(tl.int32)
     used = tl.zeros([BLOCKS, BLOCK], tl.int32)
     for i in range(seqs_of_row * heads * q_rows):
-        position = i % q_rows
-        start = (row * seqs_of_row + i // (heads * q_rows)) * mask_b + i // q_rows % heads * mask_h + position * mask_l
+        place = row * 0 + i  # of 64 bits: strides of a mask may be large
+        position = place % q_rows
+        start = (row * seqs_of_row + place // (heads * q_rows)) * mask_b
+        start += place // q_rows % heads * mask_h + position * mask_l
         within = keys < length
         if WINDOW:
             # A mask of one row stands for all queries, whose windows reach from the first one's to the last one's.
-            first = length - q_len + position
+            first = length - q_len + position.to(tl.int32)
             last = first if q_rows == q_len else length - 1
             within = within & (keys <= last) & (keys > first - window)
         bias = tl.load(mask + start + keys * mask_s, mask=within, other=0)
@@ -99,12 +102,12 @@ def mask_blocks_triton(
     mask = squeeze_broadcast(attn_mask)
     kv_len = mask.shape[3] if kv_len is None else kv_len
     mask = mask.expand(*mask.shape[:3], kv_len)
-    n_blocks = triton.cdiv(kv_len, BLOCK_KEYS)
+    n_blocks = ceil_div(kv_len, BLOCK_KEYS)
     bits = torch.empty((rows, n_blocks), dtype=torch.int64, device=mask.device)
     listed = torch.empty((rows, n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
     per_sequence = mask.shape[0] == batch
     at_once = 16
-    _bits_kernel[(rows, triton.cdiv(n_blocks, at_once))](
+    _bits_kernel[(rows, ceil_div(n_blocks, at_once))](
         mask.view(torch.uint8) if mask.dtype == torch.bool else mask,
         kv_lens if kv_lens is not None else mask,
         bits,

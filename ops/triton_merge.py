@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tatten.ops.sizes import ceil_div, power_of_2
+
 
 @triton.jit(do_not_specialize=["n_states", "rows"])
 def _merge_kernel(
@@ -21,7 +23,6 @@ def _merge_kernel(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PARTIALS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)
@@ -31,8 +32,7 @@ def _merge_kernel(
     states = tl.arange(0, BLOCK_N).to(tl.int64)
     for _ in range(0, n_states, BLOCK_N):
         log_sums = tl.load(lse + states * rows + row, mask=states < n_states, other=float("-inf"))
-        if not PARTIALS:
-            log_sums = tl.where(log_sums < float("inf"), log_sums, float("-inf"))  # NaN compares false
+        log_sums = tl.where(log_sums < float("inf"), log_sums, float("-inf"))  # NaN compares false
         highest = tl.maximum(highest, log_sums)
         states += BLOCK_N
     top = tl.max(highest, axis=0)
@@ -43,8 +43,7 @@ def _merge_kernel(
     states = tl.arange(0, BLOCK_N).to(tl.int64)
     for _ in range(0, n_states, BLOCK_N):
         log_sums = tl.load(lse + states * rows + row, mask=states < n_states, other=float("-inf"))
-        if not PARTIALS:
-            log_sums = tl.where(log_sums < float("inf"), log_sums, float("-inf"))
+        log_sums = tl.where(log_sums < float("inf"), log_sums, float("-inf"))
         weights = tl.exp(log_sums - base)
         # An empty state's out may be NaN: it is not loaded.
         values = tl.load(
@@ -62,12 +61,10 @@ def _merge_kernel(
     tl.store(merged_lse + row, tl.where(filled, top + tl.log(tl.where(filled, weight, 1.0)), float("-inf")))
 
 
-def merge_states_triton(
-    out: Tensor, lse: Tensor, out_dtype: torch.dtype | None = None, partials: bool = False
-) -> tuple[Tensor, Tensor]:
+def merge_states_triton(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """`tatten.ops.states.merge` for checked inputs `[n, ..., d]` and `[n, ...]` whose lse is float32."""
     out, lse = out.contiguous(), lse.contiguous()
-    merged_out = out.new_empty(out.shape[1:], dtype=out_dtype or out.dtype)
+    merged_out = out.new_empty(out.shape[1:], dtype=out.dtype)
     merged_lse = lse.new_empty(lse.shape[1:])
     rows, dim = merged_lse.numel(), out.shape[-1]
     if rows:
@@ -79,9 +76,8 @@ def merge_states_triton(
             out.shape[0],
             rows,
             DIM=dim,
-            BLOCK_D=triton.next_power_of_2(dim),
+            BLOCK_D=power_of_2(dim),
             BLOCK_N=8,
-            PARTIALS=partials,
             num_warps=2,
         )
     return merged_out, merged_lse
@@ -157,13 +153,13 @@ def merge_parts_triton(
     """
     batch, heads, q_len, dim = shape
     out, lse = outs[0], lses[0]
-    block_d = triton.next_power_of_2(dim)
+    block_d = power_of_2(dim)
     block_r = max(1, 1024 // block_d)
     n_rows = batch * heads * q_len
     for i in range(1, len(outs)):
         merged = out.new_empty(shape, dtype=dtype if i == len(outs) - 1 else torch.float32)
         merged_lse = lse.new_empty(shape[:3])
-        _merge_pair_kernel[(triton.cdiv(n_rows, block_r),)](
+        _merge_pair_kernel[(ceil_div(n_rows, block_r),)](
             out,
             lse,
             outs[i],

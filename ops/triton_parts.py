@@ -99,7 +99,19 @@ def _fold_parts(
     return acc, highest, total
 
 
-_SIZES = ["groups_a", "rows_a", "kv_len_a", "shared_a", "m_blocks_a", "programs_a", "kv_heads_a", "window", "q_len"]
+_SIZES = [
+    "blocks_g_a",
+    "blocks_g_b",
+    "groups_a",
+    "rows_a",
+    "kv_len_a",
+    "shared_a",
+    "m_blocks_a",
+    "programs_a",
+    "kv_heads_a",
+    "window",
+    "q_len",
+]
 _SIZES += ["groups_b", "rows_b", "kv_len_b", "shared_b", "m_blocks_b", "programs_b", "kv_heads_b", "q_heads"]
 
 

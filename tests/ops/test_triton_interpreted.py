@@ -413,3 +413,39 @@ def test_merge_parts(rows: tuple[int, ...], q_len: int, dtype: torch.dtype) -> N
     assert got[0].isnan().any()
     torch.testing.assert_close(got[0], want[0], equal_nan=True)
     torch.testing.assert_close(got[1], want[1], equal_nan=True)
+
+
+def test_lengths_and_sinks_may_be_strided() -> None:
+    """A column of a table, and one length for all."""
+    from tatten.ops.lean import lean_attention
+
+    inputs = Case(lens=True, sinks=True, kv_len=150, head_dim=16).inputs(poison=False)
+    want = lean_attention(**inputs | {"scale": 0.25})
+    for name in ("kv_lens", "sinks"):
+        inputs[name] = torch.stack((inputs[name], inputs[name] + 1), dim=1)[:, 0]
+    assert_equal(lean_attention(**inputs | {"scale": 0.25}), want)
+    one = inputs["kv_lens"][:1].expand(2)
+    assert_equal(
+        lean_attention(**inputs | {"scale": 0.25, "kv_lens": one}),
+        lean_attention(**inputs | {"scale": 0.25, "kv_lens": one.clone()}),
+    )
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_a_window_of_any_size(mask: str) -> None:
+    from tatten.ops.lean import lean_attention
+
+    case = Case(q_len=5, kv_len=70, head_dim=16, lens=True, mask=mask, window=(1 << 31) - 1)
+    inputs = case.inputs(poison=False)
+    assert_state(*lean_attention(**inputs | {"scale": 0.25}), inputs | {"scale": 0.25})
+
+
+def test_masks_with_large_strides() -> None:
+    """A head of the mask lies 2 ** 30 elements behind the one before, in memory that is not touched in between."""
+    from tatten.ops.triton_mask import mask_blocks_triton
+
+    storage = torch.empty(3 * (1 << 30) + 64, dtype=torch.bool)
+    mask = storage.as_strided((1, 4, 1, 64), (1 << 32, 1 << 30, 64, 1))
+    mask.copy_(torch.rand(1, 4, 1, 64) > 0.9)
+    got, want = mask_blocks_triton(mask, 1, 1, 1), mask_blocks(mask, 1, 1, 1)
+    assert torch.equal(got[0, : 1 + want[0, 0, 0]], want[0, : 1 + want[0, 0, 0]])
