@@ -43,20 +43,15 @@ def decode_attention(
         check_spans(spans, query.shape[0], key.shape[2], query.device)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     plain = all(x is None for x in (attn_mask, kv_lens, window, softcap, sinks))
-    if provider in ("cudnn", "flash"):
-        reason = why_not(provider, query, key, value, plain)
-        if reason is not None:
-            raise NotImplementedError(f"`provider` {provider!r} can't compute this: {reason}")
-    elif (
-        query.dtype == torch.float64 and provider == "auto"
-    ):  # for checking models, not for speed: no kernel of its own
+    if provider == "auto" and query.dtype == torch.float64:  # for checking models, not for speed: no kernel of its own
         return decode_attention_reference(
             query, key, value, attn_mask, kv_lens, scale, window=window, softcap=softcap, sinks=sinks
         )
-    elif provider == "auto" and plain:
-        provider = fastest(query, key, value)
-    if query.dtype == torch.float64:
-        raise NotImplementedError(f"`provider` {provider!r} can't compute this: it takes no float64")
+    if provider == "auto":
+        provider = fastest(query, key, value) if plain else "triton"
+    reason = why_not(provider, query, key, value, plain)
+    if reason is not None:
+        raise NotImplementedError(f"`provider` {provider!r} can't compute this: {reason}")
     if provider == "cudnn":
         return cudnn_attention(query, key, value, scale)
     if provider == "flash":

@@ -24,6 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tatten.ops.sizes import ceil_div
+from tatten.ops.tma import tma_strides
 
 BLOCK_M, BLOCK_N = 128, 128
 _BLOCK_M, _BLOCK_N = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_N)
@@ -271,15 +272,10 @@ def _wide_kernel(
 
 
 def _descriptor(x: Tensor) -> TensorDescriptor:
-    """Of key or value, for tiles of its rows. The stride of a dimension of one element may be anything."""
-    dim = x.shape[3]
-    strides = list(x.stride())
-    for i in (2, 1, 0):
-        if x.shape[i] == 1:
-            strides[i] = strides[i + 1] * x.shape[i + 1]
-    block = [1, 1, BLOCK_N, dim]
+    """Of key or value, for tiles of its rows."""
+    block = [1, 1, BLOCK_N, x.shape[3]]
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), strides, block, layout)
+    return TensorDescriptor(x, list(x.shape), tma_strides(x), block, layout)
 
 
 def wide_attention_gluon(

@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tatten.ops.packing import squeeze_broadcast
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
+from tatten.ops.tma import takes_tma, tma_strides
 from tatten.ops.triton_lean import ADDITIVE_MASK, BOOL_MASK, NO_MASK, _lean_kernel
 from tatten.ops.triton_mask import mask_blocks_triton
 from tatten.ops.triton_parts import _merge_segments_kernel
@@ -53,8 +54,17 @@ class Parts:
     block_m: int
     block_n: int
     window: int | None
-    split: bool  # whether any row may have been done by several programs
-    big: bool
+
+    @property
+    def split(self) -> bool:
+        """Whether any row may have been done by several programs."""
+        return self.groups > 1 or self.blocks is not None or self.rows % self.programs != 0
+
+    @property
+    def big(self) -> bool:
+        """Whether places on the line, times programs, need 64 bits."""
+        line = self.groups * self.rows * max(1, ceil_div(self.kv_len, self.block_n))
+        return line * self.programs >= 1 << 31
 
 
 def tiles_for(rows: int, dim: int, element_size: int, listed: bool = False, masked: bool = False) -> Tiles:
@@ -80,9 +90,15 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
-def has_hopper(device: torch.device) -> bool:
-    """Whether programs may overlap and tiles be fetched by the copy engine; a device that only compiles is one."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability; from (9, 0) on programs overlap and TMA fetches tiles, so also where we only compile."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def packed_rows(query: Tensor, key: Tensor) -> int:
+    """The queries that read one row and kv head of `key`: heads of its group, sequences that share it, positions."""
+    batch, q_heads, q_len, _ = query.shape
+    return q_heads // key.shape[1] * (batch // key.shape[0]) * q_len
 
 
 def programs_for(rows: int, tiles: int, most: int) -> int:
@@ -94,15 +110,6 @@ def programs_for(rows: int, tiles: int, most: int) -> int:
     return even if even > 0.9 * most or tiles * rows < most else most
 
 
-def takes_tma(x: Tensor) -> bool:
-    """Whether the copy engine can fetch tiles of `x`, all of whose elements may be read."""
-    size = x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and all(
-        stride * size % 16 == 0 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n != 1
-    )
-    return size == 2 and aligned and x.stride(3) == 1 and min(x.shape) > 0
-
-
 def _constant_stride(x: Tensor) -> int:
     """The stride of the length if it is known when the kernel is compiled, which saves registers; else 0.
 
@@ -112,9 +119,8 @@ def _constant_stride(x: Tensor) -> int:
 
 
 def _descriptor(x: Tensor, block_n: int) -> TensorDescriptor:
-    strides = [stride if n != 1 else 16 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
     block = [1, 1, block_n, max(16, power_of_2(x.shape[3]))]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block)
+    return TensorDescriptor(x, list(x.shape), tma_strides(x), block)
 
 
 def launch(
@@ -143,7 +149,7 @@ def launch(
     batch, q_heads, q_len, head_dim = query.shape
     kv_batch, kv_heads, kv_len, value_dim = *key.shape[:3], value.shape[3]
     group, shared = q_heads // kv_heads, batch // kv_batch
-    packed = group * shared * q_len
+    packed = packed_rows(query, key)
 
     # The kernels read these as they lie; a copy is a launch to be waited for.
     kv_lens, sinks = (None if x is None else x.contiguous() for x in (kv_lens, sinks))
@@ -178,13 +184,13 @@ def launch(
     m_blocks = ceil_div(packed, tiles.block_m)
     groups = blocks.shape[0] if blocks is not None else 1 if kv_lens is None else kv_batch
     rows = kv_batch // groups * kv_heads * m_blocks  # of each group
-    n_tiles = max(1, ceil_div(kv_len, block_n))
     if programs is None:
         most = tiles.per_sm * multiprocessors(query.device)
+        n_tiles = max(1, ceil_div(kv_len, block_n))
         programs = most if listed or kv_lens is not None else programs_for(rows, n_tiles, most)
     # The copy engine reads whole tiles, so only where every key counts.
     every_key = not listed and kv_lens is None and window is None
-    hopper = not INTERPRETED and has_hopper(query.device)
+    hopper = not INTERPRETED and capability(query.device) >= (9, 0)
     tma = hopper and every_key and takes_tma(key) and takes_tma(value)
     if tma:
         key_in, value_in = _descriptor(key, block_n), _descriptor(value, block_n)
@@ -196,7 +202,24 @@ def launch(
     lse = query.new_empty((batch, q_heads, q_len), dtype=acc_dtype)
     part_out = query.new_empty((2 * programs, tiles.block_m, value_dim), dtype=acc_dtype)
     part_lse = query.new_empty((2 * programs, tiles.block_m), dtype=acc_dtype)
-    big = groups * rows * n_tiles * programs >= 1 << 31
+    parts = Parts(
+        out,
+        lse,
+        part_out,
+        part_lse,
+        kv_lens=kv_lens if not listed else None,
+        blocks=blocks,
+        groups=groups,
+        rows=rows,
+        kv_len=kv_len,
+        kv_heads=kv_heads,
+        shared=shared,
+        m_blocks=m_blocks,
+        programs=programs,
+        block_m=tiles.block_m,
+        block_n=block_n,
+        window=window if not listed else None,
+    )
     overlap = overlap and hopper
     _lean_kernel[(programs,)](
         query,
@@ -244,7 +267,7 @@ def launch(
         SINKS=sinks is not None,
         POSITIVE=scale > 0,
         WIDE=max(x.stride(3) * x.shape[3] for x in (query, key, value)) >= 1 << 31,
-        BIG=big,
+        BIG=parts.big,
         TMA=tma,
         OVERLAP=overlap,
         WAIT_LAST=follows,
@@ -253,26 +276,7 @@ def launch(
         num_stages=tiles.num_stages,
         launch_pdl=overlap,
     )
-    return Parts(
-        out,
-        lse,
-        part_out,
-        part_lse,
-        kv_lens=kv_lens if not listed else None,
-        blocks=blocks,
-        groups=groups,
-        rows=rows,
-        kv_len=kv_len,
-        kv_heads=kv_heads,
-        shared=shared,
-        m_blocks=m_blocks,
-        programs=programs,
-        block_m=tiles.block_m,
-        block_n=block_n,
-        window=window if not listed else None,
-        split=groups > 1 or listed or rows % programs != 0,
-        big=big,
-    )
+    return parts
 
 
 def _merge_warps(parts: int, dim: int) -> int:
@@ -282,9 +286,9 @@ def _merge_warps(parts: int, dim: int) -> int:
 
 
 def merge_parts(
-    first: Parts, second: Parts | None, dtype: torch.dtype | None, overlap: bool = True
+    first: Parts, second: Parts | None = None, dtype: torch.dtype | None = None, overlap: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The states that one or two launches without merge add up to."""
+    """The states that one or two launches add up to; of two, in `dtype` (default: that of their states)."""
     _, q_heads, q_len, value_dim = first.out.shape
     if second is None and not first.split:
         return first.out, first.lse
@@ -292,7 +296,7 @@ def merge_parts(
     if second is not None:
         out, lse = first.out.new_empty(first.out.shape, dtype=dtype), torch.empty_like(first.lse)
     block_dv = max(16, power_of_2(value_dim))
-    overlap = overlap and not INTERPRETED and has_hopper(out.device)
+    overlap = overlap and not INTERPRETED and capability(out.device) >= (9, 0)
     a, b = first, second or first
     # Of a ragged batch one row may have all parts.
     most = max(32 if x.groups > 1 else x.programs // x.rows + 2 for x in (a, b))
@@ -365,4 +369,4 @@ def lean_attention(
         tiles=tiles,
         programs=programs,
     )
-    return merge_parts(parts, None, query.dtype)
+    return merge_parts(parts)

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from tatten.ops.lean import Parts, Tiles, launch, merge_parts, multiprocessors, programs_for, takes_tma, tiles_for
+from tatten.ops.lean import (
+    Parts,
+    Tiles,
+    capability,
+    launch,
+    merge_parts,
+    multiprocessors,
+    packed_rows,
+    programs_for,
+    tiles_for,
+)
 from tatten.ops.sizes import ceil_div
+from tatten.ops.tma import takes_tma
 from tatten.ops.triton_merge import merge_parts_triton
 
 # Short rows of K and V beside the wide kernel: several are under way on an SM, each in a small program.
@@ -69,14 +79,13 @@ def lean_segments(
 
 def _takes_wide(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
     """Whether Hopper's warp-specialised kernel computes this, and is faster: half of its 128 rows may be empty."""
-    batch, q_heads, q_len, dim = query.shape
-    rows = q_heads // key.shape[1] * (batch // key.shape[0]) * q_len
+    dim = query.shape[3]
     return (
-        rows > 32
+        packed_rows(query, key) > 32
         and dim == value.shape[3]
         and dim in (64, 128)
         and query.is_cuda
-        and torch.cuda.get_device_capability(query.device) == (9, 0)
+        and capability(query.device) == (9, 0)
         and query.stride(3) == 1
         and scale > 0
         and takes_tma(key)
@@ -90,12 +99,18 @@ def _sms_beside_wide(query: Tensor, key: Tensor, next_key: Tensor, next_mask: Te
     The wide kernel is bound by arithmetic and fills an SM, the next one by memory. Side by side they take 125 us where
     one after the other takes 144 (256 sequences, 32/8 heads, 8192 and 256 keys); a few SMs are not worth their merges.
     """
-    batch, q_heads, q_len, _ = query.shape
     kv_batch, kv_heads, kv_len, head_dim = key.shape
-    packed = q_heads // kv_heads * (batch // kv_batch) * q_len
-    if next_mask is not None or q_heads // kv_heads * (batch // next_key.shape[0]) * q_len > 16:
+    if next_mask is not None or packed_rows(query, next_key) > 16:
         return 0
-    wide = ceil_div(packed, 128) * kv_batch * kv_heads * ceil_div(kv_len, 128) * head_dim / 128 * WIDE_TILE_US
+    wide = (
+        ceil_div(packed_rows(query, key), 128)
+        * kv_batch
+        * kv_heads
+        * ceil_div(kv_len, 128)
+        * head_dim
+        / 128
+        * WIDE_TILE_US
+    )
     beside = 2 * next_key.numel() * next_key.element_size() / SM_BYTES_PER_US
     sms = multiprocessors(query.device)
     sms_left = round(sms * beside / (wide + beside))
@@ -106,12 +121,10 @@ def launch_wide(query: Tensor, key: Tensor, value: Tensor, scale: float, program
     """`launch` of the kernel in Gluon, on plain shared keys and many packed queries."""
     from tatten.ops.gluon_wide import BLOCK_M, BLOCK_N, wide_attention_gluon
 
-    batch, q_heads, q_len, _ = query.shape
     kv_batch, kv_heads, kv_len, _ = key.shape
-    shared = batch // kv_batch
-    m_blocks = ceil_div(q_heads // kv_heads * shared * q_len, BLOCK_M)
-    rows, n_tiles = kv_batch * kv_heads * m_blocks, ceil_div(kv_len, BLOCK_N)
-    programs = programs or programs_for(rows, n_tiles, multiprocessors(query.device))
+    m_blocks = ceil_div(packed_rows(query, key), BLOCK_M)
+    rows = kv_batch * kv_heads * m_blocks
+    programs = programs or programs_for(rows, ceil_div(kv_len, BLOCK_N), multiprocessors(query.device))
     return Parts(
         *wide_attention_gluon(query, key, value, scale, programs),
         kv_lens=None,
@@ -120,12 +133,10 @@ def launch_wide(query: Tensor, key: Tensor, value: Tensor, scale: float, program
         rows=rows,
         kv_len=kv_len,
         kv_heads=kv_heads,
-        shared=shared,
+        shared=query.shape[0] // kv_batch,
         m_blocks=m_blocks,
         programs=programs,
         block_m=BLOCK_M,
         block_n=BLOCK_N,
         window=None,
-        split=rows % programs != 0,
-        big=rows * n_tiles * programs >= 1 << 31,
     )

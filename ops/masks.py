@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.packing import squeeze_broadcast
+from tatten.ops.sizes import ceil_div
 from tatten.ops.states import NEG_INF
 from tatten.ops.validate import BLOCK_KEYS
 
@@ -68,7 +69,7 @@ def mask_blocks(attn_mask: Tensor, batch: int, kv_batch: int, q_len: int) -> Ten
     used = mask if mask.dtype == torch.bool else mask != NEG_INF
     used = used.unflatten(0, (kv_batch, -1)) if used.shape[0] == batch else used.unsqueeze(1)
     used = used.flatten(1, 3).any(dim=1).expand(rows, -1)
-    n_blocks = -(-used.shape[1] // BLOCK_KEYS)
+    n_blocks = ceil_div(used.shape[1], BLOCK_KEYS)
     used = torch.nn.functional.pad(used, (0, n_blocks * BLOCK_KEYS - used.shape[1])).unflatten(1, (n_blocks, -1))
     words = (used.to(torch.int64) << torch.arange(BLOCK_KEYS, device=used.device)).sum(dim=2)
     some = words != 0

@@ -12,10 +12,10 @@ State = tuple[Tensor, Tensor]
 
 
 def why_not(provider: str, query: Tensor, key: Tensor, value: Tensor, plain: bool) -> str | None:
-    """Why PyTorch's kernel `provider` can't compute this, or None. `plain`: all keys count, as they are."""
+    """Why `provider` can't compute this, or None. `plain`: all keys count, as they are."""
     head_dim, kv_len = key.shape[3], key.shape[2]
     if provider == "triton":
-        return None
+        return "it takes no float64" if query.dtype == torch.float64 else None
     if not plain:
         return "it takes no mask, lengths, window, soft cap or sinks"
     if query.dtype not in (torch.float16, torch.bfloat16):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from tatten.ops.sizes import ceil_div
+
 
 @dataclass(frozen=True)
 class Visit:
@@ -54,7 +56,7 @@ class Schedule:
 
         An empty sequence gets one tile for each row, as its output has to be written.
         """
-        tiles = (max(1, -(-length // block_n)) for length in lengths)
+        tiles = (max(1, ceil_div(length, block_n)) for length in lengths)
         return cls(tuple(n for n in tiles for _ in range(rows)), programs, min_tiles)
 
     @property

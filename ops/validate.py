@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tatten.ops.sizes import ceil_div
 from tatten.ops.states import accumulator_dtype
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -154,7 +155,7 @@ def check_bifurcated_attention(
 
 def check_spans(spans: Tensor, rows: int, kv_len: int, device: torch.device, name: str = "spans") -> None:
     """Raise ValueError unless `spans` is what `mask_spans` (CPU) or `mask_blocks` (CUDA) returns."""
-    shape = (3,) if device.type == "cpu" else (-(-kv_len // BLOCK_KEYS) + 1, 2)
+    shape = (3,) if device.type == "cpu" else (ceil_div(kv_len, BLOCK_KEYS) + 1, 2)
     if spans.dtype != torch.int64 or tuple(spans.shape) not in ((1, *shape), (rows, *shape)):
         wanted = f"int64 of shape {(1, *shape)} or {(rows, *shape)}"
         raise ValueError(f"`{name}` must be {wanted}, got {spans.dtype} of shape {tuple(spans.shape)}")
