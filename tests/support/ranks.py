@@ -1,0 +1,89 @@
+"""Running a function on several ranks: one process each, gloo on a CPU, and nothing that can hang a test.
+
+Processes are forked from a server that has imported PyTorch once, so that a test takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "tatten"])
+
+
+class RankError(AssertionError):
+    """What went wrong on a rank: its own error, that it died, or that it did not end."""
+
+
+def run_ranks(n: int, fn: Callable[..., Any], *args: Any, seconds: float = 120.0, timeout: float = 30.0) -> list[Any]:
+    """`[fn(*args) on rank 0, ..., on rank n - 1]`, as `try_ranks`; raises RankError if any of them is one."""
+    results = try_ranks(n, fn, *args, seconds=seconds, timeout=timeout)
+    bad = {rank: x for rank, x in enumerate(results) if isinstance(x, RankError)}
+    if bad:
+        raise RankError("\n".join(f"rank {rank}: {x}" for rank, x in bad.items()))
+    return results
+
+
+def try_ranks(n: int, fn: Callable[..., Any], *args: Any, seconds: float = 120.0, timeout: float = 30.0) -> list[Any]:
+    """What `fn(*args)` returned on each rank of one gloo process group, or a RankError in its place.
+
+    Args:
+        fn: a function of a module, without gradients; it asks `torch.distributed` for its rank.
+        seconds: after this the ranks that still run are killed.
+        timeout: that of the process group, in seconds: how long a collective waits for a peer.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(n):
+            receiver, sender = _context.Pipe(duplex=False)
+            job = (rank, n, f"{folder}/store", timeout, sender, fn, args)
+            process = _context.Process(target=_main, args=job, daemon=True)
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        deadline = time.monotonic() + seconds
+        try:
+            return [_result(pipe, process.sentinel, deadline) for pipe, process in zip(pipes, processes, strict=True)]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _result(pipe: Connection, sentinel: int, deadline: float) -> Any:
+    if not wait([pipe, sentinel], timeout=max(0.0, deadline - time.monotonic())):
+        return RankError("still running")
+    try:
+        return pickle.loads(pipe.recv_bytes()) if pipe.poll() else RankError("died")
+    except EOFError:
+        return RankError("died")
+
+
+def _main(
+    rank: int, n: int, store: str, timeout: float, sender: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n))
+    try:
+        limit = datetime.timedelta(seconds=timeout)
+        dist.init_process_group("gloo", store=dist.FileStore(store, n), rank=rank, world_size=n, timeout=limit)
+        with torch.no_grad():
+            result = fn(*args)
+    except Exception as error:
+        result = RankError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    sender.send_bytes(pickle.dumps(result))  # by value: shared memory would end with this process
+    sender.close()
+    os._exit(0)  # no tear-down that waits for peers
