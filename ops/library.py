@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from tatten.ops import cpu
+from tatten.ops.collectives import group_of
 from tatten.ops.masks import mask_blocks, mask_rows, mask_spans
 from tatten.ops.states import accumulator_dtype
+from tatten.ops.tree_merge import tree_merge_op
 from tatten.ops.validate import BLOCK_KEYS, check_no_grad, check_state_pair
 
 Kernel = Callable[..., Any]
@@ -40,6 +42,15 @@ _library.define(
 _library.define("merge_states(Tensor out, Tensor lse) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
     "merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    'tree_merge(Tensor out, Tensor lse, str group, str strategy="auto", bool scatter_heads=False) '
+    "-> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "push_merge(Tensor out, Tensor lse, str group, bool scatter_heads) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -101,6 +112,15 @@ def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tenso
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
+@torch.library.register_fake("tatten::push_merge", lib=_library)
+def _(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> tuple[Tensor, Tensor]:
+    if not scatter_heads:
+        return out.new_empty(out.shape), lse.new_empty(lse.shape)
+    heads = out.shape[1] // group_of(group).size()
+    batch, _, *rest = out.shape
+    return out.new_empty((batch, heads, *rest)), lse.new_empty((batch, heads, *rest[:-1]))
+
+
 def _cuda(name: str) -> Kernel:
     """The function of `tatten.ops.cuda`, with whatever arguments the call gives."""
 
@@ -111,6 +131,12 @@ def _cuda(name: str) -> Kernel:
     return kernel
 
 
+def _push_merge(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> tuple[Tensor, Tensor]:
+    from tatten.ops.push import push_merge
+
+    return push_merge(out, lse, group, scatter_heads)
+
+
 def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     check_state_pair(out_a, lse_a, out_b, lse_b)
     out, lse = torch.ops.tatten.merge_states.default(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))
@@ -118,6 +144,7 @@ def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 _library.impl("mask_spans", mask_spans, "CompositeImplicitAutograd")
+_library.impl("tree_merge", tree_merge_op, "CompositeImplicitAutograd")
 _library.impl("mask_blocks", mask_blocks, "CPU")
 _library.impl("mask_blocks", _cuda("mask_blocks"), "CUDA")
 _KERNELS: dict[str, dict[str, Kernel]] = {
@@ -125,6 +152,7 @@ _KERNELS: dict[str, dict[str, Kernel]] = {
     "bifurcated_attention": {"CPU": cpu.bifurcated_attention, "CUDA": _cuda("bifurcated_attention")},
     "merge_states": {"CPU": cpu.merge_states, "CUDA": _cuda("merge_states")},
     "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},
+    "push_merge": {"CUDA": _push_merge},
 }
 for _name, _kernels in _KERNELS.items():
     for _device, _kernel in _kernels.items():

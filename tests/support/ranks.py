@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "tatten"])
+_context.set_forkserver_preload(["torch.distributed.tensor", "torch._inductor.compile_fx", "tatten"])
 
 
 class RankError(AssertionError):

@@ -1,0 +1,140 @@
+"""`F.scaled_dot_product_attention` over DTensors whose keys and values are sharded over the sequence.
+
+PyTorch has no rule for that placement and gathers the whole cache. Here it becomes local attention and one merge, in
+eager mode, and quickly while Dynamo traces. This is done by handlers in the table of DTensor's dispatcher where
+PyTorch's context parallelism puts its own. All use of that table is in this file. Importing DTensor takes seconds, so
+that is left to who uses it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from tatten.ops import tree_merge
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from tatten.passes.sharding import Sharding
+
+# What SDPA dispatches to; it is an op of its own in inference mode only, and its math decomposes before it gets here.
+_OPS: tuple[OpOverload, ...] = (
+    torch.ops.aten.scaled_dot_product_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+def enable_dtensor_sdpa() -> None:
+    """Let SDPA merge over ranks where keys and values are DTensors sharded over the sequence.
+
+    From then on `F.scaled_dot_product_attention(query, key, value, attn_mask)` computes local attention and one
+    `tatten.tree_merge` for each such mesh dim, if `query` is replicated over it, there is neither dropout nor
+    `is_causal`, and no gradient is wanted; other mesh dims may shard the batch or the heads of all three. The result is
+    placed as `query` is. All other placements are PyTorch's affair, as before. For the whole process; calling it twice
+    does nothing.
+    """
+    handlers = _handlers()
+    for op in _OPS:
+        if handlers.get(op) is not _handle:
+            _before[op] = handlers.get(op)
+            handlers[op] = _handle
+
+
+def disable_dtensor_sdpa() -> None:
+    """Undo `enable_dtensor_sdpa`; without it, do nothing."""
+    handlers = _handlers()
+    for op in _OPS:
+        if handlers.get(op) is _handle:
+            _restore(handlers, op)
+
+
+# What stood in the table before us, context parallelism's handlers for instance.
+_before: dict[OpOverload, Any] = {}
+
+
+def _handlers() -> dict[OpOverload, Any]:
+    from torch.distributed.tensor import DTensor
+
+    table: dict[OpOverload, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return table
+
+
+def _restore(handlers: dict[OpOverload, Any], op: OpOverload) -> None:
+    if _before.get(op) is None:
+        handlers.pop(op, None)
+    else:
+        handlers[op] = _before[op]
+
+
+def _handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """An SDPA op over DTensors: ours, or as if nobody had asked."""
+    sharding = _sharding_of(op, args, kwargs)
+    if sharding is None:
+        return _pytorchs_own(op, args, kwargs)
+    given = _named(op, args, kwargs)
+    out, lse = sharded_attention(sharding, *_tensors(given), given.get("scale"))
+    if len(op._schema.returns) == 1:
+        return out
+    # Sizes and random states of its kernels, which only a backward asks for.
+    rest = (0 if isinstance(r.type, torch.IntType) else torch.empty(0) for r in op._schema.returns[2:])
+    return (out, lse, *rest)
+
+
+def _sharding_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharding | None:
+    """How to compute a call from local tensors, or None if it is PyTorch's."""
+    from tatten.passes.sharding import find_sharding
+
+    given = _named(op, args, kwargs)
+    tensors = _tensors(given)
+    if given.get("dropout_p") or given.get("is_causal"):
+        return None
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return None
+    return find_sharding(*tensors)
+
+
+def _named(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)), **kwargs}
+
+
+def _tensors(given: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """Query, key, value and mask, however this op calls the last one."""
+    return given["query"], given["key"], given["value"], given.get("attn_mask", given.get("attn_bias"))
+
+
+def sharded_attention(
+    sharding: Sharding, query: DTensor, key: DTensor, value: DTensor, mask: DTensor | None, scale: float | None
+) -> tuple[DTensor, DTensor]:
+    """Local attention, merged over the mesh dims that shard the sequence; the state is placed as `query` is."""
+    if mask is not None:
+        mask = mask.redistribute(placements=sharding.mask)
+    local = [None if x is None else x.to_local() for x in (query, key, value, mask)]
+    out, lse = torch.ops.tatten.decode_attention.default(*local, None, scale)
+    for group in sharding.groups:
+        out, lse = tree_merge(out, lse, group)
+    return _placed(out, sharding), _placed(lse, sharding)
+
+
+def _placed(local: Tensor, sharding: Sharding) -> DTensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, sharding.mesh, sharding.out, run_check=False)
+
+
+def _pytorchs_own(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """What the call would have been without us. The dispatcher can't be told to go on, so it is asked again."""
+    if _before.get(op) is not None:
+        return _before[op](op, args, kwargs)
+    handlers = _handlers()
+    handlers.pop(op, None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = _handle
