@@ -16,7 +16,7 @@ from tatten.ops import cpu
 from tatten.ops.collectives import group_of
 from tatten.ops.masks import mask_blocks, mask_rows, mask_spans
 from tatten.ops.states import accumulator_dtype
-from tatten.ops.tree_merge import tree_merge_op
+from tatten.ops.tree import tree_merge_op
 from tatten.ops.validate import BLOCK_KEYS, check_no_grad, check_state_pair
 
 Kernel = Callable[..., Any]

@@ -17,8 +17,8 @@ from tatten.passes.masks import Masks
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import replace_call, scale_of, written_since
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.segments import find_segments
 from tatten.passes.symbolic import guard_equal, known_different, known_equal, tensor_of
+from tatten.passes.tree import local_call
 from tatten.passes.views import BATCH, HEADS, LENGTH, Stored
 
 
@@ -32,9 +32,11 @@ class BifurcatedMatch:
     cost: Cost | None  # None for sizes that aren't known
 
 
-def match_bifurcated(call: SdpaCall) -> BifurcatedMatch | Decline | None:
-    """Decide about a call that `check_call` found eligible; None if its keys and values are one tensor each
-    that is not shared.
+def match_bifurcated(
+    call: SdpaCall, keys: tuple[Stored, ...], values: tuple[Stored, ...]
+) -> BifurcatedMatch | Decline | None:
+    """Decide about a call that `check_call` found eligible, given its segments; None if its keys and values are one
+    tensor each that is not shared.
 
     Changes nothing; adds a guard only where keys and values have two or more lengths that can't be proven equal.
     """
@@ -42,7 +44,6 @@ def match_bifurcated(call: SdpaCall) -> BifurcatedMatch | Decline | None:
     assert query is not None
     assert key is not None
     assert value is not None
-    keys, values = find_segments(call.key), find_segments(call.value)
     # SDPA itself lets a batch of one serve all queries.
     one_for_all = not known_equal(query.shape[0], 1) and all(known_equal(x.shape[0], 1) for x in (key, value))
     if not one_for_all and len(keys) == len(values) == 1 and not keys[0].shared and not values[0].shared:
@@ -57,7 +58,7 @@ def match_bifurcated(call: SdpaCall) -> BifurcatedMatch | Decline | None:
             writer = written_since(segment, call)
             if writer is not None:
                 return Decline(Reason.WRITTEN, f"{name} is written by `{writer}` after it was given to all sequences")
-    cost = cost_of(call, keys, values)
+    cost = cost_of(call, keys, values) if call.sharding is None else None
     if cost is not None and not cost.pays:
         return Decline(Reason.SMALL, str(cost))
     return BifurcatedMatch(call, keys, values, cost)
@@ -86,10 +87,14 @@ def _describe(segments: tuple[Stored, ...]) -> str:
 def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     """Put the op in SDPA's place and erase exactly what this leaves unused. Returns the op's node."""
     call = match.call
-    columns = masks.columns(call, match.keys)
-    spans = [masks.spans(call, mask, segment) for mask, segment in zip(columns, match.keys, strict=True)]
+    segments = match.keys
     with call.node.graph.inserting_before(call.node):
-        keys, values = ([x.as_attention_takes_it() for x in segments] for segments in (match.keys, match.values))
+        keys, values = ([x.as_attention_takes_it() for x in stored] for stored in (match.keys, match.values))
+    if call.sharding is not None:  # of one segment
+        call = local_call(call, keys[0], values[0], masks)
+        keys, values, segments = [call.key], [call.value], (Stored(call.key),)
+    columns = masks.columns(call, segments)
+    spans = [masks.spans(call, mask, segment) for mask, segment in zip(columns, segments, strict=True)]
     args = (call.query, keys, values, columns, spans, scale_of(call))
     orphans = {node for segment in (*match.keys, *match.values) for node in segment.path}
     return replace_call(call, torch.ops.tatten.bifurcated_attention.default, args, orphans)

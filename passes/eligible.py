@@ -22,8 +22,8 @@ def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
     if query is None or key is None or value is None or result is None:
         return Decline(Reason.ARGUMENTS, "query, key or value is not a tensor of the graph")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, FakeTensor):
-            return Decline(Reason.ARGUMENTS, f"{name} is a {type(tensor).__name__}, not a plain tensor")
+        if not isinstance(tensor, FakeTensor) and call.sharding is None:
+            return _subclass(name, tensor)
         if tensor.dim() != 4:
             return Decline(Reason.RANK, f"{name} has {tensor.dim()} dims")
     return (
@@ -31,6 +31,13 @@ def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
         or _check_mask(call, query, key)
         or _check_shapes(call, query, key, value)
     )
+
+
+def _subclass(name: str, tensor: Tensor) -> Decline:
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return Decline(Reason.ARGUMENTS, f"{name} is a {type(tensor).__name__}, not a plain tensor")
+    return Decline(Reason.PLACEMENT, f"{name} is a DTensor placed as {tuple(placements)}")
 
 
 def _check_flags(
@@ -73,7 +80,7 @@ def _check_mask(call: SdpaCall, query: Tensor, key: Tensor) -> Decline | None:
     if call.attn_mask is None:
         return None
     mask = tensor_of(call.attn_mask)
-    if mask is None or not isinstance(mask, FakeTensor):
+    if mask is None or not (isinstance(mask, FakeTensor) or call.sharding is not None):
         return Decline(Reason.ARGUMENTS, "attn_mask is not a plain tensor of the graph")
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         return Decline(Reason.MASK_DTYPE, f"attn_mask is {mask.dtype}, query {query.dtype}")

@@ -12,6 +12,7 @@ from torch.fx import Node
 from tatten.passes.mutation import written_between
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, known_equal, tensor_of
+from tatten.passes.tree import local_mask
 from tatten.passes.views import BATCH, LENGTH, Stored
 
 
@@ -20,7 +21,17 @@ class Masks:
 
     def __init__(self) -> None:
         self._columns: dict[tuple[Node, str], list[Node]] = {}
+        self._local: dict[Node, Node] = {}
         self._spans: dict[tuple[Node, str], tuple[Node, Node]] = {}
+
+    def local(self, call: SdpaCall) -> Node | None:
+        """The part of the mask of a sharded call that belongs to this rank's queries and keys."""
+        if call.attn_mask is None or call.sharding is None:
+            return None
+        if call.attn_mask not in self._local:
+            with call.node.graph.inserting_before(call.node):
+                self._local[call.attn_mask] = local_mask(call.attn_mask, call.sharding)
+        return self._local[call.attn_mask]
 
     def columns(self, call: SdpaCall, segments: Sequence[Stored]) -> list[Node | None]:
         """For each segment the columns of the call's mask that belong to its keys, as views; or None."""

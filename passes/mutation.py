@@ -9,7 +9,7 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._ops import OperatorBase, OpOverload, OpOverloadPacket
 from torch.fx import Node
 
 from tatten.passes.symbolic import same_storage, tensor_of
@@ -41,7 +41,7 @@ def written_arguments(node: Node) -> Iterator[Any]:
             for i, arg in enumerate(target._schema.arguments):
                 if arg.alias_info is not None and arg.alias_info.is_write:
                     yield from _flat(node.args[i] if i < len(node.args) else node.kwargs.get(arg.name))
-        elif isinstance(target, OpOverloadPacket | HigherOrderOperator) or not _is_known(target):
+        elif isinstance(target, (OpOverloadPacket, OperatorBase)) or not _is_known(target):
             yield from node.all_input_nodes  # which overload, or what its body does, is not said
     elif node.op == "call_module":
         yield from node.all_input_nodes
@@ -49,9 +49,9 @@ def written_arguments(node: Node) -> Iterator[Any]:
 
 def _names_a_write(name: str) -> bool:
     """`add_`, `__setitem__`, `__iadd__`: but not `__getitem__` or `__init__`."""
-    if name.startswith("__") and name.endswith("__"):
-        return name.strip("_") in IN_PLACE_NAMES
-    return name.endswith("_")
+    if not name.endswith("_"):
+        return False
+    return not (name.startswith("__") and name.endswith("__")) or name.strip("_") in IN_PLACE_NAMES
 
 
 def _is_in_place(node: Node) -> bool:

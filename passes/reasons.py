@@ -18,6 +18,10 @@ class Reason(str, Enum):
         return member
 
     ARGUMENTS = "arguments", "call F.scaled_dot_product_attention with tensors and literal flags"
+    PLACEMENT = (
+        "placement",
+        "shard keys, values and the mask's columns over the sequence, and replicate the query over the same mesh dims",
+    )
     REQUIRES_GRAD = "requires_grad", "run decoding under torch.no_grad() or torch.inference_mode()"
     DROPOUT = "dropout", "decode with model.eval(), so that dropout_p is 0.0"
     IS_CAUSAL = "is_causal", "with fewer queries than keys is_causal=True is aligned top left; pass a mask instead"

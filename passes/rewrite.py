@@ -17,7 +17,9 @@ from tatten.passes.masks import Masks
 from tatten.passes.places import Place, place_of
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall, find_sdpa
+from tatten.passes.segments import find_segments, in_one
 from tatten.passes.symbolic import hint, tensor_of
+from tatten.passes.tree import local_segments, merged_over, with_sharding
 from tatten.passes.views import BATCH, HEADS, LENGTH, Stored, op_name
 
 
@@ -56,18 +58,11 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
     masks = Masks()
     findings = [_rewrite_call(call, max_q_len, masks) for call in find_sdpa(gm.graph)]
     if any(isinstance(finding, Rewritten) for finding in findings):
-        gm.graph.lint()
         gm.recompile()
     for name, body in gm.named_modules():
         if body is not gm and isinstance(body, GraphModule):
-            findings += (
-                Declined(
-                    place_of(call.node),
-                    _shapes(call, [call.key], [call.value]),
-                    Decline(Reason.NESTED, f"inside `{name}`, the body of a higher-order operator"),
-                )
-                for call in find_sdpa(body.graph)
-            )
+            nested = Decline(Reason.NESTED, f"inside `{name}`, the body of a higher-order operator")
+            findings += (_declined(call, nested) for call in find_sdpa(body.graph))
     if not findings:
         findings = [
             Declined(place_of(node), "", Decline(Reason.NO_SDPA, "attention written out: softmax of a matrix product"))
@@ -79,22 +74,30 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
 
 def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks) -> Rewritten | Declined:
     """Decide about one call, and change the graph. Shapes are read off nodes that this may erase."""
-    place, shapes = place_of(call.node), _shapes(call, [call.key], [call.value])
+    call = with_sharding(call)
     decline = check_call(call, max_q_len)
     if decline is not None:
-        return Declined(place, shapes, decline)
-    bifurcated = match_bifurcated(call)
+        return _declined(call, decline)
+    place = place_of(call.node)
+    keys, values = (local_segments(call, x, find_segments(x)) for x in (call.key, call.value))
+    bifurcated = match_bifurcated(call, keys, values)
     if isinstance(bifurcated, BifurcatedMatch):
         shapes = _shapes(call, (x.base for x in bifurcated.keys), (x.base for x in bifurcated.values))
         op = apply_bifurcated(bifurcated, masks)
-        return Rewritten(place, str(op.target), shapes, bifurcated.cost, provider=_provider(call))
-    decode = match_decode(call)
+        return Rewritten(place, str(op.target), shapes, bifurcated.cost, merged_over(call), _provider(call))
+    decode = match_decode(call, in_one(call.key, keys), in_one(call.value, values))
     if isinstance(decode, DecodeMatch):
         shapes = _shapes(call, [decode.key.base], [decode.value.base])
         op = apply_decode(decode, masks)
-        note = "" if bifurcated is None else f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}"
+        note = merged_over(call)
+        if bifurcated is not None:
+            note = f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}"
         return Rewritten(place, str(op.target), shapes, decode.cost, note, _provider(call, decode.key))
-    return Declined(place, shapes, bifurcated or decode)
+    return _declined(call, bifurcated or decode)
+
+
+def _declined(call: SdpaCall, decline: Decline) -> Declined:
+    return Declined(place_of(call.node), _shapes(call, [call.key], [call.value]), decline)
 
 
 def _provider(call: SdpaCall, key: Stored | None = None) -> str:
@@ -105,6 +108,8 @@ def _provider(call: SdpaCall, key: Stored | None = None) -> str:
         return ""
     if key is None or call.attn_mask is not None:
         return "triton"
+    if call.sharding is not None:
+        return "auto"
     heads, rows, kv_heads, kv_len, head_dim = (
         hint(x) for x in (query.shape[1] * query.shape[2], *(key.size(role) for role in (BATCH, HEADS, LENGTH, 3)))
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
+
+if TYPE_CHECKING:
+    from tatten.passes.sharding import Sharding
 
 SDPA_TARGETS = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -16,7 +19,10 @@ POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """`F.scaled_dot_product_attention` at `node`; each argument as it stands in the graph."""
+    """`F.scaled_dot_product_attention` at `node`; each argument as it stands in the graph.
+
+    `sharding` says how its arguments are sharded if they are DTensors that the tree pass can do.
+    """
 
     node: Node
     query: Any
@@ -27,6 +33,7 @@ class SdpaCall:
     is_causal: Any = False
     scale: Any = None
     enable_gqa: Any = False
+    sharding: Sharding | None = None
 
 
 def find_sdpa(graph: Graph) -> Iterator[SdpaCall]:
@@ -34,6 +41,5 @@ def find_sdpa(graph: Graph) -> Iterator[SdpaCall]:
 
     Each call is bound when it is reached, so that rewriting one may replace the arguments of the next.
     """
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in SDPA_TARGETS:
-            yield SdpaCall(node, **dict(zip(POSITIONAL, node.args, strict=False)), **node.kwargs)
+    for node in sorted(x for target in SDPA_TARGETS for x in graph.find_nodes(op="call_function", target=target)):
+        yield SdpaCall(node, **dict(zip(POSITIONAL, node.args, strict=False)), **node.kwargs)

@@ -11,7 +11,21 @@ import dataclasses
 from torch.fx import Node
 
 from tatten.passes.symbolic import known_equal, tensor_of
-from tatten.passes.views import BATCH, LENGTH, Stored, Walk, argument, begin, op_name, step_back, stored_at
+from tatten.passes.views import (
+    BATCH,
+    LENGTH,
+    Stored,
+    Walk,
+    argument,
+    begin,
+    op_name,
+    peel_heads,
+    stored_among,
+    stored_at,
+    way_back,
+)
+
+CATS = {"cat", "concat", "concatenate"}
 
 # Deeper than this, what was concatenated is read as it is: a loop that appends to its keys nests one `cat` per step.
 MAX_DEPTH = 8
@@ -22,35 +36,38 @@ def find_segments(node: Node) -> tuple[Stored, ...]:
     return _segments(begin(node)) or (Stored(node),)
 
 
+def in_one(node: Node, segments: tuple[Stored, ...]) -> Stored:
+    """`peel_heads(node)`, given the segments of `node`: a segment that is all of it is what another walk would find."""
+    best, *others = segments
+    if others or best.shared or any(op_name(x) in CATS for x in best.path):
+        return peel_heads(node)
+    return best
+
+
 def _segments(walk: Walk, depth: int = 0) -> tuple[Stored, ...] | None:
     """The segments of the tensor at this place; None if it can't be told what it stores."""
-    best, undone = stored_at(walk), walk.undone
-    while True:
-        parts = _parts(walk) if depth < MAX_DEPTH else None
+    places = []
+    for place in way_back(walk):
+        places.append(place)
+        parts = _parts(place) if depth < MAX_DEPTH else None
         if parts is not None:
             found = [_segments(part, depth + 1) for part in parts]
             flat = tuple(segment for segments in found if segments is not None for segment in segments)
             # Parts of one batch are read together where the tensor that holds them is made anyway, for others.
-            ours_alone = all(len(node.users) == 1 for node in (*walk.path, walk.here))
+            ours_alone = all(len(node.users) == 1 for node in (*place.path, place.here))
             if None not in found and (
                 ours_alone or any(not known_equal(x.size(BATCH), flat[0].size(BATCH)) for x in flat)
             ):
                 return flat
-        further = step_back(walk)
-        if further is None:
-            break
-        walk, here = further, stored_at(further)
-        if here is not None and (best is None or walk.undone > undone):
-            best, undone = here, walk.undone
-    overlaid = _overlaid(stored_at(walk))
-    if overlaid is not None:
-        best = overlaid
+    best = next(stored_among(places), None)
+    first = best if best is not None and best.base is place.here else stored_at(place)
+    best = _overlaid(first) or best
     return None if best is None else (best,)
 
 
 def _parts(walk: Walk) -> list[Walk] | None:
     """The places of the tensors that were concatenated over the sequence to make this one."""
-    if op_name(walk.here) not in ("cat", "concat", "concatenate"):
+    if op_name(walk.here) not in CATS:
         return None
     tensors = argument(walk.here, 0, "tensors")
     dim = argument(walk.here, 1, "dim", walk.here.kwargs.get("axis", 0))

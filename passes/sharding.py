@@ -75,6 +75,22 @@ def find_sharding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     return Sharding(mesh, tuple(reversed(merge_dims)), query.placements, tuple(wanted))
 
 
+def same_sharding(whole: Tensor, base: Tensor, dims: Sequence[int | None]) -> bool:
+    """Whether each rank's part of `base`, `dims[i]` of which is dim i of `whole`, makes its part of `whole`."""
+    if not isinstance(whole, DTensor) or not isinstance(base, DTensor) or base.device_mesh != whole.device_mesh:
+        return False
+    for mesh_dim, (have, want) in enumerate(zip(base.placements, whole.placements, strict=True)):
+        if isinstance(want, Shard):
+            dim = dims[want.dim]
+            if dim is None or have != Shard(dim):
+                return False
+            if want.dim != LENGTH and not _even(dim, whole.device_mesh.size(mesh_dim), base):
+                return False
+        elif have != want:
+            return False
+    return True
+
+
 def _needs_no_communication(have: Sequence[Placement], want: Sequence[Placement]) -> bool:
     """Whether each rank holds what it needs: what is replicated can be cut, but not outside of an inner shard."""
     cut = set()

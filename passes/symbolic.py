@@ -24,12 +24,14 @@ def tensor_of(node: Any) -> Tensor | None:
 
 def known_equal(a: int | SymInt, b: int | SymInt) -> bool:
     """True if `a == b` in every run of the graph; False if that can't be proven."""
-    return statically_known_true(a == b)
+    equal = a == b
+    return equal is True or (equal is not False and statically_known_true(equal))
 
 
 def known_different(a: int | SymInt, b: int | SymInt) -> bool:
     """True if `a != b` in every run of the graph; False if that can't be proven."""
-    return statically_known_true(a != b)
+    different = a != b
+    return different is True or (different is not False and statically_known_true(different))
 
 
 def known_shape(shape: Sequence[int | SymInt], want: Sequence[int | SymInt]) -> bool:
@@ -56,7 +58,13 @@ def guard_equal(a: int | SymInt, b: int | SymInt) -> bool:
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
     """True if two fake tensors are views of one storage, so that writing one may change the other."""
-    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
+    return bool(torch._C._is_alias_of(_held(a), _held(b)))  # type: ignore[attr-defined]
+
+
+def _held(tensor: Any) -> Tensor:
+    """The tensor that has the storage: of a DTensor the local one."""
+    held: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return held
 
 
 def bytes_of(tensor: Tensor) -> int | None:

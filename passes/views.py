@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import builtins
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -285,34 +285,43 @@ def stored_at(walk: Walk) -> Stored | None:
     tensor = tensor_of(walk.here)
     if tensor is None:
         return None
-    found: dict[int, list[int]] = {role: [] for role in ROLES}
-    for dim, part in enumerate(walk.parts):
-        if part is not None and not known_equal(tensor.shape[dim], 1):
-            found[part[0]].append(dim)
-        elif not known_equal(tensor.shape[dim], 1):
+    found: dict[int, int] = {}
+    ones = []
+    for dim, (part, size) in enumerate(zip(walk.parts, tensor.shape, strict=True)):
+        if known_equal(size, 1):
+            ones.append(dim)
+        elif part is None or part[0] in found:
             return None
+        else:
+            found[part[0]] = dim
     factors: dict[int, Size] = dict.fromkeys(ROLES, 1)
-    for part, size in walk.stretched:
-        factors[part[0]] *= size
-        if any((walk.parts[dim] or ()) > part for dim in found[part[0]]):
+    for part, times in walk.stretched:
+        factors[part[0]] *= times
+        if part[0] in found and (walk.parts[found[part[0]]] or ()) > part:
             return None  # `x.repeat(n, 1, 1, 1)`: index j reads row j % rows, which is no block
-    if any(len(dims) > 1 for dims in found.values()):
-        return None
-    ones = iter(dim for dim, size in enumerate(tensor.shape) if known_equal(size, 1))
-    dims = tuple(found[role][0] if found[role] else next(ones, None) for role in ROLES)
+    spare = iter(ones)
+    dims = tuple(found[role] if role in found else next(spare, None) for role in ROLES)
     repeats = constant(factors[HEADS])
-    if repeats is None or any(not known_equal(factors[role], 1) for role in (LENGTH, 3)):
+    if repeats is None or not known_equal(factors[LENGTH], 1) or not known_equal(factors[3], 1):
         return None
     return Stored(walk.here, dims, repeats, not known_equal(factors[BATCH], 1), path=walk.path)
 
 
+def way_back(walk: Walk | None) -> Iterator[Walk]:
+    """This place and all further back, in order."""
+    while walk is not None:
+        yield walk
+        walk = step_back(walk)
+
+
+def stored_among(places: Iterable[Walk]) -> Iterator[Stored]:
+    """What stands at the places of one way back, the best first: where most was undone, and of equals the nearest."""
+    for place in sorted(places, key=lambda walk: walk.undone, reverse=True):
+        here = stored_at(place)
+        if here is not None:
+            yield here
+
+
 def peel_heads(node: Node) -> Stored:
     """Walk from SDPA's key or value back to the tensor before its heads were repeated, or stay where it is."""
-    walk, best, undone = begin(node), Stored(node), (0, True)
-    while (further := step_back(walk)) is not None:
-        walk, here = further, stored_at(further)
-        if here is not None and here.shared:
-            break
-        if here is not None and walk.undone > undone:
-            best, undone = here, walk.undone
-    return best
+    return next(here for here in stored_among(way_back(begin(node))) if not here.shared)

@@ -107,7 +107,8 @@ def fastest(out: Tensor, lse: Tensor, group: str) -> str:
     """The strategy that was measured to be the fastest for this payload, of those that this group can do."""
     if why_not_push(out, lse, group) is None:
         return "push"
-    return "all_gather" if group_of(group).size() * (out.nbytes + lse.nbytes) <= GATHER_BYTES else "all_reduce"
+    payload = out.numel() * out.element_size() + lse.numel() * lse.element_size()
+    return "all_gather" if group_of(group).size() * payload <= GATHER_BYTES else "all_reduce"
 
 
 def _all_reduce(out: Tensor, lse: Tensor, group: str, n: int, scatter_heads: bool) -> State:
@@ -137,7 +138,8 @@ def _all_gather(out: Tensor, lse: Tensor, group: str, n: int, scatter_heads: boo
 
 def _pile(x: Tensor, n: int) -> Tensor:
     """Heads in n blocks, the block first: `[n * batch, heads / n, ...]`."""
-    return x.unflatten(1, (n, -1)).movedim(1, 0).flatten(0, 1).contiguous()
+    blocks: Tensor = x.unflatten(1, (n, -1))
+    return blocks.movedim(1, 0).flatten(0, 1).contiguous()
 
 
 def _unpile(part: Tensor, x: Tensor, n: int) -> Tensor:
