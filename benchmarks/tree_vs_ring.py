@@ -32,9 +32,7 @@ import itertools
 import json
 import math
 import os
-import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -42,17 +40,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from ring import attend, ring_decode, ring_prefill, shard_zigzag
-from timing import as_graph, seconds
+from ring import attend, ring_decode
+from sharded_llama import Decoder, Sizes
+from timing import as_graph
+from together import Ranks, Step, say
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from wire import Wire, nvlink_bytes
 
 import tatten
-from tatten.ops.push import plan
 from tatten.ops.reference import decode_attention_reference
 
-Step = Callable[[], Tensor]
 SECTIONS = ("latency", "memory", "bytes", "table1")
 K = 1024
 LENGTHS = {
@@ -103,49 +100,6 @@ class Shape:
     @property
     def bn(self) -> int:
         return self.batch * self.q_heads
-
-
-class Ranks:
-    """The first `size` ranks as a group, with what they measure together."""
-
-    def __init__(self, size: int, device: str) -> None:
-        self.size, self.device = size, device
-        self.group = dist.new_group(list(range(size)), timeout=datetime.timedelta(minutes=2))
-        self.rank = dist.get_rank()
-
-    def largest(self, x: float) -> float:
-        x = torch.tensor(x, dtype=torch.float64, device=self.device)
-        dist.all_reduce(x, dist.ReduceOp.MAX, self.group)
-        return x.item()
-
-    def seconds(self, step: Callable[[], object], repeats: int = 1) -> float:
-        """Of one step, on the slowest rank."""
-        dist.barrier(self.group)
-        return self.largest(seconds(step, self.device, repeats))
-
-    def agree(self, reason: str | None) -> str | None:
-        """The first reason of any rank, on all of them."""
-        reasons: list[str | None] = [None] * self.size
-        dist.all_gather_object(reasons, reason, self.group)
-        return next(filter(None, reasons), None)
-
-    def attempt(self, make: Callable[[], Step]) -> Step | str:
-        """What `make` makes, or why it can't be on some rank."""
-        reason = step = None
-        try:
-            step = make()
-        except Exception as e:
-            reason = f"{type(e).__name__}: {(str(e).strip() or '-').splitlines()[0]}"
-        return self.agree(reason) or step
-
-    def tried(self, step: Step) -> Step | str:
-        """The step, if it runs on all ranks."""
-        return self.attempt(lambda: (step(), step)[1])
-
-
-def say(*what: object) -> None:
-    if dist.get_rank() == 0:
-        print(*what, flush=True)
 
 
 def arms(ranks: Ranks, strategies: list[str]) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
@@ -298,67 +252,6 @@ def memory(ranks: Ranks, args: argparse.Namespace) -> list[dict]:
     return rows
 
 
-class Wire(TorchDispatchMode):
-    """Counts what this rank sends, at each call of a collective: the tensor's numbers and bytes, times the factor."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.numbers: float | None = 0.0  # None if some were packed into bytes
-        self.bytes = 0.0
-        self.calls: list[str] = []
-        to_others = (n - 1) / n
-        self.factors = {  # of what a rank hands in; as NCCL's ring algorithms send it, which is the least there is
-            "c10d::send": 1.0,
-            "c10d::recv_": 0.0,
-            "_c10d_functional::all_reduce": 2 * to_others,  # equation 12
-            "_c10d_functional::all_gather_into_tensor": n - 1.0,
-            "_c10d_functional::reduce_scatter_tensor": to_others,
-            "_c10d_functional::all_to_all_single": to_others,
-            "_c10d_functional::wait_tensor": 0.0,
-        }
-        self.ranks = n
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().split(".")[0]
-        factor = self.factors.get(name)
-        if name == "tatten::push_merge":  # all rows to all peers, or in two rounds
-            two = plan(args[0].shape, args[0].element_size(), self.ranks, False, 1).gather
-            factor = self.factors["_c10d_functional::all_reduce"] if two else self.ranks - 1.0
-        if factor:
-            sent = [x for each in args for x in (each if isinstance(each, list) else [each]) if isinstance(x, Tensor)]
-            self.bytes += factor * sum(x.nbytes for x in sent)
-            packed = self.numbers is None or any(x.dtype == torch.uint8 for x in sent)
-            self.numbers = None if packed else self.numbers + factor * sum(x.numel() for x in sent)
-            self.calls.append(name.split("::")[1])
-        elif name not in self.factors and name.split("::")[0] in ("c10d", "_c10d_functional", "symm_mem"):
-            raise NotImplementedError(f"{name} sends a number of bytes that is not known here")
-        return func(*args, **(kwargs or {}))
-
-
-def nvlink_kib() -> int | None:
-    """Data that this GPU has sent over all its links so far, by the driver's counters; None where there are none."""
-    uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    try:
-        shown = subprocess.run(["nvidia-smi", "nvlink", "-gt", "d", "-i", uuid], capture_output=True, text=True).stdout
-    except FileNotFoundError:
-        return None
-    found = re.findall(r"Data Tx:\s*(\d+)\s*KiB", shown)
-    return sum(map(int, found)) if found else None
-
-
-def nvlink_bytes(step: Step, ranks: Ranks, times: int) -> float | None:
-    """What this GPU sends over its links in one step, of so many."""
-    torch.cuda.synchronize()
-    before = nvlink_kib()
-    dist.barrier(ranks.group)
-    for _ in range(times):
-        step()
-    torch.cuda.synchronize()
-    dist.barrier(ranks.group)
-    after = nvlink_kib()
-    return None if before is None or after is None else (after - before) * 1024 / times
-
-
 def wire(ranks: Ranks, args: argparse.Namespace) -> list[dict]:
     say(f"\nwhat a rank sends for one attention, {ranks.size} ranks; the equations count numbers of one size")
     say(f"   length | {'':15}   numbers  equation     bytes  by NVLink's counters | calls")
@@ -408,116 +301,6 @@ def wire(ranks: Ranks, args: argparse.Namespace) -> list[dict]:
         change = "does not change" if len(sent) == 1 else f"grows {max(sent) / min(sent):.0f} times"
         say(f"  {name}: from {first} to {last} tokens what a rank sends {change}")
     return rows
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of a decoder like Llama; the defaults are Llama-3.1-8B's, but for the context."""
-
-    layers: int = 32
-    hidden: int = 4096
-    intermediate: int = 14336
-    q_heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    vocabulary: int = 128256
-    theta: float = 5e5
-
-
-class Decoder:
-    """A Llama with random weights, the same on all ranks, and a KV cache that is sharded over them.
-
-    Each rank has its part of the prompt, by `shard_zigzag`, and room for its share of the new tokens. Lengths and the
-    turn of the next token live on the device, so that a captured step can be replayed.
-    """
-
-    def __init__(self, sizes: Sizes, ranks: Ranks, dtype: torch.dtype) -> None:
-        self.sizes, self.ranks, self.dtype = sizes, ranks, dtype
-        s, g = sizes, torch.Generator(ranks.device).manual_seed(0)
-
-        def weight(out: int, of: int) -> Tensor:
-            return torch.randn(out, of, generator=g, device=ranks.device, dtype=dtype).mul_(of**-0.5)
-
-        self.embedding, self.head = weight(s.vocabulary, s.hidden), weight(s.vocabulary, s.hidden)
-        qkv = (s.q_heads + 2 * s.kv_heads) * s.head_dim
-        self.layers = [
-            (
-                weight(qkv, s.hidden),
-                weight(s.hidden, s.q_heads * s.head_dim),
-                weight(2 * s.intermediate, s.hidden),
-                weight(s.hidden, s.intermediate),
-            )
-            for _ in range(s.layers)
-        ]
-        exponents = torch.arange(0, s.head_dim, 2, device=ranks.device, dtype=torch.float32) / s.head_dim
-        self.frequencies = s.theta**-exponents
-
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotary embedding of `[batch, heads, length, head_dim]`; positions `[length]`."""
-        angles = positions[:, None] * self.frequencies
-        cos, sin = (f(angles).to(x.dtype) for f in (torch.cos, torch.sin))
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-    def run(self, tokens: Tensor, positions: Tensor, attention: Callable[..., Tensor]) -> Tensor:
-        """The likeliest next token `[batch, 1]` after each of `tokens` `[batch, length]`'s last."""
-        s = self.sizes
-        x = F.embedding(tokens, self.embedding)
-        for layer, (qkv, project, up, down) in enumerate(self.layers):
-            heads = (F.rms_norm(x, (s.hidden,)) @ qkv.T).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)
-            q, k, v = heads.split((s.q_heads, s.kv_heads, s.kv_heads), dim=1)
-            q, k = self.rotate(q, positions), self.rotate(k, positions)
-            x = x + attention(layer, q, k, v).transpose(1, 2).flatten(2) @ project.T
-            gate, value = (F.rms_norm(x, (s.hidden,)) @ up.T).chunk(2, dim=-1)
-            x = x + (F.silu(gate) * value) @ down.T
-        return (F.rms_norm(x[:, -1:], (s.hidden,)) @ self.head.T).argmax(-1)
-
-    def allocate(self, prompt: int, new: int, batch: int = 1) -> None:
-        s, n, device = self.sizes, self.ranks.size, self.ranks.device
-        capacity = prompt // n + -(-new // n) + 1
-        shape = 2, s.layers, batch, s.kv_heads, capacity, s.head_dim
-        self.keys, self.values = torch.zeros(shape, device=device, dtype=self.dtype)
-        self.prompt = prompt
-        self.first = torch.empty(batch, 1, dtype=torch.int64, device=device)
-        self.token = torch.empty_like(self.first)
-        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
-        self.lengths = torch.zeros(n, batch, dtype=torch.int32, device=device)
-
-    def prefill(self, tokens: Tensor) -> None:
-        """Fill the cache from the whole prompt `[batch, length]`, of which this rank computes its part."""
-        rank, n = self.ranks.rank, self.ranks.size
-        positions = shard_zigzag(torch.arange(self.prompt, device=tokens.device), rank, n, dim=0)
-
-        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.keys[layer, :, :, : k.shape[2]] = k
-            self.values[layer, :, :, : v.shape[2]] = v
-            return ring_prefill(q, k, v, self.ranks.group)[0]
-
-        self.first.copy_(self.run(shard_zigzag(tokens, rank, n, dim=1), positions, attention))
-        dist.broadcast(self.first, 0, self.ranks.group)  # the last token of the prompt is on rank 0
-
-    def restart(self) -> None:
-        """Go back to the end of the prompt."""
-        self.token.copy_(self.first)
-        self.turn.zero_()
-        self.lengths.fill_(self.prompt // self.ranks.size)
-
-    def step(self, merged: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """The next token; `merged` is attention of q over this rank's k and v, and those of the others."""
-        rank, n = self.ranks.rank, self.ranks.size
-        # All write where they would store the token; what is not counted in the length is written over later.
-        slot = self.lengths[rank, :1].long()
-        self.lengths.index_add_(0, self.turn % n, torch.ones_like(self.lengths[:1]))
-
-        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.keys[layer].index_copy_(2, slot, k)
-            self.values[layer].index_copy_(2, slot, v)
-            return merged(q, self.keys[layer], self.values[layer], self.lengths)
-
-        self.token.copy_(self.run(self.token, self.turn + self.prompt, attention))
-        dist.broadcast(self.token, 0, self.ranks.group)  # the ring adds in another order on each rank
-        self.turn += 1
-        return self.token
 
 
 def decoders(ranks: Ranks, strategies: list[str]) -> dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from tatten.passes.mutation import written_between
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, known_equal, tensor_of
 from tatten.passes.tree import local_mask
-from tatten.passes.views import BATCH, LENGTH, Stored
+from tatten.passes.views import BATCH, LENGTH, Stored, op_name
 
 
 class Masks:
@@ -21,17 +22,18 @@ class Masks:
 
     def __init__(self) -> None:
         self._columns: dict[tuple[Node, str], list[Node]] = {}
-        self._local: dict[Node, Node] = {}
+        self._local: dict[object, Node] = {}
         self._spans: dict[tuple[Node, str], tuple[Node, Node]] = {}
 
     def local(self, call: SdpaCall) -> Node | None:
         """The part of the mask of a sharded call that belongs to this rank's queries and keys."""
         if call.attn_mask is None or call.sharding is None:
             return None
-        if call.attn_mask not in self._local:
+        key = _view(call.attn_mask)
+        if key not in self._local:
             with call.node.graph.inserting_before(call.node):
-                self._local[call.attn_mask] = local_mask(call.attn_mask, call.sharding)
-        return self._local[call.attn_mask]
+                self._local[key] = local_mask(call.attn_mask, call.sharding)
+        return self._local[key]
 
     def columns(self, call: SdpaCall, segments: Sequence[Stored]) -> list[Node | None]:
         """For each segment the columns of the call's mask that belong to its keys, as views; or None."""
@@ -78,6 +80,16 @@ class Masks:
         kv_batch = sequences if segment is None else _size(segment, BATCH)
         args = (columns, sequences, kv_batch, constant(query.shape[2]))
         return graph.call_function(torch.ops.tatten.mask_blocks.default, args)
+
+
+def _view(node: Node) -> object:
+    """Equal for nodes that are one view of one tensor: each layer of a model may slice the mask for itself."""
+    if op_name(node) in ("from_local", "prim from_local"):
+        tensor: Any = tensor_of(node)
+        return _view(node.all_input_nodes[0]), tensor.placements, tuple(tensor.shape)
+    if node.target is operator.getitem and len(node.all_input_nodes) == 1:
+        return _view(node.all_input_nodes[0]), repr(node.args[1])
+    return node
 
 
 def _size(segment: Stored, role: int) -> int | Node:

@@ -1,17 +1,35 @@
 """tatten: `torch.compile(model, backend="tatten")` makes decode attention exact and near the memory floor."""
 
+from typing import TYPE_CHECKING
+
+from tatten.dtensor_sdpa import disable_dtensor_sdpa, enable_dtensor_sdpa
 from tatten.explain import explain
-from tatten.ops import bifurcated_attention, decode_attention, merge_state, merge_states
+from tatten.ops import bifurcated_attention, decode_attention, merge_state, merge_states, tree_merge
 from tatten.report import Report, recording
 from tatten.shared_prefix import SharedPrefixCache
 
+if TYPE_CHECKING:
+    from tatten.sharded_cache import ShardedKVCache
+
 __all__ = [
     "Report",
+    "ShardedKVCache",
     "SharedPrefixCache",
     "bifurcated_attention",
     "decode_attention",
+    "disable_dtensor_sdpa",
+    "enable_dtensor_sdpa",
     "explain",
     "merge_state",
     "merge_states",
     "recording",
+    "tree_merge",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "ShardedKVCache":  # imports DTensor, which takes seconds
+        from tatten.sharded_cache import ShardedKVCache
+
+        return ShardedKVCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

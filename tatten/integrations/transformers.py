@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
@@ -12,6 +12,17 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from tatten import shared_prefix
 from tatten.prefixed_kv import PrefixedKV
 from tatten.shared_prefix import sequence_indices
+
+if TYPE_CHECKING:
+    from tatten.integrations.transformers_sharded import ShardedKVCache as ShardedKVCache
+
+
+def __getattr__(name: str) -> object:
+    if name == "ShardedKVCache":  # imports DTensor, which takes seconds
+        from tatten.integrations.transformers_sharded import ShardedKVCache
+
+        return ShardedKVCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class SharedPrefixLayer(CacheLayerMixin):  # type: ignore[misc]

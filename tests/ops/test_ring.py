@@ -17,7 +17,9 @@ from tatten.ops.reference import decode_attention_reference
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from project_cluster import fit
 from ring import ring_decode, ring_prefill, shard_zigzag
-from tree_vs_ring import Decoder, Ranks, Sizes, decoders
+from sharded_llama import Decoder, Sizes
+from together import Ranks
+from tree_vs_ring import decoders
 
 LENGTHS = {  # of each rank and sequence, of 16
     "uneven": [[5, 16], [1, 0], [16, 7], [0, 3]],

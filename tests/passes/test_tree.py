@@ -230,6 +230,26 @@ def test_no_dtensor_is_made_for_its_local_part() -> None:
         assert error < 1e-5
 
 
+def sliced_masks() -> int:
+    """How often spans are found where each of two layers cuts its columns from the mask of all positions."""
+    tatten.enable_dtensor_sdpa()
+    mesh = init_device_mesh("cpu", (2,))
+    q, k, v, mask = tensors()
+    query, key, value = place(mesh, (q, [R]), (k, [S2]), (v, [S2]))
+
+    def layer(q: Tensor, mask: Tensor) -> Any:
+        columns = DTensor.from_local(mask[..., 1::2], mesh, [S3], run_check=False)
+        return one_layer(q, key, value, columns)
+
+    gm = capture(lambda q, mask: layer(layer(q, mask), mask), query, mask)
+    rewrite(gm)
+    return len(gm.graph.find_nodes(op="call_function", target=torch.ops.tatten.mask_spans.default))
+
+
+def test_a_mask_that_each_layer_slices_is_looked_at_once() -> None:
+    assert run_ranks(2, sliced_masks) == [1, 1]
+
+
 def compiled(case: str, inner: str) -> float:
     """The largest difference from one process in float64."""
     fn, args = arguments(case)

@@ -1,0 +1,56 @@
+"""Ranks that measure together: the slowest one counts, and what one of them can't do, none does."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from timing import seconds
+from torch import Tensor
+
+Step = Callable[[], Tensor]
+
+
+class Ranks:
+    """The first `size` ranks as a group, with what they measure together."""
+
+    def __init__(self, size: int, device: str) -> None:
+        self.size, self.device = size, device
+        self.group = dist.new_group(list(range(size)), timeout=datetime.timedelta(minutes=2))
+        self.rank = dist.get_rank()
+
+    def largest(self, x: float) -> float:
+        x = torch.tensor(x, dtype=torch.float64, device=self.device)
+        dist.all_reduce(x, dist.ReduceOp.MAX, self.group)
+        return x.item()
+
+    def seconds(self, step: Callable[[], object], repeats: int = 1) -> float:
+        """Of one step, on the slowest rank."""
+        dist.barrier(self.group)
+        return self.largest(seconds(step, self.device, repeats))
+
+    def agree(self, reason: str | None) -> str | None:
+        """The first reason of any rank, on all of them."""
+        reasons: list[str | None] = [None] * self.size
+        dist.all_gather_object(reasons, reason, self.group)
+        return next(filter(None, reasons), None)
+
+    def attempt(self, make: Callable[[], Step]) -> Step | str:
+        """What `make` makes, or why it can't be on some rank."""
+        reason = step = None
+        try:
+            step = make()
+        except Exception as e:
+            reason = f"{type(e).__name__}: {(str(e).strip() or '-').splitlines()[0]}"
+        return self.agree(reason) or step
+
+    def tried(self, step: Step) -> Step | str:
+        """The step, if it runs on all ranks."""
+        return self.attempt(lambda: (step(), step)[1])
+
+
+def say(*what: object) -> None:
+    if dist.get_rank() == 0:
+        print(*what, flush=True)
