@@ -86,7 +86,7 @@ def _view(node: Node) -> object:
     """Equal for nodes that are one view of one tensor: each layer of a model may slice the mask for itself."""
     if op_name(node) in ("from_local", "prim from_local"):
         tensor: Any = tensor_of(node)
-        return _view(node.all_input_nodes[0]), tensor.placements, tuple(tensor.shape)
+        return _view(node.all_input_nodes[0]), tensor.placements, str(tensor.shape)
     if node.target is operator.getitem and len(node.all_input_nodes) == 1:
         return _view(node.all_input_nodes[0]), repr(node.args[1])
     return node
