@@ -21,6 +21,8 @@ IN_PLACE_NAMES = frozenset(
     )
 )
 IN_PLACE_OPERATORS = frozenset(getattr(operator, name) for name in IN_PLACE_NAMES)
+READING_OPERATORS = frozenset(getattr(operator, name) for name in operator.__all__ if not name.endswith("_"))
+READING_OPERATORS -= IN_PLACE_OPERATORS
 
 
 def written_arguments(node: Node) -> Iterator[Any]:
@@ -33,7 +35,7 @@ def written_arguments(node: Node) -> Iterator[Any]:
     if node.op == "call_method":
         if _names_a_write(str(node.target)):
             yield node.args[0]
-    elif node.op == "call_function":
+    elif node.op == "call_function" and node.target not in READING_OPERATORS:
         target = node.target
         if target in IN_PLACE_OPERATORS or _names_a_write(getattr(target, "__name__", "")) or _is_in_place(node):
             yield node.args[0] if node.args else next(iter(node.kwargs.values()))

@@ -67,7 +67,7 @@ def step_back(walk: Walk) -> Walk | None:
     before, after = tensor_of(source), tensor_of(walk.here)
     assert before is not None
     assert after is not None
-    if before.dtype != after.dtype or (name == "to" and before.device != after.device):
+    if before.dtype != after.dtype or before.device != after.device:
         return None
     if name in COPIES or name == "to":
         return walk.step(source, walk.parts)
