@@ -58,7 +58,6 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
     masks = Masks()
     findings = [_rewrite_call(call, max_q_len, masks) for call in find_sdpa(gm.graph)]
     if any(isinstance(finding, Rewritten) for finding in findings):
-        gm.graph.lint()
         gm.recompile()
     for name, body in gm.named_modules():
         if body is not gm and isinstance(body, GraphModule):

@@ -97,6 +97,7 @@ def test_peels(name: str, dynamic: bool) -> None:
     want = fn(*args)
     (finding,) = rewrite(gm).findings
     assert isinstance(finding, Rewritten)
+    gm.graph.lint()
     (op,) = gm.graph.find_nodes(op="call_function", target=torch.ops.tatten.decode_attention.default)
     assert op.args[1].op == "placeholder" or op.args[1].target == "permute"
     # What the graph computes is what the model computed, and nothing repeats heads any more.

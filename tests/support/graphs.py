@@ -25,7 +25,8 @@ def capture(fn: Callable[..., Any], *args: Any, grad: bool = False, **compile_kw
 
 
 def listing(gm: GraphModule) -> str:
-    """The calls of a graph, a line each: names, targets and arguments."""
+    """The calls of a graph, which has to be sound, a line each: names, targets and arguments."""
+    gm.graph.lint()
     lines = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
