@@ -45,7 +45,7 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    'tree_merge(Tensor out, Tensor lse, str group, str strategy="auto", bool scatter_heads=False) '
+    "tree_merge(Tensor out, Tensor lse, str group, int n, int rank, str strategy, bool scatter_heads=False) "
     "-> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tatten.ops.collectives import all_gather, all_reduce, all_to_all, group_of, reduce_scatter
+from tatten.ops.collectives import all_gather, all_reduce, all_to_all, place_in, reduce_scatter
 from tatten.ops.push import why_not_push
 from tatten.ops.states import NEG_INF, merge
-from tatten.ops.validate import check_states
+from tatten.ops.validate import check_states, check_tensors
 
 STRATEGIES = ("auto", "all_reduce", "all_gather", "push")
 
@@ -47,7 +47,7 @@ def tree_merge(
         strategy: "all_reduce": Algorithm 3 of the paper, three collectives (max, sum, sum). "all_gather": one
             collective of `out` in its dtype and the lse, then one merge in the order of ranks. "push": one kernel over
             symmetric memory, on CUDA within a node. "auto": by size and by what there is. What is named never falls
-            back.
+            back, but where there is nothing to send: in a group of one, and for states without rows.
         scatter_heads: rank r of n gets heads `r * heads / n ... (r + 1) * heads / n - 1` only, and less is sent.
 
     Returns:
@@ -58,13 +58,19 @@ def tree_merge(
         TypeError, ValueError: shapes, dtypes, devices, the strategy or the group do not fit.
         NotImplementedError: gradients are wanted, or "push" can't do this; the message says why.
     """
+    check_tensors(out=out, lse=lse)
+    for name, x in (("out", out), ("lse", lse)):
+        if hasattr(x, "to_local"):
+            raise TypeError(f"`{name}` must be a plain tensor, got a {type(x).__name__}: pass its `.to_local()`")
     groups = _group_names(mesh_or_group)
     if scatter_heads and len(groups) > 1:
         raise ValueError(f"`mesh_or_group` must have one dim to scatter heads over, got a mesh with {len(groups)}")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"`strategy` must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     # One node in a graph. In eager mode its collectives are called as such, where modes that count them can see them.
     merge_one = torch.ops.tatten.tree_merge.default if torch.compiler.is_compiling() else tree_merge_op
     for group in groups:
-        out, lse = merge_one(out, lse, group, strategy, scatter_heads)
+        out, lse = merge_one(out, lse, group, *place_in(group), strategy, scatter_heads)
     return out, lse
 
 
@@ -75,17 +81,18 @@ def _group_names(mesh_or_group: DeviceMesh | ProcessGroup | str) -> list[str]:
     if isinstance(mesh_or_group, ProcessGroup):
         return [mesh_or_group.group_name]
     if isinstance(mesh_or_group, DeviceMesh):
+        if mesh_or_group.get_coordinate() is None:
+            raise ValueError(f"`mesh_or_group` must have this rank, got {mesh_or_group}")
         return [mesh_or_group.get_group(dim).group_name for dim in reversed(range(mesh_or_group.ndim))]
     wanted = "a DeviceMesh, a ProcessGroup or the name of one"
     raise TypeError(f"`mesh_or_group` must be {wanted}, got {type(mesh_or_group).__name__}")
 
 
-def tree_merge_op(out: Tensor, lse: Tensor, group: str, strategy: str = "auto", scatter_heads: bool = False) -> State:
+def tree_merge_op(
+    out: Tensor, lse: Tensor, group: str, n: int, rank: int, strategy: str, scatter_heads: bool = False
+) -> State:
     """`tatten::tree_merge`: `tree_merge` over one group. It decomposes, so that Inductor sees collectives and merge."""
     check_states("tree_merge", out, lse)
-    n = group_of(group).size()
-    if strategy not in STRATEGIES:
-        raise ValueError(f"`strategy` must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     if scatter_heads and (out.dim() != 4 or out.shape[1] % n):
         wanted = f"[batch, heads, q_length, head_dim] with heads divisible by {n} ranks"
         raise ValueError(f"`out` must be {wanted} to be scattered, got shape {tuple(out.shape)}")
@@ -93,25 +100,29 @@ def tree_merge_op(out: Tensor, lse: Tensor, group: str, strategy: str = "auto", 
         out, lse = (x.chunk(n, dim=1)[0] if scatter_heads else x for x in (out, lse))
         return merge(out.unsqueeze(0), lse.unsqueeze(0))
     if strategy == "auto":
-        strategy = fastest(out, lse, group)
+        strategy = fastest(out, lse, group, n, scatter_heads)
     if strategy == "push":
         reason = why_not_push(out, lse, group)
         if reason is not None:
             raise NotImplementedError(f"`strategy` 'push' can't merge this: {reason}")
         merged: State = torch.ops.tatten.push_merge.default(out, lse, group, scatter_heads)
         return merged
-    return (_all_gather if strategy == "all_gather" else _all_reduce)(out, lse, group, n, scatter_heads)
+    if strategy == "all_gather":
+        return _all_gather(out, lse, group, n, scatter_heads)
+    return _all_reduce(out, lse, group, n, rank, scatter_heads)
 
 
-def fastest(out: Tensor, lse: Tensor, group: str) -> str:
+def fastest(out: Tensor, lse: Tensor, group: str, n: int, scatter_heads: bool = False) -> str:
     """The strategy that was measured to be the fastest for this payload, of those that this group can do."""
     if why_not_push(out, lse, group) is None:
         return "push"
+    if scatter_heads:  # each rank gets its part of the payload only, in one collective
+        return "all_gather"
     payload = out.numel() * out.element_size() + lse.numel() * lse.element_size()
-    return "all_gather" if group_of(group).size() * payload <= GATHER_BYTES else "all_reduce"
+    return "all_gather" if n * payload <= GATHER_BYTES else "all_reduce"
 
 
-def _all_reduce(out: Tensor, lse: Tensor, group: str, n: int, scatter_heads: bool) -> State:
+def _all_reduce(out: Tensor, lse: Tensor, group: str, n: int, rank: int, scatter_heads: bool) -> State:
     """Algorithm 3 of the paper: the largest lse, then numerators and denominators relative to it."""
     lse = torch.where(lse < math.inf, lse, NEG_INF)  # NaN compares false
     largest = all_reduce(lse, "max", group)
@@ -119,8 +130,8 @@ def _all_reduce(out: Tensor, lse: Tensor, group: str, n: int, scatter_heads: boo
     # An empty state's out may be NaN, and NaN * 0 is NaN: select before multiplying.
     values = torch.where(weights > 0, weights * out.to(weights.dtype), 0.0)
     if scatter_heads:
-        largest = largest.chunk(n, dim=1)[group_of(group).rank()]
-        total, values = (_unpile(reduce_scatter(_pile(x, n), group), x, n) for x in (weights, values))
+        largest = largest.chunk(n, dim=1)[rank]
+        total, values = (_unpile(reduce_scatter(_pile(x, n), n, group), x, n) for x in (weights, values))
     else:
         total, values = (all_reduce(x.contiguous(), "sum", group) for x in (weights, values))
     merged = values / torch.where(total == 0, 1.0, total)
@@ -131,9 +142,9 @@ def _all_gather(out: Tensor, lse: Tensor, group: str, n: int, scatter_heads: boo
     """One collective of packed states, `all_to_all` if each rank needs its heads only, and one merge."""
     if scatter_heads:
         outs, lses = (x.unflatten(1, (n, -1)).movedim(1, 0) for x in (out, lse))
-        return merge(*_unpack(all_to_all(_pack(outs, lses), group), outs, lses))
+        return merge(*_unpack(all_to_all(_pack(outs, lses), n, group), outs, lses))
     outs, lses = out.unsqueeze(0), lse.unsqueeze(0)
-    return merge(*_unpack(all_gather(_pack(outs, lses), group), outs, lses))
+    return merge(*_unpack(all_gather(_pack(outs, lses), n, group), outs, lses))
 
 
 def _pile(x: Tensor, n: int) -> Tensor:

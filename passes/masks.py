@@ -29,7 +29,7 @@ class Masks:
         """The part of the mask of a sharded call that belongs to this rank's queries and keys."""
         if call.attn_mask is None or call.sharding is None:
             return None
-        key = _view(call.attn_mask)
+        key = _view(call.attn_mask), call.sharding
         if key not in self._local:
             with call.node.graph.inserting_before(call.node):
                 self._local[key] = local_mask(call.attn_mask, call.sharding)
@@ -86,10 +86,16 @@ def _view(node: Node) -> object:
     """Equal for nodes that are one view of one tensor: each layer of a model may slice the mask for itself."""
     if op_name(node) in ("from_local", "prim from_local"):
         tensor: Any = tensor_of(node)
-        return _view(node.all_input_nodes[0]), tensor.placements, str(tensor.shape)
-    if node.target is operator.getitem and len(node.all_input_nodes) == 1:
+        return _view(node.all_input_nodes[0]), tensor.device_mesh, tensor.placements, str(tensor.shape)
+    if node.target is operator.getitem and len(node.all_input_nodes) == 1 and _is_basic(node.args[1]):
         return _view(node.all_input_nodes[0]), repr(node.args[1])
     return node
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether indexing by this makes a view: a list copies."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is ... or isinstance(part, int | slice) for part in parts)
 
 
 def _size(segment: Stored, role: int) -> int | Node:

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from tatten.passes.mutation import written_between
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import hint, known_equal, known_shape, tensor_of
+from tatten.passes.symbolic import held, hint, known_equal, known_shape, tensor_of
 from tatten.passes.tree import hand_back, merge_over
 from tatten.passes.views import Stored
 
@@ -43,9 +43,11 @@ def replace_call(call: SdpaCall, op: OpOverload, args: tuple[Any, ...], orphans:
         out = graph.call_function(operator.getitem, (node, 0))
         node.meta.update({k: v for k, v in call.node.meta.items() if k != "example_value"})
         out.meta.update(call.node.meta)
-        out = _with_strides_of(out, result)
-        if call.sharding is not None:
-            out = hand_back(call, merge_over(node, out, call.sharding))
+        if call.sharding is None:
+            out = _with_strides_of(out, result)
+        else:
+            out = merge_over(node, out, call.sharding)
+            out = hand_back(call, _with_strides_of(out, held(result)))
     call.node.replace_all_uses_with(out)
     graph.erase_node(call.node)
     for orphan in sorted(set(orphans), reverse=True):

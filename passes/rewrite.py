@@ -89,9 +89,10 @@ def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks) -> Rewritten | D
     if isinstance(decode, DecodeMatch):
         shapes = _shapes(call, [decode.key.base], [decode.value.base])
         op = apply_decode(decode, masks)
-        note = merged_over(call)
+        notes = [merged_over(call)]
         if bifurcated is not None:
-            note = f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}"
+            notes.append(f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}")
+        note = "; ".join(filter(None, notes))
         return Rewritten(place, str(op.target), shapes, decode.cost, note, _provider(call, decode.key))
     return _declined(call, bifurcated or decode)
 

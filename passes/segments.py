@@ -10,7 +10,7 @@ import dataclasses
 
 from torch.fx import Node
 
-from tatten.passes.symbolic import known_equal, tensor_of
+from tatten.passes.symbolic import held, known_equal, tensor_of
 from tatten.passes.views import (
     BATCH,
     LENGTH,
@@ -93,6 +93,6 @@ def _overlaid(stored: Stored | None) -> Stored | None:
     if stored is None or tensor is None or stored.dims[BATCH] is None:
         return None
     dim = stored.dims[BATCH] or 0
-    if known_equal(tensor.shape[dim], 1) or not known_equal(tensor.stride(dim), 0):
+    if known_equal(tensor.shape[dim], 1) or not known_equal(held(tensor).stride(dim), 0):
         return None
     return dataclasses.replace(stored, shared=True, overlaid=True)

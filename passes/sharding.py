@@ -6,6 +6,7 @@ dim that shards the sequence (Tree Attention, arXiv 2408.04093), is attention ov
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,10 @@ def find_sharding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     if any(x.device_mesh != mesh for x in tensors) or any(x.dim() != 4 for x in (query, key, value)):
         return None
+    if mesh.get_coordinate() is None or not all(_in_mesh_order(x) for x in tensors):
+        return None
+    if query.shape[0] != key.shape[0] or key.shape[:3] != value.shape[:3]:
+        return None
     merge_dims, wanted = [], []
     for dim, (q, k, v) in enumerate(zip(query.placements, key.placements, value.placements, strict=True)):
         if q == Replicate() and k == v == Shard(LENGTH):
@@ -61,7 +66,7 @@ def find_sharding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
             wanted.append(_of_mask(mask, -1, key.shape[LENGTH]))
         elif q == k == v == Replicate():
             wanted.append(Replicate())
-        elif q == k == v and q in (Shard(BATCH), Shard(HEADS)) and _even(q.dim, mesh.size(dim), query, key):
+        elif q == k == v and q in (Shard(BATCH), Shard(HEADS)) and all(_even(x, q.dim) for x in (query, key)):
             wanted.append(_of_mask(mask, q.dim - 4, query.shape[q.dim]))
         else:
             return None
@@ -79,12 +84,14 @@ def same_sharding(whole: Tensor, base: Tensor, dims: Sequence[int | None]) -> bo
     """Whether each rank's part of `base`, `dims[i]` of which is dim i of `whole`, makes its part of `whole`."""
     if not isinstance(whole, DTensor) or not isinstance(base, DTensor) or base.device_mesh != whole.device_mesh:
         return False
-    for mesh_dim, (have, want) in enumerate(zip(base.placements, whole.placements, strict=True)):
+    if not _in_mesh_order(base):
+        return False
+    for have, want in zip(base.placements, whole.placements, strict=True):
         if isinstance(want, Shard):
             dim = dims[want.dim]
             if dim is None or have != Shard(dim):
                 return False
-            if want.dim != LENGTH and not _even(dim, whole.device_mesh.size(mesh_dim), base):
+            if want.dim != LENGTH and not _even(base, dim):
                 return False
         elif have != want:
             return False
@@ -111,6 +118,12 @@ def _of_mask(mask: Tensor | None, dim: int, size: int) -> Placement:
     return Shard(mask.dim() + dim)
 
 
-def _even(dim: int, parts: int, *tensors: Tensor) -> bool:
-    """Whether each rank has the kv heads that its query heads read, and none has nothing."""
-    return all(x.shape[dim] % parts == 0 for x in tensors)
+def _even(x: DTensor, dim: int) -> bool:
+    """Whether all ranks have as much of this dim: so none has nothing, and kv heads are with their query heads."""
+    sizes = [x.device_mesh.size(i) for i, placement in enumerate(x.placements) if placement == Shard(dim)]
+    return bool(x.shape[dim] % math.prod(sizes) == 0)
+
+
+def _in_mesh_order(x: DTensor) -> bool:
+    """Whether a dim that several mesh dims shard is cut by the first of them first; placements don't tell."""
+    return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in x._spec.shard_order)

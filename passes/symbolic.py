@@ -58,13 +58,13 @@ def guard_equal(a: int | SymInt, b: int | SymInt) -> bool:
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
     """True if two fake tensors are views of one storage, so that writing one may change the other."""
-    return bool(torch._C._is_alias_of(_held(a), _held(b)))  # type: ignore[attr-defined]
+    return bool(torch._C._is_alias_of(held(a), held(b)))  # type: ignore[attr-defined]
 
 
-def _held(tensor: Any) -> Tensor:
-    """The tensor that has the storage: of a DTensor the local one."""
-    held: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return held
+def held(tensor: Any) -> Tensor:
+    """The tensor that has the storage, and whose strides are those in memory: of a DTensor the local one."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def bytes_of(tensor: Tensor) -> int | None:

@@ -16,6 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
+from tatten.ops.collectives import place_in
+from tatten.ops.states import accumulator_dtype
+from tatten.ops.tree import fastest
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import tensor_of
 from tatten.passes.views import Stored, op_name
@@ -90,24 +93,31 @@ def _cut(node: Node, dim: int, parts: int, index: int) -> Node:
     assert whole is not None
     size = whole.shape[dim]
     each = (size + parts - 1) // parts
+    begin = torch.sym_min(index * each, size)
+    example = whole.narrow(dim, begin, torch.sym_min(each, size - begin))
     if isinstance(size, int):
-        begin = min(index * each, size)
-        cut = node.graph.call_function(torch.narrow, (node, dim, begin, min(each, size - begin)))
-        cut.meta["example_value"] = whole.narrow(dim, begin, min(each, size - begin))
-        return cut
-    chunks = node.graph.call_function(torch.chunk, (node, parts, dim))
-    cut = node.graph.call_function(operator.getitem, (chunks, index))
-    cut.meta["example_value"] = whole.chunk(parts, dim)[index]
+        cut = node.graph.call_function(torch.narrow, (node, dim, begin, example.shape[dim]))
+    else:  # not torch.chunk, which may make less than `parts` of it
+        call = node.graph.call_function
+        size_node = node.graph.call_method("size", (node, dim))
+        each_node = call(operator.floordiv, (call(operator.add, (size_node, parts - 1)), parts))
+        begin_node = call(torch.sym_min, (call(operator.mul, (each_node, index)), size_node))
+        length = call(torch.sym_min, (each_node, call(operator.sub, (size_node, begin_node))))
+        cut = call(torch.narrow, (node, dim, begin_node, length))
+    cut.meta["example_value"] = example
     return cut
 
 
 def merge_over(state: Node, out: Node, sharding: Sharding) -> Node:
     """The output of the merge over each mesh dim of the state whose output is `out`."""
-    graph, whole = out.graph, out.meta["example_value"]
-    out.meta["example_value"] = whole.to_local()
+    graph, local = out.graph, out.meta["example_value"].to_local()
+    out.meta["example_value"] = local
+    local_lse = local.new_empty(local.shape[:-1], dtype=accumulator_dtype(local.dtype))
     for group in sharding.groups:
+        ranks, rank = place_in(group)
         lse = graph.call_function(operator.getitem, (state, 1))
-        state = graph.call_function(torch.ops.tatten.tree_merge.default, (out, lse, group))
+        args = out, lse, group, ranks, rank, fastest(local, local_lse, group, ranks)
+        state = graph.call_function(torch.ops.tatten.tree_merge.default, args)
         last, out = out, graph.call_function(operator.getitem, (state, 0))
         out.meta.update(last.meta)
     return out

@@ -8,6 +8,8 @@ that is left to who uses it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,26 +39,26 @@ def enable_dtensor_sdpa() -> None:
     From then on `F.scaled_dot_product_attention(query, key, value, attn_mask)` computes local attention and one
     `tatten.tree_merge` for each such mesh dim, if `query` is replicated over it, there is neither dropout nor
     `is_causal`, and no gradient is wanted; other mesh dims may shard the batch or the heads of all three. The result is
-    placed as `query` is. All other placements are PyTorch's affair, as before. For the whole process; calling it twice
-    does nothing.
+    placed as `query` is. All other placements are PyTorch's affair, as before: while one thread is at one of them, the
+    others get PyTorch's rules, too. So is attention that never comes to a kernel of its own: under
+    `sdpa_kernel(SDPBackend.MATH)`, or, but in inference mode, with another head_dim for `value` on a CPU. For the whole
+    process, unless called within `context_parallel`, which ends with what was before it; calling it twice does nothing.
     """
     handlers = _handlers()
     for op in _OPS:
-        if handlers.get(op) is not _handle:
-            _before[op] = handlers.get(op)
-            handlers[op] = _handle
+        if not isinstance(handlers.get(op), _Handler):
+            handlers[op] = _Handler(handlers.get(op))
 
 
 def disable_dtensor_sdpa() -> None:
     """Undo `enable_dtensor_sdpa`; without it, do nothing."""
     handlers = _handlers()
     for op in _OPS:
-        if handlers.get(op) is _handle:
-            _restore(handlers, op)
-
-
-# What stood in the table before us, context parallelism's handlers for instance.
-_before: dict[OpOverload, Any] = {}
+        ours = handlers.get(op)
+        if isinstance(ours, _Handler):
+            del handlers[op]
+            if ours.before is not None:
+                handlers[op] = ours.before
 
 
 def _handlers() -> dict[OpOverload, Any]:
@@ -66,25 +68,34 @@ def _handlers() -> dict[OpOverload, Any]:
     return table
 
 
-def _restore(handlers: dict[OpOverload, Any], op: OpOverload) -> None:
-    if _before.get(op) is None:
+@dataclass(frozen=True)
+class _Handler:
+    """What DTensor's dispatcher calls for an SDPA op; `before` is what it called without us, if anything."""
+
+    before: Callable[..., object] | None
+
+    def __call__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        sharding = _sharding_of(op, args, kwargs)
+        if sharding is None:
+            return self._pytorchs_own(op, args, kwargs)
+        given = _named(op, args, kwargs)
+        out, lse = sharded_attention(sharding, *_tensors(given), given.get("scale"))
+        if len(op._schema.returns) == 1:
+            return out
+        # Sizes and random states of its kernels, which only a backward asks for.
+        rest = (0 if isinstance(r.type, torch.IntType) else torch.empty(0) for r in op._schema.returns[2:])
+        return (out, lse, *rest)
+
+    def _pytorchs_own(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """What the call would have been without us. The dispatcher can't be told to go on, so it is asked again."""
+        if self.before is not None:
+            return self.before(op, args, kwargs)
+        handlers = _handlers()
         handlers.pop(op, None)
-    else:
-        handlers[op] = _before[op]
-
-
-def _handle(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """An SDPA op over DTensors: ours, or as if nobody had asked."""
-    sharding = _sharding_of(op, args, kwargs)
-    if sharding is None:
-        return _pytorchs_own(op, args, kwargs)
-    given = _named(op, args, kwargs)
-    out, lse = sharded_attention(sharding, *_tensors(given), given.get("scale"))
-    if len(op._schema.returns) == 1:
-        return out
-    # Sizes and random states of its kernels, which only a backward asks for.
-    rest = (0 if isinstance(r.type, torch.IntType) else torch.empty(0) for r in op._schema.returns[2:])
-    return (out, lse, *rest)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = self
 
 
 def _sharding_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharding | None:
@@ -95,6 +106,8 @@ def _sharding_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     tensors = _tensors(given)
     if given.get("dropout_p") or given.get("is_causal"):
         return None
+    if op is _OPS[0] and not given.get("enable_gqa") and given["query"].shape[1] != given["key"].shape[1]:
+        return None  # SDPA has not checked that yet
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return None
     return find_sharding(*tensors)
@@ -119,6 +132,8 @@ def sharded_attention(
     out, lse = torch.ops.tatten.decode_attention.default(*local, None, scale)
     for group in sharding.groups:
         out, lse = tree_merge(out, lse, group)
+    if out.shape[2] > 1:  # as SDPA lays it out: `out.transpose(1, 2).flatten(2)` is then a view
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return _placed(out, sharding), _placed(lse, sharding)
 
 
@@ -126,15 +141,3 @@ def _placed(local: Tensor, sharding: Sharding) -> DTensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(local, sharding.mesh, sharding.out, run_check=False)
-
-
-def _pytorchs_own(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """What the call would have been without us. The dispatcher can't be told to go on, so it is asked again."""
-    if _before.get(op) is not None:
-        return _before[op](op, args, kwargs)
-    handlers = _handlers()
-    handlers.pop(op, None)
-    try:
-        return op(*args, **kwargs)
-    finally:
-        handlers[op] = _handle

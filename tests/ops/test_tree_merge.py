@@ -141,8 +141,8 @@ def merge_compiled(backend: str, strategies: list[str], dynamic: bool) -> list[T
 
     def fn(out: Tensor, lse: Tensor) -> list[Tensor]:
         merged = [
-            tatten.tree_merge(out * 2, lse, mesh, strategy=strategy, scatter_heads=scatter)
-            for strategy in strategies
+            tatten.tree_merge(out * 2, lse, group, strategy=strategy, scatter_heads=scatter)
+            for strategy, group in zip(strategies, (mesh, dist.group.WORLD.group_name), strict=False)
             for scatter in (False, True)
         ]
         return [x + 1 for state in merged for x in state]

@@ -111,7 +111,7 @@ mask_spans_default = mask_spans.default(to_local)
 decode_attention_default = decode_attention.default(to_local_1, to_local_2, to_local_3, to_local, None, None, mask_spans_default)
 getitem_4 = getitem(decode_attention_default, 0)
 getitem_5 = getitem(decode_attention_default, 1)
-tree_merge_default = tree_merge.default(getitem_4, getitem_5, group_0)
+tree_merge_default = tree_merge.default(getitem_4, getitem_5, group_0, 2, 1, 'all_gather')
 getitem_6 = getitem(tree_merge_default, 0)
 from_local = from_local(getitem_6)
 x = add(from_local, 1)
@@ -121,7 +121,7 @@ to_local_6 = to_local(l_v_)
 decode_attention_default_1 = decode_attention.default(to_local_4, to_local_5, to_local_6, to_local, None, None, mask_spans_default)
 getitem_7 = getitem(decode_attention_default_1, 0)
 getitem_8 = getitem(decode_attention_default_1, 1)
-tree_merge_default_1 = tree_merge.default(getitem_7, getitem_8, group_0)
+tree_merge_default_1 = tree_merge.default(getitem_7, getitem_8, group_0, 2, 1, 'all_gather')
 getitem_9 = getitem(tree_merge_default_1, 0)
 from_local_1 = from_local(getitem_9)
 mul = mul(from_local_1, 2)
@@ -140,10 +140,10 @@ to_local_2 = to_local(l_v_)
 decode_attention_default = decode_attention.default(to_local, to_local_1, to_local_2, None, None, None, None)
 getitem = getitem(decode_attention_default, 0)
 getitem_1 = getitem(decode_attention_default, 1)
-tree_merge_default = tree_merge.default(getitem, getitem_1, group_1)
+tree_merge_default = tree_merge.default(getitem, getitem_1, group_1, 2, 1, 'all_gather')
 getitem_2 = getitem(tree_merge_default, 0)
 getitem_3 = getitem(tree_merge_default, 1)
-tree_merge_default_1 = tree_merge.default(getitem_2, getitem_3, group_0)
+tree_merge_default_1 = tree_merge.default(getitem_2, getitem_3, group_0, 2, 0, 'all_gather')
 getitem_4 = getitem(tree_merge_default_1, 0)
 from_local = from_local(getitem_4)
 return (from_local)""",
@@ -162,7 +162,7 @@ mask_spans_default = mask_spans.default(to_local)
 decode_attention_default = decode_attention.default(to_local_1, to_local_2, to_local_3, to_local, None, None, mask_spans_default)
 getitem = getitem(decode_attention_default, 0)
 getitem_1 = getitem(decode_attention_default, 1)
-tree_merge_default = tree_merge.default(getitem, getitem_1, group_1)
+tree_merge_default = tree_merge.default(getitem, getitem_1, group_1, 2, 1, 'all_gather')
 getitem_2 = getitem(tree_merge_default, 0)
 from_local = from_local(getitem_2)
 return (from_local)""",
@@ -182,7 +182,7 @@ mask_spans_default = mask_spans.default(narrow)
 decode_attention_default = decode_attention.default(to_local_1, to_local_2, to_local_3, narrow, None, None, mask_spans_default)
 getitem = getitem(decode_attention_default, 0)
 getitem_1 = getitem(decode_attention_default, 1)
-tree_merge_default = tree_merge.default(getitem, getitem_1, group_0)
+tree_merge_default = tree_merge.default(getitem, getitem_1, group_0, 2, 1, 'all_gather')
 getitem_2 = getitem(tree_merge_default, 0)
 from_local = from_local(getitem_2)
 return (from_local)""",
@@ -202,7 +202,7 @@ mask_spans_default = mask_spans.default(to_local, 1)
 bifurcated_attention_default = bifurcated_attention.default(to_local_1, [to_local_2], [to_local_3], [to_local], [mask_spans_default], None)
 getitem = getitem(bifurcated_attention_default, 0)
 getitem_1 = getitem(bifurcated_attention_default, 1)
-tree_merge_default = tree_merge.default(getitem, getitem_1, group_0)
+tree_merge_default = tree_merge.default(getitem, getitem_1, group_0, 2, 1, 'all_gather')
 getitem_2 = getitem(tree_merge_default, 0)
 from_local = from_local(getitem_2)
 return (from_local)""",
@@ -324,6 +324,85 @@ def test_lengths_are_dynamic() -> None:
     for graphs, error in run_ranks(2, growing):
         assert graphs == 1
         assert error < 1e-5
+
+
+def difference(fn: Callable[..., Any], *args: Any, **how: Any) -> float:
+    """Between the compiled function and the function."""
+    torch._dynamo.reset()
+    have = torch.compile(fn, backend="tatten", fullgraph=True, options={"inner": "aot_eager"}, **how)(*args)
+    have, want = (x.full_tensor() if isinstance(x, DTensor) else x for x in (have, fn(*args)))
+    return (have - want).abs().max().item()
+
+
+def one_mask_cut_in_two_ways() -> float:
+    """Layers whose keys are sharded over other dims of the mesh need other columns of a mask that they share."""
+    tatten.enable_dtensor_sdpa()
+    mesh = init_device_mesh("cpu", (2, 2))
+    q, k, v, mask = tensors()
+    args = place(mesh, (q, [R, R]), (mask, [R, R]), (k, [S2, R]), (v, [S2, R]), (k, [R, S2]), (v, [R, S2]))
+    return difference(lambda q, m, k, v, k2, v2: one_layer(one_layer(q, k, v, m), k2, v2, m), *args)
+
+
+def a_copy_of_the_mask() -> float:
+    """What a list indexes is a copy, and what is written to the mask later is not in it."""
+    tatten.enable_dtensor_sdpa()
+    mesh = init_device_mesh("cpu", (2,))
+    q, k, v, _ = tensors()
+    query, key, value = place(mesh, (q, [R]), (k, [S2]), (v, [S2]))
+    bias = torch.rand(B, 1, 1, S // 2)
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        bias = bias.clone()
+        out = one_layer(q, k, v, DTensor.from_local(bias[[1, 0]], mesh, [S3], run_check=False))
+        bias.add_(torch.arange(S // 2) * 3.0)
+        return one_layer(out, k, v, DTensor.from_local(bias[[1, 0]], mesh, [S3], run_check=False))
+
+    return difference(fn, query, key, value, bias)
+
+
+def strides_that_memory_does_not_have() -> float:
+    """DTensors keep the strides of what they were made of; their local parts may be dense all the same."""
+    tatten.enable_dtensor_sdpa()
+    mesh = init_device_mesh("cpu", (2,))
+    q, k, v, _ = tensors()
+    filled = place(mesh, *((torch.zeros(1, 1, 1, 1).expand(x.shape), [S2]) for x in (k, v)))
+    for x, whole in zip(filled, (k, v), strict=True):
+        x.to_local().copy_(whole.chunk(2, dim=2)[dist.get_rank()])
+    return difference(one_layer, *place(mesh, (q, [R])), *filled)
+
+
+def a_cut_that_leaves_a_rank_nothing() -> float:
+    tatten.enable_dtensor_sdpa()
+    mesh = init_device_mesh("cpu", (4,))
+    q, k, v, mask = tensors(length=9)
+    args = place(mesh, (q, [R]), (k, [S2]), (v, [S2]), (mask, [R]))
+    return max(difference(one_layer, *args, dynamic=dynamic) for dynamic in (True, False))
+
+
+def a_view_that_rests_on_strides_of_sdpa() -> float:
+    tatten.enable_dtensor_sdpa()
+    mesh = init_device_mesh("cpu", (2,))
+    q, k, v, _ = tensors(q_len=3)
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Any = one_layer(q, k, v)
+        return out.to_local().transpose(1, 2).view(B, 3, HQ * D)
+
+    return difference(fn, *place(mesh, (q, [R]), (k, [S2]), (v, [S2])))
+
+
+@pytest.mark.parametrize(
+    "n, case",
+    [
+        (4, one_mask_cut_in_two_ways),
+        (2, a_copy_of_the_mask),
+        (2, strides_that_memory_does_not_have),
+        (4, a_cut_that_leaves_a_rank_nothing),
+        (2, a_view_that_rests_on_strides_of_sdpa),
+    ],
+)
+def test_compiled_as_eager(n: int, case: Callable[[], float]) -> None:
+    assert max(run_ranks(n, case)) < 1e-5
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -182,6 +183,7 @@ def not_ours() -> list[str]:
         "rank": find_sharding(query[0], key[0], value[0], None),
         "replicated": find_sharding(query, place(k, mesh, R), place(v, mesh, R), None),
         "odd heads": find_sharding(*(place(x[:, :3], mesh, S1) for x in (q, k, v)), None),
+        "batch": find_sharding(query, *(place(x[:1], mesh, S2) for x in (k, v)), None),
         "another mesh": find_sharding(query, other, value, None) if other.device_mesh != mesh else None,
     }
     return [name for name, sharding in found.items() if sharding is not None]
@@ -189,6 +191,23 @@ def not_ours() -> list[str]:
 
 def test_what_is_not_ours() -> None:
     assert run_ranks(2, not_ours) == [["ours"], ["ours"]]
+
+
+def odd_over_two_dims() -> tuple[bool, bool]:
+    """6 kv heads over 2 x 2 ranks, where each dim alone would do; and the last mesh dim cutting first."""
+    mesh = init_device_mesh("cpu", (2, 2, 1))
+    q, k = torch.zeros(1, 24, 1, D), torch.zeros(1, 6, 4, D)
+    heads = find_sharding(place(q, mesh, S1, S1, R), *(place(k, mesh, S1, S1, S2) for _ in range(2)), None)
+    grid = init_device_mesh("cpu", (2, 2))
+    key = place(torch.zeros(1, 4, 8, D), grid, S2, S2)
+    (entry,) = key._spec.shard_order
+    turned = DTensor.from_local(key.to_local(), grid, [S2, S2], run_check=False)
+    turned._spec = dataclasses.replace(key._spec, shard_order=(entry._replace(mesh_dims=(1, 0)),))
+    return heads is None, find_sharding(place(q, grid, R, R), turned, turned, None) is None
+
+
+def test_heads_and_shards_over_two_dims() -> None:
+    assert run_ranks(4, odd_over_two_dims) == [(True, True)] * 4
 
 
 def flags() -> list[bool]:
@@ -289,7 +308,7 @@ def beside_context_parallel() -> list[str]:
     with context_parallel(mesh, buffers=[torch.arange(8.0).view(1, 8)], buffer_seq_dims=[1]):
         if "context_parallel" not in DTensor._op_dispatcher._custom_op_handlers[op].__module__:
             wrong.append("context parallelism's handler is not the one that is called inside")
-    if DTensor._op_dispatcher._custom_op_handlers[op] is not dtensor_sdpa._handle:
+    if DTensor._op_dispatcher._custom_op_handlers[op] != dtensor_sdpa._Handler(None):
         wrong.append("ours is not back")
     out, collectives = counted(*shards)
     want = F.scaled_dot_product_attention(q, k, v)
