@@ -24,7 +24,7 @@ class RankError(AssertionError):
     """What went wrong on a rank: its own error, that it died, or that it did not end."""
 
 
-def run_ranks(n: int, fn: Callable[..., Any], *args: Any, seconds: float = 120.0, timeout: float = 30.0) -> list[Any]:
+def run_ranks(n: int, fn: Callable[..., Any], *args: Any, seconds: float = 300.0, timeout: float = 120.0) -> list[Any]:
     """`[fn(*args) on rank 0, ..., on rank n - 1]`, as `try_ranks`; raises RankError if any of them is one."""
     results = try_ranks(n, fn, *args, seconds=seconds, timeout=timeout)
     bad = {rank: x for rank, x in enumerate(results) if isinstance(x, RankError)}
@@ -33,7 +33,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, seconds: float = 120.0
     return results
 
 
-def try_ranks(n: int, fn: Callable[..., Any], *args: Any, seconds: float = 120.0, timeout: float = 30.0) -> list[Any]:
+def try_ranks(n: int, fn: Callable[..., Any], *args: Any, seconds: float = 300.0, timeout: float = 120.0) -> list[Any]:
     """What `fn(*args)` returned on each rank of one gloo process group, or a RankError in its place.
 
     Args:
