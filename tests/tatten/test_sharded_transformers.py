@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from ranks import run_ranks
+from tiny_models import GQA, PROMPT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -25,34 +27,10 @@ import tatten.backend
 from tatten.integrations.transformers import ShardedKVCache
 from tatten.integrations.transformers_sharded import attention
 
-PROMPT, NEW = 12, 6
-WINDOW = 8  # smaller than a prompt
-COMMON = {
-    "vocab_size": 99,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
-GQA = COMMON | {"num_key_value_heads": 2}
-GPT = {"vocab_size": 99, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
-MIXED = ["sliding_attention", "full_attention"]
-ZOO = {
-    "llama": ("Llama", GQA),
-    "mistral_window": ("Mistral", GQA | {"sliding_window": WINDOW}),
-    "qwen3": ("Qwen3", GQA | {"head_dim": 16}),
-    "gemma3": ("Gemma3Text", GQA | {"head_dim": 16, "sliding_window": WINDOW, "layer_types": MIXED}),
-    "llama4": (
-        "Llama4Text",
-        GQA | {"head_dim": 16, "attention_chunk_size": 8, "intermediate_size_mlp": 64, "num_local_experts": 2},
-    ),
-    "gpt2": ("GPT2", GPT),
-    "gpt_bigcode": ("GPTBigCode", GPT | {"multi_query": True}),
-    "opt": ("OPT", COMMON | {"ffn_dim": 96, "word_embed_proj_dim": 64}),
-}
+NEW = 6
+NAMES = ["llama", "mistral_window", "qwen3", "gemma3", "llama4", "gpt2", "gpt_bigcode", "opt"]
 if "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters:
-    del ZOO["llama4"]  # `generate` of this transformers has no static cache for chunked attention
+    NAMES.remove("llama4")  # `generate` of this transformers has no static cache for chunked attention
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -62,12 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def build(name: str) -> transformers.PreTrainedModel:
-    prefix, config = ZOO[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{prefix}Config")(**config, bos_token_id=1, eos_token_id=None, pad_token_id=0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="tatten")
-    model.generation_config.eos_token_id = None
-    return model.eval().float()
+    return tiny_models.build(name, "tatten")
 
 
 def prompts(padded: bool) -> tuple[Tensor, Tensor]:
@@ -107,7 +80,7 @@ def check_generate(names: list[str], padded: bool) -> None:
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_generate(n: int, padded: bool) -> None:
-    run_ranks(n, check_generate, list(ZOO) if n == 3 else ["llama", "gemma3"], padded)
+    run_ranks(n, check_generate, NAMES if n == 3 else ["llama", "gemma3"], padded)
 
 
 def check_tensor_parallel(names: tuple[str, str]) -> list[Tensor]:
@@ -285,7 +258,7 @@ def test_what_transformers_asks() -> None:
 
 def test_attention_without_a_sharded_cache_is_that_of_transformers() -> None:
     ids, mask = prompts(True)
-    for name in ZOO:
+    for name in NAMES:
         model = build(name)
         for cache in ("dynamic", "static"):
             got = generate(model, ids, mask, do_sample=False, cache_implementation=cache)
