@@ -65,8 +65,6 @@ def tree_merge(
     groups = _group_names(mesh_or_group)
     if scatter_heads and len(groups) > 1:
         raise ValueError(f"`mesh_or_group` must have one dim to scatter heads over, got a mesh with {len(groups)}")
-    if strategy not in STRATEGIES:
-        raise ValueError(f"`strategy` must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     # One node in a graph. In eager mode its collectives are called as such, where modes that count them can see them.
     merge_one = torch.ops.tatten.tree_merge.default if torch.compiler.is_compiling() else tree_merge_op
     for group in groups:
@@ -93,6 +91,8 @@ def tree_merge_op(
 ) -> State:
     """`tatten::tree_merge`: `tree_merge` over one group. It decomposes, so that Inductor sees collectives and merge."""
     check_states("tree_merge", out, lse)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"`strategy` must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     if scatter_heads and (out.dim() != 4 or out.shape[1] % n):
         wanted = f"[batch, heads, q_length, head_dim] with heads divisible by {n} ranks"
         raise ValueError(f"`out` must be {wanted} to be scattered, got shape {tuple(out.shape)}")

@@ -75,10 +75,10 @@ class _Handler:
     before: Callable[..., object] | None
 
     def __call__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        sharding = _sharding_of(op, args, kwargs)
+        given = _named(op, args, kwargs)
+        sharding = _sharding_of(op, given)
         if sharding is None:
             return self._pytorchs_own(op, args, kwargs)
-        given = _named(op, args, kwargs)
         out, lse = sharded_attention(sharding, *_tensors(given), given.get("scale"))
         if len(op._schema.returns) == 1:
             return out
@@ -98,11 +98,10 @@ class _Handler:
             handlers[op] = self
 
 
-def _sharding_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharding | None:
+def _sharding_of(op: OpOverload, given: dict[str, Any]) -> Sharding | None:
     """How to compute a call from local tensors, or None if it is PyTorch's."""
     from tatten.passes.sharding import find_sharding
 
-    given = _named(op, args, kwargs)
     tensors = _tensors(given)
     if given.get("dropout_p") or given.get("is_causal"):
         return None

@@ -87,7 +87,7 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, config: PreTrainedConfig | int):
-        num_layers = config if isinstance(config, int) else _count_layers(config)
+        num_layers = config if isinstance(config, int) else count_layers(config)
         self._adopt(shared_prefix.SharedPrefixCache(num_layers))
 
     @property
@@ -155,7 +155,7 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[SharedPrefixLayer(kv) for kv in cache.layers])
 
 
-def _count_layers(config: PreTrainedConfig) -> int:
+def count_layers(config: PreTrainedConfig) -> int:
     """The number of layers, all of which must be attention over keys and values of their own."""
     # transformers knows which cache a layer needs; how it finds out differs between versions.
     layers = DynamicCache(config=config).layers

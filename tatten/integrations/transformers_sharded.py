@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from tatten import sharded_cache
+from tatten.integrations.transformers import count_layers
 from tatten.sharded_kv import Interleaved, ShardedKV
 
 
@@ -94,8 +95,6 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
         sequence: str | Sequence[str] = "kv",
         heads: str | None = None,
     ):
-        from tatten.integrations.transformers import _count_layers  # which imports this module
-
         if not isinstance(config, int):
             found = config.get_text_config(decoder=True)._attn_implementation
             if found not in (None, "tatten"):
@@ -103,7 +102,7 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
                     f'`config` must be of a model with attn_implementation="tatten", got {found!r}: nothing else can '
                     'attend to a sharded cache; see `model.set_attn_implementation("tatten")`'
                 )
-        num_layers = config if isinstance(config, int) else _count_layers(config)
+        num_layers = config if isinstance(config, int) else count_layers(config)
         self._cache = sharded_cache.ShardedKVCache(num_layers, mesh, capacity, sequence=sequence, heads=heads)
         super().__init__(layers=[ShardedKVLayer(kv) for kv in self._cache.layers])
 

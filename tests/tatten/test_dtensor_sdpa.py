@@ -225,7 +225,7 @@ def flags() -> list[bool]:
             ((*shards, 0.0, False), {"scale": 0.1}),
             ((shards[0].detach().requires_grad_(), *shards[1:]), {}),
         ):
-            taken.append(dtensor_sdpa._sharding_of(op, args, kwargs) is not None)
+            taken.append(dtensor_sdpa._sharding_of(op, dtensor_sdpa._named(op, args, kwargs)) is not None)
     return taken
 
 
