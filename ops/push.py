@@ -9,6 +9,7 @@ import ctypes
 import datetime
 import math
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -284,7 +285,10 @@ def _agree(peers: Peers, key: tuple[object, ...], out: Tensor, scatter_heads: bo
         wanted = f"[batch, heads, q_length, head_dim] with heads divisible by {peers.size} ranks"
         raise ValueError(f"`out` must be {wanted} to be scattered, got shape {tuple(out.shape)}")
     if out.device not in peers.links:
-        peers.links[out.device] = _connect(peers, out.device, programs)
+        # On a thread of its own, as this one may be allocating from the pool of one of Inductor's CUDA graphs, which
+        # takes what outlives a step for a leak.
+        with ThreadPoolExecutor(1) as thread:
+            peers.links[out.device] = thread.submit(_connect, peers, out.device, programs).result()
     peers.plans[key] = plan(out.shape, out.element_size(), peers.size, scatter_heads, programs)
     return peers.plans[key]
 
@@ -294,6 +298,7 @@ def _connect(peers: Peers, device: torch.device, programs: int) -> Link:
     from torch._C._distributed_c10d import _SymmetricMemory
     from torch.distributed._symmetric_memory import rendezvous
 
+    torch.cuda.set_device(device)  # of this thread
     # Of no memory pool, which may hand out what was used before at other offsets on other ranks.
     size = programs * CHANNEL_BYTES
     buffer = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)

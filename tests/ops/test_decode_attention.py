@@ -132,14 +132,17 @@ def test_a_sink_is_a_state_without_value(softcap: float | None, dtype: torch.dty
     got_out, got_lse = torch.ops.tatten.decode_attention(**inputs, sinks=sinks)
     assert_state(got_out, got_lse, {**inputs, "sinks": sinks})
     sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
-    torch.testing.assert_close((got_out, got_lse), tatten.merge_state(out, lse, torch.zeros_like(out), sink))
+    merged = tatten.merge_state(out.double(), lse.double(), torch.zeros_like(out).double(), sink.double())
+    eps = torch.finfo(dtype).eps  # `out` was rounded before this merge, and again after the other
+    torch.testing.assert_close(got_out.double(), merged[0], rtol=0, atol=2 * eps * out.abs().max().item())
+    torch.testing.assert_close(got_lse.double(), merged[1], rtol=1e-5, atol=1e-5)
     none = sinks == NEG_INF
     assert torch.equal(got_out[:, none], out[:, none])
     assert torch.equal(got_lse[:, none], lse[:, none])
     empty = (lse == NEG_INF) & (sink > NEG_INF)
     assert empty.any()
     assert not got_out[empty].any()
-    assert torch.equal(got_lse[empty], sink[empty])
+    torch.testing.assert_close(got_lse[empty], sink[empty], rtol=1e-6, atol=0)  # kernels count in powers of 2
 
 
 @pytest.mark.parametrize("device", DEVICES)
