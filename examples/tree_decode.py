@@ -81,7 +81,7 @@ def generate(model: LlamaForCausalLM, prompt: Tensor, new: int, **kwargs: object
     return out.sequences[:, prompt.shape[1] :], torch.stack(out.logits, dim=1)
 
 
-def compare(ours: Tensor, theirs: Tensor, logits: Tensor) -> str:
+def compare(ours: Tensor, theirs: Tensor, logits: Tensor, dtype: torch.dtype) -> str:
     """Whether the tokens are the same. In low precision a tie within rounding may fall either way; nothing else may."""
     everybodys = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
     dist.all_gather(everybodys, ours)
@@ -92,9 +92,9 @@ def compare(ours: Tensor, theirs: Tensor, logits: Tensor) -> str:
     position = int((ours != theirs).int().argmax())  # after this one the texts are two
     at = logits[0, position]
     gap = (at[theirs[0, position]] - at[ours[0, position]]).item()
-    if logits.dtype == torch.float32 or gap > 8 * torch.finfo(logits.dtype).eps * at.abs().max().item():
+    if dtype == torch.float32 or gap > 8 * torch.finfo(dtype).eps * at.abs().max().item():
         raise SystemExit(f"tokens: DIFFERENT from one process, by {gap} in the logits of token {position}")
-    return f"tokens: identical on all ranks, and in one process up to a tie in {logits.dtype} at token {position}"
+    return f"tokens: identical on all ranks, and in one process up to a tie in {dtype} at token {position}"
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -182,7 +182,7 @@ def main() -> None:
     # On an accelerator `generate` compiles the step of a cache of fixed size.
     options = {} if args.device == "cpu" else {"compile_config": CompileConfig(backend="tatten")}
     ours, _ = generate(model, prompt, args.new_tokens, past_key_values=cache, **options)
-    say(compare(ours, tokens, logits), f"keys and values on each rank: {cache.nbytes / 2**20:.1f} MiB")
+    say(compare(ours, tokens, logits, args.dtype), f"keys and values on each rank: {cache.nbytes / 2**20:.1f} MiB")
 
     say("", "one layer's attention of one token: microseconds, and bytes that a rank sends", "")
     say("   tokens     local     merge      tree      ring    tree sends    ring sends   faster")

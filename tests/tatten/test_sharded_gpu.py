@@ -25,7 +25,7 @@ from tatten.integrations.transformers import ShardedKVCache
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-B, HQ, HKV, S, D, NEW = 2, 8, 2, 1002, 64, 8
+B, HQ, HKV, D, NEW = 2, 8, 2, 64, 8
 R, S2, S3 = Replicate(), Shard(2), Shard(3)
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -39,11 +39,11 @@ def mesh() -> DeviceMesh:
     return DeviceMesh.from_group(dist.new_group(backend="nccl"), "cuda", mesh_dim_names=("kv",))
 
 
-def tensors(dtype: torch.dtype, kv_heads: int = HKV, q_len: int = 1) -> list[Tensor]:
+def tensors(dtype: torch.dtype, kv_heads: int = HKV, length: int = 1002) -> list[Tensor]:
     """query, key, value and a bool mask, the same on all ranks."""
     rng = torch.Generator().manual_seed(3)
-    shapes = (B, HQ, q_len, D), (B, kv_heads, S, D), (B, kv_heads, S, D)
-    mask = torch.rand(B, 1, q_len, S, generator=rng) > 0.3
+    shapes = (B, HQ, 1, D), (B, kv_heads, length, D), (B, kv_heads, length, D)
+    mask = torch.rand(B, 1, 1, length, generator=rng) > 0.3
     return [*(torch.randn(x, generator=rng).to("cuda", dtype) for x in shapes), mask.cuda()]
 
 
@@ -59,10 +59,10 @@ def error_of(out: DTensor | Tensor, given: list[Tensor]) -> float:
     return (got.double() - want).abs().max().item() / torch.finfo(q.dtype).eps
 
 
-def attend(kernel: str, dtype: torch.dtype, masked: bool, inference: bool) -> tuple[float, int]:
+def attend(kernel: str, dtype: torch.dtype, masked: bool, inference: bool, length: int) -> tuple[float, int]:
     on = mesh()
     tatten.enable_dtensor_sdpa()
-    given = tensors(dtype, HQ)[: 4 if masked else 3]
+    given = tensors(dtype, HQ, length)[: 4 if masked else 3]
     with torch.inference_mode(inference), sdpa_kernel(KERNELS[kernel]), CommDebugMode() as comm:
         out = F.scaled_dot_product_attention(*place(on, *given))
         assert out.placements == (R,)
@@ -83,9 +83,12 @@ def attend(kernel: str, dtype: torch.dtype, masked: bool, inference: bool) -> tu
     ],
 )
 def test_whatever_kernel_sdpa_chose(kernel: str, dtype: torch.dtype, masked: bool, inference: bool) -> None:
-    for error, gathered in run_ranks(2, attend, kernel, dtype, masked, inference):
-        assert error < (8 if dtype == torch.bfloat16 else 64)
-        assert gathered == 0
+    for length in (1002, 1024):
+        # SDPA pads a mask of odd length for its kernel before that comes to DTensor: the mask then is gathered.
+        masks = int(kernel == "efficient" and masked and length == 1002 and not inference)
+        for error, gathered in run_ranks(2, attend, kernel, dtype, masked, inference, length):
+            assert error < (8 if dtype == torch.bfloat16 else 64)
+            assert gathered == masks
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
