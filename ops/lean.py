@@ -78,10 +78,12 @@ def tiles_for(rows: int, dim: int, element_size: int, listed: bool = False, mask
     if dim > 128:
         return Tiles(min(at_most, 8192 // dim), 64 if dim <= 256 else 32, 8, 2)
     if rows <= 16:
-        return Tiles(16, 64, 4, 2 if masked else 3, 2) if listed or masked else Tiles(16, 128, 4, 2, 2)
-    if listed or masked:
+        return Tiles(16, 64, 4, 2, 2) if masked and not listed else Tiles(16, 128, 4, 2, 2)
+    if masked and not listed:
         return Tiles(min(at_most, 64), 64, 8, 2)
-    return Tiles(min(at_most, 64), 64, 4, 3, 2) if rows <= 64 else Tiles(128, 64, 8, 3)
+    if rows <= 64:
+        return Tiles(64, 64, 8, 3) if listed and rows > 32 else Tiles(min(at_most, 64), 64, 4, 3, 2)
+    return Tiles(128, 64, 8, 3)
 
 
 @functools.cache
@@ -187,15 +189,14 @@ def launch(
     if programs is None:
         most = tiles.per_sm * multiprocessors(query.device)
         n_tiles = max(1, ceil_div(kv_len, block_n))
-        programs = most if listed or kv_lens is not None else programs_for(rows, n_tiles, most)
-    # The copy engine reads whole tiles, so only where every key counts.
-    every_key = not listed and kv_lens is None and window is None
+        # Rows of any length have no even shares; those of a mask often are equally long.
+        programs = most if kv_lens is not None else programs_for(groups * rows, n_tiles, most)
+    # The copy engine reads whole tiles, so only where every key counts, or of a mask the run of full blocks.
+    every_key = listed or (kv_lens is None and window is None)
     hopper = not INTERPRETED and capability(query.device) >= (9, 0)
     tma = hopper and every_key and takes_tma(key) and takes_tma(value)
-    if tma:
-        key_in, value_in = _descriptor(key, block_n), _descriptor(value, block_n)
-    else:
-        key_in, value_in = key, value
+    run_n = max(tiles.block_n, block_n)
+    key_tiles, value_tiles = (_descriptor(x, run_n) for x in (key, value)) if tma else (key, value)
 
     acc_dtype = accumulator_dtype(query.dtype)
     out = query.new_empty((batch, q_heads, q_len, value_dim), dtype=query.dtype if whole else acc_dtype)
@@ -223,8 +224,10 @@ def launch(
     overlap = overlap and hopper
     _lean_kernel[(programs,)](
         query,
-        key_in,
-        value_in,
+        key,
+        value,
+        key_tiles,
+        value_tiles,
         mask,
         kv_lens if kv_lens is not None else query,
         blocks if blocks is not None else query,
@@ -258,6 +261,7 @@ def launch(
         BLOCK_DV=block_dv,
         BLOCK_M=tiles.block_m,
         BLOCK_N=block_n,
+        RUN_N=run_n,
         GROUPS=power_of_2(groups),
         MASK=mask_kind,
         HAS_LENS=kv_lens is not None,

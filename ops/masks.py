@@ -61,21 +61,27 @@ def mask_blocks(attn_mask: Tensor, batch: int, kv_batch: int, q_len: int) -> Ten
         q_len: the number of queries of a sequence.
 
     Returns:
-        int64 `[kv_batch or 1, n_blocks + 1, 2]`: first `(count, 0)`, then for each block that is not empty, in order,
-        its number and its keys as bits. What comes behind those is undefined.
+        int64 `[kv_batch or 1, n_blocks + 1, 2]`: first how many blocks are not empty, and the length of the longest run
+        of full ones, that is, where all queries attend to all of 64 keys, with no bias. Then for each block its number
+        and its keys as bits: those of the run, the others that are not empty, the empty ones, each in order.
     """
     rows = mask_rows(attn_mask, kv_batch)
     mask = squeeze_broadcast(attn_mask)
-    used = mask if mask.dtype == torch.bool else mask != NEG_INF
-    used = used.unflatten(0, (kv_batch, -1)) if used.shape[0] == batch else used.unsqueeze(1)
-    used = used.flatten(1, 3).any(dim=1).expand(rows, -1)
+    used, plain = (mask, mask) if mask.dtype == torch.bool else (mask != NEG_INF, mask == 0)
+    used, plain = (x.unflatten(0, (kv_batch, -1)) if x.shape[0] == batch else x.unsqueeze(1) for x in (used, plain))
+    used, plain = used.flatten(1, 3).any(dim=1).expand(rows, -1), plain.flatten(1, 3).all(dim=1).expand(rows, -1)
     n_blocks = ceil_div(used.shape[1], BLOCK_KEYS)
-    used = torch.nn.functional.pad(used, (0, n_blocks * BLOCK_KEYS - used.shape[1])).unflatten(1, (n_blocks, -1))
+    padding = 0, n_blocks * BLOCK_KEYS - used.shape[1]
+    used, plain = (torch.nn.functional.pad(x, padding).unflatten(1, (n_blocks, -1)) for x in (used, plain))
     words = (used.to(torch.int64) << torch.arange(BLOCK_KEYS, device=used.device)).sum(dim=2)
-    some = words != 0
-    order = torch.argsort(some.to(torch.int8), dim=1, descending=True, stable=True)
+    some, full = words != 0, plain.all(dim=2)
+    numbers = torch.arange(n_blocks, device=used.device)
+    run_lengths = numbers - torch.where(full, -1, numbers).cummax(dim=1).values  # of the run that ends at each block
+    run, end = run_lengths.amax(dim=1, keepdim=True), run_lengths.argmax(dim=1, keepdim=True)
+    in_run = (numbers > end - run) & (numbers <= end)
+    order = torch.argsort(some.to(torch.int8) + in_run.to(torch.int8), dim=1, descending=True, stable=True)
     listed = attn_mask.new_zeros((rows, n_blocks + 1, 2), dtype=torch.int64)
-    listed[:, 0, 0] = some.sum(dim=1)
+    listed[:, 0] = torch.cat((some.sum(dim=1, keepdim=True), run), dim=1)
     listed[:, 1:, 0] = order
     listed[:, 1:, 1] = words.gather(1, order)
     return listed

@@ -17,6 +17,7 @@ import triton.language as tl
 from tatten.ops.triton_line import finish_state, line_of_tiles, start_of
 
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 # Sizes that change from step to step or model to model: to specialise on 1 and on multiples of 16 would recompile.
@@ -35,11 +36,42 @@ _SIZES = [
 ]
 
 
+@triton.jit
+def _scores(q, k, scale, softcap, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Of queries and a tile of keys, unscaled if `PLAIN`."""
+    scores = tl.dot(q, k, input_precision="ieee")
+    if not PLAIN:
+        scores *= scale
+    if SOFTCAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both ends of float32's exponents
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2 * _LOG2E / softcap)) + 1.0))
+    return scores
+
+
+@triton.jit
+def _fold_tile(acc, highest, total, scores, v, scale, PLAIN: tl.constexpr):
+    """Add a tile to the running state; a score of -inf is a key that does not count."""
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    if PLAIN:
+        decay = tl.exp2((highest - base) * (scale * _LOG2E))
+        weights = tl.exp2(scores * (scale * _LOG2E) - (base * (scale * _LOG2E))[:, None])
+    else:
+        # Subtract before going to base 2: a bias of finfo.min times log2(e) would overflow to -inf.
+        decay = tl.exp2((highest - base) * _LOG2E)
+        weights = tl.exp2((scores - base[:, None]) * _LOG2E)
+    total = total * decay + tl.sum(weights, axis=1)
+    acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return acc, new_highest, total
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def _lean_kernel(
     query,
     key,
     value,
+    key_tiles,
+    value_tiles,
     mask,
     kv_lens,
     blocks,
@@ -86,6 +118,7 @@ def _lean_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RUN_N: tl.constexpr,
     GROUPS: tl.constexpr,
     MASK: tl.constexpr,
     HAS_LENS: tl.constexpr,
@@ -101,7 +134,6 @@ def _lean_kernel(
     WAIT_LAST: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    LOG2E: tl.constexpr = 1.4426950408889634
     # Scores are kept unscaled where only a positive factor separates them from their exponents.
     PLAIN: tl.constexpr = POSITIVE and MASK != 2 and not SOFTCAP
     if OVERLAP:
@@ -168,19 +200,10 @@ def _lean_kernel(
         if HAS_LENS:
             length = tl.minimum(tl.maximum(tl.load(kv_lens + b), 0), kv_len).to(tl.int32)
         last_key = length - q_len + position  # the place of each query
-        block = first
-        if LISTED:
-            listed = blocks + g * blocks_g + 2 * (first + 1)
-            some = tl.load(blocks + g * blocks_g) > 0  # an empty row has a tile, but no block
-            block = tl.load(listed, mask=some, other=0).to(tl.int32)
-            bits = tl.load(listed + 1, mask=some, other=0)
-        elif WINDOW:
-            block += tl.maximum(length - q_len - window + 1, 0) // BLOCK_N
         if TMA:
             kv_row, head_row = b.to(tl.int32), kv_head.to(tl.int32)
-        else:
-            key_row = key + b * key_b + kv_head * key_h
-            value_row = value + b * value_b + kv_head * value_h
+        key_row = key + b * key_b + kv_head * key_h
+        value_row = value + b * value_b + kv_head * value_h
         if MASK:
             mask_rows = mask + b * mask_r + (sequence * mask_b + head * mask_h + position * mask_l)[:, None]
 
@@ -193,7 +216,48 @@ def _lean_kernel(
                 if PLAIN:
                     highest = highest / scale
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        for i in range(first, stop):
+
+        block = first
+        if LISTED:
+            # First comes a run of blocks side by side where all queries attend to all keys, without mask and bits.
+            row_blocks = blocks + g * blocks_g
+            count = tl.load(row_blocks).to(tl.int32)  # an empty row has a tile, but no block
+            run = tl.load(row_blocks + 1).to(tl.int32)
+            run_start = (tl.load(row_blocks + 2, mask=run > 0, other=0).to(tl.int32) + first) * BLOCK_N
+            steps = tl.maximum(tl.minimum(stop, run) - first, 0) // (RUN_N // BLOCK_N)
+            for i in range(steps):
+                start_key = run_start + i * RUN_N
+                if TMA:
+                    k = key_tiles.load([kv_row, head_row, start_key, 0]).reshape([RUN_N, BLOCK_D]).T
+                    v = value_tiles.load([kv_row, head_row, start_key, 0]).reshape([RUN_N, BLOCK_DV])
+                else:
+                    keys = (start_key + tl.arange(0, RUN_N)).to(tl.int64)
+                    k = tl.load(
+                        key_row + (keys * (KEY_S if KEY_S else key_s))[None, :] + (wide_dims * key_d)[:, None],
+                        mask=(dims < HEAD_DIM)[:, None],
+                        other=0.0,
+                    )
+                    v = tl.load(
+                        value_row
+                        + (keys * (VALUE_S if VALUE_S else value_s))[:, None]
+                        + (wide_value_dims * value_d)[None, :],
+                        mask=(value_dims < VALUE_DIM)[None, :],
+                        other=0.0,
+                    )
+                if UPCAST:
+                    k = k.to(tl.float32)
+                    v = v.to(tl.float32)
+                scores = _scores(q, k, scale, softcap, PLAIN, SOFTCAP)
+                acc, highest, total = _fold_tile(acc, highest, total, scores, v, scale, PLAIN)
+            begin = first + steps * (RUN_N // BLOCK_N)
+            more = begin < tl.minimum(stop, count)
+            block = tl.load(row_blocks + 2 * (begin + 1), mask=more, other=0).to(tl.int32)
+            bits = tl.load(row_blocks + 2 * (begin + 1) + 1, mask=more, other=0)
+        else:
+            begin = first
+            if WINDOW:
+                block += tl.maximum(length - q_len - window + 1, 0) // BLOCK_N
+        for i in tl.range(begin, stop, num_stages=1 if LISTED and BLOCK_M > 64 else None):
             keys = (block * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
             if LISTED:
                 valid = ((bits >> tl.arange(0, BLOCK_N)) & 1) != 0
@@ -202,9 +266,9 @@ def _lean_kernel(
                 if WINDOW:
                     valid = valid & (keys > length - q_len - window)
             # What no query attends to is not read even inside a block, and may be NaN.
-            if TMA:
-                k = key.load([kv_row, head_row, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_D]).T
-                v = value.load([kv_row, head_row, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_DV])
+            if TMA and not LISTED:
+                k = key_tiles.load([kv_row, head_row, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_D]).T
+                v = value_tiles.load([kv_row, head_row, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_DV])
             else:
                 k = tl.load(
                     key_row + (keys * (KEY_S if KEY_S else key_s))[None, :] + (wide_dims * key_d)[:, None],
@@ -221,12 +285,7 @@ def _lean_kernel(
             if UPCAST:
                 k = k.to(tl.float32)
                 v = v.to(tl.float32)
-            scores = tl.dot(q, k, input_precision="ieee")
-            if not PLAIN:
-                scores *= scale
-            if SOFTCAP:
-                # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both ends of float32's exponents
-                scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2 * LOG2E / softcap)) + 1.0))
+            scores = _scores(q, k, scale, softcap, PLAIN, SOFTCAP)
             ok = valid[None, :]
             if WINDOW:
                 ok = ok & (keys[None, :] <= last_key[:, None]) & (keys[None, :] > (last_key - window)[:, None])
@@ -239,23 +298,11 @@ def _lean_kernel(
                     ok = ok & (bias != float("-inf"))
                     scores += bias
             scores = tl.where(ok, scores, float("-inf"))
-            new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-            base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-            if PLAIN:
-                decay = tl.exp2((highest - base) * (scale * LOG2E))
-                weights = tl.exp2(scores * (scale * LOG2E) - (base * (scale * LOG2E))[:, None])
-            else:
-                # Subtract before going to base 2: a bias of finfo.min times log2(e) would overflow to -inf.
-                decay = tl.exp2((highest - base) * LOG2E)
-                weights = tl.exp2((scores - base[:, None]) * LOG2E)
-            total = total * decay + tl.sum(weights, axis=1)
-            acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            highest = new_highest
+            acc, highest, total = _fold_tile(acc, highest, total, scores, v, scale, PLAIN)
             if LISTED:  # one tile ahead, so that no load waits for its address
-                listed += 2
                 more = i + 1 < stop
-                block = tl.load(listed, mask=more, other=0).to(tl.int32)
-                bits = tl.load(listed + 1, mask=more, other=0)
+                block = tl.load(row_blocks + 2 * (i + 2), mask=more, other=0).to(tl.int32)
+                bits = tl.load(row_blocks + 2 * (i + 2) + 1, mask=more, other=0)
             else:
                 block += 1
         if PLAIN:

@@ -39,7 +39,8 @@ def _bits_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """For `BLOCKS` blocks of a row of the KV the keys that any of its queries attends to, as bits of an int64."""
+    """For `BLOCKS` blocks of a row of the KV two words: the keys that any of its queries attends to, as bits, and 1 if
+    every query attends to all of them, with no bias."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     keys = (blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]).to(tl.int64)
@@ -47,6 +48,7 @@ def _bits_kernel(
     if HAS_LENS:
         length = tl.minimum(tl.maximum(tl.load(kv_lens + row), 0), kv_len).to(tl.int32)
     used = tl.zeros([BLOCKS, BLOCK], tl.int32)
+    full = (keys < length).to(tl.int32)
     for i in range(seqs_of_row * heads * q_rows):
         place = row * 0 + i  # of 64 bits: strides of a mask may be large
         position = place % q_rows
@@ -58,31 +60,60 @@ def _bits_kernel(
             first = length - q_len + position.to(tl.int32)
             last = first if q_rows == q_len else length - 1
             within = within & (keys <= last) & (keys > first - window)
+            full &= ((keys <= first) & (keys > last - window)).to(tl.int32)
         bias = tl.load(mask + start + keys * mask_s, mask=within, other=0)
         if ADDITIVE:
             used |= (within & (bias != float("-inf"))).to(tl.int32)
+            full &= (bias == 0).to(tl.int32)
         else:
             used |= (within & (bias != 0)).to(tl.int32)
+            full &= (bias != 0).to(tl.int32)
     words = tl.sum(used.to(tl.int64) << tl.arange(0, BLOCK).to(tl.int64)[None, :], axis=1)
-    tl.store(bits + row * n_blocks + blocks, words, mask=blocks < n_blocks)
+    at = bits + 2 * (row * n_blocks + blocks)
+    tl.store(at, words, mask=blocks < n_blocks)
+    tl.store(at + 1, tl.min(full, axis=1).to(tl.int64), mask=blocks < n_blocks)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
 
 
 @triton.jit(do_not_specialize=["n_blocks"])
 def _list_kernel(bits, listed, n_blocks, BLOCKS: tl.constexpr):
-    """A row's blocks that are not empty, in order: `(how many, 0)`, then `(block, its bits)` for each."""
+    """A row's list, as `tatten.ops.masks.mask_blocks` describes it."""
     row = tl.program_id(0).to(tl.int64)
-    bits += row * n_blocks
+    bits += 2 * row * n_blocks
     listed += row * (n_blocks + 1) * 2
-    count = tl.zeros([1], tl.int64)
+    count, run, end = 0, 0, -1
+    broken = -1  # the last block so far that is not full
     for start in range(0, n_blocks, BLOCKS):
         blocks = start + tl.arange(0, BLOCKS)
-        words = tl.load(bits + blocks, mask=blocks < n_blocks, other=0)
-        some = (words != 0).to(tl.int64)
-        at = 2 * (count + tl.cumsum(some, axis=0))
-        tl.store(listed + at, blocks.to(tl.int64), mask=some > 0)
-        tl.store(listed + at + 1, words, mask=some > 0)
-        count += tl.sum(some, axis=0)
-    tl.store(listed + tl.arange(0, 2), tl.where(tl.arange(0, 2) == 0, count, 0))
+        words = tl.load(bits + 2 * blocks, mask=blocks < n_blocks, other=0)
+        full = tl.load(bits + 2 * blocks + 1, mask=blocks < n_blocks, other=0)
+        count += tl.sum((words != 0).to(tl.int32), axis=0)
+        last_broken = tl.maximum(tl.associative_scan(tl.where(full > 0, -1, blocks), 0, _larger), broken)
+        broken = tl.max(last_broken, axis=0)
+        lengths = blocks - last_broken  # of the run that ends at each block
+        longest = tl.max(lengths, axis=0)
+        first_end = tl.min(tl.where(lengths == longest, blocks, n_blocks), axis=0)
+        end = tl.where(longest > run, first_end, end)
+        run = tl.maximum(longest, run)
+    n_others, n_empty = run, count
+    for start in range(0, n_blocks, BLOCKS):
+        blocks = start + tl.arange(0, BLOCKS)
+        words = tl.load(bits + 2 * blocks, mask=blocks < n_blocks, other=0)
+        in_run = (blocks > end - run) & (blocks <= end)
+        other = ((words != 0) & ~in_run).to(tl.int32)
+        empty = ((words == 0) & (blocks < n_blocks)).to(tl.int32)
+        place = tl.where(other > 0, n_others + tl.cumsum(other, axis=0), n_empty + tl.cumsum(empty, axis=0))
+        place = tl.where(in_run, blocks - (end - run), place)
+        tl.store(listed + 2 * place, blocks.to(tl.int64), mask=blocks < n_blocks)
+        tl.store(listed + 2 * place + 1, words, mask=blocks < n_blocks)
+        n_others += tl.sum(other, axis=0)
+        n_empty += tl.sum(empty, axis=0)
+    tl.store(listed, count)
+    tl.store(listed + 1, run)
 
 
 def mask_blocks_triton(
@@ -103,7 +134,7 @@ def mask_blocks_triton(
     kv_len = mask.shape[3] if kv_len is None else kv_len
     mask = mask.expand(*mask.shape[:3], kv_len)
     n_blocks = ceil_div(kv_len, BLOCK_KEYS)
-    bits = torch.empty((rows, n_blocks), dtype=torch.int64, device=mask.device)
+    bits = torch.empty((rows, n_blocks, 2), dtype=torch.int64, device=mask.device)
     listed = torch.empty((rows, n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
     per_sequence = mask.shape[0] == batch
     at_once = 16
@@ -126,5 +157,5 @@ def mask_blocks_triton(
         BLOCK=BLOCK_KEYS,
         BLOCKS=at_once,
     )
-    _list_kernel[(rows,)](bits, listed, n_blocks, BLOCKS=1024)
+    _list_kernel[(rows,)](bits, listed, n_blocks, BLOCKS=64 if n_blocks <= 64 else 1024)
     return listed

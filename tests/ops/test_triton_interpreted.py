@@ -20,7 +20,7 @@ from tatten.ops.states import merge, merge_parts
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 
 MASKS = ["none", "causal", "broadcast", "2d", "keys", "holes", "per_head", "empty_rows", "all_false", "one_key"]
-MASKS += ["additive", "additive_f32", "finfo_min", "alibi", "one_column"]
+MASKS += ["additive", "additive_f32", "finfo_min", "alibi", "one_column", "nearly_full", "nearly_zero"]
 BATCH = 4  # of segments
 PROGRAMS = (1, 5, 8)  # 8 are more than there are tiles in `MASKED`
 SMALL = Case(q_heads=2, kv_heads=1, q_len=2, kv_len=70, head_dim=16)
@@ -92,7 +92,7 @@ def test_shapes(case: Case, programs: int) -> None:
     assert_state(*lean(inputs, programs=programs), inputs)
 
 
-@pytest.mark.parametrize("mask", ["none", "holes", "additive"])
+@pytest.mark.parametrize("mask", ["none", "holes", "additive", "nearly_full", "nearly_zero"])
 @pytest.mark.parametrize("layout", ["heads_inside", "transposed", "one_batch", "slice"])
 def test_strides(layout: str, mask: str) -> None:
     inputs = Case(mask=mask, q_len=2, kv_len=70, head_dim=16).inputs(poison=layout != "one_batch")

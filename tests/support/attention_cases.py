@@ -99,6 +99,10 @@ def make_mask(case: Case, generator: torch.Generator) -> Tensor | None:
             return window[0, 0, 0]
         case "holes":
             return noise > 0.5
+        case "nearly_full":  # whole blocks are attended to by all
+            return (noise < 2.5) | (keys < s // 2)
+        case "nearly_zero":
+            return torch.where((noise < 2.5) | (keys < s // 2), 0.0, noise).to(case.dtype)
         case "per_head":
             return noise[:1, :, :1] > 0
         case "empty_rows":
