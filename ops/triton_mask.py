@@ -38,36 +38,42 @@ def _bits_kernel(
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """For `BLOCKS` blocks of a row of the KV two words: the keys that any of its queries attends to, as bits, and 1 if
     every query attends to all of them, with no bias."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    keys = (blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]).to(tl.int64)
+    keys = (blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]).to(tl.int64)[None]
     length = kv_len
     if HAS_LENS:
         length = tl.minimum(tl.maximum(tl.load(kv_lens + row), 0), kv_len).to(tl.int32)
+    n_rows = seqs_of_row * heads * q_rows
     used = tl.zeros([BLOCKS, BLOCK], tl.int32)
-    full = (keys < length).to(tl.int32)
-    for i in range(seqs_of_row * heads * q_rows):
-        place = row * 0 + i  # of 64 bits: strides of a mask may be large
+    full = (keys < length).to(tl.int32).reshape([BLOCKS, BLOCK])
+    for i in range(0, n_rows, ROWS):
+        place = i + tl.arange(0, ROWS).to(tl.int64)[:, None, None]  # of 64 bits: strides of a mask may be large
+        row_ok = place < n_rows
         position = place % q_rows
         start = (row * seqs_of_row + place // (heads * q_rows)) * mask_b
         start += place // q_rows % heads * mask_h + position * mask_l
-        within = keys < length
+        within = row_ok & (keys < length)
+        plain = within
         if WINDOW:
             # A mask of one row stands for all queries, whose windows reach from the first one's to the last one's.
             first = length - q_len + position.to(tl.int32)
-            last = first if q_rows == q_len else length - 1
+            last = tl.where(q_rows == q_len, first, length - 1)
             within = within & (keys <= last) & (keys > first - window)
-            full &= ((keys <= first) & (keys > last - window)).to(tl.int32)
+            plain = plain & (keys <= first) & (keys > last - window)
         bias = tl.load(mask + start + keys * mask_s, mask=within, other=0)
         if ADDITIVE:
-            used |= (within & (bias != float("-inf"))).to(tl.int32)
-            full &= (bias == 0).to(tl.int32)
+            within = within & (bias != float("-inf"))
+            plain = plain & (bias == 0)
         else:
-            used |= (within & (bias != 0)).to(tl.int32)
-            full &= (bias != 0).to(tl.int32)
+            within = within & (bias != 0)
+            plain = plain & (bias != 0)
+        used |= tl.max(within.to(tl.int32), axis=0)
+        full &= tl.min((plain | ~row_ok).to(tl.int32), axis=0)
     words = tl.sum(used.to(tl.int64) << tl.arange(0, BLOCK).to(tl.int64)[None, :], axis=1)
     at = bits + 2 * (row * n_blocks + blocks)
     tl.store(at, words, mask=blocks < n_blocks)
@@ -137,7 +143,7 @@ def mask_blocks_triton(
     bits = torch.empty((rows, n_blocks, 2), dtype=torch.int64, device=mask.device)
     listed = torch.empty((rows, n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
     per_sequence = mask.shape[0] == batch
-    at_once = 16
+    rows_at_once, at_once = (8, 4) if mask.shape[0] * mask.shape[1] * mask.shape[2] // rows > 4 else (1, 16)
     _bits_kernel[(rows, ceil_div(n_blocks, at_once))](
         mask.view(torch.uint8) if mask.dtype == torch.bool else mask,
         kv_lens if kv_lens is not None else mask,
@@ -156,6 +162,7 @@ def mask_blocks_triton(
         WINDOW=window is not None,
         BLOCK=BLOCK_KEYS,
         BLOCKS=at_once,
+        ROWS=rows_at_once,
     )
     _list_kernel[(rows,)](bits, listed, n_blocks, BLOCKS=64 if n_blocks <= 64 else 1024)
     return listed
