@@ -3,13 +3,14 @@
     python benchmarks/calibrate.py --write
 
 Each cell is a batch of one query for each of four query heads per kv head, head_dim 128, bfloat16; a captured CUDA
-graph of calls on as many copies of K and V as exceed the L2 cache. A PyTorch kernel is only chosen where it is more
-than `MARGIN` faster than ours, so that noise decides nothing.
+graph of calls on as many copies of K and V as exceed the L2 cache. Another kernel than ours is only chosen where it is
+more than `MARGIN` faster, so that noise decides nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import statistics
 from pathlib import Path
@@ -21,9 +22,11 @@ import tatten
 
 MARGIN = 1.01
 PROVIDERS = {"T": "triton", "C": "cudnn", "F": "flash"}
+if importlib.util.find_spec("flash_attn_interface"):
+    PROVIDERS["A"] = "fa3"
 HEADER = '''"""Which provider decodes fastest: written by `python benchmarks/calibrate.py --write` on {device}."""
 
-# Rows: 1, 2, 4, ... (sequence, kv head) pairs. Columns: 256, 512, ... keys. T triton, C cudnn, F flash.
+# Rows: 1, 2, 4, ... (sequence, kv head) pairs. Columns: 256, 512, ... keys. T triton, C cudnn, F flash, A fa3.
 REGIMES = (
 {rows})
 '''

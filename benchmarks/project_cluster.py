@@ -111,6 +111,15 @@ def sent(strategy: str, ranks: int, rows: int, head_dim: int) -> tuple[float, fl
     return 6 * others, 2 * others / ranks * rows * 4 * (head_dim + 2)  # three, in float32, each a ring of two passes
 
 
+def merge_points(path: Path, strategy: str, head_dim: int) -> list[Point]:
+    """Rounds, bytes and seconds of each merge that `tree_merge.py` measured."""
+    merges = read(path, ("ranks", "rows", "us"))
+    need(path, (row["us"] for row in merges), (strategy,))
+    if len({(row["ranks"], row["rows"]) for row in merges}) < len(merges):
+        raise SystemExit(f"{path} has several merges of the same ranks and rows")
+    return [(*sent(strategy, row["ranks"], row["rows"], head_dim), row["us"][strategy] / 1e6) for row in merges]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--merge", type=Path, required=True, help="what tree_merge.py wrote")
@@ -142,17 +151,13 @@ def main() -> None:
     ring = Line.through(
         [(row["ranks"] - 1, (row["ranks"] - 1) * shard(row), row["us"][args.ring] / 1e6) for row in latencies]
     )
-    merges = read(args.merge, ("ranks", "rows", "strategy", "us"), strategy=args.strategy)
-    if len({(row["ranks"], row["rows"]) for row in merges}) < len(merges):
-        raise SystemExit(f"{args.merge} has several rows of {args.strategy} for the same ranks and rows")
-    merge = Line.through(
-        [(*sent(args.strategy, row["ranks"], row["rows"], head_dim), row["us"] / 1e6) for row in merges]
-    )
+    merge = Line.through(merge_points(args.merge, args.strategy, head_dim))
 
     def say(text: str) -> None:
         print(f"PROJECTION  {text}")
 
     say(f"{args.tokens} tokens, batch {batch}, heads {q_heads}/{kv_heads}, head_dim {head_dim}, nodes of {NODE} GPUs")
+    say(f"measured on {' and '.join(str(n) for n in sorted({row['ranks'] for row in latencies}))} GPUs")
     say(f"fitted: {args.strategy} merge in a node: {merge}")
     say(f"fitted: a hop of the ring in a node: {ring}")
     say(f"fitted: local attention: {local}")

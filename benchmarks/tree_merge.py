@@ -1,6 +1,7 @@
 """Merging the attention states of all ranks: three all-reduces, one all-gather, or one kernel over symmetric memory.
 
     torchrun --nproc-per-node 8 benchmarks/tree_merge.py --device cuda
+    torchrun --nproc-per-node 2 benchmarks/tree_merge.py --device cuda --rows 65536 524288  # as in a prefill
     torchrun --nproc-per-node 2 benchmarks/tree_merge.py --device cpu        # gloo, without push
 
     all_reduce  Algorithm 3 of Tree Attention (arXiv 2408.04093), as `tree_attn_decode` of ring-attention-pytorch does
@@ -135,6 +136,7 @@ def verdicts(n: int, rows: int, us: dict[str, float]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rows", type=int, nargs="*", help=f"multiples of {HEADS}; default: {ROWS}")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--repeats", type=int, default=20, help="of a step in each turn")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -152,7 +154,7 @@ def main() -> None:
         print(f"{n} x {name}, torch {torch.__version__}; us per merge, slowest rank")
         print(f"{'rows':>5} |", *(f"{arm:>10}" for arm in arms))
     with torch.no_grad():
-        for rows in ROWS[device]:
+        for rows in args.rows or ROWS[device]:
             us = measure(rows, arms, device, args.rounds, args.repeats)
             results.append({"ranks": n, "rows": rows, "us": us})
             if rank == 0:

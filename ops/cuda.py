@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tatten.ops.providers import cudnn_attention, fastest, flash_attention, why_not
+from tatten.ops.providers import cudnn_attention, fa3_attention, fastest, flash_attention, why_not
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
 from tatten.ops.states import merge
 from tatten.ops.validate import (
@@ -56,6 +56,8 @@ def decode_attention(
         return cudnn_attention(query, key, value, scale)
     if provider == "flash":
         return flash_attention(query, key, value, scale)
+    if provider == "fa3":
+        return fa3_attention(query, key, value, scale)
 
     from tatten.ops.lean import lean_attention
 

@@ -80,7 +80,8 @@ def decode_attention(
         sinks: `[q_heads]`, float32 or `query`'s dtype, on the device of `query`: a logit that takes part in the
             softmax of every query of its head, and has no value. It is what merging with the state `(0, sink)` gives;
             -inf is none. Attention sinks: arXiv 2309.17453; learned, one a head: gpt-oss.
-        provider: who computes: "auto", or by name "cpu" on a CPU, and "triton" (ours), "cudnn" or "flash" on CUDA.
+        provider: who computes: "auto", or by name "cpu" on a CPU, and on CUDA "triton" (ours), "cudnn", "flash", or
+            "fa3" where FlashAttention-3 (flash_attn_interface) is installed.
             What is named and cannot compute this is an error, never replaced.
         return_lse: return the attention state `(out, lse)` and not only `out`.
 

@@ -1,6 +1,8 @@
-"""Who computes plain decode attention on CUDA: ours, or PyTorch's kernels that return the lse; who is fastest where."""
+"""Who computes plain decode attention on CUDA: ours, or kernels of others that return the lse; who is fastest where."""
 
 from __future__ import annotations
+
+import importlib.util
 
 import torch
 from torch import Tensor
@@ -20,7 +22,9 @@ def why_not(provider: str, query: Tensor, key: Tensor, value: Tensor, plain: boo
         return "it takes no mask, lengths, window, soft cap or sinks"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {query.dtype}"
-    widest = 256 if provider == "flash" else 128
+    if provider == "fa3" and importlib.util.find_spec("flash_attn_interface") is None:
+        return "FlashAttention-3, module flash_attn_interface of the flash-attn project, is not installed"
+    widest = 128 if provider == "cudnn" else 256
     if head_dim != value.shape[3] or head_dim > widest or head_dim % 8:
         return f"it takes one head_dim up to {widest} in eights, not {head_dim} and {value.shape[3]}"
     if kv_len == 0 or any(x.stride(3) != 1 for x in (query, key, value)):
@@ -43,6 +47,15 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> 
     return state[0].reshape(query.shape), state[1].reshape(query.shape[:3])
 
 
+def fa3_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> State:
+    """The state from FlashAttention-3, which packs query heads and splits the keys as it sees fit."""
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    inputs = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse, *_ = flash_attn_with_kvcache(*inputs, softmax_scale=scale, return_softmax_lse=True)
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+
 def fastest(query: Tensor, key: Tensor, value: Tensor) -> str:
     """The provider that was fastest for plain decode attention of such a shape, of those that can compute it."""
     batch, kv_heads, kv_len, head_dim = key.shape
@@ -63,7 +76,7 @@ def nearest_regime(pairs: int, kv_len: int) -> str:
     """What was measured for the nearest powers of two of (sequence, kv head) pairs and of keys."""
     row = min(max(round_log2(pairs), 0), len(REGIMES) - 1)
     column = min(max(round_log2(kv_len) - 8, 0), len(REGIMES[row]) - 1)
-    return {"T": "triton", "C": "cudnn", "F": "flash"}[REGIMES[row][column]]
+    return {"T": "triton", "C": "cudnn", "F": "flash", "A": "fa3"}[REGIMES[row][column]]
 
 
 def round_log2(n: int) -> int:

@@ -12,7 +12,7 @@ from tatten.ops.sizes import ceil_div
 from tatten.ops.states import accumulator_dtype
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-PROVIDERS = ("auto", "cpu", "triton", "cudnn", "flash")
+PROVIDERS = ("auto", "cpu", "triton", "cudnn", "flash", "fa3")
 BLOCK_KEYS = 64  # of a block of `mask_blocks`: a bit each in an int64
 
 

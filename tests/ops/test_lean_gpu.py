@@ -52,6 +52,7 @@ def make_job(kind: str) -> tuple[Job, Job]:
             return lambda: decode(*given), lambda: decode_attention_reference(*given)
         case "masked":
             mask = torch.rand(4, 1, 1, 5000, device="cuda") > 0.5
+            mask[..., :900] = True
             mask[..., 1000:3000] = False
             given = (*cache(4, 5000), mask)
             return lambda: decode(*given), lambda: decode_attention_reference(*given)
@@ -284,15 +285,39 @@ def test_holes_may_hold_nan(per: str) -> None:
     assert_state(*decode(**inputs), inputs)
 
 
-@pytest.mark.parametrize("kind", ["causal", "holes", "2d", "additive"])
+@pytest.mark.parametrize("kind", ["causal", "holes", "2d", "additive", "nearly_full", "nearly_zero"])
 def test_blocks_found_once_for_all_layers(kind: str) -> None:
     inputs = Case(**WIDE, dtype=BF16, head_dim=128, mask=kind, q_len=2).inputs("cuda")
     blocks = torch.ops.tatten.mask_blocks(inputs["attn_mask"], 2, 2, 2)
     assert_equal(decode(**inputs, spans=blocks), decode(**inputs))
 
 
-@pytest.mark.parametrize("provider", ["cudnn", "flash"])
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("start", [0, 65, 640])
+@pytest.mark.parametrize("batch", [1, 3, 8, 16, 40])
+def test_a_run_of_full_blocks(batch: int, start: int, additive: bool) -> None:
+    """Shared keys, 4 to 160 packed queries, a mask for each sequence: all attend to a run, then each as it likes."""
+    from tatten.ops import lean
+
+    rng = torch.Generator("cuda").manual_seed(batch)
+    mask = torch.rand(batch, 1, 1, 1999, device="cuda", generator=rng) > 0.5
+    mask[..., :start] = mask[..., 1500:] = False
+    mask[..., start:1200] = True
+    query, (key, value) = randn(batch, 8, 1, 128), (randn(1, 2, 1999, 128) for _ in range(2))
+    unused = ~mask.any(dim=0, keepdim=True).mT
+    key, value = (x.masked_fill(unused, float("nan")) for x in (key, value))
+    bias = torch.where(mask, torch.where(torch.rand(mask.shape, device="cuda") > 0.9, 0.7, 0.0), float("-inf"))
+    bias[..., start:1100] = 0
+    given = bias.to(BF16) if additive else mask
+    got = lean.merge_parts(lean.launch(query, key, value, given, None, 0.1))
+    whole = (x.expand(batch, -1, -1, -1) for x in (key, value))
+    assert_near(got, decode_attention_reference(query, *whole, given, scale=0.1))
+
+
+@pytest.mark.parametrize("provider", ["cudnn", "flash", "fa3"])
 def test_named_providers(provider: str) -> None:
+    if provider == "fa3":
+        pytest.importorskip("flash_attn_interface")
     for q_heads, kv_heads, q_len in ((32, 8, 1), (8, 8, 1), (8, 2, 3)):
         query, key, value = randn(2, q_heads, q_len, 128), randn(2, kv_heads, 900, 128), randn(2, kv_heads, 900, 128)
         got = decode(query, key, value, provider=provider)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
 from math import log2
 
 import pytest
@@ -10,10 +13,11 @@ from torch import Tensor
 
 from tatten.ops import cuda, providers
 from tatten.ops.providers import fastest, nearest_regime, round_log2, why_not
+from tatten.ops.reference import decode_attention_reference
 from tatten.ops.regimes import REGIMES
 
 TABLE = ("TCF", "CCT", "FFF")  # 1, 2 and 4 pairs; 256, 512 and 1024 keys
-LETTERS = {"T": "triton", "C": "cudnn", "F": "flash"}
+LETTERS = {"T": "triton", "C": "cudnn", "F": "flash", "A": "fa3"}
 
 
 def tensors(
@@ -87,6 +91,38 @@ def test_what_a_provider_cannot_compute(provider: str, shape: dict, says: str | 
     reason = why_not(provider, *tensors(**shape), plain=True)
     assert reason is None if says is None else says in reason
     assert "no mask" in why_not(provider, *tensors(**shape), plain=False)
+
+
+def test_fa3_is_asked_for_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "flash_attn_interface of the flash-attn project, is not installed" in why_not("fa3", *tensors(), plain=True)
+    monkeypatch.setattr(providers, "REGIMES", ("A",))
+    assert fastest(*tensors()) == "triton"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert fastest(*tensors()) == "fa3"
+    assert fastest(*tensors(dim=100)) == "triton"
+    assert "up to 256" in why_not("fa3", *tensors(dim=264), plain=True)
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_what_fa3_is_given_and_gives(q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with the arguments and layouts of flash_attn_interface: length before heads, the lse behind them."""
+
+    def flash_attn_with_kvcache(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float, return_softmax_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        assert return_softmax_lse
+        out, lse = decode_attention_reference(*(x.transpose(1, 2) for x in (q, k_cache, v_cache)), scale=softmax_scale)
+        return out.transpose(1, 2).contiguous(), lse
+
+    module = types.SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    shapes = (2, 8, q_len, 16), (2, 2, 9, 16), (2, 2, 9, 16)
+    query, key, value = (torch.randn(x, generator=torch.Generator().manual_seed(i)) for i, x in enumerate(shapes))
+    got = providers.fa3_attention(query, key, value, 0.3)
+    want = decode_attention_reference(query, key, value, scale=0.3)
+    assert got[0].is_contiguous()
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from tatten.ops.reference import decode_attention_reference
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from project_cluster import fit
+from project_cluster import fit, merge_points
 from ring import ring_decode, ring_prefill, shard_zigzag
 from sharded_llama import Decoder, Sizes
 from together import Ranks
@@ -129,6 +130,17 @@ def test_decoder(n: int) -> None:
     assert len(set(expected)) > 2
     for tokens in run_ranks(n, generate, prompt, 7):
         assert tokens == dict.fromkeys(("tree:all_reduce", "tree:all_gather", "ring"), expected)
+
+
+def test_what_one_benchmark_writes_the_other_reads(tmp_path: Path) -> None:
+    path = tmp_path / "merge.json"
+    script = str(Path(__file__).parents[2] / "benchmarks/tree_merge.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    options = ["--rows", "32", "64", "--rounds", "1", "--repeats", "1", "--json", str(path)]
+    subprocess.run([*command, *options], check=True, timeout=120, capture_output=True)
+    points = merge_points(path, "all_gather", 128)
+    assert [(rounds, size) for rounds, size, _ in points] == [(1, 32 * 260), (1, 64 * 260)]
+    assert all(seconds > 0 for *_, seconds in points)
 
 
 def test_fit() -> None:
