@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import tatten
+from tatten.ops import tree
 
 B, H, L, D = 2, 12, 3, 10
 
@@ -212,3 +213,27 @@ def merge_but_one(what: str) -> tuple[Tensor, Tensor]:
 def test_a_missing_rank_is_an_error_on_the_others(what: str) -> None:
     results = try_ranks(3, merge_but_one, what, timeout=3.0, seconds=15.0)
     assert all(isinstance(result, RankError) and "still running" not in str(result) for result in results[::2])
+
+
+@pytest.mark.parametrize(
+    "ranks, rows, can_push, scatter, chosen",
+    [
+        (8, 4096, True, False, "push"),
+        (2, 16384, True, True, "push"),
+        (2, 32768, True, False, "all_gather"),  # more than was measured to be faster
+        (8, 32768, True, True, "all_gather"),  # its part of the payload only
+        (8, 32768, True, False, "all_reduce"),
+        (8, 2048, False, False, "all_gather"),
+        (8, 4096, False, False, "all_reduce"),
+        (5, 1 << 20, False, False, "all_reduce"),
+        (4, 1 << 20, False, False, "all_gather"),  # sends no more bytes than three all-reduces
+    ],
+)
+def test_auto(
+    ranks: int, rows: int, can_push: bool, scatter: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the bytes of a state of bfloat16 rows of 128."""
+    monkeypatch.setattr(tree, "why_not_push", lambda *args: None if can_push else "for some reason")
+    out = torch.empty(1, rows, 1, 128, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(1, rows, 1, device="meta")
+    assert tree.fastest(out, lse, "group", ranks, scatter) == chosen

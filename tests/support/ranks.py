@@ -81,7 +81,11 @@ def _main(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n))
     try:
         limit = datetime.timedelta(seconds=timeout)
-        dist.init_process_group("gloo", store=dist.FileStore(store, n), rank=rank, world_size=n, timeout=limit)
+        meeting = dist.FileStore(store, n)
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=n, timeout=limit)
+        # One that has nothing to say ends at once: not before the others are done with connecting to it.
+        meeting.set(f"ready {rank}", "")
+        meeting.wait([f"ready {i}" for i in range(n)], limit)
         with torch.no_grad():
             result = fn(*args)
     except Exception as error:
