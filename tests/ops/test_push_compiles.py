@@ -7,18 +7,15 @@ ranks: so ranks that are processes and share files as memory run the very protoc
 from __future__ import annotations
 
 import ctypes
-import json
-import os
 import random
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from compiled import compile_in_subprocess
 from ranks import RankError, run_ranks, try_ranks
 from torch import Tensor
 
@@ -28,61 +25,26 @@ from tatten.ops.states import merge
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs where the interpreter does")
 
 SCRIPT = """
-import json, re, subprocess, sys, tempfile
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import json, sys
+import torch
+from compiled import Recorder, compile_launch
 from tatten.ops import push, triton_push
-
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-NAMES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
-
-class Recorder:
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: launches.append((self.kernel, args, kwargs))
-
-def compile(kernel, args, kwargs):
-    signature, constants, attrs, options = {}, {}, {}, dict(kwargs)
-    for i, param in enumerate(kernel.params):
-        x = args[i] if i < len(args) else options.pop(param.name)
-        if param.is_constexpr:
-            kind, constants[param.name] = "constexpr", x
-        elif isinstance(x, torch.Tensor):
-            kind, attrs[(i,)] = "*" + NAMES[x.dtype], [["tt.divisibility", 16]]
-        else:
-            assert param.do_not_specialize, param.name
-            kind = "i32" if x < 2**31 else "i64"
-        signature[param.name] = kind
-    source = ASTSource(kernel, signature, constants, attrs)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {
-        "ptx": built.asm["ptx"],
-        "stack": int(re.search(r"STACK:(\\d+)", usage).group(1)),
-        "registers": int(re.search(r"REG:(\\d+)", usage).group(1)),
-    }
 
 def meta(*shape, dtype):
     return torch.empty(shape, dtype=dtype, device="meta")
 
-triton_push._push_kernel = Recorder(triton_push._push_kernel)
-found = []
+launches, found = [], []
+triton_push._push_kernel = Recorder(triton_push._push_kernel, launches)
 for shape, dtype, ranks, scatter in json.loads(sys.argv[1]):
-    launches, dtype = [], getattr(torch, dtype)
+    dtype = getattr(torch, dtype)
+    launches.clear()
     plan = push.plan(torch.Size(shape), dtype.itemsize, ranks, scatter, 132)
     link = object.__new__(push.Link)
     link.buffer, link.peers = meta(1, dtype=torch.uint8), meta(ranks, dtype=torch.int64)
     link.epochs, link.error = meta(132, dtype=torch.int64), meta(1, dtype=torch.int32)
     link.rank, link.patience_ns = 1, 600 * 10**9
     triton_push.launch_push(meta(*shape, dtype=dtype), meta(*shape[:-1], dtype=torch.float32), plan, link)
-    found.append({"gather": plan.gather, "threads": 32 * plan.num_warps, **compile(*launches[0])})
+    found.append({"gather": plan.gather, **compile_launch(*launches[0])})
 print(json.dumps(found))
 """
 
@@ -129,11 +91,7 @@ def faults(built: dict, ranks: int, width: int) -> list[str]:
 
 
 def test_compiles_for_sm_90() -> None:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", SCRIPT, json.dumps([x[:4] for x in COMPILED])]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    built = json.loads(done.stdout.splitlines()[-1])
+    built = compile_in_subprocess(SCRIPT, [x[:4] for x in COMPILED])
     found = [
         f"{case}: {fault}"
         for case, kernel in zip(COMPILED, built, strict=True)

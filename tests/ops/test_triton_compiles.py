@@ -6,67 +6,15 @@ down the arguments of each kernel instead of launching it, and compiles the kern
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import triton
+from compiled import compile_in_subprocess
 
 SCRIPT = """
-import json, re, subprocess, sys, tempfile
+import json, sys
 import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
+from compiled import Recorder, compile_launch
 from tatten.ops import gluon_wide, lean, lean_segments, triton_mask
-
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64"}
-NAMES |= {torch.uint8: "u8", torch.bool: "i1"}
-
-class Recorder:
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: launches.append((self.kernel, args, kwargs))
-
-def compile(kernel, args, kwargs):
-    # As Triton specialises at a launch: on 1, and on multiples of 16.
-    signature, constants, attrs, options = {}, {}, {}, dict(kwargs)
-    for i, param in enumerate(kernel.params):
-        x = args[i] if i < len(args) else options.pop(param.name)
-        kind = None
-        if param.is_constexpr or (type(x) is int and x == 1 and not param.do_not_specialize):
-            kind, constants[param.name] = "constexpr", x
-        elif isinstance(x, torch.Tensor):
-            kind, attrs[(i,)] = "*" + NAMES[x.dtype], [["tt.divisibility", 16]]
-        elif hasattr(x, "block_shape"):
-            layout = f",{x.layout!r}" if hasattr(x, "layout") else ""
-            kind = f"tensordesc<{NAMES[x.base.dtype]}{str(list(x.block_shape)).replace(' ', '')}{layout}>"
-        elif isinstance(x, float):
-            kind = "fp32"
-        else:
-            kind = "i32" if x < 2**31 else "i64"
-            if x % 16 == 0 and not param.do_not_specialize:
-                attrs[(i,)] = [["tt.divisibility", 16]]
-        signature[param.name] = kind
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attrs)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:  # ptxas spills to a stack, which PTX does not show
-        file.write(built.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {
-        "kernel": kernel.__name__,
-        "ptx": built.asm["ptx"],
-        "stack": int(re.search(r"STACK:(\\d+)", usage).group(1)),
-        "registers": int(re.search(r"REG:(\\d+)", usage).group(1)),
-        "shared": built.metadata.shared,
-        "threads": int(re.search(r"\\.reqntid (\\d+)", built.asm["ptx"]).group(1)),
-    }
 
 def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, wide=False, **options):
     dtype, kv_len = getattr(torch, dtype), 4096
@@ -85,20 +33,22 @@ def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, wid
     parts = lean.launch(query, key, value, mask, lens, 0.1, sinks=sinks, **options)
     lean.merge_parts(parts, None if options.get("whole", True) else parts, dtype)
 
+launches, chosen = [], []
 tiles_for = lean.tiles_for
 lean.tiles_for = lambda *args: chosen.append(tiles_for(*args)) or chosen[-1]
 lean.multiprocessors = lean_segments.multiprocessors = lambda device: 132
 for module in (lean, triton_mask, gluon_wide):
     for name, x in list(vars(module).items()):
         if isinstance(x, triton.JITFunction) and name.endswith("_kernel"):
-            setattr(module, name, Recorder(x))
+            setattr(module, name, Recorder(x, launches))
 
 variants = []
 for args, options in json.loads(sys.argv[1]):
-    launches, chosen = [], []
+    launches.clear()
+    chosen.clear()
     attend(*args, **options)
     per_sm = chosen[0].per_sm if chosen else 1
-    variants.append({"per_sm": per_sm, "kernels": [compile(*launch) for launch in launches]})
+    variants.append({"per_sm": per_sm, "kernels": [compile_launch(*launch) for launch in launches]})
 print(json.dumps(variants))
 """
 
@@ -146,8 +96,8 @@ def stack_allowed(kernel: str, listed: bool) -> int:
     """Bytes: up to four words for what is kept from a visit's start to its end.
 
     Newer Triton leaves six of the wide kernel (test_wide_compiles.py looks closely). Triton 3.6 keeps on the stack what
-    the second of two loops needs while the first runs. That is no slower: 95 us on an H200, and 101 for the first loop in
-    a kernel of its own (256 packed rows, 8192 keys, 32 heads).
+    the second of two loops needs while the first runs. That is no slower: 95 us on an H200, and 101 for the first loop
+    in a kernel of its own (256 packed rows, 8192 keys, 32 heads).
     """
     if kernel == "_wide_kernel":
         return 24
@@ -184,13 +134,10 @@ def faults(kernel: dict, per_sm: int, dtype: str, listed: bool, follows: bool) -
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_compiles_for_sm_90(group: str) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", SCRIPT, json.dumps(GROUPS[group])]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = compile_in_subprocess(SCRIPT, GROUPS[group])
     found = [
         f"{variant}: {fault}"
-        for variant, built in zip(GROUPS[group], json.loads(done.stdout.splitlines()[-1]), strict=True)
+        for variant, built in zip(GROUPS[group], compiled, strict=True)
         for kernel in built["kernels"]
         for fault in faults(kernel, built["per_sm"], variant[0][0], "mask" in variant[1], "follows" in variant[1])
     ]

@@ -6,76 +6,35 @@ it would launch it with.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
-
-pytest.importorskip("triton")
+import triton
+from compiled import compile_in_subprocess
 
 SCRIPT = """
-import json, re, subprocess, sys, tempfile
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+import json, sys
+import torch
+from compiled import Recorder, compile_launch
 from tatten.ops import gluon_wide
 
-NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
-launches, kernel = [], gluon_wide._wide_kernel
-
-class Recorder:
-    def __getitem__(self, grid):
-        return lambda *args, **options: launches.append((args, options))
-
-def compile(args, options):
-    signature, constants, attrs = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        x = args[i] if i < len(args) else options.pop(name)
-        if i >= len(args):
-            signature[name], constants[name] = "constexpr", x
-        elif isinstance(x, torch.Tensor):
-            signature[name], attrs[(i,)] = NAMES[x.dtype], [["tt.divisibility", 16]]
-        elif hasattr(x, "block_shape"):
-            signature[name] = f"tensordesc<{NAMES[x.base.dtype][1:]}{x.block_shape},{x.layout!r}>"
-        else:
-            signature[name] = "fp32" if isinstance(x, float) else "i32"
-    source = GluonASTSource(kernel, signature, constants, attrs)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        def read(tool, option):
-            command = [getattr(triton.knobs.nvidia, tool).path, option, file.name]
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        # ptxas spills to a stack, which PTX does not show
-        stack = int(re.search(r"STACK:(\\d+)", read("cuobjdump", "-res-usage")).group(1))
-        sass = read("nvdisasm", "-c")
-    metadata = {name: getattr(built.metadata, name) for name in ("shared", "launch_pdl")}
-    return {"ptx": built.asm["ptx"], "sass": sass, "stack": stack, "version": triton.__version__, **metadata}
-
-gluon_wide._wide_kernel = Recorder()
-dtype, dim = getattr(torch, sys.argv[1]), int(sys.argv[2])
+launches = []
+gluon_wide._wide_kernel = Recorder(gluon_wide._wide_kernel, launches)
+dtype, dim = getattr(torch, json.loads(sys.argv[1])), int(sys.argv[2])
 key = torch.empty(1, 8, 1000, dim, dtype=dtype, device="meta")
 for padding in (0, 4):  # with strides of query that 16 bytes divide, and do not
     query = torch.empty(64, 32, 1, dim + padding, dtype=dtype, device="meta")[..., :dim]
     gluon_wide.wide_attention_gluon(query, key, key, 0.1, 132)
-print(json.dumps([compile(*launch) for launch in launches]))
+print(json.dumps([compile_launch(*launch, sass=True) for launch in launches]))
 """
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_compiles_for_sm_90(dtype: str, dim: int) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", SCRIPT, dtype, str(dim)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    aligned, unaligned = json.loads(done.stdout.splitlines()[-1])
+    aligned, unaligned = compile_in_subprocess(SCRIPT, dtype, dim)
     # Of Triton 3.9, six words for the start and the end of a visit: `assert_overlaps` sees none of them in the loop.
-    spilled = 0 if dim == 64 or aligned["version"].startswith("3.6.") else 24
+    spilled = 0 if dim == 64 or triton.__version__.startswith("3.6.") else 24
     for built, stack in ((aligned, spilled), (unaligned, 0)):
         assert built["stack"] <= stack, "registers spill to local memory"
         assert built["shared"] <= 227 * 1024

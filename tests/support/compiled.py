@@ -1,0 +1,96 @@
+"""Compiling kernels for Hopper on a machine without a GPU, for the arguments that they would be launched with.
+
+`compile_in_subprocess` runs a script in an interpreter without TRITON_INTERPRET. There `Recorder`s stand in for kernels
+and take launches down, and `compile_launch` compiles one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def compile_in_subprocess(script: str, *args: object) -> Any:
+    """What a script prints last, as JSON; it gets `args` as JSON in `sys.argv`."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [env.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", script, *map(json.dumps, args)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class Recorder:
+    """In place of a kernel: launches are added to a list."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: object) -> Any:
+        return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
+
+
+def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sass: bool = False) -> dict[str, Any]:
+    """What a kernel becomes for sm_90, specialised as Triton does at a launch: on 1, and on multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    signature, constants, attrs, options = {}, {}, {}, dict(kwargs)
+    for i, param in enumerate(kernel.params):
+        x = args[i] if i < len(args) else options.pop(param.name)
+        if param.is_constexpr or (type(x) is int and x == 1 and not param.do_not_specialize):
+            signature[param.name], constants[param.name] = "constexpr", x
+            continue
+        signature[param.name] = _kind(x)
+        if hasattr(x, "data_ptr") or (type(x) is int and x % 16 == 0 and not param.do_not_specialize):
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attrs)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        usage = _read("cuobjdump", "-res-usage", file.name)
+        listing = _read("nvdisasm", "-c", file.name) if sass else ""
+    return {
+        "kernel": kernel.__name__,
+        "ptx": built.asm["ptx"],
+        "sass": listing,
+        "stack": int(re.search(r"STACK:(\d+)", usage)[1]),  # ptxas spills to it, which PTX does not show
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "shared": built.metadata.shared,
+        "launch_pdl": getattr(built.metadata, "launch_pdl", False),
+        "threads": int(re.search(r"\.reqntid (\d+)", built.asm["ptx"])[1]),
+    }
+
+
+def _kind(x: Any) -> str:
+    """The type of an argument in a kernel's signature."""
+    import torch
+
+    names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64"}
+    names |= {torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1"}
+    if isinstance(x, torch.Tensor):
+        return "*" + names[x.dtype]
+    if hasattr(x, "block_shape"):
+        layout = f",{x.layout!r}" if hasattr(x, "layout") else ""
+        return f"tensordesc<{names[x.base.dtype]}{str(list(x.block_shape)).replace(' ', '')}{layout}>"
+    if isinstance(x, float):
+        return "fp32"
+    return "i32" if x < 2**31 else "i64"
+
+
+def _read(tool: str, option: str, cubin: str) -> str:
+    import triton
+
+    command = [getattr(triton.knobs.nvidia, tool).path, option, cubin]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
