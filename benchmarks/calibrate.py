@@ -4,7 +4,8 @@
 
 Each cell is a batch of one query for each of four query heads per kv head, head_dim 128, bfloat16; a captured CUDA
 graph of calls on as many copies of K and V as exceed the L2 cache. Another kernel than ours is only chosen where it is
-more than `MARGIN` faster, so that noise decides nothing.
+more than `MARGIN` faster, so that noise decides nothing. FlashAttention-3 is asked for where it is installed; where a
+table names it and it is not, ours computes.
 """
 
 from __future__ import annotations

@@ -157,7 +157,9 @@ def main() -> None:
         print(f"PROJECTION  {text}")
 
     say(f"{args.tokens} tokens, batch {batch}, heads {q_heads}/{kv_heads}, head_dim {head_dim}, nodes of {NODE} GPUs")
-    say(f"measured on {' and '.join(str(n) for n in sorted({row['ranks'] for row in latencies}))} GPUs")
+    for path in (args.merge, args.attention):
+        sizes = sorted({row["ranks"] for row in read(path, ("ranks",))})
+        say(f"{path.name} was measured on {', '.join(map(str, sizes))} GPUs")
     say(f"fitted: {args.strategy} merge in a node: {merge}")
     say(f"fitted: a hop of the ring in a node: {ring}")
     say(f"fitted: local attention: {local}")

@@ -141,6 +141,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20, help="of a step in each turn")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
+    if any(rows < HEADS or rows % HEADS for rows in args.rows or ()):
+        parser.error(f"--rows must be multiples of {HEADS}, got {args.rows}")
 
     device = args.device
     if device == "cuda":

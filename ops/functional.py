@@ -81,7 +81,7 @@ def decode_attention(
             softmax of every query of its head, and has no value. It is what merging with the state `(0, sink)` gives;
             -inf is none. Attention sinks: arXiv 2309.17453; learned, one a head: gpt-oss.
         provider: who computes: "auto", or by name "cpu" on a CPU, and on CUDA "triton" (ours), "cudnn", "flash", or
-            "fa3" where FlashAttention-3 (flash_attn_interface) is installed.
+            "fa3" where FlashAttention-3 is installed (flash_attn_interface, from hopper/ of flash-attention).
             What is named and cannot compute this is an error, never replaced.
         return_lse: return the attention state `(out, lse)` and not only `out`.
 

@@ -25,7 +25,10 @@ INTERPRETED = not isinstance(_lean_kernel, triton.JITFunction)
 
 @dataclass(frozen=True)
 class Tiles:
-    """What is compiled: packed query rows and keys of a tile, warps, pipeline stages; and programs on each SM."""
+    """What is compiled: packed query rows and keys of a tile, warps, pipeline stages; and programs on each SM.
+
+    Where a mask is listed `block_n` is of its run of full blocks, at least one block; the others come one by one.
+    """
 
     block_m: int
     block_n: int

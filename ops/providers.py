@@ -23,7 +23,7 @@ def why_not(provider: str, query: Tensor, key: Tensor, value: Tensor, plain: boo
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {query.dtype}"
     if provider == "fa3" and importlib.util.find_spec("flash_attn_interface") is None:
-        return "FlashAttention-3, module flash_attn_interface of the flash-attn project, is not installed"
+        return "FlashAttention-3, module flash_attn_interface, is not installed (hopper/ of Dao-AILab/flash-attention)"
     widest = 128 if provider == "cudnn" else 256
     if head_dim != value.shape[3] or head_dim > widest or head_dim % 8:
         return f"it takes one head_dim up to {widest} in eights, not {head_dim} and {value.shape[3]}"

@@ -19,14 +19,15 @@ from tatten.ops.validate import check_states, check_tensors
 
 STRATEGIES = ("auto", "all_reduce", "all_gather", "push")
 
-# Up to this many bytes of a rank's state one kernel that pushes takes less than the others: on 2 H200s 8.2 against 34.7
-# us (all_gather) for 1.1 MB and 31.8 against 43.0 us for 4.3 MB. The lines through these meet at 6.6 MB.
-PUSH_BYTES = 6 << 20
+# Up to this many bytes of a rank's state one kernel that pushes takes less than the others. On 2 H200s it took 8.2 us
+# against 34.7 of all_gather for 1.1 MB, and 31.8 against 43.0 for 4.3 MB: the lines through these meet at 6.6 MB. With
+# more ranks, of which nothing was measured, all_gather has the more to send.
+PUSH_BYTES = 6_000_000
 
-# Up to this many gathered bytes one collective of everything takes less than three of reduced data: on 8 H200s
-# 47 against 67 us for 2 MiB, 95 against 85 us for 8 MiB (CUDA graphs). Where it does not send more bytes it is faster
-# for any size: 43 against 119 us for 8.5 MB on 2 H200s.
-GATHER_BYTES = 6 << 20
+# Up to this many gathered bytes one collective of everything takes less than three of reduced data: a prototype on 8
+# H200s took 47 against 67 us for 2.1 MB, 95 against 85 us for 8.4 MB. More is gathered where it is no more to send than
+# what is reduced, as with 2 ranks (measured: 43 against 119 us for 8.5 MB) and up to 4 in bfloat16 (not measured).
+GATHER_BYTES = 6_000_000
 
 State = tuple[Tensor, Tensor]
 
@@ -124,8 +125,8 @@ def fastest(out: Tensor, lse: Tensor, group: str, n: int, scatter_heads: bool = 
         return "push"
     if scatter_heads:  # each rank gets its part of the payload only, in one collective
         return "all_gather"
-    reduced = 8 * (out.numel() + 2 * lse.numel())  # float32, twice around the ranks, in units of the gathered bytes
-    return "all_gather" if n * payload <= max(GATHER_BYTES, reduced) else "all_reduce"
+    reduced = 2 * lse.element_size() * (out.numel() + 2 * lse.numel())  # goes around twice
+    return "all_gather" if n * payload <= GATHER_BYTES or n * payload <= reduced else "all_reduce"
 
 
 def _all_reduce(out: Tensor, lse: Tensor, group: str, n: int, rank: int, scatter_heads: bool) -> State:

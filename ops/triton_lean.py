@@ -257,6 +257,7 @@ def _lean_kernel(
             begin = first
             if WINDOW:
                 block += tl.maximum(length - q_len - window + 1, 0) // BLOCK_N
+        # Few blocks of a list are left to this loop, and a pipeline in both would spill many rows' registers.
         for i in tl.range(begin, stop, num_stages=1 if LISTED and BLOCK_M > 64 else None):
             keys = (block * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
             if LISTED:

@@ -143,14 +143,16 @@ def mask_blocks_triton(
     bits = torch.empty((rows, n_blocks, 2), dtype=torch.int64, device=mask.device)
     listed = torch.empty((rows, n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
     per_sequence = mask.shape[0] == batch
-    rows_at_once, at_once = (8, 4) if mask.shape[0] * mask.shape[1] * mask.shape[2] // rows > 4 else (1, 16)
+    seqs_of_row = batch // kv_batch if per_sequence else 1
+    # The same number of keys for a program: one row of the mask after the other would wait for each.
+    rows_at_once, at_once = (8, 4) if seqs_of_row * mask.shape[1] * mask.shape[2] > 4 else (1, 16)
     _bits_kernel[(rows, ceil_div(n_blocks, at_once))](
         mask.view(torch.uint8) if mask.dtype == torch.bool else mask,
         kv_lens if kv_lens is not None else mask,
         bits,
         0 if mask.shape[0] == 1 else mask.stride(0),
         *mask.stride()[1:],
-        batch // kv_batch if per_sequence else 1,
+        seqs_of_row,
         mask.shape[1],
         mask.shape[2],
         q_len,

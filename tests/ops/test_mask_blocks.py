@@ -81,6 +81,7 @@ KINDS = [
     "strided",
     "expanded",
     "full_behind",
+    "two_runs",
     "full_but_for_a_bias",
 ]
 
@@ -136,6 +137,21 @@ def test_in_triton(shape: tuple[int, ...], sizes: tuple[int, int, int], kind: st
     got = mask_blocks_triton(mask.to(DEVICE), *sizes).cpu()
     assert got.shape == mask_blocks(mask, *sizes).shape
     assert listed(got) == expected(mask, *sizes)
+
+
+def test_a_run_through_a_long_mask() -> None:
+    """More blocks than `_list_kernel` looks at together: runs before, behind and across block 1024, or equal ones."""
+    from tatten.ops.triton_mask import mask_blocks_triton
+
+    for runs in ([(3, 9), (1020, 1030), (1050, 1058)], [(5, 40), (1024, 1059)], [(0, 1100)], [(1023, 1024)], []):
+        blocks = torch.zeros(1100, 64, dtype=torch.bool)
+        blocks[::7, 5] = True
+        for start, stop in runs:
+            blocks[start:stop] = True
+        mask = blocks.view(1, 1, 1, -1)
+        got = mask_blocks_triton(mask.to(DEVICE), 1, 1, 1).cpu()
+        assert torch.equal(got, mask_blocks(mask, 1, 1, 1))
+        assert got[0, 0, 1] == max((stop - start for start, stop in runs), default=0)
 
 
 @pytest.mark.parametrize("window", [None, 1, 70])

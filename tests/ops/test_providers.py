@@ -95,7 +95,7 @@ def test_what_a_provider_cannot_compute(provider: str, shape: dict, says: str | 
 
 def test_fa3_is_asked_for_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "flash_attn_interface of the flash-attn project, is not installed" in why_not("fa3", *tensors(), plain=True)
+    assert "flash_attn_interface, is not installed" in why_not("fa3", *tensors(), plain=True)
     monkeypatch.setattr(providers, "REGIMES", ("A",))
     assert fastest(*tensors()) == "triton"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)

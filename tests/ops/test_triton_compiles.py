@@ -101,11 +101,13 @@ def stack_allowed(kernel: str, listed: bool) -> int:
     """
     if kernel == "_wide_kernel":
         return 24
-    return 128 if listed and triton.__version__.startswith("3.6.") else 16
+    return 128 if listed and kernel == "_lean_kernel" and triton.__version__.startswith("3.6.") else 16
 
 
-def faults(kernel: dict, per_sm: int, dtype: str, listed: bool, follows: bool) -> list[str]:
+def faults(kernel: dict, per_sm: int, variant: Variant) -> list[str]:
     """What is wrong with a compiled kernel of which `per_sm` programs are to be on an SM at once."""
+    (dtype, _, rows), options = variant
+    listed, follows = "mask" in options, "follows" in options
     name, ptx = kernel["kernel"], kernel["ptx"]
     found = []
     if kernel["stack"] > stack_allowed(name, listed):
@@ -116,7 +118,9 @@ def faults(kernel: dict, per_sm: int, dtype: str, listed: bool, follows: bool) -
         registers = -(-kernel["registers"] // 8) * 8 * kernel["threads"]  # given out by eights
         if registers * per_sm > 65536 or (kernel["shared"] + 1024) * per_sm > 228 << 10:
             found.append(f"{registers} registers, {kernel['shared']} bytes of shared memory: not {per_sm} on an SM")
-        if "cp.async.cg" not in ptx and "cp.async.bulk.tensor" not in ptx:
+        # Of the two loops over a mask's list the first has the copy engine, and many rows leave no registers for more.
+        copies = ("cp.async.cg",) if listed and rows <= 64 else ("cp.async.cg", "cp.async.bulk.tensor")
+        if not any(x in ptx for x in copies):
             found.append("no asynchronous copies: the loop is not pipelined")
         if dtype != "float32" and "mma.sync" not in ptx and "wgmma.mma_async" not in ptx:
             found.append("no matrix units")
@@ -139,6 +143,6 @@ def test_compiles_for_sm_90(group: str) -> None:
         f"{variant}: {fault}"
         for variant, built in zip(GROUPS[group], compiled, strict=True)
         for kernel in built["kernels"]
-        for fault in faults(kernel, built["per_sm"], variant[0][0], "mask" in variant[1], "follows" in variant[1])
+        for fault in faults(kernel, built["per_sm"], variant)
     ]
     assert not found, "\n".join(found)

@@ -124,6 +124,22 @@ def test_tensor_descriptors(dims: tuple[int, int], options: dict, monkeypatch: p
     assert_state(*module.merge_parts(parts, None, torch.float16, overlap=False), inputs)
 
 
+@pytest.mark.parametrize("programs", [1, 5, 13])
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("mask", ["causal", "nearly_full", "nearly_zero"])
+def test_a_run_of_full_blocks(mask: str, tma: bool, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks at a time, from wherever a program begins; by the copy engine too."""
+    from tatten.ops import lean as module
+
+    monkeypatch.setattr(module, "INTERPRETED", not tma)
+    case = Case(kv_len=1000, head_dim=16, dtype=torch.float16, scale=0.2, q_len=2, mask=mask)
+    inputs = case.inputs()
+    parts = module.launch(**inputs, tiles=module.Tiles(16, 128, 4, 2), programs=programs, overlap=False)
+    run = parts.blocks[:, 0, 1]
+    assert (run > 4).all()
+    assert_state(*module.merge_parts(parts, None, torch.float16, overlap=False), inputs)
+
+
 def test_wide_offsets_and_long_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled for more than 2^31 elements, or tiles times programs, gives the same."""
     from tatten.ops import lean as module
