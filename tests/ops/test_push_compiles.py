@@ -18,6 +18,7 @@ import torch.distributed as dist
 from compiled import compile_in_subprocess
 from ranks import RankError, run_ranks, try_ranks
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from tatten.ops import push
 from tatten.ops.states import merge
@@ -222,11 +223,13 @@ def merge_all(folder: str) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
     return results, ranks.link.epochs.tolist()
 
 
+# Triton 3.6 interprets no constants of bfloat16.
+HALF = torch.bfloat16 if hasattr(InterpreterBuilder, "get_bf16") else torch.float16
 MERGES = [
     ((1, 12, 1, 16), torch.float32, False, 1 << 40),
     ((1, 12, 2, 80), torch.float32, True, 1 << 40),
     ((2, 12, 5, 10), torch.float32, False, 0),  # in two rounds, but for two ranks
-    ((1, 12, 1, 128), torch.bfloat16, False, 1 << 40),
+    ((1, 12, 1, 128), HALF, False, 1 << 40),
     ((1, 12, 11, 24), torch.float16, False, 0),
     ((5, 12, 7, 33), torch.float32, True, 0),  # in several launches
     ((1, 12, 1, 5), torch.float32, False, 0),
