@@ -132,17 +132,23 @@ def test_a_sink_is_a_state_without_value(softcap: float | None, dtype: torch.dty
     got_out, got_lse = torch.ops.tatten.decode_attention(**inputs, sinks=sinks)
     assert_state(got_out, got_lse, {**inputs, "sinks": sinks})
     sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
-    merged = tatten.merge_state(out.double(), lse.double(), torch.zeros_like(out).double(), sink.double())
-    eps = torch.finfo(dtype).eps  # `out` was rounded before this merge, and again after the other
-    torch.testing.assert_close(got_out.double(), merged[0], rtol=0, atol=2 * eps * out.abs().max().item())
-    torch.testing.assert_close(got_lse.double(), merged[1], rtol=1e-5, atol=1e-5)
+    merged_out, merged_lse = tatten.merge_state(out, lse, torch.zeros_like(out), sink)
+    budget = {}
+    if device == "cuda" and dtype == torch.bfloat16:
+        # There a sink joins before `out` is rounded, here after it, and what is small was rounded when it was large.
+        budget = {"rtol": 0.0, "atol": 2 * torch.finfo(dtype).eps * out.abs().max().item()}
+    torch.testing.assert_close(got_out, merged_out, **budget)
+    torch.testing.assert_close(got_lse, merged_lse)
     none = sinks == NEG_INF
     assert torch.equal(got_out[:, none], out[:, none])
     assert torch.equal(got_lse[:, none], lse[:, none])
     empty = (lse == NEG_INF) & (sink > NEG_INF)
     assert empty.any()
     assert not got_out[empty].any()
-    torch.testing.assert_close(got_lse[empty], sink[empty], rtol=1e-6, atol=0)  # kernels count in powers of 2
+    if device == "cpu":
+        assert torch.equal(got_lse[empty], sink[empty])
+    else:  # kernels count in powers of 2
+        torch.testing.assert_close(got_lse[empty], sink[empty], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -45,7 +45,10 @@ for shape, dtype, ranks, scatter in json.loads(sys.argv[1]):
     link.epochs, link.error = meta(132, dtype=torch.int64), meta(1, dtype=torch.int32)
     link.rank, link.patience_ns = 1, 600 * 10**9
     triton_push.launch_push(meta(*shape, dtype=dtype), meta(*shape[:-1], dtype=torch.float32), plan, link)
-    found.append({"gather": plan.gather, **compile_launch(*launches[0])})
+    kernel, args, kwargs = launches[0]
+    for param, x in zip(kernel.params, args):
+        assert isinstance(x, torch.Tensor) or param.do_not_specialize, param.name
+    found.append({"gather": plan.gather, **compile_launch(kernel, args, kwargs)})
 print(json.dumps(found))
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers
+from torch import Tensor
 
 PROMPT = 12  # tokens of a prompt
 WINDOW = 8  # smaller than a prompt
@@ -64,3 +65,11 @@ def build(name: str, attention: str) -> transformers.PreTrainedModel:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     model.generation_config.eos_token_id = None
     return model.eval().float()
+
+
+def prompts(padded: bool) -> tuple[Tensor, Tensor]:
+    """Ids and mask of three left-padded prompts, or of one whole one."""
+    ids = torch.arange(1, 3 * PROMPT + 1).view(3, PROMPT)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = mask[2, :1] = 0
+    return (ids, mask) if padded else (ids[1:2], mask[1:2])

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 import pytest
+import tiny_models
 import torch
 import transformers
 from torch import Tensor
@@ -16,15 +17,7 @@ import tatten
 from tatten.integrations.transformers import SharedPrefixCache
 
 N, PROMPT, NEW = 6, 33, 4
-COMMON = {
-    "vocab_size": 99,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "eos_token_id": None,
-}
+COMMON = tiny_models.COMMON | {"max_position_embeddings": 256, "eos_token_id": None}
 GQA = COMMON | {"num_key_value_heads": 2}
 MODELS = {
     "Llama": GQA,

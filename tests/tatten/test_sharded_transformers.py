@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from ranks import run_ranks
-from tiny_models import GQA, PROMPT
+from tiny_models import GQA, PROMPT, prompts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -41,14 +41,6 @@ MODES: dict[str, dict[str, Any]] = {
 
 def build(name: str) -> transformers.PreTrainedModel:
     return tiny_models.build(name, "tatten")
-
-
-def prompts(padded: bool) -> tuple[Tensor, Tensor]:
-    """Three left-padded prompts, or one whole one."""
-    ids = torch.arange(1, 3 * PROMPT + 1).view(3, PROMPT)
-    mask = torch.ones_like(ids)
-    mask[0, :5] = mask[2, :1] = 0
-    return (ids, mask) if padded else (ids[1:2], mask[1:2])
 
 
 def generate(model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:

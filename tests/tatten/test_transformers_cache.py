@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from tiny_models import GQA, PROMPT, ZOO
+from tiny_models import GQA, PROMPT, ZOO, prompts
 from torch import Tensor
 from transformers import CompileConfig
 from transformers.masking_utils import create_chunked_causal_mask
@@ -22,14 +22,6 @@ NEW, N = 5, 2
 
 def build(name: str) -> transformers.PreTrainedModel:
     return tiny_models.build(name, "sdpa")
-
-
-def prompts(padded: bool) -> tuple[Tensor, Tensor]:
-    """Three left-padded prompts, or one whole one."""
-    ids = torch.arange(1, 3 * PROMPT + 1).view(3, PROMPT)
-    mask = torch.ones_like(ids)
-    mask[0, :5] = mask[2, :1] = 0
-    return (ids, mask) if padded else (ids[1:2], mask[1:2])
 
 
 def prefilled(model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor) -> SharedPrefixCache:
