@@ -1,12 +1,13 @@
-"""The CUDA implementations: checks, the device to launch on, and who computes what."""
+"""The CUDA implementations: checks, and who computes what. Both depend on layouts only, and are done once for each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from tatten.ops.launching import by_layout, on_device_of
 from tatten.ops.providers import cudnn_attention, fa3_attention, fastest, flash_attention, why_not
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
 from tatten.ops.states import merge
@@ -15,10 +16,14 @@ from tatten.ops.validate import (
     check_cuda_head_dims,
     check_decode_attention,
     check_devices,
+    check_no_grad,
     check_provider,
+    check_segments_no_grad,
     check_spans,
     check_stack,
 )
+
+State = tuple[Tensor, Tensor]
 
 
 def decode_attention(
@@ -34,7 +39,28 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     provider: str = "auto",
-) -> tuple[Tensor, Tensor]:
+) -> State:
+    if torch.is_grad_enabled():
+        check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
+    attend = _plan_decode(query, key, value, attn_mask, kv_lens, scale, spans, window, softcap, sinks, provider)
+    return on_device_of(query, attend, query, key, value, attn_mask, kv_lens, spans, sinks)
+
+
+@by_layout
+def _plan_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    scale: float | None,
+    spans: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    provider: str,
+) -> Callable[..., State]:
+    """What computes it, of query, key, value, attn_mask, kv_lens, spans and sinks."""
     check_devices(query, key=key, value=value, attn_mask=attn_mask, kv_lens=kv_lens, spans=spans, sinks=sinks)
     check_decode_attention(query, key, value, attn_mask, kv_lens, window=window, softcap=softcap, sinks=sinks)
     check_cuda_head_dims(query, value)
@@ -44,29 +70,25 @@ def decode_attention(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     plain = all(x is None for x in (attn_mask, kv_lens, window, softcap, sinks))
     if provider == "auto" and query.dtype == torch.float64:  # for checking models, not for speed: no kernel of its own
-        return decode_attention_reference(
-            query, key, value, attn_mask, kv_lens, scale, window=window, softcap=softcap, sinks=sinks
+        return lambda q, k, v, mask, lens, _, sinks: decode_attention_reference(
+            q, k, v, mask, lens, scale, window=window, softcap=softcap, sinks=sinks
         )
     if provider == "auto":
         provider = fastest(query, key, value) if plain else "triton"
     reason = why_not(provider, query, key, value, plain)
     if reason is not None:
         raise NotImplementedError(f"`provider` {provider!r} can't compute this: {reason}")
-    if provider == "cudnn":
-        return cudnn_attention(query, key, value, scale)
-    if provider == "flash":
-        return flash_attention(query, key, value, scale)
-    if provider == "fa3":
-        return fa3_attention(query, key, value, scale)
+    if provider != "triton":
+        attend = {"cudnn": cudnn_attention, "flash": flash_attention, "fa3": fa3_attention}[provider]
+        return lambda q, k, v, *_: attend(q, k, v, scale)
 
-    from tatten.ops.lean import lean_attention
+    from tatten.ops.lean import plan_attention
 
     if kv_lens is not None or window is not None or attn_mask is None:
         spans = None  # the others change what the mask leaves
-    with torch.cuda.device(query.device):
-        return lean_attention(
-            query, key, value, attn_mask, kv_lens, scale, spans, window=window, softcap=softcap, sinks=sinks
-        )
+    return plan_attention(
+        query, key, value, attn_mask, kv_lens, scale, spans, window=window, softcap=softcap, sinks=sinks
+    )
 
 
 def bifurcated_attention(
@@ -76,34 +98,61 @@ def bifurcated_attention(
     attn_masks: Sequence[Tensor | None],
     spans: Sequence[Tensor | None],
     scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> State:
+    check_segments_no_grad(query, keys, values, attn_masks)
+    attend = _plan_bifurcated(query, keys, values, attn_masks, spans, scale)
+    return on_device_of(query, attend, query, keys, values, attn_masks, spans)
+
+
+@by_layout
+def _plan_bifurcated(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    spans: Sequence[Tensor | None],
+    scale: float | None,
+) -> Callable[..., State]:
+    """What computes it, of query, keys, values, attn_masks and spans."""
     for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks), ("spans", spans)):
         check_devices(query, **{f"{name}[{i}]": x for i, x in enumerate(tensors)})
     check_bifurcated_attention(query, keys, values, attn_masks, spans)
     check_cuda_head_dims(query, values[0])
-    if query.dtype == torch.float64:
-        out, lse = bifurcated_attention_reference(query, keys, values, attn_masks, scale)
-        return out.contiguous(), lse.contiguous()
-
-    from tatten.ops.lean_segments import lean_segments
-
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    with torch.cuda.device(query.device):
-        return lean_segments(query, keys, values, attn_masks, spans, scale)
+    if query.dtype == torch.float64:
+        return lambda q, ks, vs, masks, _: _dense(bifurcated_attention_reference(q, ks, vs, masks, scale))
+
+    from tatten.ops.lean_segments import plan_segments
+
+    return plan_segments(query, keys, values, attn_masks, spans, scale)
+
+
+def _dense(state: State) -> State:
+    return state[0].contiguous(), state[1].contiguous()
 
 
 def mask_blocks(attn_mask: Tensor, batch: int, kv_batch: int, q_len: int) -> Tensor:
-    from tatten.ops.triton_mask import mask_blocks_triton
-
-    with torch.cuda.device(attn_mask.device):
-        return mask_blocks_triton(attn_mask, batch, kv_batch, q_len)
+    return on_device_of(attn_mask, _plan_mask_blocks(attn_mask, batch, kv_batch, q_len), attn_mask)
 
 
-def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+@by_layout
+def _plan_mask_blocks(attn_mask: Tensor, batch: int, kv_batch: int, q_len: int) -> Callable[[Tensor], Tensor]:
+    from tatten.ops.triton_mask import plan_mask_blocks
+
+    return plan_mask_blocks(attn_mask, batch, kv_batch, q_len)
+
+
+def merge_states(out: Tensor, lse: Tensor) -> State:
+    if torch.is_grad_enabled():
+        check_no_grad("merge_states", out=out, lse=lse)
+    return on_device_of(out, _plan_merge_states(out, lse), out, lse)
+
+
+@by_layout
+def _plan_merge_states(out: Tensor, lse: Tensor) -> Callable[[Tensor, Tensor], State]:
     check_stack(out, lse)
     if out.dtype == torch.float64 or out.numel() == 0:
-        return merge(out, lse)
-    from tatten.ops.triton_merge import merge_states_triton
+        return merge
+    from tatten.ops.triton_merge import plan_merge_states
 
-    with torch.cuda.device(out.device):
-        return merge_states_triton(out, lse)
+    return plan_merge_states(out, lse)

@@ -9,6 +9,8 @@ keys beyond the end, and no mask is in the loop.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -23,8 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tatten.ops.launching import Launch
 from tatten.ops.sizes import ceil_div
-from tatten.ops.tma import tma_strides
+from tatten.ops.tma import Tiling
 
 BLOCK_M, BLOCK_N = 128, 128
 _BLOCK_M, _BLOCK_N = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_N)
@@ -271,16 +274,32 @@ def _wide_kernel(
     )
 
 
-def _descriptor(x: Tensor) -> TensorDescriptor:
+def _tiling(x: Tensor) -> Tiling:
     """Of key or value, for tiles of its rows."""
     block = [1, 1, BLOCK_N, x.shape[3]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), tma_strides(x), block, layout)
+    return Tiling(TensorDescriptor, x, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))
 
 
-def wide_attention_gluon(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@dataclass(frozen=True)
+class WideAttention:
+    """A launch of the wide kernel, as `plan_wide_attention` says."""
+
+    launch: Launch
+    key_tiles: Tiling
+    value_tiles: Tiling
+    programs: int
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dim = query.shape[3]
+        out = query.new_empty(query.shape, dtype=torch.float32)
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        part_out = query.new_empty((2 * self.programs, BLOCK_M, dim), dtype=torch.float32)
+        part_lse = query.new_empty((2 * self.programs, BLOCK_M), dtype=torch.float32)
+        self.launch(query, self.key_tiles(key), self.value_tiles(value), out, lse, part_out, part_lse)
+        return out, lse, part_out, part_lse
+
+
+def plan_wide_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int) -> WideAttention:
     """The states of the rows of tiles that one program does whole, and the partial states of those that several share.
 
     FlashAttention-3 (arXiv 2407.08608) on the schedule of `tatten.ops.schedule`, whose rows are blocks of `BLOCK_M`
@@ -296,9 +315,10 @@ def wide_attention_gluon(
         programs: how many are launched, at least 1. One runs on a multiprocessor at a time.
 
     Returns:
-        `out` `[batch, q_heads, q_length, head_dim]` and `lse` `[batch, q_heads, q_length]`, written for whole rows
-        only, and for the others `part_out` `[2 * programs, BLOCK_M, head_dim]` and `part_lse` `[2 * programs, BLOCK_M]`
-        in the slots of the schedule's visits; all float32, the rest uninitialised.
+        What takes query, key and value laid out as these and returns `out` `[batch, q_heads, q_length, head_dim]` and
+        `lse` `[batch, q_heads, q_length]`, written for whole rows only, and for the others `part_out`
+        `[2 * programs, BLOCK_M, head_dim]` and `part_lse` `[2 * programs, BLOCK_M]` in the slots of the schedule's
+        visits; all float32, the rest uninitialised.
 
     Raises:
         ValueError: dtypes, head_dim or a stride of head_dim that the kernel does not take, or `scale` not above 0.
@@ -316,19 +336,9 @@ def wide_attention_gluon(
     m_blocks = ceil_div(group * shared * q_len, BLOCK_M)
     strides = [0 if size == 1 else stride for size, stride in zip(query.shape[:3], query.stride()[:3], strict=True)]
     aligned = 8 if all(stride % 8 == 0 for stride in strides) else 1
-
-    out = query.new_empty((batch, q_heads, q_len, dim), dtype=torch.float32)
-    lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
-    part_out = query.new_empty((2 * programs, BLOCK_M, dim), dtype=torch.float32)
-    part_lse = query.new_empty((2 * programs, BLOCK_M), dtype=torch.float32)
-    _wide_kernel[(programs,)](
-        query,
-        _descriptor(key),
-        _descriptor(value),
-        out,
-        lse,
-        part_out,
-        part_lse,
+    launch = Launch(
+        _wide_kernel,
+        (programs,),
         *(stride // aligned for stride in strides),
         scale,
         kv_len,
@@ -345,4 +355,4 @@ def wide_attention_gluon(
         maxnreg=_START_REGS,
         launch_pdl=True,
     )
-    return out, lse, part_out, part_lse
+    return WideAttention(launch, _tiling(key), _tiling(value), programs)

@@ -1,25 +1,18 @@
-"""Attention to segments: a launch of the lean or the wide kernel for each, and one merge for every two."""
+"""Planning attention to segments: a launch of the lean or the wide kernel for each, and one merge for every two."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from tatten.ops.lean import (
-    Parts,
-    Tiles,
-    capability,
-    launch,
-    merge_parts,
-    multiprocessors,
-    packed_rows,
-    programs_for,
-    tiles_for,
-)
+from tatten.ops.lean import Segment, plan_segment
+from tatten.ops.lean_parts import Line, Merge, Parts, plan_merge
 from tatten.ops.sizes import ceil_div
+from tatten.ops.tiles import Tiles, capability, multiprocessors, packed_rows, programs_for, tiles_for
 from tatten.ops.tma import takes_tma
-from tatten.ops.triton_merge import merge_parts_triton
+from tatten.ops.triton_merge import MergePair, plan_merge_pair
 
 # Short rows of K and V beside the wide kernel: several are under way on an SM, each in a small program.
 SHORT_ROWS = Tiles(16, 64, 2, 2, 4)
@@ -27,31 +20,68 @@ SHORT_ROWS = Tiles(16, 64, 2, 2, 4)
 WIDE_TILE_US, SM_BYTES_PER_US = 2.2, 40e3
 
 
-def lean_segments(
+@dataclass(frozen=True)
+class WideSegment:
+    """A launch of the kernel in Gluon, on plain shared keys and many packed queries."""
+
+    line: Line
+    attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None) -> Parts:
+        return Parts(*self.attend(query, key, value))
+
+
+@dataclass(frozen=True)
+class Segments:
+    """`tatten::bifurcated_attention` of tensors that are laid out as those it was planned for."""
+
+    segments: tuple[Segment | WideSegment, ...]
+    merges: tuple[Merge, ...]  # of every two segments
+    merge_pairs: tuple[MergePair, ...]  # of what is merged so far with the next two
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        attn_masks: Sequence[Tensor | None],
+        blocks: Sequence[Tensor | None],
+    ) -> tuple[Tensor, Tensor]:
+        states = []
+        for i, merge in enumerate(self.merges):
+            pair = range(2 * i, min(2 * i + 2, len(keys)))
+            parts = [self.segments[j](query, keys[j], values[j], attn_masks[j], None, blocks[j]) for j in pair]
+            states.append(merge(*parts))
+        state = states[0]
+        for merge_pair, other in zip(self.merge_pairs, states[1:], strict=True):
+            state = merge_pair(*state, *other)
+        return state
+
+
+def plan_segments(
     query: Tensor,
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     attn_masks: Sequence[Tensor | None],
     blocks: Sequence[Tensor | None],
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """`tatten::bifurcated_attention` of checked inputs: a launch for each segment, and one merge for every two."""
-    dtype = query.dtype
-    states: list[tuple[Tensor, Tensor]] = []
-    pending: Parts | None = None
+) -> Segments:
+    """The launches for checked inputs."""
+    segments: list[Segment | WideSegment] = []
+    merges: list[Merge] = []
     sms_left = 0  # by a wide launch, to the segment after it
     for i, (key, value, mask, block) in enumerate(zip(keys, values, attn_masks, blocks, strict=True)):
-        last = i == len(keys) - 1
-        if mask is None and not last and pending is None and _takes_wide(query, key, value, scale):
+        first, last = i % 2 == 0, i == len(keys) - 1
+        segment: Segment | WideSegment
+        if mask is None and not last and first and _takes_wide(query, key, value, scale):
             sms_left = _sms_beside_wide(query, key, keys[i + 1], attn_masks[i + 1])
-            parts = launch_wide(
-                query, key, value, scale, multiprocessors(query.device) - sms_left if sms_left else None
-            )
+            programs = multiprocessors(query.device) - sms_left if sms_left else None
+            segment = plan_wide_segment(query, key, value, scale, programs)
         else:
             tiles: Tiles | None = None
             if sms_left:
                 tiles = SHORT_ROWS if key.shape[2] <= 512 else tiles_for(1, key.shape[3], 2)
-            parts = launch(
+            segment = plan_segment(
                 query,
                 key,
                 value,
@@ -60,21 +90,20 @@ def lean_segments(
                 scale,
                 block,
                 whole=len(keys) == 1,
-                follows=pending is not None,
+                follows=not first,
                 tiles=tiles,
                 programs=sms_left * tiles.per_sm if tiles is not None else None,
             )
             sms_left = 0
-        if pending is not None or last:
-            final = dtype if len(keys) <= 2 else None
-            states.append(merge_parts(pending or parts, parts if pending else None, final))
-            pending = None
-        else:
-            pending = parts
-    if len(states) == 1:
-        return states[0]
-    outs, lses = zip(*states, strict=True)
-    return merge_parts_triton(outs, lses, (*query.shape[:3], values[0].shape[3]), dtype)
+        segments.append(segment)
+        if last or not first:
+            lines = [x.line for x in segments[i - i % 2 :]]
+            final = query.dtype if len(keys) <= 2 else None
+            merges.append(plan_merge(query, value.shape[3], *lines, dtype=final))
+    out_dtypes = [None] * (len(merges) - 2) + [query.dtype] * (len(merges) > 1)
+    n_states = query.shape[0] * query.shape[1] * query.shape[2]
+    pairs = [plan_merge_pair(n_states, values[0].shape[3], dtype) for dtype in out_dtypes]
+    return Segments(tuple(segments), tuple(merges), tuple(pairs))
 
 
 def _takes_wide(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
@@ -117,26 +146,16 @@ def _sms_beside_wide(query: Tensor, key: Tensor, next_key: Tensor, next_mask: Te
     return min(sms_left, sms - 1) if sms_left >= sms // 5 else 0
 
 
-def launch_wide(query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int | None = None) -> Parts:
-    """`launch` of the kernel in Gluon, on plain shared keys and many packed queries."""
-    from tatten.ops.gluon_wide import BLOCK_M, BLOCK_N, wide_attention_gluon
+def plan_wide_segment(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int | None = None
+) -> WideSegment:
+    """As `plan_segment`, for plain shared keys that the wide kernel takes."""
+    from tatten.ops.gluon_wide import BLOCK_M, BLOCK_N, plan_wide_attention
 
     kv_batch, kv_heads, kv_len, _ = key.shape
     m_blocks = ceil_div(packed_rows(query, key), BLOCK_M)
     rows = kv_batch * kv_heads * m_blocks
     programs = programs or programs_for(rows, ceil_div(kv_len, BLOCK_N), multiprocessors(query.device))
-    return Parts(
-        *wide_attention_gluon(query, key, value, scale, programs),
-        kv_lens=None,
-        blocks=None,
-        groups=1,
-        rows=rows,
-        kv_len=kv_len,
-        kv_heads=kv_heads,
-        shared=query.shape[0] // kv_batch,
-        m_blocks=m_blocks,
-        programs=programs,
-        block_m=BLOCK_M,
-        block_n=BLOCK_N,
-        window=None,
-    )
+    shared = query.shape[0] // kv_batch
+    line = Line(1, rows, kv_len, kv_heads, shared, m_blocks, programs, BLOCK_M, BLOCK_N)
+    return WideSegment(line, plan_wide_attention(query, key, value, scale, programs))

@@ -5,19 +5,18 @@ Schemas are functional, so nothing is said to be mutated. What needs Triton is i
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tatten.ops import cpu
+from tatten.ops import cpu, cuda
 from tatten.ops.collectives import group_of
 from tatten.ops.masks import mask_blocks, mask_rows, mask_spans
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.tree import tree_merge_op
-from tatten.ops.validate import BLOCK_KEYS, check_no_grad, check_state_pair
+from tatten.ops.validate import BLOCK_KEYS, check_no_grad, check_segments_no_grad, check_state_pair
 
 Kernel = Callable[..., Any]
 
@@ -86,10 +85,7 @@ def _(
     spans: Sequence[Tensor | None],
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    named = {"query": query}
-    for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks)):
-        named |= {f"{name}[{i}]": x for i, x in enumerate(tensors) if x is not None}
-    check_no_grad("bifurcated_attention", **named)
+    check_segments_no_grad(query, keys, values, attn_masks)
     batch, q_heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_heads, q_len, values[0].shape[3]))
     lse = query.new_empty((batch, q_heads, q_len), dtype=accumulator_dtype(query.dtype))
@@ -121,16 +117,6 @@ def _(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> tuple[Tensor
     return out.new_empty((batch, heads, *rest)), lse.new_empty((batch, heads, *rest[:-1]))
 
 
-def _cuda(name: str) -> Kernel:
-    """The function of `tatten.ops.cuda`, with whatever arguments the call gives."""
-
-    def kernel(*args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        state: tuple[Tensor, Tensor] = getattr(importlib.import_module("tatten.ops.cuda"), name)(*args, **kwargs)
-        return state
-
-    return kernel
-
-
 def _push_merge(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> tuple[Tensor, Tensor]:
     from tatten.ops.push import push_merge
 
@@ -146,11 +132,11 @@ def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 _library.impl("mask_spans", mask_spans, "CompositeImplicitAutograd")
 _library.impl("tree_merge", tree_merge_op, "CompositeImplicitAutograd")
 _library.impl("mask_blocks", mask_blocks, "CPU")
-_library.impl("mask_blocks", _cuda("mask_blocks"), "CUDA")
+_library.impl("mask_blocks", cuda.mask_blocks, "CUDA")
 _KERNELS: dict[str, dict[str, Kernel]] = {
-    "decode_attention": {"CPU": cpu.decode_attention, "CUDA": _cuda("decode_attention")},
-    "bifurcated_attention": {"CPU": cpu.bifurcated_attention, "CUDA": _cuda("bifurcated_attention")},
-    "merge_states": {"CPU": cpu.merge_states, "CUDA": _cuda("merge_states")},
+    "decode_attention": {"CPU": cpu.decode_attention, "CUDA": cuda.decode_attention},
+    "bifurcated_attention": {"CPU": cpu.bifurcated_attention, "CUDA": cuda.bifurcated_attention},
+    "merge_states": {"CPU": cpu.merge_states, "CUDA": cuda.merge_states},
     "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},
     "push_merge": {"CUDA": _push_merge},
 }

@@ -1,6 +1,8 @@
-"""What Hopper's tensor memory accelerator, which copies tiles, asks of a tensor."""
+"""What Hopper's tensor memory accelerator, which copies tiles, asks of a tensor, and how it is told of one."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -15,3 +17,16 @@ def tma_strides(x: Tensor) -> list[int]:
     """The strides of a 4-D tensor for its descriptor: that of a dimension of one element may be anything."""
     strides = [stride if n != 1 else 16 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
     return [*strides, x.stride(3)]
+
+
+class Tiling:
+    """Makes descriptors of tiles of tensors that are laid out as `x`, for which Triton's checks were made once."""
+
+    def __init__(self, kind: type, x: Tensor, block: list[int], *layout: object) -> None:
+        self.kind = kind
+        self.fields = {**vars(kind(x, list(x.shape), tma_strides(x), block, *layout)), "base": None}
+
+    def __call__(self, x: Tensor) -> Any:
+        descriptor: Any = object.__new__(self.kind)
+        vars(descriptor).update(self.fields, base=x)
+        return descriptor

@@ -6,11 +6,14 @@ neither keys, values nor mask of what is left out.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tatten.ops.launching import Launch
 from tatten.ops.masks import mask_rows
 from tatten.ops.packing import squeeze_broadcast
 from tatten.ops.sizes import ceil_div
@@ -122,7 +125,25 @@ def _list_kernel(bits, listed, n_blocks, BLOCKS: tl.constexpr):
     tl.store(listed + 1, run)
 
 
-def mask_blocks_triton(
+@dataclass(frozen=True)
+class MaskBlocks:
+    """`tatten.ops.masks.mask_blocks` of masks that are laid out as the one it was planned for."""
+
+    rows: int
+    n_blocks: int
+    find_bits: Launch
+    make_list: Launch
+
+    def __call__(self, attn_mask: Tensor, kv_lens: Tensor | None = None) -> Tensor:
+        mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
+        bits = torch.empty((self.rows, self.n_blocks, 2), dtype=torch.int64, device=mask.device)
+        listed = torch.empty((self.rows, self.n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
+        self.find_bits(mask, mask if kv_lens is None else kv_lens, bits)
+        self.make_list(bits, listed)
+        return listed
+
+
+def plan_mask_blocks(
     attn_mask: Tensor,
     batch: int,
     kv_batch: int,
@@ -130,26 +151,19 @@ def mask_blocks_triton(
     kv_len: int | None = None,
     kv_lens: Tensor | None = None,
     window: int | None = None,
-) -> Tensor:
-    """`tatten.ops.masks.mask_blocks`; with `kv_lens` and `window`, of what they leave of the mask too.
-
-    `kv_len` is for a mask that broadcasts over keys.
-    """
-    rows = kv_batch if kv_lens is not None else mask_rows(attn_mask, kv_batch)
+) -> MaskBlocks:
+    """With `kv_lens` and `window`, of what they leave of the mask. `kv_len` is for one that broadcasts over keys."""
     mask = squeeze_broadcast(attn_mask)
     kv_len = mask.shape[3] if kv_len is None else kv_len
     mask = mask.expand(*mask.shape[:3], kv_len)
+    rows = kv_batch if kv_lens is not None else mask_rows(attn_mask, kv_batch)
     n_blocks = ceil_div(kv_len, BLOCK_KEYS)
-    bits = torch.empty((rows, n_blocks, 2), dtype=torch.int64, device=mask.device)
-    listed = torch.empty((rows, n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
-    per_sequence = mask.shape[0] == batch
-    seqs_of_row = batch // kv_batch if per_sequence else 1
+    seqs_of_row = batch // kv_batch if mask.shape[0] == batch else 1
     # The same number of keys for a program: one row of the mask after the other would wait for each.
     rows_at_once, at_once = (8, 4) if seqs_of_row * mask.shape[1] * mask.shape[2] > 4 else (1, 16)
-    _bits_kernel[(rows, ceil_div(n_blocks, at_once))](
-        mask.view(torch.uint8) if mask.dtype == torch.bool else mask,
-        kv_lens if kv_lens is not None else mask,
-        bits,
+    find_bits = Launch(
+        _bits_kernel,
+        (rows, ceil_div(n_blocks, at_once)),
         0 if mask.shape[0] == 1 else mask.stride(0),
         *mask.stride()[1:],
         seqs_of_row,
@@ -166,5 +180,5 @@ def mask_blocks_triton(
         BLOCKS=at_once,
         ROWS=rows_at_once,
     )
-    _list_kernel[(rows,)](bits, listed, n_blocks, BLOCKS=64 if n_blocks <= 64 else 1024)
-    return listed
+    make_list = Launch(_list_kernel, (rows,), n_blocks, BLOCKS=64 if n_blocks <= 64 else 1024)
+    return MaskBlocks(rows, n_blocks, find_bits, make_list)

@@ -40,6 +40,17 @@ def check_no_grad(op: str, **tensors: Tensor | None) -> None:
             )
 
 
+def check_segments_no_grad(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], attn_masks: Sequence[Tensor | None]
+) -> None:
+    """`check_no_grad` of `tatten::bifurcated_attention`."""
+    if torch.is_grad_enabled():
+        named = {"query": query}
+        for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks)):
+            named |= {f"{name}[{i}]": x for i, x in enumerate(tensors) if x is not None}
+        check_no_grad("bifurcated_attention", **named)
+
+
 def check_provider(provider: str, device: torch.device) -> None:
     """Raise ValueError unless `provider` is one that computes on `device`: what is named never falls back."""
     if provider == "auto":
@@ -134,10 +145,8 @@ def check_bifurcated_attention(
         raise ValueError("`keys` must hold at least one segment, got none")
     _check_query(query)
     batch, q_heads, q_len, _ = query.shape
+    check_segments_no_grad(query, keys, values, attn_masks)
     for i, (key, value, mask) in enumerate(zip(keys, values, attn_masks, strict=True)):
-        if torch.is_grad_enabled():
-            named = {"query": query, f"keys[{i}]": key, f"values[{i}]": value, f"attn_masks[{i}]": mask}
-            check_no_grad("bifurcated_attention", **named)
         rows = key.shape[0] if key.dim() == 4 else batch
         if rows == 0 or batch % rows:
             raise ValueError(f"`keys[{i}]` must have a batch that divides `query`'s {batch}, got {rows}")

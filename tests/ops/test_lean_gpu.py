@@ -309,7 +309,8 @@ def test_a_run_of_full_blocks(batch: int, start: int, additive: bool) -> None:
     bias = torch.where(mask, torch.where(torch.rand(mask.shape, device="cuda") > 0.9, 0.7, 0.0), float("-inf"))
     bias[..., start:1100] = 0
     given = bias.to(BF16) if additive else mask
-    got = lean.merge_parts(lean.launch(query, key, value, given, None, 0.1))
+    segment = lean.plan_segment(query, key, value, given, None, 0.1)
+    got = lean.plan_merge(query, 128, segment.line)(segment(query, key, value, given))
     whole = (x.expand(batch, -1, -1, -1) for x in (key, value))
     assert_near(got, decode_attention_reference(query, *whole, given, scale=0.1))
 

@@ -128,28 +128,31 @@ def test_in_pytorch(shape: tuple[int, ...], sizes: tuple[int, int, int], kind: s
     assert listed(got) == expected(mask, *sizes)
 
 
+def in_triton(mask: Tensor, *sizes: int, kv_lens: Tensor | None = None, window: int | None = None) -> Tensor:
+    from tatten.ops.triton_mask import plan_mask_blocks
+
+    mask, kv_lens = mask.to(DEVICE), None if kv_lens is None else kv_lens.to(DEVICE)
+    return plan_mask_blocks(mask, *sizes, kv_lens=kv_lens, window=window)(mask, kv_lens).cpu()
+
+
 @pytest.mark.parametrize("kind", [x for x in KINDS if x not in ("bfloat16", "all_false")])
 @pytest.mark.parametrize("shape, sizes", SHAPES, ids=str)
 def test_in_triton(shape: tuple[int, ...], sizes: tuple[int, int, int], kind: str) -> None:
-    from tatten.ops.triton_mask import mask_blocks_triton
-
     mask = make_mask(shape, kind)
-    got = mask_blocks_triton(mask.to(DEVICE), *sizes).cpu()
+    got = in_triton(mask, *sizes)
     assert got.shape == mask_blocks(mask, *sizes).shape
     assert listed(got) == expected(mask, *sizes)
 
 
 def test_a_run_through_a_long_mask() -> None:
     """More blocks than `_list_kernel` looks at together: runs before, behind and across block 1024, or equal ones."""
-    from tatten.ops.triton_mask import mask_blocks_triton
-
     for runs in ([(3, 9), (1020, 1030), (1050, 1058)], [(5, 40), (1024, 1059)], [(0, 1100)], [(1023, 1024)], []):
         blocks = torch.zeros(1100, 64, dtype=torch.bool)
         blocks[::7, 5] = True
         for start, stop in runs:
             blocks[start:stop] = True
         mask = blocks.view(1, 1, 1, -1)
-        got = mask_blocks_triton(mask.to(DEVICE), 1, 1, 1).cpu()
+        got = in_triton(mask, 1, 1, 1)
         assert torch.equal(got, mask_blocks(mask, 1, 1, 1))
         assert got[0, 0, 1] == max((stop - start for start, stop in runs), default=0)
 
@@ -162,14 +165,11 @@ def test_with_lengths_and_window(
     shape: tuple[int, ...], lens: tuple[int, ...] | None, window: int | None, left: float
 ) -> None:
     """What they leave is listed, and no more. A mask of one query stands for all."""
-    from tatten.ops.triton_mask import mask_blocks_triton
-
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < left
     kv_lens = None if lens is None else torch.tensor(lens)
     clamped = None if lens is None else kv_lens.clamp(0, 150)
     reach = places_in_reach(clamped, 3, 3, 150, window)
-    on_device = None if lens is None else kv_lens.to(DEVICE)
-    got = mask_blocks_triton(mask.to(DEVICE), 3, 3, 3, 150, on_device, window).cpu()
+    got = in_triton(mask, 3, 3, 3, 150, kv_lens=kv_lens, window=window)
     want = expected(mask, 3, 3, 3, reach)
     if got.shape[0] == 1:  # no row differs
         want = want[:1]

@@ -168,6 +168,8 @@ def test_what_is_named_does_not_fall_back_for_a_shape(provider: str) -> None:
 @pytest.mark.parametrize("letter", "CF")
 def test_auto_asks_the_table_and_a_name_does_not(letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "REGIMES", (letter,))
+    monkeypatch.setattr(cuda, "_plan_decode", cuda._plan_decode.__wrapped__)
+    monkeypatch.setattr(cuda, "on_device_of", lambda x, run, *args: run(*args))
     for name in ("cudnn", "flash"):
         monkeypatch.setattr(cuda, f"{name}_attention", lambda *args, name=name: name)
     assert cuda.decode_attention(*tensors()) == LETTERS[letter]

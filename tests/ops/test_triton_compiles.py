@@ -14,7 +14,7 @@ SCRIPT = """
 import json, sys
 import torch, triton
 from compiled import Recorder, compile_launch
-from tatten.ops import gluon_wide, lean, lean_segments, triton_mask
+from tatten.ops import gluon_wide, lean, lean_parts, lean_segments, triton_mask
 
 def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, wide=False, **options):
     dtype, kv_len = getattr(torch, dtype), 4096
@@ -22,7 +22,7 @@ def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, wid
         return torch.empty(shape, dtype=dtype, device="meta")
     query, key, value = empty(2, 2 * rows, 1, dim), empty(2, 2, kv_len, dim), empty(2, 2, kv_len, dim)
     if wide:
-        return lean_segments.launch_wide(query, key, value, 0.1)
+        return lean_segments.plan_wide_segment(query, key, value, 0.1)(query, key, value)
     if mask is not None:
         mask = empty(*mask[1:], kv_len, dtype=getattr(torch, mask[0]))
     lens = empty(2, dtype=torch.int64) if lens else None
@@ -30,14 +30,16 @@ def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, wid
     if tiles is not None:
         chosen.append(getattr(lean_segments, tiles))
         options["tiles"] = chosen[0]
-    parts = lean.launch(query, key, value, mask, lens, 0.1, sinks=sinks, **options)
-    lean.merge_parts(parts, None if options.get("whole", True) else parts, dtype)
+    segment = lean.plan_segment(query, key, value, mask, lens, 0.1, sinks=sinks, **options)
+    parts = segment(query, key, value, mask, lens, None, sinks)
+    twice = 1 if options.get("whole", True) else 2
+    lean.plan_merge(query, dim, *[segment.line] * twice, dtype=dtype)(*[parts] * twice)
 
 launches, chosen = [], []
 tiles_for = lean.tiles_for
 lean.tiles_for = lambda *args: chosen.append(tiles_for(*args)) or chosen[-1]
 lean.multiprocessors = lean_segments.multiprocessors = lambda device: 132
-for module in (lean, triton_mask, gluon_wide):
+for module in (lean, lean_parts, triton_mask, gluon_wide):
     for name, x in list(vars(module).items()):
         if isinstance(x, triton.JITFunction) and name.endswith("_kernel"):
             setattr(module, name, Recorder(x, launches))
@@ -52,7 +54,7 @@ for args, options in json.loads(sys.argv[1]):
 print(json.dumps(variants))
 """
 
-Variant = tuple[tuple[str, int, int], dict[str, object]]  # dtype, head_dim, packed rows; and options of `launch`
+Variant = tuple[tuple[str, int, int], dict[str, object]]  # dtype, head_dim, packed rows; and options of `plan_segment`
 
 PER_SEQUENCE, LENS = {"mask": ("bool", 2, 1, 1)}, {"lens": True}
 EXTRAS = {"window": 1000, "softcap": 30.0, "sinks": True}

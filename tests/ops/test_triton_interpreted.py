@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, product
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from attention_cases import NEG_INF, Case, assert_state, places_in_reach
 from torch import Tensor
 
 from tatten.ops.masks import mask_blocks
-from tatten.ops.packing import pack_heads, unfold_sequences
+from tatten.ops.packing import pack_heads
 from tatten.ops.reference import bifurcated_attention_reference
 from tatten.ops.schedule import Schedule
 from tatten.ops.states import merge, merge_parts
@@ -51,10 +53,30 @@ def fresh_memory_is_poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lean(inputs: dict, **options) -> tuple[Tensor, Tensor]:
-    from tatten.ops.lean import lean_attention
+    from tatten.ops.lean import plan_attention
 
     scale = inputs["query"].shape[3] ** -0.5 if inputs["scale"] is None else inputs["scale"]
-    return lean_attention(**{**inputs, "scale": scale}, **options)
+    attend = plan_attention(**{**inputs, "scale": scale}, **options)
+    names = ("query", "key", "value", "attn_mask", "kv_lens")
+    return attend(*[inputs[name] for name in names], options.get("blocks"), inputs.get("sinks"))
+
+
+def launch_and_merge(inputs: dict, **options) -> tuple[Any, tuple[Tensor, Tensor]]:
+    """The parts that a launch leaves, and what they are merged to."""
+    from tatten.ops.lean import plan_merge, plan_segment
+
+    segment = plan_segment(**inputs, **options, overlap=False)
+    parts = segment(
+        *[inputs.get(name) for name in ("query", "key", "value", "attn_mask", "kv_lens", "blocks", "sinks")]
+    )
+    return parts, plan_merge(inputs["query"], inputs["value"].shape[3], segment.line, overlap=False)(parts)
+
+
+def lean_segments(query: Tensor, *given: Sequence) -> tuple[Tensor, Tensor]:
+    from tatten.ops.lean_segments import plan_segments
+
+    *inputs, scale = given
+    return plan_segments(query, *inputs, scale)(query, *inputs)
 
 
 def assert_equal(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
@@ -120,8 +142,7 @@ def test_tensor_descriptors(dims: tuple[int, int], options: dict, monkeypatch: p
 
     monkeypatch.setattr(module, "INTERPRETED", False)
     inputs = Case(kv_len=150, head_dim=dims[0], value_dim=dims[1], dtype=torch.float16, scale=0.2, **options).inputs()
-    parts = module.launch(**inputs, programs=5, overlap=False)
-    assert_state(*module.merge_parts(parts, None, torch.float16, overlap=False), inputs)
+    assert_state(*launch_and_merge(inputs, programs=5)[1], inputs)
 
 
 @pytest.mark.parametrize("programs", [1, 5, 13])
@@ -134,17 +155,18 @@ def test_a_run_of_full_blocks(mask: str, tma: bool, programs: int, monkeypatch: 
     monkeypatch.setattr(module, "INTERPRETED", not tma)
     case = Case(kv_len=1000, head_dim=16, dtype=torch.float16, scale=0.2, q_len=2, mask=mask)
     inputs = case.inputs()
-    parts = module.launch(**inputs, tiles=module.Tiles(16, 128, 4, 2), programs=programs, overlap=False)
+    parts, state = launch_and_merge(inputs, tiles=module.Tiles(16, 128, 4, 2), programs=programs)
     run = parts.blocks[:, 0, 1]
     assert (run > 4).all()
-    assert_state(*module.merge_parts(parts, None, torch.float16, overlap=False), inputs)
+    assert_state(*state, inputs)
 
 
 def test_wide_offsets_and_long_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled for more than 2^31 elements, or tiles times programs, gives the same."""
     from tatten.ops import lean as module
+    from tatten.ops import lean_parts
 
-    kernel, merge_kernel = module._lean_kernel, module._merge_segments_kernel
+    kernel, merge_kernel = module._lean_kernel, lean_parts._merge_segments_kernel
 
     class Big:
         def __init__(self, kernel, **flags: bool) -> None:
@@ -156,7 +178,7 @@ def test_wide_offsets_and_long_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Case(lens=True, kv_len=150, head_dim=16).inputs()
     want = lean(inputs, programs=5)
     monkeypatch.setattr(module, "_lean_kernel", Big(kernel, WIDE=True, BIG=True))
-    monkeypatch.setattr(module, "_merge_segments_kernel", Big(merge_kernel, BIG=True))
+    monkeypatch.setattr(lean_parts, "_merge_segments_kernel", Big(merge_kernel, BIG=True))
     assert_equal(lean(inputs, programs=5), want)
 
 
@@ -217,7 +239,7 @@ def test_blocks_found_before_give_the_same(mask: str) -> None:
 )
 def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) -> None:
     """Each program leaves the states of the tiles that `Schedule.visits` says, in their slots, and writes no others."""
-    from tatten.ops.lean import Tiles, launch
+    from tatten.ops.lean import Tiles, plan_segment
 
     batch, kv_heads, q_len, kv_len, dim = 3, 2, 2, 230, 16
     query = torch.randn(batch, q_heads, q_len, dim)
@@ -229,8 +251,9 @@ def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) 
         mask = torch.arange(kv_len) % 192 < 50
         mask = torch.stack((mask, torch.ones_like(mask), torch.zeros_like(mask)))[:, None, None]
     options = {"window": window, "tiles": Tiles(16, 32, 4, 2), "programs": programs}
-    parts = launch(query, key, value, mask, lens, dim**-0.5, **options)
-    block_n, block_m = parts.block_n, parts.block_m
+    segment = plan_segment(query, key, value, mask, lens, dim**-0.5, **options)
+    parts, line = segment(query, key, value, mask, lens), segment.line
+    block_n, block_m = line.block_n, line.block_m
 
     blocks_of = []  # of each sequence
     for n in [kv_len] * batch if lens is None else lens.tolist():
@@ -238,7 +261,7 @@ def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) 
         blocks_of.append(list(range(begin // block_n, -(-n // block_n))))
     if mask is not None:
         blocks_of = [[0, 3], [0, 1, 2, 3], []]
-    rows = [(b, h, m) for b in range(batch) for h in range(kv_heads) for m in range(parts.m_blocks)]
+    rows = [(b, h, m) for b in range(batch) for h in range(kv_heads) for m in range(line.m_blocks)]
     schedule = Schedule(tuple(max(1, len(blocks_of[b])) for b, _, _ in rows), programs)
     visits = [visit for program in range(programs) for visit in schedule.visits(program)]
     slots = sorted(visit.slot for visit in visits if visit.slot is not None)
@@ -354,7 +377,6 @@ SEGMENTS = [
 @pytest.mark.parametrize("case", SEGMENTS, ids=str)
 def test_segments(case: Segments, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from tatten.ops import lean as module
-    from tatten.ops.lean_segments import lean_segments
 
     monkeypatch.setattr(module, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(module, "tiles_for", lambda *args, **kwargs: module.Tiles(16, 32, 4, 2))
@@ -367,8 +389,6 @@ def test_segments(case: Segments, programs: int, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_segments_in_low_precision(dtype: torch.dtype) -> None:
-    from tatten.ops.lean_segments import lean_segments
-
     query, keys, values, _ = SEGMENTS[0].inputs()
     query, keys, values = query.to(dtype), [x.to(dtype) for x in keys], [x.to(dtype) for x in values]
     out, _ = lean_segments(query, keys, values, [None, None], [None, None], 0.25)
@@ -378,8 +398,6 @@ def test_segments_in_low_precision(dtype: torch.dtype) -> None:
 
 
 def test_segments_take_blocks_found_before() -> None:
-    from tatten.ops.lean_segments import lean_segments
-
     query, keys, values, masks = Segments(((2, 150, "sequences"), (4, 70, "all")), q_len=2).inputs()
     blocks = [mask_blocks(mask, BATCH, key.shape[0], 2) for mask, key in zip(masks, keys, strict=True)]
     given = lean_segments(query, keys, values, masks, blocks, 0.25)
@@ -389,7 +407,7 @@ def test_segments_take_blocks_found_before() -> None:
 @pytest.mark.parametrize("n_states", [1, 2, 9, 20])
 @pytest.mark.parametrize("dim", [16, 24])
 def test_merge(n_states: int, dim: int) -> None:
-    from tatten.ops.triton_merge import merge_states_triton
+    from tatten.ops.triton_merge import plan_merge_states
 
     out = torch.randn(n_states, 2, 3, dim)
     lse = torch.randn(n_states, 2, 3) * 10
@@ -397,71 +415,53 @@ def test_merge(n_states: int, dim: int) -> None:
     for i, empty in enumerate((float("-inf"), float("inf"), float("nan"))):
         lse[i % n_states, 1, i] = empty
         out[i % n_states, 1, i] = float("nan")
-    got, want = merge_states_triton(out, lse), merge(out, lse)
+    got, want = plan_merge_states(out, lse)(out, lse), merge(out, lse)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("q_len", [1, 3])
-@pytest.mark.parametrize("rows", [(1, 6), (6, 6), (2, 6, 1), (1,) * 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_merge_parts(rows: tuple[int, ...], q_len: int, dtype: torch.dtype) -> None:
-    """States of segments with other numbers of rows and kv heads, laid out as attention leaves them, some empty."""
-    from tatten.ops.triton_merge import merge_parts_triton
+def test_merge_pair(dtype: torch.dtype) -> None:
+    """States that were merged from segments, some empty."""
+    from tatten.ops.triton_merge import plan_merge_pair
 
-    batch, heads, dim = 6, 4, 24
-    outs, lses, wanted = [], [], []
-    for i, n in enumerate(rows):
-        kv_heads = (2, 4, 1, 2)[i]
-        out = torch.randn(n, heads // kv_heads * batch // n * q_len, kv_heads, dim).transpose(1, 2).to(dtype)
-        lse = torch.randn(out.shape[:3]) * 5
-        out[0, 0, 0], lse[0, 0, 0] = 0, float("-inf")
-        if i == 1:
-            out[0, -1, -1] = lse[0, -1, -1] = float("nan")  # of NaN in keys that count
-        outs.append(out)
-        lses.append(lse)
-        wanted.append(
-            [unfold_sequences(x.reshape(n, heads, batch // n * q_len, *x.shape[3:]), batch) for x in (out, lse)]
-        )
-    got = merge_parts_triton(outs, lses, (batch, heads, q_len, dim), dtype)
-    want = merge_parts(*zip(*wanted, strict=True))
+    outs, lses = torch.randn(2, 6, 4, 3, 24), torch.randn(2, 6, 4, 3) * 5
+    for states in ((0, 0), (1, 1), (slice(None), 2)):
+        outs[states][..., 0, 0, :], lses[states][..., 0, 0] = 0, float("-inf")
+    outs[1, 5, 3, 2] = lses[1, 5, 3, 2] = float("nan")  # of NaN in keys that count
+    got = plan_merge_pair(72, 24, dtype)(outs[0], lses[0], outs[1], lses[1])
+    out, lse = merge_parts(outs, lses)
     assert got[0].dtype == dtype
-    assert got[0].is_contiguous()
     assert got[0].isnan().any()
-    torch.testing.assert_close(got[0], want[0], equal_nan=True)
-    torch.testing.assert_close(got[1], want[1], equal_nan=True)
+    torch.testing.assert_close(got, (out.to(dtype), lse), equal_nan=True)
 
 
 def test_lengths_and_sinks_may_be_strided() -> None:
     """A column of a table, and one length for all."""
-    from tatten.ops.lean import lean_attention
-
     inputs = Case(lens=True, sinks=True, kv_len=150, head_dim=16).inputs(poison=False)
-    want = lean_attention(**inputs | {"scale": 0.25})
+    want = lean(inputs | {"scale": 0.25})
     for name in ("kv_lens", "sinks"):
         inputs[name] = torch.stack((inputs[name], inputs[name] + 1), dim=1)[:, 0]
-    assert_equal(lean_attention(**inputs | {"scale": 0.25}), want)
+    assert_equal(lean(inputs | {"scale": 0.25}), want)
     one = inputs["kv_lens"][:1].expand(2)
     assert_equal(
-        lean_attention(**inputs | {"scale": 0.25, "kv_lens": one}),
-        lean_attention(**inputs | {"scale": 0.25, "kv_lens": one.clone()}),
+        lean(inputs | {"scale": 0.25, "kv_lens": one}),
+        lean(inputs | {"scale": 0.25, "kv_lens": one.clone()}),
     )
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_a_window_of_any_size(mask: str) -> None:
-    from tatten.ops.lean import lean_attention
-
     case = Case(q_len=5, kv_len=70, head_dim=16, lens=True, mask=mask, window=(1 << 31) - 1)
     inputs = case.inputs(poison=False)
-    assert_state(*lean_attention(**inputs | {"scale": 0.25}), inputs | {"scale": 0.25})
+    assert_state(*lean(inputs | {"scale": 0.25}), inputs | {"scale": 0.25})
 
 
 def test_masks_with_large_strides() -> None:
     """A head of the mask lies 2 ** 30 elements behind the one before, in memory that is not touched in between."""
-    from tatten.ops.triton_mask import mask_blocks_triton
+    from tatten.ops.triton_mask import plan_mask_blocks
 
     storage = torch.empty(3 * (1 << 30) + 64, dtype=torch.bool)
     mask = storage.as_strided((1, 4, 1, 64), (1 << 32, 1 << 30, 64, 1))
     mask.copy_(torch.rand(1, 4, 1, 64) > 0.9)
-    got, want = mask_blocks_triton(mask, 1, 1, 1), mask_blocks(mask, 1, 1, 1)
+    got, want = plan_mask_blocks(mask, 1, 1, 1)(mask), mask_blocks(mask, 1, 1, 1)
     assert torch.equal(got[0, : 1 + want[0, 0, 0]], want[0, : 1 + want[0, 0, 0]])

@@ -1,6 +1,6 @@
 """The wide kernel compiles for Hopper on a machine without a GPU, and its loop is what it was written to be.
 
-A subprocess calls `wide_attention_gluon` with tensors that have no data, and compiles the kernel for the arguments that
+A subprocess runs `plan_wide_attention` on tensors that have no data, and compiles the kernel for the arguments that
 it would launch it with.
 """
 
@@ -24,7 +24,7 @@ dtype, dim = getattr(torch, json.loads(sys.argv[1])), int(sys.argv[2])
 key = torch.empty(1, 8, 1000, dim, dtype=dtype, device="meta")
 for padding in (0, 4):  # with strides of query that 16 bytes divide, and do not
     query = torch.empty(64, 32, 1, dim + padding, dtype=dtype, device="meta")[..., :dim]
-    gluon_wide.wide_attention_gluon(query, key, key, 0.1, 132)
+    gluon_wide.plan_wide_attention(query, key, key, 0.1, 132)(query, key, key)
 print(json.dumps([compile_launch(*launch, sass=True) for launch in launches]))
 """
 

@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from tatten.ops.gluon_wide import BLOCK_M, BLOCK_N, wide_attention_gluon  # noqa: E402
+from tatten.ops.gluon_wide import BLOCK_M, BLOCK_N, plan_wide_attention  # noqa: E402
 
 State = tuple[Tensor, Tensor]
 
@@ -119,7 +119,7 @@ def new_memory_is_nan() -> Iterator[None]:
 
 def run(case: Case, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with new_memory_is_nan():
-        return wide_attention_gluon(query, key, value, case.dim**-0.5, case.programs)
+        return plan_wide_attention(query, key, value, case.dim**-0.5, case.programs)(query, key, value)
 
 
 def reference(case: Case, query: Tensor, key: Tensor, value: Tensor) -> State:
@@ -209,7 +209,7 @@ def test_refuses(change: str) -> None:
     else:
         scale = 0.0
     with pytest.raises(ValueError, match=r"expected|must be above 0"):
-        wide_attention_gluon(query, key, value, scale, 8)
+        plan_wide_attention(query, key, value, scale, 8)
 
 
 @triton.jit
@@ -249,10 +249,11 @@ def test_waits_for_the_kernel_before(graph: bool) -> None:
     query, key, value = inputs(case, "dense")
     late = torch.zeros_like(key)
     got: list[tuple[Tensor, ...]] = []
+    plan = plan_wide_attention(query, late, value, case.dim**-0.5, case.programs)
 
     def launches() -> None:
         _copy_late[(16,)](key, late, 1_000_000, BLOCK=key.numel() // 16, launch_pdl=True)
-        got.append(wide_attention_gluon(query, late, value, case.dim**-0.5, case.programs))
+        got.append(plan(query, late, value))
 
     again = repeated(launches, graph)
     late.zero_()
@@ -267,9 +268,10 @@ def test_the_next_kernel_may_start_early(graph: bool) -> None:
     case = Case(64, 32, 1, 1, 8, 65536, programs=8)  # over a millisecond, with most multiprocessors free
     query, key, value = inputs(case, "dense")
     waited = torch.zeros(1, dtype=torch.int64, device="cuda")
+    plan = plan_wide_attention(query, key, value, case.dim**-0.5, case.programs)
 
     def launches() -> None:
-        wide_attention_gluon(query, key, value, case.dim**-0.5, case.programs)
+        plan(query, key, value)
         _time_the_wait[(1,)](waited, launch_pdl=True)
 
     again = repeated(launches, graph)

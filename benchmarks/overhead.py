@@ -1,0 +1,89 @@
+"""What a call costs the host in eager mode, beside PyTorch's own attention: small shapes, so that the GPU waits.
+
+    python benchmarks/overhead.py --device cuda
+
+Microseconds of the host for one call, of calls in a row; the least of `--rounds`, all ops in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+import tatten
+
+Call = Callable[[], object]
+
+
+def host_us(call: Call, calls: int) -> float:
+    """Of one of so many calls in a row. Few enough are under way that the GPU's queue is never full."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def calls_of(batch: int, kv_len: int) -> dict[str, Call]:
+    """The ops as a model calls them: 32 query heads, 8 kv heads of 128, bfloat16, one query each."""
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    query, (key, value) = randn(batch, 32, 1, 128), (randn(batch, 8, kv_len, 128) for _ in "kv")
+    prefix = [randn(1, 8, kv_len, 128) for _ in "kv"]
+    lens = torch.full((batch,), kv_len, device="cuda")
+    mask = torch.arange(kv_len, device="cuda") < kv_len - 100
+    blocks = torch.ops.tatten.mask_blocks(mask, batch, batch, 1)
+    out, lse = torch.randn(4, batch, 32, 128, device="cuda"), torch.randn(4, batch, 32, device="cuda")
+    op = torch.ops.tatten.decode_attention.default
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    decode, both = tatten.decode_attention, ([prefix[0], key], [prefix[1], value])
+    return {
+        "decode_attention": lambda: decode(query, key, value, provider="triton"),
+        "decode_attention, kv_lens": lambda: decode(query, key, value, kv_lens=lens),
+        "decode_attention, attn_mask": lambda: decode(query, key, value, attn_mask=mask),
+        "the same, as a compiled graph calls it": lambda: op(query, key, value, mask, None, None, blocks),
+        "bifurcated_attention, two segments": lambda: tatten.bifurcated_attention(query, *both),
+        "merge_states": lambda: tatten.merge_states(out, lse),
+        "F.scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True),
+        "the same, attn_mask": lambda: F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True),
+        "cuDNN's op": lambda: cudnn(query, key, value, None, True, 0.0, False, False),
+        "flash's op, heads packed": lambda: flash(query.view(batch, 8, 4, 128), key, value),
+        "torch.add": lambda: torch.add(query, query),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda"], default="cuda")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--kv-len", type=int, default=1024)
+    parser.add_argument("--calls", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("needs a GPU: on a CPU the host computes, too")
+        return
+    with torch.inference_mode():
+        calls = calls_of(args.batch, args.kv_len)
+        for call in calls.values():
+            host_us(call, args.calls)
+        took = {name: min(host_us(call, args.calls) for _ in range(args.rounds)) for name, call in calls.items()}
+    sdpa = took["F.scaled_dot_product_attention"]
+    for name, us in took.items():
+        print(f"{name:40s} {us:6.1f} us  {us / sdpa:5.2f} of SDPA")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(took, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

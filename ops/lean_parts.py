@@ -1,0 +1,148 @@
+"""What launches of the lean kernel leave of their rows, and planning the merge of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tatten.ops.launching import Launch
+from tatten.ops.sizes import ceil_div, power_of_2
+from tatten.ops.tiles import capability
+from tatten.ops.triton_parts import _merge_segments_kernel
+from tatten.ops.validate import BLOCK_KEYS
+
+# bf16 dots are garbage in the interpreter (Triton 3.6 to 3.9).
+INTERPRETED = not isinstance(_merge_segments_kernel, triton.JITFunction)
+
+
+@dataclass(frozen=True)
+class Line:
+    """How the rows of a launch lie on the line of tiles: what the merge of its parts goes by.
+
+    `rows` are those of each of `groups`, whose rows are equally long. `listed`: the tiles are blocks of a mask.
+    """
+
+    groups: int
+    rows: int
+    kv_len: int
+    kv_heads: int
+    shared: int
+    m_blocks: int
+    programs: int
+    block_m: int
+    block_n: int
+    window: int | None = None
+    has_lens: bool = False
+    listed: bool = False
+
+    @property
+    def split(self) -> bool:
+        """Whether any row may have been done by several programs."""
+        return self.groups > 1 or self.listed or self.rows % self.programs != 0
+
+    @property
+    def big(self) -> bool:
+        """Whether places on the line, times programs, need 64 bits."""
+        line = self.groups * self.rows * max(1, ceil_div(self.kv_len, self.block_n))
+        return line * self.programs >= 1 << 31
+
+    @property
+    def blocks_stride(self) -> int:
+        """Of the lists of blocks of two rows of K."""
+        return 2 * (ceil_div(self.kv_len, BLOCK_KEYS) + 1) if self.listed else 0
+
+
+class Parts(NamedTuple):
+    """What a launch without merge leaves: the states of whole rows, partial ones, and what says how many there are."""
+
+    out: Tensor
+    lse: Tensor
+    part_out: Tensor
+    part_lse: Tensor
+    kv_lens: Tensor | None = None
+    blocks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Merge:
+    """The states that the parts of one or two launches add up to; of two in `dtype`, default that of their states."""
+
+    launch: Launch | None
+    dtype: torch.dtype | None
+
+    def __call__(self, first: Parts, second: Parts | None = None) -> tuple[Tensor, Tensor]:
+        out, lse = first.out, first.lse
+        if self.launch is None:
+            return out, lse
+        if second is not None:
+            out, lse = out.new_empty(out.shape, dtype=self.dtype), lse.new_empty(lse.shape)
+        self.launch(out, lse, *_pointers(first), *_pointers(second or first))
+        return out, lse
+
+
+def _pointers(x: Parts) -> list[Tensor]:
+    return [x.out if y is None else y for y in x]
+
+
+def _sizes(x: Line) -> tuple[int, ...]:
+    return x.blocks_stride, x.groups, x.rows, x.kv_len, x.kv_heads, x.shared, x.m_blocks, x.programs
+
+
+def _warps(parts: int, dim: int) -> int:
+    if dim > 128:  # what a thread holds
+        return min(8, max(1, parts * dim // 1024))
+    return 1 if parts <= 8 else 2
+
+
+def plan_merge(
+    query: Tensor,
+    value_dim: int,
+    first: Line,
+    second: Line | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    overlap: bool = True,
+) -> Merge:
+    """The merge of a launch on `first`, and of one on `second`, of attention of `query` to values of `value_dim`."""
+    if second is None and not first.split:
+        return Merge(None, dtype)
+    batch, q_heads, q_len, _ = query.shape
+    a, b = first, second or first
+    block_dv = max(16, power_of_2(value_dim))
+    overlap = overlap and not INTERPRETED and capability(query.device) >= (9, 0)
+    # Of a ragged batch one row may have all parts.
+    most = max(32 if x.groups > 1 else x.programs // x.rows + 2 for x in (a, b))
+    parts = min(64, power_of_2(most))
+    launch = Launch(
+        _merge_segments_kernel,
+        (batch * q_heads * q_len,),
+        q_heads,
+        q_len,
+        *_sizes(a),
+        *_sizes(b),
+        a.window or 0,
+        VALUE_DIM=value_dim,
+        BLOCK_DV=block_dv,
+        BLOCK_M_A=a.block_m,
+        BLOCK_N_A=a.block_n,
+        GROUPS_A=power_of_2(a.groups),
+        HAS_LENS_A=a.has_lens,
+        LISTED_A=a.listed,
+        BLOCK_M_B=b.block_m,
+        BLOCK_N_B=b.block_n,
+        GROUPS_B=power_of_2(b.groups),
+        HAS_LENS_B=b.has_lens,
+        LISTED_B=b.listed,
+        WINDOW=a.window is not None,
+        BIG=a.big or b.big,
+        TWO=second is not None,
+        PARTS=parts,
+        OVERLAP=overlap,
+        num_warps=_warps(parts, block_dv),
+        launch_pdl=overlap,
+    )
+    return Merge(launch, dtype)
