@@ -50,11 +50,19 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     provider: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     check_provider(provider, query.device)
-    check_decode_attention(query, key, value, attn_mask, kv_lens, window=window, softcap=softcap, sinks=sinks)
+    extras = {"window": window, "softcap": softcap, "sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
+    check_decode_attention(query, key, value, attn_mask, kv_lens, **extras)
     scale = query.shape[3] ** -0.5 if scale is None else scale
+    dtype = query.dtype
+    if key.dtype != dtype:  # float8, for which PyTorch has no products on a CPU
+        wide = accumulator_dtype(dtype)
+        query, key, value = query.to(wide), _dequantized(key, key_scale, wide), _dequantized(value, value_scale, wide)
+        attn_mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.to(wide)
     mask, bounds, q_len, kv_len = attn_mask, None, query.shape[2], key.shape[2]
     if kv_lens is not None or window is not None:
         lens = [kv_len] if kv_lens is None else check_kv_lens(kv_lens, kv_len)
@@ -71,7 +79,7 @@ def decode_attention(
     out, lse = _attend_keys(query, key, value, mask, spans, scale, bounds, softcap)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
-    return out.contiguous(), lse.contiguous()
+    return out.to(dtype).contiguous(), lse.contiguous()
 
 
 def bifurcated_attention(
@@ -191,6 +199,11 @@ def _attend_capped(
     lse = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - torch.where(lse == NEG_INF, 0.0, lse).unsqueeze(-1))
     return (weights @ value).to(rows.dtype), lse
+
+
+def _dequantized(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    x = x.to(dtype)
+    return x if scale is None else x * scale.to(dtype)[:, None, None]
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,12 +38,17 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     provider: str = "auto",
 ) -> State:
     if torch.is_grad_enabled():
-        check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
-    attend = _plan_decode(query, key, value, attn_mask, kv_lens, scale, spans, window, softcap, sinks, provider)
-    return on_device_of(query, attend, query, key, value, attn_mask, kv_lens, spans, sinks)
+        extras = {"sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
+        check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask, **extras)
+    attend = _plan_decode(
+        query, key, value, attn_mask, kv_lens, scale, spans, window, softcap, sinks, key_scale, value_scale, provider
+    )
+    return on_device_of(query, attend, query, key, value, attn_mask, kv_lens, spans, sinks, key_scale, value_scale)
 
 
 @by_layout
@@ -58,20 +63,24 @@ def _plan_decode(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
     provider: str,
 ) -> Callable[..., State]:
-    """What computes it, of query, key, value, attn_mask, kv_lens, spans and sinks."""
-    check_devices(query, key=key, value=value, attn_mask=attn_mask, kv_lens=kv_lens, spans=spans, sinks=sinks)
-    check_decode_attention(query, key, value, attn_mask, kv_lens, window=window, softcap=softcap, sinks=sinks)
+    """What computes it, of query, key, value, attn_mask, kv_lens, spans, sinks, key_scale and value_scale."""
+    extras = {"window": window, "softcap": softcap, "sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
+    named = {name: x for name, x in extras.items() if isinstance(x, Tensor)}
+    check_devices(query, key=key, value=value, attn_mask=attn_mask, kv_lens=kv_lens, spans=spans, **named)
+    check_decode_attention(query, key, value, attn_mask, kv_lens, **extras)
     check_cuda_head_dims(query, value)
     check_provider(provider, query.device)
     if spans is not None:
         check_spans(spans, query.shape[0], key.shape[2], query.device)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    plain = all(x is None for x in (attn_mask, kv_lens, window, softcap, sinks))
+    plain = all(x is None for x in (attn_mask, kv_lens, *extras.values())) and key.dtype == query.dtype
     if provider == "auto" and query.dtype == torch.float64:  # for checking models, not for speed: no kernel of its own
-        return lambda q, k, v, mask, lens, _, sinks: decode_attention_reference(
-            q, k, v, mask, lens, scale, window=window, softcap=softcap, sinks=sinks
+        return lambda q, k, v, mask, lens, _, *tensors: decode_attention_reference(
+            q, k, v, mask, lens, scale, *tensors, window=window, softcap=softcap
         )
     if provider == "auto":
         provider = fastest(query, key, value) if plain else "triton"
@@ -86,9 +95,7 @@ def _plan_decode(
 
     if kv_lens is not None or window is not None or attn_mask is None:
         spans = None  # the others change what the mask leaves
-    return plan_attention(
-        query, key, value, attn_mask, kv_lens, scale, spans, window=window, softcap=softcap, sinks=sinks
-    )
+    return plan_attention(query, key, value, attn_mask, kv_lens, scale, spans, **extras)
 
 
 def bifurcated_attention(

@@ -25,6 +25,8 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     provider: str = "auto",
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -40,6 +42,8 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     provider: str = "auto",
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -54,6 +58,8 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     provider: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -64,8 +70,8 @@ def decode_attention(
 
     Args:
         query: `[batch, q_heads, q_length, head_dim]`, float16, bfloat16, float32 or float64, any strides.
-        key: `[batch, kv_heads, kv_length, head_dim]`; kv_heads divides q_heads.
-        value: `[batch, kv_heads, kv_length, value_dim]`.
+        key: `[batch, kv_heads, kv_length, head_dim]`, in `query`'s dtype or float8_e4m3fn; kv_heads divides q_heads.
+        value: `[batch, kv_heads, kv_length, value_dim]`, in the dtype of `key`.
         attn_mask: bool (True takes part) or additive in float32 or `query`'s dtype; broadcastable to
             `[batch, q_heads, q_length, kv_length]`, stride 0 included.
         kv_lens: int32 or int64 `[batch]`, on the device of `query`: only the first `kv_lens[b]` keys of sequence `b`
@@ -80,6 +86,9 @@ def decode_attention(
         sinks: `[q_heads]`, float32 or `query`'s dtype, on the device of `query`: a logit that takes part in the
             softmax of every query of its head, and has no value. It is what merging with the state `(0, sink)` gives;
             -inf is none. Attention sinks: arXiv 2309.17453; learned, one a head: gpt-oss.
+        key_scale: float32 `[kv_heads]`, on the device of `query`: what stands for the keys of head `h` in float8 is
+            `key[:, h] * key_scale[h]`. Default: 1. They are widened when they are read, not written back.
+        value_scale: the same for the values.
         provider: who computes: "auto", or by name "cpu" on a CPU, and on CUDA "triton" (ours), "cudnn", "flash", or
             "fa3" where FlashAttention-3 is installed (flash_attn_interface, from hopper/ of flash-attention).
             What is named and cannot compute this is an error, never replaced.
@@ -96,7 +105,18 @@ def decode_attention(
     """
     check_tensors(query=query, key=key, value=value)
     out, lse = torch.ops.tatten.decode_attention.default(
-        query, key, value, attn_mask, kv_lens, scale, window=window, softcap=softcap, sinks=sinks, provider=provider
+        query,
+        key,
+        value,
+        attn_mask,
+        kv_lens,
+        scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        provider=provider,
     )
     return (out, lse) if return_lse else out
 

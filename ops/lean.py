@@ -44,9 +44,13 @@ class Segment:
         kv_lens: Tensor | None = None,
         blocks: Tensor | None = None,
         sinks: Tensor | None = None,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
     ) -> Parts:
         # The kernels read these as they lie; a copy is a launch to be waited for.
-        kv_lens, blocks, sinks = [None if x is None else x.contiguous() for x in (kv_lens, blocks, sinks)]
+        kv_lens, blocks, sinks, key_scale, value_scale = [
+            None if x is None else x.contiguous() for x in (kv_lens, blocks, sinks, key_scale, value_scale)
+        ]
         if self.find_blocks is not None and attn_mask is not None:
             blocks = self.find_blocks(attn_mask, kv_lens)
         mask = query
@@ -67,6 +71,8 @@ class Segment:
             query if kv_lens is None else kv_lens,
             query if blocks is None else blocks,
             query if sinks is None else sinks,
+            query if key_scale is None else key_scale,
+            query if value_scale is None else value_scale,
             out,
             lse,
             part_out,
@@ -107,6 +113,8 @@ def plan_segment(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     whole: bool = True,
     follows: bool = False,
     tiles: Tiles | None = None,
@@ -207,6 +215,8 @@ def plan_segment(
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
+        KEY_SCALE=key_scale is not None,
+        VALUE_SCALE=value_scale is not None,
         POSITIVE=scale > 0,
         WIDE=max(x.stride(3) * x.shape[3] for x in (query, key, value)) >= 1 << 31,
         BIG=line.big,
@@ -245,10 +255,10 @@ class LeanAttention:
         value: Tensor,
         attn_mask: Tensor | None,
         kv_lens: Tensor | None,
-        blocks: Tensor | None,
-        sinks: Tensor | None,
+        *extras: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return self.merge(self.segment(query, key, value, attn_mask, kv_lens, blocks, sinks))
+        """`extras`: blocks, sinks, key_scale and value_scale."""
+        return self.merge(self.segment(query, key, value, attn_mask, kv_lens, *extras))
 
 
 def plan_attention(
@@ -263,6 +273,8 @@ def plan_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     tiles: Tiles | None = None,
     programs: int | None = None,
 ) -> LeanAttention:
@@ -278,6 +290,8 @@ def plan_attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
         tiles=tiles,
         programs=programs,
     )

@@ -25,7 +25,7 @@ _library = torch.library.Library("tatten", "DEF")
 _library.define(
     "decode_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? kv_lens=None, "
     "float? scale=None, Tensor? spans=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
-    'str provider="auto") -> (Tensor out, Tensor lse)',
+    'Tensor? key_scale=None, Tensor? value_scale=None, str provider="auto") -> (Tensor out, Tensor lse)',
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -67,9 +67,12 @@ def _(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     provider: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
+    extras = {"sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
+    check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask, **extras)
     batch, q_heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_heads, q_len, value.shape[3]))
     lse = query.new_empty((batch, q_heads, q_len), dtype=accumulator_dtype(query.dtype))

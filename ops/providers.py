@@ -14,12 +14,12 @@ State = tuple[Tensor, Tensor]
 
 
 def why_not(provider: str, query: Tensor, key: Tensor, value: Tensor, plain: bool) -> str | None:
-    """Why `provider` can't compute this, or None. `plain`: all keys count, as they are."""
+    """Why `provider` can't compute this, or None. `plain`: all keys count, as they are, in `query`'s dtype."""
     head_dim, kv_len = key.shape[3], key.shape[2]
     if provider == "triton":
         return "it takes no float64" if query.dtype == torch.float64 else None
     if not plain:
-        return "it takes no mask, lengths, window, soft cap or sinks"
+        return "it takes no mask, lengths, window, soft cap, sinks or float8"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {query.dtype}"
     if provider == "fa3" and importlib.util.find_spec("flash_attn_interface") is None:

@@ -17,10 +17,12 @@ def decode_attention_reference(
     attn_mask: Tensor | None = None,
     kv_lens: Tensor | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     *,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of `tatten::decode_attention`, both float64, on the inputs' device.
 
@@ -30,6 +32,10 @@ def decode_attention_reference(
     kv_heads, kv_len = key.shape[1], key.shape[2]
     scale = head_dim**-0.5 if scale is None else scale
     query, key, value = query.double(), key.double(), value.double()
+    if key_scale is not None:
+        key = key * key_scale.double()[:, None, None]
+    if value_scale is not None:
+        value = value * value_scale.double()[:, None, None]
 
     valid = torch.ones(batch, q_heads, q_len, kv_len, dtype=torch.bool, device=query.device)
     places = torch.arange(kv_len, device=query.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 def takes_tma(x: Tensor) -> bool:
     """Whether it can fetch tiles of `x`, all of whose elements may be read."""
     aligned = x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in tma_strides(x)[:3])
-    return x.element_size() == 2 and aligned and x.stride(3) == 1 and min(x.shape) > 0
+    return x.element_size() <= 2 and aligned and x.stride(3) == 1 and min(x.shape) > 0
 
 
 def tma_strides(x: Tensor) -> list[int]:

@@ -76,6 +76,8 @@ def _lean_kernel(
     kv_lens,
     blocks,
     sinks,
+    key_scale,
+    value_scale,
     out,
     lse,
     part_out,
@@ -126,6 +128,8 @@ def _lean_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    KEY_SCALE: tl.constexpr,
+    VALUE_SCALE: tl.constexpr,
     POSITIVE: tl.constexpr,
     WIDE: tl.constexpr,
     BIG: tl.constexpr,
@@ -135,7 +139,7 @@ def _lean_kernel(
     UPCAST: tl.constexpr,
 ):
     # Scores are kept unscaled where only a positive factor separates them from their exponents.
-    PLAIN: tl.constexpr = POSITIVE and MASK != 2 and not SOFTCAP
+    PLAIN: tl.constexpr = POSITIVE and MASK != 2 and not SOFTCAP and not KEY_SCALE
     if OVERLAP:
         if not WAIT_LAST:
             tl.extra.cuda.gdc_wait()
@@ -206,6 +210,9 @@ def _lean_kernel(
         value_row = value + b * value_b + kv_head * value_h
         if MASK:
             mask_rows = mask + b * mask_r + (sequence * mask_b + head * mask_h + position * mask_l)[:, None]
+        row_scale = scale
+        if KEY_SCALE:
+            row_scale *= tl.load(key_scale + kv_head)
 
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -244,10 +251,8 @@ def _lean_kernel(
                         mask=(value_dims < VALUE_DIM)[None, :],
                         other=0.0,
                     )
-                if UPCAST:
-                    k = k.to(tl.float32)
-                    v = v.to(tl.float32)
-                scores = _scores(q, k, scale, softcap, PLAIN, SOFTCAP)
+                k, v = k.to(q.dtype), v.to(q.dtype)
+                scores = _scores(q, k, row_scale, softcap, PLAIN, SOFTCAP)
                 acc, highest, total = _fold_tile(acc, highest, total, scores, v, scale, PLAIN)
             begin = first + steps * (RUN_N // BLOCK_N)
             more = begin < tl.minimum(stop, count)
@@ -283,10 +288,8 @@ def _lean_kernel(
                     mask=valid[:, None] & (value_dims < VALUE_DIM)[None, :],
                     other=0.0,
                 )
-            if UPCAST:
-                k = k.to(tl.float32)
-                v = v.to(tl.float32)
-            scores = _scores(q, k, scale, softcap, PLAIN, SOFTCAP)
+            k, v = k.to(q.dtype), v.to(q.dtype)
+            scores = _scores(q, k, row_scale, softcap, PLAIN, SOFTCAP)
             ok = valid[None, :]
             if WINDOW:
                 ok = ok & (keys[None, :] <= last_key[:, None]) & (keys[None, :] > (last_key - window)[:, None])
@@ -309,6 +312,8 @@ def _lean_kernel(
         if PLAIN:
             highest *= scale
         acc, log_sum = finish_state(acc, highest, total)
+        if VALUE_SCALE:
+            acc *= tl.load(value_scale + kv_head)
 
         value_ok = row_ok[:, None] & (value_dims < VALUE_DIM)[None, :]
         row_start = place - first

@@ -71,18 +71,24 @@ def check_decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::decode_attention`.
 
     Reads no tensor's data, so it is safe on any device; `check_kv_lens` reads. Devices are left to `check_devices`.
     """
     if torch.is_grad_enabled():
-        check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks)
+        extras = {"sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
+        check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask, **extras)
     _check_query(query)
     batch, head_dim = query.shape[0], query.shape[3]
     if key.dim() == 4 and key.shape[0] != batch:
         raise ValueError(f"`key` must be [{batch}, kv_heads, kv_length, {head_dim}], got shape {tuple(key.shape)}")
-    _check_key_value(query, key, value, "key", "value")
+    _check_key_value(query, key, value, "key", "value", (query.dtype, torch.float8_e4m3fn))
+    for name, factors in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if factors is not None:
+            _check_kv_scale(factors, key, name)
     if attn_mask is not None:
         check_mask(attn_mask, query, (*query.shape[:3], key.shape[2]))
     if kv_lens is not None:
@@ -111,12 +117,16 @@ def _check_query(query: Tensor) -> None:
         raise ValueError(f"`query` must have no dimension of size 0, got shape {tuple(query.shape)}")
 
 
-def _check_key_value(query: Tensor, key: Tensor, value: Tensor, key_name: str, value_name: str) -> None:
-    """Raise unless key and value fit each other and, but for their batch, the query."""
-    dtype, q, k, v = query.dtype, query.shape, key.shape, value.shape
-    if key.dtype != dtype or value.dtype != dtype:
-        name, tensor = (key_name, key) if key.dtype != dtype else (value_name, value)
-        raise TypeError(f"`{name}` must have the dtype of `query`, {dtype}, got {tensor.dtype}")
+def _check_key_value(
+    query: Tensor, key: Tensor, value: Tensor, key_name: str, value_name: str, dtypes: tuple[torch.dtype, ...] = ()
+) -> None:
+    """Raise unless key and value fit each other and, but for their batch, the query. Default of `dtypes`: its own."""
+    dtypes, q, k, v = dtypes or (query.dtype,), query.shape, key.shape, value.shape
+    if key.dtype not in dtypes:
+        wanted = " or ".join(["the dtype of `query`, " + str(dtypes[0]), *map(str, dtypes[1:])])
+        raise TypeError(f"`{key_name}` must have {wanted}, got {key.dtype}")
+    if value.dtype != key.dtype:
+        raise TypeError(f"`{value_name}` must have the dtype of `{key_name}`, {key.dtype}, got {value.dtype}")
     if len(k) != 4 or len(v) != 4:
         name, shape = (key_name, k) if len(k) != 4 else (value_name, v)
         raise ValueError(f"`{name}` must be [batch, heads, length, head_dim], got shape {tuple(shape)}")
@@ -128,6 +138,15 @@ def _check_key_value(query: Tensor, key: Tensor, value: Tensor, key_name: str, v
         raise ValueError(f"`{value_name}` must be {like}, got shape {tuple(v)}")
     if kv_heads == 0 or q[1] % kv_heads:
         raise ValueError(f"`{key_name}` must have a number of heads that divides `query`'s {q[1]}, got {kv_heads}")
+
+
+def _check_kv_scale(scale: Tensor, key: Tensor, name: str) -> None:
+    if key.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"`{name}` must be None unless `key` and `value` are float8_e4m3fn, got `key` in {key.dtype}")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"`{name}` must be torch.float32, got {scale.dtype}")
+    if tuple(scale.shape) != (key.shape[1],):
+        raise ValueError(f"`{name}` must have shape ({key.shape[1]},), one a kv head, got {tuple(scale.shape)}")
 
 
 def check_bifurcated_attention(

@@ -8,6 +8,8 @@ import torch
 import tatten
 
 B, HQ, HKV, S, D = 2, 4, 2, 9, 8
+F8, F8_E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FLOAT8 = {"key": torch.randn(B, HKV, S, D).to(F8), "value": torch.randn(B, HKV, S, D).to(F8)}
 
 
 def good() -> dict:
@@ -79,6 +81,18 @@ BAD = [
     ("sinks dtype", {"sinks": torch.randn(HQ).half()}, TypeError, ["`sinks`", "torch.float32", "torch.float16"]),
     ("sinks no tensor", {"sinks": [0.0] * HQ}, RuntimeError, ["'sinks'", "Tensor", "list"]),
     ("grad of sinks", {"sinks": torch.randn(HQ, requires_grad=True)}, NotImplementedError, ["`sinks`"]),
+    ("float8 query", {"query": torch.randn(B, HQ, 1, D).to(F8)}, TypeError, ["`query`", "bfloat16", "float8_e4m3fn"]),
+    ("float8 key", {"key": torch.randn(B, HKV, S, D).to(F8)}, TypeError, ["`value`", "dtype of `key`", "float32"]),
+    ("other float8", FLOAT8 | {"key": torch.randn(B, HKV, S, D).to(F8_E5M2)}, TypeError, ["`key`", "e4m3fn", "e5m2"]),
+    ("scale of no float8", {"key_scale": torch.ones(HKV)}, TypeError, ["`key_scale`", "float8_e4m3fn", "float32"]),
+    ("scale dtype", FLOAT8 | {"value_scale": torch.ones(HKV).half()}, TypeError, ["`value_scale`", "float16"]),
+    ("scale shape", FLOAT8 | {"key_scale": torch.ones(HQ)}, ValueError, ["`key_scale`", "(2,)", "(4,)"]),
+    (
+        "grad of a scale",
+        FLOAT8 | {"key_scale": torch.ones(HKV, requires_grad=True)},
+        NotImplementedError,
+        ["`key_scale`", "requires_grad=True"],
+    ),
     ("provider of CUDA", {"provider": "triton"}, ValueError, ["`provider`", "auto, cpu", "a cpu", "got 'triton'"]),
     ("unknown provider", {"provider": "fast"}, ValueError, ["`provider`", "auto, cpu", "got 'fast'"]),
 ]

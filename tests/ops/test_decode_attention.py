@@ -41,6 +41,21 @@ SHAPES = [
 ]
 
 WINDOWS = (1, 5, 1000)
+FLOAT8 = [
+    *(
+        Case(float8=kind, mask=mask, dtype=dtype, kv_len=129, head_dim=64, q_len=n)
+        for kind in ("plain", "scaled")
+        for mask in ("none", "causal", "holes", "additive", "all_false")
+        for dtype in (torch.float32, *LOW)
+        for n in (1, 3)
+    ),
+    Case(float8="scaled", dtype=torch.float64, mask="empty_rows", lens=True),
+    Case(float8="scaled", kv_len=0, sinks=True),
+    Case(float8="scaled", lens=True, window=5, softcap=3.0, sinks=True, q_len=2, dtype=torch.bfloat16),
+    Case(float8="scaled", scale=-0.2, q_heads=14, q_len=5, kv_len=257, head_dim=80, dtype=torch.float16),
+    Case(float8="plain", head_dim=48, value_dim=32, kv_len=77, sinks=True),
+    Case(float8="scaled", batch=1, q_heads=64, kv_heads=1, kv_len=1030, head_dim=128, dtype=torch.bfloat16),
+]
 EXTRAS = [
     *(
         Case(window=window, q_len=n, kv_len=67, lens=lens, mask=mask, batch=3)
@@ -80,6 +95,7 @@ EXTRAS = [
         *(Case(mask=mask, dtype=dtype, kv_len=129, head_dim=64) for mask in ("none", *MASKS[9:13]) for dtype in LOW),
         *(Case(mask=mask, dtype=torch.float64) for mask in ("none", "causal", "holes", "additive", "additive_f32")),
         *EXTRAS,
+        *FLOAT8,
     ],
     ids=str,
 )

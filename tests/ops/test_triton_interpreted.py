@@ -58,7 +58,8 @@ def lean(inputs: dict, **options) -> tuple[Tensor, Tensor]:
     scale = inputs["query"].shape[3] ** -0.5 if inputs["scale"] is None else inputs["scale"]
     attend = plan_attention(**{**inputs, "scale": scale}, **options)
     names = ("query", "key", "value", "attn_mask", "kv_lens")
-    return attend(*[inputs[name] for name in names], options.get("blocks"), inputs.get("sinks"))
+    extras = [inputs.get(name) for name in ("sinks", "key_scale", "value_scale")]
+    return attend(*[inputs[name] for name in names], options.get("blocks"), *extras)
 
 
 def launch_and_merge(inputs: dict, **options) -> tuple[Any, tuple[Tensor, Tensor]]:
@@ -112,6 +113,16 @@ def test_masks(case: Case, programs: int) -> None:
 def test_shapes(case: Case, programs: int) -> None:
     inputs = case.inputs()
     assert_state(*lean(inputs, programs=programs), inputs)
+
+
+@pytest.mark.parametrize("kind", ["plain", "scaled"])
+@pytest.mark.parametrize("mask", ["none", "holes", "additive", "nearly_full"])
+@pytest.mark.parametrize("options", [{}, {"lens": True, "sinks": True}, {"window": 20, "softcap": 1.5}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_float8(kind: str, mask: str, options: dict, dtype: torch.dtype) -> None:
+    case = Case(float8=kind, mask=mask, dtype=dtype, q_len=2, kv_len=150, head_dim=16, value_dim=24, **options)
+    inputs = case.inputs()
+    assert_state(*lean(inputs, programs=5), inputs)
 
 
 @pytest.mark.parametrize("mask", ["none", "holes", "additive", "nearly_full", "nearly_zero"])

@@ -15,7 +15,10 @@ NEG_INF = float("-inf")
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of decode attention: sizes, a dtype, a kind of mask, and whether lengths and sinks are given."""
+    """One shape of decode attention: sizes, a dtype, a kind of mask, and whether lengths and sinks are given.
+
+    `float8`: keys and values are in e4m3, "scaled" with a factor for each head, of which some are negative.
+    """
 
     batch: int = 2
     q_heads: int = 4
@@ -31,13 +34,15 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    float8: str = ""
 
     def __str__(self) -> str:
         dims = f"B{self.batch}-H{self.q_heads}x{self.kv_heads}-L{self.q_len}-S{self.kv_len}-D{self.head_dim}"
         value_dim = "" if self.value_dim is None else f"x{self.value_dim}"
         window = "" if self.window is None else f"-window{self.window}"
         softcap = "" if self.softcap is None else f"-cap{self.softcap}"
-        flags = f"{'-lens' if self.lens else ''}{window}{softcap}{'-sinks' if self.sinks else ''}"
+        float8 = f"-float8_{self.float8}" if self.float8 else ""
+        flags = f"{'-lens' if self.lens else ''}{window}{softcap}{'-sinks' if self.sinks else ''}{float8}"
         return f"{dims}{value_dim}-{str(self.dtype)[6:]}-{self.mask}{flags}"
 
     def inputs(self, device: str = "cpu", poison: bool = True) -> dict[str, Tensor | float | None]:
@@ -62,10 +67,14 @@ class Case:
             unread = ~span_of(mask, lens, self)[:, None, :, None]
             key = key.masked_fill(unread, float("nan"))
             value = value.masked_fill(unread, float("nan"))
+        if self.float8:
+            key, value = key.to(torch.float8_e4m3fn), value.to(torch.float8_e4m3fn)
         inputs = {"query": query, "key": key, "value": value, "attn_mask": mask, "kv_lens": lens}
         moved = {name: None if x is None else to_device(x, device) for name, x in inputs.items()}
         sinks = to_device(2 * randn(self.q_heads), device) if self.sinks else None
         extras = {"window": self.window, "softcap": self.softcap, "sinks": sinks}
+        if self.float8 == "scaled":
+            extras["key_scale"], extras["value_scale"] = to_device(randn(2, self.kv_heads).float(), device)
         return {**moved, "scale": self.scale, **{name: x for name, x in extras.items() if x is not None}}
 
 
@@ -176,6 +185,17 @@ def explicit(
     return weights @ value, scores.logsumexp(dim=-1)
 
 
+def widened(inputs: dict) -> dict:
+    """The inputs with keys and values in the dtype of the query, as one without float8 would have them."""
+    inputs, dtype = dict(inputs), inputs["query"].dtype
+    for name in ("key", "value"):
+        factors = inputs.pop(f"{name}_scale", None)
+        if inputs[name].dtype != dtype:
+            wide = inputs[name].float() if factors is None else inputs[name].float() * factors[:, None, None]
+            inputs[name] = wide.to(dtype)
+    return inputs
+
+
 def sdpa(query, key, value, attn_mask=None, kv_lens=None, scale=None, window=None, softcap=None, sinks=None) -> Tensor:
     """PyTorch's answer to the same question, with heads repeated and NaN removed.
 
@@ -219,7 +239,7 @@ def assert_state(out: Tensor, lse: Tensor, inputs: dict) -> None:
     # On CUDA SDPA returns NaN for some masks, so the CPU's answer counts too.
     on_cpu = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in inputs.items()}
     sdpa_error = max(
-        (sdpa(**given).double() - want_out.to(given["query"].device)).abs().nan_to_num(0.0).max().item()
+        (sdpa(**widened(given)).double() - want_out.to(given["query"].device)).abs().nan_to_num(0.0).max().item()
         for given in (inputs, on_cpu)
     )
     budget = 2 * sdpa_error + 2 * eps * want_out.abs().max().item()
