@@ -148,8 +148,11 @@ def plan_segment(
             mask_strides = _mask_strides(mask, (batch, q_heads, q_len, kv_len), kv_batch)
 
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
-    masked = mask_kind != NO_MASK or window is not None
-    tiles = tiles or tiles_for(packed, max(block_d, block_dv), query.element_size(), listed, masked)
+    float8 = key.element_size() == 1
+    masked = mask_kind != NO_MASK or window is not None or (float8 and kv_lens is not None)
+    tiles = tiles or tiles_for(
+        packed, max(block_d, block_dv), query.element_size(), listed, masked, key.element_size() == 1
+    )
     block_n = BLOCK_KEYS if listed else tiles.block_n
     m_blocks = ceil_div(packed, tiles.block_m)
     rows = kv_batch // groups * kv_heads * m_blocks

@@ -58,18 +58,14 @@ def fa3_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> St
 
 def fastest(query: Tensor, key: Tensor, value: Tensor) -> str:
     """The provider that was fastest for plain decode attention of such a shape, of those that can compute it."""
-    batch, kv_heads, kv_len, head_dim = key.shape
-    provider = regime(query.shape[1] // kv_heads * query.shape[2], batch * kv_heads, kv_len, head_dim)
+    batch, kv_heads, kv_len, _ = key.shape
+    provider = regime(query.shape[1] // kv_heads * query.shape[2], batch * kv_heads, kv_len)
     return "triton" if why_not(provider, query, key, value, plain=True) else provider
 
 
-def regime(packed: int, pairs: int, kv_len: int, head_dim: int) -> str:
+def regime(packed: int, pairs: int, kv_len: int) -> str:
     """The fastest provider for `packed` queries on each of `pairs` (sequence, kv head) pairs."""
-    if packed > 16:
-        return "triton"
-    if head_dim == 64 and pairs * kv_len >= 1 << 21:
-        return "cudnn"  # the table is of head_dim 128; 940 MB of K and V at 64 take cuDNN 208 us and us 224
-    return nearest_regime(pairs, kv_len)
+    return "triton" if packed > 16 else nearest_regime(pairs, kv_len)
 
 
 def nearest_regime(pairs: int, kv_len: int) -> str:

@@ -111,12 +111,12 @@ def _provider(call: SdpaCall, key: Stored | None = None) -> str:
         return "triton"
     if call.sharding is not None:
         return "auto"
-    heads, rows, kv_heads, kv_len, head_dim = (
-        hint(x) for x in (query.shape[1] * query.shape[2], *(key.size(role) for role in (BATCH, HEADS, LENGTH, 3)))
+    heads, rows, kv_heads, kv_len = (
+        hint(x) for x in (query.shape[1] * query.shape[2], *(key.size(role) for role in (BATCH, HEADS, LENGTH)))
     )
-    if not heads or not rows or not kv_heads or not kv_len or not head_dim:
+    if not heads or not rows or not kv_heads or not kv_len:
         return "auto"
-    return regime(heads // kv_heads, rows * kv_heads, kv_len, head_dim)
+    return regime(heads // kv_heads, rows * kv_heads, kv_len)
 
 
 def _shapes(call: SdpaCall, keys: Iterable[Node], values: Iterable[Node]) -> str:

@@ -315,6 +315,28 @@ def test_a_run_of_full_blocks(batch: int, start: int, additive: bool) -> None:
     assert_near(got, decode_attention_reference(query, *whole, given, scale=0.1))
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+def test_every_float8_is_widened_exactly(dtype: torch.dtype) -> None:
+    import triton
+    import triton.language as tl
+
+    from tatten.ops.triton_lean import _widen
+
+    @triton.jit
+    def copy(narrow, wide, SIZE: tl.constexpr):
+        at = tl.arange(0, SIZE)
+        tl.store(wide + at, _widen(tl.load(narrow + at), wide.dtype.element_ty))
+
+    codes = torch.randperm(1024, device="cuda").to(torch.uint8).view(torch.float8_e4m3fn)  # each four times
+    got = torch.empty(1024, dtype=dtype, device="cuda")
+    copy[(1,)](codes, got, SIZE=1024)
+    want = codes.to(dtype)
+    assert want.isnan().sum() == 8
+    assert torch.equal(got.isnan(), want.isnan())
+    number = ~want.isnan()
+    assert torch.equal(got[number].view(torch.uint8), want[number].view(torch.uint8))  # signs of zeros too
+
+
 @pytest.mark.parametrize("provider", ["cudnn", "flash", "fa3"])
 def test_named_providers(provider: str) -> None:
     if provider == "fa3":

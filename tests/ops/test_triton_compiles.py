@@ -16,11 +16,14 @@ import torch, triton
 from compiled import Recorder, compile_launch
 from tatten.ops import gluon_wide, lean, lean_parts, lean_segments, triton_mask
 
-def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, wide=False, **options):
+def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, wide=False, float8=False, **options):
     dtype, kv_len = getattr(torch, dtype), 4096
+    kv_dtype = torch.float8_e4m3fn if float8 else dtype
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
-    query, key, value = empty(2, 2 * rows, 1, dim), empty(2, 2, kv_len, dim), empty(2, 2, kv_len, dim)
+    query = empty(2, 2 * rows, 1, dim)
+    key, value = (empty(2, 2, kv_len, dim, dtype=kv_dtype) for _ in "kv")
+    scales = (empty(2, dtype=torch.float32),) * 2 if float8 else (None, None)
     if wide:
         return lean_segments.plan_wide_segment(query, key, value, 0.1)(query, key, value)
     if mask is not None:
@@ -30,8 +33,9 @@ def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, wid
     if tiles is not None:
         chosen.append(getattr(lean_segments, tiles))
         options["tiles"] = chosen[0]
-    segment = lean.plan_segment(query, key, value, mask, lens, 0.1, sinks=sinks, **options)
-    parts = segment(query, key, value, mask, lens, None, sinks)
+    options |= {"sinks": sinks, "key_scale": scales[0], "value_scale": scales[1]}
+    segment = lean.plan_segment(query, key, value, mask, lens, 0.1, **options)
+    parts = segment(query, key, value, mask, lens, None, sinks, *scales)
     twice = 1 if options.get("whole", True) else 2
     lean.plan_merge(query, dim, *[segment.line] * twice, dtype=dtype)(*[parts] * twice)
 
@@ -57,6 +61,7 @@ print(json.dumps(variants))
 Variant = tuple[tuple[str, int, int], dict[str, object]]  # dtype, head_dim, packed rows; and options of `plan_segment`
 
 PER_SEQUENCE, LENS = {"mask": ("bool", 2, 1, 1)}, {"lens": True}
+FLOAT8 = {"float8": True}
 EXTRAS = {"window": 1000, "softcap": 30.0, "sinks": True}
 
 
@@ -85,6 +90,11 @@ GROUPS: dict[str, list[Variant]] = {
         for variant in shapes("bfloat16", (128,), (n,), {"mask": mask})
     ],
     "extras": shapes("bfloat16", (128,), (4, 64), EXTRAS, {**EXTRAS, **LENS}, {**EXTRAS, **LENS, **PER_SEQUENCE}),
+    "float8": [
+        *shapes("bfloat16", (64, 128), (4, 64), FLOAT8, {**FLOAT8, **LENS}, {**FLOAT8, **PER_SEQUENCE}),
+        *shapes("float16", (128,), (4,), FLOAT8, {**FLOAT8, **EXTRAS}),
+        *shapes("bfloat16", (80, 256), (4,), FLOAT8),
+    ],
     "float32": shapes("float32", (64, 128, 256), (4,), {}, PER_SEQUENCE),
     "segments": [
         *shapes("bfloat16", (128,), (4, 64), {"whole": False}, {"whole": False, "follows": True}),

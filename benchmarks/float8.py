@@ -1,0 +1,114 @@
+"""Decode attention of keys and values in float8, beside the same in 16 bits and beside widening them for SDPA.
+
+    python benchmarks/float8.py --device cuda
+
+One query for each sequence. `float8` is `tatten.decode_attention` with factors for each head, `16 bits` the same on
+keys and values in the dtype of the query, `widened` is SDPA after `key.to(dtype) * scale` under `torch.compile`, as a
+PyTorch user would write it. Captured CUDA graphs go round copies that exceed the L2 cache, in turns; medians in
+microseconds. The floor is each key and value in float8 once, at the best rate of a plain read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+
+import torch
+import torch.nn.functional as F
+from timing import as_graph, seconds
+from torch import Tensor
+
+import tatten
+
+SHAPES = [  # batch, query heads, kv heads, keys, head_dim
+    (1, 32, 8, 131072, 128),
+    (8, 32, 8, 16384, 128),
+    (64, 64, 8, 4096, 128),
+    (32, 32, 32, 4096, 128),
+    (8, 32, 8, 16384, 64),
+    (8, 32, 8, 1024, 128),
+]
+
+
+@torch.compile
+def widened(query: Tensor, key: Tensor, value: Tensor, key_scale: Tensor, value_scale: Tensor) -> Tensor:
+    key, value = (x.to(query.dtype) * f[:, None, None] for x, f in ((key, key_scale), (value, value_scale)))
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+
+def measure(shape: tuple[int, int, int, int, int], dtype: torch.dtype, rounds: int) -> dict[str, float]:
+    """Microseconds of each candidate. All are held to float64 first."""
+    batch, q_heads, kv_heads, kv_len, dim = shape
+    copies = max(1, min(12, -(-300_000_000 // (2 * batch * kv_heads * kv_len * dim))))
+    query = torch.randn(batch, q_heads, 1, dim, device="cuda", dtype=dtype)
+    wide = torch.randn(copies, 2, batch, kv_heads, kv_len, dim, device="cuda", dtype=dtype)
+    narrow = wide.to(torch.float8_e4m3fn)
+    scales = [torch.rand(kv_heads, device="cuda") + 0.5 for _ in "kv"]
+    half = [x.to(dtype) for x in scales]
+    named = {"key_scale": scales[0], "value_scale": scales[1]}
+
+    def float8(k: Tensor, v: Tensor) -> Tensor:
+        return tatten.decode_attention(query, k, v, **named)
+
+    runs = {
+        "float8": (narrow, float8),
+        "16 bits": (wide, lambda k, v: tatten.decode_attention(query, k, v)),
+        "widened": (narrow, lambda k, v: widened(query, k, v, *half)),
+    }
+    k, v = (x[-1:].double() * f[:, None, None] for x, f in zip(narrow[0], scales, strict=True))
+    want = F.scaled_dot_product_attention(query[-1:].double(), k, v, enable_gqa=True)
+    graphs = {}
+    for name, (pool, attend) in runs.items():
+        if name != "16 bits":  # whose keys and values are others
+            error = (attend(*pool[0])[-1:].double() - want).norm() / want.norm()
+            if not error < 2e-2:
+                raise ArithmeticError(f"{name} is wrong: relative error {error:.1e}")
+
+        def step(pool: Tensor = pool, attend=attend) -> Tensor:
+            return [attend(*kv) for kv in pool][-1]
+
+        step()
+        graphs[name] = as_graph(step)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            graph()
+            times[name].append(seconds(graph, "cuda", 3) / copies * 1e6)
+    return {name: statistics.median(x) for name, x in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda"], default="cuda")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("needs a GPU: on a CPU float8 is widened before anything is computed")
+        return
+    x = torch.randn(1 << 30, device="cuda")
+    rate = max(x.nbytes / seconds(x.sum, "cuda", 3) for _ in range(5))
+    del x
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, reads {rate / 1e12:.3f} TB/s")
+    rows = []
+    with torch.inference_mode():
+        for dtype in (torch.bfloat16, torch.float16):
+            for shape in SHAPES:
+                us = measure(shape, dtype, args.rounds)
+                batch, _, kv_heads, kv_len, dim = shape
+                us["floor"] = 2 * batch * kv_heads * kv_len * dim / rate * 1e6
+                rows.append({"shape": shape, "dtype": str(dtype), "us": us})
+                cells = "  ".join(f"{name} {x:7.1f}" for name, x in us.items())
+                print(
+                    f"{shape!s:26} {str(dtype)[6:]:8}  {cells}  {us['float8'] / us['16 bits']:.2f} of 16 bits",
+                    flush=True,
+                )
+                torch.cuda.empty_cache()
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
