@@ -21,7 +21,7 @@ Call = Callable[[], object]
 
 
 def host_us(call: Call, calls: int) -> float:
-    """Of one of so many calls in a row. Few enough are under way that the GPU's queue is never full."""
+    """Of one of so many calls in a row: few, and of little work, so that the host never waits for the GPU."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda"], default="cuda")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--kv-len", type=int, default=1024)
-    parser.add_argument("--calls", type=int, default=300)
+    parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -55,14 +55,24 @@ def decode_attention(
     provider: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     check_provider(provider, query.device)
-    extras = {"window": window, "softcap": softcap, "sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
-    check_decode_attention(query, key, value, attn_mask, kv_lens, **extras)
+    check_decode_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        kv_lens,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
     scale = query.shape[3] ** -0.5 if scale is None else scale
     dtype = query.dtype
     if key.dtype != dtype:  # float8, for which PyTorch has no products on a CPU
-        wide = accumulator_dtype(dtype)
-        query, key, value = query.to(wide), _dequantized(key, key_scale, wide), _dequantized(value, value_scale, wide)
-        attn_mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.to(wide)
+        query = query.to(accumulator_dtype(dtype))
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = squeeze_broadcast(attn_mask).to(query.dtype)
     mask, bounds, q_len, kv_len = attn_mask, None, query.shape[2], key.shape[2]
     if kv_lens is not None or window is not None:
         lens = [kv_len] if kv_lens is None else check_kv_lens(kv_lens, kv_len)
@@ -76,7 +86,7 @@ def decode_attention(
             within = mask & within if mask.dtype == torch.bool else torch.where(within, mask, NEG_INF)
             bounds = None
         mask, spans = within, None
-    out, lse = _attend_keys(query, key, value, mask, spans, scale, bounds, softcap)
+    out, lse = _attend_keys(query, key, value, mask, spans, scale, bounds, softcap, (key_scale, value_scale))
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     return out.to(dtype).contiguous(), lse.contiguous()
@@ -116,12 +126,15 @@ def _attend_keys(
     scale: float,
     bounds: list[list[int]] | None = None,
     softcap: float | None = None,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """The state over the keys that the mask leaves; `bounds` are the `mask_spans` of each row, if known, as a list."""
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], value.shape[3]
     rows = pack_heads(query, kv_heads)
     kernel = attend if softcap is None else functools.partial(_attend_capped, softcap=softcap)
+    if key.dtype != query.dtype:
+        kernel = functools.partial(_attend_widened, kernel, scales)
     if mask is None:
         out, lse = kernel(rows, key, value, None, scale, False)
         return out.reshape(batch, q_heads, q_len, value_dim), lse.reshape(batch, q_heads, q_len)
@@ -201,9 +214,18 @@ def _attend_capped(
     return (weights @ value).to(rows.dtype), lse
 
 
-def _dequantized(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    x = x.to(dtype)
-    return x if scale is None else x * scale.to(dtype)[:, None, None]
+def _attend_widened(
+    kernel: Callable[..., tuple[Tensor, Tensor]],
+    scales: tuple[Tensor | None, Tensor | None],
+    rows: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: object,
+) -> tuple[Tensor, Tensor]:
+    """`kernel` on the keys and values that those in float8 stand for: only what it reads is widened."""
+    wide = (x.to(rows.dtype) for x in (key, value))
+    key, value = (x if f is None else x * f.to(x.dtype)[:, None, None] for x, f in zip(wide, scales, strict=True))
+    return kernel(rows, key, value, *rest)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The CUDA implementations: checks, and who computes what. Both depend on layouts only, and are done once for each."""
+"""The CUDA implementations: checks, and who computes what, which are done once for tensors of one layout."""
 
 from __future__ import annotations
 
@@ -68,16 +68,26 @@ def _plan_decode(
     provider: str,
 ) -> Callable[..., State]:
     """What computes it, of query, key, value, attn_mask, kv_lens, spans, sinks, key_scale and value_scale."""
-    extras = {"window": window, "softcap": softcap, "sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
-    named = {name: x for name, x in extras.items() if isinstance(x, Tensor)}
-    check_devices(query, key=key, value=value, attn_mask=attn_mask, kv_lens=kv_lens, spans=spans, **named)
-    check_decode_attention(query, key, value, attn_mask, kv_lens, **extras)
+    extras = {"sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
+    check_devices(query, key=key, value=value, attn_mask=attn_mask, kv_lens=kv_lens, spans=spans, **extras)
+    check_decode_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        kv_lens,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
     check_cuda_head_dims(query, value)
     check_provider(provider, query.device)
     if spans is not None:
         check_spans(spans, query.shape[0], key.shape[2], query.device)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    plain = all(x is None for x in (attn_mask, kv_lens, *extras.values())) and key.dtype == query.dtype
+    plain = all(x is None for x in (attn_mask, kv_lens, window, softcap, sinks)) and key.dtype == query.dtype
     if provider == "auto" and query.dtype == torch.float64:  # for checking models, not for speed: no kernel of its own
         return lambda q, k, v, mask, lens, _, *tensors: decode_attention_reference(
             q, k, v, mask, lens, scale, *tensors, window=window, softcap=softcap
@@ -95,7 +105,20 @@ def _plan_decode(
 
     if kv_lens is not None or window is not None or attn_mask is None:
         spans = None  # the others change what the mask leaves
-    return plan_attention(query, key, value, attn_mask, kv_lens, scale, spans, **extras)
+    return plan_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        kv_lens,
+        scale,
+        spans,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
 
 
 def bifurcated_attention(

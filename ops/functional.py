@@ -70,7 +70,8 @@ def decode_attention(
 
     Args:
         query: `[batch, q_heads, q_length, head_dim]`, float16, bfloat16, float32 or float64, any strides.
-        key: `[batch, kv_heads, kv_length, head_dim]`, in `query`'s dtype or float8_e4m3fn; kv_heads divides q_heads.
+        key: `[batch, kv_heads, kv_length, head_dim]`, in `query`'s dtype or float8_e4m3fn (on CUDA from compute
+            capability 8.9 on); kv_heads divides q_heads.
         value: `[batch, kv_heads, kv_length, value_dim]`, in the dtype of `key`.
         attn_mask: bool (True takes part) or additive in float32 or `query`'s dtype; broadcastable to
             `[batch, q_heads, q_length, kv_length]`, stride 0 included.

@@ -26,7 +26,7 @@ def by_layout(plan: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(plan)
     def planned(*args: Any) -> T:
-        at = tuple([_layout(x) if isinstance(x, (Tensor, list)) else x for x in args])
+        at = tuple([_layout(x) if isinstance(x, (Tensor, list, tuple)) else x for x in args])
         found = made.get(at)
         if found is None:
             if len(made) >= MOST_PLANS:
@@ -40,7 +40,7 @@ def by_layout(plan: Callable[..., T]) -> Callable[..., T]:
 def _layout(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
-    return tuple([_layout(y) for y in x]) if isinstance(x, list) else x
+    return tuple([_layout(y) for y in x]) if isinstance(x, (list, tuple)) else x
 
 
 def on_device_of(x: Tensor, run: Callable[..., T], *args: Any) -> T:

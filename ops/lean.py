@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +9,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tatten.ops.launching import Launch
+from tatten.ops.lean_masks import MaskPlan, plan_mask
 from tatten.ops.lean_parts import INTERPRETED, Line, Merge, Parts, plan_merge
-from tatten.ops.packing import squeeze_broadcast
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.tiles import Tiles, capability, multiprocessors, packed_rows, programs_for, tiles_for
 from tatten.ops.tma import Tiling, takes_tma
-from tatten.ops.triton_lean import ADDITIVE_MASK, BOOL_MASK, NO_MASK, _lean_kernel
-from tatten.ops.triton_mask import plan_mask_blocks
+from tatten.ops.triton_lean import NO_MASK, _lean_kernel
 from tatten.ops.validate import BLOCK_KEYS
 
 
@@ -30,8 +28,7 @@ class Segment:
     out_shape: tuple[int, int, int, int]
     out_dtype: torch.dtype
     acc_dtype: torch.dtype
-    mask_kind: int
-    find_blocks: Callable[[Tensor, Tensor | None], Tensor] | None
+    mask: MaskPlan
     key_tiles: Tiling | None
     value_tiles: Tiling | None
 
@@ -51,11 +48,7 @@ class Segment:
         kv_lens, blocks, sinks, key_scale, value_scale = [
             None if x is None else x.contiguous() for x in (kv_lens, blocks, sinks, key_scale, value_scale)
         ]
-        if self.find_blocks is not None and attn_mask is not None:
-            blocks = self.find_blocks(attn_mask, kv_lens)
-        mask = query
-        if attn_mask is not None and self.mask_kind != NO_MASK:
-            mask = attn_mask.view(torch.uint8) if self.mask_kind == BOOL_MASK else attn_mask
+        mask, blocks = self.mask(attn_mask, kv_lens, blocks)
         line = self.line
         out = query.new_empty(self.out_shape, dtype=self.out_dtype)
         lse = query.new_empty(self.out_shape[:3], dtype=self.acc_dtype)
@@ -67,7 +60,7 @@ class Segment:
             value,
             key if self.key_tiles is None else self.key_tiles(key),
             value if self.value_tiles is None else self.value_tiles(value),
-            mask,
+            query if mask is None else mask,
             query if kv_lens is None else kv_lens,
             query if blocks is None else blocks,
             query if sinks is None else sinks,
@@ -91,14 +84,6 @@ def _constant_stride(x: Tensor) -> int:
 
 def _tiling(x: Tensor, block_n: int) -> Tiling:
     return Tiling(TensorDescriptor, x, [1, 1, block_n, max(16, power_of_2(x.shape[3]))])
-
-
-def _mask_strides(mask: Tensor, scores: tuple[int, int, int, int], kv_batch: int) -> tuple[int, int, int, int, int]:
-    """Of rows of K, sequences, heads, queries and keys; the mask is 4-D, with size 1 where its stride is 0."""
-    b, h, n, s = mask.expand(mask.shape[0], *scores[1:]).stride()
-    if mask.shape[0] == 1:
-        return 0, 0, h, n, s
-    return (b, 0, h, n, s) if mask.shape[0] == kv_batch else (0, b, h, n, s)
 
 
 def plan_segment(
@@ -128,30 +113,17 @@ def plan_segment(
     """
     batch, q_heads, q_len, head_dim = query.shape
     kv_batch, kv_heads, kv_len, value_dim = *key.shape[:3], value.shape[3]
-    group, shared = q_heads // kv_heads, batch // kv_batch
     packed = packed_rows(query, key)
     window = None if window is None else min(window, kv_len + q_len)  # more is the same, and could overflow
 
-    mask_kind, mask_strides, find_blocks, listed = NO_MASK, (0, 0, 0, 0, 0), None, blocks is not None
-    groups = blocks.shape[0] if blocks is not None else 1 if kv_lens is None else kv_batch
-    follows = follows and (blocks is None or blocks.is_contiguous())
-    if attn_mask is not None and kv_len:
-        mask = squeeze_broadcast(attn_mask)
-        if blocks is None:
-            find_blocks = plan_mask_blocks(mask, batch, kv_batch, q_len, kv_len, kv_lens, window)
-            groups, listed, follows = find_blocks.rows, True, False
-        if mask.dtype != torch.bool:
-            mask_kind = ADDITIVE_MASK
-        elif mask.shape[1] != 1 or mask.shape[2] != 1 or (shared > 1 and mask.shape[0] == batch):
-            mask_kind = BOOL_MASK
-        if mask_kind != NO_MASK:
-            mask_strides = _mask_strides(mask, (batch, q_heads, q_len, kv_len), kv_batch)
-
+    mask = plan_mask(query, key, attn_mask, kv_lens, blocks, window)
+    listed, groups = mask.listed, mask.groups
+    follows = follows and mask.find_blocks is None and (blocks is None or blocks.is_contiguous())
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
     float8 = key.element_size() == 1
-    masked = mask_kind != NO_MASK or window is not None or (float8 and kv_lens is not None)
+    masked = mask.kind != NO_MASK or window is not None or (float8 and kv_lens is not None)
     tiles = tiles or tiles_for(
-        packed, max(block_d, block_dv), query.element_size(), listed, masked, key.element_size() == 1
+        packed, max(block_d, block_dv), query.element_size(), listed=listed, masked=masked, float8=float8
     )
     block_n = BLOCK_KEYS if listed else tiles.block_n
     m_blocks = ceil_div(packed, tiles.block_m)
@@ -166,7 +138,7 @@ def plan_segment(
         rows,
         kv_len,
         kv_heads,
-        shared,
+        batch // kv_batch,
         m_blocks,
         programs,
         tiles.block_m,
@@ -188,7 +160,7 @@ def plan_segment(
         *query.stride(),
         *key.stride(),
         *value.stride(),
-        *mask_strides,
+        *mask.strides,
         line.blocks_stride,
         scale,
         softcap or 0.0,
@@ -196,9 +168,9 @@ def plan_segment(
         kv_len,
         groups,
         rows,
-        shared,
+        line.shared,
         kv_heads,
-        group,
+        q_heads // kv_heads,
         q_len,
         m_blocks,
         programs,
@@ -212,7 +184,7 @@ def plan_segment(
         BLOCK_N=block_n,
         RUN_N=run_n,
         GROUPS=power_of_2(groups),
-        MASK=mask_kind,
+        MASK=mask.kind,
         HAS_LENS=kv_lens is not None,
         LISTED=listed,
         WINDOW=window is not None,
@@ -226,7 +198,7 @@ def plan_segment(
         TMA=tma,
         OVERLAP=overlap,
         WAIT_LAST=follows,
-        UPCAST=INTERPRETED,
+        UPCAST=INTERPRETED,  # bf16 dots are garbage in the interpreter (Triton 3.6 to 3.9)
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         launch_pdl=overlap,
@@ -237,8 +209,7 @@ def plan_segment(
         out_shape=(batch, q_heads, q_len, value_dim),
         out_dtype=query.dtype if whole else acc_dtype,
         acc_dtype=acc_dtype,
-        mask_kind=mask_kind,
-        find_blocks=find_blocks,
+        mask=mask,
         key_tiles=_tiling(key, run_n) if tma else None,
         value_tiles=_tiling(value, run_n) if tma else None,
     )
@@ -258,10 +229,12 @@ class LeanAttention:
         value: Tensor,
         attn_mask: Tensor | None,
         kv_lens: Tensor | None,
-        *extras: Tensor | None,
+        blocks: Tensor | None,
+        sinks: Tensor | None,
+        key_scale: Tensor | None,
+        value_scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """`extras`: blocks, sinks, key_scale and value_scale."""
-        return self.merge(self.segment(query, key, value, attn_mask, kv_lens, *extras))
+        return self.merge(self.segment(query, key, value, attn_mask, kv_lens, blocks, sinks, key_scale, value_scale))
 
 
 def plan_attention(

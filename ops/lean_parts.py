@@ -15,7 +15,6 @@ from tatten.ops.tiles import capability
 from tatten.ops.triton_parts import _merge_segments_kernel
 from tatten.ops.validate import BLOCK_KEYS
 
-# bf16 dots are garbage in the interpreter (Triton 3.6 to 3.9).
 INTERPRETED = not isinstance(_merge_segments_kernel, triton.JITFunction)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tatten.ops.packing import pack_heads
 from tatten.ops.regimes import REGIMES
+from tatten.ops.tiles import capability
 
 State = tuple[Tensor, Tensor]
 
@@ -17,6 +18,8 @@ def why_not(provider: str, query: Tensor, key: Tensor, value: Tensor, plain: boo
     """Why `provider` can't compute this, or None. `plain`: all keys count, as they are, in `query`'s dtype."""
     head_dim, kv_len = key.shape[3], key.shape[2]
     if provider == "triton":
+        if key.element_size() == 1 and capability(query.device) < (8, 9):
+            return "it takes float8 from compute capability 8.9 on"
         return "it takes no float64" if query.dtype == torch.float64 else None
     if not plain:
         return "it takes no mask, lengths, window, soft cap, sinks or float8"

@@ -26,7 +26,7 @@ class Tiles:
 
 
 def tiles_for(
-    rows: int, dim: int, element_size: int, listed: bool = False, masked: bool = False, float8: bool = False
+    rows: int, dim: int, element_size: int, *, listed: bool = False, masked: bool = False, float8: bool = False
 ) -> Tiles:
     """The tiles for `rows` packed queries and a padded head_dim: as measured on an H200, and without spills.
 

@@ -39,10 +39,10 @@ _SIZES = [
 @triton.jit
 def _widen(x, dtype: tl.constexpr):
     """Keys or values in the dtype of the queries, exactly."""
-    if x.dtype == dtype:
-        return x
-    else:  # float8 to bfloat16 at once would go through a unit that takes one number at a time, 16 a clock
+    if x.dtype.primitive_bitwidth == 8:  # to bfloat16 at once is a number at a time, by a unit that does 16 a clock
         return x.to(tl.float16).to(tl.float32).to(dtype)
+    else:
+        return x.to(dtype)
 
 
 @triton.jit
@@ -321,8 +321,8 @@ def _lean_kernel(
         if PLAIN:
             highest *= scale
         acc, log_sum = finish_state(acc, highest, total)
-        if VALUE_SCALE:
-            acc *= tl.load(value_scale + kv_head)
+        if VALUE_SCALE:  # of which an infinite one leaves an empty row 0
+            acc = tl.where(total[:, None] != 0, acc * tl.load(value_scale + kv_head), acc)
 
         value_ok = row_ok[:, None] & (value_dims < VALUE_DIM)[None, :]
         row_start = place - first

@@ -90,13 +90,14 @@ def test_a_plan_keeps_no_tensor(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
     def empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    cache = [empty(2, 2, 300, 128) for _ in range(2)]
+    cache = [empty(2, 2, 300, 128, dtype=torch.float8_e4m3fn if op == "decode" else torch.float16) for _ in range(2)]
+    scales = [empty(2, dtype=torch.float32) for _ in range(2)]
     shared = [empty(1, 2, 300, 128) for _ in range(2)]
     query, mask, lens = empty(2, 8, 1, 128), empty(2, 8, 1, 300, dtype=torch.bool), empty(2, dtype=torch.int64)
     sinks, out, lse = empty(8), empty(3, 2, 8, 1, 128), empty(3, 2, 8, 1, dtype=torch.float32)
     match op:
         case "decode":
-            plan = cuda._plan_decode(query, *cache, mask, lens, None, None, 9, None, sinks, "triton")
+            plan = cuda._plan_decode(query, *cache, mask, lens, None, None, 9, None, sinks, *scales, "triton")
         case "bifurcated":
             both = [list(pair) for pair in zip(shared, cache, strict=True)]
             plan = cuda._plan_bifurcated(query, *both, [None, mask], [None, None], None)
@@ -105,8 +106,8 @@ def test_a_plan_keeps_no_tensor(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
             plan = cuda._plan_merge_states(out, lse)
         case "mask":
             plan = cuda._plan_mask_blocks(mask, 2, 2, 1)
-    kept = [weakref.ref(x) for x in (*cache, *shared, query, mask, lens, sinks, out, lse)]
-    del cache, shared, query, mask, lens, sinks, out, lse
+    kept = [weakref.ref(x) for x in (*cache, *shared, *scales, query, mask, lens, sinks, out, lse)]
+    del cache, shared, scales, query, mask, lens, sinks, out, lse
     gc.collect()
     assert [ref() for ref in kept] == [None] * len(kept)
     assert plan is not None

@@ -156,7 +156,9 @@ def test_the_same_to_the_bit(kind: str) -> None:
         assert_equal(state, want)
 
 
-@pytest.mark.parametrize("kinds", [("uniform", "ragged"), ("masked", "shared"), ("ragged", "ragged")], ids="-".join)
+@pytest.mark.parametrize(
+    "kinds", [("uniform", "ragged"), ("masked", "shared"), *((kind, kind) for kind in JOBS)], ids="-".join
+)
 def test_graphs_on_two_streams_at_once(kinds: tuple[str, str]) -> None:
     jobs = [make_job(kind) for kind in kinds]
     graphs = [capture(job) for job, _ in jobs]

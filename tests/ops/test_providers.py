@@ -93,6 +93,15 @@ def test_what_a_provider_cannot_compute(provider: str, shape: dict, says: str | 
     assert "no mask" in why_not(provider, *tensors(**shape), plain=False)
 
 
+def test_float8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, *kv = tensors()
+    kv = [x.to(torch.float8_e4m3fn) for x in kv]
+    assert why_not("triton", query, *kv, plain=False) is None
+    monkeypatch.setattr(providers, "capability", lambda device: (8, 6))
+    assert "from compute capability 8.9 on" in why_not("triton", query, *kv, plain=False)
+    assert why_not("triton", *tensors(), plain=False) is None
+
+
 def test_fa3_is_asked_for_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "flash_attn_interface, is not installed" in why_not("fa3", *tensors(), plain=True)

@@ -41,7 +41,7 @@ def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, wid
 
 launches, chosen = [], []
 tiles_for = lean.tiles_for
-lean.tiles_for = lambda *args: chosen.append(tiles_for(*args)) or chosen[-1]
+lean.tiles_for = lambda *args, **kwargs: chosen.append(tiles_for(*args, **kwargs)) or chosen[-1]
 lean.multiprocessors = lean_segments.multiprocessors = lambda device: 132
 for module in (lean, lean_parts, triton_mask, gluon_wide):
     for name, x in list(vars(module).items()):

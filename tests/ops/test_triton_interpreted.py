@@ -115,6 +115,21 @@ def test_shapes(case: Case, programs: int) -> None:
     assert_state(*lean(inputs, programs=programs), inputs)
 
 
+def test_bfloat16_beyond_the_range_of_float16() -> None:
+    inputs = Case(dtype=torch.bfloat16, kv_len=70, head_dim=16).inputs()
+    for factor in (2.0**20, 2.0**-50):
+        assert_state(*lean(given := inputs | {"value": inputs["value"] * factor}, programs=2), given)
+
+
+def test_a_query_without_keys_is_zero_whatever_the_factors() -> None:
+    inputs = Case(float8="scaled", kv_len=70, head_dim=16).inputs(poison=False)
+    inputs |= {"kv_lens": torch.tensor([0, 70]), "value_scale": torch.tensor([float("inf"), 1.0])}
+    out, lse = lean(inputs)
+    assert not out[0].any()
+    assert (lse[0] == NEG_INF).all()
+    assert not out[1, :2].isfinite().any()
+
+
 @pytest.mark.parametrize("kind", ["plain", "scaled"])
 @pytest.mark.parametrize("mask", ["none", "holes", "additive", "nearly_full"])
 @pytest.mark.parametrize("options", [{}, {"lens": True, "sinks": True}, {"window": 20, "softcap": 1.5}], ids=str)
