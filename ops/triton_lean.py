@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 
 from tatten.ops.triton_line import finish_state, line_of_tiles, start_of
+from tatten.ops.triton_tile import fold_tile, scores_of, widen
 
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
-_LOG2E = tl.constexpr(1.4426950408889634)
-
 
 # Sizes that change from step to step or model to model: to specialise on 1 and on multiples of 16 would recompile.
 _SIZES = [
@@ -34,44 +33,6 @@ _SIZES = [
     "m_blocks",
     "programs",
 ]
-
-
-@triton.jit
-def _widen(x, dtype: tl.constexpr):
-    """Keys or values in the dtype of the queries, exactly."""
-    if x.dtype.primitive_bitwidth == 8:  # to bfloat16 at once is a number at a time, by a unit that does 16 a clock
-        return x.to(tl.float16).to(tl.float32).to(dtype)
-    else:
-        return x.to(dtype)
-
-
-@triton.jit
-def _scores(q, k, scale, softcap, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Of queries and a tile of keys, unscaled if `PLAIN`."""
-    scores = tl.dot(q, k, input_precision="ieee")
-    if not PLAIN:
-        scores *= scale
-    if SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both ends of float32's exponents
-        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2 * _LOG2E / softcap)) + 1.0))
-    return scores
-
-
-@triton.jit
-def _fold_tile(acc, highest, total, scores, v, scale, PLAIN: tl.constexpr):
-    """Add a tile to the running state; a score of -inf is a key that does not count."""
-    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    if PLAIN:
-        decay = tl.exp2((highest - base) * (scale * _LOG2E))
-        weights = tl.exp2(scores * (scale * _LOG2E) - (base * (scale * _LOG2E))[:, None])
-    else:
-        # Subtract before going to base 2: a bias of finfo.min times log2(e) would overflow to -inf.
-        decay = tl.exp2((highest - base) * _LOG2E)
-        weights = tl.exp2((scores - base[:, None]) * _LOG2E)
-    total = total * decay + tl.sum(weights, axis=1)
-    acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    return acc, new_highest, total
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -260,9 +221,9 @@ def _lean_kernel(
                         mask=(value_dims < VALUE_DIM)[None, :],
                         other=0.0,
                     )
-                k, v = _widen(k, q.dtype), _widen(v, q.dtype)
-                scores = _scores(q, k, row_scale, softcap, PLAIN, SOFTCAP)
-                acc, highest, total = _fold_tile(acc, highest, total, scores, v, scale, PLAIN)
+                k, v = widen(k, q.dtype), widen(v, q.dtype)
+                scores = scores_of(q, k, row_scale, softcap, PLAIN, SOFTCAP)
+                acc, highest, total = fold_tile(acc, highest, total, scores, v, scale, PLAIN)
             begin = first + steps * (RUN_N // BLOCK_N)
             more = begin < tl.minimum(stop, count)
             block = tl.load(row_blocks + 2 * (begin + 1), mask=more, other=0).to(tl.int32)
@@ -297,8 +258,8 @@ def _lean_kernel(
                     mask=valid[:, None] & (value_dims < VALUE_DIM)[None, :],
                     other=0.0,
                 )
-            k, v = _widen(k, q.dtype), _widen(v, q.dtype)
-            scores = _scores(q, k, row_scale, softcap, PLAIN, SOFTCAP)
+            k, v = widen(k, q.dtype), widen(v, q.dtype)
+            scores = scores_of(q, k, row_scale, softcap, PLAIN, SOFTCAP)
             ok = valid[None, :]
             if WINDOW:
                 ok = ok & (keys[None, :] <= last_key[:, None]) & (keys[None, :] > (last_key - window)[:, None])
@@ -311,7 +272,7 @@ def _lean_kernel(
                     ok = ok & (bias != float("-inf"))
                     scores += bias
             scores = tl.where(ok, scores, float("-inf"))
-            acc, highest, total = _fold_tile(acc, highest, total, scores, v, scale, PLAIN)
+            acc, highest, total = fold_tile(acc, highest, total, scores, v, scale, PLAIN)
             if LISTED:  # one tile ahead, so that no load waits for its address
                 more = i + 1 < stop
                 block = tl.load(row_blocks + 2 * (i + 2), mask=more, other=0).to(tl.int32)

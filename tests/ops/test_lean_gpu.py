@@ -322,12 +322,12 @@ def test_every_float8_is_widened_exactly(dtype: torch.dtype) -> None:
     import triton
     import triton.language as tl
 
-    from tatten.ops.triton_lean import _widen
+    from tatten.ops.triton_tile import widen
 
     @triton.jit
     def copy(narrow, wide, SIZE: tl.constexpr):
         at = tl.arange(0, SIZE)
-        tl.store(wide + at, _widen(tl.load(narrow + at), wide.dtype.element_ty))
+        tl.store(wide + at, widen(tl.load(narrow + at), wide.dtype.element_ty))
 
     codes = torch.randperm(1024, device="cuda").to(torch.uint8).view(torch.float8_e4m3fn)  # each four times
     got = torch.empty(1024, dtype=dtype, device="cuda")
