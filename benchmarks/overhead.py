@@ -2,7 +2,7 @@
 
     python benchmarks/overhead.py --device cuda
 
-Microseconds of the host for one call, of calls in a row; the least of `--rounds`, all ops in turn.
+Microseconds of the host for one call, of calls in a row; the least of `--rounds`, one op after the other.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def decode_attention(
         sinks: `[q_heads]`, float32 or `query`'s dtype, on the device of `query`: a logit that takes part in the
             softmax of every query of its head, and has no value. It is what merging with the state `(0, sink)` gives;
             -inf is none. Attention sinks: arXiv 2309.17453; learned, one a head: gpt-oss.
-        key_scale: float32 `[kv_heads]`, on the device of `query`: what stands for the keys of head `h` in float8 is
-            `key[:, h] * key_scale[h]`. Default: 1. They are widened when they are read, not written back.
+        key_scale: float32 `[kv_heads]`, on the device of `query`, with float8 keys only: those of kv head `i` stand
+            for `key[:, i] * key_scale[i]`. Default: 1. They are widened when they are read, not written back.
         value_scale: the same for the values.
         provider: who computes: "auto", or by name "cpu" on a CPU, and on CUDA "triton" (ours), "cudnn", "flash", or
             "fa3" where FlashAttention-3 is installed (flash_attn_interface, from hopper/ of flash-attention).
@@ -102,7 +102,7 @@ def decode_attention(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what was expected and what came.
-        NotImplementedError: gradients are wanted.
+        NotImplementedError: gradients are wanted, or the provider, the GPU or the kernel can't compute this.
     """
     check_tensors(query=query, key=key, value=value)
     out, lse = torch.ops.tatten.decode_attention.default(
@@ -162,7 +162,8 @@ def bifurcated_attention(
 
     Args:
         query: `[B, q_heads, q_length, head_dim]`, float16, bfloat16, float32 or float64, any strides.
-        keys: for each segment `[B_i, kv_heads, length_i, head_dim]`; kv_heads divides q_heads, and length_i may be 0.
+        keys: for each segment `[B_i, kv_heads, length_i, head_dim]`, in `query`'s dtype; kv_heads divides q_heads, and
+            length_i may be 0.
         values: for each segment `[B_i, kv_heads, length_i, value_dim]`.
         attn_masks: for each segment None, or a mask that broadcasts to `[B, q_heads, q_length, length_i]` or, one for
             each row of the segment, `[B_i, q_heads, q_length, length_i]`; bool (True takes part) or additive, in
@@ -176,7 +177,7 @@ def bifurcated_attention(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what was expected and what came.
-        NotImplementedError: gradients are wanted.
+        NotImplementedError: gradients are wanted, or head_dim is too large for the CUDA kernel.
     """
     for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks)):
         if isinstance(tensors, Tensor):

@@ -117,6 +117,23 @@ def test_the_reference_equals_attention_written_out(case: Case) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_float8_as_the_readme_makes_it(device: str) -> None:
+    """Of heads that differ in size by far; e4m3 has three bits of mantissa."""
+    inputs = Case(kv_len=200, q_len=2).inputs(device)
+    want = torch.ops.tatten.decode_attention(**inputs)
+    for name in ("key", "value"):
+        x = inputs[name] * torch.tensor([1e-3, 50.0], device=device)[:, None, None]
+        scale = x.float().abs().amax((0, 2, 3)).clamp(min=1e-12) / 448
+        stored = (x / scale[:, None, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        back = torch.tensor([1e3, 1 / 50.0], device=device)
+        inputs |= {name: stored, f"{name}_scale": scale * back}
+    got = torch.ops.tatten.decode_attention(**inputs)
+    assert not torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[0], want[0], atol=0.05, rtol=0)
+    torch.testing.assert_close(got[1], want[1], atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lens", [False, True])
 @pytest.mark.parametrize("q_len", [1, 3])
 @pytest.mark.parametrize("window", WINDOWS)
