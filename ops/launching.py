@@ -1,7 +1,7 @@
 """Launching Triton kernels again and again: what tensors of one layout need the second time is remembered.
 
-A call in eager mode takes as long as the host takes for it. Triton looks at each argument of a kernel at each launch, 70
-for the lean kernel, which is most of what its launch costs; to check and plan a call costs more than that again.
+A call in eager mode takes as long as the host takes for it. Triton looks at each argument of a kernel at each launch,
+most of what a launch of the lean kernel with its 70 costs; to check and plan a call costs more than that again.
 """
 
 from __future__ import annotations
