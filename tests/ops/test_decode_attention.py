@@ -320,7 +320,12 @@ def test_opcheck(case: Case, device: str) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [Case(mask="causal", q_len=2), Case(window=5, softcap=2.0, sinks=True, q_len=2), Case(float8="scaled", sinks=True)],
+    [
+        Case(mask="causal", q_len=2),
+        Case(window=5, softcap=2.0, sinks=True, q_len=2),
+        Case(window=5, sinks=True),
+        Case(float8="scaled", sinks=True),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])

@@ -393,6 +393,7 @@ SEGMENTS = [
     Segments(((1, 0, ""), (4, 70, ""))),
     Segments(((1, 0, ""), (4, 0, ""))),
     Segments(((1, 0, "rows"), (4, 70, "nothing"), (1, 0, ""))),
+    Segments(((1, 40, ""), (2, 70, "rows"), (4, 20, ""), (1, 0, ""), (4, 5, "nothing"), (4, 33, ""))),
     Segments(((4, 150, ""),), dim=20, value_dim=12),
     Segments(((1, 130, ""), (4, 70, "")), kv_heads=(2, 4)),
     Segments(((2, 130, ""), (4, 70, "")), kv_heads=(4, 1), q_len=2),
@@ -457,6 +458,7 @@ def test_merge_pair(dtype: torch.dtype) -> None:
     got = plan_merge_pair(72, 24, dtype)(outs[0], lses[0], outs[1], lses[1])
     out, lse = merge_parts(outs, lses)
     assert got[0].dtype == dtype
+    assert got[0].is_contiguous()
     assert got[0].isnan().any()
     torch.testing.assert_close(got, (out.to(dtype), lse), equal_nan=True)
 
