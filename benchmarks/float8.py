@@ -16,6 +16,7 @@ import statistics
 
 import torch
 import torch.nn.functional as F
+from lean_paper import bandwidth
 from timing import as_graph, seconds
 from torch import Tensor
 
@@ -88,9 +89,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("needs a GPU: on a CPU float8 is widened before anything is computed")
         return
-    x = torch.randn(1 << 30, device="cuda")
-    rate = max(x.nbytes / seconds(x.sum, "cuda", 3) for _ in range(5))
-    del x
+    rate = bandwidth("cuda")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, reads {rate / 1e12:.3f} TB/s")
     rows = []
     with torch.inference_mode():

@@ -15,6 +15,7 @@ from tatten.ops.validate import (
     check_bifurcated_attention,
     check_cuda_head_dims,
     check_decode_attention,
+    check_decode_no_grad,
     check_devices,
     check_no_grad,
     check_provider,
@@ -42,9 +43,7 @@ def decode_attention(
     value_scale: Tensor | None = None,
     provider: str = "auto",
 ) -> State:
-    if torch.is_grad_enabled():
-        extras = {"sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
-        check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask, **extras)
+    check_decode_no_grad(query, key, value, attn_mask, sinks, key_scale, value_scale)
     attend = _plan_decode(
         query, key, value, attn_mask, kv_lens, scale, spans, window, softcap, sinks, key_scale, value_scale, provider
     )
@@ -173,8 +172,7 @@ def _plan_mask_blocks(attn_mask: Tensor, batch: int, kv_batch: int, q_len: int) 
 
 
 def merge_states(out: Tensor, lse: Tensor) -> State:
-    if torch.is_grad_enabled():
-        check_no_grad("merge_states", out=out, lse=lse)
+    check_no_grad("merge_states", out=out, lse=lse)
     return on_device_of(out, _plan_merge_states(out, lse), out, lse)
 
 

@@ -31,11 +31,9 @@ class MaskPlan:
         self, attn_mask: Tensor | None, kv_lens: Tensor | None, blocks: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """What is read of the mask, and the list of its blocks."""
-        if attn_mask is None or (self.kind == NO_MASK and self.find_blocks is None):
-            return None, blocks
-        if self.find_blocks is not None:
+        if attn_mask is not None and self.find_blocks is not None:
             blocks = self.find_blocks(attn_mask, kv_lens)
-        if self.kind == NO_MASK:
+        if attn_mask is None or self.kind == NO_MASK:
             return None, blocks
         return attn_mask.view(torch.uint8) if self.kind == BOOL_MASK else attn_mask, blocks
 

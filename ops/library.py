@@ -16,7 +16,7 @@ from tatten.ops.collectives import group_of
 from tatten.ops.masks import mask_blocks, mask_rows, mask_spans
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.tree import tree_merge_op
-from tatten.ops.validate import BLOCK_KEYS, check_no_grad, check_segments_no_grad, check_state_pair
+from tatten.ops.validate import BLOCK_KEYS, check_decode_no_grad, check_segments_no_grad, check_state_pair
 
 Kernel = Callable[..., Any]
 
@@ -71,8 +71,7 @@ def _(
     value_scale: Tensor | None = None,
     provider: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    extras = {"sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
-    check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask, **extras)
+    check_decode_no_grad(query, key, value, attn_mask, sinks, key_scale, value_scale)
     batch, q_heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_heads, q_len, value.shape[3]))
     lse = query.new_empty((batch, q_heads, q_len), dtype=accumulator_dtype(query.dtype))

@@ -40,6 +40,21 @@ def check_no_grad(op: str, **tensors: Tensor | None) -> None:
             )
 
 
+def check_decode_no_grad(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+) -> None:
+    """`check_no_grad` of `tatten::decode_attention`."""
+    if torch.is_grad_enabled():
+        extras = {"sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
+        check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask, **extras)
+
+
 def check_segments_no_grad(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], attn_masks: Sequence[Tensor | None]
 ) -> None:
@@ -78,9 +93,7 @@ def check_decode_attention(
 
     Reads no tensor's data, so it is safe on any device; `check_kv_lens` reads. Devices are left to `check_devices`.
     """
-    if torch.is_grad_enabled():
-        extras = {"sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
-        check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask, **extras)
+    check_decode_no_grad(query, key, value, attn_mask, sinks, key_scale, value_scale)
     _check_query(query)
     batch, head_dim = query.shape[0], query.shape[3]
     if key.dim() == 4 and key.shape[0] != batch:
