@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tatten.ops.triton_line import finish_state, line_of_tiles, start_of
+from tatten.ops.triton_line import finish_state, line_of_tiles, start_of, store_lse
 from tatten.ops.triton_tile import fold_tile, scores_of, widen
 
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
@@ -100,6 +100,8 @@ def _lean_kernel(
     SINKS: tl.constexpr,
     KEY_SCALE: tl.constexpr,
     VALUE_SCALE: tl.constexpr,
+    PAIRED: tl.constexpr,
+    FINAL: tl.constexpr,
     POSITIVE: tl.constexpr,
     WIDE: tl.constexpr,
     BIG: tl.constexpr,
@@ -289,14 +291,14 @@ def _lean_kernel(
         row_start = place - first
         states = (sequence * (kv_heads * group) + head) * q_len + position
         if stop - first == n_tiles:
-            tl.store(lse + states, log_sum, mask=row_ok)
+            store_lse(lse, states, log_sum, highest, total, row_ok, PAIRED and not FINAL)
             tl.store(
                 out + states[:, None] * VALUE_DIM + value_dims[None, :], acc.to(out.dtype.element_ty), mask=value_ok
             )
         else:
             rows_of_slot = tl.arange(0, BLOCK_M)
             slot = (2 * program + (row_start > start).to(tl.int32)) * BLOCK_M + rows_of_slot
-            tl.store(part_lse + slot, log_sum, mask=row_ok)
+            store_lse(part_lse, slot, log_sum, highest, total, row_ok, PAIRED)
             tl.store(part_out + slot[:, None] * VALUE_DIM + value_dims[None, :], acc, mask=value_ok)
         place += stop - first
     if OVERLAP and WAIT_LAST:
