@@ -13,7 +13,7 @@ from tatten.ops.lean_masks import MaskPlan, plan_mask
 from tatten.ops.lean_parts import INTERPRETED, Line, Merge, Parts, plan_merge
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
-from tatten.ops.tiles import Tiles, capability, multiprocessors, packed_rows, programs_for, tiles_for
+from tatten.ops.tiles import Tiles, capability, multiprocessors, packed_rows, programs_for, roomy, tiles_for
 from tatten.ops.tma import Tiling, takes_tma
 from tatten.ops.triton_lean import ADDITIVE_MASK, NO_MASK, _lean_kernel
 from tatten.ops.validate import BLOCK_KEYS
@@ -133,6 +133,7 @@ def plan_segment(
         listed=listed,
         masked=masked,
         float8=float8,
+        roomy=roomy(query.device),
     )
     block_n = BLOCK_KEYS if listed else tiles.block_n
     m_blocks = ceil_div(packed, tiles.block_m)
