@@ -45,7 +45,7 @@ def tiles_for(
     if element_size == 4:
         return Tiles(min(at_most, 64, max(16, 2048 // dim)), 32, 8, 2)
     if 128 < dim <= 256 and rows <= 16 and roomy and not float8:
-        return Tiles(16, 64, 4, 3)  # 8 warps and 2 stages take up to 1.6 times as long
+        return Tiles(16, 64, 8 if listed and masked else 4, 3)  # with 2 stages up to 1.6 times as long
     if dim > 128:
         return Tiles(min(at_most, 8192 // dim), 64 if dim <= 256 else 32, 8, 2)
     if rows <= 16 and float8:

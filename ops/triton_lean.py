@@ -112,6 +112,8 @@ def _lean_kernel(
 ):
     # Scores are kept unscaled where only a positive factor separates them from their exponents.
     PLAIN: tl.constexpr = POSITIVE and MASK != 2 and not SOFTCAP and not KEY_SCALE
+    # A list leaves few blocks to the second loop, and a long pipeline in both would spill registers of large tiles.
+    STAGES: tl.constexpr = None if not LISTED else 1 if BLOCK_M > 64 else 2 if BLOCK_D > 128 else None
     if OVERLAP:
         if not WAIT_LAST:
             tl.extra.cuda.gdc_wait()
@@ -234,8 +236,7 @@ def _lean_kernel(
             begin = first
             if WINDOW:
                 block += tl.maximum(length - q_len - window + 1, 0) // BLOCK_N
-        # Few blocks of a list are left to this loop, and a pipeline in both would spill many rows' registers.
-        for i in tl.range(begin, stop, num_stages=1 if LISTED and BLOCK_M > 64 else None):
+        for i in tl.range(begin, stop, num_stages=STAGES):
             keys = (block * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
             if LISTED:
                 valid = ((bits >> tl.arange(0, BLOCK_N)) & 1) != 0
