@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
 from tatten.ops.states import merge
-from tatten.ops.validate import check_stack, check_state_pair, check_tensors
+from tatten.ops.validate import check_stack, check_state_pair, check_tensors, names_keywords
 
 
 @overload
@@ -47,6 +47,7 @@ def decode_attention(
     provider: str = "auto",
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@names_keywords
 def decode_attention(
     query: Tensor,
     key: Tensor,
@@ -142,6 +143,7 @@ def bifurcated_attention(
     scale: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@names_keywords
 def bifurcated_attention(
     query: Tensor,
     keys: Sequence[Tensor],
