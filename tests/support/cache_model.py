@@ -5,10 +5,12 @@ A token is a number, and its keys and values are made of that number: what a cac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
+from hypothesis.stateful import RuleBasedStateMachine
 from torch import Tensor
 
 LAYERS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 2, 3, 2
@@ -94,7 +96,11 @@ def fewest_rows(served_by: Sequence[int]) -> int:
 
 
 def assert_step(
-    model: Model, new: Sequence[Sequence[int]], mask: Tensor, positions: Tensor | None, held: list[tuple[Tensor, Tensor]]
+    model: Model,
+    new: Sequence[Sequence[int]],
+    mask: Tensor,
+    positions: Tensor | None,
+    held: list[tuple[Tensor, Tensor]],
 ) -> None:
     """What a cache said of a step, and returned for each layer, is what `model`, which has its tokens by now, says."""
     q_len, batch = len(new[0]), len(model.tokens)
@@ -110,3 +116,20 @@ def assert_step(
                 want_pair = keys_and_values([[model.tokens[sequence][place] for place in want]], layer)
                 for got, wanted in zip(pair, want_pair, strict=True):
                     assert torch.equal(got[sequence][:, mask[sequence, 0, query]], wanted[0])
+
+
+class History(RuleBasedStateMachine):
+    """Of caches whose tokens are all different."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next_token = 1
+
+    def new_tokens(self, batch: int, q_len: int) -> list[list[int]]:
+        first, self.next_token = self.next_token, self.next_token + batch * q_len
+        return [[first + row * q_len + i for i in range(q_len)] for row in range(batch)]
+
+
+def must_raise(fails: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"must|needs"):
+        fails()

@@ -3,8 +3,8 @@
 With `u` the rounding of the lse's dtype, `e` that of `out`'s, n states in any bracketing, and L the largest |lse| among
 those that are not empty:
 
-- An lse of size L is rounded by `u L`, once in each of the at most n - 1 merges that it goes through, so that it is off by
-  `d = n u (L + 8)`; 8 for exp, log and the sums of a merge.
+- An lse of size L is rounded by `u L`, once in each of the at most n - 1 merges that it goes through, so that it is off
+  by `d = n u (L + 8)`; 8 for exp, log and the sums of a merge.
 - Weights are the exponentials of differences of these: off by a factor of at most exp(2 d).
 - `out` is rounded in each merge: `n e`. In sums, `n u` and a few more.
 

@@ -2,14 +2,14 @@
 
 With `u` the rounding of the accumulator (float32, or float64 for float64) and `e` that of the dtype, both 2^-p:
 
-- A score is a sum of head_dim products, `|error| <= (head_dim + 6) u sum|q k| |scale|`, soft cap and factors of float8
-  included; a cap adds `4 u softcap`, and so much is lost as it is added to the bias, and as each of the `parts` of a KV
-  that are merged keeps an lse of its size: `(2 + parts) u |score + bias|`. Keys of weight below u don't count, and those
-  above it have `|score + bias| <= |lse| + 32`. Together: `d`.
+- A score is a sum of head_dim products, `|error| <= (head_dim + 6) u sum|q k| |scale|`, factors of float8 included. A
+  soft cap adds `4 u softcap`; adding the bias, and the lse that each of the `parts` of a KV keeps until it is merged,
+  `(2 + parts) u |score + bias|`. Keys of weight below u don't count: the others have `|score + bias| <= |lse| + 32`.
+  Together: `d`.
 - Weights are then off by a factor of at most exp(2 d), one key as much as its sum; exp, the sum over n keys and merging
   add `(n + 8 parts + 32) u`, and `2 x` with x the error of exp itself.
-- In low precision weights, the `out` of a part and the result are rounded: `3 e`, and `e` more for each merge in the dtype. What is too small for the dtype is
-  rounded to its smallest number.
+- In low precision weights, the `out` of a part and the result are rounded: `3 e`, and `e` more for each further merge
+  in the dtype. What is too small for the dtype is rounded to its smallest number.
 
 All of these are relative to `sum(weight |value|)`, the spread. An lse is off by `d + 2 x + (n + 8 parts + 32) u`.
 

@@ -97,7 +97,7 @@ class Call:
         return any(meets[name] for name in UNMENDED)
 
     def inputs(self, device: str = "cpu") -> dict[str, Any]:
-        """Arguments of the op. What no query attends to, before the first key that counts and after the last, is NaN."""
+        """Arguments of the op. Keys and values before the first that counts, and after the last, are NaN."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def randn(*shape: int, dtype: torch.dtype = self.dtype, factor: float = 1.0) -> Tensor:
