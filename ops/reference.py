@@ -63,9 +63,12 @@ def decode_attention_reference(
         scores = softcap * torch.tanh(scores / softcap)
     scores = torch.where(valid, scores + bias, NEG_INF)
     lse = scores.logsumexp(dim=-1)
+    # Not exp(scores - lse): beside a bias of -1e38 the logarithm of the sum is lost in the lse.
+    weights = torch.where((lse == NEG_INF).unsqueeze(-1), 0.0, scores.softmax(dim=-1))
     if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.double()[:, None])
-    weights = torch.exp(scores - torch.where(lse == NEG_INF, 0.0, lse).unsqueeze(-1))
+        total = torch.logaddexp(lse, sinks.double()[:, None])
+        weights = weights * torch.exp(lse - torch.where(total == NEG_INF, 0.0, total)).unsqueeze(-1)
+        lse = total
     return weights @ value, lse
 
 
