@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test mutants lint bench clean
 
 $(VENV)/installed: pyproject.toml
 	@echo "making $(VENV): PyTorch and transformers, about a minute"
@@ -25,6 +25,10 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# Small faults in the code, one at a time, each of which some test has to fail on; 200 take about an hour on 2 busy cores.
+mutants: $(VENV)/installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/mutation_run.py --seed $(or $(SEED),0) --n $(or $(N),200) $(ARGS)
 
 # mypy reads an installed copy, because the package's rooms lie side by side at the root.
 lint: $(VENV)/installed-test
