@@ -8,7 +8,7 @@ from attention_cases import NEG_INF, Case, assert_state, explicit, places_in_rea
 from torch.library import opcheck
 
 import tatten
-from tatten.ops import cpu_flash
+from tatten.ops import cpu, cpu_flash
 from tatten.ops.reference import decode_attention_reference
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -272,6 +272,36 @@ def test_ragged_spans_without_poison_are_one_call() -> None:
         patch.setattr(cpu_flash, "_flash", lambda *args: calls.append(1) or flash(*args))
         torch.ops.tatten.decode_attention(**inputs)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("spare", "calls"), [(0, 3), (1, 1)])
+def test_spans_are_read_in_one_call_where_less_than_a_bound_is_wasted(
+    spare: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = Case(batch=3, kv_len=50).inputs(poison=False)
+    inputs["attn_mask"] = (torch.arange(50) < torch.tensor([[10], [30], [50]]))[:, None, None]
+    wasted = (40 + 20 + 0) * 2 * (32 + 32) * 4  # keys, kv heads, K and V, bytes
+    monkeypatch.setattr(cpu, "RUN_BYTES", wasted // 3 + spare)
+    seen = []
+    flash = cpu_flash._flash
+    monkeypatch.setattr(cpu_flash, "_flash", lambda *args: seen.append(1) or flash(*args))
+    assert_state(*torch.ops.tatten.decode_attention(**inputs), inputs)
+    assert len(seen) == calls
+
+
+@pytest.mark.parametrize(("threads", "pairs"), [(3, (1, 3)), (7, (3, 7))])
+def test_keys_are_cut_into_pieces_where_cores_would_be_idle(
+    threads: int, pairs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three heads are no work for seven cores; 3 * 7 pieces are."""
+    inputs = Case(batch=1, q_heads=3, kv_heads=3, kv_len=70).inputs()
+    monkeypatch.setattr(cpu_flash, "SPLIT_BYTES", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    seen = []
+    flash = cpu_flash._flash
+    monkeypatch.setattr(cpu_flash, "_flash", lambda *args: seen.append(args[0].shape[:2]) or flash(*args))
+    assert_state(*torch.ops.tatten.decode_attention(**inputs), inputs)
+    assert seen == [pairs]
 
 
 @pytest.mark.parametrize("device", DEVICES)

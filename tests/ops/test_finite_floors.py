@@ -122,6 +122,18 @@ def test_only_one_segment_has_a_bias(run: Callable, masked: int, interpreted: No
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("masked", [0, 1, 2])
+@pytest.mark.parametrize("run", [public, lean_segments])
+def test_a_segment_beside_a_floor_is_excluded_by_a_bool_mask(run: Callable, masked: int, interpreted: None) -> None:
+    query, keys, values, masks, _ = segments("three", 2, -1e9, torch.float32, "cpu")
+    query.zero_()  # the reference keeps scores beside the floor
+    masks[masked] = masks[masked] > 0  # nothing, where all other keys are at the floor
+    want_out, want_lse = tatten.ops.reference.bifurcated_attention_reference(query, keys, values, masks, 0.25)
+    out, lse = run(query, keys, values, masks)
+    torch.testing.assert_close(out.double(), want_out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
+
+
 def whole_row(low: float, kv_len: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(3, h, n, 16, generator=generator) for h, n in ((4, 2), (1, kv_len), (1, kv_len)))

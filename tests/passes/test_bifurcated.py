@@ -250,6 +250,14 @@ def test_an_empty_cache_at_its_first_step() -> None:
     assert_bifurcates(fn, q, pk, sk)
 
 
+def test_parts_that_cat_converts_are_one_segment() -> None:
+    q, pk, _, sk, _, mask = inputs()
+    args = q, pk.half(), sk, mask
+    (finding,) = rewrite(capture(forked, *args)).findings
+    assert finding.op == "tatten.decode_attention.default"
+    torch.testing.assert_close(compiled(forked, *args), forked(*args))
+
+
 def test_concatenated_for_attention_alone() -> None:
     """Nothing is shared, but the copy is saved: also what batch 1 does to a prefix. What is returned is made anyway."""
 
@@ -314,6 +322,11 @@ def only_keys_are_shared(q, pk, pv, sk, sv, mask):
     return sdpa(q, k, k * 2, attn_mask=mask, enable_gqa=True)
 
 
+def only_the_rows_of_keys_are_shared(q, pk, pv, sk, sv, mask):
+    k, v = torch.cat([pk.expand(B, -1, -1, -1), sk], 2), torch.cat([pv.expand(B, -1, -1, -1) * 2, sv], 2)
+    return sdpa(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
 def written(what):
     def fn(q, pk, pv, sk, sv, mask):
         k, v = (torch.cat([p.expand(B, -1, -1, -1), s], 2) for p, s in ((pk, sk), (pv, sv)))
@@ -326,6 +339,7 @@ def written(what):
 NOT_BIFURCATED = {
     "segments orders": orders_differ,
     "segments keys": only_keys_are_shared,
+    "segments rows": only_the_rows_of_keys_are_shared,
     "written_between prefix": written("prefix"),
     "written_between suffix": written("suffix"),
     "written_between copy": written("copy"),

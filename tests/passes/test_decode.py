@@ -307,6 +307,7 @@ def sizes(*shape, **kwargs):
         ("device", *(sizes(2, 4, n, 8, device="meta") for n in (1, 9, 9)), {}),
         ("device", sizes(2, 4, 1, 8), sizes(2, 4, 9, 8), sizes(2, 4, 9, 8), {"attn_mask": sizes(9, device="cuda")}),
         ("head_dim", *(sizes(2, 2, n, 1024, device="cuda") for n in (1, 9, 9)), {"attn_mask": sizes(9, device="cuda")}),
+        ("head_dim", *(sizes(2, 2, n, 257, device="cuda") for n in (1, 9, 9)), {"attn_mask": sizes(9, device="cuda")}),
         ("head_dim", sizes(2, 4, 1, 8), sizes(2, 4, 9, 16), sizes(2, 4, 9, 8), {}),
         ("kv_length", sizes(2, 4, 1, 8), sizes(2, 4, 9, 8), sizes(2, 4, 8, 8), {}),
         ("mask_shape", sizes(2, 4, 1, 8), sizes(2, 4, 9, 8), sizes(2, 4, 9, 8), {"attn_mask": sizes(2, 4, 3, 9)}),
@@ -318,6 +319,8 @@ def sizes(*shape, **kwargs):
         ),
         ("scale", sizes(2, 4, 1, 8), sizes(2, 4, 9, 8), sizes(2, 4, 9, 8), {"scale": "big"}),
         ("arguments", sizes(2, 4, 1, 8), sizes(2, 4, 9, 8), sizes(2, 4, 9, 8), {"attn_mask": 3}),
+        ("arguments", *(sizes(2, 4, n, 8) for n in (1, 9, 9)), {"attn_mask": torch.ones(9)}),
+        ("arguments", *(sizes(2, 4, n, 8) for n in (1, 9, 9)), {"enable_gqa": sizes(1)}),
         ("arguments", sizes(2, 4, 1, 8), torch.empty(2, 4, 9, 8), sizes(2, 4, 9, 8), {}),
         ("dtype", *(sizes(2, 2, n, 8, device="cuda", dtype=torch.float64) for n in (1, 9, 9)), {}),
         ("no_gain", *(sizes(2, h, n, 8, device="cuda") for h, n in ((4, 1), (2, 9), (2, 9))), {"enable_gqa": True}),
@@ -327,6 +330,19 @@ def test_declines_by_hand(code: str, query, key, value, kwargs: dict) -> None:
     finding = by_hand(query, key, value, **kwargs)
     assert isinstance(finding, Declined)
     assert finding.decline.reason is Reason(code)
+
+
+@pytest.mark.parametrize(("dtype", "widest"), [(torch.float32, 256), (torch.bfloat16, 512)])
+def test_takes_the_widest_heads_that_the_kernel_does(dtype: torch.dtype, widest: int) -> None:
+    query, key = (sizes(2, 2, n, widest, device="cuda", dtype=dtype) for n in (1, 9))
+    assert isinstance(by_hand(query, key, key, attn_mask=sizes(9, device="cuda")), Rewritten)
+
+
+@pytest.mark.parametrize(("device", "times"), [("cpu", 2), ("cuda", 1)])
+def test_only_a_cpu_reads_a_kv_head_for_each_query_head(device: str, times: int) -> None:
+    query, key = sizes(2, 4, 1, 8, device=device), sizes(2, 2, 9, 8, device=device)
+    finding = by_hand(query, key, key, attn_mask=sizes(9, device=device), enable_gqa=True)
+    assert finding.cost.moved == times * finding.cost.read == times * 2 * (2 * 2 * 9 * 8 * 4)
 
 
 def test_a_32_layer_graph_takes_less_than_50_ms() -> None:

@@ -115,6 +115,23 @@ def test_does_not_peel(name: str) -> None:
     torch.testing.assert_close(through_tatten(fn, *args), fn(*args))
 
 
+STAYS = {
+    "one key": lambda x: x.mean(dim=2, keepdim=True).expand(B, HKV, S, D),
+    "one number": lambda x: x.mean(dim=3, keepdim=True).expand(B, HKV, S, D),
+    "interleaved once": lambda x: x.unsqueeze(2).repeat_interleave(1, dim=2).squeeze(2),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_peels_heads_and_nothing_else(name: str) -> None:
+    args, fn = inputs(), attention(lambda x: STAYS[name](x).repeat_interleave(N, dim=1))
+    (call,) = find_sdpa(capture(fn, *args).graph)
+    peeled = peel_heads(call.key)
+    assert peeled.repeats == N
+    assert tensor_of(peeled.base).shape == (B, HKV, S, D)
+    torch.testing.assert_close(through_tatten(fn, *args), fn(*args))
+
+
 @pytest.mark.parametrize("heads", [1, 4])
 def test_one_head_for_all(heads: int) -> None:
     """Stretching a single head is no repetition in memory, but peels the same."""

@@ -76,3 +76,10 @@ def test_reads_are_not_writes() -> None:
 
     for node in capture(fn, torch.ones(3, 3)).graph.nodes:
         assert list(written_arguments(node)) == []
+
+
+def test_a_module_may_write_to_what_it_is_called_with() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    assert list(written_arguments(x)) == []
+    assert list(written_arguments(graph.call_module("layer", (x,)))) == [x]

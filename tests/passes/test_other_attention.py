@@ -195,6 +195,7 @@ NO_ATTENTION = {
     "no product": lambda: (lambda x: x.softmax(-1) @ x.transpose(2, 3), q()),
     "linear attention": lambda: (lambda a, k, v: (a.exp() @ k.exp().transpose(2, 3)) @ v, q(), kv(), kv()),
     "unnormalised": lambda: (lambda a, k, v: scores(a, k).exp() @ v, q(), kv(), kv()),
+    "unnormalised view": lambda: (lambda a, k, v: scores(a, k).exp().view(B, H, 1, S) @ v, q(), kv(), kv()),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.fx import Graph, GraphModule, Node
 
 import tatten
+from tatten.passes.masks import _view
 from tatten.passes.reasons import Reason
 from tatten.passes.rewrite import Declined, Rewritten, rewrite
 
@@ -248,6 +250,13 @@ def sliced_masks() -> int:
 
 def test_a_mask_that_each_layer_slices_is_looked_at_once() -> None:
     assert run_ranks(2, sliced_masks) == [1, 1]
+
+
+def test_only_equal_views_are_one_mask() -> None:
+    """A list copies, and what is copied may be written before the next one is."""
+    graph = capture(lambda x: (x[None, 2:], x[None, 2:], x[None, 1:], x[[0, 1]], x[[0, 1]]), torch.ones(3)).graph
+    views = [_view(node) for node in graph.find_nodes(op="call_function", target=operator.getitem)]
+    assert [views.index(view) for view in views] == [0, 0, 2, 3, 4]
 
 
 def compiled(case: str, inner: str) -> float:

@@ -166,12 +166,12 @@ def test_update_returns_prefix_and_all_slots() -> None:
 
 
 def test_mask_and_positions_stay_within_a_step() -> None:
-    cache = SharedPrefixCache(2, torch.tensor([[False, True, True]]))
+    cache = SharedPrefixCache(3, torch.tensor([[False, True, True]]))
     assert cache.positions(3).tolist() == [[0, 0, 1]]
     for _ in range(2):
         q_len = 2 if cache.capacity else 3
         before = cache.mask(q_len), cache.positions(q_len)
-        for layer in range(2):
+        for layer in range(3):
             assert torch.equal(cache.mask(q_len), before[0])
             assert torch.equal(cache.positions(q_len), before[1])
             key = torch.randn(1, 1, q_len, 4)
@@ -277,6 +277,14 @@ def check_on_cuda(model: Decoder, padded: bool, make_step: Callable[[SharedPrefi
 
 
 @needs_gpu
+def test_select_on_cuda() -> None:
+    root = SharedPrefixCache(1)
+    root.update(0, *tensors(2, 2, 3, 8, device="cuda"))
+    chosen = root.fork(2, 1).select([3, 0])
+    assert all(tensor.is_cuda for tensor in chosen.layers[0].tensors)
+
+
+@needs_gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_compiled_on_cuda(mode: str, padded: bool) -> None:
@@ -326,6 +334,7 @@ BAD = {
     "heads": (lambda c: c.update(0, *tensors(6, 1, 1, 8)), ValueError, r"got \(6, 1, 1, 8\)"),
     "head_dim": (lambda c: c.update(0, *tensors(6, 2, 1, 4)), ValueError, r"got \(6, 2, 1, 4\)"),
     "rank": (lambda c: c.update(0, *tensors(6, 2, 8)), ValueError, r"`key` must be \[batch"),
+    "more dims": (lambda c: c.update(0, *tensors(*FITTING, 1)), ValueError, r"`key` must be \[batch"),
     "dtype": (lambda c: c.update(0, *torch.zeros(2, *FITTING)), TypeError, "`key` must be torch.float64.*float32"),
     "device": (lambda c: c.update(0, *tensors(*FITTING, device="meta")), ValueError, "must be on cpu.*got meta"),
     "value": (lambda c: c.update(0, tensors(*FITTING)[0], tensors(6, 2, 2, 8)[0]), ValueError, "`value` must have"),
@@ -386,6 +395,7 @@ def test_a_full_cache_can_be_forked_but_not_written() -> None:
     [
         (torch.ones(2, 3), TypeError, "`prompt_mask` must be bool, got torch.float32"),
         (torch.ones(3, dtype=torch.bool), ValueError, r"must be \[prompts, length\], got shape \(3,\)"),
+        (torch.ones(2, 3, 1, dtype=torch.bool), ValueError, r"must be \[prompts, length\], got shape \(2, 3, 1\)"),
         (torch.ones(1, 3, dtype=torch.bool), ValueError, "must have 2 rows, as the batch of `key`, got 1"),
         (torch.ones(2, 2, dtype=torch.bool), ValueError, "must cover all or none of tokens 0 to 2, got 2"),
         (torch.ones(2, 3, dtype=torch.bool, device="meta"), ValueError, "must be on cpu, as `key`, got meta"),

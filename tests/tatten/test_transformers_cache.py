@@ -165,9 +165,11 @@ def test_an_unforked_cache_grows_as_a_dynamic_one() -> None:
     model, (ids, mask) = build("llama"), prompts(True)
     cache = SharedPrefixCache(model.config.num_hidden_layers)
     assert (cache.batch_size, cache.get_seq_length(), cache.get_max_length()) == (-1, 0, -1)
+    assert not cache.is_initialized
     want = generate(model, ids, mask, num_beams=2, do_sample=False)
     got = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, num_beams=2, past_key_values=cache)
     assert torch.equal(got, want)
+    assert cache.is_initialized
     assert (cache.batch_size, cache.get_seq_length()) == (6, PROMPT + NEW - 1)
 
 
