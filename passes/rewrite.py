@@ -10,17 +10,19 @@ from torch.fx import GraphModule, Node
 
 from tatten.ops.providers import regime
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
+from tatten.passes.calls import op_name
 from tatten.passes.cost import Cost
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
 from tatten.passes.masks import Masks
+from tatten.passes.mutation import first_that_moves
 from tatten.passes.places import Place, place_of
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall, find_sdpa
 from tatten.passes.segments import find_segments, in_one
 from tatten.passes.symbolic import hint, tensor_of
 from tatten.passes.tree import local_segments, merged_over, with_sharding
-from tatten.passes.views import BATCH, HEADS, LENGTH, Stored, op_name
+from tatten.passes.views import BATCH, HEADS, LENGTH, Stored
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
     """Rewrite a Dynamo graph in place: every decode SDPA becomes a tatten op, everything else stays."""
     start = time.perf_counter()
     masks = Masks()
-    findings = [_rewrite_call(call, max_q_len, masks) for call in find_sdpa(gm.graph)]
+    mover = first_that_moves(gm.graph)
+    findings = [_rewrite_call(call, max_q_len, masks, mover) for call in find_sdpa(gm.graph)]
     if any(isinstance(finding, Rewritten) for finding in findings):
         gm.recompile()
     for name, body in gm.named_modules():
@@ -72,12 +75,15 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
     return GraphReport(tuple(findings), (time.perf_counter() - start) * 1e3)
 
 
-def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks) -> Rewritten | Declined:
+def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks, mover: Node | None) -> Rewritten | Declined:
     """Decide about one call, and change the graph. Shapes are read off nodes that this may erase."""
     call = with_sharding(call)
     decline = check_call(call, max_q_len)
     if decline is not None:
         return _declined(call, decline)
+    if mover is not None:
+        detail = f"`{mover}` gives a tensor other memory or another shape in place"
+        return _declined(call, Decline(Reason.WRITTEN, detail))
     place = place_of(call.node)
     keys, values = (local_segments(call, x, find_segments(x)) for x in (call.key, call.value))
     bifurcated = match_bifurcated(call, keys, values)
