@@ -12,12 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tatten.ops import thresholds
 from tatten.ops.states import NEG_INF, accumulator_dtype, merge_parts
-
-# Below this many bytes of K and V for each extra piece, the merge costs more than an idle core (2-core Xeon, measured).
-SPLIT_BYTES = 1 << 20
-# From this many rows on, the kernel copies keys and values in low precision into the layout of AMX before it begins.
-PACKED_ROWS = 64
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -51,7 +47,9 @@ def attend(
     pieces = _pieces(key, value)
     if pieces > 1:
         out, lse = _attend_in_pieces(rows, key, value, mask, scale, pieces)
-    elif rows.element_size() == 2 and n_rows >= PACKED_ROWS and batch * kv_heads > torch.get_num_threads():
+    elif (
+        rows.element_size() == 2 and n_rows >= thresholds.CPU.packed_rows and batch * kv_heads > torch.get_num_threads()
+    ):
         out, lse = _attend_in_groups(rows, key, value, mask, scale, some_empty)
     else:
         out, lse = _flash(rows, key, value, mask, scale, some_empty)
@@ -82,7 +80,7 @@ def _pieces(key: Tensor, value: Tensor) -> int:
         return 1
     if batch > 1 and kv_heads > 1 and any(x.stride(0) != kv_heads * x.stride(1) for x in (key, value)):
         return 1
-    most = min(2 * threads, 2 * pairs * kv_len * head_dim * key.element_size() // SPLIT_BYTES)
+    most = min(2 * threads, 2 * pairs * kv_len * head_dim * key.element_size() // thresholds.CPU.split_bytes)
 
     def busy(pieces: int) -> float:
         rounds = -(-pairs * pieces // threads)
