@@ -16,7 +16,7 @@ class Thresholds:
     run_bytes: int = 1 << 18
     # Below this many bytes of K and V for each extra piece, the merge costs more than an idle core.
     split_bytes: int = 1 << 20
-    # From this many rows on, the kernel copies keys and values in low precision into the layout of AMX before it begins.
+    # From this many rows on, the kernel first copies keys and values in low precision into the layout of AMX.
     packed_rows: int = 64
 
 
