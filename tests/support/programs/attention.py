@@ -19,7 +19,7 @@ RESULTS: Sequence[str] = (
     "{x}.contiguous()",
     "{x} @ {x}.mT",
 )
-OTHER_USES: Sequence[str] = ("{x}.sum()", "{x} * 2", "{x}.clone()", "{x}[0]", "{x}.float().mean(-1)")
+OTHER_USES: Sequence[str] = ("{x}.sum(-1)", "{x} * 2", "{x}.clone()", "{x}[0]", "{x}.float().mean(-1)")
 
 
 def call(b: Builder, query: str, key: str, value: str, mask: str | None) -> str | None:

@@ -9,7 +9,13 @@ from programs.builder import Builder
 # Rows of which no key is left but those at a finite floor: eager averages all values. False leaves such rows out.
 ROWS_AT_A_FINITE_FLOOR = False
 
-FLOORS = ("-inf", "max(torch.finfo(DT).min, torch.finfo(torch.float32).min)", "-1e9", "-1e4", "torch.finfo(torch.float16).min")
+FLOORS = (
+    "-inf",
+    "max(torch.finfo(DT).min, torch.finfo(torch.float32).min)",
+    "-1e9",
+    "-1e4",
+    "torch.finfo(torch.float16).min",
+)
 SEEN = (
     "torch.ones({shape}, dtype=torch.bool)",
     "torch.rand({shape}) > 0.3",

@@ -78,15 +78,15 @@ SAME_VALUES: Sequence[str] = (
     "torch.stack([{x}]).squeeze(0)",
     "torch.cat([{x}], 2)",
     "torch.cat([{x}[:, :, :1], {x}[:, :, 1:]], 2)",
-    "{x}.unbind(2)[0].unsqueeze(2) if {x}.size(2) == 1 else {x}",
+    "torch.stack({x}.unbind(1), 1)",
     "{x}.index_select(0, torch.arange({x}.size(0)))",
     "torch.ops.aten.clone.default({x})",
     "torch.ops.aten.alias.default({x})",
     "torch.clone({x}, memory_format=torch.contiguous_format)",
     "{x}.to(torch.float64).to(DT)",
     "{x}.chunk(1, 0)[0]",
-    "torch.split({x}, 1, 1)[0] if {x}.size(1) == 1 else {x}",
-    "torch.gather({x}, 0, torch.zeros_like({x}, dtype=torch.int64)) if {x}.size(0) == 1 else {x}",
+    "torch.cat(torch.split({x}, 1, 1), 1)",
+    "torch.gather({x}, 3, torch.arange({x}.size(3)).expand({x}.shape))",
     "{x}.as_strided({x}.shape, {x}.stride(), {x}.storage_offset())",
 )
 OTHER_VALUES: Sequence[str] = (
