@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops import thresholds
-from tatten.ops.cpu_flash import additive, attend
+from tatten.ops.cpu_flash import additive, attend, coarse_sequences, empty_state
 from tatten.ops.masks import mask_spans
 from tatten.ops.packing import (
     fold_mask,
@@ -112,7 +112,35 @@ def bifurcated_attention(
         outs.append(unfold_sequences(out, batch))
         lses.append(unfold_sequences(lse, batch))
     out, lse = merge_parts(outs, lses)
+    if len(keys) > 1 and any(mask is not None and mask.dtype != torch.bool for mask in attn_masks):
+        for b in coarse_sequences(lse):
+            at = slice(b, b + 1)
+            key, value, mask = _in_one(query, keys, values, attn_masks, b)
+            out[at], lse[at] = _attend_keys(query[at], key, value, mask, None, scale)
     return out.contiguous(), lse.contiguous()
+
+
+def _in_one(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], attn_masks: Sequence[Tensor | None], b: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All segments of sequence `b` as one key, one value and one additive mask, each with a batch of one."""
+    batch, q_heads, q_len, _ = query.shape
+    dtype = accumulator_dtype(query.dtype)
+    own: tuple[list[Tensor], ...] = ([], [], [])
+    for key, value, mask in zip(keys, values, attn_masks, strict=True):
+        row = b * key.shape[0] // batch
+        bias = query.new_zeros((), dtype=dtype)
+        if mask is not None:
+            if mask.dim() == 4 and mask.shape[0] > 1:
+                mask = mask[b if mask.shape[0] == batch else row]
+            elif mask.dim() == 4:
+                mask = mask[0]
+            bias = torch.where(mask, 0.0, NEG_INF) if mask.dtype == torch.bool else mask
+        parts = key[row], value[row], bias.to(dtype).expand(q_heads, q_len, key.shape[2])
+        for part, x in zip(own, parts, strict=True):
+            part.append(x)
+    key, value = (torch.cat(part, dim=1).unsqueeze(0) for part in own[:2])
+    return key, value, torch.cat(own[2], dim=2).unsqueeze(0)
 
 
 def _attend_keys(
@@ -200,6 +228,8 @@ def _attend_capped(
 
     `some_empty` is there for `attend`'s sake: a query without any key comes out right anyway.
     """
+    if key.shape[2] == 0:
+        return empty_state(rows, value.shape[3])
     acc = accumulator_dtype(rows.dtype)
     scores = softcap * torch.tanh(rows.to(acc) @ key.to(acc).transpose(2, 3) * (scale / softcap))
     value = value.to(acc)
@@ -207,9 +237,12 @@ def _attend_capped(
         excluded = mask == NEG_INF
         scores = torch.where(excluded, NEG_INF, scores + mask)
         value = value.masked_fill(excluded.all(dim=2).unsqueeze(-1), 0.0)  # which may be NaN, and 0 * NaN is NaN
-    lse = scores.logsumexp(dim=-1)
-    weights = torch.exp(scores - torch.where(lse == NEG_INF, 0.0, lse).unsqueeze(-1))
-    return (weights @ value).to(rows.dtype), lse
+    # Not by the lse, in which the number of keys is lost beside a large bias.
+    row_max = scores.amax(dim=-1, keepdim=True)
+    weights = torch.exp(scores - torch.where(row_max == NEG_INF, 0.0, row_max))
+    row_sum = weights.sum(dim=-1, keepdim=True)
+    out = weights @ value / torch.where(row_sum == 0, 1.0, row_sum)
+    return out.to(rows.dtype), (row_max + torch.log(row_sum)).squeeze(-1)
 
 
 def _attend_widened(

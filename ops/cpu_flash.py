@@ -15,6 +15,9 @@ from torch import Tensor
 from tatten.ops import thresholds
 from tatten.ops.states import NEG_INF, accumulator_dtype, merge_parts
 
+# Merging parts by an lse below this loses more than rounding, in float32: weights are off by 2^-24 of its size.
+COARSE_LSE = -64.0
+
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask as the flash kernel takes it: additive, 4-D, dense in its last dimension."""
@@ -25,6 +28,12 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask if mask.stride(3) == 1 else mask.contiguous()
 
 
+def empty_state(rows: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """The state of packed queries `[b, kv_heads, rows, d]` over no keys."""
+    shape = rows.shape[:3]
+    return rows.new_zeros(*shape, value_dim), rows.new_full(shape, NEG_INF, dtype=accumulator_dtype(rows.dtype))
+
+
 def attend(
     rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool
 ) -> tuple[Tensor, Tensor]:
@@ -32,11 +41,7 @@ def attend(
     batch, kv_heads, n_rows, head_dim = rows.shape
     kv_len, value_dim = key.shape[2], value.shape[3]
     if kv_len == 0:  # the flash kernel dies of a division by zero
-        acc = accumulator_dtype(rows.dtype)
-        return rows.new_zeros(batch, kv_heads, n_rows, value_dim), rows.new_full(
-            (batch, kv_heads, n_rows), NEG_INF, dtype=acc
-        )
-
+        return empty_state(rows, value_dim)
     if head_dim != value_dim:  # the kernel wants one head_dim; zeros change neither scores nor the columns we keep
         rows, key = (F.pad(x, (0, max(0, value_dim - head_dim))) for x in (rows, key))
         value = F.pad(value, (0, max(0, head_dim - value_dim)))
@@ -47,6 +52,11 @@ def attend(
     pieces = _pieces(key, value)
     if pieces > 1:
         out, lse = _attend_in_pieces(rows, key, value, mask, scale, pieces)
+        if mask is not None:
+            for b in coarse_sequences(lse):
+                at = slice(b, b + 1)
+                own_mask = mask[at] if mask.shape[0] > 1 else mask
+                out[at], lse[at] = _flash(rows[at], key[at], value[at], own_mask, scale)
     elif (
         rows.element_size() == 2 and n_rows >= thresholds.CPU.packed_rows and batch * kv_heads > torch.get_num_threads()
     ):
@@ -54,6 +64,19 @@ def attend(
     else:
         out, lse = _flash(rows, key, value, mask, scale, some_empty)
     return (out if head_dim == value_dim else out[..., :value_dim]), lse
+
+
+def coarse_sequences(lse: Tensor) -> list[int]:
+    """The sequences with a query whose keys all have a bias so low that the lse of parts can't weigh them.
+
+    `bias + log(n)` in float32 is off by `2^-24 * abs(bias)`, so at -1e9, how some models write padding, 3 keys weigh as
+    much as 1000. A single call of the kernel keeps the maximum and the sum apart, and has none of this.
+    """
+    if lse.amin() >= COARSE_LSE:
+        return []
+    coarse = (lse < COARSE_LSE) & (lse != NEG_INF)
+    found: list[int] = coarse.flatten(1).any(dim=1).nonzero().flatten().tolist()
+    return found
 
 
 def _flash(
@@ -80,7 +103,7 @@ def _pieces(key: Tensor, value: Tensor) -> int:
         return 1
     if batch > 1 and kv_heads > 1 and any(x.stride(0) != kv_heads * x.stride(1) for x in (key, value)):
         return 1
-    most = min(2 * threads, 2 * pairs * kv_len * head_dim * key.element_size() // thresholds.CPU.split_bytes)
+    most = min(2 * threads, kv_len, 2 * pairs * kv_len * head_dim * key.element_size() // thresholds.CPU.split_bytes)
 
     def busy(pieces: int) -> float:
         rounds = -(-pairs * pieces // threads)

@@ -13,9 +13,9 @@ from tatten.ops.lean_masks import MaskPlan, plan_mask
 from tatten.ops.lean_parts import INTERPRETED, Line, Merge, Parts, plan_merge
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
-from tatten.ops.tiles import Tiles, capability, multiprocessors, packed_rows, programs_for, tiles_for
+from tatten.ops.tiles import Tiles, capability, multiprocessors, packed_rows, programs_for, roomy, tiles_for
 from tatten.ops.tma import Tiling, takes_tma
-from tatten.ops.triton_lean import NO_MASK, _lean_kernel
+from tatten.ops.triton_lean import ADDITIVE_MASK, NO_MASK, _lean_kernel
 from tatten.ops.validate import BLOCK_KEYS
 
 
@@ -25,6 +25,7 @@ class Segment:
 
     line: Line
     launch: Launch
+    whole: bool
     out_shape: tuple[int, int, int, int]
     out_dtype: torch.dtype
     acc_dtype: torch.dtype
@@ -50,10 +51,11 @@ class Segment:
         ]
         mask, blocks = self.mask(attn_mask, kv_lens, blocks)
         line = self.line
+        pair = (2,) if line.paired else ()
         out = query.new_empty(self.out_shape, dtype=self.out_dtype)
-        lse = query.new_empty(self.out_shape[:3], dtype=self.acc_dtype)
+        lse = query.new_empty((*self.out_shape[:3], *(() if self.whole else pair)), dtype=self.acc_dtype)
         part_out = query.new_empty((2 * line.programs, line.block_m, self.out_shape[3]), dtype=self.acc_dtype)
-        part_lse = query.new_empty((2 * line.programs, line.block_m), dtype=self.acc_dtype)
+        part_lse = query.new_empty((2 * line.programs, line.block_m, *pair), dtype=self.acc_dtype)
         self.launch(
             query,
             key,
@@ -101,6 +103,7 @@ def plan_segment(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     whole: bool = True,
+    paired: bool = False,
     follows: bool = False,
     tiles: Tiles | None = None,
     programs: int | None = None,
@@ -108,6 +111,7 @@ def plan_segment(
 ) -> Segment:
     """One launch of the kernel on checked inputs. `whole`: these are all segments, so whole rows are final.
 
+    `paired`: another segment has an additive mask, so that states are merged as `Line` says.
     `follows`: nothing that this launch reads was written by the one just before, which it then runs beside; nor, on the
     same stream, anything since.
     """
@@ -123,7 +127,13 @@ def plan_segment(
     float8 = key.element_size() == 1
     masked = mask.kind != NO_MASK or window is not None or (float8 and kv_lens is not None)
     tiles = tiles or tiles_for(
-        packed, max(block_d, block_dv), query.element_size(), listed=listed, masked=masked, float8=float8
+        packed,
+        max(block_d, block_dv),
+        query.element_size(),
+        listed=listed,
+        masked=masked,
+        float8=float8,
+        roomy=roomy(query.device),
     )
     block_n = BLOCK_KEYS if listed else tiles.block_n
     m_blocks = ceil_div(packed, tiles.block_m)
@@ -146,6 +156,7 @@ def plan_segment(
         window=None if listed else window,
         has_lens=kv_lens is not None and not listed,
         listed=listed,
+        paired=paired or mask.kind == ADDITIVE_MASK,
     )
     # The copy engine reads whole tiles, so only where every key counts, or of a mask the run of full blocks.
     every_key = listed or (kv_lens is None and window is None)
@@ -192,6 +203,8 @@ def plan_segment(
         SINKS=sinks is not None,
         KEY_SCALE=key_scale is not None,
         VALUE_SCALE=value_scale is not None,
+        PAIRED=line.paired,
+        FINAL=whole,
         POSITIVE=scale > 0,
         WIDE=max(x.stride(3) * x.shape[3] for x in (query, key, value)) >= 1 << 31,
         BIG=line.big,
@@ -206,6 +219,7 @@ def plan_segment(
     return Segment(
         line,
         launch,
+        whole,
         out_shape=(batch, q_heads, q_len, value_dim),
         out_dtype=query.dtype if whole else acc_dtype,
         acc_dtype=acc_dtype,

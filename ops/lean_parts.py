@@ -23,6 +23,7 @@ class Line:
     """How the rows of a launch lie on the line of tiles: what the merge of its parts goes by.
 
     `rows` are those of each of `groups`, whose rows are equally long. `listed`: the tiles are blocks of a mask.
+    `paired`: states to be merged have maximum and sum instead of their lse, as `tatten.ops.triton_line.store_lse` says.
     """
 
     groups: int
@@ -37,6 +38,7 @@ class Line:
     window: int | None = None
     has_lens: bool = False
     listed: bool = False
+    paired: bool = False
 
     @property
     def split(self) -> bool:
@@ -68,17 +70,22 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Merge:
-    """The states that the parts of one or two launches add up to; of two in `dtype`, default that of their states."""
+    """The states that the parts of one or two launches add up to; of two in `dtype`, default that of their states.
+
+    `paired`: they are to be merged in their turn, and have maximum and sum instead of their lse.
+    """
 
     launch: Launch | None
     dtype: torch.dtype | None
+    paired: bool = False
 
     def __call__(self, first: Parts, second: Parts | None = None) -> tuple[Tensor, Tensor]:
         out, lse = first.out, first.lse
         if self.launch is None:
             return out, lse
         if second is not None:
-            out, lse = out.new_empty(out.shape, dtype=self.dtype), lse.new_empty(lse.shape)
+            shape = (*out.shape[:3], 2) if self.paired else out.shape[:3]
+            out, lse = out.new_empty(out.shape, dtype=self.dtype), lse.new_empty(shape)
         self.launch(out, lse, *_pointers(first), *_pointers(second or first))
         return out, lse
 
@@ -104,11 +111,12 @@ def plan_merge(
     second: Line | None = None,
     *,
     dtype: torch.dtype | None = None,
+    paired: bool = False,
     overlap: bool = True,
 ) -> Merge:
     """The merge of a launch on `first`, and of one on `second`, of attention of `query` to values of `value_dim`."""
     if second is None and not first.split:
-        return Merge(None, dtype)
+        return Merge(None, dtype, paired)
     batch, q_heads, q_len, _ = query.shape
     a, b = first, second or first
     block_dv = max(16, power_of_2(value_dim))
@@ -131,17 +139,20 @@ def plan_merge(
         GROUPS_A=power_of_2(a.groups),
         HAS_LENS_A=a.has_lens,
         LISTED_A=a.listed,
+        PAIRED_A=a.paired,
         BLOCK_M_B=b.block_m,
         BLOCK_N_B=b.block_n,
         GROUPS_B=power_of_2(b.groups),
         HAS_LENS_B=b.has_lens,
         LISTED_B=b.listed,
+        PAIRED_B=b.paired,
         WINDOW=a.window is not None,
         BIG=a.big or b.big,
         TWO=second is not None,
+        PAIRED_OUT=paired,
         PARTS=parts,
         OVERLAP=overlap,
         num_warps=_warps(parts, block_dv),
         launch_pdl=overlap,
     )
-    return Merge(launch, dtype)
+    return Merge(launch, dtype, paired)

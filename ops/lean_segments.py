@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tatten.ops.lean import Segment, plan_segment
@@ -69,6 +70,8 @@ def plan_segments(
     """The launches for checked inputs."""
     segments: list[Segment | WideSegment] = []
     merges: list[Merge] = []
+    paired = any(mask is not None and mask.dtype != torch.bool for mask in attn_masks)
+    chained = paired and len(keys) > 2
     sms_left = 0  # by a wide launch, to the segment after it
     for i, (key, value, mask, block) in enumerate(zip(keys, values, attn_masks, blocks, strict=True)):
         first, last = i % 2 == 0, i == len(keys) - 1
@@ -90,6 +93,7 @@ def plan_segments(
                 scale,
                 block,
                 whole=len(keys) == 1,
+                paired=paired,
                 follows=not first,
                 tiles=tiles,
                 programs=sms_left * tiles.per_sm if tiles is not None else None,
@@ -99,10 +103,13 @@ def plan_segments(
         if last or not first:
             lines = [x.line for x in segments[i - i % 2 :]]
             final = query.dtype if len(keys) <= 2 else None
-            merges.append(plan_merge(query, value.shape[3], *lines, dtype=final))
-    out_dtypes = [None] * (len(merges) - 2) + [query.dtype] * (len(merges) > 1)
+            merges.append(plan_merge(query, value.shape[3], *lines, dtype=final, paired=chained))
     n_states = query.shape[0] * query.shape[1] * query.shape[2]
-    pairs = [plan_merge_pair(n_states, values[0].shape[3], dtype) for dtype in out_dtypes]
+    pairs = []
+    for i in range(1, len(merges)):
+        done = i == len(merges) - 1
+        dtype = query.dtype if done else None
+        pairs.append(plan_merge_pair(n_states, values[0].shape[3], dtype, paired=chained, final=done))
     return Segments(tuple(segments), tuple(merges), tuple(pairs))
 
 

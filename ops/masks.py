@@ -10,6 +10,30 @@ from tatten.ops.sizes import ceil_div
 from tatten.ops.states import NEG_INF
 from tatten.ops.validate import BLOCK_KEYS
 
+# A key with a bias as low as this has a weight of exactly 0 beside any with a higher one: where float32 ends, the next
+# higher bias is 2e31 above, and scores do not differ by that. Models write padding as `finfo.min` of float32 and
+# bfloat16; -65504, that of float16, is no such bound.
+EXCLUDING_BIAS = torch.finfo(torch.float32).min / 2
+
+
+def used_and_plain(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Which keys count for any query, and which do for all of them, with no bias.
+
+    Queries whose keys all have a bias of at most `EXCLUDING_BIAS` average them: then those keys count.
+
+    Args:
+        mask: bool or additive, `[rows, queries, kv_length]`.
+
+    Returns:
+        Two bool tensors `[rows, kv_length]`.
+    """
+    if mask.dtype == torch.bool:
+        return mask.any(dim=1), mask.all(dim=1)
+    above = ~(mask <= EXCLUDING_BIAS)  # so that NaN counts
+    each_has_one = above.any(dim=2).all(dim=1)
+    used = torch.where(each_has_one[:, None, None], above, mask != NEG_INF)
+    return used.any(dim=1), (mask == 0).all(dim=1)
+
 
 def mask_spans(attn_mask: Tensor, batch: int | None = None) -> Tensor:
     """`tatten::mask_spans`: for each row of the KV the span of keys that any of its queries attends to.
@@ -34,13 +58,12 @@ def mask_spans(attn_mask: Tensor, batch: int | None = None) -> Tensor:
     kv_len = mask.shape[3]
     if kv_len == 0:
         return attn_mask.new_zeros((rows, 3), dtype=torch.int64)
-    used = mask if mask.dtype == torch.bool else mask != NEG_INF
+    used, plain = used_and_plain(mask.flatten(1, 2))
     places = torch.arange(kv_len, device=mask.device)
-    start = torch.where(used, places, kv_len).amin(dim=(1, 2, 3))
-    stop = torch.where(used, places + 1, 0).amax(dim=(1, 2, 3))
+    start = torch.where(used, places, kv_len).amin(dim=1)
+    stop = torch.where(used, places + 1, 0).amax(dim=1)
     start = torch.minimum(start, stop)
-    plain = used if mask.dtype == torch.bool else mask == 0
-    full = plain.sum(dim=(1, 2, 3)) == (stop - start) * (mask.shape[1] * mask.shape[2])
+    full = plain.sum(dim=1) == stop - start
     return torch.stack((start, stop, full.to(torch.int64)), dim=1).expand(rows, -1).contiguous()
 
 
@@ -67,9 +90,8 @@ def mask_blocks(attn_mask: Tensor, batch: int, kv_batch: int, q_len: int) -> Ten
     """
     rows = mask_rows(attn_mask, kv_batch)
     mask = squeeze_broadcast(attn_mask)
-    used, plain = (mask, mask) if mask.dtype == torch.bool else (mask != NEG_INF, mask == 0)
-    used, plain = (x.unflatten(0, (kv_batch, -1)) if x.shape[0] == batch else x.unsqueeze(1) for x in (used, plain))
-    used, plain = used.flatten(1, 3).any(dim=1).expand(rows, -1), plain.flatten(1, 3).all(dim=1).expand(rows, -1)
+    mask = mask.unflatten(0, (kv_batch, -1)) if mask.shape[0] == batch else mask.unsqueeze(1)
+    used, plain = (x.expand(rows, -1) for x in used_and_plain(mask.flatten(1, 3)))
     n_blocks = ceil_div(used.shape[1], BLOCK_KEYS)
     padding = 0, n_blocks * BLOCK_KEYS - used.shape[1]
     used, plain = (torch.nn.functional.pad(x, padding).unflatten(1, (n_blocks, -1)) for x in (used, plain))

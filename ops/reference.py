@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tatten.ops.states import NEG_INF
@@ -62,11 +63,14 @@ def decode_attention_reference(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = torch.where(valid, scores + bias, NEG_INF)
-    lse = scores.logsumexp(dim=-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.double()[:, None])
-    weights = torch.exp(scores - torch.where(lse == NEG_INF, 0.0, lse).unsqueeze(-1))
-    return weights @ value, lse
+    if sinks is not None:  # a column without a value
+        sink = sinks.double()[:, None, None].expand(batch, q_heads, q_len, 1)
+        scores, value = torch.cat((scores, sink), dim=3), F.pad(value, (0, 0, 0, 1))
+    row_max = scores.amax(dim=-1, keepdim=True) if scores.shape[3] else scores.new_full((*scores.shape[:3], 1), NEG_INF)
+    weights = torch.exp(scores - torch.where(row_max == NEG_INF, 0.0, row_max))
+    row_sum = weights.sum(dim=-1, keepdim=True)
+    out = weights @ value / torch.where(row_sum == 0, 1.0, row_sum)
+    return out, (row_max + torch.log(row_sum)).squeeze(-1)
 
 
 def bifurcated_attention_reference(

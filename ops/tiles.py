@@ -26,17 +26,26 @@ class Tiles:
 
 
 def tiles_for(
-    rows: int, dim: int, element_size: int, *, listed: bool = False, masked: bool = False, float8: bool = False
+    rows: int,
+    dim: int,
+    element_size: int,
+    *,
+    listed: bool = False,
+    masked: bool = False,
+    float8: bool = False,
+    roomy: bool = True,
 ) -> Tiles:
     """The tiles for `rows` packed queries and a padded head_dim: as measured on an H200, and without spills.
 
-    `listed`: the blocks of a mask are listed; `masked`: the mask itself is read, or places are computed for a window;
-    `float8`: keys and values are. Their callers set `masked` for lengths too, which saves registers. `element_size` is
-    that of the query.
+    `roomy`: a program may have 227 KiB of shared memory. `listed`: the blocks of a mask are listed; `masked`: the mask
+    itself is read, or places are computed for a window; `float8`: keys and values are. Their callers set `masked` for
+    lengths too, which saves registers. `element_size` is that of the query.
     """
     at_most = max(16, power_of_2(rows))
     if element_size == 4:
         return Tiles(min(at_most, 64, max(16, 2048 // dim)), 32, 8, 2)
+    if 128 < dim <= 256 and rows <= 16 and roomy and not float8:
+        return Tiles(16, 64, 8 if listed and masked else 4, 3)  # with 2 stages up to 1.6 times as long
     if dim > 128:
         return Tiles(min(at_most, 8192 // dim), 64 if dim <= 256 else 32, 8, 2)
     if rows <= 16 and float8:
@@ -55,6 +64,11 @@ def tiles_for(
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def roomy(device: torch.device) -> bool:
+    """Whether a program may have 227 KiB of shared memory: datacentre GPUs since Hopper."""
+    return capability(device)[0] in (9, 10)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tatten.ops.triton_line import finish_state, line_of_tiles, start_of
+from tatten.ops.triton_line import finish_state, line_of_tiles, start_of, store_lse
 from tatten.ops.triton_tile import fold_tile, scores_of, widen
 
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
@@ -100,6 +100,8 @@ def _lean_kernel(
     SINKS: tl.constexpr,
     KEY_SCALE: tl.constexpr,
     VALUE_SCALE: tl.constexpr,
+    PAIRED: tl.constexpr,
+    FINAL: tl.constexpr,
     POSITIVE: tl.constexpr,
     WIDE: tl.constexpr,
     BIG: tl.constexpr,
@@ -110,6 +112,8 @@ def _lean_kernel(
 ):
     # Scores are kept unscaled where only a positive factor separates them from their exponents.
     PLAIN: tl.constexpr = POSITIVE and MASK != 2 and not SOFTCAP and not KEY_SCALE
+    # A list leaves few blocks to the second loop, and a long pipeline in both would spill registers of large tiles.
+    STAGES: tl.constexpr = None if not LISTED else 1 if BLOCK_M > 64 else 2 if BLOCK_D > 128 else None
     if OVERLAP:
         if not WAIT_LAST:
             tl.extra.cuda.gdc_wait()
@@ -232,8 +236,7 @@ def _lean_kernel(
             begin = first
             if WINDOW:
                 block += tl.maximum(length - q_len - window + 1, 0) // BLOCK_N
-        # Few blocks of a list are left to this loop, and a pipeline in both would spill many rows' registers.
-        for i in tl.range(begin, stop, num_stages=1 if LISTED and BLOCK_M > 64 else None):
+        for i in tl.range(begin, stop, num_stages=STAGES):
             keys = (block * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
             if LISTED:
                 valid = ((bits >> tl.arange(0, BLOCK_N)) & 1) != 0
@@ -289,14 +292,14 @@ def _lean_kernel(
         row_start = place - first
         states = (sequence * (kv_heads * group) + head) * q_len + position
         if stop - first == n_tiles:
-            tl.store(lse + states, log_sum, mask=row_ok)
+            store_lse(lse, states, log_sum, highest, total, row_ok, PAIRED and not FINAL)
             tl.store(
                 out + states[:, None] * VALUE_DIM + value_dims[None, :], acc.to(out.dtype.element_ty), mask=value_ok
             )
         else:
             rows_of_slot = tl.arange(0, BLOCK_M)
             slot = (2 * program + (row_start > start).to(tl.int32)) * BLOCK_M + rows_of_slot
-            tl.store(part_lse + slot, log_sum, mask=row_ok)
+            store_lse(part_lse, slot, log_sum, highest, total, row_ok, PAIRED)
             tl.store(part_out + slot[:, None] * VALUE_DIM + value_dims[None, :], acc, mask=value_ok)
         place += stop - first
     if OVERLAP and WAIT_LAST:

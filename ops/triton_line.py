@@ -58,9 +58,26 @@ def owner_of(place, line, used, BIG: tl.constexpr):
 
 
 @triton.jit
-def fold_states(acc, highest, total, out, lse, at, ok, dims, VALUE_DIM: tl.constexpr):
+def store_lse(lse, at, log_sum, highest, total, ok, PAIRED: tl.constexpr):
+    """Store the lse of some rows for a merge: as one number or, `PAIRED`, as maximum and sum.
+
+    Beside a bias of -1e9 the lse of 3 keys is that of 1000 in float32; the pair still has their number.
+    """
+    if PAIRED:
+        tl.store(lse + 2 * at, highest, mask=ok)
+        tl.store(lse + 2 * at + 1, total, mask=ok)
+    else:
+        tl.store(lse + at, log_sum, mask=ok)
+
+
+@triton.jit
+def fold_states(acc, highest, total, out, lse, at, ok, dims, VALUE_DIM: tl.constexpr, PAIRED: tl.constexpr):
     """Add to the running states of some rows the partial states of each at `at`, `[parts, rows]`, all at once."""
-    log_sums = tl.load(lse + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
+    if PAIRED:
+        log_sums = tl.load(lse + 2 * at, mask=ok, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(lse + 2 * at + 1, mask=ok, other=0.0, cache_modifier=".cg")
+    else:
+        log_sums = tl.load(lse + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
     values = tl.load(
         out + at[:, :, None] * VALUE_DIM + dims[None, None, :],
         mask=ok[:, :, None] & (dims < VALUE_DIM)[None, None, :],
@@ -70,6 +87,8 @@ def fold_states(acc, highest, total, out, lse, at, ok, dims, VALUE_DIM: tl.const
     new_highest = tl.maximum(highest, tl.max(log_sums, axis=0))
     base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
     decay, weights = tl.exp(highest - base), tl.exp(log_sums - base[None, :])
+    if PAIRED:
+        weights *= sums
     acc = acc * decay[:, None] + tl.sum(values * weights[:, :, None], axis=0)
     return acc, new_highest, total * decay + tl.sum(weights, axis=0)
 

@@ -14,10 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tatten.ops.launching import Launch
-from tatten.ops.masks import mask_rows
+from tatten.ops.masks import EXCLUDING_BIAS, mask_rows
 from tatten.ops.packing import squeeze_broadcast
 from tatten.ops.sizes import ceil_div
 from tatten.ops.validate import BLOCK_KEYS
+
+_EXCLUDING = tl.constexpr(EXCLUDING_BIAS)
 
 
 @triton.jit(do_not_specialize=["seqs_of_row", "heads", "q_rows", "q_len", "kv_len", "window", "n_blocks"])
@@ -44,7 +46,9 @@ def _bits_kernel(
     ROWS: tl.constexpr,
 ):
     """For `BLOCKS` blocks of a row of the KV two words: the keys that any of its queries attends to, as bits, and 1 if
-    every query attends to all of them, with no bias."""
+    every query attends to all of them, with no bias. Of an additive mask two more: the keys whose bias is above
+    `EXCLUDING_BIAS` for any query, and which of the first 63 queries have such a key."""
+    WORDS: tl.constexpr = 4 if ADDITIVE else 2
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     keys = (blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]).to(tl.int64)[None]
@@ -54,6 +58,9 @@ def _bits_kernel(
     n_rows = seqs_of_row * heads * q_rows
     used = tl.zeros([BLOCKS, BLOCK], tl.int32)
     full = (keys < length).to(tl.int32).reshape([BLOCKS, BLOCK])
+    if ADDITIVE:
+        above_any = tl.zeros([BLOCKS, BLOCK], tl.int32)
+        queries = tl.zeros([BLOCKS], tl.int64)
     for i in range(0, n_rows, ROWS):
         place = i + tl.arange(0, ROWS).to(tl.int64)[:, None, None]  # of 64 bits: strides of a mask may be large
         row_ok = place < n_rows
@@ -70,6 +77,11 @@ def _bits_kernel(
             plain = plain & (keys <= first) & (keys > last - window)
         bias = tl.load(mask + start + keys * mask_s, mask=within, other=0)
         if ADDITIVE:
+            above = ~(bias.to(tl.float32) <= _EXCLUDING)  # so that NaN counts
+            above_any |= tl.max((within & above).to(tl.int32), axis=0)
+            # Of a mask that stands for several queries only keys in the windows of all of them.
+            has_one = tl.max((plain & above & (place < 63)).to(tl.int64), axis=2)
+            queries |= tl.sum(has_one << tl.reshape(tl.minimum(place, 62), [ROWS, 1]), axis=0)
             within = within & (bias != float("-inf"))
             plain = plain & (bias == 0)
         else:
@@ -78,9 +90,13 @@ def _bits_kernel(
         used |= tl.max(within.to(tl.int32), axis=0)
         full &= tl.min((plain | ~row_ok).to(tl.int32), axis=0)
     words = tl.sum(used.to(tl.int64) << tl.arange(0, BLOCK).to(tl.int64)[None, :], axis=1)
-    at = bits + 2 * (row * n_blocks + blocks)
+    at = bits + WORDS * (row * n_blocks + blocks)
     tl.store(at, words, mask=blocks < n_blocks)
     tl.store(at + 1, tl.min(full, axis=1).to(tl.int64), mask=blocks < n_blocks)
+    if ADDITIVE:
+        words = tl.sum(above_any.to(tl.int64) << tl.arange(0, BLOCK).to(tl.int64)[None, :], axis=1)
+        tl.store(at + 2, words, mask=blocks < n_blocks)
+        tl.store(at + 3, queries, mask=blocks < n_blocks)
 
 
 @triton.jit
@@ -88,18 +104,34 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["n_blocks"])
-def _list_kernel(bits, listed, n_blocks, BLOCKS: tl.constexpr):
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit(do_not_specialize=["n_blocks", "n_queries"])
+def _list_kernel(bits, listed, n_blocks, n_queries, ADDITIVE: tl.constexpr, BLOCKS: tl.constexpr):
     """A row's list, as `tatten.ops.masks.mask_blocks` describes it."""
+    WORDS: tl.constexpr = 4 if ADDITIVE else 2
     row = tl.program_id(0).to(tl.int64)
-    bits += 2 * row * n_blocks
+    bits += WORDS * row * n_blocks
     listed += row * (n_blocks + 1) * 2
+    if ADDITIVE:  # only if each query has a key above it may those at `EXCLUDING_BIAS` be left out
+        queries = tl.zeros([BLOCKS], tl.int64)
+        for start in range(0, n_blocks, BLOCKS):
+            blocks = start + tl.arange(0, BLOCKS)
+            queries |= tl.load(bits + WORDS * blocks + 3, mask=blocks < n_blocks, other=0)
+        each = (tl.full([], 1, tl.int64) << tl.minimum(n_queries, 63)) - 1
+        leave_out = (n_queries < 64) & (tl.reduce(queries, 0, _either) == each)
+        words_at = bits + tl.where(leave_out, 2, 0)
+    else:
+        words_at = bits
     count, run, end = 0, 0, -1
     broken = -1  # the last block so far that is not full
     for start in range(0, n_blocks, BLOCKS):
         blocks = start + tl.arange(0, BLOCKS)
-        words = tl.load(bits + 2 * blocks, mask=blocks < n_blocks, other=0)
-        full = tl.load(bits + 2 * blocks + 1, mask=blocks < n_blocks, other=0)
+        words = tl.load(words_at + WORDS * blocks, mask=blocks < n_blocks, other=0)
+        full = tl.load(bits + WORDS * blocks + 1, mask=blocks < n_blocks, other=0)
         count += tl.sum((words != 0).to(tl.int32), axis=0)
         last_broken = tl.maximum(tl.associative_scan(tl.where(full > 0, -1, blocks), 0, _larger), broken)
         broken = tl.max(last_broken, axis=0)
@@ -111,7 +143,7 @@ def _list_kernel(bits, listed, n_blocks, BLOCKS: tl.constexpr):
     n_others, n_empty = run, count
     for start in range(0, n_blocks, BLOCKS):
         blocks = start + tl.arange(0, BLOCKS)
-        words = tl.load(bits + 2 * blocks, mask=blocks < n_blocks, other=0)
+        words = tl.load(words_at + WORDS * blocks, mask=blocks < n_blocks, other=0)
         in_run = (blocks > end - run) & (blocks <= end)
         other = ((words != 0) & ~in_run).to(tl.int32)
         empty = ((words == 0) & (blocks < n_blocks)).to(tl.int32)
@@ -131,12 +163,13 @@ class MaskBlocks:
 
     rows: int
     n_blocks: int
+    words: int  # of each block, as `_bits_kernel` says
     find_bits: Launch
     make_list: Launch
 
     def __call__(self, attn_mask: Tensor, kv_lens: Tensor | None = None) -> Tensor:
         mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
-        bits = torch.empty((self.rows, self.n_blocks, 2), dtype=torch.int64, device=mask.device)
+        bits = torch.empty((self.rows, self.n_blocks, self.words), dtype=torch.int64, device=mask.device)
         listed = torch.empty((self.rows, self.n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
         self.find_bits(mask, mask if kv_lens is None else kv_lens, bits)
         self.make_list(bits, listed)
@@ -160,7 +193,9 @@ def plan_mask_blocks(
     n_blocks = ceil_div(kv_len, BLOCK_KEYS)
     seqs_of_row = batch // kv_batch if mask.shape[0] == batch else 1
     # The same number of keys for a program: one row of the mask after the other would wait for each.
-    rows_at_once, at_once = (8, 4) if seqs_of_row * mask.shape[1] * mask.shape[2] > 4 else (1, 16)
+    n_queries = seqs_of_row * mask.shape[1] * mask.shape[2]
+    rows_at_once, at_once = (8, 4) if n_queries > 4 else (1, 16)
+    additive = mask.dtype != torch.bool
     find_bits = Launch(
         _bits_kernel,
         (rows, ceil_div(n_blocks, at_once)),
@@ -173,12 +208,13 @@ def plan_mask_blocks(
         kv_len,
         window or 0,
         n_blocks,
-        ADDITIVE=mask.dtype != torch.bool,
+        ADDITIVE=additive,
         HAS_LENS=kv_lens is not None,
         WINDOW=window is not None,
         BLOCK=BLOCK_KEYS,
         BLOCKS=at_once,
         ROWS=rows_at_once,
     )
-    make_list = Launch(_list_kernel, (rows,), n_blocks, BLOCKS=64 if n_blocks <= 64 else 1024)
-    return MaskBlocks(rows, n_blocks, find_bits, make_list)
+    blocks = 64 if n_blocks <= 64 else 1024
+    make_list = Launch(_list_kernel, (rows,), n_blocks, n_queries, ADDITIVE=additive, BLOCKS=blocks)
+    return MaskBlocks(rows, n_blocks, 4 if additive else 2, find_bits, make_list)

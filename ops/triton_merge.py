@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tatten.ops.launching import Launch
 from tatten.ops.sizes import ceil_div, power_of_2
+from tatten.ops.triton_line import store_lse
 
 
 @triton.jit(do_not_specialize=["n_states", "rows"])
@@ -94,41 +95,56 @@ def _merge_pair_kernel(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PAIRED: tl.constexpr,
+    FINAL: tl.constexpr,
 ):
     states = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     dims = tl.arange(0, BLOCK_D)
     ok = states < n_states
     at, all_ok = (states * DIM)[:, None] + dims[None, :], ok[:, None] & (dims < DIM)[None, :]
-    log_a, log_b = tl.load(lse_a + states, mask=ok, other=0.0), tl.load(lse_b + states, mask=ok, other=0.0)
+    first = states * 2 if PAIRED else states
+    log_a, log_b = tl.load(lse_a + first, mask=ok, other=0.0), tl.load(lse_b + first, mask=ok, other=0.0)
     a, b = tl.load(out_a + at, mask=all_ok, other=0.0), tl.load(out_b + at, mask=all_ok, other=0.0)
     top = tl.maximum(log_a, log_b)
     base = tl.where(top == float("-inf"), 0.0, top)
     weight_a, weight_b = tl.exp(log_a - base), tl.exp(log_b - base)
+    if PAIRED:
+        weight_a *= tl.load(lse_a + first + 1, mask=ok, other=0.0)
+        weight_b *= tl.load(lse_b + first + 1, mask=ok, other=0.0)
     total = weight_a + weight_b
     filled = total != 0  # true for NaN, which must come out
     divisor = tl.where(filled, total, 1.0)
     merged = (a.to(tl.float32) * weight_a[:, None] + b.to(tl.float32) * weight_b[:, None]) / divisor[:, None]
     tl.store(out + at, merged.to(out.dtype.element_ty), mask=all_ok)
-    tl.store(lse + states, tl.where(filled, top + tl.log(divisor), float("-inf")), mask=ok)
+    log_sum = tl.where(filled, top + tl.log(divisor), float("-inf"))
+    store_lse(lse, states, log_sum, top, total, ok, PAIRED and not FINAL)
 
 
 @dataclass(frozen=True)
 class MergePair:
-    """Two states of one shape, dense, merged in `dtype`: default theirs. NaN in a part comes from NaN in keys."""
+    """Two states of one shape, dense, merged in `dtype`: default theirs. NaN in a part comes from NaN in keys.
+
+    `paired`: they have maximum and sum instead of their lse, as the result has unless it is `final`.
+    """
 
     launch: Launch
     dtype: torch.dtype | None
+    paired: bool = False
+    final: bool = True
 
     def __call__(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = out_a.new_empty(out_a.shape, dtype=self.dtype), lse_a.new_empty(lse_a.shape)
+        shape = lse_a.shape[:-1] if self.paired and self.final else lse_a.shape
+        out, lse = out_a.new_empty(out_a.shape, dtype=self.dtype), lse_a.new_empty(shape)
         self.launch(out_a, lse_a, out_b, lse_b, out, lse)
         return out, lse
 
 
-def plan_merge_pair(n_states: int, dim: int, dtype: torch.dtype | None = None) -> MergePair:
+def plan_merge_pair(
+    n_states: int, dim: int, dtype: torch.dtype | None = None, *, paired: bool = False, final: bool = True
+) -> MergePair:
     """For so many float32 states of head_dim `dim`."""
     block_d = power_of_2(dim)
     block_r = max(1, 1024 // block_d)
     grid = (ceil_div(n_states, block_r),)
-    constants = {"DIM": dim, "BLOCK_D": block_d, "BLOCK_R": block_r, "num_warps": 2}
-    return MergePair(Launch(_merge_pair_kernel, grid, n_states, **constants), dtype)
+    constants = {"DIM": dim, "BLOCK_D": block_d, "BLOCK_R": block_r, "PAIRED": paired, "FINAL": final}
+    return MergePair(Launch(_merge_pair_kernel, grid, n_states, **constants, num_warps=2), dtype, paired, final)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tatten.ops.triton_line import finish_state, fold_states, line_of_tiles, owner_of, start_of
+from tatten.ops.triton_line import finish_state, fold_states, line_of_tiles, owner_of, start_of, store_lse
 
 
 @triton.jit
@@ -81,6 +81,7 @@ def _fold_parts(
     BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr,
     WHOLE: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
     """Add a segment's states of some output rows, whole or in parts, to the running ones."""
     dims = tl.arange(0, BLOCK_DV)
@@ -88,14 +89,14 @@ def _fold_parts(
         whole = row_ok & (owners == 1)
         if tl.max(whole.to(tl.int32), axis=0) > 0:
             acc, highest, total = fold_states(
-                acc, highest, total, out, lse, states[None, :], whole[None, :], dims, VALUE_DIM
+                acc, highest, total, out, lse, states[None, :], whole[None, :], dims, VALUE_DIM, PAIRED
             )
     most = tl.max(tl.where(row_ok & (owners > 1), owners, 0), axis=0)
     for i in range(0, most, PARTS):
         parts = (i + tl.arange(0, PARTS))[:, None]
         at = tl.where(parts == 0, first_at[None, :], others_at[None, :] + 2 * BLOCK_M * parts).to(tl.int64)
         here = (row_ok & (owners > 1))[None, :] & (parts < owners[None, :])
-        acc, highest, total = fold_states(acc, highest, total, part_out, part_lse, at, here, dims, VALUE_DIM)
+        acc, highest, total = fold_states(acc, highest, total, part_out, part_lse, at, here, dims, VALUE_DIM, PAIRED)
     return acc, highest, total
 
 
@@ -157,14 +158,17 @@ def _merge_segments_kernel(
     GROUPS_A: tl.constexpr,
     HAS_LENS_A: tl.constexpr,
     LISTED_A: tl.constexpr,
+    PAIRED_A: tl.constexpr,
     BLOCK_M_B: tl.constexpr,
     BLOCK_N_B: tl.constexpr,
     GROUPS_B: tl.constexpr,
     HAS_LENS_B: tl.constexpr,
     LISTED_B: tl.constexpr,
+    PAIRED_B: tl.constexpr,
     WINDOW: tl.constexpr,
     BIG: tl.constexpr,
     TWO: tl.constexpr,
+    PAIRED_OUT: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -252,6 +256,7 @@ def _merge_segments_kernel(
         BLOCK_M_A,
         PARTS,
         TWO,
+        PAIRED_A,
     )
     if TWO:
         acc, highest, total = _fold_parts(
@@ -272,10 +277,11 @@ def _merge_segments_kernel(
             BLOCK_M_B,
             PARTS,
             TWO,
+            PAIRED_B,
         )
     acc, log_sum = finish_state(acc, highest, total)
     dims = tl.arange(0, BLOCK_DV)
-    tl.store(lse + states, log_sum, mask=row_ok)
+    store_lse(lse, states, log_sum, highest, total, row_ok, PAIRED_OUT)
     tl.store(
         out + states[:, None] * VALUE_DIM + dims[None, :],
         acc.to(out.dtype.element_ty),

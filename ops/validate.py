@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +17,31 @@ from tatten.ops.states import accumulator_dtype
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PROVIDERS = ("auto", "cpu", "triton", "cudnn", "flash", "fa3")
 BLOCK_KEYS = 64  # of a block of `mask_blocks`: a bit each in an int64
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def names_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function whose first keyword-only argument is often passed by position, as SDPA takes its mask.
+
+    Python's own error says how many arguments there are, not which one has to be named.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    positional = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+    keyword = next(x.name for x in parameters if x.kind is x.KEYWORD_ONLY)
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if len(args) > len(positional):
+            raise TypeError(
+                f"`{keyword}` must be passed by keyword, as `{keyword}=...`; only {', '.join(positional)} are taken by "
+                f"position, got {len(args)} arguments"
+            )
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def widest_on_cuda(dtype: torch.dtype) -> int:

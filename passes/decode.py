@@ -29,6 +29,13 @@ class DecodeMatch:
     value: Stored
     cost: Cost | None  # None for sizes that aren't known
 
+    @property
+    def doubt(self) -> str:
+        """Why this may not pay; empty where it does, whatever the mask leaves out."""
+        if self.cost is None or self.cost.pays:
+            return ""
+        return f"not weighed: the mask decides at run time how much is read; of all keys, {self.cost}"
+
 
 def match_decode(call: SdpaCall, peeled_key: Stored, peeled_value: Stored) -> DecodeMatch | Decline:
     """Decide about a call that `check_call` found eligible, given what `peel_heads` finds of its key and value.
@@ -55,7 +62,8 @@ def match_decode(call: SdpaCall, peeled_key: Stored, peeled_value: Stored) -> De
         heads = f"{key.shape[1]} kv heads for {query.shape[1]} query heads"
         return Decline(Reason.NO_GAIN, f"no mask, and {heads} as they are")
     cost = cost_of(call, [peeled_key], [peeled_value])
-    if call.attn_mask is None and cost is not None and not cost.pays:  # how much a mask leaves out, nobody knows here
+    # How much a mask leaves out only a run shows: such a call is not weighed, and `doubt` says so.
+    if call.attn_mask is None and cost is not None and not cost.pays:
         return Decline(Reason.SMALL, str(cost))
     return DecodeMatch(call, peeled_key, peeled_value, cost)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
 
 
@@ -21,19 +24,24 @@ class Place:
 
 
 def place_of(node: Node) -> Place:
-    """The innermost line and module of a node of a Dynamo graph; empty where the graph doesn't say."""
+    """The innermost module of a node of a Dynamo graph, and its innermost line outside of torch; empty where the graph
+    doesn't say.
+    """
     stack = node.meta.get("nn_module_stack") or {}
     module = _module_path(str(list(stack.values())[-1][0])) if stack else ""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     if not frames:
         return Place(module)
-    last = frames[-1]
+    last = next((frame for frame in reversed(frames) if not frame["file"].startswith(_TORCH)), frames[-1])
     return Place(module, last["file"], int(last["line"]), last["code"].strip())
 
 
 def _module_path(path: str) -> str:
-    """`L['self'].model._modules['layers'][0]` as `model.layers.0`."""
-    path = re.sub(r"^L\['(?:self|fn|mod|model)'\]\.?", "", path)
-    path = re.sub(r"_modules\['([^']+)'\]", r"\1", path)
-    path = re.sub(r"\._modules\b", "", path)
+    """`L['self'].model.__dict__['_modules']['layers'][0]` as `model.layers.0`, as `named_modules` has it.
+
+    A model that is a variable other than these keeps its name: a function may use several.
+    """
+    path = re.sub(r"^[LG]\['(?:self|fn|mod|model)'\]", "", path)
+    path = re.sub(r"^[LG]\['([^']+)'\]", r"\1", path)
+    path = re.sub(r"\.__dict__(?=\[)|\._modules\b|\['_modules'\]|\._orig_mod\b|\['_orig_mod'\]", "", path)
     return re.sub(r"\['?([^'\]]+)'?\]", r".\1", path).strip(".")

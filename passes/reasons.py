@@ -1,4 +1,4 @@
-"""Why an SDPA call was left as it is. Each reason has a code, which counters and reports use, and what would help."""
+"""Why attention was left as it is. Each reason has a code, which counters and reports use, and what would help."""
 
 from __future__ import annotations
 
@@ -46,7 +46,30 @@ class Reason(str, Enum):
     SCALE = "scale", "pass scale as a float"
     WRITTEN = "written_between", "repeat, expand and concatenate after the cache is written, not before"
     NO_GAIN = "no_gain", "nothing: SDPA reads every key and value once already"
-    NO_SDPA = "no_sdpa", "use F.scaled_dot_product_attention; with transformers, attn_implementation='sdpa'"
+    NO_SDPA = (
+        "no_sdpa",
+        "use F.scaled_dot_product_attention; with transformers, attn_implementation='sdpa' where the model supports it",
+    )
+    BEYOND_SDPA = (
+        "beyond_sdpa",
+        "call tatten.decode_attention(softcap=, sinks=), which has both, where SDPA has neither; with transformers, "
+        "from a function given to AttentionInterface.register",
+    )
+    FLEX_ATTENTION = (
+        "flex_attention",
+        "use F.scaled_dot_product_attention with the mask as a tensor, and for a soft cap or sinks "
+        "tatten.decode_attention(softcap=, sinks=); with transformers, attn_implementation='sdpa' where the model "
+        "supports it",
+    )
+    MULTIHEAD = (
+        "multihead",
+        "project with nn.Linear, and call F.scaled_dot_product_attention on the heads; nn.MultiheadAttention keeps no "
+        "cache of keys and values",
+    )
+
+
+# Of attention that is no SDPA call.
+OTHER_ATTENTION = {Reason.NO_SDPA, Reason.BEYOND_SDPA, Reason.FLEX_ATTENTION, Reason.MULTIHEAD}
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ from tatten.passes.cost import Cost
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
 from tatten.passes.masks import Masks
+from tatten.passes.other_attention import find_other_attention
 from tatten.passes.places import Place, place_of
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall, find_sdpa
 from tatten.passes.segments import find_segments, in_one
 from tatten.passes.symbolic import hint, tensor_of
 from tatten.passes.tree import local_segments, merged_over, with_sharding
-from tatten.passes.views import BATCH, HEADS, LENGTH, Stored, op_name
+from tatten.passes.views import BATCH, HEADS, LENGTH, Stored
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Declined:
-    """An SDPA call that stayed as it was, or a graph without any."""
+    """An SDPA call that stayed as it was, or attention that is no SDPA call."""
 
     place: Place
     shapes: str
@@ -56,19 +57,20 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
     """Rewrite a Dynamo graph in place: every decode SDPA becomes a tatten op, everything else stays."""
     start = time.perf_counter()
     masks = Masks()
+    graphs = {name: body.graph for name, body in gm.named_modules() if isinstance(body, GraphModule)}
+    others = [
+        Declined(place_of(other.node), "", other.decline)
+        for graph in graphs.values()
+        for other in find_other_attention(graph)
+    ]
     findings = [_rewrite_call(call, max_q_len, masks) for call in find_sdpa(gm.graph)]
     if any(isinstance(finding, Rewritten) for finding in findings):
         gm.recompile()
-    for name, body in gm.named_modules():
-        if body is not gm and isinstance(body, GraphModule):
+    for name, graph in graphs.items():
+        if graph is not gm.graph:
             nested = Decline(Reason.NESTED, f"inside `{name}`, the body of a higher-order operator")
-            findings += (_declined(call, nested) for call in find_sdpa(body.graph))
-    if not findings:
-        findings = [
-            Declined(place_of(node), "", Decline(Reason.NO_SDPA, "attention written out: softmax of a matrix product"))
-            for node in gm.graph.nodes
-            if _is_written_out(node)
-        ]
+            findings += (_declined(call, nested) for call in find_sdpa(graph))
+    findings += others
     return GraphReport(tuple(findings), (time.perf_counter() - start) * 1e3)
 
 
@@ -92,7 +94,7 @@ def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks) -> Rewritten | D
         notes = [merged_over(call)]
         if bifurcated is not None:
             notes.append(f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}")
-        note = "; ".join(filter(None, notes))
+        note = "; ".join(filter(None, [*notes, decode.doubt]))
         return Rewritten(place, str(op.target), shapes, decode.cost, note, _provider(call, decode.key))
     return _declined(call, bifurcated or decode)
 
@@ -123,15 +125,3 @@ def _shapes(call: SdpaCall, keys: Iterable[Node], values: Iterable[Node]) -> str
     named = [("q", call.query), *(("k", x) for x in keys), *(("v", x) for x in values), ("mask", call.attn_mask)]
     tensors = [(name, tensor) for name, node in named if (tensor := tensor_of(node)) is not None]
     return " ".join(f"{name} {str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors)
-
-
-def _is_written_out(node: Node) -> bool:
-    """A softmax with a matrix product somewhere close above it: attention that no SDPA call stands for."""
-    if op_name(node) not in ("softmax", "_softmax"):
-        return False
-    frontier = [node]
-    for _ in range(8):
-        frontier = [source for n in frontier for source in n.all_input_nodes]
-        if any(op_name(n) in ("matmul", "bmm", "baddbmm", "einsum") for n in frontier):
-            return True
-    return False

@@ -18,7 +18,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
     Returns:
         A report that prints well: each SDPA call with the user's line, what it became and the bytes of K and V before
-        and after, or why it was left and what would help.
+        and after, or why it was left and what would help; so, too, attention that is no SDPA call.
     """
     fn = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))
 

@@ -7,7 +7,8 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from tatten.passes import Declined, GraphReport, Rewritten
-from tatten.passes.reasons import Reason
+from tatten.passes.reasons import OTHER_ATTENTION
 
 log = logging.getLogger("tatten")
 _recorders: ContextVar[tuple[Report, ...]] = ContextVar("tatten_recorders", default=())
@@ -40,20 +41,40 @@ class Report:
     def __str__(self) -> str:
         if not self.graphs:
             return "tatten: no graph was compiled (was everything compiled before, or is nothing traceable?)"
-        lines = []
+        lines, empty = [], []
         for i, graph in enumerate(self.graphs):
-            done = sum(isinstance(x, Rewritten) for x in graph.findings)
-            calls = sum(not (isinstance(x, Declined) and x.decline.reason is Reason.NO_SDPA) for x in graph.findings)
-            lines.append(f"graph {i}: {done} of {calls} SDPA calls rewritten in {graph.milliseconds:.1f} ms")
-            lines += (f"  {line}" for group in _groups(graph) for line in _describe(group))
-        return "\n".join(lines)
+            if graph.findings:
+                lines.append(f"graph {i}: {_rewritten(graph.findings)} in {graph.milliseconds:.1f} ms")
+                lines += (f"  {line}" for group in _groups(graph) for line in _describe(group))
+            else:
+                empty.append(i)
+        if empty:
+            lines.append(f"graph{'s' * (len(empty) > 1)} {', '.join(map(str, empty))}: no attention")
+        return "\n".join([*lines, self._total()])
+
+    def _total(self) -> str:
+        graphs = len(self.graphs)
+        findings = [finding for graph in self.graphs for finding in graph.findings]
+        left = Counter(finding.decline.reason for finding in self.declined)
+        total = f"total: {_rewritten(findings)} in {graphs} graph{'s' * (graphs > 1)}"
+        for title, is_other in (("left as they are", False), ("attention that is no SDPA call", True)):
+            counts = [f"{n} {reason.value}" for reason, n in left.items() if (reason in OTHER_ATTENTION) is is_other]
+            if counts:
+                total += f"; {title}: {', '.join(counts)}"
+        return total
+
+
+def _rewritten(findings: Sequence[Rewritten | Declined]) -> str:
+    done = sum(isinstance(x, Rewritten) for x in findings)
+    calls = sum(not (isinstance(x, Declined) and x.decline.reason in OTHER_ATTENTION) for x in findings)
+    return f"{done} of {calls} SDPA calls rewritten"
 
 
 def _groups(graph: GraphReport) -> list[list[Rewritten | Declined]]:
     """Findings that differ only in the number of their layer, together."""
     groups: dict[Any, list[Rewritten | Declined]] = {}
     for finding in graph.findings:
-        layerless = re.sub(r"\.\d+(?=\.|$)", ".*", finding.place.module)
+        layerless = re.sub(r"(?<![^.])\d+(?![^.])", "*", finding.place.module)
         what = (
             (finding.op, finding.cost, finding.note, finding.provider)
             if isinstance(finding, Rewritten)
@@ -68,7 +89,8 @@ def _describe(group: list[Rewritten | Declined]) -> Iterator[str]:
     first, last = group[0], group[-1]
     module = first.place.module
     if len(group) > 1:
-        module = f"{len(group)} x {module} ... {last.place.module}"
+        others = "" if last.place.module == module else f" ... {last.place.module}"
+        module = f"{len(group)} x {module or 'call'}{others}"
     if isinstance(first, Rewritten):
         yield f"{module or 'call'}: {first.op}"
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -165,6 +167,38 @@ def test_bifurcated_attention_counts_its_segments() -> None:
         tatten.bifurcated_attention(query, [inputs["keys"][0], None], inputs["values"])
     with pytest.raises(TypeError, match=r"`keys` must be a sequence of Tensors, got Tensor"):
         tatten.bifurcated_attention(query, inputs["keys"][0], inputs["values"])
+
+
+def test_masks_by_position() -> None:
+    q, k, mask = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8), torch.ones(1, 5, dtype=torch.bool)
+    calls = {
+        "attn_mask": lambda q, k, mask: tatten.decode_attention(q, k, k, mask),
+        "attn_masks": lambda q, k, mask: tatten.bifurcated_attention(q, [k], [k], [mask]),
+    }
+    for name, call in calls.items():
+        message = f"`{name}` must be passed by keyword.*got 4 arguments"
+        with pytest.raises(TypeError, match=message):
+            call(q, k, mask)
+        with pytest.raises(TypeError, match=message):
+            torch.compile(call, backend="eager")(q, k, mask)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=message):  # Dynamo's, of whatever is raised
+            torch.compile(call, backend="eager", fullgraph=True)(q, k, mask)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'value'"):
+        tatten.decode_attention(q, k)
+
+
+def test_masks_by_keyword_in_one_graph() -> None:
+    q, k, mask = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 5, 8), torch.ones(1, 5, dtype=torch.bool)
+
+    def both(q, k, mask):
+        a = tatten.decode_attention(q, key=k, value=k, attn_mask=mask)
+        return a + tatten.bifurcated_attention(q, [k], values=[k], attn_masks=[mask])
+
+    torch.testing.assert_close(torch.compile(both, backend="eager", fullgraph=True)(q, k, mask), both(q, k, mask))
+    for function in (tatten.decode_attention, tatten.bifurcated_attention):
+        kinds = {x.kind.name for x in inspect.signature(function).parameters.values()}
+        assert kinds == {"POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY"}
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])

@@ -63,6 +63,15 @@ def make_mask(shape: tuple[int, ...], kind: str) -> Tensor:
             bias = torch.zeros(shape)
             bias.view(-1)[-1] = 0.5
             return bias
+        case "floors":  # padding as models write it, beside which each query has another key
+            bias = torch.where(mask, torch.randn(shape, generator=generator), torch.finfo(torch.float32).min)
+            bias[..., 0] = 0.25
+            bias[..., 1:2] = NEG_INF
+            return bias
+        case "floors_of_a_query":  # the last of which averages what is at its floor
+            bias = make_mask(shape, "floors")
+            bias.view(-1, shape[-1])[-1] = torch.finfo(torch.bfloat16).min
+            return bias
         case "strided":
             return mask.mT.contiguous().mT if mask.dim() > 1 else mask.repeat_interleave(2)[::2]
         case "expanded":
@@ -83,28 +92,33 @@ KINDS = [
     "full_behind",
     "two_runs",
     "full_but_for_a_bias",
+    "floors",
+    "floors_of_a_query",
 ]
 
 
 def expected(mask: Tensor, batch: int, kv_batch: int, q_len: int, reach: Tensor | None = None) -> list[list]:
     """For each row of what `mask`, and `reach`, leave: the longest run of full blocks, and the list, key by key."""
     rows = 1 if reach is None and (mask.dim() < 4 or mask.shape[0] == 1) else kv_batch
-    both = (mask, mask) if mask.dtype == torch.bool else (mask != NEG_INF, mask == 0)
-    both = tuple(x[(None,) * (4 - mask.dim())] for x in both)
-    if both[0].shape[0] not in (1, batch):
-        both = tuple(x.repeat_interleave(batch // x.shape[0], dim=0) for x in both)
+    floor = torch.finfo(torch.float32).min / 2
+    of_key = (mask, mask, mask) if mask.dtype == torch.bool else (mask != NEG_INF, mask == 0, ~(mask <= floor))
+    of_key = tuple(x[(None,) * (4 - mask.dim())] for x in of_key)
+    if of_key[0].shape[0] not in (1, batch):
+        of_key = tuple(x.repeat_interleave(batch // x.shape[0], dim=0) for x in of_key)
     if reach is not None:
-        both = tuple(x & reach for x in both)
-    used, plain = (x.expand(batch, -1, -1, -1) for x in both)
+        of_key = tuple(x & reach for x in of_key)
+    used, plain, above = (x.expand(batch, -1, -1, -1) for x in of_key)
     found = []
     for row in range(rows):
         shared = batch // rows
-        keys = used[row * shared : (row + 1) * shared].flatten(0, 2).any(dim=0).tolist()
+        of_row = slice(row * shared, (row + 1) * shared)
+        each_has_one = bool(above[of_row].any(dim=3).all())
+        keys = (above if each_has_one else used)[of_row].flatten(0, 2).any(dim=0).tolist()
         blocks: dict[int, int] = {}
         for key, counts in enumerate(keys):
             if counts:
                 blocks[key // 64] = blocks.get(key // 64, 0) | 1 << key % 64
-        of_all = plain[row * shared : (row + 1) * shared].flatten(0, 2).all(dim=0)
+        of_all = plain[of_row].flatten(0, 2).all(dim=0)
         n_blocks = -(-len(keys) // 64)
         full = [len(of_all) >= 64 * (n + 1) and bool(of_all[64 * n : 64 * (n + 1)].all()) for n in range(n_blocks)]
         runs = [range(i, j) for i in range(n_blocks + 1) for j in range(i, n_blocks + 1) if all(full[i:j])]

@@ -172,13 +172,23 @@ def test_max_q_len() -> None:
     assert finding.decline.reason is Reason.Q_LEN
 
 
-def test_written_out_attention_is_reported() -> None:
-    def fn(a, k, v):
-        return torch.softmax(a @ k.transpose(2, 3) * 0.3, dim=-1) @ v
+def test_a_mask_is_not_weighed_and_the_report_says_so() -> None:
+    """Whether a call pays for which nothing is repeated depends on what the mask leaves out."""
+    mask = torch.ones(S, dtype=torch.bool)[None]
+    (finding,) = rewrite(capture(sdpa, q(), kv(HQ), kv(HQ), mask)).findings
+    assert isinstance(finding, Rewritten)
+    assert "not weighed: the mask decides at run time" in finding.note
+    (finding,) = rewrite(capture(sdpa, q(), kv(HQ), kv(HQ))).findings
+    assert finding.decline.reason is Reason.NO_GAIN
 
-    (finding,) = rewrite(capture(fn, q(), kv(HQ), kv(HQ))).findings
-    assert finding.decline.reason is Reason.NO_SDPA
-    assert rewrite(capture(lambda x: x.softmax(-1), q())).findings == ()
+    def repeated(a, k, v, mask=None):
+        return sdpa(a, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), mask)
+
+    long = q(), kv(length=60000), kv(length=60000)
+    for args in (long, (*long, torch.ones(1, 60000, dtype=torch.bool))):
+        (finding,) = rewrite(capture(repeated, *args)).findings
+        assert isinstance(finding, Rewritten)
+        assert not finding.note  # it pays whatever the mask leaves out
 
 
 class Cache(torch.nn.Module):

@@ -85,12 +85,20 @@ ZOO: dict[str, tuple[str, dict]] = {
     ),
 }
 WITHOUT_SDPA = {
-    "gemma2": ("Gemma2", GQA | {"head_dim": 16, "sliding_window": 8}),
+    "gemma2": ("Gemma2", GQA | {"head_dim": 16, "sliding_window": 8}, Reason.BEYOND_SDPA),
+    "gpt_oss": (
+        "GptOss",
+        GQA | {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        Reason.BEYOND_SDPA,
+    ),
     "gptj": (
         "GPTJ",
         {"vocab_size": 99, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 128, "rotary_dim": 8},
+        Reason.NO_SDPA,
     ),
-    "bloom": ("Bloom", {"vocab_size": 99, "hidden_size": 64, "n_layer": LAYERS, "n_head": 4}),
+    "bloom": ("Bloom", {"vocab_size": 99, "hidden_size": 64, "n_layer": LAYERS, "n_head": 4}, Reason.NO_SDPA),
+    "llama": ("Llama", GQA, Reason.NO_SDPA),
+    "qwen3_moe": ("Qwen3Moe", MOE | {"num_experts": 4, "head_dim": 16}, Reason.NO_SDPA),
 }
 
 
@@ -205,8 +213,18 @@ def test_generate_on_a_gpu(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITHOUT_SDPA)
 def test_models_without_sdpa_are_reported(name: str) -> None:
-    model = build(*WITHOUT_SDPA[name], attn_implementation="eager")
-    report = tatten.explain(model, torch.arange(6).view(2, 3))
+    *architecture, reason = WITHOUT_SDPA[name]
+    model = build(*architecture, attn_implementation="eager")
+    with torch.no_grad():
+        report = tatten.explain(model, torch.arange(6).view(2, 3))
     assert not report.rewritten
-    assert {finding.decline.reason for finding in report.declined} == {Reason.NO_SDPA}
-    assert "attn_implementation='sdpa'" in str(report)
+    assert [finding.decline.reason for finding in report.declined] == [reason] * LAYERS
+    helps = "tatten.decode_attention(" if reason is Reason.BEYOND_SDPA else "attn_implementation='sdpa'"
+    assert helps in str(report)
+
+
+def test_flex_attention_is_reported() -> None:
+    model = build("Llama", GQA, attn_implementation="flex_attention")
+    with torch.no_grad():
+        report = tatten.explain(model, torch.arange(6).view(2, 3))
+    assert [finding.decline.reason for finding in report.declined] == [Reason.FLEX_ATTENTION] * LAYERS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch._dynamo.utils import counters
 import tatten
 from tatten.passes.cost import Cost
 from tatten.passes.places import Place
-from tatten.passes.reasons import Decline, Reason
+from tatten.passes.reasons import OTHER_ATTENTION, Decline, Reason
 from tatten.passes.rewrite import Declined, GraphReport, Rewritten
 from tatten.report import Report, publish
 
@@ -109,8 +110,78 @@ def test_text() -> None:
             "      with  q",
             "      why   dropout_p is 0.1",
             "      helps decode with model.eval(), so that dropout_p is 0.0",
+            "total: 2 of 3 SDPA calls rewritten in 1 graph; left as they are: 1 dropout",
         ]
     )
+
+
+EMPTY = GraphReport((), 0.5)
+WRITTEN_OUT = GraphReport(
+    tuple(
+        Declined(Place(f"{i}.attn", "c.py", 7, "p @ v"), "", Decline(Reason.NO_SDPA, "attention written out"))
+        for i in (0, 1, 1)
+    ),
+    2.0,
+)
+
+
+def test_text_of_many_graphs() -> None:
+    text = str(Report([EMPTY, GRAPH, EMPTY, WRITTEN_OUT, EMPTY])).splitlines()
+    assert [line for line in text if not line.startswith("  ")] == [
+        "graph 1: 2 of 3 SDPA calls rewritten in 1.2 ms",
+        "graph 3: 0 of 0 SDPA calls rewritten in 2.0 ms",
+        "graphs 0, 2, 4: no attention",
+        "total: 2 of 3 SDPA calls rewritten in 5 graphs; left as they are: 1 dropout; "
+        "attention that is no SDPA call: 3 no_sdpa",
+    ]
+    assert "  3 x 0.attn ... 1.attn: left as it is [no_sdpa]" in text
+    assert str(Report([EMPTY])) == "graph 0: no attention\ntotal: 0 of 0 SDPA calls rewritten in 1 graph"
+
+
+def test_text_of_one_place_that_is_passed_twice() -> None:
+    again = GraphReport(WRITTEN_OUT.findings[1:], 1.0)
+    assert "  2 x 1.attn: left as it is [no_sdpa]" in str(Report([again])).splitlines()
+
+
+class WrittenOut(torch.nn.Module):
+    """32 layers in one graph, and nothing in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Written() for _ in range(32))
+
+    def forward(self, x, k, mask):
+        for layer in self.layers:
+            x = layer(x, k, mask)
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+class Written(torch.nn.Module):
+    def forward(self, x, k, mask):
+        keys = k.repeat_interleave(2, dim=1)
+        return (x @ keys.mT).masked_fill(~mask, float("-inf")).softmax(-1) @ keys
+
+
+def test_explain_attention_that_is_no_sdpa_call() -> None:
+    with torch.no_grad():
+        report = tatten.explain(WrittenOut(), *ARGS)
+    assert {finding.decline.reason for finding in report.declined} == {Reason.NO_SDPA}
+    text = str(report).splitlines()
+    assert [line for line in text if "left as it is" in line] == [
+        "  32 x layers.0 ... layers.31: left as it is [no_sdpa]"
+    ]
+    assert text[-2:] == [
+        "graph 1: no attention",
+        "total: 0 of 0 SDPA calls rewritten in 2 graphs; attention that is no SDPA call: 32 no_sdpa",
+    ]
+
+
+def test_reasons_are_in_the_readme() -> None:
+    """The codes of attention that is no SDPA call, with the rest of the table."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for reason in OTHER_ATTENTION:
+        assert f"`{reason.value}` |" in readme
 
 
 def test_counters_and_logs(caplog) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from programs.builder import Builder
 
 # Rows of which no key is left but those at a finite floor: eager averages all values. False leaves such rows out.
-ROWS_AT_A_FINITE_FLOOR = False
+ROWS_AT_A_FINITE_FLOOR = True
 
 FLOORS = (
     "-inf",

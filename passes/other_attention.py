@@ -1,0 +1,131 @@
+"""Attention that no SDPA call stands for: written out with matrix products, or inside an op that does more than SDPA.
+
+None of it is rewritten; it is found so that the report can say what would help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.fx import Graph, Node
+
+from tatten.passes.reasons import Decline, Reason
+from tatten.passes.symbolic import known_equal, tensor_of
+from tatten.passes.views import COPIES, RESHAPES, STRETCHES, op_name
+
+SOFTMAX = {"softmax", "_softmax", "special_softmax"}
+EXP = {"exp", "exp_", "exp2"}
+PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "mm", "addmm", "einsum", "tensordot"}
+NOT_SCORES = {"linear", "conv1d", "conv2d", "embedding", "scaled_dot_product_attention"}  # nor what comes of them
+WITH_PROJECTIONS = {"multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd"}
+
+# What may stand between a softmax and the product with values: weights of the same keys, maybe fewer or scaled.
+CARRIES = (
+    STRETCHES
+    | RESHAPES
+    | COPIES
+    | {"to", "type", "type_as", "float", "double", "half", "bfloat16", "_to_copy"}
+    | {"transpose", "swapaxes", "swapdims", "permute", "movedim", "getattr", "getitem", "slice", "narrow"}
+    | {"mul", "mul_", "imul", "div", "div_", "truediv", "itruediv"}
+    | {"where", "masked_fill", "masked_fill_", "nan_to_num", "nan_to_num_", "dropout", "dropout_"}
+)
+
+
+@dataclass(frozen=True)
+class OtherAttention:
+    """Attention that is no SDPA call; `node` is the op that returns its output."""
+
+    node: Node
+    decline: Decline
+
+
+def find_other_attention(graph: Graph) -> Iterator[OtherAttention]:
+    """All attention of a graph that no SDPA call stands for, in order.
+
+    A softmax is attention if it weighs one activation after the other: its scores are a matrix product of two
+    activations, and it is itself multiplied with a third. A router, a classifier or a sampler takes the softmax of a
+    product with a parameter, or does not multiply what comes of it.
+    """
+    for node in graph.nodes:
+        name = op_name(node)
+        if isinstance(node.target, HigherOrderOperator) and node.target.name() == "flex_attention":
+            yield OtherAttention(node, Decline(Reason.FLEX_ATTENTION, "a call of flex_attention"))
+        elif name in WITH_PROJECTIONS:
+            yield OtherAttention(node, Decline(Reason.MULTIHEAD, f"`{name}` projects and attends in one call"))
+        elif name in SOFTMAX or name in EXP:
+            found = _written_out(node, name)
+            if found is not None:
+                yield found
+
+
+def _written_out(softmax: Node, name: str) -> OtherAttention | None:
+    users = sorted({user for node in _weights(softmax) for user in node.users})
+    output = next((user for user in users if _multiplies_activations(user)), None)
+    if output is None or (name in EXP and not any(op_name(user) == "sum" for user in users)):
+        return None
+    scores = _scores(softmax)
+    if softmax not in scores:
+        return None
+    detail = f"attention written out: {'softmax' if name in SOFTMAX else 'exp over its sum'} of a matrix product"
+    beyond = []
+    if any(op_name(node) in ("tanh", "tanh_") for node in scores):
+        beyond.append("a soft cap (tanh of the scores)")
+    if any(_adds_a_column(node, scores, softmax) for node in scores):
+        beyond.append("sinks (logits beside those of the keys)")
+    if beyond:
+        return OtherAttention(output, Decline(Reason.BEYOND_SDPA, f"{detail}, with {' and '.join(beyond)}"))
+    return OtherAttention(output, Decline(Reason.NO_SDPA, detail))
+
+
+def _weights(softmax: Node) -> set[Node]:
+    """The softmax, and what is made of it before it is multiplied with values."""
+    found, frontier = {softmax}, [softmax]
+    while frontier:
+        new = [user for user in frontier.pop().users if op_name(user) in CARRIES and user not in found]
+        found.update(new)
+        frontier += new
+    return found
+
+
+def _scores(softmax: Node) -> set[Node]:
+    """The products of activations above a softmax, and what is made of them down to it."""
+    above, frontier = {softmax}, [softmax]
+    while frontier:
+        new = [source for source in frontier.pop().all_input_nodes if source not in above]
+        above.update(new)
+        frontier += (node for node in new if op_name(node) not in PRODUCTS | NOT_SCORES)
+    scores: set[Node] = set()
+    for node in sorted(above):
+        if _multiplies_activations(node) or not scores.isdisjoint(node.all_input_nodes):
+            scores.add(node)
+    return scores
+
+
+def _multiplies_activations(node: Node) -> bool:
+    """Whether this is a matrix product without a parameter."""
+    return op_name(node) in PRODUCTS and not any(_is_parameter(factor) for factor in node.all_input_nodes)
+
+
+def _is_parameter(node: Node) -> bool:
+    """Whether a node is a parameter, or a view or cast of one."""
+    while len(node.all_input_nodes) == 1 and not isinstance(tensor_of(node), torch.nn.Parameter):
+        (node,) = node.all_input_nodes
+    return isinstance(tensor_of(node), torch.nn.Parameter)
+
+
+def _adds_a_column(node: Node, scores: set[Node], softmax: Node) -> bool:
+    """Whether logits that are no scores come to stand beside scores, and are still there in the softmax.
+
+    Relative positions pad scores as well, but only to shift them.
+    """
+    here, there = tensor_of(node), tensor_of(softmax)
+    return (
+        op_name(node) in ("cat", "concat", "concatenate")
+        and not scores.issuperset(node.all_input_nodes)
+        and here is not None
+        and there is not None
+        and known_equal(here.shape[-1], there.shape[-1])
+    )
