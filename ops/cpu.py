@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tatten.ops import thresholds
 from tatten.ops.cpu_flash import additive, attend, coarse_sequences, empty_state
 from tatten.ops.masks import mask_spans
 from tatten.ops.packing import (
@@ -33,9 +34,6 @@ from tatten.ops.validate import (
     check_provider,
     check_stack,
 )
-
-# Sequences with spans of their own go to the kernel one by one, unless reading this much more for each is cheaper.
-RUN_BYTES = 1 << 18
 
 
 def decode_attention(
@@ -187,7 +185,7 @@ def _attend_keys(
     if state is None:
         start, stop = min(b[0] for b in bounds if b[1]), max(b[1] for b in bounds)
         wasted = sum(stop - start - (b[1] - b[0]) for b in bounds)
-        if wasted * kv_heads * (head_dim + value_dim) * key.element_size() < len(runs) * RUN_BYTES:
+        if wasted * kv_heads * (head_dim + value_dim) * key.element_size() < len(runs) * thresholds.CPU.run_bytes:
             state = attend_run(slice(0, batch), start, stop, 0)
             # Where a row's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that.
             if math.isnan(state[0].sum().item()):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tatten
-from tatten.ops import cpu_flash
+from tatten.ops import thresholds
 from tatten.ops.masks import mask_blocks, mask_spans
 
 NEG_INF = float("-inf")
@@ -31,7 +31,7 @@ TREES = {
 
 @pytest.fixture
 def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_flash, "SPLIT_BYTES", 1)
+    monkeypatch.setattr(thresholds.CPU, "split_bytes", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
 
 
