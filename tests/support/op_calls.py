@@ -21,6 +21,7 @@ UNMENDED = frozenset({"finite floors in parts", "finite floors beside a soft cap
 
 KV_LENS = (1, 0, 2, 3, 7, 33, 63, 64, 65, 100, 127, 128, 129, 150)
 HEAD_DIMS = (8, 1, 3, 16, 23, 32, 64, 80)
+TINY_KV_LENS, TINY_HEAD_DIMS = (1, 0, 7, 63, 64, 65, 129), (8, 3, 16, 23)
 LAYOUTS = ("dense", "heads_inside", "transposed", "length_first", "sliced", "stepped", "one_batch", "one_head")
 FLOORS = (NEG_INF, -1e4, -1e9, "min")
 EXACT_FLOOR = -1e6  # beside a bias below this float32 does not resolve scores
@@ -84,12 +85,13 @@ class Call:
         each = 2 * rows * self.kv_heads * max(self.head_dim, self.value_dim) * element
         return 1 if self.thresholds is None else max(1, self.thresholds[1] * each)
 
-    def unmended(self) -> bool:
-        """Whether this may meet one of UNMENDED."""
+    def unmended(self, always_in_parts: bool = False) -> bool:
+        """Whether this may meet one of UNMENDED. A CPU cuts keys in parts by thresholds, other kernels always."""
         masks = [segment.mask for segment in self.segments if segment.mask is not None]
         floors = any(NEG_INF < mask.lowest < EXACT_FLOOR for mask in masks)
+        in_parts = always_in_parts or len(self.segments) > 1 or self.thresholds is not None
         meets = {
-            "finite floors in parts": floors and (len(masks) > 1 or len(self.segments) > 1 or bool(self.thresholds)),
+            "finite floors in parts": floors and in_parts,
             "finite floors beside a soft cap": self.softcap is not None
             and any(NEG_INF < mask.lowest < 0 for mask in masks),
             "more pieces than keys": self.thresholds is not None and self.thresholds[1] == 0,
@@ -194,10 +196,11 @@ def together(inputs: dict[str, Any]) -> dict[str, Any]:
     return {"query": query, **whole, "scale": inputs["scale"]}
 
 
-def draw_call(choose: Choose, kv_lens: tuple[int, ...] = KV_LENS, head_dims: tuple[int, ...] = HEAD_DIMS) -> Call:
-    """A call of either op that meets nothing of UNMENDED only by chance: ask `unmended`."""
-    dtype = choose([torch.float32, torch.float16, torch.bfloat16, torch.float64])
-    batch, kv_heads = choose([1, 2, 3, 4, 6]), choose([1, 2, 3])
+def draw_call(choose: Choose, tiny: bool = False) -> Call:
+    """A call of either op; ask whether it is `unmended`. `tiny` is for an interpreter."""
+    dtype = choose([torch.float32, torch.float16, torch.bfloat16, *([] if tiny else [torch.float64])])
+    batch, kv_heads = choose([1, 2] if tiny else [1, 2, 3, 4, 6]), choose([1, 2] if tiny else [1, 2, 3])
+    kv_lens, head_dims = (TINY_KV_LENS, TINY_HEAD_DIMS) if tiny else (KV_LENS, HEAD_DIMS)
     decode = choose([True, False])
     divisors = [batch] if decode else [n for n in range(1, batch + 1) if batch % n == 0]
     infinities = [False, False, False, True]
@@ -208,14 +211,14 @@ def draw_call(choose: Choose, kv_lens: tuple[int, ...] = KV_LENS, head_dims: tup
         mask = draw_mask(choose, dtype, FLOORS, infinities) if masked else None
         return Segment(rows, choose(kv_lens), mask, choose(sorted({rows, batch})), (choose(LAYOUTS), choose(LAYOUTS)))
 
-    segments = tuple(segment() for _ in range(1 if decode else choose([2, 1, 3, 4, 5])))
+    segments = tuple(segment() for _ in range(1 if decode else choose([2, 1, 3] if tiny else [2, 1, 3, 4, 5])))
     common = {
         "dtype": dtype,
-        "q_heads": kv_heads * choose([1, 2, 3, 4]),
+        "q_heads": kv_heads * choose([1, 2, 3] if tiny else [1, 2, 3, 4]),
         "kv_heads": kv_heads,
         "segments": segments,
         "batch": batch,
-        "q_len": choose(range(1, 9)),
+        "q_len": choose([1, 2] if tiny else range(1, 9)),
         "head_dim": choose(head_dims),
         "value_dim": choose(head_dims),
         "scale": choose([None, 0.3, 2.0, -1.0, 0.0]),
