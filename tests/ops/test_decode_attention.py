@@ -116,6 +116,14 @@ def test_the_reference_equals_attention_written_out(case: Case) -> None:
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_the_reference_averages_beside_a_finite_floor(softcap: float | None) -> None:
+    query, key, value = torch.randn(3, 1, 1, 7, 8).double().unbind()
+    mask = torch.full((1, 1, 7, 7), torch.finfo(torch.float32).min)
+    out, _ = decode_attention_reference(query, key, value, mask, softcap=softcap)
+    torch.testing.assert_close(out, value.mean(dim=2, keepdim=True).expand_as(out))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_float8_as_the_readme_makes_it(device: str) -> None:
     """Of heads that differ in size by far; e4m3 has three bits of mantissa."""

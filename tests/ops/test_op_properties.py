@@ -1,0 +1,63 @@
+"""Random calls of the attention ops: within a derived bound of float64, by every path, with poison in unused memory."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+
+import pytest
+import torch
+from fuzz import settings, small_shapes
+from hypothesis import given
+from hypothesis import strategies as st
+from op_bounds import assert_within_bound
+from op_calls import Call, draw_call, together
+from poison import fresh_memory_is_poison
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@st.composite
+def calls(draw: st.DrawFn, tiny: bool = False) -> Call:
+    return draw_call(lambda options: draw(st.sampled_from(options)), tiny)
+
+
+def check(call: Call, device: str) -> None:
+    inputs = call.inputs(device)
+    lowered = nullcontext()
+    if call.thresholds is not None:
+        lowered = small_shapes(call.thresholds[0], call.split_bytes, call.thresholds[2])
+    with pytest.MonkeyPatch.context() as patch, lowered:
+        patch.setattr(torch, "get_num_threads", lambda: call.threads)
+        out, lse = call.run(inputs)
+    assert_within_bound(out, lse, together(inputs), parts=len(call.segments) * 2 * call.threads + 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_random_calls(device: str) -> None:
+    @settings(300)
+    @given(calls().filter(lambda call: not call.unmended(always_in_parts=device != "cpu")))
+    def test(call: Call) -> None:
+        check(call, device)
+
+    test()
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
+@settings(12)
+@given(calls(tiny=True).filter(lambda call: not call.unmended(always_in_parts=True)), st.integers(1, 9))
+def test_triton_interpreted(call: Call, programs: int) -> None:
+    from tatten.ops.lean import plan_attention
+    from tatten.ops.lean_segments import plan_segments
+
+    inputs = call.inputs()
+    query, scale = inputs["query"], call.head_dim**-0.5 if call.scale is None else call.scale
+    with fresh_memory_is_poison():
+        if call.is_decode:
+            names = ("query", "key", "value", "attn_mask", "kv_lens", None, "sinks", "key_scale", "value_scale")
+            attend = plan_attention(**{**inputs, "scale": scale}, programs=programs)
+            out, lse = attend(*[inputs.get(name) for name in names])
+        else:
+            lists = [inputs[name] for name in ("keys", "values", "attn_masks")] + [[None] * len(call.segments)]
+            out, lse = plan_segments(query, *lists, scale)(query, *lists)
+    assert_within_bound(out, lse, together(inputs), parts=programs + len(call.segments))
