@@ -49,10 +49,10 @@ def enable_dtensor_sdpa() -> None:
 
     Calls that PyTorch has no fused kernel for, such as those on a CPU with a mask of 3 dims or another head_dim of
     `value`, and all under `sdpa_kernel(SDPBackend.MATH)`, are merged in inference mode and where `backend="tatten"`
-    rewrites them.
-    Elsewhere, graphs of other backends included, they come here in pieces, and would end as `Partial(sum)`, of which
-    each rank holds a part: if keys are sharded over the sequence and no gradient is wanted, NotImplementedError is
-    raised instead. Outside of inference mode Dynamo asks PyTorch's rules for the pieces, which raise for some of them.
+    rewrites them. Elsewhere, graphs of other backends included, they come here in pieces, and would end as
+    `Partial(sum)`, of which each rank holds a part: if keys are sharded over the sequence and no gradient is wanted,
+    NotImplementedError is raised instead. While it traces, Dynamo asks PyTorch's rules for the pieces, which know no
+    answer on some meshes of several dims: that is an error, too.
 
     For the whole process, unless called within `context_parallel`, which ends with what was before it; calling it twice
     does nothing.
