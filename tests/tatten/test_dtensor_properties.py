@@ -28,7 +28,7 @@ import tatten
 
 SEED = int(os.environ.get("TATTEN_FUZZ_SEED", "0"))
 PROGRAMS = int(os.environ.get("TATTEN_FUZZ_N", "8"))
-AT_ONCE = 8  # programs that share the start of the ranks, which takes longer than most of them
+AT_ONCE = 4  # programs that share the start of the ranks, which takes longer than most of them
 
 COMPILED = "eager", "aot_eager"
 
@@ -207,7 +207,7 @@ def in_float64(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
 @pytest.mark.parametrize("ranks", [2, 3])
 @seed(SEED)
 @settings(
-    max_examples=math.ceil(PROGRAMS / AT_ONCE),
+    max_examples=1 + math.ceil(PROGRAMS / AT_ONCE),  # the first is the simplest there is
     deadline=None,
     database=None,
     phases=(Phase.generate, Phase.shrink),
