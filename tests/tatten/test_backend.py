@@ -181,3 +181,26 @@ def test_one_captured_graph_serves_any_length() -> None:
         lens.copy_(torch.tensor(new))
         graph.replay()
         assert torch.equal(out, tatten.decode_attention(q, k, v, kv_lens=lens))
+
+
+@pytest.mark.parametrize("backend", ["looked_up", "tatten.backend.tatten"])
+def test_first_compiles_in_several_threads(backend: str) -> None:
+    """With the name looked up beforehand, or the function itself: PyTorch's look-up is not safe for threads."""
+    script = f"""
+        import threading, torch, tatten.backend
+        looked_up = "tatten"
+        torch.compile(abs, backend=looked_up) if {backend == "looked_up"} else None
+        errors = []
+        def work():
+            try:
+                torch.compile(torch.neg, backend={backend}, options={{"inner": "eager"}})(torch.ones(1))
+            except BaseException as error:
+                errors.append(error)
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert not errors, errors
+    """
+    run = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
