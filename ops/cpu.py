@@ -123,10 +123,13 @@ def bifurcated_attention(
 def _in_one(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], attn_masks: Sequence[Tensor | None], b: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All segments of sequence `b` as one key, one value and one additive mask, each with a batch of one."""
+    """All segments of sequence `b` as one key, one value and one additive mask, each with a batch of one.
+
+    Of each only the span that its mask leaves over: what lies outside may be NaN.
+    """
     batch, q_heads, q_len, _ = query.shape
     dtype = accumulator_dtype(query.dtype)
-    own: tuple[list[Tensor], ...] = ([], [], [])
+    own_keys, own_values, biases = [], [], []
     for key, value, mask in zip(keys, values, attn_masks, strict=True):
         row = b * key.shape[0] // batch
         bias = query.new_zeros((), dtype=dtype)
@@ -136,11 +139,12 @@ def _in_one(
             elif mask.dim() == 4:
                 mask = mask[0]
             bias = torch.where(mask, 0.0, NEG_INF) if mask.dtype == torch.bool else mask
-        parts = key[row], value[row], bias.to(dtype).expand(q_heads, q_len, key.shape[2])
-        for part, x in zip(own, parts, strict=True):
-            part.append(x)
-    key, value = (torch.cat(part, dim=1).unsqueeze(0) for part in own[:2])
-    return key, value, torch.cat(own[2], dim=2).unsqueeze(0)
+        bias = bias.to(dtype).expand(q_heads, q_len, key.shape[2])
+        start, stop, _ = mask_spans(bias).tolist()[0]
+        own_keys.append(key[row, :, start:stop])
+        own_values.append(value[row, :, start:stop])
+        biases.append(bias[..., start:stop])
+    return torch.cat(own_keys, dim=1)[None], torch.cat(own_values, dim=1)[None], torch.cat(biases, dim=2)[None]
 
 
 def _attend_keys(

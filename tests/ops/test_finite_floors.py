@@ -122,6 +122,20 @@ def test_only_one_segment_has_a_bias(run: Callable, masked: int, interpreted: No
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
 
 
+def test_memory_that_does_not_count_may_be_nan_beside_the_floor() -> None:
+    """Also of a segment between others, whose keys all segments have in one call."""
+    query, keys, values, masks, _ = segments("four", 2, -1e9, torch.float32, "cpu")
+    masks[1] = torch.zeros(4, 1, 2, 3, dtype=torch.bool)
+    masks[2][..., :9] = masks[2][..., 60:] = NEG_INF
+    want, _ = public(query, keys, values, masks)
+    for x in (keys, values):
+        x[1].fill_(float("nan"))
+        x[2][:, :, :9] = x[2][:, :, 60:] = float("nan")
+    got, _ = public(query, keys, values, masks)
+    assert torch.equal(got, want)
+    assert got.isfinite().all()
+
+
 def whole_row(low: float, kv_len: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(3, h, n, 16, generator=generator) for h, n in ((4, 2), (1, kv_len), (1, kv_len)))

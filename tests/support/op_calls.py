@@ -17,7 +17,7 @@ import tatten
 
 # What issue 12 has found and is not mended yet. A call that may meet one of these is not drawn: take away the name of
 # what is mended.
-UNMENDED = frozenset({"finite floors in parts", "finite floors beside a soft cap", "more pieces than keys"})
+UNMENDED: frozenset[str] = frozenset()
 
 KV_LENS = (1, 0, 2, 3, 7, 33, 63, 64, 65, 100, 127, 128, 129, 150)
 HEAD_DIMS = (8, 1, 3, 16, 23, 32, 64, 80)

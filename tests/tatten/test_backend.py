@@ -183,17 +183,15 @@ def test_one_captured_graph_serves_any_length() -> None:
         assert torch.equal(out, tatten.decode_attention(q, k, v, kv_lens=lens))
 
 
-@pytest.mark.parametrize("backend", ["looked_up", "tatten.backend.tatten"])
-def test_first_compiles_in_several_threads(backend: str) -> None:
-    """With the name looked up beforehand, or the function itself: PyTorch's look-up is not safe for threads."""
-    script = f"""
-        import threading, torch, tatten.backend
-        looked_up = "tatten"
-        torch.compile(abs, backend=looked_up) if {backend == "looked_up"} else None
-        errors = []
+def test_first_compiles_in_several_threads() -> None:
+    """PyTorch's look-up of a name is not safe for threads; our entry point is."""
+    script = """
+        import threading, torch
+        errors, start = [], threading.Barrier(4)
         def work():
             try:
-                torch.compile(torch.neg, backend={backend}, options={{"inner": "eager"}})(torch.ones(1))
+                start.wait()
+                torch.compile(torch.neg, backend="tatten", options={"inner": "eager"})(torch.ones(1))
             except BaseException as error:
                 errors.append(error)
         threads = [threading.Thread(target=work) for _ in range(4)]
@@ -204,3 +202,17 @@ def test_first_compiles_in_several_threads(backend: str) -> None:
     run = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_the_entry_point_rests_on() -> None:
+    """`register_backend(None, name=...)` registers nothing, and a loaded entry point may be None."""
+    from torch._dynamo import list_backends, register_backend
+    from torch._dynamo.backends.registry import lookup_backend
+
+    from tatten import entry_point
+    from tatten.backend import tatten
+
+    assert callable(register_backend(None, name="nobody"))
+    assert "nobody" not in list_backends(None)
+    assert entry_point.backend is None
+    assert lookup_backend("tatten") is tatten
