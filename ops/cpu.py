@@ -125,7 +125,7 @@ def _in_one(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All segments of sequence `b` as one key, one value and one additive mask, each with a batch of one."""
     batch, q_heads, q_len, _ = query.shape
-    dtype = accumulator_dtype(query.dtype)
+    dtype, kv_heads = accumulator_dtype(query.dtype), math.lcm(*(key.shape[1] for key in keys))
     own: tuple[list[Tensor], ...] = ([], [], [])
     for key, value, mask in zip(keys, values, attn_masks, strict=True):
         row = b * key.shape[0] // batch
@@ -136,7 +136,8 @@ def _in_one(
             elif mask.dim() == 4:
                 mask = mask[0]
             bias = torch.where(mask, 0.0, NEG_INF) if mask.dtype == torch.bool else mask
-        parts = key[row], value[row], bias.to(dtype).expand(q_heads, q_len, key.shape[2])
+        stored = (x[row].repeat_interleave(kv_heads // key.shape[1], dim=0) for x in (key, value))
+        parts = *stored, bias.to(dtype).expand(q_heads, q_len, key.shape[2])
         for part, x in zip(own, parts, strict=True):
             part.append(x)
     key, value = (torch.cat(part, dim=1).unsqueeze(0) for part in own[:2])
