@@ -51,7 +51,7 @@ WRITES: Sequence[str] = (
     "{x}.chunk(2)[0].add_(0.5)",
     "{x}.diagonal().fill_(0.5)",
     "{x}.expand_as({x}).mul_(0.5)",
-    "{x}[:][:].permute(*range({x}.dim())).mul_(0.25)",
+    "{x}[:][:].movedim(0, -1).mul_(0.25)",
     "{x}.as_strided((1,), (1,), {x}.storage_offset()).fill_(3.0)",
     "torch.mul({x}, 2.0, out={x})",
     "torch.add({x}.flip(0), 1.0, out={x})",
