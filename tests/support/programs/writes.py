@@ -91,7 +91,6 @@ WRITES: Sequence[str] = (
     "{x}.numpy().fill(0.5)",
     "{x}.numpy()[..., 0] = 0.5",
     "torch.from_numpy({x}.numpy()).mul_(0.5)",
-    "{x}.__array__().fill(0.25)",
     "custom_scale_({x}, 0.5)",
     "custom_index_copy({x}, {x}[:1] * 2)",
     "torch.ops.fuzz.scale_({x}, 2.0)",
