@@ -128,7 +128,7 @@ def _in_one(
     Of each only the span that its mask leaves over: what lies outside may be NaN.
     """
     batch, q_heads, q_len, _ = query.shape
-    dtype = accumulator_dtype(query.dtype)
+    dtype, kv_heads = accumulator_dtype(query.dtype), math.lcm(*(key.shape[1] for key in keys))
     own_keys, own_values, biases = [], [], []
     for key, value, mask in zip(keys, values, attn_masks, strict=True):
         row = b * key.shape[0] // batch
@@ -141,8 +141,9 @@ def _in_one(
             bias = torch.where(mask, 0.0, NEG_INF) if mask.dtype == torch.bool else mask
         bias = bias.to(dtype).expand(q_heads, q_len, key.shape[2])
         start, stop, _ = mask_spans(bias).tolist()[0]
-        own_keys.append(key[row, :, start:stop])
-        own_values.append(value[row, :, start:stop])
+        repeats = kv_heads // key.shape[1]
+        own_keys.append(key[row, :, start:stop].repeat_interleave(repeats, dim=0))
+        own_values.append(value[row, :, start:stop].repeat_interleave(repeats, dim=0))
         biases.append(bias[..., start:stop])
     return torch.cat(own_keys, dim=1)[None], torch.cat(own_values, dim=1)[None], torch.cat(biases, dim=2)[None]
 

@@ -96,6 +96,13 @@ def test_segments(device: str, q_len: int, dtype: torch.dtype, name: str, low: f
     check(*public(query, keys, values, masks), mean, low)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_segments_with_numbers_of_heads_of_their_own(device: str) -> None:
+    query, keys, values, masks, mean = segments("three", 2, -1e9, torch.float32, device)
+    keys[1], values[1] = (x.repeat_interleave(2, dim=1) for x in (keys[1], values[1]))
+    check(*public(query, keys, values, masks), mean, -1e9)
+
+
 @pytest.mark.parametrize("low", FLOORS)
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("programs", [3, 25])
