@@ -85,6 +85,11 @@ class Call:
         each = 2 * rows * self.kv_heads * max(self.head_dim, self.value_dim) * element
         return 1 if self.thresholds is None else max(1, self.thresholds[1] * each)
 
+    @property
+    def most_parts(self) -> int:
+        """Into how many parts the KV can be cut: a few for each thread of a CPU, tiles of 16 keys on a GPU."""
+        return sum(max(2 * self.threads + 1, segment.kv_len // 16 + 1) for segment in self.segments)
+
     def unmended(self, always_in_parts: bool = False) -> bool:
         """Whether this may meet one of UNMENDED. A CPU cuts keys in parts by thresholds, other kernels always."""
         masks = [segment.mask for segment in self.segments if segment.mask is not None]
