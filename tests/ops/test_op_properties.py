@@ -30,7 +30,7 @@ def check(call: Call, device: str) -> None:
     with pytest.MonkeyPatch.context() as patch, lowered:
         patch.setattr(torch, "get_num_threads", lambda: call.threads)
         out, lse = call.run(inputs)
-    assert_within_bound(out, lse, together(inputs), parts=len(call.segments) * 2 * call.threads + 1)
+    assert_within_bound(out, lse, together(inputs), call.most_parts)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -49,6 +49,7 @@ class Call:
         factors: of keys and of values, which are normal else.
         thresholds: of a CPU, see `fuzz.small_shapes`: RUN_BYTES, keys of a piece and PACKED_ROWS; None for its own.
         threads: how many a CPU thinks it has.
+        poison: whether keys and values that are never read are NaN; a CPU goes other ways where they are numbers.
     """
 
     dtype: torch.dtype
@@ -71,6 +72,7 @@ class Call:
     factors: tuple[float, float] = (1.0, 1.0)
     thresholds: tuple[int, int, int] | None = None
     threads: int = 2
+    poison: bool = True
     seed: int = 0
 
     @property
@@ -84,6 +86,11 @@ class Call:
         rows = max(segment.rows for segment in self.segments)
         each = 2 * rows * self.kv_heads * max(self.head_dim, self.value_dim) * element
         return 1 if self.thresholds is None else max(1, self.thresholds[1] * each)
+
+    @property
+    def most_parts(self) -> int:
+        """Into how many parts the KV can be cut: a few for each thread of a CPU, tiles of 16 keys on a GPU."""
+        return sum(max(2 * self.threads + 1, segment.kv_len // 16 + 1) for segment in self.segments)
 
     def unmended(self, always_in_parts: bool = False) -> bool:
         """Whether this may meet one of UNMENDED. A CPU cuts keys in parts by thresholds, other kernels always."""
@@ -99,7 +106,7 @@ class Call:
         return any(meets[name] for name in UNMENDED)
 
     def inputs(self, device: str = "cpu") -> dict[str, Any]:
-        """Arguments of the op. Keys and values before the first that counts, and after the last, are NaN."""
+        """Arguments of the op. Poison is before the first key that counts, and after the last."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def randn(*shape: int, dtype: torch.dtype = self.dtype, factor: float = 1.0) -> Tensor:
@@ -125,7 +132,7 @@ class Call:
             unread = ~self._span(segment, mask, lens)
             for x, layout, held in zip(pair, segment.layouts, (keys, values), strict=True):
                 blank = unread.all(dim=0, keepdim=True) if layout == "one_batch" else unread
-                x = x.masked_fill(blank[:, None, :, None], float("nan"))
+                x = x.masked_fill(blank[:, None, :, None] & self.poison, float("nan"))
                 held.append(placed(x.to(torch.float8_e4m3fn) if self.float8 else x, layout))
             masks.append(None if mask is None else segment.mask.lay_out(mask.to(device), sizes))
         if not self.is_decode:
@@ -227,6 +234,7 @@ def draw_call(choose: Choose, tiny: bool = False) -> Call:
         "factors": (choose([1.0, 8.0]), choose([1.0, 1e-3, 1e3])),
         "thresholds": choose([None, (0, 0, 1), (0, 1, 1), (0, 20, 64), (1 << 18, 1, 1)]),
         "threads": choose([2, 1, 3, 16]),
+        "poison": choose([True, False]),
         "seed": choose(range(1000)),
     }
     if not Call(**common).is_decode:
