@@ -36,7 +36,7 @@ def check(call: Call, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_random_calls(device: str) -> None:
     @settings(300)
-    @given(calls().filter(lambda call: not call.unmended(always_in_parts=device != "cpu")))
+    @given(calls())
     def test(call: Call) -> None:
         check(call, device)
 
@@ -45,7 +45,7 @@ def test_random_calls(device: str) -> None:
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 @settings(12)
-@given(calls(tiny=True).filter(lambda call: not call.unmended(always_in_parts=True)), st.integers(1, 9))
+@given(calls(tiny=True), st.integers(1, 9))
 def test_triton_interpreted(call: Call, programs: int) -> None:
     from tatten.ops.lean import plan_attention
     from tatten.ops.lean_segments import plan_segments

@@ -15,16 +15,11 @@ from torch import Tensor
 
 import tatten
 
-# What issue 12 has found and is not mended yet. A call that may meet one of these is not drawn: take away the name of
-# what is mended.
-UNMENDED: frozenset[str] = frozenset()
-
 KV_LENS = (1, 0, 2, 3, 7, 33, 63, 64, 65, 100, 127, 128, 129, 150)
 HEAD_DIMS = (8, 1, 3, 16, 23, 32, 64, 80)
 TINY_KV_LENS, TINY_HEAD_DIMS = (1, 0, 7, 63, 64, 65, 129), (8, 3, 16, 23)
 LAYOUTS = ("dense", "heads_inside", "transposed", "length_first", "sliced", "stepped", "one_batch", "one_head")
 FLOORS = (NEG_INF, -1e4, -1e9, "min")
-EXACT_FLOOR = -1e6  # beside a bias below this float32 does not resolve scores
 
 
 @dataclass(frozen=True)
@@ -91,19 +86,6 @@ class Call:
     def most_parts(self) -> int:
         """Into how many parts the KV can be cut: a few for each thread of a CPU, tiles of 16 keys on a GPU."""
         return sum(max(2 * self.threads + 1, segment.kv_len // 16 + 1) for segment in self.segments)
-
-    def unmended(self, always_in_parts: bool = False) -> bool:
-        """Whether this may meet one of UNMENDED. A CPU cuts keys in parts by thresholds, other kernels always."""
-        masks = [segment.mask for segment in self.segments if segment.mask is not None]
-        floors = any(NEG_INF < mask.lowest < EXACT_FLOOR for mask in masks)
-        in_parts = always_in_parts or len(self.segments) > 1 or self.thresholds is not None
-        meets = {
-            "finite floors in parts": floors and in_parts,
-            "finite floors beside a soft cap": self.softcap is not None
-            and any(NEG_INF < mask.lowest < 0 for mask in masks),
-            "more pieces than keys": self.thresholds is not None and self.thresholds[1] == 0,
-        }
-        return any(meets[name] for name in UNMENDED)
 
     def inputs(self, device: str = "cpu") -> dict[str, Any]:
         """Arguments of the op. Poison is before the first key that counts, and after the last."""
@@ -204,7 +186,7 @@ def together(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw_call(choose: Choose, tiny: bool = False) -> Call:
-    """A call of either op; ask whether it is `unmended`. `tiny` is for an interpreter."""
+    """A call of either op; `tiny` is for an interpreter."""
     dtype = choose([torch.float32, torch.float16, torch.bfloat16, *([] if tiny else [torch.float64])])
     batch, kv_heads = choose([1, 2] if tiny else [1, 2, 3, 4, 6]), choose([1, 2] if tiny else [1, 2, 3])
     kv_lens, head_dims = (TINY_KV_LENS, TINY_HEAD_DIMS) if tiny else (KV_LENS, HEAD_DIMS)
