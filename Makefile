@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test mutants lint bench clean
+.PHONY: demo test fuzz mutants lint bench clean
 
 $(VENV)/installed: pyproject.toml
 	@echo "making $(VENV): PyTorch and transformers, about a minute"
@@ -25,6 +25,13 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# The property tests alone, with N times as many examples as `make test` draws, and others than it draws.
+fuzz: SEED := $(shell date +%Y%m%d)
+fuzz: N := 20
+fuzz: $(VENV)/installed-test
+	@echo "SEED=$(SEED) N=$(N)"
+	TATTEN_FUZZ_SEED=$(SEED) TATTEN_FUZZ_N=$(N) $(BIN)/python -m pytest -n 2 $$(find tests -name 'test_*properties.py') $(ARGS)
 
 # Small faults in the code, one at a time, each of which some test has to fail on; 200 take about an hour on 2 busy cores.
 mutants: $(VENV)/installed-test

@@ -8,7 +8,8 @@
     ragged  lengths that differ: ours with `kv_lens`, the peers on packed tokens or pages, SDPA with the mask that it
             needs at the longest length
     static  a cache of which 1/16 is used, with a bool mask, against a cache of exactly that length; `layer` gets what
-            the mask leaves, as the layers of a compiled model do, the others find it in each call
+            the mask leaves, as the layers of a compiled model do, the others find it in each call; `bias` and
+            `bias_layer` have a bias of `finfo.min` on the unused slots instead
 
 `auto` is `tatten.decode_attention`, `triton` the same with that provider; `fi` is FlashInfer's batch decode, `fi_tc`
 the same on tensor cores, and `fi_one` its decode of one request (--flashinfer). On a GPU each candidate is a captured
@@ -43,13 +44,13 @@ COLUMNS = {
         "nine": UNIFORM,
         "grid": UNIFORM,
         "ragged": (*OURS, "sdpa", "fa3", "fa3_8", "fa3_32", "fi", "fi_tc"),
-        "static": (*OURS, "layer", "exact", "sdpa"),
+        "static": (*OURS, "layer", "bias", "bias_layer", "exact", "sdpa"),
     },
     "cpu": {
         "nine": ("auto", "sdpa"),
         "grid": ("auto", "sdpa"),
         "ragged": ("auto", "sdpa"),
-        "static": ("auto", "layer", "exact", "sdpa"),
+        "static": ("auto", "layer", "bias", "bias_layer", "exact", "sdpa"),
     },
 }
 L2 = {"cuda": 200 << 20, "cpu": 8 << 20}  # bytes of KV of which the cache keeps nothing that is of use
@@ -156,6 +157,7 @@ class Problem:
         )
         self.lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
         self.mask = torch.arange(shape.capacity, device=device) < self.lengths[:, None, None, None]
+        self.bias = torch.where(self.mask, 0.0, torch.finfo(torch.bfloat16).min).bfloat16()
         self.starts = {
             "packed": [0, *torch.tensor(shape.lengths).cumsum(0).tolist()],
             "pages": [0, *(-(-torch.tensor(shape.lengths) // peers.PAGE) * peers.PAGE).cumsum(0).tolist()],
@@ -214,15 +216,18 @@ def candidates(p: Problem) -> dict[str, tuple[str, Callable[[], Attention | None
     def triton(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return tatten.decode_attention(q, k, v, provider="triton", **given)
 
+    def biased(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tatten.decode_attention(q, k, v, attn_mask=p.bias)
+
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
-    def layer() -> Attention:
+    def layer(mask: Tensor) -> Attention:
         """As in a layer of a compiled model: what the mask leaves was found once for all of them."""
         on_cpu, batch = p.q.device.type == "cpu", s.batch
         ops = torch.ops.tatten
-        spans = ops.mask_spans(p.mask) if on_cpu else ops.mask_blocks(p.mask, batch, batch, 1)
-        return lambda q, k, v: ops.decode_attention(q, k, v, p.mask, None, None, spans)[0]
+        spans = ops.mask_spans(mask) if on_cpu else ops.mask_blocks(mask, batch, batch, 1)
+        return lambda q, k, v: ops.decode_attention(q, k, v, mask, None, None, spans)[0]
 
     def fa3(splits: int = 0) -> Attention | None:
         kernel = peers.fa3()
@@ -244,7 +249,9 @@ def candidates(p: Problem) -> dict[str, tuple[str, Callable[[], Attention | None
     return {
         "auto": ("slots", lambda: ours),
         "triton": ("slots", lambda: triton),
-        "layer": ("slots", layer),
+        "layer": ("slots", lambda: layer(p.mask)),
+        "bias": ("slots", lambda: biased),
+        "bias_layer": ("slots", lambda: layer(p.bias)),
         "exact": ("exact", lambda: tatten.decode_attention),
         "sdpa": ("slots", lambda: sdpa),
         "cudnn": ("slots", peers.cudnn),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tatten.ops import thresholds
 from tatten.ops.cpu_flash import additive, attend, coarse_sequences, empty_state
 from tatten.ops.masks import mask_spans
 from tatten.ops.packing import (
@@ -33,9 +34,6 @@ from tatten.ops.validate import (
     check_provider,
     check_stack,
 )
-
-# Sequences with spans of their own go to the kernel one by one, unless reading this much more for each is cheaper.
-RUN_BYTES = 1 << 18
 
 
 def decode_attention(
@@ -125,10 +123,13 @@ def bifurcated_attention(
 def _in_one(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], attn_masks: Sequence[Tensor | None], b: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All segments of sequence `b` as one key, one value and one additive mask, each with a batch of one."""
+    """All segments of sequence `b` as one key, one value and one additive mask, each with a batch of one.
+
+    Of each only the span that its mask leaves over: what lies outside may be NaN.
+    """
     batch, q_heads, q_len, _ = query.shape
-    dtype = accumulator_dtype(query.dtype)
-    own: tuple[list[Tensor], ...] = ([], [], [])
+    dtype, kv_heads = accumulator_dtype(query.dtype), math.lcm(*(key.shape[1] for key in keys))
+    own_keys, own_values, biases = [], [], []
     for key, value, mask in zip(keys, values, attn_masks, strict=True):
         row = b * key.shape[0] // batch
         bias = query.new_zeros((), dtype=dtype)
@@ -138,11 +139,13 @@ def _in_one(
             elif mask.dim() == 4:
                 mask = mask[0]
             bias = torch.where(mask, 0.0, NEG_INF) if mask.dtype == torch.bool else mask
-        parts = key[row], value[row], bias.to(dtype).expand(q_heads, q_len, key.shape[2])
-        for part, x in zip(own, parts, strict=True):
-            part.append(x)
-    key, value = (torch.cat(part, dim=1).unsqueeze(0) for part in own[:2])
-    return key, value, torch.cat(own[2], dim=2).unsqueeze(0)
+        bias = bias.to(dtype).expand(q_heads, q_len, key.shape[2])
+        start, stop, _ = mask_spans(bias).tolist()[0]
+        repeats = kv_heads // key.shape[1]
+        own_keys.append(key[row, :, start:stop].repeat_interleave(repeats, dim=0))
+        own_values.append(value[row, :, start:stop].repeat_interleave(repeats, dim=0))
+        biases.append(bias[..., start:stop])
+    return torch.cat(own_keys, dim=1)[None], torch.cat(own_values, dim=1)[None], torch.cat(biases, dim=2)[None]
 
 
 def _attend_keys(
@@ -187,7 +190,7 @@ def _attend_keys(
     if state is None:
         start, stop = min(b[0] for b in bounds if b[1]), max(b[1] for b in bounds)
         wasted = sum(stop - start - (b[1] - b[0]) for b in bounds)
-        if wasted * kv_heads * (head_dim + value_dim) * key.element_size() < len(runs) * RUN_BYTES:
+        if wasted * kv_heads * (head_dim + value_dim) * key.element_size() < len(runs) * thresholds.CPU.run_bytes:
             state = attend_run(slice(0, batch), start, stop, 0)
             # Where a row's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that.
             if math.isnan(state[0].sum().item()):

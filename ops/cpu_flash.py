@@ -12,14 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tatten.ops import thresholds
 from tatten.ops.states import NEG_INF, accumulator_dtype, merge_parts
 
-# Below this many bytes of K and V for each extra piece, the merge costs more than an idle core (2-core Xeon, measured).
-SPLIT_BYTES = 1 << 20
 # Merging parts by an lse below this loses more than rounding, in float32: weights are off by 2^-24 of its size.
 COARSE_LSE = -64.0
-# From this many rows on, the kernel copies keys and values in low precision into the layout of AMX before it begins.
-PACKED_ROWS = 64
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,7 +57,9 @@ def attend(
                 at = slice(b, b + 1)
                 own_mask = mask[at] if mask.shape[0] > 1 else mask
                 out[at], lse[at] = _flash(rows[at], key[at], value[at], own_mask, scale)
-    elif rows.element_size() == 2 and n_rows >= PACKED_ROWS and batch * kv_heads > torch.get_num_threads():
+    elif (
+        rows.element_size() == 2 and n_rows >= thresholds.CPU.packed_rows and batch * kv_heads > torch.get_num_threads()
+    ):
         out, lse = _attend_in_groups(rows, key, value, mask, scale, some_empty)
     else:
         out, lse = _flash(rows, key, value, mask, scale, some_empty)
@@ -104,7 +103,7 @@ def _pieces(key: Tensor, value: Tensor) -> int:
         return 1
     if batch > 1 and kv_heads > 1 and any(x.stride(0) != kv_heads * x.stride(1) for x in (key, value)):
         return 1
-    most = min(2 * threads, kv_len, 2 * pairs * kv_len * head_dim * key.element_size() // SPLIT_BYTES)
+    most = min(2 * threads, kv_len, 2 * pairs * kv_len * head_dim * key.element_size() // thresholds.CPU.split_bytes)
 
     def busy(pieces: int) -> float:
         rounds = -(-pairs * pieces // threads)

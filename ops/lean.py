@@ -25,8 +25,9 @@ class Segment:
 
     line: Line
     launch: Launch
-    whole: bool
     out_shape: tuple[int, int, int, int]
+    lse_shape: tuple[int, ...]
+    part_lse_shape: tuple[int, ...]
     out_dtype: torch.dtype
     acc_dtype: torch.dtype
     mask: MaskPlan
@@ -51,11 +52,10 @@ class Segment:
         ]
         mask, blocks = self.mask(attn_mask, kv_lens, blocks)
         line = self.line
-        pair = (2,) if line.paired else ()
         out = query.new_empty(self.out_shape, dtype=self.out_dtype)
-        lse = query.new_empty((*self.out_shape[:3], *(() if self.whole else pair)), dtype=self.acc_dtype)
+        lse = query.new_empty(self.lse_shape, dtype=self.acc_dtype)
         part_out = query.new_empty((2 * line.programs, line.block_m, self.out_shape[3]), dtype=self.acc_dtype)
-        part_lse = query.new_empty((2 * line.programs, line.block_m, *pair), dtype=self.acc_dtype)
+        part_lse = query.new_empty(self.part_lse_shape, dtype=self.acc_dtype)
         self.launch(
             query,
             key,
@@ -165,6 +165,7 @@ def plan_segment(
     run_n = max(tiles.block_n, block_n)
     overlap = overlap and hopper
     acc_dtype = accumulator_dtype(query.dtype)
+    pair = (2,) if line.paired else ()
     launch = Launch(
         _lean_kernel,
         (programs,),
@@ -219,8 +220,9 @@ def plan_segment(
     return Segment(
         line,
         launch,
-        whole,
         out_shape=(batch, q_heads, q_len, value_dim),
+        lse_shape=(batch, q_heads, q_len, *(() if whole else pair)),
+        part_lse_shape=(2 * programs, tiles.block_m, *pair),
         out_dtype=query.dtype if whole else acc_dtype,
         acc_dtype=acc_dtype,
         mask=mask,

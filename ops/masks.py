@@ -28,7 +28,7 @@ def used_and_plain(mask: Tensor) -> tuple[Tensor, Tensor]:
         Two bool tensors `[rows, kv_length]`.
     """
     if mask.dtype == torch.bool:
-        return mask.any(dim=1), mask.all(dim=1)
+        return (mask[:, 0], mask[:, 0]) if mask.shape[1] == 1 else (mask.any(dim=1), mask.all(dim=1))
     above = ~(mask <= EXCLUDING_BIAS)  # so that NaN counts
     each_has_one = above.any(dim=2).all(dim=1)
     used = torch.where(each_has_one[:, None, None], above, mask != NEG_INF)

@@ -86,7 +86,7 @@ def _describe(segments: tuple[Stored, ...]) -> str:
 
 def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     """Put the op in SDPA's place and erase exactly what this leaves unused. Returns the op's node."""
-    call = match.call
+    call = masks.cast(match.call)
     segments = match.keys
     with call.node.graph.inserting_before(call.node):
         keys, values = ([x.as_attention_takes_it() for x in stored] for stored in (match.keys, match.values))

@@ -70,7 +70,7 @@ def match_decode(call: SdpaCall, peeled_key: Stored, peeled_value: Stored) -> De
 
 def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
     """Put the op in SDPA's place and erase exactly what this leaves unused. Returns the op's node."""
-    call = match.call
+    call = masks.cast(match.call)
     with call.node.graph.inserting_before(call.node):
         key, value = (stored.as_attention_takes_it() for stored in (match.key, match.value))
     if call.sharding is not None:

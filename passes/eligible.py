@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from tatten.ops.validate import FLOAT_DTYPES, widest_on_cuda
+from tatten.passes.autocast import sets_autocast
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, known_different, known_equal, tensor_of, value_of
@@ -84,6 +85,8 @@ def _check_mask(call: SdpaCall, query: Tensor, key: Tensor) -> Decline | None:
         return Decline(Reason.ARGUMENTS, "attn_mask is not a plain tensor of the graph")
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         return Decline(Reason.MASK_DTYPE, f"attn_mask is {mask.dtype}, query {query.dtype}")
+    if mask.dtype != torch.bool and sets_autocast(call.node.graph):
+        return Decline(Reason.MASK_DTYPE, f"attn_mask is {mask.dtype}, and autocast is set without a context manager")
     if mask.device != query.device:
         return Decline(Reason.DEVICE, f"attn_mask is on {mask.device}, query on {query.device}")
     scores = (*query.shape[:3], key.shape[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -10,20 +11,40 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from tatten.passes.autocast import autocast_dtype
+from tatten.passes.calls import op_name
 from tatten.passes.mutation import written_between
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, known_equal, tensor_of
 from tatten.passes.tree import local_mask
-from tatten.passes.views import BATCH, LENGTH, Stored, op_name
+from tatten.passes.views import BATCH, LENGTH, Stored
 
 
 class Masks:
     """What was found out about masks so far, while the calls of a graph are rewritten in order."""
 
     def __init__(self) -> None:
+        self._cast: dict[tuple[object, torch.dtype], tuple[Node, Node]] = {}
         self._columns: dict[tuple[Node, str], list[Node]] = {}
         self._local: dict[object, Node] = {}
         self._spans: dict[tuple[Node, str], tuple[Node, Node]] = {}
+
+    def cast(self, call: SdpaCall) -> SdpaCall:
+        """The call with its mask in the dtype that autocast gives it where SDPA is called, if it is called under it."""
+        mask = tensor_of(call.attn_mask)
+        if mask is None or mask.dtype in (torch.bool, torch.float64):
+            return call
+        dtype = autocast_dtype(call.node, mask.device.type)
+        if dtype is None or dtype == mask.dtype:
+            return call
+        key = _view(call.attn_mask), dtype
+        cast, unwritten = self._cast.get(key, (None, None))
+        if cast is None or unwritten is None or written_between([mask], unwritten, call.node) is not None:
+            with call.node.graph.inserting_before(call.node):
+                cast = call.node.graph.call_method("to", (call.attn_mask, dtype))
+            cast.meta.update(stack_trace=call.node.meta.get("stack_trace"), example_value=mask.to(dtype))
+        self._cast[key] = cast, call.node.prev
+        return dataclasses.replace(call, attn_mask=cast)
 
     def local(self, call: SdpaCall) -> Node | None:
         """The part of the mask of a sharded call that belongs to this rank's queries and keys."""
@@ -84,7 +105,7 @@ class Masks:
 
 def _view(node: Node) -> object:
     """Equal for nodes that are one view of one tensor: each layer of a model may slice the mask for itself."""
-    if op_name(node) in ("from_local", "prim from_local"):
+    if op_name(node) == "from_local":
         tensor: Any = tensor_of(node)
         return _view(node.all_input_nodes[0]), tensor.device_mesh, tensor.placements, str(tensor.shape)
     if node.target is operator.getitem and len(node.all_input_nodes) == 1 and _is_basic(node.args[1]):

@@ -12,9 +12,10 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
+from tatten.passes.calls import op_name
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import known_equal, tensor_of
-from tatten.passes.views import COPIES, RESHAPES, STRETCHES, op_name
+from tatten.passes.views import COPIES, RESHAPES, STRETCHES
 
 SOFTMAX = {"softmax", "_softmax", "special_softmax"}
 EXP = {"exp", "exp_", "exp2"}

@@ -42,9 +42,15 @@ class Reason(str, Enum):
     HEAD_DIM = "head_dim", "give key and query one head_dim"
     KV_LENGTH = "kv_length", "give key and value one length"
     MASK_SHAPE = "mask_shape", "broadcast the mask to [batch, q_heads, q_length, kv_length]"
-    MASK_DTYPE = "mask_dtype", "use a bool mask, or an additive one in float32 or the query's dtype"
+    MASK_DTYPE = (
+        "mask_dtype",
+        "use a bool mask, or an additive one in float32 or the query's dtype; for autocast, `with torch.autocast(...)`",
+    )
     SCALE = "scale", "pass scale as a float"
-    WRITTEN = "written_between", "repeat, expand and concatenate after the cache is written, not before"
+    WRITTEN = (
+        "written_between",
+        "repeat, expand and concatenate after the cache is written, not before; call no `set_` or `transpose_`",
+    )
     NO_GAIN = "no_gain", "nothing: SDPA reads every key and value once already"
     NO_SDPA = (
         "no_sdpa",

@@ -10,22 +10,21 @@ import dataclasses
 
 from torch.fx import Node
 
+from tatten.passes.calls import argument, op_name
+from tatten.passes.mutation import writes
 from tatten.passes.symbolic import held, known_equal, tensor_of
 from tatten.passes.views import (
     BATCH,
+    CATS,
     LENGTH,
     Stored,
     Walk,
-    argument,
     begin,
-    op_name,
     peel_heads,
     stored_among,
     stored_at,
     way_back,
 )
-
-CATS = {"cat", "concat", "concatenate"}
 
 # Deeper than this, what was concatenated is read as it is: a loop that appends to its keys nests one `cat` per step.
 MAX_DEPTH = 8
@@ -67,7 +66,7 @@ def _segments(walk: Walk, depth: int = 0) -> tuple[Stored, ...] | None:
 
 def _parts(walk: Walk) -> list[Walk] | None:
     """The places of the tensors that were concatenated over the sequence to make this one."""
-    if op_name(walk.here) not in CATS:
+    if op_name(walk.here) not in CATS or writes(walk.here):
         return None
     tensors = argument(walk.here, 0, "tensors")
     dim = argument(walk.here, 1, "dim", walk.here.kwargs.get("axis", 0))

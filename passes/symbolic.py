@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import SymInt, Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -63,7 +64,8 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
 
 def held(tensor: Any) -> Tensor:
     """The tensor that has the storage, and whose strides are those in memory: of a DTensor the local one."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    plain = isinstance(tensor, FakeTensor) or not hasattr(tensor, "to_local")  # to ask a fake tensor takes its time
+    local: Tensor = tensor if plain else tensor.to_local()
     return local
 
 

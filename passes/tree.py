@@ -19,9 +19,10 @@ from torch.fx import Node
 from tatten.ops.collectives import place_in
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.tree import fastest
+from tatten.passes.calls import op_name
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import tensor_of
-from tatten.passes.views import Stored, op_name
+from tatten.passes.views import Stored
 
 if TYPE_CHECKING:
     from tatten.passes.masks import Masks
@@ -128,7 +129,7 @@ def hand_back(call: SdpaCall, out: Node) -> Node:
     sharding = call.sharding
     assert sharding is not None
     for user in list(call.node.users):
-        if op_name(user) in ("to_local", "prim_to_local") and user.args == (call.node,) and not user.kwargs:
+        if op_name(user) == "to_local" and user.args == (call.node,) and not user.kwargs:
             user.replace_all_uses_with(out)
             user.graph.erase_node(user)
     if not call.node.users:

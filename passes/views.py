@@ -10,7 +10,6 @@ are the minor ones: then `here[j] == stored[j // n]`.
 from __future__ import annotations
 
 import builtins
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,8 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import Node
 
+from tatten.passes.calls import argument, op_name
+from tatten.passes.mutation import writes
 from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of, value_of
 
 BATCH, HEADS, LENGTH = 0, 1, 2
@@ -26,7 +27,10 @@ ROLES = range(4)
 
 STRETCHES = {"expand", "broadcast_to", "repeat", "tile", "expand_as"}
 RESHAPES = {"reshape", "view", "flatten", "unflatten", "reshape_as", "view_as", "_unsafe_view", "unsqueeze", "squeeze"}
-COPIES = {"contiguous", "clone", "alias"}
+COPIES = {"contiguous", "clone", "alias", "to"}
+REORDERS = {"transpose", "swapaxes", "swapdims", "permute"}
+CATS = {"cat", "concat", "concatenate"}
+WALKED = STRETCHES | RESHAPES | COPIES | REORDERS | CATS | {"stack", "repeat_interleave", "index_select", "getitem"}
 
 # A role, and which part of it, major to minor: tuples of one role sort in the order of the index.
 Part = tuple[int, ...]
@@ -62,27 +66,27 @@ def begin(node: Node) -> Walk:
 def step_back(walk: Walk) -> Walk | None:
     """One op further back, or None where `here` is something else than its source copied, reordered or repeated."""
     source, name = source_of(walk.here), op_name(walk.here)
-    if source is None:
+    if source is None or name not in WALKED or writes(walk.here):
         return None
     before, after = tensor_of(source), tensor_of(walk.here)
     assert before is not None
     assert after is not None
-    if before.dtype != after.dtype or before.device != after.device:
+    if type(before) is not type(after) or before.dtype != after.dtype or before.device != after.device:
         return None
-    if name in COPIES or name == "to":
+    if name in COPIES:
         return walk.step(source, walk.parts)
-    if name in ("transpose", "swapaxes", "swapdims", "permute"):
+    if name in REORDERS:
         return _reorder(walk, source, name)
     if name in STRETCHES:
         return _stretch(walk, source, before.shape, after.shape)
     if name == "repeat_interleave":
         return _interleave(walk, source, before.shape, after.shape)
-    if name in ("stack", "cat", "concat", "concatenate"):
+    if name == "stack" or name in CATS:
         return _copies_of_one(walk, source, before, after)
     if name == "index_select":
         dim = argument(walk.here, 1, "dim")
         return _index(walk, source, before.shape, after.shape, dim) if isinstance(dim, int) else None
-    if walk.here.target is operator.getitem:
+    if name == "getitem":
         index = walk.here.args[1]
         if not _only_adds_dims(index):
             is_rows = (
@@ -91,25 +95,7 @@ def step_back(walk: Walk) -> Walk | None:
                 and rows.dtype in (torch.int32, torch.int64)
             )
             return _index(walk, source, before.shape, after.shape, 0) if is_rows else None
-    elif name not in RESHAPES:
-        return None
     return _reshape(walk, source, before.shape, after.shape)
-
-
-def op_name(node: Node) -> str:
-    """`repeat_interleave` for the method, the function and the aten overload alike; empty for what is no call."""
-    if node.op == "call_method":
-        return str(node.target)
-    if node.op != "call_function":
-        return ""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.split("::")[1]
-    return getattr(node.target, "__name__", "")
-
-
-def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument of a call however it was passed; `position` counts the tensor itself."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 def source_of(node: Node) -> Node | None:

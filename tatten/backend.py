@@ -21,7 +21,7 @@ def tatten(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Compiled:
-    """The backend, found by name through the entry point `torch_dynamo_backends`.
+    """The backend, found by name through `tatten.entry_point`.
 
     Args:
         gm: a graph from Dynamo; rewritten in place.

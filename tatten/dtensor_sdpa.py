@@ -4,6 +4,9 @@ PyTorch has no rule for that placement and gathers the whole cache. Here it beco
 eager mode, and quickly while Dynamo traces. This is done by handlers in the table of DTensor's dispatcher where
 PyTorch's context parallelism puts its own. All use of that table is in this file. Importing DTensor takes seconds, so
 that is left to who uses it.
+
+PyTorch's math is no op: unless in inference mode, SDPA is a product of query and keys, a softmax and another product
+before any handler sees it. Nothing there can be merged, but the softmax is seen, and has a name that only SDPA uses.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tatten.ops import tree_merge
 
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
 
     from tatten.passes.sharding import Sharding
 
-# What SDPA dispatches to; it is an op of its own in inference mode only, and its math decomposes before it gets here.
+# What SDPA dispatches to; it is an op of its own in inference mode only.
 _OPS: tuple[OpOverload, ...] = (
     torch.ops.aten.scaled_dot_product_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -31,6 +35,7 @@ _OPS: tuple[OpOverload, ...] = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 )
+_SOFTMAX_OF_MATH: OpOverload = torch.ops.aten._safe_softmax.default
 
 
 def enable_dtensor_sdpa() -> None:
@@ -40,12 +45,20 @@ def enable_dtensor_sdpa() -> None:
     `tatten.tree_merge` for each such mesh dim, if `query` is replicated over it, there is neither dropout nor
     `is_causal`, and no gradient is wanted; other mesh dims may shard the batch or the heads of all three. The result is
     placed as `query` is. All other placements are PyTorch's affair, as before: while one thread is at one of them, the
-    others get PyTorch's rules, too. So is attention that never comes to a kernel of its own: under
-    `sdpa_kernel(SDPBackend.MATH)`, or, but in inference mode, with another head_dim for `value` on a CPU. For the whole
-    process, unless called within `context_parallel`, which ends with what was before it; calling it twice does nothing.
+    others get PyTorch's rules, too.
+
+    Calls that PyTorch has no fused kernel for, such as those on a CPU with a mask of 3 dims or another head_dim of
+    `value`, and all under `sdpa_kernel(SDPBackend.MATH)`, are merged in inference mode and where `backend="tatten"`
+    rewrites them. Elsewhere, graphs of other backends included, they come here in pieces, and would end as
+    `Partial(sum)`, of which each rank holds a part: if keys are sharded over the sequence and no gradient is wanted,
+    NotImplementedError is raised instead. While it traces, Dynamo asks PyTorch's rules for the pieces, which know no
+    answer on some meshes of several dims: that is an error, too.
+
+    For the whole process, unless called within `context_parallel`, which ends with what was before it; calling it twice
+    does nothing.
     """
     handlers = _handlers()
-    for op in _OPS:
+    for op in (*_OPS, _SOFTMAX_OF_MATH):
         if not isinstance(handlers.get(op), _Handler):
             handlers[op] = _Handler(handlers.get(op))
 
@@ -53,7 +66,7 @@ def enable_dtensor_sdpa() -> None:
 def disable_dtensor_sdpa() -> None:
     """Undo `enable_dtensor_sdpa`; without it, do nothing."""
     handlers = _handlers()
-    for op in _OPS:
+    for op in (*_OPS, _SOFTMAX_OF_MATH):
         ours = handlers.get(op)
         if isinstance(ours, _Handler):
             del handlers[op]
@@ -70,12 +83,17 @@ def _handlers() -> dict[OpOverload, Any]:
 
 @dataclass(frozen=True)
 class _Handler:
-    """What DTensor's dispatcher calls for an SDPA op; `before` is what it called without us, if anything."""
+    """What DTensor's dispatcher calls for an op; `before` is what it called without us, if anything."""
 
     before: Callable[..., object] | None
 
+    # The dispatcher calls from C++: where Dynamo has left a function to Python, this would be the next one to compile.
+    @torch._disable_dynamo
     def __call__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         given = _named(op, args, kwargs)
+        if op is _SOFTMAX_OF_MATH:
+            _check_softmax(given["self"], given["dim"])
+            return self._pytorchs_own(op, args, kwargs)
         sharding = _sharding_of(op, given)
         if sharding is None:
             return self._pytorchs_own(op, args, kwargs)
@@ -112,6 +130,22 @@ def _sharding_of(op: OpOverload, given: dict[str, Any]) -> Sharding | None:
     return find_sharding(*tensors)
 
 
+def _check_softmax(scores: DTensor, dim: int) -> None:
+    """Raise NotImplementedError for SDPA's math over sharded keys, unless a gradient is wanted.
+
+    Dynamo's fake tensors are let through: the graph may still be one where the call is merged.
+    """
+    sharded = any(placement.is_shard(dim % scores.dim()) for placement in scores.placements)
+    if not sharded or (torch.is_grad_enabled() and scores.requires_grad) or isinstance(scores.to_local(), FakeTensor):
+        return
+    raise NotImplementedError(
+        "scaled_dot_product_attention over keys sharded over the sequence needs a fused kernel, and PyTorch has none "
+        'here: use torch.inference_mode() or torch.compile(backend="tatten"); or give `value` the head_dim of `key` '
+        "and `attn_mask` 2 or 4 dims, and do not ask for SDPBackend.MATH; "
+        f"got scores of shape {tuple(scores.shape)} placed as {scores.placements}"
+    )
+
+
 def _named(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)), **kwargs}
 
@@ -119,6 +153,15 @@ def _named(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
 def _tensors(given: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     """Query, key, value and mask, however this op calls the last one."""
     return given["query"], given["key"], given["value"], given.get("attn_mask", given.get("attn_bias"))
+
+
+def merged_attention(
+    query: DTensor, key: DTensor, value: DTensor, mask: DTensor, dropout_p: float, scale: float | None
+) -> DTensor | None:
+    """What SDPA with `enable_gqa` gives for it, whether PyTorch has a kernel or not; None if it is PyTorch's affair."""
+    given = {"query": query, "key": key, "value": value, "attn_mask": mask, "dropout_p": dropout_p, "enable_gqa": True}
+    sharding = _sharding_of(_OPS[0], given)
+    return None if sharding is None else sharded_attention(sharding, query, key, value, mask, scale)[0]
 
 
 def sharded_attention(

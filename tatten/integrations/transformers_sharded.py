@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from tatten import sharded_cache
+from tatten.dtensor_sdpa import merged_attention
 from tatten.integrations.transformers import count_layers
 from tatten.sharded_kv import Interleaved, ShardedKV
 
@@ -151,10 +153,16 @@ def attention(
     if attention_mask is None:
         raise ValueError("`attention_mask` must exclude the unused slots of a sharded cache, got None")
     layout = Interleaved(key.device_mesh, key.placements)
-    mask = layout.mask(attention_mask[..., layout.own])
-    out = F.scaled_dot_product_attention(
-        layout.queries(query), key, value, mask, dropout_p=dropout, scale=scaling, enable_gqa=True
+    assert isinstance(value, DTensor)
+    queries, mask = layout.queries(query), layout.mask(attention_mask[..., layout.own])
+    # In eager mode PyTorch has no kernel for values with a head_dim of their own (DeepSeek), and SDPA can't be merged.
+    out: Tensor | None = (
+        None if torch.compiler.is_compiling() else merged_attention(queries, key, value, mask, dropout, scaling)
     )
+    if out is None:
+        out = F.scaled_dot_product_attention(
+            queries, key, value, mask, dropout_p=dropout, scale=scaling, enable_gqa=True
+        )
     assert isinstance(out, DTensor)
     return out.to_local().transpose(1, 2).contiguous(), None
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tatten
-from tatten.ops import cpu_flash
+from tatten.ops import thresholds
 from tatten.ops.masks import mask_blocks, mask_spans
 
 NEG_INF = float("-inf")
@@ -31,7 +31,7 @@ TREES = {
 
 @pytest.fixture
 def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_flash, "SPLIT_BYTES", 1)
+    monkeypatch.setattr(thresholds.CPU, "split_bytes", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
 
 
@@ -96,6 +96,13 @@ def test_segments(device: str, q_len: int, dtype: torch.dtype, name: str, low: f
     check(*public(query, keys, values, masks), mean, low)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_segments_with_numbers_of_heads_of_their_own(device: str) -> None:
+    query, keys, values, masks, mean = segments("three", 2, -1e9, torch.float32, device)
+    keys[1], values[1] = (x.repeat_interleave(2, dim=1) for x in (keys[1], values[1]))
+    check(*public(query, keys, values, masks), mean, -1e9)
+
+
 @pytest.mark.parametrize("low", FLOORS)
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("programs", [3, 25])
@@ -132,6 +139,20 @@ def test_a_segment_beside_a_floor_is_excluded_by_a_bool_mask(run: Callable, mask
     out, lse = run(query, keys, values, masks)
     torch.testing.assert_close(out.double(), want_out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_memory_that_does_not_count_may_be_nan_beside_the_floor() -> None:
+    """Also of a segment between others, whose keys all segments have in one call."""
+    query, keys, values, masks, _ = segments("four", 2, -1e9, torch.float32, "cpu")
+    masks[1] = torch.zeros(4, 1, 2, 3, dtype=torch.bool)
+    masks[2][..., :9] = masks[2][..., 60:] = NEG_INF
+    want, _ = public(query, keys, values, masks)
+    for x in (keys, values):
+        x[1].fill_(float("nan"))
+        x[2][:, :, :9] = x[2][:, :, 60:] = float("nan")
+    got, _ = public(query, keys, values, masks)
+    assert torch.equal(got, want)
+    assert got.isfinite().all()
 
 
 def whole_row(low: float, kv_len: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:

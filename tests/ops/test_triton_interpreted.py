@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, product
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import NEG_INF, Case, assert_state, places_in_reach
+from poison import fresh_memory_is_poison
 from torch import Tensor
 
 from tatten.ops.masks import mask_blocks
@@ -33,23 +34,9 @@ MASKED = [
 
 
 @pytest.fixture(autouse=True)
-def fresh_memory_is_poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read before it is written, or never written, shows: as NaN, or as a key that is not listed."""
-
-    def poisoned(allocate):
-        def empty(*args, **kwargs) -> Tensor:
-            x = allocate(*args, **kwargs)
-            if x.is_floating_point():
-                x.fill_(float("nan"))
-            elif x.dtype == torch.int64:
-                x.fill_(1 << 62)
-            return x
-
-        return empty
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+def _poison() -> Iterator[None]:
+    with fresh_memory_is_poison():
+        yield
 
 
 def lean(inputs: dict, **options) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """How many examples the property tests draw, from which seed, and how small shapes reach every path.
 
 `TATTEN_FUZZ_N` draws that many times as many examples as a run of the suite does, `TATTEN_FUZZ_SEED` others than it
-does. Without them every run draws the same.
+does; `make fuzz SEED= N=` sets both. Without them every run draws the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tatten.ops import cpu, cpu_flash
+from tatten.ops import thresholds
+from tatten.passes import cost
 
 
 def settings(default_n: int, **changes: Any) -> Callable[[Any], Any]:
@@ -37,9 +38,9 @@ def settings(default_n: int, **changes: Any) -> Callable[[Any], Any]:
 
 @contextlib.contextmanager
 def small_shapes(run_bytes: int = 0, split_bytes: int = 1, packed_rows: int = 1) -> Iterator[None]:
-    """Inside, a CPU's ops go the ways that otherwise only large tensors go."""
+    """Inside, a rewrite always pays, and a CPU's ops go the ways that otherwise only large tensors go."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "RUN_BYTES", run_bytes)
-        patch.setattr(cpu_flash, "SPLIT_BYTES", split_bytes)
-        patch.setattr(cpu_flash, "PACKED_ROWS", packed_rows)
+        for device in cost.RATES:
+            patch.setitem(cost.RATES, device, cost.Rates(bytes_per_us=1.0, segment_us=0.0))
+        patch.setattr(thresholds, "CPU", thresholds.Thresholds(run_bytes, split_bytes, packed_rows))
         yield

@@ -64,9 +64,10 @@ class Mask:
     def _visible(self, shape: list[int], sizes: tuple[int, int, int, int], generator: torch.Generator) -> Tensor:
         batch, _, q_len, kv_len = shape
         places = torch.arange(kv_len)
-        if self.pattern == "padding":  # on either side, other for each sequence
+        if self.pattern == "padding":  # on either side, other for each sequence, and nothing else in some
             edges = torch.randint(0, kv_len + 1, (2, batch, 1, 1, 1), generator=generator)
-            start, stop = edges.amin(dim=0), edges.amax(dim=0)
+            nothing = torch.rand(batch, 1, 1, 1, generator=generator) < 0.3
+            start, stop = torch.where(nothing, kv_len, edges.amin(dim=0)), edges.amax(dim=0)
             return ((places >= start) & (places < stop)).expand(shape).contiguous()
         if self.pattern == "causal":
             return (places <= kv_len - q_len + torch.arange(q_len)[:, None]).expand(shape).contiguous()
@@ -90,7 +91,7 @@ def draw_mask(choose: Choose, dtype: torch.dtype, floors: Sequence[float | str],
     """A mask for queries in `dtype`."""
     kind = choose([torch.bool, torch.float32, dtype])
     pattern = choose(["all", "padding", "holes", "causal", "rows", "nothing"])
-    dims = choose(["bhqk", "bk", "qk", "k", "hk", "bqk", "hqk", "bhk", "bq", ""])
+    dims = choose(["bhqk", "bk", "bk", "bk", "qk", "k", "hk", "bqk", "hqk", "bhk", "bq", ""])
     layout = choose(["dense", "expanded", "transposed", "sliced", "stepped"])
     short = choose([False, True])
     if kind == torch.bool:

@@ -181,3 +181,38 @@ def test_one_captured_graph_serves_any_length() -> None:
         lens.copy_(torch.tensor(new))
         graph.replay()
         assert torch.equal(out, tatten.decode_attention(q, k, v, kv_lens=lens))
+
+
+def test_first_compiles_in_several_threads() -> None:
+    """PyTorch's look-up of a name is not safe for threads; our entry point is."""
+    script = """
+        import threading, torch
+        errors, start = [], threading.Barrier(4)
+        def work():
+            try:
+                start.wait()
+                torch.compile(torch.neg, backend="tatten", options={"inner": "eager"})(torch.ones(1))
+            except BaseException as error:
+                errors.append(error)
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert not errors, errors
+    """
+    run = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_the_entry_point_rests_on() -> None:
+    """`register_backend(None, name=...)` registers nothing, and a loaded entry point may be None."""
+    from torch._dynamo import list_backends, register_backend
+    from torch._dynamo.backends.registry import lookup_backend
+
+    from tatten import entry_point
+    from tatten.backend import tatten
+
+    assert callable(register_backend(None, name="nobody"))
+    assert "nobody" not in list_backends(None)
+    assert entry_point.backend is None
+    assert lookup_backend("tatten") is tatten

@@ -21,6 +21,8 @@ from tatten.shared_prefix import SharedPrefixCache
 MOST_SEQUENCES, MOST_CACHES = 12, 6
 picks = st.integers(0, 63)
 widths = st.integers(1, 3)
+steps = st.lists(widths, max_size=3)
+lists = st.lists(picks, min_size=1, max_size=6)
 
 
 class PrefixHistory(History):
@@ -35,9 +37,13 @@ class PrefixHistory(History):
         self.caches = [(self.make(rows), Model([[] for _ in rows], rows))]
         self.step(0, 1)
 
+    def pick(self, pick: int) -> tuple[Any, Model]:
+        """Rather a new one than an old one."""
+        return self.caches[-1 - pick % len(self.caches)]
+
     @rule(pick=picks, q_len=widths)
     def step(self, pick: int, q_len: int) -> None:
-        cache, model = self.caches[pick % len(self.caches)]
+        cache, model = self.pick(pick)
         new = self.new_tokens(len(model.tokens), q_len)
         pairs = [keys_and_values(new, layer) for layer in range(LAYERS)]
         across = model.length < len(model.padding[0]) < model.length + q_len
@@ -52,21 +58,27 @@ class PrefixHistory(History):
             model.add(new)
             assert_step(model, new, mask, positions, held)
 
-    @rule(pick=picks, n=widths, capacity=st.integers(1, 5))
-    def fork(self, pick: int, n: int, capacity: int) -> None:
-        cache, model = self.caches[pick % len(self.caches)]
+    @rule(pick=picks, n=widths, capacity=st.integers(1, 12), then=steps)
+    def fork(self, pick: int, n: int, capacity: int, then: list[int]) -> None:
+        cache, model = self.pick(pick)
         if len(model.tokens) * n <= MOST_SEQUENCES:
-            self.keep(cache.fork(n, capacity), model.fork(n, capacity))
+            child = cache.fork(n, capacity)
+            for old, new in zip(self.layers(cache), self.layers(child), strict=True):
+                copied = {x.data_ptr() for segment in new.segments for x in segment} - {
+                    x.data_ptr() for x in old.tensors
+                }
+                assert not copied
+            self.keep(child, model.fork(n, capacity), then)
 
-    @rule(pick=picks, indices=st.lists(picks, min_size=1, max_size=6), times=widths, in_order=st.booleans())
-    def select(self, pick: int, indices: list[int], times: int, in_order: bool) -> None:
-        cache, model = self.caches[pick % len(self.caches)]
+    @rule(pick=picks, indices=lists, times=widths, in_order=st.booleans(), then=steps)
+    def select(self, pick: int, indices: list[int], times: int, in_order: bool, then: list[int]) -> None:
+        cache, model = self.pick(pick)
         rows = self.rows(model, indices, times, in_order)
-        self.keep(cache.select(rows), model.select(rows))
+        self.keep(cache.select(rows), model.select(rows), then)
 
-    @rule(pick=picks, way=st.sampled_from(["deepcopy", "save"]))
-    def reload(self, pick: int, way: str) -> None:
-        cache, model = self.caches[pick % len(self.caches)]
+    @rule(pick=picks, way=st.sampled_from(["deepcopy", "save"]), then=steps)
+    def reload(self, pick: int, way: str, then: list[int]) -> None:
+        cache, model = self.pick(pick)
         if way == "deepcopy":
             again = copy.deepcopy(cache)
         else:
@@ -74,15 +86,17 @@ class PrefixHistory(History):
             torch.save(cache, file)
             file.seek(0)
             again = torch.load(file, weights_only=False)
-        self.keep(again, copy.deepcopy(model))
+        self.keep(again, copy.deepcopy(model), then)
 
     def rows(self, model: Model, indices: list[int], times: int, in_order: bool) -> list[int]:
         """Sequences in any order, or in blocks of one after the other."""
         rows = [index % len(model.tokens) for index in indices for _ in range(times)][:MOST_SEQUENCES]
         return sorted(rows) if in_order else rows
 
-    def keep(self, cache: Any, model: Model) -> None:
+    def keep(self, cache: Any, model: Model, then: list[int]) -> None:
         self.caches = [*self.caches, (cache, model)][-MOST_CACHES:]
+        for q_len in then:
+            self.step(0, q_len)
 
     @invariant()
     def all_hold_their_own(self) -> None:
@@ -137,30 +151,38 @@ class TransformersHistory(PrefixHistory):
     def update(self, cache: Any, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return cache.update(key, value, layer)
 
-    @rule(
-        pick=picks,
-        method=st.sampled_from(["reorder_cache", "batch_select_indices"]),
-        indices=st.lists(picks, min_size=1, max_size=6),
-        times=widths,
-        in_order=st.booleans(),
-    )
-    def select_in_place(self, pick: int, method: str, indices: list[int], times: int, in_order: bool) -> None:
-        cache, model = self.caches[pick % len(self.caches)]
+    @rule(pick=picks, indices=lists, times=widths, in_order=st.booleans(), then=steps)
+    def batch_select_indices(self, pick: int, indices: list[int], times: int, in_order: bool, then: list[int]) -> None:
+        cache, model = self.pick(pick)
         rows = self.rows(model, indices, times, in_order)
-        getattr(cache, method)(torch.tensor(rows))
-        self.caches[pick % len(self.caches)] = cache, model.select(rows)
+        cache.batch_select_indices(torch.tensor(rows))
+        self.replace(pick, cache, model.select(rows), then)
 
-    @rule(pick=picks, times=widths)
-    def repeat_in_place(self, pick: int, times: int) -> None:
-        cache, model = self.caches[pick % len(self.caches)]
+    @rule(pick=picks, shift=picks, stride=widths, then=steps)
+    def reorder_cache(self, pick: int, shift: int, stride: int, then: list[int]) -> None:
+        """As beam search does it: as many as there are."""
+        cache, model = self.pick(pick)
+        batch = len(model.tokens)
+        rows = [(shift + stride * i) % batch for i in range(batch)]
+        cache.reorder_cache(torch.tensor(rows))
+        self.replace(pick, cache, model.select(rows), then)
+
+    @rule(pick=picks, times=widths, then=steps)
+    def batch_repeat_interleave(self, pick: int, times: int, then: list[int]) -> None:
+        cache, model = self.pick(pick)
         if len(model.tokens) * times <= MOST_SEQUENCES:
             cache.batch_repeat_interleave(times)
             rows = [i for i in range(len(model.tokens)) for _ in range(times)]
-            self.caches[pick % len(self.caches)] = cache, model.select(rows)
+            self.replace(pick, cache, model.select(rows), then)
+
+    def replace(self, pick: int, cache: Any, model: Model, then: list[int]) -> None:
+        self.caches[-1 - pick % len(self.caches)] = cache, model
+        for q_len in then:
+            self.step(pick, q_len)
 
     @rule(pick=picks)
     def takes_nothing_away(self, pick: int) -> None:
-        cache, _ = self.caches[pick % len(self.caches)]
+        cache, _ = self.pick(pick)
         for refused in (lambda: cache.crop(1), cache.reset):
             with pytest.raises(NotImplementedError):
                 refused()

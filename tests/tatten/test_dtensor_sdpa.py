@@ -233,6 +233,113 @@ def test_flags() -> None:
     assert run_ranks(2, flags)[0] == [True, False, False, True, False]
 
 
+MODES = "no_grad", "inference"
+
+
+def without_a_kernel() -> list[str]:
+    """What differs from plain tensors where PyTorch's math would do the call, or isn't said; each mode is tried."""
+    tatten.enable_dtensor_sdpa()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("kv",))
+    q, k, v, mask = tensors()
+    calls: dict[str, tuple[Tensor, Tensor | None]] = {
+        "3-D mask": (v, mask[0]),
+        "3-D mask of heads": (v, mask[0, :, :1].expand(HQ, 1, S) > 0),
+        "2-D mask": (v, mask[0, 0]),
+        "2-D bool mask": (v, mask[0, 0] > 0),
+        "value": (v[..., :5], None),
+        "value and mask": (v[..., :5], mask > 0),
+    }
+    wrong = []
+    for (name, (value, plain)), mode in itertools.product(calls.items(), MODES):
+        with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
+            placed = None if plain is None else place(plain, mesh, Shard(plain.dim() - 1))
+            args = place(q, mesh, R), place(k, mesh, S2), place(value, mesh, S2), placed
+            want = sdpa(q, k, value, attn_mask=plain)
+            for backend in (
+                ("none", "eager", "aot_eager", "tatten") if "and" in name or name == "3-D mask" else ("none",)
+            ):
+                raises = backend == "aot_eager" or (backend != "tatten" and mode == "no_grad" and "2-D" not in name)
+                torch._dynamo.reset()
+                options = {"inner": "aot_eager"} if backend == "tatten" else None
+                call = sdpa if backend == "none" else torch.compile(sdpa, backend=backend, options=options)
+                try:
+                    out = call(*args)
+                except (NotImplementedError, torch._dynamo.exc.BackendCompilerFailed) as error:
+                    if not raises or "inference_mode()" not in str(error):
+                        wrong.append(f"{name}, {mode}, {backend}: {error}")
+                else:
+                    same = out.placements == (R,) and (out.to_local() - want).abs().max() < 1e-5
+                    if raises or not same:
+                        wrong.append(f"{name}, {mode}, {backend}: {out.placements}")
+    return wrong
+
+
+def test_what_has_no_kernel_is_merged_or_an_error() -> None:
+    assert list(itertools.chain(*run_ranks(2, without_a_kernel))) == []
+
+
+def math_that_is_not_ours() -> list[str]:
+    """Calls of PyTorch's math, and softmax over a sharded dim, that differ with our handlers."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("kv",))
+    q, k, v, mask = tensors(kv_heads=HQ, length=20)
+    heads = place(q, mesh, S1), place(k, mesh, S1), place(v[..., :5], mesh, S1)
+    with torch.enable_grad():
+        wanted = place(q, mesh, R).requires_grad_()
+    calls: dict[str, Any] = {
+        "heads": lambda: F.scaled_dot_product_attention(*heads),
+        "replicated": lambda: F.scaled_dot_product_attention(*(place(x, mesh, R) for x in (q, k, v[..., :5]))),
+        "softmax": lambda: place(mask, mesh, S3).softmax(-1),
+        "log_softmax": lambda: place(mask, mesh, S3).log_softmax(-1),
+        "gradient": lambda: F.scaled_dot_product_attention(wanted, place(k, mesh, S2), place(v[..., :5], mesh, S2)),
+    }
+    wrong = []
+    for name, call in calls.items():
+        with torch.set_grad_enabled(name == "gradient"):
+            tatten.disable_dtensor_sdpa()
+            before = call()
+            tatten.enable_dtensor_sdpa()
+            after = call()
+        if before.placements != after.placements or not torch.equal(before.to_local(), after.to_local()):
+            wrong.append(name)
+    return wrong
+
+
+def test_math_of_other_placements_is_left_to_pytorch() -> None:
+    assert list(itertools.chain(*run_ranks(2, math_that_is_not_ours))) == []
+
+
+def merged_outside_of_a_graph(q: DTensor, k: DTensor, v: DTensor, mask: DTensor) -> DTensor:
+    torch._dynamo.skip_frame()
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def under_dynamo() -> list[str]:
+    """Calls that Dynamo leaves to Python, and calls that it captures, with every size dynamic."""
+    from torch._dynamo.testing import CompileCounter
+
+    tatten.enable_dtensor_sdpa()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("kv",))
+    wrong = []
+    for fn, mode, dynamic in itertools.product((merged_outside_of_a_graph, sdpa), MODES, (True, None)):
+        torch._dynamo.reset()
+        graphs = CompileCounter()
+        compiled = torch.compile(fn, backend=graphs, dynamic=dynamic)
+        with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
+            for q_len in (2, 3):
+                q, k, v, mask = tensors(kv_heads=HQ)
+                q, mask = q[:, :, :q_len], mask[:, :, :q_len]
+                out = compiled(place(q, mesh, R), place(k, mesh, S2), place(v, mesh, S2), place(mask, mesh, R))
+                if (out.to_local() - sdpa(q, k, v, mask)).abs().max() > 1e-5:
+                    wrong.append(f"{fn.__name__}, {mode}, {dynamic}: {q_len} queries")
+        if bool(graphs.frame_count) != (fn is sdpa):
+            wrong.append(f"{fn.__name__}, {mode}, {dynamic}: {graphs.frame_count} graphs")
+    return wrong
+
+
+def test_dynamo_does_not_look_into_the_handler() -> None:
+    assert list(itertools.chain(*run_ranks(2, under_dynamo))) == []
+
+
 def nan_in_what_the_mask_excludes() -> float:
     tatten.enable_dtensor_sdpa()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("kv",))
@@ -322,7 +429,9 @@ def test_beside_context_parallel() -> None:
 
 
 def test_the_private_table_is_where_it_was() -> None:
-    """The one private thing that `tatten.dtensor_sdpa` needs."""
+    """The private things that `tatten.dtensor_sdpa` needs."""
+    assert callable(torch._disable_dynamo)
+    assert torch.ops.aten._safe_softmax.default._schema.arguments[1].name == "dim"
     table = DTensor._op_dispatcher._custom_op_handlers
     assert isinstance(table, dict), "DTensor's dispatcher keeps its handlers elsewhere: see tatten/dtensor_sdpa.py"
     assert all(isinstance(op, torch._ops.OpOverload) and callable(handler) for op, handler in table.items())

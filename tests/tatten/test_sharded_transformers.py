@@ -242,6 +242,12 @@ def check_answers() -> None:
     got, weights = attention(nn.Module(), q, keys, values, additive, scaling=0.1)
     torch.testing.assert_close(got, want.transpose(1, 2))
     assert weights is None
+    # PyTorch has no kernel for this on a CPU.
+    narrow = ShardedKVCache(1, mesh, 8).layers[0]
+    narrow.update(k, k[..., :5])
+    narrow.update(k, k[..., :5])
+    got, _ = attention(nn.Module(), q, *narrow.kv.append(k, k[..., :5]), additive, scaling=0.1)
+    torch.testing.assert_close(got, want[..., :5].transpose(1, 2))
 
 
 def test_what_transformers_asks() -> None:

@@ -1,0 +1,23 @@
+"""From which sizes on the ops for a CPU go another way.
+
+They are read at each call: tests lower them (`tests/support/fuzz.py`), so that small tensors go every way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Thresholds:
+    """What a 2-core Xeon with AMX was measured to take."""
+
+    # Sequences with spans of their own go to the kernel one by one, unless reading this much more for each is cheaper.
+    run_bytes: int = 1 << 18
+    # Below this many bytes of K and V for each extra piece, the merge costs more than an idle core.
+    split_bytes: int = 1 << 20
+    # From this many rows on, the kernel first copies keys and values in low precision into the layout of AMX.
+    packed_rows: int = 64
+
+
+CPU = Thresholds()

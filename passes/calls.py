@@ -1,0 +1,66 @@
+"""What a node of a graph calls: which op of PyTorch's, by name and by schema.
+
+The function itself counts: `mylib::to`, or a user's function of the name `contiguous`, is none of PyTorch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx import Node
+
+from tatten.passes.symbolic import value_of
+
+# The last four are where `torch.special` and its like take their functions from, under the names that aten has.
+OWNERS = (torch, F, torch.Tensor, operator, torch._C._special, torch._C._nn, torch._C._linalg, torch._C._fft)  # type: ignore[attr-defined]
+
+
+def op_name(node: Node) -> str:
+    """`repeat_interleave` for the method, the function and the aten overload alike; empty for what isn't PyTorch's."""
+    target = node.target
+    if node.op == "call_method":
+        return str(target)
+    if node.op != "call_function":
+        return ""
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
+        packet = target.overloadpacket if isinstance(target, OpOverload) else target
+        namespace, name = packet._qualified_op_name.split("::")
+        return name if namespace == "aten" else ""
+    name = getattr(target, "__name__", "")
+    if any(getattr(owner, name, None) is target for owner in (*OWNERS, type(value_of(node)))):
+        return name
+    if (getattr(target, "__module__", None) or "").startswith("torch._dynamo.variables."):
+        return name.removeprefix("prim").lstrip("_ ")  # what Dynamo makes of methods of DTensor
+    return ""
+
+
+def overloads(node: Node) -> tuple[OpOverload, ...]:
+    """The overloads of which a node calls one; empty where its target has no schema, as a function in Python."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return (target,)
+    if isinstance(target, OpOverloadPacket):
+        return _overloads(target)
+    return () if isinstance(target, FunctionType) else _aten_overloads(op_name(node))
+
+
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument of a call however it was passed; `position` counts the tensor itself."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+@functools.cache
+def _aten_overloads(name: str) -> tuple[OpOverload, ...]:
+    packet = getattr(torch.ops.aten, name, None) if name else None
+    return _overloads(packet) if isinstance(packet, OpOverloadPacket) else ()
+
+
+@functools.cache
+def _overloads(packet: OpOverloadPacket) -> tuple[OpOverload, ...]:
+    return tuple(getattr(packet, name) for name in packet.overloads())

@@ -1,0 +1,173 @@
+"""CUDA graphs replayed over random calls: each replay draws keys, lengths and masks anew, and checks what comes out.
+
+All of it is in the graph: the inputs with NaN in each key that does not count, the op, whose fresh memory is NaN, too,
+attention in float64, and the comparison. `TATTEN_FUZZ_N=50` makes 100,000 replays, in some three minutes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from poison import fresh_memory_is_poison
+from torch import Tensor
+
+from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+NEG_INF, NAN = float("-inf"), float("nan")
+LOWEST = torch.finfo(torch.float32).min
+REPLAYS = 200 * int(os.environ.get("TATTEN_FUZZ_N", "1"))
+BATCH, Q_HEADS, KV_HEADS, KV_LEN = 4, 8, 2, 500
+Call = dict[str, Any]
+
+decode = partial(torch.ops.tatten.decode_attention, provider="triton")
+bifurcated = torch.ops.tatten.bifurcated_attention
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.rand(shape, device="cuda")
+
+
+def some(*shape: int) -> Tensor:
+    """Bool: runs, holes, nothing and everything, as the first dimension and the replay have it."""
+    keys = torch.arange(shape[-1], device="cuda")
+    first, stop = (rand(*shape[:-1], 1) * (shape[-1] + 1) for _ in range(2))
+    density = rand(*shape[:-1], 1) * 1.6 - 0.3
+    return ((keys >= first) & (keys < stop)) ^ (rand(*shape) < density)
+
+
+def bias(*shape: int) -> Tensor:
+    """Additive: some keys at -inf, some at the lowest float32, and of some queries all of them."""
+    low = torch.where(rand(*shape[:-1], 1) < 0.5, LOWEST, NEG_INF)
+    return torch.where(some(*shape), torch.randn(shape, device="cuda"), low)
+
+
+def lengths() -> Tensor:
+    return (2 ** (rand(BATCH) * 9)).long() - (rand(BATCH) < 0.3).long()
+
+
+def keys_and_values(rows: int, kv_len: int, used: Tensor, dims: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """`used`: bool, `[rows, kv_length]`; the others are NaN."""
+    unread = ~used[:, None, :, None]
+    return [randn(rows, KV_HEADS, kv_len, dim, dtype=dtype).masked_fill(unread, NAN) for dim in dims]
+
+
+def of_rows(mask: Tensor, rows: int) -> Tensor:
+    """Which keys any query of a row attends to."""
+    used = mask if mask.dtype == torch.bool else mask != NEG_INF
+    return used.expand(BATCH, -1, -1, -1).reshape(rows, -1, mask.shape[-1]).any(dim=1)
+
+
+def ragged(dtype: torch.dtype, dims: tuple[int, int] = (64, 64), q_len: int = 1, **extras: Any) -> Call:
+    lens = lengths()
+    used = torch.arange(KV_LEN, device="cuda") < lens[:, None]
+    key, value = keys_and_values(BATCH, KV_LEN, used, dims, dtype)
+    query = randn(BATCH, Q_HEADS, q_len, dims[0], dtype=dtype)
+    return {"query": query, "key": key, "value": value, "kv_lens": lens, **extras}
+
+
+def masked(dtype: torch.dtype, mask: Tensor, dims: tuple[int, int] = (64, 64), q_len: int = 1, **extras: Any) -> Call:
+    key, value = keys_and_values(BATCH, KV_LEN, of_rows(mask, BATCH), dims, dtype)
+    query = randn(BATCH, Q_HEADS, q_len, dims[0], dtype=dtype)
+    return {"query": query, "key": key, "value": value, "attn_mask": mask, **extras}
+
+
+def float8() -> Call:
+    given = ragged(torch.bfloat16)
+    scales = {"key_scale": rand(KV_HEADS), "value_scale": rand(KV_HEADS)}
+    return {**given, **{name: given[name].to(torch.float8_e4m3fn) for name in ("key", "value")}, **scales}
+
+
+def segments(dtype: torch.dtype, *rows_and_masks: tuple[int, int, Callable[[int], Tensor | None]], batch: int) -> Call:
+    keys, values, masks = [], [], []
+    for rows, kv_len, make in rows_and_masks:
+        mask = make(kv_len)
+        used = torch.ones(rows, kv_len, dtype=torch.bool, device="cuda") if mask is None else of_rows(mask, rows)
+        key, value = keys_and_values(rows, kv_len, used, (128, 128), dtype)
+        keys.append(key)
+        values.append(value)
+        masks.append(mask)
+    query = randn(batch, Q_HEADS, 1, 128, dtype=dtype)
+    return {"query": query, "keys": keys, "values": values, "attn_masks": masks}
+
+
+def none(kv_len: int) -> None:
+    return None
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+CALLS: dict[str, Callable[[], Call]] = {
+    "ragged": lambda: ragged(BF16, q_len=2),
+    "ragged, head_dim 192 and 128": lambda: ragged(BF16, (192, 128)),
+    "ragged, window, soft cap, sinks": lambda: ragged(
+        F32, q_len=3, window=70, softcap=5.0, sinks=torch.randn(Q_HEADS, device="cuda")
+    ),
+    "float8": float8,
+    "bool mask": lambda: masked(BF16, some(BATCH, 1, 1, KV_LEN)),
+    "bool mask for each head and query": lambda: masked(F32, some(BATCH, Q_HEADS, 3, KV_LEN), q_len=3),
+    "bias": lambda: masked(F32, bias(BATCH, 1, 1, KV_LEN)),
+    "bias for each query, head_dim 256": lambda: masked(BF16, bias(BATCH, 1, 2, KV_LEN), (256, 256), q_len=2),
+    "two segments": lambda: segments(BF16, (1, 300, none), (BATCH, 130, lambda n: some(BATCH, 1, 1, n)), batch=BATCH),
+    "three segments with biases": lambda: segments(
+        F32,
+        (1, 300, lambda n: bias(BATCH, 1, 1, n)),
+        (2, 70, none),
+        (BATCH, 33, lambda n: bias(BATCH, Q_HEADS, 1, n)),
+        batch=BATCH,
+    ),
+    "a wide prefix": lambda: segments(BF16, (1, 700, none), (64, 40, none), batch=64),
+}
+
+
+def of_magnitudes(call: Call) -> Call:
+    """The same weights on absolute values, to which rounding is relative."""
+    if "values" in call:
+        return {**call, "values": [x.abs() for x in call["values"]]}
+    return {**call, "value": call["value"].double().abs()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_replay_is_right(name: str) -> None:
+    draw = CALLS[name]
+    torch.manual_seed(int(os.environ.get("TATTEN_FUZZ_SEED", "0")))
+    wrong, replays = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def step() -> None:
+        call = draw()
+        with fresh_memory_is_poison():
+            if "keys" in call:
+                spans = [None] * len(call["keys"])
+                out, lse = bifurcated(*call.values(), spans)
+            else:
+                out, lse = decode(**call)
+        reference = bifurcated_attention_reference if "keys" in call else decode_attention_reference
+        want, want_lse = reference(**call)
+        eps = torch.finfo(out.dtype).eps
+        bound = eps * want.abs() + 2 * max(eps, 2e-6) * reference(**of_magnitudes(call))[0] + 1e-30
+        near = (out.double() - want).abs() <= bound  # false for NaN
+        lse_bound = 2e-4 + 1e-5 * want_lse.abs()
+        lse_near = torch.where(want_lse == NEG_INF, lse == NEG_INF, (lse.double() - want_lse).abs() <= lse_bound)
+        wrong.add_(torch.stack((~near.all(), ~lse_near.all())).long())
+        replays.add_(1)
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    wrong.zero_(), replays.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(REPLAYS):
+        graph.replay()
+    assert replays.item() == REPLAYS
+    assert wrong.tolist() == [0, 0], f"of {REPLAYS} replays out and lse were wrong"

@@ -1,0 +1,69 @@
+"""Random programs of views, copies, writes, masks and attention give compiled what they give in eager mode."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fuzz
+import pytest
+from hypothesis import given
+from programs import Outcome, Program, check, programs
+
+from tatten.ops import cpu_flash
+
+OPS = {"tatten.decode_attention.default", "tatten.bifurcated_attention.default"}
+WAYS = {"_flash", "_attend_in_pieces", "_attend_in_groups"}
+
+
+@pytest.fixture
+def ways() -> Iterator[Counter[str]]:
+    """How often each way was gone that small tensors go only where thresholds are lowered."""
+    gone: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., Any]:
+        function = getattr(cpu_flash, name)
+
+        def count(*args: Any) -> Any:
+            gone[name] += 1
+            return function(*args)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in WAYS:
+            patch.setattr(cpu_flash, name, counted(name))
+        yield gone
+
+
+def test_programs_mean_the_same_compiled(ways: Counter[str]) -> None:
+    """And at least half of them are rewritten, into each op, and little is lost to what PyTorch can't compile."""
+    outcomes: list[Outcome] = []
+
+    @fuzz.settings(60)
+    @given(program=programs())
+    def run(program: Program) -> None:
+        outcomes.append(check(program))
+
+    run()
+    ops = Counter(op for outcome in outcomes for op in outcome.rewritten)
+    reasons = Counter(reason for outcome in outcomes for reason in outcome.declined)
+    not_ours = Counter(outcome.not_ours for outcome in outcomes if outcome.not_ours)
+    print(f"{len(outcomes)} programs: rewritten {dict(ops)}, declined {dict(reasons)}, {dict(ways)}, {not_ours}")
+    assert set(ops) == OPS
+    assert set(ways) == WAYS
+    assert sum(bool(outcome.rewritten) for outcome in outcomes) * 2 >= len(outcomes), reasons
+    assert not_ours.total() * 10 <= len(outcomes), not_ours
+
+
+@pytest.mark.parametrize("cpp_wrapper", [False, True])
+def test_programs_mean_the_same_under_inductor(cpp_wrapper: bool) -> None:
+    """Inductor compiles what tatten leaves of a program; that takes seconds for each."""
+
+    @fuzz.settings(2)
+    @given(program=programs(inner=("inductor",), cpp_wrapper=cpp_wrapper))
+    def run(program: Program) -> None:
+        check(program)
+
+    run()

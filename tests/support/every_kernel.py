@@ -1,0 +1,77 @@
+"""Launch every variant of the attention kernels once, on small tensors: for compute-sanitizer.
+
+    compute-sanitizer --tool memcheck python tests/support/every_kernel.py
+    compute-sanitizer --tool racecheck python tests/support/every_kernel.py 0 8    # every eighth one, from the first
+
+The variants are those of tests/ops/test_triton_compiles.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tatten.ops import lean, lean_segments
+from tatten.ops.masks import mask_blocks
+
+KV_LEN = 333
+
+
+def compile_tests() -> ModuleType:
+    path = Path(__file__).parents[1] / "ops/test_triton_compiles.py"
+    spec = importlib.util.spec_from_file_location("test_triton_compiles", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def attend(
+    dtype: Any, dim: int, rows: int, mask: Any = None, lens: bool = False, sinks: bool = False, tiles: str = "",
+    wide: bool = False, float8: bool = False, **options: Any,
+) -> None:  # fmt: skip
+    dtype = getattr(torch, dtype)
+    query = torch.randn(2, 2 * rows, 1, dim, device="cuda").to(dtype)
+    key, value = (torch.randn(2, 2, KV_LEN, dim, device="cuda").to(dtype) for _ in "kv")
+    if wide:
+        lean_segments.plan_wide_segment(query, key, value, 0.1)(query, key, value)
+        return
+    if float8:
+        key, value = (x.to(torch.float8_e4m3fn) for x in (key, value))
+    if mask is not None:
+        shown = torch.rand(*mask[1:], KV_LEN, device="cuda") > 0.5
+        mask = shown if mask[0] == "bool" else torch.where(shown, 0.5, float("-inf")).to(getattr(torch, mask[0]))
+        want = mask_blocks(mask, 2, 2, 1)
+        assert torch.equal(torch.ops.tatten.mask_blocks.default(mask, 2, 2, 1), want)
+    given = {
+        "attn_mask": mask,
+        "kv_lens": torch.tensor([KV_LEN, 70], device="cuda") if lens else None,
+        "sinks": torch.randn(query.shape[1], device="cuda").to(dtype) if sinks else None,
+        "key_scale": torch.rand(2, device="cuda") if float8 else None,
+        "value_scale": torch.rand(2, device="cuda") if float8 else None,
+    }
+    if tiles:
+        options["tiles"] = getattr(lean_segments, tiles)
+    plan = lean.plan_segment(query, key, value, scale=0.1, **given, **options)
+    parts = plan(query, key, value, given["attn_mask"], given["kv_lens"], None, *list(given.values())[2:])
+    twice = 1 if options.get("whole", True) else 2
+    lean.plan_merge(query, dim, *[plan.line] * twice, dtype=dtype)(*[parts] * twice)
+
+
+def main() -> None:
+    first, step = (int(x) for x in sys.argv[1:3]) if len(sys.argv) > 2 else (0, 1)
+    variants = [variant for group in compile_tests().GROUPS.values() for variant in group][first::step]
+    for shape, options in variants:
+        attend(*shape, **options)
+        torch.cuda.synchronize()
+    print(f"{len(variants)} variants ran")
+
+
+if __name__ == "__main__":
+    main()
