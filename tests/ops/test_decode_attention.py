@@ -8,7 +8,7 @@ from attention_cases import NEG_INF, Case, assert_state, explicit, places_in_rea
 from torch.library import opcheck
 
 import tatten
-from tatten.ops import cpu, cpu_flash
+from tatten.ops import cpu_flash, thresholds
 from tatten.ops.reference import decode_attention_reference
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -281,7 +281,7 @@ def test_spans_are_read_in_one_call_where_less_than_a_bound_is_wasted(
     inputs = Case(batch=3, kv_len=50).inputs(poison=False)
     inputs["attn_mask"] = (torch.arange(50) < torch.tensor([[10], [30], [50]]))[:, None, None]
     wasted = (40 + 20 + 0) * 2 * (32 + 32) * 4  # keys, kv heads, K and V, bytes
-    monkeypatch.setattr(cpu, "RUN_BYTES", wasted // 3 + spare)
+    monkeypatch.setattr(thresholds.CPU, "run_bytes", wasted // 3 + spare)
     seen = []
     flash = cpu_flash._flash
     monkeypatch.setattr(cpu_flash, "_flash", lambda *args: seen.append(1) or flash(*args))
@@ -295,7 +295,7 @@ def test_keys_are_cut_into_pieces_where_cores_would_be_idle(
 ) -> None:
     """Three heads are no work for seven cores; 3 * 7 pieces are."""
     inputs = Case(batch=1, q_heads=3, kv_heads=3, kv_len=70).inputs()
-    monkeypatch.setattr(cpu_flash, "SPLIT_BYTES", 1)
+    monkeypatch.setattr(thresholds.CPU, "split_bytes", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     seen = []
     flash = cpu_flash._flash
