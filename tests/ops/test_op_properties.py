@@ -35,7 +35,7 @@ def check(call: Call, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_random_calls(device: str) -> None:
-    @settings(300)
+    @settings(300 if device == "cpu" else 40)  # of which most make Triton compile
     @given(calls())
     def test(call: Call) -> None:
         check(call, device)
