@@ -296,7 +296,11 @@ def math_that_is_not_ours() -> list[str]:
     for name, call in calls.items():
         with torch.set_grad_enabled(name == "gradient"):
             tatten.disable_dtensor_sdpa()
-            before = call()
+            try:
+                before = call()
+            except RuntimeError as error:  # torch 2.11 has no rule for the views of sharded heads
+                assert "Sharding propagation failed" in str(error)
+                continue
             tatten.enable_dtensor_sdpa()
             after = call()
         if before.placements != after.placements or not torch.equal(before.to_local(), after.to_local()):
