@@ -141,6 +141,18 @@ def test_a_segment_beside_a_floor_is_excluded_by_a_bool_mask(run: Callable, mask
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("masked", [0, 1, 2])
+@pytest.mark.parametrize("run", [public, lean_segments])
+def test_one_mask_for_all_sequences_beside_a_floor(run: Callable, masked: int, interpreted: None) -> None:
+    query, keys, values, masks, _ = segments("three", 2, -1e9, torch.float32, "cpu")
+    query.zero_()  # the reference keeps scores beside the floor
+    masks[masked] = masks[masked][1:2]  # nothing but the floor
+    want_out, want_lse = tatten.ops.reference.bifurcated_attention_reference(query, keys, values, masks, 0.25)
+    out, lse = run(query, keys, values, masks)
+    torch.testing.assert_close(out.double(), want_out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
+
+
 def test_memory_that_does_not_count_may_be_nan_beside_the_floor() -> None:
     """Also of a segment between others, whose keys all segments have in one call."""
     query, keys, values, masks, _ = segments("four", 2, -1e9, torch.float32, "cpu")
