@@ -299,7 +299,8 @@ def math_that_is_not_ours() -> list[str]:
             try:
                 before = call()
             except RuntimeError as error:  # torch 2.11 has no rule for the views of sharded heads
-                assert "Sharding propagation failed" in str(error)
+                if "Sharding propagation failed" not in str(error):
+                    raise
                 continue
             tatten.enable_dtensor_sdpa()
             after = call()
