@@ -15,8 +15,9 @@ from torch import Tensor
 from tatten.ops import thresholds
 from tatten.ops.states import NEG_INF, accumulator_dtype, merge_parts
 
-# Merging parts by an lse below this loses more than rounding, in float32: weights are off by 2^-24 of its size.
-COARSE_LSE = -64.0
+# Where the lse of parts is larger, merging by it may lose more than float32 has lost of each score. Scores alone, and
+# biases of ordinary size, stay far below: what is above is computed twice.
+COARSE_LSE = 4096.0
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -67,14 +68,14 @@ def attend(
 
 
 def coarse_sequences(lse: Tensor) -> list[int]:
-    """The sequences with a query whose keys all have a bias so low that the lse of parts can't weigh them.
+    """The sequences with a query whose keys all have a bias so large that the lse of parts can't weigh them.
 
-    `bias + log(n)` in float32 is off by `2^-24 * abs(bias)`, so at -1e9, how some models write padding, 3 keys weigh as
-    much as 1000. A single call of the kernel keeps the maximum and the sum apart, and has none of this.
+    `bias + log(n)` in float32 is off by up to `2^-24 * abs(bias)`, so that at -1e9, how some models write padding, 3
+    keys weigh as much as 1000. A single call of the kernel keeps the maximum and the sum apart, and has none of this.
     """
-    if lse.amin() >= COARSE_LSE:
+    if lse.abs().amax() <= COARSE_LSE:
         return []
-    coarse = (lse < COARSE_LSE) & (lse != NEG_INF)
+    coarse = (lse.abs() > COARSE_LSE) & lse.isfinite()
     found: list[int] = coarse.flatten(1).any(dim=1).nonzero().flatten().tolist()
     return found
 

@@ -200,9 +200,10 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     neighbours. Formula: FlashInfer, arXiv 2501.01005, section 2.2.
 
     A weight is as exact as the lse that it comes from: relative to 1 it is off by up to `2^-23 * max(abs(lse))` in
-    float32. That is rounding for ordinary scores, and everything where a query's keys all have a bias like -1e9: there
-    `lse = bias + log(n)` no longer tells 3 keys from 1000. `decode_attention` and `bifurcated_attention` are exact for
-    such queries, too, as they merge within one call by other means; `tree_merge` is not.
+    float32, half of it from each of two. That is rounding for ordinary scores, and everything where a query's keys all
+    have a bias like -1e9: there `lse = bias + log(n)` no longer tells 3 keys from 1000. `decode_attention` and
+    `bifurcated_attention` are exact for such queries, too, as they merge within one call by other means; `tree_merge`
+    is not.
 
     Args:
         out: `[n, ..., head_dim]`.

@@ -30,6 +30,7 @@ IN_PLACE_OPERATORS = frozenset(
 )
 READING_OPERATORS = frozenset((getattr, *(getattr(operator, name) for name in operator.__all__ if name != "call")))
 READING_OPERATORS -= IN_PLACE_OPERATORS
+RESHAPED_IN_PLACE = {"squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "as_strided_"}
 DTENSOR_READS = ("from_local", "to_local", "redistribute", "full_tensor")
 
 T = TypeVar("T")
@@ -75,12 +76,33 @@ def written_between(tensors: Sequence[Tensor], start: Node, stop: Node) -> Node 
     return None
 
 
-def first_that_moves(graph: Graph) -> Node | None:
-    """The first node that gives a tensor other memory, shape or strides in place, as `set_` or `transpose_`.
+def movers(graph: Graph) -> list[Node]:
+    """The nodes that give a tensor other memory, shape or strides in place, as `set_` or `transpose_`.
 
     Nodes before it hold the same fake tensor, which then tells nothing of the memory and shape that they had.
     """
-    return next((node for node in graph.nodes if any(torch.Tag.inplace_view in x.tags for x in _in_place(node))), None)
+    tagged = (node for node in graph.nodes if any(torch.Tag.inplace_view in x.tags for x in _in_place(node)))
+    return [node for node in tagged if op_name(node) != "detach_"]
+
+
+def mover_of(call: Node, among: Sequence[Node]) -> Node | None:
+    """The first of the movers `among` that leaves in doubt what `call` is or is made of.
+
+    One that changes the shape alone does so for the nodes that hold its tensor; other memory, for what is written, too.
+    """
+    if not among:
+        return None
+    above, frontier = {call}, [call]
+    while frontier:
+        new = [source for source in frontier.pop().all_input_nodes if source not in above]
+        above.update(new)
+        frontier += new
+    held_above = [value_of(node) for node in above]
+    for mover in among:
+        moved = value_of(mover.args[0]) if mover.args and isinstance(mover.args[0], Node) else None
+        if op_name(mover) not in RESHAPED_IN_PLACE or any(value is moved for value in held_above):
+            return mover
+    return None
 
 
 def _in_place(node: Node) -> tuple[OpOverload, ...]:

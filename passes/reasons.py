@@ -49,7 +49,7 @@ class Reason(str, Enum):
     SCALE = "scale", "pass scale as a float"
     WRITTEN = (
         "written_between",
-        "repeat, expand and concatenate after the cache is written, not before; call no `set_` or `transpose_`",
+        "repeat, expand and concatenate after the cache is written, not before; reshape nothing of it in place",
     )
     NO_GAIN = "no_gain", "nothing: SDPA reads every key and value once already"
     NO_SDPA = (

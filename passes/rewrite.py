@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
@@ -14,7 +14,7 @@ from tatten.passes.cost import Cost
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
 from tatten.passes.masks import Masks
-from tatten.passes.mutation import first_that_moves
+from tatten.passes.mutation import mover_of, movers
 from tatten.passes.other_attention import find_other_attention
 from tatten.passes.places import Place, place_of
 from tatten.passes.reasons import Decline, Reason
@@ -64,8 +64,8 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
         for graph in graphs.values()
         for other in find_other_attention(graph)
     ]
-    mover = first_that_moves(gm.graph)
-    findings = [_rewrite_call(call, max_q_len, masks, mover) for call in find_sdpa(gm.graph)]
+    moving = movers(gm.graph)
+    findings = [_rewrite_call(call, max_q_len, masks, moving) for call in find_sdpa(gm.graph)]
     if any(isinstance(finding, Rewritten) for finding in findings):
         gm.recompile()
     for name, graph in graphs.items():
@@ -76,12 +76,13 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
     return GraphReport(tuple(findings), (time.perf_counter() - start) * 1e3)
 
 
-def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks, mover: Node | None) -> Rewritten | Declined:
+def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence[Node]) -> Rewritten | Declined:
     """Decide about one call, and change the graph. Shapes are read off nodes that this may erase."""
     call = with_sharding(call)
     decline = check_call(call, max_q_len)
     if decline is not None:
         return _declined(call, decline)
+    mover = mover_of(call.node, moving)
     if mover is not None:
         detail = f"`{mover}` gives a tensor other memory or another shape in place"
         return _declined(call, Decline(Reason.WRITTEN, detail))

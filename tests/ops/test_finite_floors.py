@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tatten
-from tatten.ops import thresholds
+from tatten.ops import cpu_flash, thresholds
 from tatten.ops.masks import mask_blocks, mask_spans
 
 NEG_INF = float("-inf")
@@ -190,6 +190,33 @@ def test_pieces(
         pytest.skip("float64 keeps scores beside -1e9")
     query, key, value, mask, mean = whole_row(low, kv_len, dtype, device)
     check(*tatten.decode_attention(query, key, value, attn_mask=mask, softcap=softcap, return_lse=True), mean, low)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_large_positive_bias_on_all_keys(device: str, many_pieces: None) -> None:
+    """Masks of 0 and 1e9 are written, too."""
+    query, key, value, mask, mean = whole_row(1e9, 200, torch.float32, device)
+    query = query * (mask[:, :, :1, :1] * 0 + 1)
+    want = mean[1][:, None].expand(4, 2, 16)
+    out = tatten.decode_attention(query, key, value, attn_mask=mask)
+    torch.testing.assert_close(out[1].double().cpu(), want, atol=1e-5, rtol=1e-5)
+    parts = [[x[:, :, :197], x[:, :, 197:]] for x in (key, value)]
+    out = tatten.bifurcated_attention(query, *parts, attn_masks=[mask[..., :197], mask[..., 197:]])
+    torch.testing.assert_close(out[1].double().cpu(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_ordinary_scores_are_computed_once(many_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all are at -100: float32 still tells their sums apart."""
+    calls: list[int] = []
+    flash = cpu_flash._flash
+    monkeypatch.setattr(cpu_flash, "_flash", lambda *args: calls.append(1) or flash(*args))
+    query, key, value, mask, _ = whole_row(-1.0, 210, torch.float32)
+    query = torch.full_like(query, 10.0)
+    key = -torch.ones_like(key) * 2.5
+    out, lse = tatten.decode_attention(query, key, value, attn_mask=mask, return_lse=True)
+    assert lse.max() < -80
+    assert len(calls) == 1, "210 keys are cut in pieces of one size"
+    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("low", FLOORS)

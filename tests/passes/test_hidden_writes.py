@@ -186,6 +186,40 @@ def test_a_tensor_that_moves() -> None:
     assert finding.decline.reason is Reason.WRITTEN
 
 
+def keys_reshaped(q, stored, other):
+    stored = stored + 1
+    keys = stored.view(1, 1, S, D).expand(1, HQ, S, D)
+    stored.transpose_(0, 1)
+    return sdpa(q, keys, keys, MASK)
+
+
+def others_reshaped(q, stored, other):
+    """What is reshaped in place, before or after, is nothing that keys are made of."""
+    keys = stored.view(1, 1, S, D).expand(1, HQ, S, D)
+    positions = other + 1
+    positions.unsqueeze_(0)
+    return (sdpa((q + 1).detach_(), keys, keys, MASK) * 2).squeeze_(2) + positions.mean()
+
+
+def result_reshaped(q, stored, other):
+    keys = stored.view(1, 1, S, D).expand(1, HQ, S, D)
+    return sdpa(q, keys, keys, MASK).squeeze_(2)
+
+
+RESHAPED = [(keys_reshaped, Declined), (result_reshaped, Declined), (others_reshaped, Rewritten)]
+
+
+@pytest.mark.parametrize(("fn", "kind"), RESHAPED)
+def test_tensors_that_are_reshaped_in_place(fn, kind: type) -> None:
+    def args():
+        torch.manual_seed(0)
+        return torch.randn(1, HQ, 1, D), torch.randn(S, D), torch.randn(S, D)
+
+    (finding,) = rewrite(capture(fn, *args())).findings
+    assert isinstance(finding, kind)
+    assert_as_eager(fn, *args())
+
+
 def test_schemas_that_tell_less_than_the_op_does() -> None:
     """What PyTorch's own list of such schemas adds to them is what we read off the names of arguments."""
     untold = set()

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from programs.builder import Builder
 
-# Rows of which no key is left but those at a finite floor: eager averages all values. False leaves such rows out.
-ROWS_AT_A_FINITE_FLOOR = True
-
 FLOORS = (
     "-inf",
     "max(torch.finfo(DT).min, torch.finfo(torch.float32).min)",
@@ -56,8 +53,6 @@ def mask_input(b: Builder, scores: Scores, poisoned: bool) -> str:
         return b.input("mask", seen)
     floor = b.pick(FLOORS)
     dtype = "DT" if kind == "DT" else "torch.float32"
-    if floor != "-inf" and not ROWS_AT_A_FINITE_FLOOR:
-        seen = f"({seen}) | (torch.rand({shape}) > 0.5) | (torch.arange({columns}) % 3 == 0)"
     bias = b.pick(("torch.tensor(0.0)", "rand({shape}).float()", "-0.5 * torch.arange({n}).flip(0).float()"))
     code = f"torch.where({seen}, {bias.format(shape=shape, n=columns)}, {floor}).to({dtype})"
     if floor == "-inf" and b.chance(10):
