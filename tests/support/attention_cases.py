@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tatten.ops.packing import pack_heads
 from tatten.ops.reference import decode_attention_reference
 
 NEG_INF = float("-inf")
@@ -225,6 +226,20 @@ def sdpa(query, key, value, attn_mask=None, kv_lens=None, scale=None, window=Non
     return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=scale)
 
 
+PLAIN = {"query", "key", "value", "attn_mask", "kv_lens", "scale"}
+
+
+def sdpa_on_packed_heads(inputs: dict) -> Tensor:
+    """PyTorch's answer with the query heads of a kv head as rows of one product, without a mask.
+
+    Its sums run in another order there: on an AMD EPYC this is 3.5 times as far off as SDPA with heads repeated, on an
+    Intel Xeon it is not.
+    """
+    query, key, value = (inputs[name] for name in ("query", "key", "value"))
+    out = F.scaled_dot_product_attention(pack_heads(query, key.shape[1]), key, value, scale=inputs["scale"])
+    return out.reshape(*query.shape[:3], value.shape[3])
+
+
 def assert_state(out: Tensor, lse: Tensor, inputs: dict) -> None:
     """`(out, lse)` is as near to float64 as SDPA is, twice over, plus one rounding of the result."""
     query, value = inputs["query"], inputs["value"]
@@ -238,10 +253,11 @@ def assert_state(out: Tensor, lse: Tensor, inputs: dict) -> None:
     eps = torch.finfo(query.dtype).eps
     # On CUDA SDPA returns NaN for some masks, so the CPU's answer counts too.
     on_cpu = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    sdpa_error = max(
-        (sdpa(**widened(given)).double() - want_out.to(given["query"].device)).abs().nan_to_num(0.0).max().item()
-        for given in (inputs, on_cpu)
-    )
+    answers = [sdpa(**widened(given)) for given in (inputs, on_cpu)]
+    is_plain = inputs.keys() <= PLAIN and inputs["key"].dtype == query.dtype
+    if is_plain and inputs["attn_mask"] is None and inputs["kv_lens"] is None:
+        answers.append(sdpa_on_packed_heads(on_cpu))
+    sdpa_error = max((x.double() - want_out.to(x.device)).abs().nan_to_num(0.0).max().item() for x in answers)
     budget = 2 * sdpa_error + 2 * eps * want_out.abs().max().item()
     error = (out.double() - want_out).abs()
     assert error.max() <= budget, f"out is off by {error.max():.3e}, allowed {budget:.3e}"

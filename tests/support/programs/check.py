@@ -73,8 +73,9 @@ def _compare(program: Program, sizes: dict[str, int], got: list[Tensor]) -> None
         if not want.dtype.is_floating_point:
             assert torch.equal(have, want), f"{where}: differs"
             continue
-        # A key that the mask excludes may be NaN: eager's result is then, too, and tatten's need not be.
-        nans, needed = want.isnan(), want.isnan() & best.isnan()
+        # A key that the mask excludes may be NaN: eager's result is then, too, and tatten's need not be. Of a row with
+        # +inf in its mask PyTorch's CPU kernel makes numbers in low precision from 32 keys on, where NaN is right.
+        nans, needed = want.isnan() | best.isnan(), want.isnan() & best.isnan()
         assert not (have.isnan() & ~nans).any(), f"{where}: NaN where eager has none"
         assert have.isnan()[needed].all(), f"{where}: not NaN where eager is"
         bound = _bound(best, far[i], [run[i] for run in moved], program.mode.inner == "inductor")
