@@ -132,20 +132,18 @@ def _in_one(
     own_keys, own_values, biases = [], [], []
     for key, value, mask in zip(keys, values, attn_masks, strict=True):
         row = b * key.shape[0] // batch
-        bias = query.new_zeros((), dtype=dtype)
+        bias = query.new_zeros((1, 1, 1, 1), dtype=dtype)
         if mask is not None:
-            if mask.dim() == 4 and mask.shape[0] > 1:
-                mask = mask[b if mask.shape[0] == batch else row]
-            elif mask.dim() == 4:
-                mask = mask[0]
-            bias = torch.where(mask, 0.0, NEG_INF) if mask.dtype == torch.bool else mask
-        bias = bias.to(dtype).expand(q_heads, q_len, key.shape[2])
+            mask = mask[(None,) * (4 - mask.dim())]
+            at = 0 if mask.shape[0] == 1 else b if mask.shape[0] == batch else row
+            bias = additive(mask[at : at + 1], query.dtype)
+        bias = bias.to(dtype).expand(1, q_heads, q_len, key.shape[2])
         start, stop, _ = mask_spans(bias).tolist()[0]
         repeats = kv_heads // key.shape[1]
         own_keys.append(key[row, :, start:stop].repeat_interleave(repeats, dim=0))
         own_values.append(value[row, :, start:stop].repeat_interleave(repeats, dim=0))
         biases.append(bias[..., start:stop])
-    return torch.cat(own_keys, dim=1)[None], torch.cat(own_values, dim=1)[None], torch.cat(biases, dim=2)[None]
+    return torch.cat(own_keys, dim=1)[None], torch.cat(own_values, dim=1)[None], torch.cat(biases, dim=3)
 
 
 def _attend_keys(

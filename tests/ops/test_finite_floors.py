@@ -117,16 +117,20 @@ def test_segments_in_triton(
     check(*lean_segments(query, keys, values, masks), mean, low)
 
 
+def check_against_float64(run: Callable, query: Tensor, keys: list, values: list, masks: list) -> None:
+    want_out, want_lse = tatten.ops.reference.bifurcated_attention_reference(query, keys, values, masks, 0.25)
+    out, lse = run(query, keys, values, masks)
+    torch.testing.assert_close(out.double(), want_out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("masked", [0, 1, 2])
 @pytest.mark.parametrize("run", [public, lean_segments])
 def test_only_one_segment_has_a_bias(run: Callable, masked: int, interpreted: None) -> None:
     """Then the others outweigh it, whatever the form of their states."""
     query, keys, values, masks, _ = segments("three", 2, -1e9, torch.float32, "cpu")
     some = [mask if i == masked else None for i, mask in enumerate(masks)]
-    want_out, want_lse = tatten.ops.reference.bifurcated_attention_reference(query, keys, values, some, 0.25)
-    out, lse = run(query, keys, values, some)
-    torch.testing.assert_close(out.double(), want_out, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
+    check_against_float64(run, query, keys, values, some)
 
 
 @pytest.mark.parametrize("masked", [0, 1, 2])
@@ -135,10 +139,7 @@ def test_a_segment_beside_a_floor_is_excluded_by_a_bool_mask(run: Callable, mask
     query, keys, values, masks, _ = segments("three", 2, -1e9, torch.float32, "cpu")
     query.zero_()  # the reference keeps scores beside the floor
     masks[masked] = masks[masked] > 0  # nothing, where all other keys are at the floor
-    want_out, want_lse = tatten.ops.reference.bifurcated_attention_reference(query, keys, values, masks, 0.25)
-    out, lse = run(query, keys, values, masks)
-    torch.testing.assert_close(out.double(), want_out, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
+    check_against_float64(run, query, keys, values, masks)
 
 
 @pytest.mark.parametrize("masked", [0, 1, 2])
@@ -147,10 +148,7 @@ def test_one_mask_for_all_sequences_beside_a_floor(run: Callable, masked: int, i
     query, keys, values, masks, _ = segments("three", 2, -1e9, torch.float32, "cpu")
     query.zero_()  # the reference keeps scores beside the floor
     masks[masked] = masks[masked][1:2]  # nothing but the floor
-    want_out, want_lse = tatten.ops.reference.bifurcated_attention_reference(query, keys, values, masks, 0.25)
-    out, lse = run(query, keys, values, masks)
-    torch.testing.assert_close(out.double(), want_out, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
+    check_against_float64(run, query, keys, values, masks)
 
 
 def test_memory_that_does_not_count_may_be_nan_beside_the_floor() -> None:
