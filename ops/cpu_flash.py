@@ -90,6 +90,9 @@ def _flash(
     if mask is not None and some_empty:
         # A query without any key gets out = 0 from the kernel, but lse = 0 too.
         lse = lse.masked_fill((mask == NEG_INF).all(dim=-1), NEG_INF)
+    if mask is not None and rows.element_size() == 2:
+        # Beside a bias of +inf the kernel makes numbers in low precision, where NaN is right.
+        out = out.masked_fill((lse == -NEG_INF).unsqueeze(-1), torch.nan)
     return out, lse
 
 

@@ -259,12 +259,13 @@ def test_a_mask_in_float16_is_read_in_full() -> None:
 
 
 @pytest.mark.parametrize("kv_len", [100, 9001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_infinite_bias_makes_nan_of_its_own_query_alone(device: str, kv_len: int) -> None:
-    query, key, value, mask, _ = whole_row(-1.0, kv_len, torch.float32, device)
+def test_an_infinite_bias_makes_nan_of_its_own_query_alone(device: str, dtype: torch.dtype, kv_len: int) -> None:
+    query, key, value, mask, _ = whole_row(-1.0, kv_len, dtype, device)
     mask[0, :, 0, kv_len // 2] = float("inf")
     out = tatten.decode_attention(query, key, value, attn_mask=mask)
-    eager = torch.softmax(query @ key.mT / 4 + mask, dim=-1) @ value
+    eager = torch.softmax((query @ key.mT).float() / 4 + mask, dim=-1) @ value.float()
     assert torch.equal(out.isnan(), eager.isnan())
     assert out[0, :, 0].isnan().all()
     assert out.isnan().sum() == 4 * 16

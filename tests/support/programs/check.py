@@ -47,7 +47,8 @@ def check(program: Program) -> Outcome:
 
 
 def _in_words(error: Exception) -> tuple[type, str]:
-    return type(error), re.sub(r"[-+]?\d[\d.e+-]*", "#", str(error))
+    """The error's kind and first paragraph, without numbers and the backend's name."""
+    return type(error), re.sub(r"[-+]?\d[\d.e+-]*|backend='\w+'", "#", str(error).split("\n\n")[0])
 
 
 def _compare_compiled(program: Program, backend: str, options: dict[str, Any]) -> None:
