@@ -94,7 +94,7 @@ def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
         call = local_call(call, keys[0], values[0], masks)
         keys, values, segments = [call.key], [call.value], (Stored(call.key),)
     columns = masks.columns(call, segments)
-    spans = [masks.spans(call, mask, segment) for mask, segment in zip(columns, segments, strict=True)]
-    args = (call.query, keys, values, columns, spans, scale_of(call))
+    block_masks = [masks.block_mask(call, mask, segment) for mask, segment in zip(columns, segments, strict=True)]
+    args = (call.query, keys, values, columns, block_masks, scale_of(call))
     orphans = {node for segment in (*match.keys, *match.values) for node in segment.path}
     return replace_call(call, torch.ops.tatten.bifurcated_attention.default, args, orphans)

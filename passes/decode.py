@@ -76,7 +76,7 @@ def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
     if call.sharding is not None:
         call = local_call(call, key, value, masks)
         key, value = call.key, call.value
-    spans = masks.spans(call, call.attn_mask)
-    args = (call.query, key, value, call.attn_mask, None, scale_of(call), spans)
+    block_mask = masks.block_mask(call, call.attn_mask)
+    args = (call.query, key, value, call.attn_mask, None, scale_of(call), block_mask)
     op = torch.ops.tatten.decode_attention.default
     return replace_call(call, op, args, {*match.key.path, *match.value.path})

@@ -16,8 +16,8 @@ from tatten.ops.validation import BLOCK_KEYS
 
 
 @dataclass(frozen=True)
-class MaskBlocks:
-    """`tatten.ops.masks.mask_blocks` of masks that are laid out as the one it was planned for."""
+class FindBlockList:
+    """`tatten.ops.masks.block_list` for masks that are laid out as the one it was planned for."""
 
     rows: int
     n_blocks: int
@@ -28,28 +28,31 @@ class MaskBlocks:
     def __call__(self, attn_mask: Tensor, kv_lens: Tensor | None = None) -> Tensor:
         mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
         bits = torch.empty((self.rows, self.n_blocks, self.words), dtype=torch.int64, device=mask.device)
-        listed = torch.empty((self.rows, self.n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
+        block_list = torch.empty((self.rows, self.n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
         self.find_bits(mask, mask if kv_lens is None else kv_lens, bits)
-        self.make_list(bits, listed)
-        return listed
+        self.make_list(bits, block_list)
+        return block_list
 
 
-def plan_mask_blocks(
+def plan_block_list(
     attn_mask: Tensor,
-    batch: int,
     kv_batch: int,
-    q_len: int,
+    *,
     kv_len: int | None = None,
     kv_lens: Tensor | None = None,
+    q_len: int = 1,
     window: int | None = None,
-) -> MaskBlocks:
-    """With `kv_lens` and `window`, of what they leave of the mask. `kv_len` is for one that broadcasts over keys."""
+) -> FindBlockList:
+    """Plan the launches for masks like this one, narrowed by `kv_lens` and `window` where they are given.
+
+    `kv_len` is for a mask that broadcasts over keys. Only a window, which ends at each query, asks for `q_len`.
+    """
     mask = squeeze_broadcast(attn_mask)
     kv_len = mask.shape[3] if kv_len is None else kv_len
     mask = mask.expand(*mask.shape[:3], kv_len)
     rows = kv_batch if kv_lens is not None else mask_rows(attn_mask, kv_batch)
     n_blocks = ceil_div(kv_len, BLOCK_KEYS)
-    seqs_per_kv = batch // kv_batch if mask.shape[0] == batch else 1
+    seqs_per_kv = max(1, mask.shape[0] // kv_batch)
     # The same number of keys for a program: one row of the mask after the other would wait for each.
     n_queries = seqs_per_kv * mask.shape[1] * mask.shape[2]
     rows_at_once, at_once = (8, 4) if n_queries > 4 else (1, 16)
@@ -75,4 +78,4 @@ def plan_mask_blocks(
     )
     blocks = 64 if n_blocks <= 64 else 1024
     make_list = Launch(_list_kernel, (rows,), n_blocks, n_queries, ADDITIVE=additive, BLOCKS=blocks)
-    return MaskBlocks(rows, n_blocks, 4 if additive else 2, find_bits, make_list)
+    return FindBlockList(rows, n_blocks, 4 if additive else 2, find_bits, make_list)

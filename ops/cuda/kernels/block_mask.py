@@ -103,7 +103,7 @@ def _either(a, b):
 
 @triton.jit(do_not_specialize=["n_blocks", "n_queries"])
 def _list_kernel(bits, listed, n_blocks, n_queries, ADDITIVE: tl.constexpr, BLOCKS: tl.constexpr):
-    """A row's list, as `tatten.ops.masks.mask_blocks` describes it for the GPU."""
+    """A row's list, as `tatten.ops.masks.BlockList` describes it."""
     WORDS: tl.constexpr = 4 if ADDITIVE else 2
     row = tl.program_id(0).to(tl.int64)
     bits += WORDS * row * n_blocks
