@@ -19,6 +19,8 @@ from tatten.report import Report, recording
 if TYPE_CHECKING:
     from tatten.caches.sharded import ShardedKVCache
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BlockMask",
     "Report",
