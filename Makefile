@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test fuzz mutants lint bench clean
+.PHONY: demo test fuzz mutants lint docs bench clean
 
 $(VENV)/installed: pyproject.toml
 	@echo "making $(VENV): PyTorch and transformers, about a minute"
@@ -18,6 +18,11 @@ $(VENV)/installed: pyproject.toml
 $(VENV)/installed-test: $(VENV)/installed
 	@echo "adding what tests and checks need"
 	@$(PIP) -e ".[test,dev]"
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	@echo "adding what the docs are built with"
+	@$(PIP) -e ".[docs]"
 	@touch $@
 
 demo: $(VENV)/installed
@@ -44,8 +49,12 @@ lint: $(VENV)/installed-test
 	@rm -rf build && $(PIP) --no-deps --no-build-isolation --target build/typed .
 	MYPYPATH=build/typed $(BIN)/mypy -p tatten
 
+# The pages of docs/ and the API reference, into site/; a broken link or name is an error.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/static_cache.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info
