@@ -42,12 +42,10 @@ fuzz: $(VENV)/installed-test
 mutants: $(VENV)/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/mutation_run.py --seed $(or $(SEED),0) --n $(or $(N),200) $(ARGS)
 
-# mypy reads an installed copy, because the package's rooms lie side by side at the root.
 lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	@rm -rf build && $(PIP) --no-deps --no-build-isolation --target build/typed .
-	MYPYPATH=build/typed $(BIN)/mypy -p tatten
+	$(BIN)/mypy -p tatten
 
 # The pages of docs/ and the API reference, into site/; a broken link or name is an error.
 docs: $(VENV)/installed-docs

@@ -1,4 +1,4 @@
-"""Which provider decodes fastest, by the number of (sequence, kv head) pairs and of keys: writes `ops/regimes.py`.
+"""Measure which provider decodes fastest, by the number of (sequence, kv head) pairs and of keys, and write the table.
 
     python benchmarks/calibrate.py --write
 
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-gb", type=float, default=8.0, help="cells of more keys and values copy their neighbour")
-    parser.add_argument("--write", action="store_true", help="write ops/regimes.py")
+    parser.add_argument("--write", action="store_true", help="write ops/cuda/tuning/regimes.py")
     args = parser.parse_args()
     pool = torch.randn(int(args.max_gb * 1e9) // 2, device=args.device, dtype=torch.bfloat16)
     rows: list[str] = []

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tatten.ops.packing import pack_heads
+from tatten.ops.layout import pack_gqa
 
 FA3 = "_vllm_fa3_C.abi3.so"
 PAGE = 16
@@ -93,14 +93,14 @@ def cudnn_packed() -> Callable[..., Tensor] | None:
     """cuDNN with the query heads of a kv head as rows."""
     if not torch.cuda.is_available():
         return None
-    return lambda q, k, v: cudnn_state(pack_heads(q, k.shape[1]), k, v, lse=False)[0].reshape(q.shape)
+    return lambda q, k, v: cudnn_state(pack_gqa(q, k.shape[1]), k, v, lse=False)[0].reshape(q.shape)
 
 
 def flash() -> Callable[..., Tensor] | None:
     """PyTorch's FlashAttention-2 with the query heads of a kv head as rows, which splits the keys where it pays."""
     if not torch.cuda.is_available():
         return None
-    return lambda q, k, v: flash_state(pack_heads(q, k.shape[1]), k, v)[0].reshape(q.shape)
+    return lambda q, k, v: flash_state(pack_gqa(q, k.shape[1]), k, v)[0].reshape(q.shape)
 
 
 def flash_state(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

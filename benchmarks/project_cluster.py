@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from tatten.ops.push import plan
+from tatten.ops.distributed.push import plan
 
 Point = tuple[float, float, float]
 NODE = 8

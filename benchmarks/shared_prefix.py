@@ -39,7 +39,7 @@ from timing import as_graph, seconds
 from torch import Tensor
 
 import tatten
-from tatten.ops.packing import pack_heads
+from tatten.ops.layout import pack_gqa
 from tatten.passes import cost
 from tatten.passes.cost import Rates
 
@@ -122,7 +122,7 @@ def flash_prefix(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def aten_flash(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The composition that anyone can write: fold, two flash kernels, a merge."""
-    return merge(*flash_prefix(q, prefix_k, prefix_v), *peers.flash_state(pack_heads(q, k.shape[1]), k, v))
+    return merge(*flash_prefix(q, prefix_k, prefix_v), *peers.flash_state(pack_gqa(q, k.shape[1]), k, v))
 
 
 def flash_cudnn(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from together import Ranks, Step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tatten.ops.push import plan
+from tatten.ops.distributed.push import plan
 
 
 class Wire(TorchDispatchMode):

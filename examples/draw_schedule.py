@@ -22,7 +22,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from tatten.ops.schedule import Schedule, Visit
+from tatten.ops.cuda.schedule import Schedule, Visit
 
 PALETTE = ["#4269d0", "#ff725c", "#3ca951", "#a463f2", "#efb118", "#ff8ab7", "#6cc5b0", "#97bbf5", "#9c6b4e", "#9498a0"]
 RAGGED = [1400, 2300, 3700, 6100, 10000, 17000, 28000, 61000]  # spread as logarithms of 1k to 64k are

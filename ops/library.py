@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tatten.ops import cpu, cuda
-from tatten.ops.collectives import group_of
+from tatten.ops.cpu import attention as cpu
+from tatten.ops.cuda import dispatch as cuda
+from tatten.ops.distributed.collectives import group_of
+from tatten.ops.distributed.tree_merge import tree_merge_op
 from tatten.ops.masks import mask_blocks, mask_rows, mask_spans
 from tatten.ops.states import accumulator_dtype
-from tatten.ops.tree import tree_merge_op
-from tatten.ops.validate import BLOCK_KEYS, check_decode_no_grad, check_segments_no_grad, check_state_pair
+from tatten.ops.validation import BLOCK_KEYS, check_decode_no_grad, check_segments_no_grad, check_state_pair
 
 Kernel = Callable[..., Any]
 
@@ -120,7 +121,7 @@ def _(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> tuple[Tensor
 
 
 def _push_merge(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> tuple[Tensor, Tensor]:
-    from tatten.ops.push import push_merge
+    from tatten.ops.distributed.push import push_merge
 
     return push_merge(out, lse, group, scatter_heads)
 

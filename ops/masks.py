@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tatten.ops.packing import squeeze_broadcast
+from tatten.ops.layout import squeeze_broadcast
 from tatten.ops.sizes import ceil_div
 from tatten.ops.states import NEG_INF
-from tatten.ops.validate import BLOCK_KEYS
+from tatten.ops.validation import BLOCK_KEYS
 
 # A key with a bias as low as this has a weight of exactly 0 beside any with a higher one: near the end of float32 the
 # next bias is 1e31 above, and scores do not differ by that. Models write padding as `finfo.min` of float32 and
@@ -75,8 +75,8 @@ def mask_rows(attn_mask: Tensor, kv_batch: int) -> int:
 def mask_blocks(attn_mask: Tensor, batch: int, kv_batch: int, q_len: int) -> Tensor:
     """`tatten::mask_blocks`: for each row of the KV the blocks of 64 keys of which any of its queries attends to some.
 
-    Plain PyTorch; `tatten.ops.triton_mask` does the same on a GPU, but that it lists keys at `EXCLUDING_BIAS` where a
-    mask has rows of its own for more than 63 queries of one row of the KV.
+    Plain PyTorch; `tatten.ops.cuda.block_mask` does the same on a GPU, but lists keys at `EXCLUDING_BIAS` where a mask
+    has rows of its own for more than 63 queries of one row of the KV.
 
     Args:
         attn_mask: bool or additive, `[batch or kv_batch or 1, heads or 1, q_length or 1, kv_length]`, or of lower rank.

@@ -43,7 +43,7 @@ def merge(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return merged.to(out.dtype), largest + torch.log(total)
 
 
-def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def combine_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Merge parts of one op's work in order, two at a time: fewer kernels than stacking them and `merge`.
 
     The first weight of two is `w_a / (w_a + w_b) = sigmoid(lse_a - lse_b)`. The `out` of an empty part must be 0; NaN

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
-from tatten.ops.validate import FLOAT_DTYPES, widest_on_cuda
+from tatten.ops.validation import FLOAT_DTYPES, widest_on_cuda
 from tatten.passes.autocast import sets_autocast
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall

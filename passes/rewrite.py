@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from tatten.ops.providers import regime
+from tatten.ops.cuda.providers import regime
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
 from tatten.passes.cost import Cost
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
@@ -16,10 +16,10 @@ from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
 from tatten.passes.masks import Masks
 from tatten.passes.mutation import mover_of, movers
 from tatten.passes.other_attention import find_other_attention
-from tatten.passes.places import Place, place_of
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall, find_sdpa
 from tatten.passes.segments import find_segments, in_one
+from tatten.passes.source_location import SourceLocation, source_location
 from tatten.passes.symbolic import hint, tensor_of
 from tatten.passes.tree import local_segments, merged_over, with_sharding
 from tatten.passes.views import BATCH, HEADS, LENGTH, Stored
@@ -29,7 +29,7 @@ from tatten.passes.views import BATCH, HEADS, LENGTH, Stored
 class Rewritten:
     """An SDPA call that became a tatten op, and what that saves at least; `note` says why it isn't a better one."""
 
-    place: Place
+    place: SourceLocation
     op: str
     shapes: str
     cost: Cost | None
@@ -41,7 +41,7 @@ class Rewritten:
 class Declined:
     """An SDPA call that stayed as it was, or attention that is no SDPA call."""
 
-    place: Place
+    place: SourceLocation
     shapes: str
     decline: Decline
 
@@ -60,7 +60,7 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
     masks = Masks()
     graphs = {name: body.graph for name, body in gm.named_modules() if isinstance(body, GraphModule)}
     others = [
-        Declined(place_of(other.node), "", other.decline)
+        Declined(source_location(other.node), "", other.decline)
         for graph in graphs.values()
         for other in find_other_attention(graph)
     ]
@@ -86,7 +86,7 @@ def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence
     if mover is not None:
         detail = f"`{mover}` gives a tensor other memory or another shape in place"
         return _declined(call, Decline(Reason.WRITTEN, detail))
-    place = place_of(call.node)
+    place = source_location(call.node)
     keys, values = (local_segments(call, x, find_segments(x)) for x in (call.key, call.value))
     bifurcated = match_bifurcated(call, keys, values)
     if isinstance(bifurcated, BifurcatedMatch):
@@ -106,7 +106,7 @@ def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence
 
 
 def _declined(call: SdpaCall, decline: Decline) -> Declined:
-    return Declined(place_of(call.node), _shapes(call, [call.key], [call.value]), decline)
+    return Declined(source_location(call.node), _shapes(call, [call.key], [call.value]), decline)
 
 
 def _provider(call: SdpaCall, key: Stored | None = None) -> str:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 if TYPE_CHECKING:
-    from tatten.passes.sharding import Sharding
+    from tatten.ops.distributed.placement import Sharding
 
 SDPA_TARGETS = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

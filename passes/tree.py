@@ -16,17 +16,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
-from tatten.ops.collectives import place_in
+from tatten.ops.distributed.collectives import group_size_and_rank
+from tatten.ops.distributed.tree_merge import fastest
 from tatten.ops.states import accumulator_dtype
-from tatten.ops.tree import fastest
 from tatten.passes.calls import op_name
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import tensor_of
 from tatten.passes.views import Stored
 
 if TYPE_CHECKING:
+    from tatten.ops.distributed.placement import Sharding
     from tatten.passes.masks import Masks
-    from tatten.passes.sharding import Sharding
 
 
 def with_sharding(call: SdpaCall) -> SdpaCall:
@@ -36,7 +36,7 @@ def with_sharding(call: SdpaCall) -> SdpaCall:
         return call
     if all(isinstance(x, FakeTensor) for x in (query, key, value)):
         return call
-    from tatten.passes.sharding import find_sharding  # imports DTensor, which takes seconds
+    from tatten.ops.distributed.placement import find_sharding  # imports DTensor, which takes seconds
 
     return dataclasses.replace(call, sharding=find_sharding(query, key, value, mask))
 
@@ -54,7 +54,7 @@ def local_segments(call: SdpaCall, node: Node, segments: tuple[Stored, ...]) -> 
     """The segments of key or value if their local parts are those of `node`; else `node` as it is."""
     if call.sharding is None:
         return segments
-    from tatten.passes.sharding import same_sharding
+    from tatten.ops.distributed.placement import same_sharding
 
     whole, base = tensor_of(node), tensor_of(segments[0].base)
     assert whole is not None
@@ -115,7 +115,7 @@ def merge_over(state: Node, out: Node, sharding: Sharding) -> Node:
     out.meta["example_value"] = local
     local_lse = local.new_empty(local.shape[:-1], dtype=accumulator_dtype(local.dtype))
     for group in sharding.groups:
-        ranks, rank = place_in(group)
+        ranks, rank = group_size_and_rank(group)
         lse = graph.call_function(operator.getitem, (state, 1))
         args = out, lse, group, ranks, rank, fastest(local, local_lse, group, ranks)
         state = graph.call_function(torch.ops.tatten.tree_merge.default, args)

@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+from tatten.caches.shared_prefix import SharedPrefixCache
 from tatten.dtensor_sdpa import disable_dtensor_sdpa, enable_dtensor_sdpa
 from tatten.explain import explain
 from tatten.ops import bifurcated_attention, decode_attention, merge_state, merge_states, tree_merge
 from tatten.report import Report, recording
-from tatten.shared_prefix import SharedPrefixCache
 
 if TYPE_CHECKING:
-    from tatten.sharded_cache import ShardedKVCache
+    from tatten.caches.sharded import ShardedKVCache
 
 __all__ = [
     "Report",
@@ -29,7 +29,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "ShardedKVCache":  # imports DTensor, which takes seconds
-        from tatten.sharded_cache import ShardedKVCache
+        from tatten.caches.sharded import ShardedKVCache
 
         return ShardedKVCache
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

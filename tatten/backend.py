@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tatten.inner import Compiled, inductor_compiler, plain_compiler, reset_cudagraphs
+from tatten.inner_compiler import Compiled, inductor_compiler, plain_compiler, reset_cudagraphs
 from tatten.options import split_options
 from tatten.passes import rewrite
 from tatten.report import publish

@@ -25,7 +25,7 @@ from tatten.ops import tree_merge
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from tatten.passes.sharding import Sharding
+    from tatten.ops.distributed.placement import Sharding
 
 # What SDPA dispatches to; it is an op of its own in inference mode only.
 _OPS: tuple[OpOverload, ...] = (
@@ -118,7 +118,7 @@ class _Handler:
 
 def _sharding_of(op: OpOverload, given: dict[str, Any]) -> Sharding | None:
     """How to compute a call from local tensors, or None if it is PyTorch's."""
-    from tatten.passes.sharding import find_sharding
+    from tatten.ops.distributed.placement import find_sharding
 
     tensors = _tensors(given)
     if given.get("dropout_p") or given.get("is_causal"):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 import tatten
-from tatten.ops import cpu_flash, thresholds
+from tatten.ops.cpu import flash, thresholds
 from tatten.ops.reference import decode_attention_reference
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -190,9 +190,9 @@ def test_a_padded_prompt_is_not_masked_again() -> None:
     """Where all sequences of a row leave out the same padding, the kernel gets a shorter KV and no mask."""
     query, keys, values, masks = Tree(((2, 23), (4, 7)), masks=("equal", "none")).inputs()
     given = []
-    flash = cpu_flash._flash
+    kernel = flash._flash
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_flash, "_flash", lambda *args: given.append(args[3]) or flash(*args))
+        patch.setattr(flash, "_flash", lambda *args: given.append(args[3]) or kernel(*args))
         patch.setattr(thresholds.CPU, "run_bytes", 0)  # or the two rows would be one call, with a mask
         tatten.bifurcated_attention(query, keys, values, attn_masks=masks)
     assert given == [None, None, None]

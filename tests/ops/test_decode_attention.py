@@ -8,7 +8,7 @@ from attention_cases import NEG_INF, Case, assert_state, explicit, places_in_rea
 from torch.library import opcheck
 
 import tatten
-from tatten.ops import cpu_flash, thresholds
+from tatten.ops.cpu import flash, thresholds
 from tatten.ops.reference import decode_attention_reference
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -267,9 +267,9 @@ def test_ragged_spans_without_poison_are_one_call() -> None:
     inputs = Case(batch=6, kv_len=70, mask="causal").inputs(poison=False)
     assert_state(*torch.ops.tatten.decode_attention(**inputs), inputs)
     calls = []
-    flash = cpu_flash._flash
+    kernel = flash._flash
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_flash, "_flash", lambda *args: calls.append(1) or flash(*args))
+        patch.setattr(flash, "_flash", lambda *args: calls.append(1) or kernel(*args))
         torch.ops.tatten.decode_attention(**inputs)
     assert len(calls) == 1
 
@@ -283,8 +283,8 @@ def test_spans_are_read_in_one_call_where_less_than_a_bound_is_wasted(
     wasted = (40 + 20 + 0) * 2 * (32 + 32) * 4  # keys, kv heads, K and V, bytes
     monkeypatch.setattr(thresholds.CPU, "run_bytes", wasted // 3 + spare)
     seen = []
-    flash = cpu_flash._flash
-    monkeypatch.setattr(cpu_flash, "_flash", lambda *args: seen.append(1) or flash(*args))
+    kernel = flash._flash
+    monkeypatch.setattr(flash, "_flash", lambda *args: seen.append(1) or kernel(*args))
     assert_state(*torch.ops.tatten.decode_attention(**inputs), inputs)
     assert len(seen) == calls
 
@@ -298,8 +298,8 @@ def test_keys_are_cut_into_pieces_where_cores_would_be_idle(
     monkeypatch.setattr(thresholds.CPU, "split_bytes", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     seen = []
-    flash = cpu_flash._flash
-    monkeypatch.setattr(cpu_flash, "_flash", lambda *args: seen.append(args[0].shape[:2]) or flash(*args))
+    kernel = flash._flash
+    monkeypatch.setattr(flash, "_flash", lambda *args: seen.append(args[0].shape[:2]) or kernel(*args))
     assert_state(*torch.ops.tatten.decode_attention(**inputs), inputs)
     assert seen == [pairs]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tatten
-from tatten.ops import cpu_flash, thresholds
+from tatten.ops.cpu import flash, thresholds
 from tatten.ops.masks import mask_blocks, mask_spans
 
 NEG_INF = float("-inf")
@@ -76,8 +76,8 @@ def check(out: Tensor, lse: Tensor, mean: Tensor, low: float) -> None:
     assert lse[0].abs().max() < 100
 
 
-def lean_segments(query: Tensor, keys: list, values: list, masks: list) -> tuple[Tensor, Tensor]:
-    from tatten.ops.lean_segments import plan_segments
+def triton_segments(query: Tensor, keys: list, values: list, masks: list) -> tuple[Tensor, Tensor]:
+    from tatten.ops.cuda.segments import plan_segments
 
     none = [None] * len(keys)
     return plan_segments(query, keys, values, masks, none, 0.25)(query, keys, values, masks, none)
@@ -109,12 +109,12 @@ def test_segments_with_numbers_of_heads_of_their_own(device: str) -> None:
 def test_segments_in_triton(
     name: str, low: float, programs: int, interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tatten.ops import lean
+    from tatten.ops.cuda import decode
 
-    monkeypatch.setattr(lean, "multiprocessors", lambda device: programs)
-    monkeypatch.setattr(lean, "tiles_for", lambda *args, **kwargs: lean.Tiles(16, 32, 4, 2))
+    monkeypatch.setattr(decode, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(decode, "tiles_for", lambda *args, **kwargs: decode.Tiles(16, 32, 4, 2))
     query, keys, values, masks, mean = segments(name, 2, low, torch.float32, "cpu")
-    check(*lean_segments(query, keys, values, masks), mean, low)
+    check(*triton_segments(query, keys, values, masks), mean, low)
 
 
 def check_against_float64(run: Callable, query: Tensor, keys: list, values: list, masks: list) -> None:
@@ -125,7 +125,7 @@ def check_against_float64(run: Callable, query: Tensor, keys: list, values: list
 
 
 @pytest.mark.parametrize("masked", [0, 1, 2])
-@pytest.mark.parametrize("run", [public, lean_segments])
+@pytest.mark.parametrize("run", [public, triton_segments])
 def test_only_one_segment_has_a_bias(run: Callable, masked: int, interpreted: None) -> None:
     """Then the others outweigh it, whatever the form of their states."""
     query, keys, values, masks, _ = segments("three", 2, -1e9, torch.float32, "cpu")
@@ -134,7 +134,7 @@ def test_only_one_segment_has_a_bias(run: Callable, masked: int, interpreted: No
 
 
 @pytest.mark.parametrize("masked", [0, 1, 2])
-@pytest.mark.parametrize("run", [public, lean_segments])
+@pytest.mark.parametrize("run", [public, triton_segments])
 def test_a_segment_beside_a_floor_is_excluded_by_a_bool_mask(run: Callable, masked: int, interpreted: None) -> None:
     query, keys, values, masks, _ = segments("three", 2, -1e9, torch.float32, "cpu")
     query.zero_()  # the reference keeps scores beside the floor
@@ -143,7 +143,7 @@ def test_a_segment_beside_a_floor_is_excluded_by_a_bool_mask(run: Callable, mask
 
 
 @pytest.mark.parametrize("masked", [0, 1, 2])
-@pytest.mark.parametrize("run", [public, lean_segments])
+@pytest.mark.parametrize("run", [public, triton_segments])
 def test_one_mask_for_all_sequences_beside_a_floor(run: Callable, masked: int, interpreted: None) -> None:
     query, keys, values, masks, _ = segments("three", 2, -1e9, torch.float32, "cpu")
     query.zero_()  # the reference keeps scores beside the floor
@@ -206,8 +206,8 @@ def test_a_large_positive_bias_on_all_keys(device: str, many_pieces: None) -> No
 def test_ordinary_scores_are_computed_once(many_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where all are at -100: float32 still tells their sums apart."""
     calls: list[int] = []
-    flash = cpu_flash._flash
-    monkeypatch.setattr(cpu_flash, "_flash", lambda *args: calls.append(1) or flash(*args))
+    kernel = flash._flash
+    monkeypatch.setattr(flash, "_flash", lambda *args: calls.append(1) or kernel(*args))
     query, key, value, mask, _ = whole_row(-1.0, 210, torch.float32)
     query = torch.full_like(query, 10.0)
     key = -torch.ones_like(key) * 2.5
@@ -221,7 +221,7 @@ def test_ordinary_scores_are_computed_once(many_pieces: None, monkeypatch: pytes
 @pytest.mark.parametrize("programs", [1, 5, 13])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_splits_in_triton(sinks: bool, programs: int, low: float, interpreted: None) -> None:
-    from tatten.ops.lean import Tiles, plan_attention
+    from tatten.ops.cuda.decode import Tiles, plan_attention
 
     query, key, value, mask, mean = whole_row(low, 200, torch.float32)
     none = torch.full((4,), NEG_INF) if sinks else None

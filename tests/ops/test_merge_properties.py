@@ -17,8 +17,8 @@ from merge_cases import INF, State, States, assert_merged, counted, draw_states
 from op_bounds import assert_within_bound
 
 import tatten
-from tatten.ops.states import merge, merge_parts
-from tatten.ops.tree import STRATEGIES
+from tatten.ops.distributed.tree_merge import STRATEGIES
+from tatten.ops.states import combine_partials, merge
 
 SIZES = (2, 1, 3, 4, 5, 7, 17, 40)
 
@@ -90,11 +90,11 @@ def test_empty_states_change_no_bit(case: States, marks: list[float], data: st.D
 def test_parts_of_one_op(case: States, undefined: bool) -> None:
     """As `merge_states`, but for NaN, which comes out where a part that is not empty has it, and nowhere else."""
     out, lse = case.make()
-    assert_merged(merge_parts(out.unbind(), lse.unbind()), (out, lse))
+    assert_merged(combine_partials(out.unbind(), lse.unbind()), (out, lse))
     if undefined and counted(lse)[0].any():
         row = int(counted(lse)[0].nonzero()[0])
         bad = out.index_put((torch.tensor(0), torch.tensor(row)), torch.tensor(float("nan"), dtype=out.dtype))
-        got = merge_parts(bad.unbind(), lse.unbind())[0].isnan()
+        got = combine_partials(bad.unbind(), lse.unbind())[0].isnan()
         assert got[row].all()
         assert got.sum() == case.dim
 

@@ -47,8 +47,8 @@ def test_random_calls(device: str) -> None:
 @settings(12)
 @given(calls(tiny=True), st.integers(1, 9))
 def test_triton_interpreted(call: Call, programs: int) -> None:
-    from tatten.ops.lean import plan_attention
-    from tatten.ops.lean_segments import plan_segments
+    from tatten.ops.cuda.decode import plan_attention
+    from tatten.ops.cuda.segments import plan_segments
 
     inputs = call.inputs()
     query, scale = inputs["query"], call.head_dim**-0.5 if call.scale is None else call.scale

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from programs import Outcome, Program, check, programs
 
-from tatten.ops import cpu_flash
+from tatten.ops.cpu import flash
 
 OPS = {"tatten.decode_attention.default", "tatten.bifurcated_attention.default"}
 WAYS = {"_flash", "_attend_in_pieces", "_attend_in_groups"}
@@ -23,7 +23,7 @@ def ways() -> Iterator[Counter[str]]:
     gone: Counter[str] = Counter()
 
     def counted(name: str) -> Callable[..., Any]:
-        function = getattr(cpu_flash, name)
+        function = getattr(flash, name)
 
         def count(*args: Any) -> Any:
             gone[name] += 1
@@ -33,7 +33,7 @@ def ways() -> Iterator[Counter[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in WAYS:
-            patch.setattr(cpu_flash, name, counted(name))
+            patch.setattr(flash, name, counted(name))
         yield gone
 
 

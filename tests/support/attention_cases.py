@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tatten.ops.packing import pack_heads
+from tatten.ops.layout import pack_gqa
 from tatten.ops.reference import decode_attention_reference
 
 NEG_INF = float("-inf")
@@ -236,7 +236,7 @@ def sdpa_on_packed_heads(inputs: dict) -> Tensor:
     Intel Xeon it is not.
     """
     query, key, value = (inputs[name] for name in ("query", "key", "value"))
-    out = F.scaled_dot_product_attention(pack_heads(query, key.shape[1]), key, value, scale=inputs["scale"])
+    out = F.scaled_dot_product_attention(pack_gqa(query, key.shape[1]), key, value, scale=inputs["scale"])
     return out.reshape(*query.shape[:3], value.shape[3])
 
 

@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck python tests/support/every_kernel.py
     compute-sanitizer --tool racecheck python tests/support/every_kernel.py 0 8    # every eighth one, from the first
 
-The variants are those of tests/ops/test_triton_compiles.py.
+The variants are those of tests/ops/cuda/test_compiles.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tatten.ops import lean, lean_segments
+from tatten.ops.cuda import decode, segments
 from tatten.ops.masks import mask_blocks
 
 KV_LEN = 333
@@ -40,7 +40,7 @@ def attend(
     query = torch.randn(2, 2 * rows, 1, dim, device="cuda").to(dtype)
     key, value = (torch.randn(2, 2, KV_LEN, dim, device="cuda").to(dtype) for _ in "kv")
     if wide:
-        lean_segments.plan_wide_segment(query, key, value, 0.1)(query, key, value)
+        segments.plan_prefix_segment(query, key, value, 0.1)(query, key, value)
         return
     if float8:
         key, value = (x.to(torch.float8_e4m3fn) for x in (key, value))
@@ -57,11 +57,11 @@ def attend(
         "value_scale": torch.rand(2, device="cuda") if float8 else None,
     }
     if tiles:
-        options["tiles"] = getattr(lean_segments, tiles)
-    plan = lean.plan_segment(query, key, value, scale=0.1, **given, **options)
+        options["tiles"] = getattr(segments, tiles)
+    plan = decode.plan_segment(query, key, value, scale=0.1, **given, **options)
     parts = plan(query, key, value, given["attn_mask"], given["kv_lens"], None, *list(given.values())[2:])
     twice = 1 if options.get("whole", True) else 2
-    lean.plan_merge(query, dim, *[plan.line] * twice, dtype=dtype)(*[parts] * twice)
+    decode.plan_combine(query, dim, *[plan.line] * twice, dtype=dtype)(*[parts] * twice)
 
 
 def main() -> None:

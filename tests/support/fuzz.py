@@ -14,7 +14,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tatten.ops import thresholds
+from tatten.ops.cpu import thresholds
 from tatten.passes import cost
 
 

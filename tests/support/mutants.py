@@ -16,9 +16,14 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 FILES = [
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "passes").glob("*.py")),
-    *("ops/states.py", "ops/masks.py", "ops/cpu.py", "ops/cpu_flash.py", "ops/schedule.py"),
-    *("tatten/prefixed_kv.py", "tatten/shared_prefix.py", "tatten/sharded_kv.py", "tatten/sharded_cache.py"),
-    *("tatten/integrations/transformers.py", "tatten/integrations/transformers_sharded.py"),
+    *("ops/states.py", "ops/masks.py", "ops/cpu/attention.py", "ops/cpu/flash.py", "ops/cuda/schedule.py"),
+    *(
+        "tatten/caches/shared_prefix_layer.py",
+        "tatten/caches/shared_prefix.py",
+        "tatten/caches/sharded_layer.py",
+        "tatten/caches/sharded.py",
+    ),
+    *("tatten/integrations/transformers/shared_prefix.py", "tatten/integrations/transformers/sharded.py"),
 ]
 COMPARISONS: dict[type, tuple[type, ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),

@@ -19,7 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import tatten
 from tatten import dtensor_sdpa
-from tatten.passes.sharding import find_sharding
+from tatten.ops.distributed.placement import find_sharding
 
 R, S0, S1, S2, S3 = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
 B, HQ, HKV, L, S, D = 2, 8, 4, 3, 21, 16

@@ -12,9 +12,9 @@ from torch._dynamo.utils import counters
 
 import tatten
 from tatten.passes.cost import Cost
-from tatten.passes.places import Place
 from tatten.passes.reasons import OTHER_ATTENTION, Decline, Reason
 from tatten.passes.rewrite import Declined, GraphReport, Rewritten
+from tatten.passes.source_location import SourceLocation
 from tatten.report import Report, publish
 
 
@@ -89,9 +89,9 @@ def test_recordings_nest() -> None:
 COST = Cost(moved=1 << 30, read=1 << 20, segments=1, saved_us=300.0, extra_us=20.0)
 GRAPH = GraphReport(
     (
-        Rewritten(Place("model.layers.0.attn", "a.py", 3, "F.sdpa(q, k, v)"), "tatten.op", "q k v", COST),
-        Rewritten(Place("model.layers.1.attn", "a.py", 3, "F.sdpa(q, k, v)"), "tatten.op", "q k v", COST),
-        Declined(Place("", "b.py", 9, "F.sdpa(x)"), "q", Decline(Reason.DROPOUT, "dropout_p is 0.1")),
+        Rewritten(SourceLocation("model.layers.0.attn", "a.py", 3, "F.sdpa(q, k, v)"), "tatten.op", "q k v", COST),
+        Rewritten(SourceLocation("model.layers.1.attn", "a.py", 3, "F.sdpa(q, k, v)"), "tatten.op", "q k v", COST),
+        Declined(SourceLocation("", "b.py", 9, "F.sdpa(x)"), "q", Decline(Reason.DROPOUT, "dropout_p is 0.1")),
     ),
     1.25,
 )
@@ -118,7 +118,7 @@ def test_text() -> None:
 EMPTY = GraphReport((), 0.5)
 WRITTEN_OUT = GraphReport(
     tuple(
-        Declined(Place(f"{i}.attn", "c.py", 7, "p @ v"), "", Decline(Reason.NO_SDPA, "attention written out"))
+        Declined(SourceLocation(f"{i}.attn", "c.py", 7, "p @ v"), "", Decline(Reason.NO_SDPA, "attention written out"))
         for i in (0, 1, 1)
     ),
     2.0,

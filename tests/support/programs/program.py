@@ -38,7 +38,7 @@ def rand(*shape):
 """
 
 SCRIPT = """
-from tatten.ops import thresholds
+from tatten.ops.cpu import thresholds
 from tatten.passes import cost
 
 cost.RATES["cpu"] = cost.Rates(bytes_per_us=1.0, segment_us=0.0)

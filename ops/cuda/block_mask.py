@@ -1,0 +1,78 @@
+"""Planning the two launches that find the block structure of a mask, once per step for all layers that share it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tatten.ops.cuda.kernels.block_mask import _bits_kernel, _list_kernel
+from tatten.ops.cuda.launcher import Launch
+from tatten.ops.layout import squeeze_broadcast
+from tatten.ops.masks import mask_rows
+from tatten.ops.sizes import ceil_div
+from tatten.ops.validation import BLOCK_KEYS
+
+
+@dataclass(frozen=True)
+class MaskBlocks:
+    """`tatten.ops.masks.mask_blocks` of masks that are laid out as the one it was planned for."""
+
+    rows: int
+    n_blocks: int
+    words: int  # of each block, as `_bits_kernel` says
+    find_bits: Launch
+    make_list: Launch
+
+    def __call__(self, attn_mask: Tensor, kv_lens: Tensor | None = None) -> Tensor:
+        mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
+        bits = torch.empty((self.rows, self.n_blocks, self.words), dtype=torch.int64, device=mask.device)
+        listed = torch.empty((self.rows, self.n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
+        self.find_bits(mask, mask if kv_lens is None else kv_lens, bits)
+        self.make_list(bits, listed)
+        return listed
+
+
+def plan_mask_blocks(
+    attn_mask: Tensor,
+    batch: int,
+    kv_batch: int,
+    q_len: int,
+    kv_len: int | None = None,
+    kv_lens: Tensor | None = None,
+    window: int | None = None,
+) -> MaskBlocks:
+    """With `kv_lens` and `window`, of what they leave of the mask. `kv_len` is for one that broadcasts over keys."""
+    mask = squeeze_broadcast(attn_mask)
+    kv_len = mask.shape[3] if kv_len is None else kv_len
+    mask = mask.expand(*mask.shape[:3], kv_len)
+    rows = kv_batch if kv_lens is not None else mask_rows(attn_mask, kv_batch)
+    n_blocks = ceil_div(kv_len, BLOCK_KEYS)
+    seqs_per_kv = batch // kv_batch if mask.shape[0] == batch else 1
+    # The same number of keys for a program: one row of the mask after the other would wait for each.
+    n_queries = seqs_per_kv * mask.shape[1] * mask.shape[2]
+    rows_at_once, at_once = (8, 4) if n_queries > 4 else (1, 16)
+    additive = mask.dtype != torch.bool
+    find_bits = Launch(
+        _bits_kernel,
+        (rows, ceil_div(n_blocks, at_once)),
+        0 if mask.shape[0] == 1 else mask.stride(0),
+        *mask.stride()[1:],
+        seqs_per_kv,
+        mask.shape[1],
+        mask.shape[2],
+        q_len,
+        kv_len,
+        window or 0,
+        n_blocks,
+        ADDITIVE=additive,
+        HAS_LENS=kv_lens is not None,
+        WINDOW=window is not None,
+        BLOCK=BLOCK_KEYS,
+        BLOCKS=at_once,
+        ROWS=rows_at_once,
+    )
+    blocks = 64 if n_blocks <= 64 else 1024
+    make_list = Launch(_list_kernel, (rows,), n_blocks, n_queries, ADDITIVE=additive, BLOCKS=blocks)
+    return MaskBlocks(rows, n_blocks, 4 if additive else 2, find_bits, make_list)

@@ -1,0 +1,186 @@
+"""The CUDA implementations: checks, and who computes what, which are done once for tensors of one layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tatten.ops.cuda.launcher import by_layout, on_device_of
+from tatten.ops.cuda.providers import cudnn_attention, fa3_attention, fastest, flash_attention, unsupported_reason
+from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
+from tatten.ops.states import merge
+from tatten.ops.validation import (
+    check_bifurcated_attention,
+    check_cuda_head_dims,
+    check_decode_attention,
+    check_decode_no_grad,
+    check_devices,
+    check_no_grad,
+    check_provider,
+    check_segments_no_grad,
+    check_spans,
+    check_stack,
+)
+
+State = tuple[Tensor, Tensor]
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    scale: float | None = None,
+    spans: Tensor | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    provider: str = "auto",
+) -> State:
+    check_decode_no_grad(query, key, value, attn_mask, sinks, key_scale, value_scale)
+    attend = _plan_decode(
+        query, key, value, attn_mask, kv_lens, scale, spans, window, softcap, sinks, key_scale, value_scale, provider
+    )
+    return on_device_of(query, attend, query, key, value, attn_mask, kv_lens, spans, sinks, key_scale, value_scale)
+
+
+@by_layout
+def _plan_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    scale: float | None,
+    spans: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    provider: str,
+) -> Callable[..., State]:
+    """What computes it, of query, key, value, attn_mask, kv_lens, spans, sinks, key_scale and value_scale."""
+    extras = {"sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
+    check_devices(query, key=key, value=value, attn_mask=attn_mask, kv_lens=kv_lens, spans=spans, **extras)
+    check_decode_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        kv_lens,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
+    check_cuda_head_dims(query, value)
+    check_provider(provider, query.device)
+    if spans is not None:
+        check_spans(spans, query.shape[0], key.shape[2], query.device)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    plain = all(x is None for x in (attn_mask, kv_lens, window, softcap, sinks)) and key.dtype == query.dtype
+    if provider == "auto" and query.dtype == torch.float64:  # for checking models, not for speed: no kernel of its own
+        return lambda q, k, v, mask, lens, _, *tensors: decode_attention_reference(
+            q, k, v, mask, lens, scale, *tensors, window=window, softcap=softcap
+        )
+    if provider == "auto":
+        provider = fastest(query, key, value) if plain else "triton"
+    reason = unsupported_reason(provider, query, key, value, plain)
+    if reason is not None:
+        raise NotImplementedError(f"`provider` {provider!r} can't compute this: {reason}")
+    if provider != "triton":
+        attend = {"cudnn": cudnn_attention, "flash": flash_attention, "fa3": fa3_attention}[provider]
+        return lambda q, k, v, *_: attend(q, k, v, scale)
+
+    from tatten.ops.cuda.decode import plan_attention
+
+    if kv_lens is not None or window is not None or attn_mask is None:
+        spans = None  # the others change what the mask leaves
+    return plan_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        kv_lens,
+        scale,
+        spans,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
+
+
+def bifurcated_attention(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    spans: Sequence[Tensor | None],
+    scale: float | None = None,
+) -> State:
+    check_segments_no_grad(query, keys, values, attn_masks)
+    attend = _plan_bifurcated(query, keys, values, attn_masks, spans, scale)
+    return on_device_of(query, attend, query, keys, values, attn_masks, spans)
+
+
+@by_layout
+def _plan_bifurcated(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    spans: Sequence[Tensor | None],
+    scale: float | None,
+) -> Callable[..., State]:
+    """What computes it, of query, keys, values, attn_masks and spans."""
+    for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks), ("spans", spans)):
+        check_devices(query, **{f"{name}[{i}]": x for i, x in enumerate(tensors)})
+    check_bifurcated_attention(query, keys, values, attn_masks, spans)
+    check_cuda_head_dims(query, values[0])
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    if query.dtype == torch.float64:
+        return lambda q, ks, vs, masks, _: _dense(bifurcated_attention_reference(q, ks, vs, masks, scale))
+
+    from tatten.ops.cuda.segments import plan_segments
+
+    return plan_segments(query, keys, values, attn_masks, spans, scale)
+
+
+def _dense(state: State) -> State:
+    return state[0].contiguous(), state[1].contiguous()
+
+
+def mask_blocks(attn_mask: Tensor, batch: int, kv_batch: int, q_len: int) -> Tensor:
+    return on_device_of(attn_mask, _plan_mask_blocks(attn_mask, batch, kv_batch, q_len), attn_mask)
+
+
+@by_layout
+def _plan_mask_blocks(attn_mask: Tensor, batch: int, kv_batch: int, q_len: int) -> Callable[[Tensor], Tensor]:
+    from tatten.ops.cuda.block_mask import plan_mask_blocks
+
+    return plan_mask_blocks(attn_mask, batch, kv_batch, q_len)
+
+
+def merge_states(out: Tensor, lse: Tensor) -> State:
+    check_no_grad("merge_states", out=out, lse=lse)
+    return on_device_of(out, _plan_merge_states(out, lse), out, lse)
+
+
+@by_layout
+def _plan_merge_states(out: Tensor, lse: Tensor) -> Callable[[Tensor, Tensor], State]:
+    check_stack(out, lse)
+    if out.dtype == torch.float64 or out.numel() == 0:
+        return merge
+    from tatten.ops.cuda.merge_states import plan_merge_states
+
+    return plan_merge_states(out, lse)

@@ -1,0 +1,263 @@
+"""The prefix kernel: stream-K attention of many packed queries to one long uniform K/V, in Gluon, for Hopper.
+
+The tile space, the order of packed rows and the slots of partial states are those of the decode kernel,
+`tatten.ops.cuda.kernels.decode`. What differs is how a tile is done: a producer warp keeps a ring of K and V tiles
+filled by TMA, and two warpgroups of 64 packed rows each take them from it, with the scores of the next tile under way
+during the softmax of a tile, as in FlashAttention-3 (arXiv 2407.08608). A visit goes through its tiles backwards, so that
+only its first one can have keys beyond the end, and no mask is in the loop.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+BLOCK_M, BLOCK_N = 128, 128
+_BLOCK_M, _BLOCK_N = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_N)
+_ROWS = gl.constexpr(BLOCK_M // 2)  # of each consumer: a warpgroup, whose wgmma has 64 rows
+
+# Measured on an H200: the fastest, or within 1% of it, also against tiles of 64 keys, one consumer of 128 rows, more
+# stages, and consumers that take turns (FlashAttention-3's pingpong).
+# The three warpgroups must not sum to more registers than they start with, or setmaxnreg hangs: 2 * 232 + 40 = 3 * 168,
+# and 168 is 65536 / 384 rounded down to a multiple of 8. With 24 for the producer ptxas spills 32 bytes.
+START_REGS = 168
+_CONSUMER_REGS, _PRODUCER_REGS = gl.constexpr(232), gl.constexpr(40)
+
+# Renamed after Triton 3.6.
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _produce(tensors, buffers, sizes):
+    """Load, as pairs, K of each tile with V of the tile before it, of all visits: one pair more than there are tiles.
+
+    The first pair lacks V, and the last one K.
+    """
+    key, value = tensors
+    keys, values, full, empty = buffers
+    start, end, tiles, kv_heads, m_blocks = sizes
+    STAGES: gl.constexpr = keys.shape[0]
+    place = start
+    n = 0
+    last_b, last_head, last_key = 0, 0, 0
+    while place < end:
+        row = place // tiles
+        first = place - row * tiles
+        stop = gl.minimum(tiles, first + end - place)
+        b = row // (kv_heads * m_blocks)
+        head = row // m_blocks % kv_heads
+        for i in range(first, stop):
+            first_key = (first + stop - 1 - i) * _BLOCK_N
+            stage = n % STAGES
+            barrier = full.index(stage)
+            mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+            if n == 0:
+                mbarrier.expect(barrier, key.block_type.nbytes)
+            else:
+                mbarrier.expect(barrier, key.block_type.nbytes + value.block_type.nbytes)
+            _load(key, [b, head, first_key, 0], barrier, keys.index(stage))
+            _load(value, [last_b, last_head, last_key, 0], barrier, values.index(stage), pred=n > 0)
+            last_b, last_head, last_key = b, head, first_key
+            n += 1
+        place += stop - first
+    if n > 0:
+        stage = n % STAGES
+        barrier = full.index(stage)
+        mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+        mbarrier.expect(barrier, value.block_type.nbytes)
+        _load(value, [last_b, last_head, last_key, 0], barrier, values.index(stage))
+
+
+@gluon.jit
+def _consume(tensors, queries, buffers, strides, scale, sizes, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
+    """Attend to the tiles of all visits with the packed rows `[WHICH * 64, (WHICH + 1) * 64)` of each."""
+    query, out, lse, partial_out, partial_lse = tensors
+    keys, values, full, empty = buffers
+    query_b, query_h, query_l = strides
+    start, end, tiles, kv_len, seqs_per_kv, kv_heads, group, q_len, m_blocks = sizes
+    STAGES: gl.constexpr = keys.shape[0]
+    DIM: gl.constexpr = queries.shape[2]
+    DTYPE: gl.constexpr = queries.dtype
+    LOG2E: gl.constexpr = 1.4426950408889634
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    acc_row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+
+    no_scores = gl.zeros([_ROWS, _BLOCK_N], gl.float32, layout=scores_layout)
+    to_exponent = scale * LOG2E
+    q_shared = queries.index(WHICH)
+    place = start
+    n = 0  # the pair at hand, as the producer counts them
+    if start < end:
+        mbarrier.wait(full.index(0), 0)
+    while place < end:
+        row = place // tiles
+        first = place - row * tiles
+        stop = gl.minimum(tiles, first + end - place)
+        b = (row // (kv_heads * m_blocks)).to(gl.int64)
+        kv_head = (row // m_blocks % kv_heads).to(gl.int64)
+        packed_start = row % m_blocks * _BLOCK_M + WHICH * _ROWS
+
+        packed = packed_start + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, load_layout))
+        dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, load_layout))
+        sequence = b * seqs_per_kv + packed // q_len % seqs_per_kv
+        head = kv_head * group + packed // (q_len * seqs_per_kv)
+        at = (sequence * query_b + head * query_h + (packed % q_len) * query_l) * ALIGNED
+        mask = packed < group * seqs_per_kv * q_len
+        q = gl.load(query + at[:, None] + dims[None, :], mask=mask[:, None], other=0.0)
+        _barrier()  # all warps are done with the queries of the visit before
+        q_shared.store(q)
+        fence_async_shared()
+        _barrier()
+
+        # The first tile: the only one that can have keys beyond the end. Its pair has been waited for: its V was the
+        # last of the visit before.
+        stage = n % STAGES
+        k = keys.index(stage).reshape([_BLOCK_N, DIM]).permute([1, 0])
+        scores = warpgroup_mma(q_shared, k, no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(empty.index(stage))
+        key_at = (stop - 1) * _BLOCK_N + gl.arange(0, _BLOCK_N, layout=gl.SliceLayout(0, scores_layout))
+        scores = gl.where((key_at < kv_len)[None, :], scores, float("-inf"))
+        row_max = gl.max(scores, axis=1)
+        base = gl.where(row_max == float("-inf"), 0.0, row_max) * to_exponent
+        exponents = gl.exp2(scores * to_exponent - base[:, None])
+        row_sum = gl.sum(exponents, axis=1)
+        p = gl.convert_layout(exponents.to(DTYPE), p_layout)
+        acc = gl.zeros([_ROWS, DIM], gl.float32, layout=acc_layout)
+        n += 1
+        mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
+
+        for _ in range(first + 1, stop):
+            stage = n % STAGES
+            k = keys.index(stage).reshape([_BLOCK_N, DIM]).permute([1, 0])
+            scores = warpgroup_mma(q_shared, k, no_scores, use_acc=False, is_async=True)
+            acc = warpgroup_mma(p, values.index(stage).reshape([_BLOCK_N, DIM]), acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[scores])
+            new_row_max = gl.maximum(row_max, gl.max(scores, axis=1))
+            base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max) * to_exponent
+            alpha = gl.exp2(row_max * to_exponent - base)
+            exponents = gl.exp2(scores * to_exponent - base[:, None])
+            row_sum = row_sum * alpha + gl.sum(exponents, axis=1)
+            row_max = new_row_max
+            n += 1
+            # The wait for the next pair is here, and not at the top, because its branch keeps ptxas from moving the
+            # softmax behind the wait for P@V, which would then overlap with nothing. It needs at least two stages.
+            mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
+            # The list orders LLVM only: for ptxas the wait has no operands. The old p are in it so that their
+            # registers are not reused while P@V reads them.
+            acc, exponents, p = warpgroup_mma_wait(0, deps=[acc, exponents, p])
+            mbarrier.arrive(empty.index(stage))
+            p = gl.convert_layout(exponents.to(DTYPE), p_layout)
+            acc = acc * gl.convert_layout(alpha, acc_row_layout)[:, None]
+
+        acc = warpgroup_mma(p, values.index(n % STAGES).reshape([_BLOCK_N, DIM]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+
+        filled = row_sum != 0.0  # true for NaN, which must come out
+        divisor = gl.where(filled, row_sum, 1.0)
+        log_sum = gl.where(filled, row_max * scale + gl.log(divisor), float("-inf"))
+        acc = acc * gl.convert_layout(1.0 / divisor, acc_row_layout)[:, None]
+        log_sum = gl.convert_layout(log_sum, acc_row_layout)
+
+        rows_of_block = gl.arange(0, _ROWS, layout=acc_row_layout)
+        out_dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, acc_layout))
+        packed_out = packed_start + rows_of_block
+        ok = packed_out < group * seqs_per_kv * q_len
+        row_start = place - first
+        if stop - first == tiles:
+            states = (b * seqs_per_kv + packed_out // q_len % seqs_per_kv) * (kv_heads * group)
+            states = (states + kv_head * group + packed_out // (q_len * seqs_per_kv)) * q_len + packed_out % q_len
+            gl.store(lse + states, log_sum, mask=ok)
+            gl.store(out + (states * DIM)[:, None] + out_dims[None, :], acc, mask=ok[:, None])
+        else:
+            slot = 2 * gl.program_id(0) + (row_start > start).to(gl.int32)
+            slots = slot * _BLOCK_M + WHICH * _ROWS + rows_of_block
+            gl.store(partial_lse + slots, log_sum, mask=ok)
+            gl.store(partial_out + (slots * DIM)[:, None] + out_dims[None, :], acc, mask=ok[:, None])
+        place += stop - first
+
+
+@gluon.jit(
+    do_not_specialize=[
+        *("query_b", "query_h", "query_l", "kv_len", "rows", "seqs_per_kv", "kv_heads", "group", "q_len", "m_blocks"),
+        "programs",
+    ]
+)
+def _prefix_kernel(
+    query,
+    key,
+    value,
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    query_b,
+    query_h,
+    query_l,
+    scale,
+    kv_len,
+    rows,
+    seqs_per_kv,
+    kv_heads,
+    group,
+    q_len,
+    m_blocks,
+    programs,
+    DIM: gl.constexpr,
+    ALIGNED: gl.constexpr,
+):
+    """Query's strides are in units of `ALIGNED` elements, so that the compiler sees what they are multiples of."""
+    DTYPE: gl.constexpr = query.dtype.element_ty
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    STAGES: gl.constexpr = 256 // DIM  # 128 KiB of K and V
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, DIM], DTYPE)
+    queries = gl.allocate_shared_memory(DTYPE, [2, _ROWS, DIM], q_layout)
+    keys = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, _BLOCK_N, DIM], key.layout)
+    values = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, _BLOCK_N, DIM], value.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+
+    # In this order: the next kernel may be one that does not wait for this one, and reads what this one waited for.
+    # The other warps are behind the wait too, as they start at `warp_specialize`.
+    gdc_wait()
+    gdc_launch_dependents()
+
+    # Here, where registers abound: the 64-bit divisions would spill in the producer.
+    tiles = (kv_len + _BLOCK_N - 1) // _BLOCK_N
+    line = tiles.to(gl.int64) * rows
+    used = gl.minimum(line, programs)
+    program = gl.program_id(0).to(gl.int64)
+    start = gl.minimum(line * program // used, line).to(gl.int32)
+    end = gl.minimum(line * (program + 1) // used, line).to(gl.int32)
+    states = (query, out, lse, partial_out, partial_lse)
+    buffers = (keys, values, full, empty)
+    strides = (query_b, query_h, query_l)
+    sizes = (start, end, tiles, kv_len, seqs_per_kv, kv_heads, group, q_len, m_blocks)
+    loads = (start, end, tiles, kv_heads, m_blocks)
+    # Constants are named in the lists themselves: in a tuple that a variable holds they would become tensors.
+    gl.warp_specialize(
+        [
+            (_consume, (states, queries, buffers, strides, scale, sizes, FIRST, ALIGNED)),
+            (_consume, (states, queries, buffers, strides, scale, sizes, SECOND, ALIGNED)),
+            (_produce, ((key, value), buffers, loads)),
+        ],
+        [4, 1],
+        [_CONSUMER_REGS, _PRODUCER_REGS],
+    )

@@ -1,0 +1,66 @@
+"""What a launch of the lean kernel reads of a mask: the list of its blocks, and the mask if the list won't do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tatten.ops.cuda.block_mask import MaskBlocks, plan_mask_blocks
+from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, BOOL_MASK, NO_MASK
+from tatten.ops.layout import squeeze_broadcast
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """For masks that are laid out as the one it was planned for.
+
+    `groups` of rows of K are equally long; `listed`: their tiles are blocks of a mask; `find_blocks` finds them if they
+    are not given. `kind` and `strides` are of the mask, where it is read: over rows of K, sequences, heads, queries and
+    keys.
+    """
+
+    groups: int
+    listed: bool
+    find_blocks: MaskBlocks | None = None
+    kind: int = NO_MASK
+    strides: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+
+    def __call__(
+        self, attn_mask: Tensor | None, kv_lens: Tensor | None, blocks: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What is read of the mask, and the list of its blocks."""
+        if attn_mask is not None and self.find_blocks is not None:
+            blocks = self.find_blocks(attn_mask, kv_lens)
+        if attn_mask is None or self.kind == NO_MASK:
+            return None, blocks
+        return attn_mask.view(torch.uint8) if self.kind == BOOL_MASK else attn_mask, blocks
+
+
+def plan_mask(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    blocks: Tensor | None,
+    window: int | None,
+) -> MaskPlan:
+    """For checked inputs; `blocks` are those of the mask, if known, and neither lengths nor a window narrow it then."""
+    batch, q_heads, q_len, _ = query.shape
+    kv_batch, _, kv_len, _ = key.shape
+    groups = blocks.shape[0] if blocks is not None else 1 if kv_lens is None else kv_batch
+    if attn_mask is None or kv_len == 0:
+        return MaskPlan(groups, blocks is not None)
+    mask = squeeze_broadcast(attn_mask)
+    find_blocks = None
+    if blocks is None:
+        find_blocks = plan_mask_blocks(mask, batch, kv_batch, q_len, kv_len, kv_lens, window)
+        groups = find_blocks.rows
+    one_for_all = batch == kv_batch or mask.shape[0] != batch  # of the sequences that share a row of K
+    if mask.dtype == torch.bool and mask.shape[1] == 1 and mask.shape[2] == 1 and one_for_all:
+        return MaskPlan(groups, True, find_blocks)  # the list has it all
+    b, h, n, s = mask.expand(mask.shape[0], q_heads, q_len, kv_len).stride()
+    rows, sequences = (0, 0) if mask.shape[0] == 1 else (b, 0) if mask.shape[0] == kv_batch else (0, b)
+    kind = BOOL_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
+    return MaskPlan(groups, True, find_blocks, kind, (rows, sequences, h, n, s))

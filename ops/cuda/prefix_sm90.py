@@ -1,0 +1,101 @@
+"""Planning a launch of the Hopper kernel for a prefix: many packed queries, one long K and V without a mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tatten.ops.cuda.kernels.prefix_sm90 import BLOCK_M, BLOCK_N, START_REGS, _prefix_kernel
+from tatten.ops.cuda.launcher import Launch
+from tatten.ops.cuda.tma import Tiling
+from tatten.ops.sizes import ceil_div
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def _tiling(x: Tensor) -> Tiling:
+    """Of key or value, for tiles of its rows."""
+    block = [1, 1, BLOCK_N, x.shape[3]]
+    return Tiling(TensorDescriptor, x, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))
+
+
+@dataclass(frozen=True)
+class PrefixAttention:
+    """A launch of the wide kernel, as `plan_prefix_attention` says."""
+
+    launch: Launch
+    key_tiles: Tiling
+    value_tiles: Tiling
+    programs: int
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dim = query.shape[3]
+        out = query.new_empty(query.shape, dtype=torch.float32)
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        partial_out = query.new_empty((2 * self.programs, BLOCK_M, dim), dtype=torch.float32)
+        partial_lse = query.new_empty((2 * self.programs, BLOCK_M), dtype=torch.float32)
+        self.launch(query, self.key_tiles(key), self.value_tiles(value), out, lse, partial_out, partial_lse)
+        return out, lse, partial_out, partial_lse
+
+
+def plan_prefix_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int) -> PrefixAttention:
+    """The states of the rows of tiles that one program does whole, and the partial states of those that several share.
+
+    FlashAttention-3 (arXiv 2407.08608) on the schedule of `tatten.ops.cuda.schedule`, whose rows are blocks of
+    `BLOCK_M` packed queries (heads of a kv head, times sequences, times q_length) and whose tiles are `BLOCK_N` keys.
+
+    Args:
+        query: `[batch, q_heads, q_length, head_dim]`, bfloat16 or float16 on a GPU of capability 9.0, head_dim 64 or
+            128 and dense, other strides any.
+        key: `[kv_batch, kv_heads, kv_length, head_dim]`, in the dtype of `query`, not empty; kv_batch divides batch,
+            kv_heads q_heads. It lies at a multiple of 16 bytes, as do its rows: all strides but the last, which is 1.
+        value: as `key`, with strides of its own.
+        scale: factor of the scores, above 0.
+        programs: how many are launched, at least 1. One runs on a multiprocessor at a time.
+
+    Returns:
+        What takes query, key and value laid out as these and returns `out` `[batch, q_heads, q_length, head_dim]` and
+        `lse` `[batch, q_heads, q_length]`, written for whole rows only, and for the others `partial_out`
+        `[2 * programs, BLOCK_M, head_dim]` and `partial_lse` `[2 * programs, BLOCK_M]` in the slots of the schedule's
+        visits; all float32, the rest uninitialised.
+
+    Raises:
+        ValueError: dtypes, head_dim or a stride of head_dim that the kernel does not take, or `scale` not above 0.
+        AssertionError: `key` or `value` is empty or not aligned (from Triton).
+    """
+    batch, q_heads, q_len, dim = query.shape
+    kv_batch, kv_heads, kv_len, _ = key.shape
+    if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"expected bfloat16 or float16 for all, got {query.dtype}, {key.dtype} and {value.dtype}")
+    if dim not in (64, 128) or key.shape[3] != dim or value.shape != key.shape or query.stride(3) != 1:
+        raise ValueError(f"expected dense head_dim 64 or 128, got {query.shape}, {key.shape} and {value.shape}")
+    if not scale > 0:
+        raise ValueError(f"`scale` must be above 0, got {scale}")
+    group, seqs_per_kv = q_heads // kv_heads, batch // kv_batch
+    m_blocks = ceil_div(group * seqs_per_kv * q_len, BLOCK_M)
+    strides = [0 if size == 1 else stride for size, stride in zip(query.shape[:3], query.stride()[:3], strict=True)]
+    aligned = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    launch = Launch(
+        _prefix_kernel,
+        (programs,),
+        *(stride // aligned for stride in strides),
+        scale,
+        kv_len,
+        kv_batch * kv_heads * m_blocks,
+        seqs_per_kv,
+        kv_heads,
+        group,
+        q_len,
+        m_blocks,
+        programs,
+        DIM=dim,
+        ALIGNED=aligned,
+        num_warps=4,
+        maxnreg=START_REGS,
+        launch_pdl=True,
+    )
+    return PrefixAttention(launch, _tiling(key), _tiling(value), programs)

@@ -1,0 +1,1 @@
+"""Tables of what was measured to be fastest, one module for each architecture."""

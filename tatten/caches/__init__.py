@@ -1,0 +1,1 @@
+"""Caches of keys and values: a prefix that sequences share, and a cache sharded over devices."""

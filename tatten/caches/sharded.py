@@ -1,0 +1,254 @@
+"""A KV cache whose sequence is sharded over a DeviceMesh: a context longer than one device, one merge for each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from tatten.caches.sharded_layer import Interleaved, ShardedKV
+from tatten.caches.shared_prefix import check_positive
+from tatten.dtensor_sdpa import enable_dtensor_sdpa
+
+
+class ShardedKVCache:
+    """Keys and values of all layers over the ranks of a mesh. Each rank computes the same step and stores its share.
+
+        mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("kv",))
+        cache = ShardedKVCache(num_layers, mesh, capacity=1 << 20)
+        cache.prefill(layer, key, value)    # for each layer, beside the prompt's ordinary attention
+
+        mask, positions = cache.mask(), cache.positions()    # for each step
+        keys, values = cache.append(layer, key, value)       # for each of its layers
+        query = DTensor.from_local(query, mesh, [Replicate()], run_check=False)
+        out = F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True).to_local()
+
+    A step asks for `positions` and `mask`, and gives each layer's new keys and values to `append`. Shapes stay and
+    lengths are on the device: a step compiles once, fits into a CUDA graph and never waits for the device; in eager
+    mode it does, to check the capacity. Position p lives on rank `p % n` of the n that share the sequence, in its slot
+    `p // n`. The tokens and what each rank computes of them have to be the same on all ranks that share a sequence.
+
+    Makes `F.scaled_dot_product_attention` merge what the ranks attend to, as `tatten.enable_dtensor_sdpa`.
+
+    Args:
+        num_layers: layers of the model.
+        mesh: a mesh with named dims, on the device of keys and values. This rank is one of its ranks.
+        capacity: number of tokens, rounded up to a multiple of n: each rank allocates `capacity / n` slots.
+        sequence: name of the mesh's dim over which the sequence is sharded, or names, in the order of the dims.
+        heads: name of the dim over which the heads are, or None. Any other dim holds replicas.
+        prompt_mask: bool `[batch, P]`, True for real tokens and False for padding among the first P; None for none.
+
+    Raises ValueError or TypeError for arguments that are not as above.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        mesh: DeviceMesh,
+        capacity: int,
+        *,
+        sequence: str | Sequence[str] = "kv",
+        heads: str | None = None,
+        prompt_mask: Tensor | None = None,
+    ):
+        check_positive("num_layers", num_layers)
+        check_positive("capacity", capacity)
+        self.layout = Interleaved(mesh, placements(mesh, sequence, heads))
+        slots = math.ceil(capacity / self.layout.ranks)
+        self.layers = [ShardedKV(self.layout, slots) for _ in range(num_layers)]
+        self.prompt_mask = prompt_mask
+        if prompt_mask is not None:
+            self._check_prompt_mask(prompt_mask)
+            real = F.pad(prompt_mask, (0, self.capacity - prompt_mask.shape[1]), value=True)
+            self._real, self._padding = real[:, self.layout.own].contiguous(), (~prompt_mask).cumsum(1)
+        enable_dtensor_sdpa()
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences; 0 before the first tokens."""
+        tensors = self.layers[0].tensors
+        return tensors[0].shape[0] if tensors else 0
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that all ranks together can hold."""
+        return self.layers[0].capacity
+
+    @property
+    def length(self) -> Tensor:
+        """Number of tokens, int64 without dimensions, on the device. Within a step the last layer counts."""
+        return self.layers[-1].length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values on this rank."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
+
+    def prefill(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store this rank's share of a prompt in layer `layer`; the rest of `key` and `value` is not kept.
+
+        Args:
+            layer: 0 to num_layers - 1.
+            key, value: `[batch, kv_heads of this rank, P, head_dim]`, plain tensors, the same on all ranks that share
+                the sequence; head_dim may differ between them.
+
+        Raises:
+            IndexError: there is no such layer.
+            ValueError, TypeError: the tensors fit neither each other, nor what the cache holds, nor its capacity, nor
+                `prompt_mask`, or the layer has tokens already. Nothing has been written.
+        """
+        self._layer(layer, key).prefill(key, value)
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[DTensor, DTensor]:
+        """Add new tokens to layer `layer`, and return all that the ranks hold together.
+
+        Args:
+            layer: 0 to num_layers - 1.
+            key, value: as those of `prefill`, of q_len tokens.
+
+        Returns:
+            `(keys, values)`, `[batch, kv_heads, capacity, head_dim]`, sharded over the sequence, unused slots included.
+
+        Raises as `prefill`, but there may be tokens already.
+        """
+        return self._layer(layer, key).append(key, value)
+
+    def mask(self, q_len: int = 1) -> DTensor:
+        """Bool mask for the step about to be done, before or amid its updates: True where attention may look.
+
+        Returns:
+            `[1 or batch, 1, q_len, capacity]`, sharded as the keys: causal, without unused slots and padding.
+
+        Raises ValueError if `q_len` is below 1 or, unless in a graph, does not fit into the cache any more.
+        """
+        tokens = self._tokens(q_len)
+        own = torch.arange(self.layout.rank, self.capacity, self.layout.ranks, device=tokens.device)
+        visible = (own <= tokens[:, None])[None, None]
+        if self.prompt_mask is not None:
+            visible = visible & self._real[:, None, None]
+        return self.layout.mask(visible)
+
+    def positions(self, q_len: int = 1) -> Tensor:
+        """Position ids of the step's tokens, int64 `[1 or batch, q_len]`; padding does not count. Raises as `mask`."""
+        tokens = self._tokens(q_len)
+        if self.prompt_mask is None:
+            return tokens[None]
+        padding = self._padding.index_select(1, tokens.clamp(max=self._padding.shape[1] - 1))
+        return (tokens - padding).clamp(min=0)
+
+    def to_global(self, layer: int) -> tuple[Tensor, Tensor]:
+        """`(key, value)` of layer `layer`, `[batch, kv_heads, length, head_dim]` by position, whole on every rank.
+
+        For checks: all ranks have to call it, and it waits for the device. Raises IndexError if there is no such
+        layer and ValueError before its first tokens.
+        """
+        key, value = self._ordered(layer, int(self._layer(layer).length))
+        return key.full_tensor(), value.full_tensor()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the cache holds, in the order of positions: for `torch.distributed.checkpoint`, and any number of ranks.
+
+        All ranks have to call it, between steps. One layer at a time is whole on a rank.
+
+        Returns:
+            "keys.i" and "values.i" for each layer i, `[batch, kv_heads, length, head_dim]`, DTensors with consecutive
+            tokens on each rank, and "length", int64 without dimensions. The prompt mask is not in it.
+
+        Raises ValueError before the first tokens of a layer and amid a step.
+        """
+        lengths = torch.stack([layer.length for layer in self.layers]).tolist()
+        if len(set(lengths)) > 1:
+            raise ValueError(f"`state_dict` must come between steps, with as many tokens in each layer, got {lengths}")
+        state: dict[str, Tensor] = {"length": self.length.clone()}
+        for index in range(len(self.layers)):
+            key, value = self._ordered(index, lengths[0])
+            state[f"keys.{index}"], state[f"values.{index}"] = self.layout.chunks(key), self.layout.chunks(value)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace what the cache holds by a `state_dict`, of any mesh and number of ranks; all ranks have to call it.
+
+        Args:
+            state: as `state_dict` returns it: DTensors of a mesh with all ranks of this one, or plain whole tensors.
+
+        Raises ValueError or TypeError if it has other keys or lengths, more tokens than `capacity`, or tensors that do
+        not fit those that are held.
+        """
+        names = [f"{what}.{index}" for what in ("keys", "values") for index in range(len(self.layers))]
+        if set(state) != {*names, "length"}:
+            raise ValueError(f"`state` must have the names {sorted([*names, 'length'])}, got {sorted(state)}")
+        length = int(state["length"])
+        for name in names:
+            if state[name].dim() != 4 or state[name].shape[2] != length:
+                raise ValueError(f"`state[{name!r}]` must have {length} tokens, got shape {tuple(state[name].shape)}")
+        if length > self.capacity:
+            raise ValueError(f"`capacity` must hold the {length} tokens of `state`, got {self.capacity}")
+        for index, layer in enumerate(self.layers):
+            key, value = self._own_heads(state[f"keys.{index}"]), self._own_heads(state[f"values.{index}"])
+            layer.clear()
+            self.prefill(index, key, value)
+
+    def _layer(self, layer: int, key: Tensor | None = None) -> ShardedKV:
+        if not 0 <= layer < len(self.layers):
+            raise IndexError(f"`layer` must be 0 to {len(self.layers) - 1}, got {layer}")
+        if key is not None and key.dim() == 4:
+            batch = self.batch_size or (key.shape[0] if self.prompt_mask is None else self.prompt_mask.shape[0])
+            if key.shape[0] != batch:
+                source = "layer 0" if self.batch_size else "`prompt_mask`"
+                raise ValueError(f"`key` must have batch {batch}, as {source}, got {key.shape[0]}")
+        return self.layers[layer]
+
+    def _tokens(self, q_len: int) -> Tensor:
+        """Places of the step's tokens, `[q_len]`. Within a step the last layer is updated last."""
+        check_positive("q_len", q_len)
+        self.layers[-1].check_room(q_len)
+        return self.length + torch.arange(q_len, device=self.length.device)
+
+    def _ordered(self, layer: int, length: int) -> tuple[DTensor, DTensor]:
+        if not self.layers[layer].tensors:
+            raise ValueError(f"layer {layer} must have tokens, got none yet")
+        key, value = (self.layout.by_position(tensor, length) for tensor in self.layers[layer].tensors)
+        return key, value
+
+    def _own_heads(self, tensor: Tensor) -> Tensor:
+        """This rank's heads of a whole `tensor`, `[batch, kv_heads, length, head_dim]`."""
+        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to(self.length.device)
+        for dim, placement in enumerate(self.layout.placements):
+            if placement.is_shard(1):
+                ranks = self.layout.mesh.size(dim)
+                if whole.shape[1] % ranks:
+                    raise ValueError(f"`state` must have a multiple of {ranks} heads, got {whole.shape[1]}")
+                whole = whole.chunk(ranks, dim=1)[self.layout.mesh.get_local_rank(dim)]
+        return whole
+
+    def _check_prompt_mask(self, prompt_mask: Tensor) -> None:
+        if prompt_mask.dtype != torch.bool:
+            raise TypeError(f"`prompt_mask` must be bool, got {prompt_mask.dtype}")
+        if prompt_mask.dim() != 2 or not 1 <= prompt_mask.shape[1] <= self.capacity:
+            raise ValueError(
+                f"`prompt_mask` must be [batch, 1 to {self.capacity}], got shape {tuple(prompt_mask.shape)}"
+            )
+        if prompt_mask.device != self.length.device:
+            raise ValueError(f"`prompt_mask` must be on {self.length.device}, as the mesh, got {prompt_mask.device}")
+
+
+def placements(mesh: DeviceMesh, sequence: str | Sequence[str], heads: str | None) -> list[Placement]:
+    """Of keys and values on each dim of `mesh`."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"`mesh` must be a DeviceMesh, got {type(mesh).__name__}")
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError("`mesh` must have named dims, got none: use init_device_mesh(..., mesh_dim_names=...)")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"`mesh` must have this rank, got {mesh}")
+    shared = [sequence] if isinstance(sequence, str) else list(sequence)
+    if not shared or shared != [name for name in names if name in shared]:
+        raise ValueError(f"`sequence` must name dims of the mesh, {names}, in their order, got {sequence!r}")
+    if heads is not None and (heads not in names or heads in shared):
+        raise ValueError(f"`heads` must name a dim of the mesh, {names}, other than {shared}, got {heads!r}")
+    return [Shard(2) if name in shared else Shard(1) if name == heads else Replicate() for name in names]

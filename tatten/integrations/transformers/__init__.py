@@ -1,0 +1,18 @@
+"""The caches as `transformers.Cache`s, and attention over the sharded one."""
+
+from typing import TYPE_CHECKING
+
+from tatten.integrations.transformers.shared_prefix import SharedPrefixCache
+
+if TYPE_CHECKING:
+    from tatten.integrations.transformers.sharded import ShardedKVCache
+
+__all__ = ["ShardedKVCache", "SharedPrefixCache"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "ShardedKVCache":  # imports DTensor, which takes seconds
+        from tatten.integrations.transformers.sharded import ShardedKVCache
+
+        return ShardedKVCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,145 @@
+"""The shared-prefix cache as a `transformers.Cache`: prefill each prompt once, then `generate` n sequences from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from tatten.caches import shared_prefix
+from tatten.caches.shared_prefix import sequence_indices
+from tatten.caches.shared_prefix_layer import PrefixedKV
+from tatten.integrations.transformers.config import count_layers
+
+
+class SharedPrefixLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer: a `PrefixedKV`, which grows before a fork and is static, hence compileable, after it."""
+
+    is_sliding = False
+
+    def __init__(self, kv: PrefixedKV):
+        super().__init__()
+        self.kv = kv
+        self.is_initialized = bool(kv.segments)
+
+    @property
+    def is_compileable(self) -> bool:
+        return self.kv.forked
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self.kv.append(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return keys, values
+
+    def get_seq_length(self) -> int | Tensor:
+        return self.kv.prefix_length + self.kv.length if self.kv.forked else self.kv.prefix_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if not self.kv.forked:
+            return self.kv.prefix_length + query_length, 0
+        # `generate` asks on the host, ahead of a compiled forward that cannot check.
+        if self.kv.length.device.type == "cpu":
+            self.kv.check_room(query_length)
+        return self.kv.prefix_length + self.kv.capacity, 0
+
+    def get_max_length(self) -> int:
+        return self.kv.prefix_length + self.kv.capacity if self.kv.forked else -1
+
+
+class SharedPrefixCache(Cache):  # type: ignore[misc]
+    """Keys and values of G prompts, stored once, and of n sequences for each prompt.
+
+    Prefill all tokens of the prompts but the last; `generate` gives the last one to each sequence of a fork:
+
+        cache = SharedPrefixCache(model.config)
+        position_ids = (mask.cumsum(-1) - 1).clamp(min=0)  # `generate` does the same
+        with torch.no_grad():
+            model(prompt[:, :-1], attention_mask=mask[:, :-1], position_ids=position_ids[:, :-1], past_key_values=cache)
+        out = model.generate(prompt, attention_mask=mask, past_key_values=cache.fork(n, capacity=max_new_tokens),
+                             num_return_sequences=n, do_sample=True, max_new_tokens=max_new_tokens)
+
+    Without padding, `position_ids` can go; with it, a model that is called without them counts the padding, and what
+    follows does not fit. With beam search n is `num_beams`. Each `generate` needs a fork of its own. To `generate` a
+    fork is like a static cache: compileable, and right for the models that can use one.
+
+    Args:
+        config: of the model, whose layers may attend in full, to a sliding window or to a chunk. All of them keep all
+            tokens: the model's masks see to the windows. Or the number of layers.
+
+    Raises ValueError if a layer holds anything else than keys and values, or none.
+    """
+
+    def __init__(self, config: PreTrainedConfig | int):
+        num_layers = config if isinstance(config, int) else count_layers(config)
+        self._adopt(shared_prefix.SharedPrefixCache(num_layers))
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences; -1 before the prefill."""
+        return self._cache.batch_size or -1
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a sequence's suffix; 0 before a fork."""
+        return self._cache.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, each prefix once. See `tatten.SharedPrefixCache.nbytes`."""
+        return self._cache.nbytes
+
+    def fork(self, n: int, capacity: int) -> SharedPrefixCache:
+        """A new cache with `n` children of each sequence, each of which can add `capacity` tokens.
+
+        Child i of sequence j is sequence `j * n + i`, as `num_return_sequences=n` and `num_beams=n` expect. See
+        `tatten.SharedPrefixCache.fork`.
+        """
+        return self._of(self._cache.fork(n, capacity))
+
+    def select(self, indices: Sequence[int] | Tensor) -> SharedPrefixCache:
+        """A new cache of the sequences `indices`. See `tatten.SharedPrefixCache.select`."""
+        return self._of(self._cache.select(indices))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """`select` in place, for beam search. Reads `beam_idx` on the host, to keep prefixes that stay."""
+        self._select_(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """`select` in place."""
+        self._select_(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence in place. Prefixes are not copied."""
+        self._select_([index for index in range(self._cache.batch_size) for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int) -> NoReturn:
+        """Not supported: what was written may be the prefix of a fork."""
+        raise NotImplementedError(
+            "SharedPrefixCache cannot be cropped: other forks may read it; fork it earlier instead"
+        )
+
+    def reset(self) -> NoReturn:
+        """Not supported, as `crop`."""
+        raise NotImplementedError("SharedPrefixCache cannot be reset: make a new one, or a new fork")
+
+    def _select_(self, indices: Sequence[int] | Tensor) -> None:
+        rows = sequence_indices(indices, self._cache.batch_size)
+        for layer in self.layers:
+            layer.kv.select_(rows)
+
+    @classmethod
+    def _of(cls, cache: shared_prefix.SharedPrefixCache) -> SharedPrefixCache:
+        new = cls.__new__(cls)
+        new._adopt(cache)
+        return new
+
+    def _adopt(self, cache: shared_prefix.SharedPrefixCache) -> None:
+        self._cache = cache
+        super().__init__(layers=[SharedPrefixLayer(kv) for kv in cache.layers])

@@ -1,0 +1,164 @@
+"""The kernels compile for Hopper on a machine without a GPU: pipelined, on its matrix units, and without spills.
+
+What is compiled is what `tatten.ops.cuda.decode` would launch: a subprocess calls it with tensors that have no data,
+takes down the arguments of each kernel instead of launching it, and compiles the kernel for them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import triton
+from compiled import compile_in_subprocess
+
+SCRIPT = """
+import json, sys
+import torch, triton
+from compiled import Recorder, compile_launch
+from tatten.ops.cuda import prefix_sm90
+from tatten.ops.cuda import decode
+from tatten.ops.cuda import combine
+from tatten.ops.cuda import segments
+from tatten.ops.cuda import block_mask
+
+def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, wide=False, float8=False, **options):
+    dtype, kv_len = getattr(torch, dtype), 4096
+    kv_dtype = torch.float8_e4m3fn if float8 else dtype
+    def empty(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+    query = empty(2, 2 * rows, 1, dim)
+    key, value = (empty(2, 2, kv_len, dim, dtype=kv_dtype) for _ in "kv")
+    scales = (empty(2, dtype=torch.float32),) * 2 if float8 else (None, None)
+    if wide:
+        return segments.plan_prefix_segment(query, key, value, 0.1)(query, key, value)
+    if mask is not None:
+        mask = empty(*mask[1:], kv_len, dtype=getattr(torch, mask[0]))
+    lens = empty(2, dtype=torch.int64) if lens else None
+    sinks = empty(query.shape[1]) if sinks else None
+    if tiles is not None:
+        chosen.append(getattr(segments, tiles))
+        options["tiles"] = chosen[0]
+    options |= {"sinks": sinks, "key_scale": scales[0], "value_scale": scales[1]}
+    segment = decode.plan_segment(query, key, value, mask, lens, 0.1, **options)
+    parts = segment(query, key, value, mask, lens, None, sinks, *scales)
+    twice = 1 if options.get("whole", True) else 2
+    decode.plan_combine(query, dim, *[segment.line] * twice, dtype=dtype)(*[parts] * twice)
+
+launches, chosen = [], []
+tiles_for = decode.tiles_for
+decode.tiles_for = lambda *args, **kwargs: chosen.append(tiles_for(*args, **kwargs)) or chosen[-1]
+decode.multiprocessors = segments.multiprocessors = lambda device: 132
+for module in (decode, combine, block_mask, prefix_sm90):
+    for name, x in list(vars(module).items()):
+        if isinstance(x, triton.JITFunction) and name.endswith("_kernel"):
+            setattr(module, name, Recorder(x, launches))
+
+variants = []
+for args, options in json.loads(sys.argv[1]):
+    launches.clear()
+    chosen.clear()
+    attend(*args, **options)
+    per_sm = chosen[0].per_sm if chosen else 1
+    variants.append({"per_sm": per_sm, "kernels": [compile_launch(*launch) for launch in launches]})
+print(json.dumps(variants))
+"""
+
+Variant = tuple[tuple[str, int, int], dict[str, object]]  # dtype, head_dim, packed rows; and options of `plan_segment`
+
+PER_SEQUENCE, LENS = {"mask": ("bool", 2, 1, 1)}, {"lens": True}
+FLOAT8 = {"float8": True}
+EXTRAS = {"window": 1000, "softcap": 30.0, "sinks": True}
+
+
+def shapes(dtype: str, dims: tuple[int, ...], rows: tuple[int, ...], *options: dict[str, object]) -> list[Variant]:
+    return [((dtype, dim, n), given) for dim in dims for n in rows for given in options]
+
+
+GROUPS: dict[str, list[Variant]] = {
+    "few rows": [
+        *shapes("bfloat16", (128,), (1, 4, 16), {}, LENS, PER_SEQUENCE),
+        *shapes("float16", (128,), (4,), {}, LENS, PER_SEQUENCE),
+    ],
+    "many rows": shapes("bfloat16", (128,), (32, 64, 128), {}, LENS, PER_SEQUENCE),
+    "head_dim": [
+        *shapes("bfloat16", (64, 80, 192, 256, 512), (4,), {}, LENS),
+        *shapes("bfloat16", (64, 256, 512), (64,), {}),
+    ],
+    "head_dim, listed": [
+        *shapes("bfloat16", (64, 80, 192, 256, 512), (4,), PER_SEQUENCE),
+        *shapes("bfloat16", (64, 256, 512), (64,), PER_SEQUENCE, LENS),
+    ],
+    "masks": [
+        variant
+        for n in (4, 64)
+        for mask in (("bool", 2, 2 * n, 1), ("bfloat16", 2, 1, 1), ("float32", 1, 2 * n, 1))
+        for variant in shapes("bfloat16", (128,), (n,), {"mask": mask})
+    ],
+    "extras": shapes("bfloat16", (128,), (4, 64), EXTRAS, {**EXTRAS, **LENS}, {**EXTRAS, **LENS, **PER_SEQUENCE}),
+    "float8": [
+        *shapes("bfloat16", (64, 128), (4, 64), FLOAT8, {**FLOAT8, **LENS}, {**FLOAT8, **PER_SEQUENCE}),
+        *shapes("float16", (128,), (4,), FLOAT8, {**FLOAT8, **EXTRAS}),
+        *shapes("bfloat16", (80, 256), (4,), FLOAT8),
+    ],
+    "float32": shapes("float32", (64, 128, 256), (4,), {}, PER_SEQUENCE),
+    "segments": [
+        *shapes("bfloat16", (128,), (4, 64), {"whole": False}, {"whole": False, "follows": True}),
+        *shapes("bfloat16", (64, 128), (4,), {"whole": False, "follows": True, "tiles": "SHORT_ROWS"}),
+        *shapes("bfloat16", (64, 128), (128,), {"wide": True}),
+    ],
+}
+
+
+def stack_allowed(kernel: str, listed: bool) -> int:
+    """Bytes: up to four words for what is kept from a visit's start to its end.
+
+    Newer Triton leaves six of the wide kernel (test_wide_compiles.py looks closely). Triton 3.6 keeps on the stack what
+    the second of two loops needs while the first runs. That is no slower: 95 us on an H200, and 101 for the first loop
+    in a kernel of its own (256 packed rows, 8192 keys, 32 heads).
+    """
+    if kernel == "_prefix_kernel":
+        return 24
+    return 128 if listed and kernel == "_decode_kernel" and triton.__version__.startswith("3.6.") else 16
+
+
+def faults(kernel: dict, per_sm: int, variant: Variant) -> list[str]:
+    """What is wrong with a compiled kernel of which `per_sm` programs are to be on an SM at once."""
+    (dtype, _, rows), options = variant
+    listed, follows = "mask" in options, "follows" in options
+    name, ptx = kernel["kernel"], kernel["ptx"]
+    found = []
+    if kernel["stack"] > stack_allowed(name, listed):
+        found.append(f"{kernel['stack']} bytes of stack: registers spill")
+    if kernel["shared"] > 227 << 10:
+        found.append(f"{kernel['shared']} bytes of shared memory do not fit a program")
+    if name in ("_decode_kernel", "_prefix_kernel"):
+        registers = -(-kernel["registers"] // 8) * 8 * kernel["threads"]  # given out by eights
+        if registers * per_sm > 65536 or (kernel["shared"] + 1024) * per_sm > 228 << 10:
+            found.append(f"{registers} registers, {kernel['shared']} bytes of shared memory: not {per_sm} on an SM")
+        # Of the two loops over a mask's list the first has the copy engine, and many rows leave no registers for more.
+        copies = ("cp.async.cg",) if listed and rows <= 64 else ("cp.async.cg", "cp.async.bulk.tensor")
+        if not any(x in ptx for x in copies):
+            found.append("no asynchronous copies: the loop is not pipelined")
+        if dtype != "float32" and "mma.sync" not in ptx and "wgmma.mma_async" not in ptx:
+            found.append("no matrix units")
+        wait, release, load = (ptx.find(x) for x in ("griddepcontrol.wait", "griddepcontrol.launch", "ld.global"))
+        if min(wait, release) < 0:
+            found.append("programs do not overlap")
+        elif follows and not release < load < ptx.rfind("st.global") < wait:
+            found.append("does not run beside the launch before, or ends before it")
+        elif not follows and not wait < release < load:
+            found.append("loads before the launch before is done")
+    if name == "_combine_kernel" and not -1 < ptx.find("griddepcontrol.wait") < ptx.find("ld.global.cg"):
+        found.append("loads states before the launch before is done")
+    return [f"{name}: {fault}" for fault in found]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_compiles_for_sm_90(group: str) -> None:
+    compiled = compile_in_subprocess(SCRIPT, GROUPS[group])
+    found = [
+        f"{variant}: {fault}"
+        for variant, built in zip(GROUPS[group], compiled, strict=True)
+        for kernel in built["kernels"]
+        for fault in faults(kernel, built["per_sm"], variant)
+    ]
+    assert not found, "\n".join(found)

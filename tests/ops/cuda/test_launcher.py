@@ -1,0 +1,161 @@
+"""What is remembered of a call: for tensors of one layout, and none of the tensors."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tatten.ops.cuda import launcher
+from tatten.ops.cuda.launcher import Launch, by_layout
+
+
+class Planner:
+    """Counts how often it plans."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.plan = by_layout(self._plan)
+
+    def _plan(self, *args: Any) -> int:
+        self.count += 1
+        return self.count
+
+
+def test_tensors_that_are_laid_out_alike_share_a_plan() -> None:
+    planner = Planner()
+    for _ in range(3):
+        assert planner.plan(torch.randn(3, 4), [torch.randn(2), None], None, 0.5, "auto") == 1
+    assert planner.count == 1
+
+
+OTHERS = {
+    "shape": (torch.zeros(4, 3), [None], 0.5, "auto"),
+    "strides": (torch.zeros(4, 3).T, [None], 0.5, "auto"),
+    "dtype": (torch.zeros(3, 4, dtype=torch.float16), [None], 0.5, "auto"),
+    "device": (torch.zeros(3, 4, device="meta"), [None], 0.5, "auto"),
+    "address": (torch.zeros(13)[1:].view(3, 4), [None], 0.5, "auto"),
+    "none": (None, [None], 0.5, "auto"),
+    "inner": (torch.zeros(3, 4), [torch.zeros(1)], 0.5, "auto"),
+    "length": (torch.zeros(3, 4), [None, None], 0.5, "auto"),
+    "float": (torch.zeros(3, 4), [None], 0.25, "auto"),
+    "name": (torch.zeros(3, 4), [None], 0.5, "triton"),
+}
+
+
+def test_what_differs_has_a_plan_of_its_own() -> None:
+    planner = Planner()
+    base = torch.zeros(3, 4), [None], 0.5, "auto"
+    made = {name: planner.plan(*args) for name, args in {"base": base, **OTHERS}.items()}
+    assert len(set(made.values())) == len(made)
+    assert {name: planner.plan(*args) for name, args in {"base": base, **OTHERS}.items()} == made
+
+
+def test_an_error_is_raised_again() -> None:
+    calls = []
+
+    @by_layout
+    def plan(x: Tensor) -> None:
+        calls.append(x)
+        raise ValueError("`x` is wrong")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="`x` is wrong"):
+            plan(torch.zeros(1))
+    assert len(calls) == 2
+
+
+def test_no_more_plans_are_kept_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "MOST_PLANS", 3)
+    planner = Planner()
+    for n in (1, 2, 3, 1, 2, 3):
+        planner.plan(torch.zeros(n))
+    assert planner.count == 3
+    for n in range(1, 9):
+        planner.plan(torch.zeros(n))
+    assert planner.count == 8
+
+
+@pytest.mark.parametrize("op", ["decode", "bifurcated", "merge", "mask"])
+def test_a_plan_keeps_no_tensor(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KV cache would stay in memory for as long as the process."""
+    from tatten.ops.cuda import decode
+    from tatten.ops.cuda import dispatch as cuda
+
+    monkeypatch.setattr(decode, "INTERPRETED", False)  # so that there are tiles to describe
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    cache = [empty(2, 2, 300, 128, dtype=torch.float8_e4m3fn if op == "decode" else torch.float16) for _ in range(2)]
+    scales = [empty(2, dtype=torch.float32) for _ in range(2)]
+    shared = [empty(1, 2, 300, 128) for _ in range(2)]
+    query, mask, lens = empty(2, 8, 1, 128), empty(2, 8, 1, 300, dtype=torch.bool), empty(2, dtype=torch.int64)
+    sinks, out, lse = empty(8), empty(3, 2, 8, 1, 128), empty(3, 2, 8, 1, dtype=torch.float32)
+    match op:
+        case "decode":
+            plan = cuda._plan_decode(query, *cache, mask, lens, None, None, 9, None, sinks, *scales, "triton")
+        case "bifurcated":
+            both = [list(pair) for pair in zip(shared, cache, strict=True)]
+            plan = cuda._plan_bifurcated(query, *both, [None, mask], [None, None], None)
+            del both
+        case "merge":
+            plan = cuda._plan_merge_states(out, lse)
+        case "mask":
+            plan = cuda._plan_mask_blocks(mask, 2, 2, 1)
+    kept = [weakref.ref(x) for x in (*cache, *shared, *scales, query, mask, lens, sinks, out, lse)]
+    del cache, shared, scales, query, mask, lens, sinks, out, lse
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+    assert plan is not None
+
+
+class Compiled:
+    """Stands in for what Triton returns of a launch."""
+
+    def __init__(self, launches: list[Any]) -> None:
+        self.launches = launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args: self.launches.append(("again", grid, args))
+
+
+class Kernel:
+    arg_names = ("x", "y", "n", "scale", "BLOCK", "FLAG")
+
+    def __init__(self, compiles: bool) -> None:
+        self.compiles, self.launches = compiles, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Compiled | None:
+            self.launches.append(("first", grid, args, kwargs))
+            return Compiled(self.launches) if self.compiles else None
+
+        return run
+
+
+def test_a_second_launch_runs_what_the_first_compiled() -> None:
+    kernel = Kernel(compiles=True)
+    launch = Launch(kernel, (7,), 5, 0.5, FLAG=True, num_warps=4, BLOCK=16)
+    x, y, other, tiles = torch.zeros(3), torch.zeros(4), torch.zeros(3), object()
+    launch(x, tiles)
+    launch(other, y)
+    launch(x, tiles)
+    assert kernel.launches[0] == ("first", (7,), (x, tiles, 5, 0.5), {"FLAG": True, "num_warps": 4, "BLOCK": 16})
+    assert kernel.launches[1:] == [
+        ("again", (7, 1, 1), (other.data_ptr(), y.data_ptr(), 5, 0.5, 16, True)),
+        ("again", (7, 1, 1), (x.data_ptr(), tiles, 5, 0.5, 16, True)),
+    ]
+
+
+def test_the_interpreter_is_given_tensors_each_time() -> None:
+    kernel = Kernel(compiles=False)
+    launch = Launch(kernel, (2, 3), 5, 0.5, BLOCK=16, FLAG=False)
+    tensors = torch.zeros(3), torch.zeros(4)
+    for _ in range(2):
+        launch(*tensors)
+    assert kernel.launches == [("first", (2, 3), (*tensors, 5, 0.5), {"BLOCK": 16, "FLAG": False})] * 2

@@ -1,0 +1,286 @@
+"""The push merge without a GPU: its kernel compiles for Hopper as it should, and ranks merge under the interpreter.
+
+The interpreter runs the programs of a rank one after the other, and each waits only for the same program of other
+ranks: so ranks that are processes and share files as memory run the very protocol, but for how flags are polled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from compiled import compile_in_subprocess
+from ranks import RankError, run_ranks, try_ranks
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
+
+from tatten.ops.distributed import push
+from tatten.ops.states import merge
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs where the interpreter does")
+
+SCRIPT = """
+import json, sys
+import torch
+from compiled import Recorder, compile_launch
+from tatten.ops.distributed import push
+from tatten.ops.distributed import push_kernel
+
+def meta(*shape, dtype):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+launches, found = [], []
+push_kernel._push_kernel = Recorder(push_kernel._push_kernel, launches)
+for shape, dtype, ranks, scatter in json.loads(sys.argv[1]):
+    dtype = getattr(torch, dtype)
+    launches.clear()
+    plan = push.plan(torch.Size(shape), dtype.itemsize, ranks, scatter, 132)
+    link = object.__new__(push.Link)
+    link.buffer, link.peers = meta(1, dtype=torch.uint8), meta(ranks, dtype=torch.int64)
+    link.epochs, link.error = meta(132, dtype=torch.int64), meta(1, dtype=torch.int32)
+    link.rank, link.patience_ns = 1, 600 * 10**9
+    push_kernel.launch_push(meta(*shape, dtype=dtype), meta(*shape[:-1], dtype=torch.float32), plan, link)
+    kernel, args, kwargs = launches[0]
+    for param, x in zip(kernel.params, args):
+        assert isinstance(x, torch.Tensor) or param.do_not_specialize, param.name
+    found.append({"gather": plan.gather, **compile_launch(kernel, args, kwargs)})
+print(json.dumps(found))
+"""
+
+# Shape, dtype, ranks, whether heads are scattered; then the bytes by which each thread loads and stores.
+COMPILED = [
+    ((1, 32, 1, 128), "bfloat16", 8, False, 8),
+    ((8, 32, 1, 128), "bfloat16", 8, False, 16),
+    ((128, 32, 1, 128), "bfloat16", 8, False, 16),
+    ((1024, 32, 1, 128), "bfloat16", 8, False, 16),
+    ((1024, 32, 1, 128), "bfloat16", 8, True, 16),
+    ((1024, 32, 1, 128), "bfloat16", 2, False, 16),
+    ((1024, 32, 1, 128), "float32", 8, False, 16),
+    ((256, 32, 1, 80), "float16", 4, False, 16),
+    ((1024, 4, 1, 512), "bfloat16", 3, False, 16),
+]
+
+
+def faults(built: dict, ranks: int, width: int) -> list[str]:
+    """What is wrong with a compiled kernel, which has one round or two."""
+    ptx, rounds = built["ptx"], 1 + built["gather"]
+    found = []
+    if built["stack"] > 16:
+        found.append(f"{built['stack']} bytes of stack: registers spill")
+    if -(-built["registers"] // 8) * 8 * built["threads"] > 65536:
+        found.append(f"{built['registers']} registers for {built['threads']} threads do not fit")
+    vector = {8: ".v2.b32", 16: ".v4.b32"}[width]
+    received, sent = (len(re.findall(re.escape(x + vector), ptx)) for x in ("ld.global.cg", "st.global"))
+    if received < rounds * ranks or sent < rounds * ranks + 1:
+        found.append(f"{received} loads and {sent} stores of {width} bytes")
+    # In the order of the program: rows, barrier, flags; then polls, barrier, rows of all ranks.
+    steps = r"st\.global|bar\.sync|atom\.global\.sys\.release|ld\.acquire\.sys|ld\.global\.cg"
+    order = re.findall(steps, ptx)
+    releases = [i for i, x in enumerate(order) if x.startswith("atom")]
+    acquires = [i for i, x in enumerate(order) if x == "ld.acquire.sys"]
+    if len(releases) != rounds or len(acquires) != rounds:
+        found.append(f"{len(releases)} releases, {len(acquires)} acquires")
+    for release, acquire in zip(releases, acquires, strict=False):
+        if order[release - 1] != "bar.sync":
+            found.append("no barrier between rows and flags")
+        load = order.index("ld.global.cg", acquire)
+        if not release < acquire < load or "bar.sync" not in order[acquire:load]:
+            found.append("no barrier between polls and rows")
+    return found
+
+
+def test_compiles_for_sm_90() -> None:
+    built = compile_in_subprocess(SCRIPT, [x[:4] for x in COMPILED])
+    found = [
+        f"{case}: {fault}"
+        for case, kernel in zip(COMPILED, built, strict=True)
+        for fault in faults(kernel, case[2], case[4])
+    ]
+    assert not found, "\n".join(found)
+    assert {kernel["gather"] for kernel in built} == {True, False}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("round_bytes", [0, 1 << 40])
+def test_each_row_is_merged_once(ranks: int, scatter: bool, round_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tatten.ops.distributed.push_kernel import _row_of
+
+    row_of = getattr(_row_of, "fn", _row_of)
+    monkeypatch.setattr(push, "ROUND_BYTES", round_bytes)
+    for shape in ((1, 8 * 7 * 3, 1, 128), (5, 8 * 7 * 3, 3, 80), (64, 8 * 7 * 3, 16, 64)):
+        plan = push.plan(torch.Size(shape), 2, ranks, scatter, 132)
+        within = torch.arange(plan.share)
+        rows = [row_of(within, rank, plan.run, ranks, plan.scatter) for rank in range(ranks)]
+        if plan.scatter:
+            rows = [x[x < plan.rows] for x in rows]
+            assert torch.equal(torch.cat(rows).sort().values, torch.arange(plan.rows))
+        else:
+            assert all(torch.equal(x, torch.arange(plan.rows)) for x in rows)
+        if scatter:
+            state = torch.arange(plan.rows).view(shape[:-1])
+            for x, want in zip(rows, state.chunk(ranks, dim=1), strict=True):
+                assert torch.equal(x, want.flatten())
+        assert plan.block_rows * 128 * 2 <= push.ROW_BYTES
+        assert plan.block_rows <= push.LSE_ROWS
+
+
+def test_reasons() -> None:
+    x = torch.zeros(1, 2, 3, 4)
+    assert "CUDA" in (push.push_unsupported_reason(x, x[..., 0], "0") or "")
+    places = ["n0 host0 gpu0 1", "n0 host0 gpu1 1", "n1 host1 gpu0 1"]
+    assert push.unsupported_topology(places[:2]) is None
+    assert push.unsupported_topology(places) == "its ranks are on several nodes: host0, host1"
+    assert "share a GPU" in (push.unsupported_topology([places[0]] * 2) or "")
+    assert "rank 1" in (push.unsupported_topology([places[0], "n0 host0 gpu1 0"]) or "")
+
+
+def tell_twice() -> list[list[str]]:
+    peers = push.connect(dist.group.WORLD.group_name, dist.group.WORLD)
+    return [peers.exchange("a", f"{peers.rank}"), peers.exchange("b", f"{peers.rank}b")]
+
+
+def tell_but_one() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(6)
+    push.connect(dist.group.WORLD.group_name, dist.group.WORLD).exchange("something", "x")
+
+
+def test_ranks_tell_each_other() -> None:
+    assert run_ranks(3, tell_twice) == [[["0", "1", "2"], ["0b", "1b", "2b"]]] * 3
+
+
+def test_who_does_not_tell_is_named() -> None:
+    results = try_ranks(3, tell_but_one, timeout=2)
+    for rank in (0, 2):
+        assert isinstance(results[rank], RankError)
+        assert "rank 1 of the 3 of group '0' did not come within 2 s" in str(results[rank])
+
+
+def states(ranks: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
+    """Of all ranks. Some are empty, some of these NaN; one row is empty on all ranks."""
+    rng = torch.Generator().manual_seed(seed)
+    out = torch.randn(ranks, *shape, generator=rng).to(dtype)
+    lse = torch.randn(ranks, *shape[:-1], generator=rng) * 5
+    for i, empty in enumerate((float("-inf"), float("inf"), float("nan"))):
+        lse.view(-1)[i::11] = empty
+    out[~(lse.abs() < float("inf"))] = float("nan")
+    lse.view(ranks, -1)[:, -1] = float("-inf")
+    return out, lse
+
+
+class Ranks:
+    """A rank of several that share files as memory, and merge under the interpreter."""
+
+    def __init__(self, folder: str, programs: int, patience: float) -> None:
+        from tatten.ops.distributed import push_kernel
+
+        self.rank, self.size, self.programs = dist.get_rank(), dist.get_world_size(), programs
+        nbytes = programs * push.CHANNEL_BYTES
+        self.buffers = [
+            torch.from_file(f"{folder}/{i}", shared=True, size=nbytes, dtype=torch.uint8) for i in range(self.size)
+        ]
+        self.link = push.Link(
+            self.buffers[self.rank],
+            torch.tensor([x.data_ptr() for x in self.buffers]),
+            torch.zeros(programs, dtype=torch.int64),
+            torch.zeros(1, dtype=torch.int32),
+            self.rank,
+            int(patience * 1e9),
+            programs,
+        )
+        push_kernel._acquire_flags = self.acquire_flags  # inline PTX is not for the interpreter
+        self.launch, self.choose = push_kernel.launch_push, random.Random(self.rank)
+        dist.barrier()
+
+    def acquire_flags(self, flags, epoch, deadline, patience, n: int, threads: int):  # type: ignore[no-untyped-def]
+        addresses = (ctypes.c_int64 * n).from_address(int(flags.handle.data.item()))
+        wanted = int(epoch.handle.data.item())
+        end = time.monotonic() + self.link.patience_ns / 1e9
+        missing = 1
+        while missing and time.monotonic() < end:
+            missing = sum(1 << i for i in range(n) if addresses[i] < wanted)
+            time.sleep(1e-4)
+        if self.choose.random() < 0.1:
+            time.sleep(0.01)
+        return missing, deadline
+
+    def merge(self, out: Tensor, lse: Tensor, scatter: bool = False) -> tuple[Tensor, Tensor]:
+        plan = push.plan(out.shape, out.element_size(), self.size, scatter, self.programs)
+        return self.launch(out.contiguous(), lse.contiguous(), plan, self.link)
+
+
+def merge_all(folder: str) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
+    """Merges of several shapes and kinds, one after the other on the same channels."""
+    ranks = Ranks(folder, programs=3, patience=60)
+    results = []
+    for i, (shape, dtype, scatter, round_bytes) in enumerate(MERGES):
+        push.ROUND_BYTES = round_bytes
+        out, lse = states(ranks.size, shape, dtype, i)
+        results.append(ranks.merge(out[ranks.rank], lse[ranks.rank], scatter))
+    return results, ranks.link.epochs.tolist()
+
+
+# Triton 3.6 interprets no constants of bfloat16.
+HALF = torch.bfloat16 if hasattr(InterpreterBuilder, "get_bf16") else torch.float16
+MERGES = [
+    ((1, 12, 1, 16), torch.float32, False, 1 << 40),
+    ((1, 12, 2, 80), torch.float32, True, 1 << 40),
+    ((2, 12, 5, 10), torch.float32, False, 0),  # in two rounds, but for two ranks
+    ((1, 12, 1, 128), HALF, False, 1 << 40),
+    ((1, 12, 11, 24), torch.float16, False, 0),
+    ((5, 12, 7, 33), torch.float32, True, 0),  # in several launches
+    ((1, 12, 1, 5), torch.float32, False, 0),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_merge(ranks: int, tmp_path: Path) -> None:
+    results = run_ranks(ranks, merge_all, str(tmp_path))
+    assert all(epochs == results[0][1] for _, epochs in results)
+    for i, (shape, dtype, scatter, _) in enumerate(MERGES):
+        out, lse = states(ranks, shape, dtype, i)
+        want_out, want_lse = merge(out.double(), lse.double())
+        for rank, (merged, _) in enumerate(results):
+            wanted = [x.chunk(ranks, dim=1)[rank] if scatter else x for x in (want_out, want_lse)]
+            got_out, got_lse = (x.view(y.shape) for x, y in zip(merged[i], wanted, strict=True))
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(got_out.double(), wanted[0], atol=8 * eps, rtol=4 * eps)
+            torch.testing.assert_close(got_lse.double(), wanted[1], atol=1e-5, rtol=1e-5)
+            if not scatter:
+                assert all(torch.equal(x, y) for x, y in zip(merged[i], results[0][0][i], strict=True))
+
+
+def merge_but_one(folder: str, round_bytes: int) -> tuple[list[tuple[Tensor, Tensor]], list[int], float]:
+    """Rank 1 leaves after the first of three merges."""
+    ranks = Ranks(folder, programs=2, patience=1)
+    push.ROUND_BYTES = round_bytes
+    out, lse = (x[ranks.rank] for x in states(ranks.size, (1, 2, 1, 16), torch.float32, 0))
+    start = time.monotonic()
+    merged = [ranks.merge(out, lse) for _ in range(1 if ranks.rank == 1 else 3)]
+    return merged, ranks.link.missing, time.monotonic() - start
+
+
+@interpreted
+@pytest.mark.parametrize("round_bytes", [0, 1 << 40])
+def test_a_missing_rank_is_named_and_its_merge_is_poison(round_bytes: int, tmp_path: Path) -> None:
+    results = run_ranks(3, merge_but_one, str(tmp_path), round_bytes)
+    for rank in (0, 2):
+        merged, missing, seconds = results[rank]
+        assert missing == [1]
+        assert seconds < 20
+        assert merged[0][1][0].isfinite()
+        for out, lse in merged[1:]:
+            assert out.isnan().all()
+            assert (lse == torch.finfo(torch.float32).max).all()
+            # A later merge can't take it for an empty state.
+            later = merge(torch.stack((out, torch.zeros_like(out))), torch.stack((lse, torch.zeros_like(lse))))
+            assert later[0].isnan().all()
+    assert results[1][1] == []

@@ -1,0 +1,224 @@
+"""The shared-prefix cache inside transformers: the tokens of plain `generate`, each prefix stored once."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from tiny_models import GQA, PROMPT, ZOO, prompts
+from torch import Tensor
+from transformers import CompileConfig
+from transformers.masking_utils import create_chunked_causal_mask
+
+from tatten.integrations.transformers import SharedPrefixCache
+
+NEW, N = 5, 2
+
+
+def build(name: str) -> transformers.PreTrainedModel:
+    return tiny_models.build(name, "sdpa")
+
+
+def prefilled(model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor) -> SharedPrefixCache:
+    """All tokens but the last. Only `generate` derives positions from the mask; a model on its own has to be told."""
+    cache = SharedPrefixCache(model.config)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]
+    with torch.no_grad():
+        model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, past_key_values=cache)
+    return cache
+
+
+def generate(model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor, **kwargs: object) -> Tensor:
+    torch.manual_seed(0)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=NEW, **kwargs)
+
+
+MODES = {
+    "greedy": (1, {"do_sample": False}),
+    "sampling": (N, {"do_sample": True, "num_return_sequences": N}),
+    "beams": (N, {"do_sample": False, "num_beams": N}),
+    "beams returned": (3, {"do_sample": True, "num_beams": 3, "num_return_sequences": 2}),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
+@pytest.mark.parametrize("name", ZOO)
+def test_generate(name: str, padded: bool) -> None:
+    if name == "llama4" and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters:
+        pytest.skip(f"`generate` of transformers {transformers.__version__} has no static cache for chunked attention")
+    model, (ids, mask) = build(name), prompts(padded)
+    cache = prefilled(model, ids, mask)
+    prefix = cache.nbytes
+    for n, kwargs in MODES.values():
+        fork = cache.fork(n, capacity=NEW)
+        assert torch.equal(
+            generate(model, ids, mask, past_key_values=fork, **kwargs), generate(model, ids, mask, **kwargs)
+        )
+        assert fork.nbytes == prefix + prefix // (PROMPT - 1) * NEW * n
+    assert cache.nbytes == prefix
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
+def test_compiled_generate(name: str, padded: bool) -> None:
+    """One graph for all steps, and for the next fork."""
+    graphs = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(gm)
+        return gm
+
+    model, (ids, mask) = build(name), prompts(padded)
+    config = CompileConfig(backend=backend, mode=None, fullgraph=True)
+    config._compile_all_devices = True  # transformers compiles on accelerators only, unless told
+    torch._dynamo.reset()
+    for _ in range(2):
+        cache = prefilled(model, ids, mask)
+        got = generate(
+            model, ids, mask, past_key_values=cache.fork(N, NEW), compile_config=config, **MODES["sampling"][1]
+        )
+        assert torch.equal(got, generate(model, ids, mask, **MODES["sampling"][1]))
+    assert len(graphs) == 1
+
+
+def test_compiled_generate_through_inductor() -> None:
+    model, (ids, mask) = build("llama"), prompts(True)
+    config = CompileConfig(backend="tatten", mode="default")
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    fork = prefilled(model, ids, mask).fork(N, NEW)
+    got = generate(model, ids, mask, past_key_values=fork, compile_config=config, **MODES["sampling"][1])
+    assert torch.equal(got, generate(model, ids, mask, **MODES["sampling"][1]))
+
+
+def test_generate_can_prefill() -> None:
+    """And it knows the positions of padded prompts."""
+    model, (ids, mask) = build("qwen3"), prompts(True)
+    cache = SharedPrefixCache(model.config)
+    model.generate(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache, max_new_tokens=1)
+    got = generate(model, ids, mask, past_key_values=cache.fork(1, NEW), do_sample=False)
+    assert torch.equal(got, generate(model, ids, mask, do_sample=False))
+
+
+def continued(model: transformers.PreTrainedModel, fork: SharedPrefixCache, ids: Tensor, mask: Tensor) -> tuple:
+    """Two greedy steps by hand: what `fork` holds then, with a last token that it does not."""
+    with torch.no_grad():
+        for _ in range(2):
+            positions = mask.sum(1, keepdim=True) - 1
+            logits = model(ids[:, -1:], attention_mask=mask, position_ids=positions, past_key_values=fork).logits
+            # not the same token for all children of a prompt
+            best = logits[:, -1].topk(fork.batch_size).indices.gather(1, torch.arange(fork.batch_size)[:, None])
+            ids, mask = torch.cat([ids, best], dim=1), torch.cat([mask, torch.ones_like(best)], dim=1)
+    return ids, mask
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_second_level(mode: str) -> None:
+    model, (ids, mask) = build("llama"), prompts(True)
+    root = prefilled(model, ids, mask)
+    child = root.fork(2, capacity=8)
+    ids, mask = continued(model, child, ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0))
+    n, kwargs = MODES[mode]
+    grandchild = child.fork(n, NEW)
+    got = generate(model, ids, mask, past_key_values=grandchild, **kwargs)
+    assert torch.equal(got, generate(model, ids, mask, **kwargs))
+    assert [key.shape[0] for key, _ in grandchild.layers[0].kv.segments] == [3, 6]
+    # the parent goes on, as if nobody had been forked from it
+    again = generate(model, ids, mask, past_key_values=child, do_sample=False)
+    assert torch.equal(again, generate(model, ids, mask, do_sample=False))
+
+
+def test_beams_across_forks() -> None:
+    """Beams that move between the children of a first fork move its segment too."""
+    model, (ids, mask) = build("llama"), prompts(False)
+    child = prefilled(model, ids, mask).fork(3, capacity=NEW)
+    parent = [tensor.clone() for tensor in child.layers[0].kv.tensors]
+    got = generate(model, ids, mask, past_key_values=child.fork(1, NEW), num_beams=3, do_sample=False)
+    assert torch.equal(got, generate(model, ids, mask, num_beams=3, do_sample=False))
+
+    many, ones = ids.repeat_interleave(3, 0), mask.repeat_interleave(3, 0)
+    many, ones = continued(model, child, many, ones)
+    order = torch.tensor([2, 0, 0])
+    for move in ("reorder_cache", "batch_select_indices", "select"):
+        fork = child.fork(1, NEW)
+        fork = fork.select(order) if move == "select" else (getattr(fork, move)(order), fork)[1]
+        got = generate(model, many[order], ones[order], past_key_values=fork, do_sample=False)
+        assert torch.equal(got, generate(model, many[order], ones[order], do_sample=False))
+    assert torch.equal(child.layers[0].kv.tensors[0], parent[0])
+
+    fork = child.fork(1, NEW)
+    fork.batch_repeat_interleave(2)
+    twice, ones = many.repeat_interleave(2, 0), ones.repeat_interleave(2, 0)
+    assert [key.shape[0] for key, _ in fork.layers[0].kv.segments] == [1, 3]
+    assert torch.equal(
+        generate(model, twice, ones, past_key_values=fork, do_sample=False),
+        generate(model, twice, ones, do_sample=False),
+    )
+
+
+def test_an_unforked_cache_grows_as_a_dynamic_one() -> None:
+    model, (ids, mask) = build("llama"), prompts(True)
+    cache = SharedPrefixCache(model.config.num_hidden_layers)
+    assert (cache.batch_size, cache.get_seq_length(), cache.get_max_length()) == (-1, 0, -1)
+    assert not cache.is_initialized
+    want = generate(model, ids, mask, num_beams=2, do_sample=False)
+    got = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, num_beams=2, past_key_values=cache)
+    assert torch.equal(got, want)
+    assert cache.is_initialized
+    assert (cache.batch_size, cache.get_seq_length()) == (6, PROMPT + NEW - 1)
+
+
+def test_what_transformers_asks() -> None:
+    model, (ids, mask) = build("llama"), prompts(True)
+    root = prefilled(model, ids, mask)
+    fork = root.fork(N, 4)
+    assert not root.is_compileable
+    assert fork.is_compileable
+    assert fork.is_initialized
+    assert (root.get_mask_sizes(3, 0), fork.get_mask_sizes(3, 0)) == ((PROMPT + 2, 0), (PROMPT + 3, 0))
+    assert (fork.get_max_length(), fork.batch_size, fork.capacity) == (PROMPT + 3, 6, 4)
+    assert isinstance(fork.get_seq_length(), Tensor)
+    for call in (fork.reset, root.reset, lambda: fork.crop(-1)):
+        with pytest.raises(NotImplementedError, match="SharedPrefixCache cannot be"):
+            call()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_generating_past_the_capacity(compiled: bool) -> None:
+    model, (ids, mask) = build("llama"), prompts(True)
+    fork = prefilled(model, ids, mask).fork(1, NEW - 1)
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = compiled
+    with pytest.raises(ValueError, match=f"`capacity` must hold {NEW - 1} used and 1 new slots, got {NEW - 1}"):
+        generate(model, ids, mask, past_key_values=fork, do_sample=False, compile_config=config)
+    assert [int(layer.kv.length) for layer in fork.layers] == [NEW - 1] * 2
+
+
+def test_generating_more_sequences_than_were_forked() -> None:
+    model, (ids, mask) = build("llama"), prompts(True)
+    fork = prefilled(model, ids, mask).fork(2, NEW)
+    with pytest.raises(ValueError, match=r"`key` must have shape \(6, .* got \(9, "):
+        generate(model, ids, mask, past_key_values=fork, num_return_sequences=3, do_sample=True)
+    assert int(fork.layers[0].kv.length) == 0
+
+
+@pytest.mark.parametrize(
+    "name, config, found",
+    [
+        ("Qwen3Next", GQA | {"head_dim": 16}, "linear_attention"),
+        ("FalconH1", GQA | {"head_dim": 16}, "hybrid"),
+    ],
+)
+def test_layers_that_hold_more_than_keys_and_values(name: str, config: dict, found: str) -> None:
+    with pytest.raises(ValueError, match=f"attention only.*got '{found}' in layer 0"):
+        SharedPrefixCache(getattr(transformers, f"{name}Config")(**config))
+
+
+def test_tatten_imports_no_transformers() -> None:
+    code = "import sys, tatten, tatten.caches.shared_prefix; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
