@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test fuzz mutants lint bench clean
+.PHONY: demo test fuzz mutants lint bench bench-verify plots clean
 
 $(VENV)/installed: pyproject.toml
 	@echo "making $(VENV): PyTorch and transformers, about a minute"
@@ -46,6 +46,15 @@ lint: $(VENV)/installed-test
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/static_cache.py $(ARGS)
+
+# The pictures in docs/img and the tables of docs/benchmarks.md, from benchmarks/results.
+plots: $(VENV)/installed-test
+	$(BIN)/python benchmarks/plots.py
+
+# Which claims of docs/benchmarks.md the JSON in the folder RUN does not support; ARGS="--machines one" for one GPU's.
+bench-verify: RUN := benchmarks/results
+bench-verify: $(VENV)/installed
+	$(BIN)/python benchmarks/verify.py $(RUN) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info
