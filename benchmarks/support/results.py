@@ -40,9 +40,10 @@ def write(path: Path, device: str, rows: Sequence[dict[str, Any]], **more: objec
         "torch": torch.__version__,
         "triton": triton,
         **more,
-        "rows": list(rows),
     }
-    path.write_text(json.dumps(written, indent=1) + "\n")
+    fields = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in written.items()]
+    lines = ",\n  ".join(map(json.dumps, rows))
+    path.write_text("{\n " + ",\n ".join([*fields, f'"rows": [\n  {lines}\n ]']) + "\n}\n")  # a line for each row
 
 
 def read(path: Path) -> dict[str, Any]:
