@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test fuzz mutants lint docs bench clean
+.PHONY: demo test fuzz mutants lint docs bench bench-verify plots clean
 
 $(VENV)/installed: pyproject.toml
 	@echo "making $(VENV): PyTorch and transformers, about a minute"
@@ -53,6 +53,15 @@ docs: $(VENV)/installed-docs
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/static_cache.py $(ARGS)
+
+# The pictures in docs/img and the tables of docs/benchmarks.md, from benchmarks/results.
+plots: $(VENV)/installed-test
+	$(BIN)/python benchmarks/plots.py
+
+# Which claims of docs/benchmarks.md the JSON in the folder RUN does not support; ARGS="--machines one" for one GPU's.
+bench-verify: RUN := benchmarks/results
+bench-verify: $(VENV)/installed
+	$(BIN)/python benchmarks/verify.py $(RUN) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build site *.egg-info

@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import statistics
 from pathlib import Path
 
 import torch
-from timing import as_graph, seconds
+from support.timing import as_graph, in_turns, seconds
 
 import tatten
 
@@ -41,7 +40,6 @@ def fastest(pairs: int, kv_len: int, pool: torch.Tensor, rounds: int) -> tuple[s
     copies = max(1, min(12, math.ceil(2e8 / (4 * size))))
     views = pool[: 2 * copies * size].view(copies, 2, *shape)
     query = torch.randn(shape[0], 4 * kv_heads, 1, 128, device=pool.device, dtype=pool.dtype)
-    times: dict[str, list[float]] = {}
     graphs = {}
     for letter, provider in PROVIDERS.items():
 
@@ -52,11 +50,7 @@ def fastest(pairs: int, kv_len: int, pool: torch.Tensor, rounds: int) -> tuple[s
         step()
         graphs[letter] = as_graph(step)
         graphs[letter]()
-        times[letter] = []
-    for _ in range(rounds):
-        for letter, graph in graphs.items():
-            times[letter].append(seconds(graph, "cuda", 2) * 1e6 / copies)
-    median = {letter: statistics.median(x) for letter, x in times.items()}
+    median = in_turns(graphs, rounds, lambda _, graph: seconds(graph, "cuda", 2) * 1e6 / copies)
     best = min(median, key=lambda letter: median[letter])
     return ("T" if median["T"] <= MARGIN * median[best] else best), median
 

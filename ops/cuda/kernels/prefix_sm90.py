@@ -3,8 +3,8 @@
 The tile space, the order of packed rows and the slots of partial states are those of the decode kernel,
 `tatten.ops.cuda.kernels.decode`. What differs is how a tile is done: a producer warp keeps a ring of K and V tiles
 filled by TMA, and two warpgroups of 64 packed rows each take them from it, with the scores of the next tile under way
-during the softmax of a tile, as in FlashAttention-3 (arXiv 2407.08608). A visit goes through its tiles backwards, so that
-only its first one can have keys beyond the end, and no mask is in the loop.
+during the softmax of a tile, as in FlashAttention-3 (arXiv 2407.08608). A visit goes through its tiles backwards, so
+that only its first one can have keys beyond the end, and no mask is in the loop.
 """
 
 from __future__ import annotations
