@@ -69,10 +69,10 @@ def plan_mask_blocks(
         ADDITIVE=additive,
         HAS_LENS=kv_lens is not None,
         WINDOW=window is not None,
-        BLOCK=BLOCK_KEYS,
-        BLOCKS=at_once,
-        ROWS=rows_at_once,
+        BLOCK_KEYS=BLOCK_KEYS,
+        BLOCKS_AT_ONCE=at_once,
+        BLOCK_Q=rows_at_once,
     )
     blocks = 64 if n_blocks <= 64 else 1024
-    make_list = Launch(_list_kernel, (rows,), n_blocks, n_queries, ADDITIVE=additive, BLOCKS=blocks)
+    make_list = Launch(_list_kernel, (rows,), n_blocks, n_queries, ADDITIVE=additive, BLOCKS_AT_ONCE=blocks)
     return MaskBlocks(rows, n_blocks, 4 if additive else 2, find_bits, make_list)

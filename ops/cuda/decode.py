@@ -9,7 +9,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tatten.ops.cuda.combine import INTERPRETED, Combine, Partials, TileSpace, plan_combine
-from tatten.ops.cuda.heuristics import Tiles, capability, multiprocessors, packed_rows, programs_for, roomy, tiles_for
+from tatten.ops.cuda.heuristics import (
+    Tiles,
+    capability,
+    has_large_shared_memory,
+    multiprocessors,
+    packed_q_rows,
+    programs_for,
+    tiles_for,
+)
 from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, NO_MASK, _decode_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.mask_plan import MaskPlan, plan_mask
@@ -23,7 +31,7 @@ from tatten.ops.validation import BLOCK_KEYS
 class Segment:
     """A launch of the lean kernel for tensors that are laid out as those it was planned for."""
 
-    line: TileSpace
+    tile_space: TileSpace
     launch: Launch
     out_shape: tuple[int, int, int, int]
     lse_shape: tuple[int, ...]
@@ -51,10 +59,10 @@ class Segment:
             None if x is None else x.contiguous() for x in (kv_lens, blocks, sinks, key_scale, value_scale)
         ]
         mask, blocks = self.mask(attn_mask, kv_lens, blocks)
-        line = self.line
+        space = self.tile_space
         out = query.new_empty(self.out_shape, dtype=self.out_dtype)
         lse = query.new_empty(self.lse_shape, dtype=self.acc_dtype)
-        partial_out = query.new_empty((2 * line.programs, line.block_m, self.out_shape[3]), dtype=self.acc_dtype)
+        partial_out = query.new_empty((2 * space.programs, space.block_m, self.out_shape[3]), dtype=self.acc_dtype)
         partial_lse = query.new_empty(self.partial_lse_shape, dtype=self.acc_dtype)
         self.launch(
             query,
@@ -73,7 +81,7 @@ class Segment:
             partial_out,
             partial_lse,
         )
-        return Partials(out, lse, partial_out, partial_lse, kv_lens if line.has_lens else None, blocks)
+        return Partials(out, lse, partial_out, partial_lse, kv_lens if space.has_lens else None, blocks)
 
 
 def _constant_stride(x: Tensor) -> int:
@@ -109,7 +117,7 @@ def plan_segment(
     programs: int | None = None,
     overlap: bool = True,
 ) -> Segment:
-    """One launch of the kernel on checked inputs. `whole`: these are all segments, so whole rows are final.
+    """One launch of the kernel on checked inputs. `whole`: these are all segments, so whole work_tiles are final.
 
     `paired`: another segment has an additive mask, so that states are merged as `TileSpace` says.
     `follows`: nothing that this launch reads was written by the one just before, which it then runs beside; nor, on the
@@ -117,7 +125,7 @@ def plan_segment(
     """
     batch, q_heads, q_len, head_dim = query.shape
     kv_batch, kv_heads, kv_len, value_dim = *key.shape[:3], value.shape[3]
-    packed = packed_rows(query, key)
+    packed = packed_q_rows(query, key)
     window = None if window is None else min(window, kv_len + q_len)  # more is the same, and could overflow
 
     mask = plan_mask(query, key, attn_mask, kv_lens, blocks, window)
@@ -130,33 +138,33 @@ def plan_segment(
         packed,
         max(block_d, block_dv),
         query.element_size(),
-        listed=listed,
+        has_block_list=listed,
         masked=masked,
         float8=float8,
-        roomy=roomy(query.device),
+        large_shared_memory=has_large_shared_memory(query.device),
     )
     block_n = BLOCK_KEYS if listed else tiles.block_n
-    m_blocks = ceil_div(packed, tiles.block_m)
-    rows = kv_batch // groups * kv_heads * m_blocks
+    q_blocks = ceil_div(packed, tiles.block_m)
+    work_tiles = kv_batch // groups * kv_heads * q_blocks
     if programs is None:
         most = tiles.per_sm * multiprocessors(query.device)
         n_tiles = max(1, ceil_div(kv_len, block_n))
         # Rows of any length have no even shares; those of a mask often are equally long.
-        programs = most if kv_lens is not None else programs_for(groups * rows, n_tiles, most)
-    line = TileSpace(
+        programs = most if kv_lens is not None else programs_for(groups * work_tiles, n_tiles, most)
+    space = TileSpace(
         groups,
-        rows,
+        work_tiles,
         kv_len,
         kv_heads,
         batch // kv_batch,
-        m_blocks,
+        q_blocks,
         programs,
         tiles.block_m,
         block_n,
         window=None if listed else window,
         has_lens=kv_lens is not None and not listed,
-        listed=listed,
-        paired=paired or mask.kind == ADDITIVE_MASK,
+        has_block_list=listed,
+        max_and_sum=paired or mask.kind == ADDITIVE_MASK,
     )
     # The copy engine reads whole tiles, so only where every key counts, or of a mask the run of full blocks.
     every_key = listed or (kv_lens is None and window is None)
@@ -165,7 +173,7 @@ def plan_segment(
     run_n = max(tiles.block_n, block_n)
     overlap = overlap and hopper
     acc_dtype = accumulator_dtype(query.dtype)
-    pair = (2,) if line.paired else ()
+    pair = (2,) if space.max_and_sum else ()
     launch = Launch(
         _decode_kernel,
         (programs,),
@@ -173,18 +181,18 @@ def plan_segment(
         *key.stride(),
         *value.stride(),
         *mask.strides,
-        line.blocks_stride,
+        space.block_list_stride,
         scale,
         softcap or 0.0,
         window or 0,
         kv_len,
         groups,
-        rows,
-        line.seqs_per_kv,
+        work_tiles,
+        space.seqs_per_kv,
         kv_heads,
         q_heads // kv_heads,
         q_len,
-        m_blocks,
+        q_blocks,
         programs,
         KEY_S=_constant_stride(key),
         VALUE_S=_constant_stride(value),
@@ -198,19 +206,19 @@ def plan_segment(
         GROUPS=power_of_2(groups),
         MASK=mask.kind,
         HAS_LENS=kv_lens is not None,
-        LISTED=listed,
+        HAS_BLOCK_LIST=listed,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         KEY_SCALE=key_scale is not None,
         VALUE_SCALE=value_scale is not None,
-        PAIRED=line.paired,
+        MAX_AND_SUM=space.max_and_sum,
         FINAL=whole,
-        POSITIVE=scale > 0,
+        POSITIVE_SCALE=scale > 0,
         INT64_OFFSETS=max(x.stride(3) * x.shape[3] for x in (query, key, value)) >= 1 << 31,
-        INT64_TILES=line.int64_tiles,
+        INT64_TILES=space.int64_tiles,
         TMA=tma,
-        OVERLAP=overlap,
+        PDL=overlap,
         WAIT_LAST=follows,
         FLOAT32_DOTS=INTERPRETED,  # bf16 dots are garbage in the interpreter (Triton 3.6 to 3.9)
         num_warps=tiles.num_warps,
@@ -218,7 +226,7 @@ def plan_segment(
         launch_pdl=overlap,
     )
     return Segment(
-        line,
+        space,
         launch,
         out_shape=(batch, q_heads, q_len, value_dim),
         lse_shape=(batch, q_heads, q_len, *(() if whole else pair)),
@@ -287,4 +295,4 @@ def plan_attention(
         tiles=tiles,
         programs=programs,
     )
-    return DecodeAttention(segment, plan_combine(query, value.shape[3], segment.line))
+    return DecodeAttention(segment, plan_combine(query, value.shape[3], segment.tile_space))

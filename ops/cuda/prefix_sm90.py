@@ -75,8 +75,8 @@ def plan_prefix_attention(query: Tensor, key: Tensor, value: Tensor, scale: floa
         raise ValueError(f"expected dense head_dim 64 or 128, got {query.shape}, {key.shape} and {value.shape}")
     if not scale > 0:
         raise ValueError(f"`scale` must be above 0, got {scale}")
-    group, seqs_per_kv = q_heads // kv_heads, batch // kv_batch
-    m_blocks = ceil_div(group * seqs_per_kv * q_len, BLOCK_M)
+    heads_per_kv, seqs_per_kv = q_heads // kv_heads, batch // kv_batch
+    q_blocks = ceil_div(heads_per_kv * seqs_per_kv * q_len, BLOCK_M)
     strides = [0 if size == 1 else stride for size, stride in zip(query.shape[:3], query.stride()[:3], strict=True)]
     aligned = 8 if all(stride % 8 == 0 for stride in strides) else 1
     launch = Launch(
@@ -85,12 +85,12 @@ def plan_prefix_attention(query: Tensor, key: Tensor, value: Tensor, scale: floa
         *(stride // aligned for stride in strides),
         scale,
         kv_len,
-        kv_batch * kv_heads * m_blocks,
+        kv_batch * kv_heads * q_blocks,
         seqs_per_kv,
         kv_heads,
-        group,
+        heads_per_kv,
         q_len,
-        m_blocks,
+        q_blocks,
         programs,
         DIM=dim,
         ALIGNED=aligned,
