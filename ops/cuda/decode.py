@@ -25,6 +25,7 @@ from tatten.ops.cuda.tma import Tiling, takes_tma
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.validation import BLOCK_KEYS
+from tatten.ops.variant import PLAIN, AttentionVariant
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,15 @@ class Segment:
         value: Tensor,
         attn_mask: Tensor | None = None,
         kv_lens: Tensor | None = None,
-        blocks: Tensor | None = None,
-        sinks: Tensor | None = None,
-        key_scale: Tensor | None = None,
-        value_scale: Tensor | None = None,
+        block_mask: Tensor | None = None,
+        variant: AttentionVariant = PLAIN,
     ) -> Partials:
+        _, _, sinks, key_scale, value_scale = variant
         # The kernels read these as they lie; a copy is a launch to be waited for.
-        kv_lens, blocks, sinks, key_scale, value_scale = [
-            None if x is None else x.contiguous() for x in (kv_lens, blocks, sinks, key_scale, value_scale)
+        kv_lens, block_mask, sinks, key_scale, value_scale = [
+            None if x is None else x.contiguous() for x in (kv_lens, block_mask, sinks, key_scale, value_scale)
         ]
-        mask, blocks = self.mask(attn_mask, kv_lens, blocks)
+        mask, block_mask = self.mask(attn_mask, kv_lens, block_mask)
         space = self.tile_space
         out = query.new_empty(self.out_shape, dtype=self.out_dtype)
         lse = query.new_empty(self.lse_shape, dtype=self.acc_dtype)
@@ -72,7 +72,7 @@ class Segment:
             value if self.value_tiles is None else self.value_tiles(value),
             query if mask is None else mask,
             query if kv_lens is None else kv_lens,
-            query if blocks is None else blocks,
+            query if block_mask is None else block_mask,
             query if sinks is None else sinks,
             query if key_scale is None else key_scale,
             query if value_scale is None else value_scale,
@@ -81,7 +81,7 @@ class Segment:
             partial_out,
             partial_lse,
         )
-        return Partials(out, lse, partial_out, partial_lse, kv_lens if space.has_lens else None, blocks)
+        return Partials(out, lse, partial_out, partial_lse, kv_lens if space.has_lens else None, block_mask)
 
 
 def _constant_stride(x: Tensor) -> int:
@@ -103,13 +103,9 @@ def plan_segment(
     attn_mask: Tensor | None,
     kv_lens: Tensor | None,
     scale: float,
-    blocks: Tensor | None = None,
+    block_mask: Tensor | None = None,
+    variant: AttentionVariant = PLAIN,
     *,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
     whole: bool = True,
     paired: bool = False,
     follows: bool = False,
@@ -126,11 +122,12 @@ def plan_segment(
     batch, q_heads, q_len, head_dim = query.shape
     kv_batch, kv_heads, kv_len, value_dim = *key.shape[:3], value.shape[3]
     packed = packed_q_rows(query, key)
+    window, softcap, sinks, key_scale, value_scale = variant
     window = None if window is None else min(window, kv_len + q_len)  # more is the same, and could overflow
 
-    mask = plan_mask(query, key, attn_mask, kv_lens, blocks, window)
+    mask = plan_mask(query, key, attn_mask, kv_lens, block_mask, window)
     listed, groups = mask.listed, mask.groups
-    follows = follows and mask.find_blocks is None and (blocks is None or blocks.is_contiguous())
+    follows = follows and mask.find_blocks is None and (block_mask is None or block_mask.is_contiguous())
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
     float8 = key.element_size() == 1
     masked = mask.kind != NO_MASK or window is not None or (float8 and kv_lens is not None)
@@ -253,12 +250,10 @@ class DecodeAttention:
         value: Tensor,
         attn_mask: Tensor | None,
         kv_lens: Tensor | None,
-        blocks: Tensor | None,
-        sinks: Tensor | None,
-        key_scale: Tensor | None,
-        value_scale: Tensor | None,
+        block_mask: Tensor | None = None,
+        variant: AttentionVariant = PLAIN,
     ) -> tuple[Tensor, Tensor]:
-        return self.merge(self.segment(query, key, value, attn_mask, kv_lens, blocks, sinks, key_scale, value_scale))
+        return self.merge(self.segment(query, key, value, attn_mask, kv_lens, block_mask, variant))
 
 
 def plan_attention(
@@ -268,31 +263,14 @@ def plan_attention(
     attn_mask: Tensor | None,
     kv_lens: Tensor | None,
     scale: float,
-    blocks: Tensor | None = None,
+    block_mask: Tensor | None = None,
+    variant: AttentionVariant = PLAIN,
     *,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
     tiles: Tiles | None = None,
     programs: int | None = None,
 ) -> DecodeAttention:
     """The two launches for checked inputs."""
     segment = plan_segment(
-        query,
-        key,
-        value,
-        attn_mask,
-        kv_lens,
-        scale,
-        blocks,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        tiles=tiles,
-        programs=programs,
+        query, key, value, attn_mask, kv_lens, scale, block_mask, variant, tiles=tiles, programs=programs
     )
     return DecodeAttention(segment, plan_combine(query, value.shape[3], segment.tile_space))

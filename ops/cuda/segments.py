@@ -29,7 +29,7 @@ class PrefixSegment:
     tile_space: TileSpace
     attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None) -> Partials:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Partials:
         return Partials(*self.attend(query, key, value))
 
 

@@ -18,6 +18,7 @@ import torch
 
 from tatten.ops.cuda import combine, decode, segments
 from tatten.ops.masks import mask_blocks
+from tatten.ops.variant import AttentionVariant
 
 KV_LEN = 333
 
@@ -49,17 +50,18 @@ def attend(
         mask = shown if mask[0] == "bool" else torch.where(shown, 0.5, float("-inf")).to(getattr(torch, mask[0]))
         want = mask_blocks(mask, 2, 2, 1)
         assert torch.equal(torch.ops.tatten.mask_blocks.default(mask, 2, 2, 1), want)
-    given = {
-        "attn_mask": mask,
-        "kv_lens": torch.tensor([KV_LEN, 70], device="cuda") if lens else None,
-        "sinks": torch.randn(query.shape[1], device="cuda").to(dtype) if sinks else None,
-        "key_scale": torch.rand(2, device="cuda") if float8 else None,
-        "value_scale": torch.rand(2, device="cuda") if float8 else None,
-    }
+    kv_lens = torch.tensor([KV_LEN, 70], device="cuda") if lens else None
+    variant = AttentionVariant(
+        options.pop("window", None),
+        options.pop("softcap", None),
+        torch.randn(query.shape[1], device="cuda").to(dtype) if sinks else None,
+        torch.rand(2, device="cuda") if float8 else None,
+        torch.rand(2, device="cuda") if float8 else None,
+    )
     if tiles:
         options["tiles"] = getattr(segments, tiles)
-    plan = decode.plan_segment(query, key, value, scale=0.1, **given, **options)
-    partials = plan(query, key, value, given["attn_mask"], given["kv_lens"], None, *list(given.values())[2:])
+    plan = decode.plan_segment(query, key, value, mask, kv_lens, 0.1, None, variant, **options)
+    partials = plan(query, key, value, mask, kv_lens, None, variant)
     twice = 1 if options.get("whole", True) else 2
     combine.plan_combine(query, dim, *[plan.tile_space] * twice, dtype=dtype)(*[partials] * twice)
 

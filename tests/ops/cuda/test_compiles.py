@@ -19,6 +19,7 @@ from tatten.ops.cuda import decode
 from tatten.ops.cuda import combine
 from tatten.ops.cuda import segments
 from tatten.ops.cuda import block_mask
+from tatten.ops.variant import AttentionVariant
 
 def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, sm90=False, float8=False, **options):
     dtype, kv_len = getattr(torch, dtype), 4096
@@ -37,9 +38,9 @@ def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, sm9
     if tiles is not None:
         chosen.append(getattr(segments, tiles))
         options["tiles"] = chosen[0]
-    options |= {"sinks": sinks, "key_scale": scales[0], "value_scale": scales[1]}
-    segment = decode.plan_segment(query, key, value, mask, lens, 0.1, **options)
-    partials = segment(query, key, value, mask, lens, None, sinks, *scales)
+    variant = AttentionVariant(options.pop("window", None), options.pop("softcap", None), sinks, *scales)
+    segment = decode.plan_segment(query, key, value, mask, lens, 0.1, None, variant, **options)
+    partials = segment(query, key, value, mask, lens, None, variant)
     twice = 1 if options.get("whole", True) else 2
     combine.plan_combine(query, dim, *[segment.tile_space] * twice, dtype=dtype)(*[partials] * twice)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import NEG_INF, Case, assert_state, places_in_reach
+from attention_cases import NEG_INF, Case, assert_state, places_in_reach, with_variant
 from poison import fresh_memory_is_poison
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from tatten.ops.layout import pack_gqa
 from tatten.ops.masks import mask_blocks
 from tatten.ops.reference import bifurcated_attention_reference
 from tatten.ops.states import combine_partials, merge
+from tatten.ops.variant import AttentionVariant
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 
@@ -39,14 +40,14 @@ def _poison() -> Iterator[None]:
         yield
 
 
-def lean(inputs: dict, **options) -> tuple[Tensor, Tensor]:
+def lean(inputs: dict, block_mask: Tensor | None = None, **options) -> tuple[Tensor, Tensor]:
     from tatten.ops.cuda.decode import plan_attention
 
     scale = inputs["query"].shape[3] ** -0.5 if inputs["scale"] is None else inputs["scale"]
-    attend = plan_attention(**{**inputs, "scale": scale}, **options)
-    names = ("query", "key", "value", "attn_mask", "kv_lens")
-    extras = [inputs.get(name) for name in ("sinks", "key_scale", "value_scale")]
-    return attend(*[inputs[name] for name in names], options.get("blocks"), *extras)
+    given = with_variant(inputs)
+    given["block_mask"] = block_mask
+    attend = plan_attention(**{**given, "scale": scale}, **options)
+    return attend(**{name: x for name, x in given.items() if name != "scale"})
 
 
 def launch_and_merge(inputs: dict, **options) -> tuple[Any, tuple[Tensor, Tensor]]:
@@ -54,10 +55,9 @@ def launch_and_merge(inputs: dict, **options) -> tuple[Any, tuple[Tensor, Tensor
     from tatten.ops.cuda.combine import plan_combine
     from tatten.ops.cuda.decode import plan_segment
 
-    segment = plan_segment(**inputs, **options, overlap=False)
-    parts = segment(
-        *[inputs.get(name) for name in ("query", "key", "value", "attn_mask", "kv_lens", "blocks", "sinks")]
-    )
+    given = with_variant(inputs)
+    segment = plan_segment(**given, **options, overlap=False)
+    parts = segment(**{name: x for name, x in given.items() if name != "scale"})
     return parts, plan_combine(inputs["query"], inputs["value"].shape[3], segment.tile_space, pdl=False)(parts)
 
 
@@ -244,7 +244,7 @@ def test_the_same_to_the_bit(case: Case) -> None:
 def test_blocks_found_before_give_the_same(mask: str) -> None:
     inputs = replace(SMALL, mask=mask).inputs()
     blocks = mask_blocks(inputs["attn_mask"], 2, 2, 2)
-    assert_equal(lean(inputs, programs=3, blocks=blocks), lean(inputs, programs=3))
+    assert_equal(lean(inputs, programs=3, block_mask=blocks), lean(inputs, programs=3))
 
 
 @pytest.mark.parametrize("programs", [4, 7, 40])
@@ -265,7 +265,7 @@ def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) 
     if kind == "mask":  # blocks 0 and 3 of the first sequence, all of the second, none of the third
         mask = torch.arange(kv_len) % 192 < 50
         mask = torch.stack((mask, torch.ones_like(mask), torch.zeros_like(mask)))[:, None, None]
-    options = {"window": window, "tiles": Tiles(16, 32, 4, 2), "programs": programs}
+    options = {"variant": AttentionVariant(window), "tiles": Tiles(16, 32, 4, 2), "programs": programs}
     segment = plan_segment(query, key, value, mask, lens, dim**-0.5, **options)
     parts, space = segment(query, key, value, mask, lens), segment.tile_space
     block_n, block_m = space.block_n, space.block_m

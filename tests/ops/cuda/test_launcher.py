@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tatten.ops.cuda import launcher
 from tatten.ops.cuda.launcher import Launch, by_layout
+from tatten.ops.variant import AttentionVariant
 
 
 class Planner:
@@ -98,7 +99,8 @@ def test_a_plan_keeps_no_tensor(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
     sinks, out, lse = empty(8), empty(3, 2, 8, 1, 128), empty(3, 2, 8, 1, dtype=torch.float32)
     match op:
         case "decode":
-            plan = cuda._plan_decode(query, *cache, mask, lens, None, None, 9, None, sinks, *scales, "triton")
+            variant = AttentionVariant(9, None, sinks, *scales)
+            plan = cuda._plan_decode(query, *cache, mask, lens, None, None, variant, "triton")
         case "bifurcated":
             both = [list(pair) for pair in zip(shared, cache, strict=True)]
             plan = cuda._plan_bifurcated(query, *both, [None, mask], [None, None], None)
@@ -108,6 +110,7 @@ def test_a_plan_keeps_no_tensor(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
         case "mask":
             plan = cuda._plan_mask_blocks(mask, 2, 2, 1)
     kept = [weakref.ref(x) for x in (*cache, *shared, *scales, query, mask, lens, sinks, out, lse)]
+    variant = None
     del cache, shared, scales, query, mask, lens, sinks, out, lse
     gc.collect()
     assert [ref() for ref in kept] == [None] * len(kept)

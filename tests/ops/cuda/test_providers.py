@@ -15,10 +15,12 @@ from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.cuda import providers
 from tatten.ops.cuda.providers import fastest, nearest_regime, round_log2, unsupported_reason
 from tatten.ops.cuda.tuning.regimes import REGIMES
+from tatten.ops.library import decode_kernel
 from tatten.ops.reference import decode_attention_reference
 
 TABLE = ("TCF", "CCT", "FFF")  # 1, 2 and 4 pairs; 256, 512 and 1024 keys
 LETTERS = {"T": "triton", "C": "cudnn", "F": "flash", "A": "fa3"}
+decode_on_cuda = decode_kernel(cuda.decode_attention)
 
 
 def tensors(
@@ -165,14 +167,14 @@ def test_the_fastest_is_one_that_can(letter: str, monkeypatch: pytest.MonkeyPatc
 )
 def test_what_is_named_and_cannot_is_an_error(provider: str, name: str, given: dict) -> None:
     with pytest.raises(NotImplementedError, match=f"`provider` '{provider}' can't compute this: .*{name}"):
-        cuda.decode_attention(*tensors(), **given, provider=provider)
+        decode_on_cuda(*tensors(), **given, provider=provider)
 
 
 @pytest.mark.parametrize("provider", ["cudnn", "flash"])
 def test_what_is_named_does_not_fall_back_for_a_shape(provider: str) -> None:
     for shape in ({"dim": 100}, {"dtype": torch.float32}, {"dtype": torch.float64}, {"kv_len": 0}):
         with pytest.raises(NotImplementedError, match=provider):
-            cuda.decode_attention(*tensors(**shape), provider=provider)
+            decode_on_cuda(*tensors(**shape), provider=provider)
 
 
 @pytest.mark.parametrize("letter", "CF")
@@ -182,6 +184,6 @@ def test_auto_asks_the_table_and_a_name_does_not(letter: str, monkeypatch: pytes
     monkeypatch.setattr(cuda, "on_device_of", lambda x, run, *args: run(*args))
     for name in ("cudnn", "flash"):
         monkeypatch.setattr(cuda, f"{name}_attention", lambda *args, name=name: name)
-    assert cuda.decode_attention(*tensors()) == LETTERS[letter]
+    assert decode_on_cuda(*tensors()) == LETTERS[letter]
     for name in ("cudnn", "flash"):
-        assert cuda.decode_attention(*tensors(), provider=name) == name
+        assert decode_on_cuda(*tensors(), provider=name) == name
