@@ -75,7 +75,7 @@ def tiles_for(
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_gpu(device) else 1
 
 
 def has_large_shared_memory(device: torch.device) -> bool:
@@ -85,8 +85,19 @@ def has_large_shared_memory(device: torch.device) -> bool:
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability. A tensor without a GPU counts as (9, 0), so that kernels can be compiled for Hopper."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    """The compute capability; (9, 0) where there is no GPU, so that kernels can be compiled for Hopper."""
+    return torch.cuda.get_device_capability(device) if is_gpu(device) else (9, 0)
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, as NVIDIA H200; empty where there is none, as for fake tensors on a machine without one."""
+    return torch.cuda.get_device_name(device) if is_gpu(device) else ""
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether `device` is a GPU of this machine."""
+    return device.type == "cuda" and torch.cuda.is_available()
 
 
 def packed_q_rows(query: Tensor, key: Tensor) -> int:
