@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test fuzz mutants lint bench clean
+.PHONY: demo test fuzz mutants lint docs bench bench-verify plots clean
 
 $(VENV)/installed: pyproject.toml
 	@echo "making $(VENV): PyTorch and transformers, about a minute"
@@ -18,6 +18,11 @@ $(VENV)/installed: pyproject.toml
 $(VENV)/installed-test: $(VENV)/installed
 	@echo "adding what tests and checks need"
 	@$(PIP) -e ".[test,dev]"
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	@echo "adding what the docs are built with"
+	@$(PIP) -e ".[docs]"
 	@touch $@
 
 demo: $(VENV)/installed
@@ -42,8 +47,21 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p tatten
 
+# The pages of docs/ and the API reference, into site/; a broken link or name is an error.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/static_cache.py $(ARGS)
 
+# The pictures in docs/img and the tables of docs/benchmarks.md, from benchmarks/results.
+plots: $(VENV)/installed-test
+	$(BIN)/python benchmarks/plots.py
+
+# Which claims of docs/benchmarks.md the JSON in the folder RUN does not support; ARGS="--machines one" for one GPU's.
+bench-verify: RUN := benchmarks/results
+bench-verify: $(VENV)/installed
+	$(BIN)/python benchmarks/verify.py $(RUN) $(ARGS)
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import statistics
 from pathlib import Path
 
 import torch
-from timing import as_graph, seconds
+from support.timing import as_graph, in_turns, seconds
 
 import tatten
 from tatten.ops.cuda import tuning
@@ -55,11 +54,7 @@ def fastest(pairs: int, kv_len: int, pool: torch.Tensor, rounds: int) -> tuple[s
         step()
         graphs[provider] = as_graph(step)
         graphs[provider]()
-    times: dict[str, list[float]] = {provider: [] for provider in graphs}
-    for _ in range(rounds):
-        for provider, graph in graphs.items():
-            times[provider].append(seconds(graph, "cuda", 2) * 1e6 / copies)
-    median = {provider: statistics.median(x) for provider, x in times.items()}
+    median = in_turns(graphs, rounds, lambda _, graph: seconds(graph, "cuda", 2) * 1e6 / copies)
     best = min(median, key=lambda provider: median[provider])
     return ("triton" if median["triton"] <= MARGIN * median[best] else best), median
 

@@ -17,10 +17,10 @@ from tatten.ops.reference import decode_attention_reference
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from project_cluster import fit, merge_points
-from ring import ring_decode, ring_prefill, shard_zigzag
-from sharded_llama import Decoder, Sizes
-from together import Ranks
-from tree_vs_ring import decoders
+from support.ring import ring_decode, ring_prefill, shard_zigzag
+from support.sharded_attention import decoders
+from support.sharded_llama import Decoder, Sizes
+from support.together import Ranks
 
 LENGTHS = {  # of each rank and sequence, of 16
     "uneven": [[5, 16], [1, 0], [16, 7], [0, 3]],

@@ -7,10 +7,10 @@ import subprocess
 
 import torch
 import torch.distributed as dist
-from together import Ranks, Step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.together import Ranks, Step
 from tatten.ops.distributed.push import plan
 
 
