@@ -99,16 +99,17 @@ class Combine:
         if second is not None:
             shape = (*out.shape[:3], 2) if self.max_and_sum else out.shape[:3]
             out, lse = out.new_empty(out.shape, dtype=self.dtype), lse.new_empty(shape)
-        self.launch(out, lse, *_pointers(first), *_pointers(second or first))
+        self.launch(out, lse, _pointers(first), _pointers(second or first))
         return out, lse
 
 
-def _pointers(x: Partials) -> list[Tensor]:
-    return [x.out if y is None else y for y in x]
+def _pointers(x: Partials) -> Partials:
+    return Partials(*[x.out if y is None else y for y in x])
 
 
-def _sizes(x: TileSpace) -> tuple[int, ...]:
-    return x.block_list_stride, x.groups, x.work_tiles, x.kv_len, x.kv_heads, x.seqs_per_kv, x.q_blocks, x.programs
+def _sizes(x: TileSpace, suffix: str) -> dict[str, int]:
+    names = ("block_list_stride", "groups", "work_tiles", "kv_len", "kv_heads", "seqs_per_kv", "q_blocks", "programs")
+    return {f"{'n_groups' if name == 'groups' else name}_{suffix}": getattr(x, name) for name in names}
 
 
 def _warps(partials: int, dim: int) -> int:
@@ -140,11 +141,12 @@ def plan_combine(
     launch = Launch(
         _combine_kernel,
         (batch * q_heads * q_len,),
-        q_heads,
-        q_len,
-        *_sizes(a),
-        *_sizes(b),
-        a.window or 0,
+        {"num_warps": _warps(partials, block_dv), "launch_pdl": pdl},
+        q_heads=q_heads,
+        q_len=q_len,
+        **_sizes(a, "a"),
+        **_sizes(b, "b"),
+        window=a.window or 0,
         VALUE_DIM=value_dim,
         BLOCK_DV=block_dv,
         BLOCK_M_A=a.block_m,
@@ -165,7 +167,5 @@ def plan_combine(
         MAX_AND_SUM_OUT=max_and_sum,
         PARTIALS=partials,
         PDL=pdl,
-        num_warps=_warps(partials, block_dv),
-        launch_pdl=pdl,
     )
     return Combine(launch, dtype, max_and_sum)

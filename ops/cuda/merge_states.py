@@ -27,18 +27,17 @@ class MergeStates:
 def plan_merge_states(out: Tensor, lse: Tensor) -> MergeStates:
     """Plan the merge of checked `out` `[n, ..., d]`, not empty, and `lse` `[n, ...]` in float32."""
     dim, n_states = out.shape[-1], lse[0].numel()
-    return MergeStates(
-        Launch(
-            _merge_states_kernel,
-            (n_states,),
-            out.shape[0],
-            n_states,
-            DIM=dim,
-            BLOCK_D=power_of_2(dim),
-            BLOCK_N=8,
-            num_warps=2,
-        )
+    launch = Launch(
+        _merge_states_kernel,
+        (n_states,),
+        {"num_warps": 2},
+        n_stacked=out.shape[0],
+        n_states=n_states,
+        DIM=dim,
+        BLOCK_D=power_of_2(dim),
+        BLOCK_N=8,
     )
+    return MergeStates(launch)
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,15 @@ def plan_merge_pair(
     """Plan the merge of two times `n_states` float32 states of head_dim `dim`."""
     block_d = power_of_2(dim)
     block_states = max(1, 1024 // block_d)
-    grid = (ceil_div(n_states, block_states),)
-    constants = {
-        "DIM": dim,
-        "BLOCK_D": block_d,
-        "BLOCK_STATES": block_states,
-        "MAX_AND_SUM": max_and_sum,
-        "FINAL": final,
-    }
-    return MergePair(Launch(_merge_pair_kernel, grid, n_states, **constants, num_warps=2), dtype, max_and_sum, final)
+    launch = Launch(
+        _merge_pair_kernel,
+        (ceil_div(n_states, block_states),),
+        {"num_warps": 2},
+        n_states=n_states,
+        DIM=dim,
+        BLOCK_D=block_d,
+        BLOCK_STATES=block_states,
+        MAX_AND_SUM=max_and_sum,
+        FINAL=final,
+    )
+    return MergePair(launch, dtype, max_and_sum, final)

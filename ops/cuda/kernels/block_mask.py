@@ -19,10 +19,7 @@ def _bits_kernel(
     mask,
     kv_lens,
     bits,
-    mask_b,
-    mask_h,
-    mask_l,
-    mask_s,
+    mask_strides,
     seqs_per_kv,
     mask_heads,
     mask_q_len,
@@ -43,6 +40,7 @@ def _bits_kernel(
     bias. An additive mask gives two more: the keys whose bias is above `EXCLUDING_BIAS` for any query, as bits, and
     which of the first 63 queries have such a key.
     """
+    mask_b, mask_h, mask_l, mask_s = mask_strides
     WORDS: tl.constexpr = 4 if ADDITIVE else 2
     kv_row = tl.program_id(0).to(tl.int64)
     blocks = tl.program_id(1) * BLOCKS_AT_ONCE + tl.arange(0, BLOCKS_AT_ONCE)

@@ -17,16 +17,8 @@ def _find_partials(
     sequence,
     head,
     position,
-    kv_lens,
-    block_list,
-    block_list_stride,
-    n_groups,
-    work_tiles,
-    kv_len,
-    kv_heads,
-    seqs_per_kv,
-    q_blocks,
-    programs,
+    partials,
+    sizes,
     q_heads,
     q_len,
     window,
@@ -39,9 +31,10 @@ def _find_partials(
     INT64_TILES: tl.constexpr,
 ):
     """Find the slots of the partial states of some output states: of the first one, of the others, and how many."""
+    block_list_stride, n_groups, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs = sizes
     tiles, ends = tile_space(
-        kv_lens,
-        block_list,
+        partials.kv_lens,
+        partials.block_list,
         block_list_stride,
         n_groups,
         work_tiles,
@@ -82,13 +75,8 @@ def _fold_partials(
     row_sum,
     state,
     ok,
-    out,
-    lse,
-    partial_out,
-    partial_lse,
-    first_slot,
-    other_slots,
-    owners,
+    partials,
+    found,
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -96,66 +84,44 @@ def _fold_partials(
     FOLD_WHOLE: tl.constexpr,
     MAX_AND_SUM: tl.constexpr,
 ):
-    """Add a segment's states, whole or in partials, to the running ones."""
+    """Add a segment's states, whole or in partials that were `found`, to the running ones."""
+    first_slot, other_slots, owners = found
     dims = tl.arange(0, BLOCK_DV)
     if FOLD_WHOLE:
         whole = ok & (owners == 1)
         if tl.max(whole.to(tl.int32), axis=0) > 0:
             acc, row_max, row_sum = fold_states(
-                acc, row_max, row_sum, out, lse, state[None, :], whole[None, :], dims, VALUE_DIM, MAX_AND_SUM
+                acc,
+                row_max,
+                row_sum,
+                partials.out,
+                partials.lse,
+                state[None, :],
+                whole[None, :],
+                dims,
+                VALUE_DIM,
+                MAX_AND_SUM,
             )
     most = tl.max(tl.where(ok & (owners > 1), owners, 0), axis=0)
     for i in range(0, most, PARTIALS):
-        partials = (i + tl.arange(0, PARTIALS))[:, None]
-        at = tl.where(partials == 0, first_slot[None, :], other_slots[None, :] + 2 * BLOCK_M * partials).to(tl.int64)
-        here = (ok & (owners > 1))[None, :] & (partials < owners[None, :])
+        nth = (i + tl.arange(0, PARTIALS))[:, None]
+        at = tl.where(nth == 0, first_slot[None, :], other_slots[None, :] + 2 * BLOCK_M * nth).to(tl.int64)
+        here = (ok & (owners > 1))[None, :] & (nth < owners[None, :])
         acc, row_max, row_sum = fold_states(
-            acc, row_max, row_sum, partial_out, partial_lse, at, here, dims, VALUE_DIM, MAX_AND_SUM
+            acc, row_max, row_sum, partials.partial_out, partials.partial_lse, at, here, dims, VALUE_DIM, MAX_AND_SUM
         )
     return acc, row_max, row_sum
 
 
-_SIZES = [
-    "block_list_stride_a",
-    "block_list_stride_b",
-    "n_groups_a",
-    "work_tiles_a",
-    "kv_len_a",
-    "seqs_per_kv_a",
-    "q_blocks_a",
-    "programs_a",
-    "kv_heads_a",
-    "window",
-    "q_len",
-]
-_SIZES += [
-    "n_groups_b",
-    "work_tiles_b",
-    "kv_len_b",
-    "seqs_per_kv_b",
-    "q_blocks_b",
-    "programs_b",
-    "kv_heads_b",
-    "q_heads",
-]
+_SIZES = ["block_list_stride", "n_groups", "work_tiles", "kv_len", "kv_heads", "seqs_per_kv", "q_blocks", "programs"]
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["q_heads", "q_len", "window", *[f"{size}_{x}" for x in "ab" for size in _SIZES]])
 def _combine_kernel(
     out,
     lse,
-    out_a,
-    lse_a,
-    partial_out_a,
-    partial_lse_a,
-    kv_lens_a,
-    block_list_a,
-    out_b,
-    lse_b,
-    partial_out_b,
-    partial_lse_b,
-    kv_lens_b,
-    block_list_b,
+    partials_a,
+    partials_b,
     q_heads,
     q_len,
     block_list_stride_a,
@@ -202,20 +168,13 @@ def _combine_kernel(
     head = state // q_len % q_heads
     sequence = state // q_len // q_heads
     state = state.to(tl.int64)
-    first_slot_a, other_slots_a, owners_a = _find_partials(
+    sizes_a = block_list_stride_a, n_groups_a, work_tiles_a, kv_len_a, kv_heads_a, seqs_per_kv_a, q_blocks_a, programs_a
+    found_a = _find_partials(
         sequence,
         head,
         position,
-        kv_lens_a,
-        block_list_a,
-        block_list_stride_a,
-        n_groups_a,
-        work_tiles_a,
-        kv_len_a,
-        kv_heads_a,
-        seqs_per_kv_a,
-        q_blocks_a,
-        programs_a,
+        partials_a,
+        sizes_a,
         q_heads,
         q_len,
         window,
@@ -228,12 +187,7 @@ def _combine_kernel(
         INT64_TILES,
     )
     if HAS_SECOND:
-        first_slot_b, other_slots_b, owners_b = _find_partials(
-            sequence,
-            head,
-            position,
-            kv_lens_b,
-            block_list_b,
+        sizes_b = (
             block_list_stride_b,
             n_groups_b,
             work_tiles_b,
@@ -242,6 +196,13 @@ def _combine_kernel(
             seqs_per_kv_b,
             q_blocks_b,
             programs_b,
+        )
+        found_b = _find_partials(
+            sequence,
+            head,
+            position,
+            partials_b,
+            sizes_b,
             q_heads,
             q_len,
             window,
@@ -254,7 +215,7 @@ def _combine_kernel(
             INT64_TILES,
         )
     else:
-        ok = ok & (owners_a > 1)  # whole states are in place already
+        ok = ok & (found_a[2] > 1)  # whole states are in place already
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -268,13 +229,8 @@ def _combine_kernel(
         row_sum,
         state,
         ok,
-        out_a,
-        lse_a,
-        partial_out_a,
-        partial_lse_a,
-        first_slot_a,
-        other_slots_a,
-        owners_a,
+        partials_a,
+        found_a,
         VALUE_DIM,
         BLOCK_DV,
         BLOCK_M_A,
@@ -289,13 +245,8 @@ def _combine_kernel(
             row_sum,
             state,
             ok,
-            out_b,
-            lse_b,
-            partial_out_b,
-            partial_lse_b,
-            first_slot_b,
-            other_slots_b,
-            owners_b,
+            partials_b,
+            found_b,
             VALUE_DIM,
             BLOCK_DV,
             BLOCK_M_B,

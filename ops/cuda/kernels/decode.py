@@ -20,6 +20,7 @@ from tatten.ops.cuda.kernels.tile_scheduler import first_tile, tile_space
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
 
 # Sizes that change from step to step or from model to model: specialising on 1 and on multiples of 16 would recompile.
+# They can't be tuples, as strides are, because Triton (3.6 to 3.9) specialises the members of any tuple.
 _SIZES = [
     "block_list_stride",
     "kv_len",
@@ -52,23 +53,10 @@ def _decode_kernel(
     lse,
     partial_out,
     partial_lse,
-    query_b,
-    query_h,
-    query_l,
-    query_d,
-    key_b,
-    key_h,
-    key_s,
-    key_d,
-    value_b,
-    value_h,
-    value_s,
-    value_d,
-    mask_r,
-    mask_b,
-    mask_h,
-    mask_l,
-    mask_s,
+    query_strides,
+    key_strides,
+    value_strides,
+    mask_strides,
     block_list_stride,
     scale,
     softcap,
@@ -110,6 +98,10 @@ def _decode_kernel(
     WAIT_LAST: tl.constexpr,
     FLOAT32_DOTS: tl.constexpr,
 ):
+    query_b, query_h, query_l, query_d = query_strides
+    key_b, key_h, key_s, key_d = key_strides
+    value_b, value_h, value_s, value_d = value_strides
+    mask_r, mask_b, mask_h, mask_l, mask_s = mask_strides
     # Scores are kept unscaled where only a positive factor separates them from their exponents.
     UNSCALED: tl.constexpr = POSITIVE_SCALE and MASK != 2 and not SOFTCAP and not KEY_SCALE
     # With a block list the second loop has few blocks, and long pipelines in both would spill registers of large tiles.
