@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.fx import GraphModule, Node
 
-from tatten.ops.cuda.providers import regime
+from tatten.ops.cuda.providers import Workload, borrowed_table, choose_provider
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
 from tatten.passes.cost import Cost
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
@@ -22,7 +23,6 @@ from tatten.passes.segments import find_segments, in_one
 from tatten.passes.source_location import SourceLocation, source_location
 from tatten.passes.symbolic import hint, tensor_of
 from tatten.passes.tree import local_segments, merged_over, with_sharding
-from tatten.passes.views import BATCH, HEADS, LENGTH, Stored
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence
     if isinstance(bifurcated, BifurcatedMatch):
         shapes = _shapes(call, (x.base for x in bifurcated.keys), (x.base for x in bifurcated.values))
         op = apply_bifurcated(bifurcated, masks)
-        return Rewritten(place, str(op.target), shapes, bifurcated.cost, merged_over(call), _provider(call))
+        return Rewritten(place, str(op.target), shapes, bifurcated.cost, merged_over(call), _provider(op))
     decode = match_decode(call, in_one(call.key, keys), in_one(call.value, values))
     if isinstance(decode, DecodeMatch):
         shapes = _shapes(call, [decode.key.base], [decode.value.base])
@@ -101,7 +101,7 @@ def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence
         if bifurcated is not None:
             notes.append(f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}")
         note = "; ".join(filter(None, [*notes, decode.doubt]))
-        return Rewritten(place, str(op.target), shapes, decode.cost, note, _provider(call, decode.key))
+        return Rewritten(place, str(op.target), shapes, decode.cost, note, _provider(op))
     return _declined(call, bifurcated or decode)
 
 
@@ -109,22 +109,22 @@ def _declined(call: SdpaCall, decline: Decline) -> Declined:
     return Declined(source_location(call.node), _shapes(call, [call.key], [call.value]), decline)
 
 
-def _provider(call: SdpaCall, key: Stored | None = None) -> str:
-    """Who will compute a rewritten call: PyTorch's kernels take one plain KV only; empty on a CPU."""
-    query = tensor_of(call.query)
+def _provider(op: Node) -> str:
+    """Who will compute a rewritten call, as the op decides for the sizes of the example; empty on a CPU."""
+    first = [x[0] if isinstance(x, (list, tuple)) else x for x in op.args[:3]]
+    query, key, value = (tensor_of(x) for x in first)
     assert query is not None
+    assert key is not None
+    assert value is not None
     if query.device.type != "cuda":
         return ""
-    if key is None or call.attn_mask is not None:
-        return "triton"
-    if call.sharding is not None:
+    is_decode = op.target is torch.ops.tatten.decode_attention.default
+    plain = is_decode and all(x is None for x in (*op.args[3:5], *op.kwargs.values()))
+    if plain and not all(hint(n) for x in (query, key, value) for n in x.shape):
         return "auto"
-    heads, rows, kv_heads, kv_len = (
-        hint(x) for x in (query.shape[1] * query.shape[2], *(key.size(role) for role in (BATCH, HEADS, LENGTH)))
-    )
-    if not heads or not rows or not kv_heads or not kv_len:
-        return "auto"
-    return regime(heads // kv_heads, rows * kv_heads, kv_len)
+    work = Workload.of(query, key, value, plain, lambda n: hint(n) or 0)
+    borrowed = borrowed_table(work)
+    return choose_provider(work) + (f" ({borrowed})" if borrowed else "")
 
 
 def _shapes(call: SdpaCall, keys: Iterable[Node], values: Iterable[Node]) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 import tatten
 from tatten.ops.cpu import flash, thresholds
 from tatten.ops.masks import mask_blocks, mask_spans
+from tatten.ops.variant import AttentionVariant
 
 NEG_INF = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
@@ -225,8 +226,9 @@ def test_splits_in_triton(sinks: bool, programs: int, low: float, interpreted: N
 
     query, key, value, mask, mean = whole_row(low, 200, torch.float32)
     none = torch.full((4,), NEG_INF) if sinks else None
-    plan = plan_attention(query, key, value, mask, None, 0.25, sinks=none, tiles=Tiles(16, 32, 4, 2), programs=programs)
-    check(*plan(query, key, value, mask, None, None, none, None, None), mean, low)
+    given, variant = (query, key, value, mask, None), AttentionVariant(sinks=none)
+    plan = plan_attention(*given, 0.25, None, variant, tiles=Tiles(16, 32, 4, 2), programs=programs)
+    check(*plan(*given, None, variant), mean, low)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from attention_cases import with_variant
 from fuzz import settings, small_shapes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,9 +55,9 @@ def test_triton_interpreted(call: Call, programs: int) -> None:
     query, scale = inputs["query"], call.head_dim**-0.5 if call.scale is None else call.scale
     with fresh_memory_is_poison():
         if call.is_decode:
-            names = ("query", "key", "value", "attn_mask", "kv_lens", None, "sinks", "key_scale", "value_scale")
-            attend = plan_attention(**{**inputs, "scale": scale}, programs=programs)
-            out, lse = attend(*[inputs.get(name) for name in names])
+            arguments = with_variant(inputs)
+            attend = plan_attention(**{**arguments, "scale": scale}, programs=programs)
+            out, lse = attend(**{name: x for name, x in arguments.items() if name != "scale"})
         else:
             lists = [inputs[name] for name in ("keys", "values", "attn_masks")] + [[None] * len(call.segments)]
             out, lse = plan_segments(query, *lists, scale)(query, *lists)

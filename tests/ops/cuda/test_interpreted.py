@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import NEG_INF, Case, assert_state, places_in_reach
+from attention_cases import NEG_INF, Case, assert_state, places_in_reach, with_variant
 from poison import fresh_memory_is_poison
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from tatten.ops.layout import pack_gqa
 from tatten.ops.masks import mask_blocks
 from tatten.ops.reference import bifurcated_attention_reference
 from tatten.ops.states import combine_partials, merge
+from tatten.ops.variant import AttentionVariant
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 
@@ -39,25 +40,25 @@ def _poison() -> Iterator[None]:
         yield
 
 
-def lean(inputs: dict, **options) -> tuple[Tensor, Tensor]:
+def lean(inputs: dict, block_mask: Tensor | None = None, **options) -> tuple[Tensor, Tensor]:
     from tatten.ops.cuda.decode import plan_attention
 
     scale = inputs["query"].shape[3] ** -0.5 if inputs["scale"] is None else inputs["scale"]
-    attend = plan_attention(**{**inputs, "scale": scale}, **options)
-    names = ("query", "key", "value", "attn_mask", "kv_lens")
-    extras = [inputs.get(name) for name in ("sinks", "key_scale", "value_scale")]
-    return attend(*[inputs[name] for name in names], options.get("blocks"), *extras)
+    given = with_variant(inputs)
+    given["block_mask"] = block_mask
+    attend = plan_attention(**{**given, "scale": scale}, **options)
+    return attend(**{name: x for name, x in given.items() if name != "scale"})
 
 
 def launch_and_merge(inputs: dict, **options) -> tuple[Any, tuple[Tensor, Tensor]]:
     """The parts that a launch leaves, and what they are merged to."""
-    from tatten.ops.cuda.decode import plan_combine, plan_segment
+    from tatten.ops.cuda.combine import plan_combine
+    from tatten.ops.cuda.decode import plan_segment
 
-    segment = plan_segment(**inputs, **options, overlap=False)
-    parts = segment(
-        *[inputs.get(name) for name in ("query", "key", "value", "attn_mask", "kv_lens", "blocks", "sinks")]
-    )
-    return parts, plan_combine(inputs["query"], inputs["value"].shape[3], segment.line, overlap=False)(parts)
+    given = with_variant(inputs)
+    segment = plan_segment(**given, **options, overlap=False)
+    parts = segment(**{name: x for name, x in given.items() if name != "scale"})
+    return parts, plan_combine(inputs["query"], inputs["value"].shape[3], segment.tile_space, pdl=False)(parts)
 
 
 def triton_segments(query: Tensor, *given: Sequence) -> tuple[Tensor, Tensor]:
@@ -169,7 +170,7 @@ def test_a_run_of_full_blocks(mask: str, tma: bool, programs: int, monkeypatch: 
     case = Case(kv_len=1000, head_dim=16, dtype=torch.float16, scale=0.2, q_len=2, mask=mask)
     inputs = case.inputs()
     parts, state = launch_and_merge(inputs, tiles=module.Tiles(16, 128, 4, 2), programs=programs)
-    run = parts.blocks[:, 0, 1]
+    run = parts.block_list[:, 0, 1]
     assert (run > 4).all()
     assert_state(*state, inputs)
 
@@ -179,19 +180,20 @@ def test_wide_offsets_and_long_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     from tatten.ops.cuda import combine
     from tatten.ops.cuda import decode as module
 
-    kernel, merge_kernel = module._decode_kernel, combine._combine_kernel
+    kernel, combine_kernel = module._decode_kernel, combine._combine_kernel
 
-    class Big:
-        def __init__(self, kernel, **flags: bool) -> None:
-            self.kernel, self.flags = kernel, flags
+    class With64Bits:
+        def __init__(self, kernel, *flags: str) -> None:
+            assert set(flags) <= set(kernel.arg_names)  # the interpreter ignores what a kernel does not know
+            self.kernel, self.flags, self.arg_names = kernel, dict.fromkeys(flags, True), kernel.arg_names
 
         def __getitem__(self, grid):
             return lambda *args, **kwargs: self.kernel[grid](*args, **{**kwargs, **self.flags})
 
     inputs = Case(lens=True, kv_len=150, head_dim=16).inputs()
     want = lean(inputs, programs=5)
-    monkeypatch.setattr(module, "_decode_kernel", Big(kernel, WIDE=True, BIG=True))
-    monkeypatch.setattr(combine, "_combine_kernel", Big(merge_kernel, BIG=True))
+    monkeypatch.setattr(module, "_decode_kernel", With64Bits(kernel, "INT64_OFFSETS", "INT64_TILES"))
+    monkeypatch.setattr(combine, "_combine_kernel", With64Bits(combine_kernel, "INT64_TILES"))
     assert_equal(lean(inputs, programs=5), want)
 
 
@@ -242,7 +244,7 @@ def test_the_same_to_the_bit(case: Case) -> None:
 def test_blocks_found_before_give_the_same(mask: str) -> None:
     inputs = replace(SMALL, mask=mask).inputs()
     blocks = mask_blocks(inputs["attn_mask"], 2, 2, 2)
-    assert_equal(lean(inputs, programs=3, blocks=blocks), lean(inputs, programs=3))
+    assert_equal(lean(inputs, programs=3, block_mask=blocks), lean(inputs, programs=3))
 
 
 @pytest.mark.parametrize("programs", [4, 7, 40])
@@ -263,10 +265,10 @@ def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) 
     if kind == "mask":  # blocks 0 and 3 of the first sequence, all of the second, none of the third
         mask = torch.arange(kv_len) % 192 < 50
         mask = torch.stack((mask, torch.ones_like(mask), torch.zeros_like(mask)))[:, None, None]
-    options = {"window": window, "tiles": Tiles(16, 32, 4, 2), "programs": programs}
+    options = {"variant": AttentionVariant(window), "tiles": Tiles(16, 32, 4, 2), "programs": programs}
     segment = plan_segment(query, key, value, mask, lens, dim**-0.5, **options)
-    parts, line = segment(query, key, value, mask, lens), segment.line
-    block_n, block_m = line.block_n, line.block_m
+    parts, space = segment(query, key, value, mask, lens), segment.tile_space
+    block_n, block_m = space.block_n, space.block_m
 
     blocks_of = []  # of each sequence
     for n in [kv_len] * batch if lens is None else lens.tolist():
@@ -274,7 +276,7 @@ def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) 
         blocks_of.append(list(range(begin // block_n, -(-n // block_n))))
     if mask is not None:
         blocks_of = [[0, 3], [0, 1, 2, 3], []]
-    rows = [(b, h, m) for b in range(batch) for h in range(kv_heads) for m in range(line.m_blocks)]
+    rows = [(b, h, m) for b in range(batch) for h in range(kv_heads) for m in range(space.q_blocks)]
     schedule = Schedule(tuple(max(1, len(blocks_of[b])) for b, _, _ in rows), programs)
     visits = [visit for program in range(programs) for visit in schedule.visits(program)]
     slots = sorted(visit.slot for visit in visits if visit.slot is not None)
@@ -288,7 +290,7 @@ def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) 
     whole = pack_gqa(parts.lse[..., None], kv_heads).squeeze(-1)
     wrote = torch.zeros_like(whole, dtype=torch.bool)
     for visit in visits:
-        b, head, m = rows[visit.row]
+        b, head, m = rows[visit.work_tile]
         queries = slice(m * block_m, min((m + 1) * block_m, whole.shape[2]))
         keys = torch.zeros(kv_len, dtype=torch.bool)
         for block in blocks_of[b][visit.start : visit.stop]:

@@ -1,4 +1,4 @@
-"""The wide kernel compiles for Hopper on a machine without a GPU, and its loop is what it was written to be.
+"""The prefix kernel compiles for Hopper on a machine without a GPU, and its loop is what it was written to be.
 
 A subprocess runs `plan_prefix_attention` on tensors that have no data, and compiles the kernel for the arguments that
 it would launch it with.
