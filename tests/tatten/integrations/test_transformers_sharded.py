@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from ranks import run_ranks
+from ranks import run_ranks, run_torchrun
 from tiny_models import GQA, PROMPT, prompts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -302,13 +302,11 @@ def test_attention_without_a_sharded_cache_is_that_of_transformers() -> None:
 
 def test_example() -> None:
     """Two ranks of torchrun; one rank without it."""
-    example = str(Path(__file__).parents[2] / "examples/tree_decode.py")
+    example = str(Path(__file__).parents[3] / "examples/tree_decode.py")
     options = ["--prompt-len", "64", "--new-tokens", "4", "--lengths", "64", "256"]
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    two, one = (
-        subprocess.run([*command, example, *options], capture_output=True, text=True, check=True, timeout=300).stdout
-        for command in (run, [sys.executable])
-    )
+    two = run_torchrun(2, example, *options)
+    command = [sys.executable, example, *options]
+    one = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
     assert "tokens: identical on all ranks and in one process (4)" in two
     assert "tokens: identical on all ranks and in one process (4)" in one
     rows = [line.split() for line in two.splitlines() if line.endswith("x")]
