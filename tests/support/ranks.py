@@ -71,7 +71,8 @@ def run_torchrun(n: int, script: str, *options: str, seconds: float = 300.0) -> 
     torchrun starts ranks in sessions of their own. Killed, it would leave them behind, with pipes open that a reader
     waits for: so it is asked to end, which makes it end them, and output goes to a file.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), script]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(n), script]
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen([*command, *options], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
