@@ -388,7 +388,7 @@ def bad_calls() -> None:
         (
             lambda: cache.append(0, *tensors(*FITTING, device="meta")),
             ValueError,
-            "must be on cpu, as the mesh, got meta",
+            "must be on cpu, the device of the mesh, got meta",
         ),
         (lambda: cache.append(0, wide, wide), TypeError, "`key` must be a plain tensor .* got a DTensor"),
         (lambda: cache.prefill(0, *tensors(*FITTING)), ValueError, "needs an empty cache, got one with 5 tokens"),
@@ -433,7 +433,11 @@ def bad_caches() -> None:
         ({"prompt_mask": real.float()}, TypeError, "`prompt_mask` must be bool, got torch.float32"),
         ({"prompt_mask": real[0]}, ValueError, r"must be \[batch, 1 to 8\], got shape \(3,\)"),
         ({"prompt_mask": torch.ones(2, 9).bool()}, ValueError, r"got shape \(2, 9\)"),
-        ({"prompt_mask": real.to("meta")}, ValueError, "`prompt_mask` must be on cpu, as the mesh, got meta"),
+        (
+            {"prompt_mask": real.to("meta")},
+            ValueError,
+            "`prompt_mask` must be on cpu, the device of the mesh, got meta",
+        ),
     ]
     for changes, error, message in calls:
         arguments: dict[str, Any] = {"num_layers": 1, "mesh": mesh, "capacity": 7} | changes

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from ranks import run_ranks
+from ranks import run_ranks, run_torchrun
 from tiny_models import GQA, PROMPT, prompts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -188,6 +188,41 @@ def test_goes_on() -> None:
     run_ranks(3, check_goes_on)
 
 
+def check_selects() -> None:
+    """Batches of the same size, smaller and larger ones; a second turn goes on from what was selected."""
+    model, (ids, mask) = build("llama"), prompts(True)
+    for order in ([2, 0, 1], [1], [2, 0, 0, 1], "twice"):
+        cache = sharded(model, 40)
+        turn = generate(model, ids, mask, past_key_values=cache, do_sample=False)
+        seen = torch.cat([mask, torch.ones(3, NEW, dtype=torch.int64)], dim=1)
+        if order == "twice":
+            index = torch.arange(3).repeat_interleave(2)
+            cache.batch_repeat_interleave(2)
+        else:
+            index = torch.tensor(order)
+            cache.batch_select_indices(index)
+        assert cache.batch_size == len(index)
+        got = generate(model, turn[index], seen[index], past_key_values=cache, do_sample=False)
+        assert torch.equal(got, generate(model, turn[index], seen[index], do_sample=False))
+    with pytest.raises(IndexError, match="`indices` must be 0 to 5, as the cache holds 6 sequences, got 6"):
+        cache.batch_select_indices(torch.tensor([0, 6]))
+    assert cache.batch_size == 6
+
+
+def test_selected_and_repeated_sequences() -> None:
+    run_ranks(2, check_selects)
+
+
+def test_assisted_decoding_is_refused() -> None:
+    run_ranks(1, check_assisted)
+
+
+def check_assisted() -> None:
+    model, (ids, mask) = build("llama"), prompts(False)
+    with pytest.raises(NotImplementedError, match=r"cannot be cropped.*generate without them, or with a DynamicCache"):
+        generate(model, ids, mask, past_key_values=sharded(model, 40), do_sample=False, prompt_lookup_num_tokens=2)
+
+
 def check_limits(compiled: bool) -> None:
     model, (ids, mask) = build("llama"), prompts(True)
     config = CompileConfig(backend="eager", mode=None)
@@ -267,13 +302,11 @@ def test_attention_without_a_sharded_cache_is_that_of_transformers() -> None:
 
 def test_example() -> None:
     """Two ranks of torchrun; one rank without it."""
-    example = str(Path(__file__).parents[2] / "examples/tree_decode.py")
+    example = str(Path(__file__).parents[3] / "examples/tree_decode.py")
     options = ["--prompt-len", "64", "--new-tokens", "4", "--lengths", "64", "256"]
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    two, one = (
-        subprocess.run([*command, example, *options], capture_output=True, text=True, check=True, timeout=300).stdout
-        for command in (run, [sys.executable])
-    )
+    two = run_torchrun(2, example, *options)
+    command = [sys.executable, example, *options]
+    one = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
     assert "tokens: identical on all ranks and in one process (4)" in two
     assert "tokens: identical on all ranks and in one process (4)" in one
     rows = [line.split() for line in two.splitlines() if line.endswith("x")]
