@@ -12,24 +12,23 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from tatten.passes.cost import Cost, cost_of
+from tatten.ops.layout import BATCH, HEADS, LENGTH
 from tatten.passes.masks import Masks
+from tatten.passes.match import Match
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.replace import replace_call, scale_of, written_since
+from tatten.passes.replace import insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
+from tatten.passes.stored import Stored
 from tatten.passes.symbolic import guard_equal, known_different, known_equal, tensor_of
-from tatten.passes.tree import local_call
-from tatten.passes.views import BATCH, HEADS, LENGTH, Stored
 
 
 @dataclass(frozen=True)
-class BifurcatedMatch:
-    """An SDPA call that `tatten::bifurcated_attention` answers: keys and values in segments, which correspond."""
+class BifurcatedMatch(Match):
+    """An SDPA call that `tatten::bifurcated_attention` answers: its segments of keys and of values correspond."""
 
-    call: SdpaCall
-    keys: tuple[Stored, ...]
-    values: tuple[Stored, ...]
-    cost: Cost | None  # None for sizes that aren't known
+    @property
+    def unpaid(self) -> Decline | None:
+        return None if self.cost is None or self.cost.pays else Decline(Reason.SMALL, str(self.cost))
 
 
 def match_bifurcated(
@@ -55,13 +54,10 @@ def match_bifurcated(
         return Decline(Reason.SEGMENTS, f"{shown} (batch x heads x length)")
     for name, segments in (("key", keys), ("value", values)):
         for segment in segments:
-            writer = written_since(segment, call)
+            writer = segment.written_before(call.node)
             if writer is not None:
                 return Decline(Reason.WRITTEN, f"{name} is written by `{writer}` after it was given to all sequences")
-    cost = cost_of(call, keys, values) if call.sharding is None else None
-    if cost is not None and not cost.pays:
-        return Decline(Reason.SMALL, str(cost))
-    return BifurcatedMatch(call, keys, values, cost)
+    return BifurcatedMatch(call, keys, values)
 
 
 def _correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...]) -> bool:
@@ -85,16 +81,11 @@ def _describe(segments: tuple[Stored, ...]) -> str:
 
 
 def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
-    """Put the op in SDPA's place and erase exactly what this leaves unused. Returns the op's node."""
+    """Insert the op before SDPA. Returns its node, a state."""
     call = masks.cast(match.call)
-    segments = match.keys
     with call.node.graph.inserting_before(call.node):
         keys, values = ([x.as_attention_takes_it() for x in stored] for stored in (match.keys, match.values))
-    if call.sharding is not None:  # of one segment
-        call = local_call(call, keys[0], values[0], masks)
-        keys, values, segments = [call.key], [call.value], (Stored(call.key),)
-    columns = masks.columns(call, segments)
-    spans = [masks.spans(call, mask, segment) for mask, segment in zip(columns, segments, strict=True)]
+    columns = masks.columns(call, match.keys)
+    spans = [masks.spans(call, mask, segment) for mask, segment in zip(columns, match.keys, strict=True)]
     args = (call.query, keys, values, columns, spans, scale_of(call))
-    orphans = {node for segment in (*match.keys, *match.values) for node in segment.path}
-    return replace_call(call, torch.ops.tatten.bifurcated_attention.default, args, orphans)
+    return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args)

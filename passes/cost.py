@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tatten.ops.layout import BATCH
 from tatten.passes.sdpa import SdpaCall
+from tatten.passes.stored import Stored
 from tatten.passes.symbolic import bytes_of, hint, same_storage, tensor_of
-from tatten.passes.views import BATCH, Stored
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,18 @@ from tatten.passes.symbolic import constant, known_different, known_equal, tenso
 DEFAULT_MAX_Q_LEN = 16
 
 
+def check_plain(call: SdpaCall) -> Decline | None:
+    """Why a call is left as it is whose tensors are of a subclass of Tensor, DTensors among them."""
+    for name in ("query", "key", "value", "attn_mask"):
+        tensor = tensor_of(getattr(call, name))
+        placements = getattr(tensor, "placements", None)
+        if placements is not None:
+            return Decline(Reason.PLACEMENT, f"{name} is a DTensor placed as {tuple(placements)}")
+        if tensor is not None and not isinstance(tensor, FakeTensor):
+            return Decline(Reason.ARGUMENTS, f"{name} is a {type(tensor).__name__}, not a plain tensor")
+    return None
+
+
 def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
     """Why a call is left as it is, or None for one that may be rewritten. Adds no guards and changes nothing."""
     query, key, value = (tensor_of(x) for x in (call.query, call.key, call.value))
@@ -23,8 +35,6 @@ def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
     if query is None or key is None or value is None or result is None:
         return Decline(Reason.ARGUMENTS, "query, key or value is not a tensor of the graph")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, FakeTensor) and call.sharding is None:
-            return _subclass(name, tensor)
         if tensor.dim() != 4:
             return Decline(Reason.RANK, f"{name} has {tensor.dim()} dims")
     return (
@@ -32,13 +42,6 @@ def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
         or _check_mask(call, query, key)
         or _check_shapes(call, query, key, value)
     )
-
-
-def _subclass(name: str, tensor: Tensor) -> Decline:
-    placements = getattr(tensor, "placements", None)
-    if placements is None:
-        return Decline(Reason.ARGUMENTS, f"{name} is a {type(tensor).__name__}, not a plain tensor")
-    return Decline(Reason.PLACEMENT, f"{name} is a DTensor placed as {tuple(placements)}")
 
 
 def _check_flags(
@@ -81,8 +84,8 @@ def _check_mask(call: SdpaCall, query: Tensor, key: Tensor) -> Decline | None:
     if call.attn_mask is None:
         return None
     mask = tensor_of(call.attn_mask)
-    if mask is None or not (isinstance(mask, FakeTensor) or call.sharding is not None):
-        return Decline(Reason.ARGUMENTS, "attn_mask is not a plain tensor of the graph")
+    if mask is None:
+        return Decline(Reason.ARGUMENTS, "attn_mask is not a tensor of the graph")
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         return Decline(Reason.MASK_DTYPE, f"attn_mask is {mask.dtype}, query {query.dtype}")
     if mask.dtype != torch.bool and sets_autocast(call.node.graph):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
-
-if TYPE_CHECKING:
-    from tatten.ops.distributed.placement import Sharding
 
 SDPA_TARGETS = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -19,10 +16,7 @@ POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """`F.scaled_dot_product_attention` at `node`; each argument as it stands in the graph.
-
-    `sharding` says how its arguments are sharded if they are DTensors that the tree pass can do.
-    """
+    """`F.scaled_dot_product_attention` at `node`; each argument as it stands in the graph."""
 
     node: Node
     query: Any
@@ -33,7 +27,6 @@ class SdpaCall:
     is_causal: Any = False
     scale: Any = None
     enable_gqa: Any = False
-    sharding: Sharding | None = None
 
 
 def find_sdpa(graph: Graph) -> Iterator[SdpaCall]:

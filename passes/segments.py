@@ -10,21 +10,12 @@ import dataclasses
 
 from torch.fx import Node
 
+from tatten.ops.layout import BATCH, LENGTH
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
+from tatten.passes.stored import Stored, peel_heads, stored_among, stored_at
 from tatten.passes.symbolic import held, known_equal, tensor_of
-from tatten.passes.views import (
-    BATCH,
-    CATS,
-    LENGTH,
-    Stored,
-    Walk,
-    begin,
-    peel_heads,
-    stored_among,
-    stored_at,
-    way_back,
-)
+from tatten.passes.views import CATS, Walk, begin, way_back
 
 # Deeper than this, what was concatenated is read as it is: a loop that appends to its keys nests one `cat` per step.
 MAX_DEPTH = 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,9 +18,17 @@ def value_of(node: Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-def tensor_of(node: Any) -> Tensor | None:
-    """The fake tensor that a node stands for; None if it isn't one tensor."""
-    value = value_of(node) if isinstance(node, Node) else None
+@dataclass(frozen=True)
+class LocalPart:
+    """This rank's part of a DTensor: a plain tensor to matching, though the graph has no node of its own for it yet."""
+
+    dtensor: Node
+    tensor: Tensor = field(compare=False)
+
+
+def tensor_of(x: Any) -> Tensor | None:
+    """The fake tensor that a node or a local part stands for; None if it isn't one tensor."""
+    value = value_of(x) if isinstance(x, Node) else x.tensor if isinstance(x, LocalPart) else None
     return value if isinstance(value, Tensor) else None
 
 

@@ -10,7 +10,7 @@ are the minor ones: then `here[j] == stored[j // n]`.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,9 @@ from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
-from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of, value_of
+from tatten.passes.symbolic import known_equal, known_shape, tensor_of, value_of
 
-BATCH, HEADS, LENGTH = 0, 1, 2
-ROLES = range(4)
+ROLES = range(4)  # the dims of keys and values, as `tatten.ops.layout` names them
 
 STRETCHES = {"expand", "broadcast_to", "repeat", "tile", "expand_as"}
 RESHAPES = {"reshape", "view", "flatten", "unflatten", "reshape_as", "view_as", "_unsafe_view", "unsqueeze", "squeeze"}
@@ -217,97 +216,8 @@ def _only_adds_dims(index: Any) -> bool:
     return all(part is None or part is builtins.Ellipsis or part == slice(None) for part in parts)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """Keys or values as they are stored, `here[b, h, s, d] == base[b // n, h // repeats, s, d]` in the order of `dims`.
-
-    `dims[role]` is the dim of `base` that holds a role; None where base has none, for a size of 1. `shared` says that
-    several sequences read a row (n > 1), and `overlaid` that base's rows are one in memory, with stride 0.
-    """
-
-    base: Node
-    dims: tuple[int | None, ...] = (0, 1, 2, 3)
-    repeats: int = 1
-    shared: bool = False
-    overlaid: bool = False
-    path: tuple[Node, ...] = ()  # from the tensor asked about to the node that reads `base`
-
-    def size(self, role: int) -> Size:
-        tensor, dim = tensor_of(self.base), self.dims[role]
-        assert tensor is not None
-        return 1 if dim is None or (role == BATCH and self.overlaid) else tensor.shape[dim]
-
-    def as_attention_takes_it(self) -> Node:
-        """Insert the views that make `[batch, heads, length, head_dim]` of `base`; `base` itself if none is needed."""
-        node, dims = self.base, list(self.dims)
-        tensor = tensor_of(node)
-        assert tensor is not None
-        if tensor.requires_grad:  # but SDPA's result does not: it was read under no_grad
-            node, tensor = _call(node, "detach"), tensor.detach()
-        for dim in reversed([d for d in range(tensor.dim()) if d not in dims]):
-            node, tensor = _call(node, "squeeze", dim), tensor.squeeze(dim)
-            dims = [d if d is None or d < dim else d - 1 for d in dims]
-        if self.overlaid:
-            node, tensor = _call(node, "narrow", dims[BATCH], 0, 1), tensor.narrow(dims[BATCH] or 0, 0, 1)
-        order = [d for d in dims if d is not None]
-        if order != list(range(len(order))):
-            node, tensor = _call(node, "permute", *order), tensor.permute(order)
-        for role in ROLES:
-            if dims[role] is None:
-                node, tensor = _call(node, "unsqueeze", role), tensor.unsqueeze(role)
-        if node is not self.base:
-            node.meta["example_value"] = tensor
-        return node
-
-
-def _call(node: Node, method: str, *args: Any) -> Node:
-    view = node.graph.call_method(method, (node, *args))
-    view.meta.update({k: v for k, v in node.meta.items() if k != "example_value"})
-    return view
-
-
-def stored_at(walk: Walk) -> Stored | None:
-    """What stands at this place of the way back, if each role can be read off one dim of it; else None."""
-    tensor = tensor_of(walk.here)
-    if tensor is None:
-        return None
-    found: dict[int, int] = {}
-    ones = []
-    for dim, (part, size) in enumerate(zip(walk.parts, tensor.shape, strict=True)):
-        if known_equal(size, 1):
-            ones.append(dim)
-        elif part is None or part[0] in found:
-            return None
-        else:
-            found[part[0]] = dim
-    factors: dict[int, Size] = dict.fromkeys(ROLES, 1)
-    for part, times in walk.stretched:
-        factors[part[0]] *= times
-        if part[0] in found and (walk.parts[found[part[0]]] or ()) > part:
-            return None  # `x.repeat(n, 1, 1, 1)`: index j reads row j % rows, which is no block
-    spare = iter(ones)
-    dims = tuple(found[role] if role in found else next(spare, None) for role in ROLES)
-    repeats = constant(factors[HEADS])
-    if repeats is None or not known_equal(factors[LENGTH], 1) or not known_equal(factors[3], 1):
-        return None
-    return Stored(walk.here, dims, repeats, not known_equal(factors[BATCH], 1), path=walk.path)
-
-
 def way_back(walk: Walk | None) -> Iterator[Walk]:
     """This place and all further back, in order."""
     while walk is not None:
         yield walk
         walk = step_back(walk)
-
-
-def stored_among(places: Iterable[Walk]) -> Iterator[Stored]:
-    """What stands at the places of one way back, the best first: where most was undone, and of equals the nearest."""
-    for place in sorted(places, key=lambda walk: walk.undone, reverse=True):
-        here = stored_at(place)
-        if here is not None:
-            yield here
-
-
-def peel_heads(node: Node) -> Stored:
-    """Walk from SDPA's key or value back to the tensor before its heads were repeated, or stay where it is."""
-    return next(here for here in stored_among(way_back(begin(node))) if not here.shared)

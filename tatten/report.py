@@ -74,29 +74,29 @@ def _groups(graph: GraphReport) -> list[list[Rewritten | Declined]]:
     """Findings that differ only in the number of their layer, together."""
     groups: dict[Any, list[Rewritten | Declined]] = {}
     for finding in graph.findings:
-        layerless = re.sub(r"(?<![^.])\d+(?![^.])", "*", finding.place.module)
+        layerless = re.sub(r"(?<![^.])\d+(?![^.])", "*", finding.location.module)
         what = (
             (finding.op, finding.cost, finding.note, finding.provider)
             if isinstance(finding, Rewritten)
             else finding.decline.reason
         )
         shapes = re.sub(r"s\d+", "s", finding.shapes)
-        groups.setdefault((layerless, finding.place.file, finding.place.line, shapes, what), []).append(finding)
+        groups.setdefault((layerless, finding.location.file, finding.location.line, shapes, what), []).append(finding)
     return list(groups.values())
 
 
 def _describe(group: list[Rewritten | Declined]) -> Iterator[str]:
     first, last = group[0], group[-1]
-    module = first.place.module
+    module = first.location.module
     if len(group) > 1:
-        others = "" if last.place.module == module else f" ... {last.place.module}"
+        others = "" if last.location.module == module else f" ... {last.location.module}"
         module = f"{len(group)} x {module or 'call'}{others}"
     if isinstance(first, Rewritten):
         yield f"{module or 'call'}: {first.op}"
     else:
         yield f"{module or 'call'}: left as it is [{first.decline.reason.value}]"
-    if first.place.file:
-        yield f"    line  {first.place.file}:{first.place.line}  {first.place.code}"
+    if first.location.file:
+        yield f"    line  {first.location.file}:{first.location.line}  {first.location.code}"
     if first.shapes:
         yield f"    with  {first.shapes}"
     if isinstance(first, Rewritten):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from tatten.passes.views import BATCH, HEADS, LENGTH
+from tatten.ops.layout import BATCH, HEADS, LENGTH
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.fx import Graph, GraphModule, Node
 
 import tatten
-from tatten.passes.masks import _view
+from tatten.passes.masks import same_view
 from tatten.passes.reasons import Reason
 from tatten.passes.rewrite import Declined, Rewritten, rewrite
 
@@ -255,7 +255,7 @@ def test_a_mask_that_each_layer_slices_is_looked_at_once() -> None:
 def test_only_equal_views_are_one_mask() -> None:
     """A list copies, and what is copied may be written before the next one is."""
     graph = capture(lambda x: (x[None, 2:], x[None, 2:], x[None, 1:], x[[0, 1]], x[[0, 1]]), torch.ones(3)).graph
-    views = [_view(node) for node in graph.find_nodes(op="call_function", target=operator.getitem)]
+    views = [same_view(node) for node in graph.find_nodes(op="call_function", target=operator.getitem)]
     assert [views.index(view) for view in views] == [0, 0, 2, 3, 4]
 
 

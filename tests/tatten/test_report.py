@@ -42,9 +42,9 @@ def test_explain() -> None:
     report = tatten.explain(Model(), *ARGS)
     assert len(report.rewritten) == 3
     first = report.rewritten[0]
-    assert first.place.module == "layers.0"
-    assert first.place.file == __file__
-    assert "scaled_dot_product_attention(x, keys, keys" in first.place.code
+    assert first.location.module == "layers.0"
+    assert first.location.file == __file__
+    assert "scaled_dot_product_attention(x, keys, keys" in first.location.code
     base = 2 * 2 * 2 * 100 * 8 * 4  # key and value, batch, heads, length, head_dim, bytes
     assert (first.cost.moved, first.cost.read) == (base * 5, base)
     (left,) = report.declined
