@@ -1,4 +1,4 @@
-"""What happens to the graph: find SDPA calls, decide, rewrite. Pure graph code, no kernels."""
+"""Graph passes: find SDPA calls, decide about each, and rewrite. Pure graph code, no kernels."""
 
 from tatten.passes.findings import Declined, GraphReport, Rewritten
 from tatten.passes.rewrite import rewrite

@@ -1,8 +1,7 @@
-"""The bifurcation pass: attention to keys that sequences share, or that were concatenated just for it.
+"""The bifurcation pass: attention to keys that sequences share, or that were concatenated only to be attended to.
 
-Such a call becomes `tatten::bifurcated_attention`, which reads each segment where it is stored, once.
-
-`match_bifurcated` only looks and returns what it found or why not; `apply_bifurcated` changes the graph.
+Such a call becomes `tatten::bifurcated_attention`, which reads each segment once, where it is stored.
+`match_bifurcated` returns a match or a reason, and `apply_bifurcated` changes the graph.
 """
 
 from __future__ import annotations
@@ -34,16 +33,18 @@ class BifurcatedMatch(Match):
 def match_bifurcated(
     call: SdpaCall, keys: tuple[Stored, ...], values: tuple[Stored, ...]
 ) -> BifurcatedMatch | Decline | None:
-    """Decide about a call that `check_call` found eligible, given its segments; None if its keys and values are one
-    tensor each that is not shared.
+    """Match a call that `check_call` found eligible, given its segments.
 
     Changes nothing; adds a guard only where keys and values have two or more lengths that can't be proven equal.
+
+    Returns:
+        A match, the reason why there is none, or None where key and value are one segment each that is not shared.
     """
     query, key, value = (tensor_of(x) for x in (call.query, call.key, call.value))
     assert query is not None
     assert key is not None
     assert value is not None
-    # SDPA itself lets a batch of one serve all queries.
+    # SDPA broadcasts a key and value with a batch of one.
     one_for_all = not known_equal(query.shape[0], 1) and all(known_equal(x.shape[0], 1) for x in (key, value))
     if not one_for_all and len(keys) == len(values) == 1 and not keys[0].shared and not values[0].shared:
         return None
@@ -56,12 +57,12 @@ def match_bifurcated(
         for segment in segments:
             writer = segment.written_before(call.node)
             if writer is not None:
-                return Decline(Reason.WRITTEN, f"{name} is written by `{writer}` after it was given to all sequences")
+                return Decline(Reason.WRITTEN, f"{name} is written by `{writer}` after it was expanded or concatenated")
     return BifurcatedMatch(call, keys, values)
 
 
 def _correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...]) -> bool:
-    """Whether keys and values are the same segments. Under dynamic shapes they may have two symbols for one length."""
+    """Whether keys and values have the same segments. Under dynamic shapes one length may have two symbols."""
     if len(keys) != len(values):
         return False
     pairs = list(zip(keys, values, strict=True))
@@ -72,7 +73,7 @@ def _correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...]) -> bool:
     unproven = [(k.size(LENGTH), v.size(LENGTH)) for k, v in pairs if not known_equal(k.size(LENGTH), v.size(LENGTH))]
     if any(known_different(k, v) for k, v in unproven):
         return False
-    # SDPA wants equal sums, so that one length follows from the others.
+    # The sums are equal, as SDPA requires: the last length follows from the others.
     return all(guard_equal(k, v) for k, v in unproven[1:])
 
 
@@ -81,7 +82,7 @@ def _describe(segments: tuple[Stored, ...]) -> str:
 
 
 def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
-    """Insert the op before SDPA. Returns its node, a state."""
+    """Insert the op before SDPA and return its node, a state."""
     call = masks.cast(match.call)
     with call.node.graph.inserting_before(call.node):
         keys, values = ([x.as_attention_takes_it() for x in stored] for stored in (match.keys, match.values))

@@ -1,6 +1,6 @@
 """The decode pass: `F.scaled_dot_product_attention` of a few queries becomes `tatten::decode_attention`.
 
-`match_decode` only looks and returns what it found or why not; `apply_decode` changes the graph.
+`match_decode` returns a match or a reason, and `apply_decode` changes the graph.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class DecodeMatch(Match):
 
     @property
     def unpaid(self) -> Decline | None:
-        """Why SDPA is no slower; None where it is, and where that isn't known.
+        """The reason why SDPA is at least as fast; None if it isn't, or if that is unknown.
 
-        How much a mask leaves out only a run shows: a call with a mask is not weighed, and `doubt` says so.
+        A call with a mask is not weighed, because only a run shows how many keys the mask excludes; `doubt` says so.
         """
         if self.call.attn_mask is not None:
             return None
@@ -44,11 +44,11 @@ class DecodeMatch(Match):
     def doubt(self) -> str:
         if self.cost is None or self.cost.pays:
             return ""
-        return f"not weighed: the mask decides at run time how much is read; of all keys, {self.cost}"
+        return f"not weighed: the mask decides at run time how much is read; if that is all, {self.cost}"
 
 
 def match_decode(call: SdpaCall, peeled_key: Stored, peeled_value: Stored) -> DecodeMatch | Decline:
-    """Decide about a call that `check_call` found eligible, given what `peel_heads` finds of its key and value.
+    """Match a call that `check_call` found eligible, given its key and value before heads were repeated.
 
     Adds no guards and changes nothing.
     """
@@ -68,7 +68,7 @@ def match_decode(call: SdpaCall, peeled_key: Stored, peeled_value: Stored) -> De
 
 
 def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
-    """Insert the op before SDPA. Returns its node, a state."""
+    """Insert the op before SDPA and return its node, a state."""
     call = masks.cast(match.call)
     with call.node.graph.inserting_before(call.node):
         key, value = (stored.as_attention_takes_it() for stored in (*match.keys, *match.values))

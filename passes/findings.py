@@ -1,4 +1,4 @@
-"""What the passes did to a graph and what they left alone: the values that reports are made of."""
+"""Findings of the passes about one graph: what reports are made of."""
 
 from __future__ import annotations
 
@@ -11,19 +11,28 @@ from tatten.passes.source_location import SourceLocation
 
 @dataclass(frozen=True)
 class Rewritten:
-    """An SDPA call that became a tatten op, and what that saves at least; `note` says why it isn't a better one."""
+    """An SDPA call that became a tatten op.
+
+    Attributes:
+        location: the call in the user's program.
+        op: the op that replaced SDPA.
+        shapes: dtypes and shapes of the query, of keys and values as they are stored, and of the mask.
+        cost: the estimate of what this saves at least; None if unknown.
+        note: what else to know, such as why it isn't a better op; empty if nothing.
+        provider: the kernel library that computes it on a GPU, for the sizes of the example; empty on a CPU.
+    """
 
     location: SourceLocation
     op: str
     shapes: str
     cost: Cost | None
     note: str = ""
-    provider: str = ""  # who computes it on a GPU, for the sizes of the example
+    provider: str = ""
 
 
 @dataclass(frozen=True)
 class Declined:
-    """An SDPA call that stayed as it was, or attention that is no SDPA call."""
+    """An SDPA call that stayed as it was, or attention that isn't an SDPA call."""
 
     location: SourceLocation
     shapes: str

@@ -1,4 +1,4 @@
-"""The masks of a graph: their columns and spans are found once for all layers that share them."""
+"""The masks of a graph: casts, columns and spans are computed once for all layers that share a mask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tatten.passes.symbolic import constant, known_equal, tensor_of
 
 
 class Masks:
-    """What was found out about masks so far, while the calls of a graph are rewritten in order."""
+    """Nodes computed from masks so far, while the calls of a graph are rewritten in order."""
 
     def __init__(self) -> None:
         self._made: dict[object, Node] = {}
@@ -30,13 +30,13 @@ class Masks:
         self._spans: dict[tuple[Node, str], tuple[Node, Node]] = {}
 
     def once(self, key: object, make: Callable[[], Node]) -> Node:
-        """The node that was made for this key, or that is made now."""
+        """The node made for `key`; made now if there is none yet."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     def cast(self, call: SdpaCall) -> SdpaCall:
-        """The call with its mask in the dtype that autocast gives it where SDPA is called, if it is called under it."""
+        """The call with its mask cast as autocast, where it is on, casts SDPA's arguments."""
         mask = tensor_of(call.attn_mask)
         if mask is None or mask.dtype in (torch.bool, torch.float64):
             return call
@@ -53,7 +53,7 @@ class Masks:
         return dataclasses.replace(call, attn_mask=cast)
 
     def columns(self, call: SdpaCall, segments: Sequence[Stored]) -> list[Node | None]:
-        """For each segment the columns of the call's mask that belong to its keys, as views; or None."""
+        """The columns of the call's mask for the keys of each segment, as views; None for each without a mask."""
         mask = tensor_of(call.attn_mask)
         if mask is None or len(segments) == 1 or known_equal(mask.shape[-1], 1):
             return [call.attn_mask] * len(segments)
@@ -67,9 +67,9 @@ class Masks:
         return list(self._columns[key])
 
     def spans(self, call: SdpaCall, columns: Node | None, segment: Stored | None = None) -> Node | None:
-        """The node that holds what (columns of) the call's mask leave of the segment, found once for all layers.
+        """The node that tells which keys of a segment the mask, or `columns` of it, leaves: once for all layers.
 
-        `mask_spans` on a CPU, `mask_blocks` on CUDA. None without a mask, and where the mask broadcasts over keys.
+        It is `mask_spans` on a CPU and `mask_blocks` on CUDA; None without a mask, or if it broadcasts over keys.
         """
         mask, key, query = (tensor_of(x) for x in (call.attn_mask, call.key, call.query))
         if columns is None or mask is None or key is None or query is None:
@@ -83,7 +83,7 @@ class Masks:
             with call.node.graph.inserting_before(call.node):
                 spans = self._find(call, columns, query, mask.device.type, segment if rows else None)
             spans.meta["stack_trace"] = call.node.meta.get("stack_trace")
-        # The call itself is about to be replaced, and what takes its place writes nothing.
+        # The call itself is about to be replaced by nodes that write nothing.
         self._spans[columns, rows] = spans, call.node.prev
         return spans
 
@@ -100,7 +100,7 @@ class Masks:
 
 
 def same_view(node: Node) -> object:
-    """Equal for nodes that are one view of one tensor: each layer of a model may slice the mask for itself."""
+    """A key that is equal for nodes that are the same view of one tensor: each layer may slice the mask itself."""
     if op_name(node) == "from_local":
         tensor: Any = tensor_of(node)
         return same_view(node.all_input_nodes[0]), tensor.device_mesh, tensor.placements, str(tensor.shape)
@@ -110,13 +110,13 @@ def same_view(node: Node) -> object:
 
 
 def _is_basic(index: Any) -> bool:
-    """Whether indexing by this makes a view: a list copies."""
+    """Whether indexing by this returns a view; a list, for one, makes a copy."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is ... or isinstance(part, int | slice) for part in parts)
 
 
 def _size(segment: Stored, role: int) -> int | Node:
-    """A size of the segment as an argument: a number if it is the same in every run."""
+    """A size of the segment as an argument: a number if it is the same in every run, else a node."""
     size, base = constant(segment.size(role)), segment.base
     assert isinstance(base, Node)
     return base.graph.call_method("size", (base, segment.dims[role])) if size is None else size

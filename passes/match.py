@@ -1,4 +1,4 @@
-"""What a pass has found: an SDPA call that a tatten op answers."""
+"""Matches: what the passes find before they change anything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tatten.passes.stored import Stored
 
 @dataclass(frozen=True)
 class Match:
-    """An SDPA call, and where its keys and values are stored: in one, or in segments of the sequence."""
+    """An SDPA call that a tatten op can compute from its keys and values as they are stored, in one segment or more."""
 
     call: SdpaCall
     keys: tuple[Stored, ...]
@@ -23,20 +23,20 @@ class Match:
 
     @functools.cached_property
     def cost(self) -> Cost | None:
-        """What a rewrite saves; None if sizes aren't known."""
+        """The estimate of what a rewrite saves; None if sizes are unknown."""
         return cost_of(self.call, self.keys, self.values)
 
     @property
     def unpaid(self) -> Decline | None:
-        """Why a rewrite doesn't pay; None where it does, and where that isn't known."""
+        """The reason why a rewrite doesn't pay; None if it does, or if that is unknown."""
         raise NotImplementedError
 
     @property
     def doubt(self) -> str:
-        """Why a rewrite may not pay; empty where it does."""
+        """The reason why a rewrite might not pay after all; empty if there is none."""
         return ""
 
     @property
     def path(self) -> set[Node]:
-        """The nodes between what is stored and SDPA, which nobody may need after a rewrite."""
+        """The nodes between the stored tensors and SDPA, which may have no users after a rewrite."""
         return {node for stored in (*self.keys, *self.values) for node in stored.path}

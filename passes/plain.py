@@ -1,4 +1,4 @@
-"""An SDPA call as the matchers see it, and the way back from the state that an op returns to what SDPA returned."""
+"""The frame around the matchers: what they see of an SDPA call, and how an op's state becomes SDPA's result."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ AnyMatch = TypeVar("AnyMatch", bound=Match)
 
 @dataclass(frozen=True)
 class PlainCall:
-    """An SDPA call on plain tensors, which are what the matchers see. `tatten.passes.tree` has one on DTensors."""
+    """An SDPA call on plain tensors, which the matchers see as they are; `tatten.passes.tree` has DTensors."""
 
     call: SdpaCall
     weighed: ClassVar[bool] = True  # whether a rewrite has to pay
 
     @property
     def note(self) -> str:
-        """What a report says of the call, whatever it becomes."""
+        """A remark for the report, whatever the call becomes."""
         return ""
 
     def check(self) -> Decline | None:
-        """Why the matchers can't see the call's tensors."""
+        """Return the reason why matchers can't be shown this call, or None."""
         return check_plain(self.call)
 
     def seen(self) -> SdpaCall:
-        """The call on the tensors that the matchers see."""
+        """Return the call with the tensors that the matchers see."""
         return self.call
 
     def seen_segments(self, whole: Node, segments: tuple[Stored, ...]) -> tuple[Stored, ...]:
-        """What the matchers see of the segments of `whole`, the call's key or value."""
+        """Return what the matchers see of the segments of `whole`, the call's key or value."""
         return segments
 
     def insert(self, match: AnyMatch, masks: Masks) -> AnyMatch:
-        """The match, with a node before the call for each tensor that was seen."""
+        """Insert nodes for the tensors that the matchers saw, and return the match on those."""
         return match
 
     def output(self, state: Node) -> Node:
-        """What SDPA returned, from the state of the tensors that were seen; put before the call."""
+        """Insert what turns a state over the tensors that were seen into SDPA's result, and return that."""
         return output_of(self.call, state)

@@ -1,4 +1,4 @@
-"""Putting an op in SDPA's place: what all rewrites do to the graph."""
+"""Graph changes that all rewrites share: inserting an op, and replacing SDPA by its output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tatten.passes.symbolic import hint, known_equal, known_shape, tensor_of
 
 
 def insert_op(call: SdpaCall, op: OpOverload, args: tuple[Any, ...]) -> Node:
-    """Call `op`, which returns a state, before SDPA is called."""
+    """Insert a call of `op`, which returns a state, before SDPA."""
     with call.node.graph.inserting_before(call.node):
         state = call.node.graph.call_function(op, args)
     state.meta.update({k: v for k, v in call.node.meta.items() if k != "example_value"})
@@ -24,7 +24,7 @@ def insert_op(call: SdpaCall, op: OpOverload, args: tuple[Any, ...]) -> Node:
 
 
 def output_of(call: SdpaCall, state: Node) -> Node:
-    """What SDPA returns, taken from a state."""
+    """Insert what takes SDPA's result from a state, and return that."""
     result = tensor_of(call.node)
     assert result is not None
     with call.node.graph.inserting_before(call.node):
@@ -34,7 +34,7 @@ def output_of(call: SdpaCall, state: Node) -> Node:
 
 
 def replace_call(call: SdpaCall, out: Node, orphans: Iterable[Node]) -> None:
-    """Let `out` be what SDPA was, and erase those of `orphans` that nobody uses then.
+    """Replace SDPA by `out`, and erase those of `orphans` that have no users then.
 
     Never `graph.eliminate_dead_code()`: on a Dynamo graph it deletes the writes to the cache.
     """
@@ -50,7 +50,7 @@ def scale_of(call: SdpaCall) -> Any:
 
 
 def with_strides_of(out: Node, like: Tensor) -> Node:
-    """`out`, which is contiguous, laid out as `like` was, because a `view` further on may rest on SDPA's strides."""
+    """Give a contiguous `out` the strides of `like`: a `view` further on may depend on those of SDPA's result."""
     strides = [hint(stride) for stride in like.stride()]
     if known_equal(like.shape[2], 1) or None in strides:
         return out  # with one query, [b, h, 1, d] and [b, 1, h, d] are the same in memory

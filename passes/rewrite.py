@@ -1,4 +1,4 @@
-"""All passes over one graph, and what came of them."""
+"""All passes over one graph, and their report."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
 
 
 def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence[Node]) -> Rewritten | Declined:
-    """Decide about one call, then change the graph. What is reported is read off nodes that this may erase."""
+    """Decide about one call, then change the graph. The report is read off first: nodes may be erased."""
     given = find_sharded(call) or PlainCall(call)
     found = _find(given, max_q_len, moving)
     if isinstance(found, Decline):
@@ -70,14 +70,14 @@ def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence
 def _find(
     given: PlainCall, max_q_len: int, moving: Sequence[Node]
 ) -> tuple[BifurcatedMatch | DecodeMatch, str] | Decline:
-    """Decide about one call, with no change to the graph. A note for the report goes with the match."""
+    """Match one call without changing the graph. Returns the match and a note for the report, or why there is none."""
     call = given.call
     decline = given.check() or check_call(call, max_q_len)
     if decline is not None:
         return decline
     mover = mover_of(call.node, moving)
     if mover is not None:
-        return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape in place")
+        return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
     seen = given.seen()
     segments = [(x, find_segments(x)) for x in (call.key, call.value)]
     bifurcated = match_bifurcated(seen, *(given.seen_segments(x, found) for x, found in segments))
@@ -100,7 +100,7 @@ def _declined(call: SdpaCall, decline: Decline) -> Declined:
 
 
 def _bases(stored: Iterable[Stored]) -> list[Node]:
-    """The nodes of the user's program that hold this."""
+    """Nodes of the user's program that hold what is stored."""
     return [x.base.dtensor if isinstance(x.base, LocalPart) else x.base for x in stored]
 
 

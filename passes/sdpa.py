@@ -1,4 +1,4 @@
-"""SDPA calls in a graph, with their arguments bound to the schema however the user passed them."""
+"""SDPA calls of a graph, with positional and keyword arguments bound to the schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """`F.scaled_dot_product_attention` at `node`; each argument as it stands in the graph."""
+    """A call of `F.scaled_dot_product_attention`, `node`, with its arguments as they stand in the graph."""
 
     node: Node
     query: Any
@@ -32,7 +32,7 @@ class SdpaCall:
 def find_sdpa(graph: Graph) -> Iterator[SdpaCall]:
     """All SDPA calls of a Dynamo or export graph, in order.
 
-    Each call is bound when it is reached, so that rewriting one may replace the arguments of the next.
+    Each is bound when it is reached, so that rewriting one call may replace the arguments of the next.
     """
     for node in sorted(x for target in SDPA_TARGETS for x in graph.find_nodes(op="call_function", target=target)):
         yield SdpaCall(node, **dict(zip(POSITIONAL, node.args, strict=False)), **node.kwargs)

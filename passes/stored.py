@@ -1,4 +1,7 @@
-"""What SDPA's keys and values are stored as, before their heads were repeated and their rows shared."""
+"""Keys and values as they are stored, before heads were repeated and rows were shared.
+
+A role can be read off a dim of the stored tensor if the stretched dims are the minor ones: `x[j] == base[j // n]`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tatten.passes.views import ROLES, Size, Walk, begin, way_back
 
 @dataclass(frozen=True)
 class Stored:
-    """Keys or values as they are stored: `x[b, h, s, d] == base[b // n, h // repeats, s, d]`, in the order of `dims`.
+    """The storage of keys or values `x`: `x[b, h, s, d] == base[b // n, h // repeats, s, d]`, in the order of `dims`.
 
     Attributes:
         base: the tensor that is stored.
@@ -46,7 +49,7 @@ class Stored:
         assert isinstance(base, Node)
         assert tensor is not None
         node = base
-        if tensor.requires_grad:  # but SDPA's result does not: it was read under no_grad
+        if tensor.requires_grad:  # but SDPA's result doesn't: it was read under no_grad
             node, tensor = _call(node, "detach"), tensor.detach()
         for dim in reversed([d for d in range(tensor.dim()) if d not in dims]):
             node, tensor = _call(node, "squeeze", dim), tensor.squeeze(dim)
@@ -64,7 +67,7 @@ class Stored:
         return node
 
     def written_before(self, call: Node) -> Node | None:
-        """The node before `call` that may write to `base`, or to a copy on the way, after it was read; None if none."""
+        """The first node before `call` that may write to `base`, or to a copy of it on the path, after it was read."""
         if not self.path:
             return None
         tensors = [tensor for tensor in map(tensor_of, (self.base, *self.path)) if tensor is not None]
@@ -78,7 +81,7 @@ def _call(node: Node, method: str, *args: Any) -> Node:
 
 
 def stored_at(walk: Walk) -> Stored | None:
-    """What the tensor at this place stores, if each role can be read off one dim of it; else None."""
+    """The tensor at this place as storage, if each role can be read off one of its dims; else None."""
     tensor = tensor_of(walk.here)
     if tensor is None:
         return None
@@ -95,7 +98,7 @@ def stored_at(walk: Walk) -> Stored | None:
     for part, times in walk.stretched:
         factors[part[0]] *= times
         if part[0] in found and (walk.parts[found[part[0]]] or ()) > part:
-            return None  # `x.repeat(n, 1, 1, 1)`: index j reads row j % rows, which is no block
+            return None  # `x.repeat(n, 1, 1, 1)`: index j reads row j % rows, not a block
     spare = iter(ones)
     dims = tuple(found[role] if role in found else next(spare, None) for role in ROLES)
     repeats = constant(factors[HEADS])
@@ -105,7 +108,7 @@ def stored_at(walk: Walk) -> Stored | None:
 
 
 def stored_among(places: Iterable[Walk]) -> Iterator[Stored]:
-    """What the places of one walk store, the best first: where most was undone, and of equals the nearest."""
+    """The places of one walk that can be read as storage, best first: most undone, and of equals the nearest."""
     for place in sorted(places, key=lambda walk: walk.undone, reverse=True):
         here = stored_at(place)
         if here is not None:

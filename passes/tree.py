@@ -1,7 +1,7 @@
 """The tree pass: SDPA over DTensors whose sequence is sharded becomes local attention and a merge over ranks.
 
-It goes around the other passes, to which the local parts of query, keys and values are plain tensors. Those that were
-matched are then put into the graph, an op attends to them, and its state is merged over the mesh dims that shard the
+The pass wraps the others. They match the local parts of query, keys and values as plain tensors; the parts that a match
+needs are then inserted into the graph, an op attends to them, and its state is merged over the mesh dims that shard the
 sequence.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def find_sharded(call: SdpaCall) -> ShardedCall | None:
-    """The call with its sharding, or None for plain tensors, and for DTensors that PyTorch's own rules see to."""
+    """Return the call with its sharding, or None for plain tensors and for DTensors that are left to PyTorch."""
     query, key, value, mask = (tensor_of(x) for x in (call.query, call.key, call.value, call.attn_mask))
     if query is None or key is None or value is None or (mask is None) != (call.attn_mask is None):
         return None
@@ -47,10 +47,10 @@ def find_sharded(call: SdpaCall) -> ShardedCall | None:
 
 @dataclass(frozen=True)
 class ShardedCall(PlainCall):
-    """An SDPA call on DTensors, of which the matchers see the local parts."""
+    """An SDPA call on DTensors; the matchers see their local parts."""
 
     sharding: Sharding
-    weighed: ClassVar[bool] = False  # PyTorch would gather the keys of all ranks
+    weighed: ClassVar[bool] = False  # the alternative is to gather the keys of all ranks
 
     @property
     def note(self) -> str:
@@ -59,14 +59,14 @@ class ShardedCall(PlainCall):
         return f"local, then merged over mesh dim{'s' * (len(self.sharding.merge_dims) > 1)} {dims}"
 
     def check(self) -> None:
-        """None: `find_sharding` has seen to it."""
+        """Return None: `find_sharding` has checked the call."""
 
     def seen(self) -> SdpaCall:
         query, key, value = (_local_part(x) for x in (self.call.query, self.call.key, self.call.value))
         return dataclasses.replace(self.call, query=query, key=key, value=value)
 
     def seen_segments(self, whole: Node, segments: tuple[Stored, ...]) -> tuple[Stored, ...]:
-        """The local part of one segment that is sharded as `whole` is, else that of `whole`."""
+        """Return the local part of a single segment that is sharded as `whole` is, else the local part of `whole`."""
         from tatten.ops.distributed.placement import same_sharding
 
         tensor, base = tensor_of(whole), tensor_of(segments[0].base)
@@ -77,7 +77,7 @@ class ShardedCall(PlainCall):
         return (Stored(_local_part(whole)),)
 
     def insert(self, match: AnyMatch, masks: Masks) -> AnyMatch:
-        """The match, with a node before the call for each local part; for the mask's, only if no layer has it yet."""
+        """Insert `to_local` of the query, the segments and the mask; layers that share a mask share its node."""
         mask = self.call.attn_mask
         with self.call.node.graph.inserting_before(self.call.node):
             if mask is not None:
@@ -92,9 +92,9 @@ class ShardedCall(PlainCall):
         return dataclasses.replace(match, call=call, keys=keys, values=values)
 
     def output(self, state: Node) -> Node:
-        """The state's output after a merge over each mesh dim, the last (inner) one first, placed as SDPA's was.
+        """Insert a merge over each mesh dim, the last (inner) one first, and return the output, placed as SDPA's was.
 
-        Who only asked SDPA's DTensor for its local part gets that at once; where all did, no DTensor is made.
+        Users that only take the local part of SDPA's DTensor get it directly; if all do, no DTensor is made.
         """
         call, graph = self.call.node, state.graph
         like = held(tensor_of(call))
@@ -123,7 +123,7 @@ def _local_part(dtensor: Any) -> LocalPart:
 
 
 def _to_local(x: Any) -> Node:
-    """The local part of a DTensor as a node."""
+    """Insert `to_local` of a DTensor or local part."""
     part = x if isinstance(x, LocalPart) else _local_part(x)
     node = part.dtensor.graph.call_method("to_local", (part.dtensor,))
     node.meta["example_value"] = part.tensor
@@ -135,7 +135,7 @@ def _item(state: Node, index: int) -> Node:
 
 
 def _local_mask(mask: Node, sharding: Sharding) -> Node:
-    """The local part of a mask; where the mask is replicated and the scores are not, it is cut as by `torch.chunk`."""
+    """Insert the local part of a mask. A replicated mask is cut where the scores are sharded, as by `torch.chunk`."""
     tensor: Any = tensor_of(mask)
     node = _to_local(mask)
     assert sharding.mask is not None
@@ -167,7 +167,7 @@ def _cut(node: Node, dim: int, parts: int, index: int) -> Node:
 
 @dataclass(frozen=True)
 class FromLocal:
-    """`DTensor.from_local` for one sharding: a graph takes no mesh and no placements as arguments."""
+    """`DTensor.from_local` for one sharding, as a callable: a graph takes no meshes or placements as arguments."""
 
     sharding: Sharding
     __name__ = "from_local"

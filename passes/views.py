@@ -1,10 +1,9 @@
-"""Where a tensor comes from: walking back through what only copies, reorders and repeats, to what is stored.
+"""The walk back from a tensor through ops that only copy, reorder and repeat, towards the tensor that is stored.
 
-Each dim of the tensor asked about has a role: batch, heads, length, head_dim. On the way back a role may fall into
-several dims, of which some are stretched: `[G, 1, ...].expand(G, n, ...).reshape(G * n, ...)`. Each step is justified
-by what the op does to shapes, never by how its arguments are written: the model only stretched dims of size 1, and its
-reshapes only merged neighbours or moved dims of size 1. A role may be read off the stored tensor if the stretched dims
-are the minor ones: then `here[j] == stored[j // n]`.
+Each dim of the tensor where a walk begins has a role: batch, heads, length or head_dim. On the way back a role may
+split into several dims, some of them stretched: `[G, 1, ...].expand(G, n, ...).reshape(G * n, ...)`. Each step is
+justified by what the op does to shapes, never by how its arguments are written: stretches only grow dims of size 1, and
+reshapes only merge neighbours or move dims of size 1. `tatten.passes.stored` decides where a walk can end.
 """
 
 from __future__ import annotations
@@ -31,16 +30,20 @@ REORDERS = {"transpose", "swapaxes", "swapdims", "permute"}
 CATS = {"cat", "concat", "concatenate"}
 WALKED = STRETCHES | RESHAPES | COPIES | REORDERS | CATS | {"stack", "repeat_interleave", "index_select", "getitem"}
 
-# A role, and which part of it, major to minor: tuples of one role sort in the order of the index.
+# A role and the position within it, major to minor: the parts of one role sort in the order of its index.
 Part = tuple[int, ...]
 Size = int | SymInt
 
 
 @dataclass(frozen=True)
 class Walk:
-    """A place on the way back: the node, the part of a role in each of its dims, and what was stretched so far.
+    """A place on a walk back.
 
-    A dim without a part has size 1. `path` leads from the tensor asked about to the node that reads `here`.
+    Attributes:
+        here: the tensor at this place.
+        parts: the part of a role that each dim of `here` holds; None for a dim of size 1.
+        stretched: the parts that were stretched on the way, and how often.
+        path: the nodes from where the walk began to the one that reads `here`.
     """
 
     here: Node
@@ -50,7 +53,7 @@ class Walk:
 
     @property
     def undone(self) -> tuple[int, bool]:
-        """How much was walked back so far: later places with more stretched dims are better, of those one of rank 4."""
+        """A rank of places: more stretched dims undone is better, and of equals a tensor of rank 4."""
         return len(self.stretched), len(self.parts) == 4
 
     def step(self, source: Node, parts: Sequence[Part | None], *stretched: tuple[Part, Size]) -> Walk:
@@ -63,7 +66,7 @@ def begin(node: Node) -> Walk:
 
 
 def step_back(walk: Walk) -> Walk | None:
-    """One op further back, or None where `here` is something else than its source copied, reordered or repeated."""
+    """Go one op further back; None where `here` is not its source copied, reordered or repeated."""
     source, name = source_of(walk.here), op_name(walk.here)
     if source is None or name not in WALKED or writes(walk.here):
         return None
@@ -98,7 +101,7 @@ def step_back(walk: Walk) -> Walk | None:
 
 
 def source_of(node: Node) -> Node | None:
-    """The tensor that a view-like node reads: its first argument, or the first of its first argument."""
+    """The tensor that a view-like node reads: its first argument, or the first item of that."""
     first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self", node.kwargs.get("tensors")))
     if isinstance(first, (list, tuple)) and first:
         first = first[0]
@@ -125,7 +128,7 @@ def _reorder(walk: Walk, source: Node, name: str) -> Walk | None:
 
 
 def _stretch(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
-    """`expand` and its kin: dims of size 1 grow, and new ones may come in front."""
+    """Undo `expand` and the like: dims of size 1 grow, and new ones may be added in front."""
     new = len(after) - len(before)
     if new < 0:
         return None
@@ -144,7 +147,7 @@ def _stretch(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[S
 
 
 def _interleave(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
-    """`repeat_interleave` with one count: each index of a dim becomes a block."""
+    """Undo `repeat_interleave` with one count: each index of a dim becomes a block."""
     repeats, dim = argument(walk.here, 1, "repeats"), argument(walk.here, 2, "dim")
     if isinstance(repeats, Node):
         repeats = value_of(repeats)
@@ -160,7 +163,7 @@ def _interleave(walk: Walk, source: Node, before: Sequence[Size], after: Sequenc
 
 
 def _copies_of_one(walk: Walk, source: Node, before: Tensor, after: Tensor) -> Walk | None:
-    """`stack([x] * n)`, or `cat([x] * n)` where `x` has size 1."""
+    """Undo `stack([x] * n)`, or `cat([x] * n)` over a dim of size 1."""
     tensors = argument(walk.here, 0, "tensors")
     dim = argument(walk.here, 1, "dim", walk.here.kwargs.get("axis", 0))
     if not all(x is source for x in tensors) or not isinstance(dim, int):
@@ -177,7 +180,7 @@ def _copies_of_one(walk: Walk, source: Node, before: Tensor, after: Tensor) -> W
 
 
 def _index(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size], dim: int) -> Walk | None:
-    """`x[rows]` or `x.index_select(dim, rows)` where `x` has one row: whatever the index, it is that one."""
+    """Undo `x[rows]` or `x.index_select(dim, rows)` where `x` has one row, which any valid index selects."""
     dim %= len(before)
     if len(before) != len(after) or not known_equal(before[dim], 1):
         return None
@@ -189,7 +192,7 @@ def _index(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Siz
 
 
 def _reshape(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
-    """Neighbours that were merged into a dim are its parts, major to minor; dims of size 1 come and go."""
+    """Undo a reshape: neighbours merged into a dim are its parts, major to minor; dims of size 1 come and go."""
     parts: list[Part | None] = [None] * len(before)
     dim = 0
     for part, size in zip(walk.parts, after, strict=True):
@@ -217,7 +220,7 @@ def _only_adds_dims(index: Any) -> bool:
 
 
 def way_back(walk: Walk | None) -> Iterator[Walk]:
-    """This place and all further back, in order."""
+    """This place and all places further back, in order."""
     while walk is not None:
         yield walk
         walk = step_back(walk)

@@ -1,4 +1,4 @@
-"""What was rewritten and what was not: one report for `tatten.explain`, the logs, the counters and the trace."""
+"""Reports of what was rewritten and what was not, for `tatten.explain`, the logs, the counters and the trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _recorders: ContextVar[tuple[Report, ...]] = ContextVar("tatten_recorders", defa
 
 @dataclass
 class Report:
-    """What the backend did to the graphs compiled while it was recorded. `print(report)` is meant for people."""
+    """The findings of the backend in all graphs compiled while it was recorded. `print(report)` is for people."""
 
     graphs: list[GraphReport] = field(default_factory=list)
 
@@ -35,12 +35,12 @@ class Report:
 
     @property
     def declined(self) -> list[Declined]:
-        """SDPA calls that stayed, and attention that is no SDPA call, each with its reason."""
+        """SDPA calls that stayed, and attention that isn't an SDPA call, each with its reason."""
         return [x for graph in self.graphs for x in graph.findings if isinstance(x, Declined)]
 
     def __str__(self) -> str:
         if not self.graphs:
-            return "tatten: no graph was compiled (was everything compiled before, or is nothing traceable?)"
+            return "tatten: no graph was compiled (either all was compiled before, or nothing can be traced)"
         lines, empty = [], []
         for i, graph in enumerate(self.graphs):
             if graph.findings:
@@ -71,7 +71,7 @@ def _rewritten(findings: Sequence[Rewritten | Declined]) -> str:
 
 
 def _groups(graph: GraphReport) -> list[list[Rewritten | Declined]]:
-    """Findings that differ only in the number of their layer, together."""
+    """Group the findings that differ only in the number of their layer."""
     groups: dict[Any, list[Rewritten | Declined]] = {}
     for finding in graph.findings:
         layerless = re.sub(r"(?<![^.])\d+(?![^.])", "*", finding.location.module)
@@ -141,7 +141,7 @@ def recording() -> Iterator[Report]:
 
 
 def publish(graph: GraphReport) -> None:
-    """Show one graph's report wherever somebody looks: recorders, TORCH_LOGS=tatten, counters, the structured trace."""
+    """Hand one graph's report to recorders, the log (TORCH_LOGS=tatten), counters and the structured trace."""
     from torch._dynamo.utils import counters  # imports Triton
 
     for report in _recorders.get():
