@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from ranks import run_ranks, run_torchrun
+from slow import slow_but
 from tiny_models import GQA, PROMPT, prompts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -70,7 +71,7 @@ def check_generate(names: list[str], padded: bool) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", slow_but([2], [1, 2, 3, 4]))
 def test_generate(n: int, padded: bool) -> None:
     run_ranks(n, check_generate, NAMES if n == 3 else ["llama", "gemma3"], padded)
 
@@ -95,6 +96,7 @@ def check_tensor_parallel(names: tuple[str, str]) -> list[Tensor]:
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("tp", "kv"), ("kv", "tp")], ids=str)
 def test_tensor_parallel_weights(names: tuple[str, str]) -> None:
     run_ranks(4, check_tensor_parallel, names)
@@ -108,6 +110,7 @@ def check_two_levels() -> None:
     assert torch.equal(got, generate(model, ids, mask, do_sample=False))
 
 
+@pytest.mark.slow
 def test_two_levels() -> None:
     run_ranks(4, check_two_levels)
 
@@ -136,13 +139,18 @@ def check_compiled(name: str, options: dict[str, Any] | None, padded: bool) -> i
     return len(graphs)
 
 
-@pytest.mark.parametrize("options", [None, {"inner": "eager"}], ids=["dynamo", "tatten"])
-@pytest.mark.parametrize("name, padded", [("llama", True), ("llama", False), ("gemma3", True)])
+@pytest.mark.parametrize(
+    "options", slow_but([{"inner": "eager"}], [None, {"inner": "eager"}]), ids=["dynamo", "tatten"]
+)
+@pytest.mark.parametrize(
+    "name, padded", slow_but([("llama", True)], [("llama", True), ("llama", False), ("gemma3", True)])
+)
 def test_compiled_generate(name: str, options: dict[str, Any] | None, padded: bool) -> None:
     """One graph for all steps, and for the next cache."""
     assert run_ranks(2, check_compiled, name, options, padded) == [1, 1]
 
 
+@pytest.mark.slow
 def test_compiled_generate_through_inductor() -> None:
     assert run_ranks(2, check_compiled, "llama", {}, True, seconds=400.0) == [1, 1]
 
@@ -162,6 +170,7 @@ def check_compiled_forward(options: dict[str, Any] | None) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [None, {"inner": "eager"}], ids=["dynamo", "tatten"])
 def test_compiled_forward(options: dict[str, Any] | None) -> None:
     """More tokens take no more graphs. The prefill breaks where the cache is allocated."""
@@ -184,6 +193,7 @@ def check_goes_on() -> None:
         assert cache.get_seq_length() == 0
 
 
+@pytest.mark.slow
 def test_goes_on() -> None:
     run_ranks(3, check_goes_on)
 
@@ -234,7 +244,7 @@ def check_limits(compiled: bool) -> None:
         generate(model, ids, mask, past_key_values=sharded(model, 6))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", slow_but([False], [False, True]))
 def test_generating_past_the_capacity(compiled: bool) -> None:
     run_ranks(2, check_limits, compiled)
 
@@ -289,6 +299,7 @@ def test_what_transformers_asks() -> None:
     run_ranks(2, check_answers)
 
 
+@pytest.mark.slow
 def test_attention_without_a_sharded_cache_is_that_of_transformers() -> None:
     ids, mask = prompts(True)
     for name in NAMES:
@@ -300,6 +311,7 @@ def test_attention_without_a_sharded_cache_is_that_of_transformers() -> None:
             model.set_attn_implementation("tatten")
 
 
+@pytest.mark.slow
 def test_example() -> None:
     """Two ranks of torchrun; one rank without it."""
     example = str(Path(__file__).parents[3] / "examples/tree_decode.py")
