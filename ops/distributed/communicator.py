@@ -18,7 +18,7 @@ from tatten.ops.distributed.push_layout import MAX_RANKS, PushPlan
 
 @dataclass
 class Workspace:
-    """What the ranks of a group share on one device, as this rank sees it.
+    """The memory that the ranks of a group share on one device, as this rank sees it.
 
     Attributes:
         buffer: this rank's channels, bytes in symmetric memory.

@@ -18,7 +18,7 @@ from tatten.caches.static_address import mark_static
 
 
 class Interleaved:
-    """Which tokens and heads this rank stores: tokens at positions `rank`, `rank + ranks`, `rank + 2 * ranks` ...
+    """The tokens and heads that this rank stores: tokens at positions `rank`, `rank + ranks`, `rank + 2 * ranks` ...
 
     Attributes:
         mesh: the mesh.

@@ -1,4 +1,4 @@
-"""The backend as a user meets it: by name, with modes, options, caches, resets."""
+"""The backend as users see it: its name, modes, options, caches and resets."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_warm_caches_hit_and_the_report_is_still_filled(tmp_path) -> None:
 
 
 def test_import_is_light() -> None:
-    """`import tatten` loads no Triton, transformers or Inductor, and asks no device anything."""
+    """`import tatten` loads neither Triton, transformers nor Inductor, and queries no device."""
     heavy = ["triton", "transformers", "torch._inductor.compile_fx"]
     code = f"import sys, tatten; print([module for module in {heavy} if module in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
@@ -197,7 +197,7 @@ def test_one_captured_graph_serves_any_length() -> None:
 
 @pytest.mark.slow
 def test_first_compiles_in_several_threads() -> None:
-    """PyTorch's look-up of a name is not safe for threads; our entry point is."""
+    """PyTorch's lookup of a backend is not thread-safe; our entry point is."""
     script = """
         import threading, torch
         errors, start = [], threading.Barrier(4)

@@ -104,7 +104,7 @@ def test_a_second_level() -> None:
 
 @pytest.mark.slow
 def test_another_prompt_of_another_length_is_one_more_graph() -> None:
-    """And no more after that: lengths are symbols then, and still every layer is rewritten."""
+    """Later lengths compile no more: they are symbols from then on, and every layer is still rewritten."""
     model = build("Llama")
     step = torch.compile(model, backend="tatten", options={"inner": "aot_eager"})
     torch._dynamo.reset()

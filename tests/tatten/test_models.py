@@ -182,7 +182,7 @@ def test_decoder_through_inductor(name: str, dynamic: bool) -> None:
     "name", slow_but(["llama"], ["llama", "qwen3", "gemma3", "mistral_window", "falcon_mqa", "gpt2"])
 )
 def test_generate(name: str, padded: bool) -> None:
-    """The main path of users: `generate` with a static cache, which compiles the model itself."""
+    """The main path: `generate` with a static cache, which compiles the model itself."""
     model = build(*ZOO[name], attn_implementation="sdpa")
     model.generation_config.eos_token_id = None
     ids = torch.arange(1, 2 * PROMPT + 1).view(2, PROMPT)
@@ -205,7 +205,7 @@ def test_generate(name: str, padded: bool) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU generate compiles by itself")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_generate_on_a_gpu(name: str) -> None:
-    """As users write it: CUDA graphs, from CompileConfig's default mode, and nothing else set."""
+    """CUDA graphs as users get them: from the default mode of CompileConfig, with nothing else set."""
     model = build(*ZOO[name], attn_implementation="sdpa").cuda()
     model.generation_config.eos_token_id = None
     ids = torch.arange(1, 2 * PROMPT + 1, device="cuda").view(2, PROMPT)

@@ -1,4 +1,4 @@
-"""What the caches read from a model's config: all use of private parts of transformers is in this file."""
+"""Facts about a model's config. All use of private parts of transformers is in this file."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ COMPILED = [
 
 
 def faults(built: dict, ranks: int, width: int) -> list[str]:
-    """What is wrong with a compiled kernel, which has one round or two."""
+    """Faults of a compiled kernel, which has one round or two."""
     ptx, rounds = built["ptx"], 1 + built["gather"]
     found = []
     if built["stack"] > 16:
@@ -169,7 +169,7 @@ def test_a_rank_that_does_not_arrive_is_named() -> None:
 
 
 def states(ranks: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
-    """Of all ranks. Some are empty, some of these NaN; one row is empty on all ranks."""
+    """The states of all ranks. Some are empty, some of these NaN; one row is empty on all ranks."""
     rng = torch.Generator().manual_seed(seed)
     out = torch.randn(ranks, *shape, generator=rng).to(dtype)
     lse = torch.randn(ranks, *shape[:-1], generator=rng) * 5
@@ -181,7 +181,7 @@ def states(ranks: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) ->
 
 
 class Ranks:
-    """A rank of several that share files as memory, and merge under the interpreter."""
+    """One of several ranks that share files as memory and merge under the interpreter."""
 
     def __init__(self, folder: str, programs: int, timeout: float) -> None:
         from tatten.ops.distributed import push_kernel
@@ -221,7 +221,7 @@ class Ranks:
 
 
 def merge_all(folder: str) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
-    """Merges of several shapes and kinds, one after the other on the same channels."""
+    """Merge states of several shapes, scattered or not, one after the other on the same channels."""
     ranks = Ranks(folder, programs=3, timeout=60)
     results = []
     for i, (shape, dtype, scatter, round_bytes) in enumerate(MERGES):

@@ -1,4 +1,4 @@
-"""States that ranks hold merge to what one process gets, however they travel."""
+"""States of several ranks merge to the result of one process, with every strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ B, H, L, D = 2, 12, 3, 10
 
 
 def states(n: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (B, H, L, D)) -> tuple[Tensor, Tensor]:
-    """`n` states, the same on every rank, of which some are empty and hold rubbish."""
+    """`n` states, the same on every rank, some of which are empty and hold garbage."""
     rng = torch.Generator().manual_seed(7)
     out = torch.randn(n, *shape, generator=rng, dtype=torch.float64)
     lse = torch.randn(n, *shape[:-1], generator=rng, dtype=torch.float64) * 5
@@ -174,7 +174,7 @@ def merge_compiled(backend: str, strategies: list[str], cache: str) -> list[Tens
     slow_after(1, [("aot_eager", ["all_gather", "all_reduce"], [2]), ("inductor", ["all_reduce"], [2, 3])]),
 )
 def test_compiled(backend: str, strategies: list[str], ranks: list[int], tmp_path: Path) -> None:
-    """And what one number of ranks leaves in Inductor's cache is not taken for another's."""
+    """Compiled merges match eager ones, and Inductor's cache keeps numbers of ranks apart."""
     for n in ranks:
         for results in run_ranks(n, merge_compiled, backend, strategies, str(tmp_path), seconds=300):
             for x in results:
@@ -246,7 +246,7 @@ def test_a_missing_rank_is_an_error_on_the_others(what: str) -> None:
 def test_auto(
     ranks: int, rows: int, can_push: bool, scatter: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the bytes of a state of bfloat16 rows of 128."""
+    """The choice depends on the bytes of a state, here of bfloat16 rows of 128."""
     monkeypatch.setattr(tree, "push_unsupported_reason", lambda *args: None if can_push else "for some reason")
     out = torch.empty(1, rows, 1, 128, dtype=torch.bfloat16, device="meta")
     lse = torch.empty(1, rows, 1, device="meta")

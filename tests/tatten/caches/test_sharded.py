@@ -1,4 +1,4 @@
-"""The sharded cache on several gloo ranks: who holds what, attention over it as in one process, saving and refusing."""
+"""The sharded cache on several gloo ranks: its layout, attention as in one process, checkpoints and errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ranks(mesh: str) -> int:
 
 
 def run_meshes(n: int, check: Callable[..., object], *args: object) -> None:
-    """`check(mesh, *args)` for each mesh of n ranks."""
+    """Run `check(mesh, *args)` on each mesh of n ranks."""
     run_ranks(n, each_mesh, check, *args)
 
 
@@ -81,7 +81,7 @@ def random(batch: int, tokens: int, dtype: torch.dtype = torch.float32) -> tuple
 
 
 def filled(mesh: str, steps: list[int], capacity: int, batch: int = 2) -> tuple[ShardedKVCache, list[Tensor]]:
-    """A cache with `steps` tokens in turn, the first of them as a prefill, and all keys and values of each layer."""
+    """A cache filled with `steps` tokens at a time, the first as a prefill, and all keys and values of each layer."""
     torch.manual_seed(0)
     cache, held = make(mesh, capacity), []
     for layer in range(LAYERS):
@@ -116,7 +116,7 @@ def check_layout(mesh: str, steps: list[int]) -> None:
 @sizes
 @pytest.mark.parametrize("steps", [[7, 1, 1, 2, 1, 3, 5, 1, 9, 1], [1, 1]], ids=["many", "few"])
 def test_layout(n: int, steps: list[int]) -> None:
-    """A prefill, single tokens, several at once, more than ranks: token p is in slot p // n of rank p % n."""
+    """Token p is in slot p // n of rank p % n after a prefill, single tokens, and more tokens at once than ranks."""
     run_meshes(n, check_layout, steps)
 
 
@@ -171,7 +171,7 @@ def decode(cache: ShardedKVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, start: int, real: Tensor | None = None) -> Tensor:
-    """Attention of the tokens from `start` on, in float64 and in one process."""
+    """Attention of the tokens from `start` on, in float64 in one process."""
     length = k.shape[2]
     mask = torch.ones(length, length).bool().tril()[start:]
     if real is not None:
@@ -206,7 +206,7 @@ def test_attention(n: int, batch: int, dtype: torch.dtype, padded: bool) -> None
 
 
 def check_without_prefill(mesh: str) -> None:
-    """Appending to an empty cache: one token on one rank, nothing on the others."""
+    """Append to an empty cache: one token on one rank, nothing on the others."""
     torch.manual_seed(0)
     cache, (q, k, v) = make(mesh, 9, layers=1), random(2, 6)
     for start, end in ((0, 1), (1, 2), (2, 6)):
@@ -272,7 +272,7 @@ def check_compiles_once(mesh: str, inner: str | None) -> int:
 @pytest.mark.parametrize("inner", slow_but(["aot_eager"], [None, "eager", "aot_eager"]))
 @pytest.mark.parametrize("mesh", slow_but(["2"], ["2", "heads outside"]))
 def test_compiles_once(mesh: str, inner: str | None) -> None:
-    """For Dynamo alone, and through tatten's backend."""
+    """Dynamo alone, and tatten's backend."""
     assert set(run_ranks(ranks(mesh), check_compiles_once, mesh, inner)) == {1}
 
 
@@ -292,7 +292,7 @@ def save(mesh: str, folder: str) -> list[Tensor]:
 
 
 def load(mesh: str, folder: str, held: list[Tensor]) -> None:
-    """Into a cache with other tokens, which goes on from there."""
+    """Load the state into a cache with other tokens, which continues from it."""
     cache, _ = filled(mesh, [3, 2], 17)
     addresses = [tensor.data_ptr() for tensor in cache.layers[0].tensors]
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -353,7 +353,7 @@ FITTING = (2, KV_HEADS, 1, HEAD_DIM)
 
 
 def bad_calls() -> None:
-    """On two ranks, of a cache for 8 tokens that holds 5."""
+    """Errors on two ranks, with a cache for 8 tokens that holds 5."""
     cache = make("2", 7)
     assert cache.capacity == 8
     with pytest.raises(ValueError, match="layer 0 must have tokens, got none yet"):
@@ -456,7 +456,7 @@ def test_bad_caches() -> None:
 
 
 def full_in_a_graph() -> None:
-    """What a graph cannot check before the step, the device does: no token is overwritten."""
+    """A graph cannot check the capacity: the device makes sure that no token is overwritten."""
     cache = make("1", 2, layers=1)
     cache.prefill(0, *tensors(1, 1, 2, 8))
     torch.compile(lambda key, value: cache.append(0, key, value), backend="eager")(*tensors(1, 1, 1, 8))

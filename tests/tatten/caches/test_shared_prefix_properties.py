@@ -26,19 +26,19 @@ lists = st.lists(picks, min_size=1, max_size=6)
 
 
 class PrefixHistory(History):
-    """Caches that were made of each other, none of which may disturb another."""
+    """Caches derived from each other, none of which may disturb another."""
 
     caches: list[tuple[Any, Model]]
 
     @initialize(prompts=widths, padding=st.lists(st.lists(st.booleans(), min_size=4, max_size=4), max_size=3))
     def prefill(self, prompts: int, padding: list[list[bool]]) -> None:
-        """With padding anywhere among the first 4 tokens, of each prompt its own, or none."""
+        """Start with padding among the first 4 tokens, different for each prompt, or with none."""
         rows = [[*padding[i]] if len(padding) >= prompts else [] for i in range(prompts)]
         self.caches = [(self.make(rows), Model([[] for _ in rows], rows))]
         self.step(0, 1)
 
     def pick(self, pick: int) -> tuple[Any, Model]:
-        """Rather a new one than an old one."""
+        """Choose a cache, more often a new one than an old one."""
         return self.caches[-1 - pick % len(self.caches)]
 
     @rule(pick=picks, q_len=widths)
@@ -89,7 +89,7 @@ class PrefixHistory(History):
         self.keep(again, copy.deepcopy(model), then)
 
     def rows(self, model: Model, indices: list[int], times: int, in_order: bool) -> list[int]:
-        """Sequences in any order, or in blocks of one after the other."""
+        """Select sequences in any order, or in blocks of consecutive ones."""
         rows = [index % len(model.tokens) for index in indices for _ in range(times)][:MOST_SEQUENCES]
         return sorted(rows) if in_order else rows
 
@@ -134,7 +134,7 @@ class SharedPrefixHistory(PrefixHistory):
 
 @settings(60, stateful_step_count=15)
 class TransformersHistory(PrefixHistory):
-    """The form that `generate` uses: selections in place, and nothing that takes tokens away. It knows no padding."""
+    """The cache that `generate` uses: it selects in place, removes no tokens, and knows of no padding."""
 
     def make(self, padding: list[list[bool]]) -> Any:
         padding[:] = [[] for _ in padding]
@@ -160,7 +160,7 @@ class TransformersHistory(PrefixHistory):
 
     @rule(pick=picks, shift=picks, stride=widths, then=steps)
     def reorder_cache(self, pick: int, shift: int, stride: int, then: list[int]) -> None:
-        """As beam search does it: as many as there are."""
+        """Reorder as beam search does, with as many sequences as before."""
         cache, model = self.pick(pick)
         batch = len(model.tokens)
         rows = [(shift + stride * i) % batch for i in range(batch)]

@@ -1,4 +1,4 @@
-"""`generate` over a sharded cache on several gloo ranks: on each the tokens of one process with a cache of its own."""
+"""`generate` over a sharded cache on several gloo ranks: each draws the tokens that one process draws."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_two_levels() -> None:
 
 
 def counting(graphs: list[torch.fx.GraphModule], options: dict[str, Any] | None) -> Callable[..., Any]:
-    """A backend that notes its graphs: tatten's with options, Dynamo's alone without."""
+    """A backend that records its graphs: tatten with options, or eager Dynamo without."""
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         graphs.append(gm)
@@ -173,13 +173,13 @@ def check_compiled_forward(options: dict[str, Any] | None) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [None, {"inner": "eager"}], ids=["dynamo", "tatten"])
 def test_compiled_forward(options: dict[str, Any] | None) -> None:
-    """More tokens take no more graphs. The prefill breaks where the cache is allocated."""
+    """More tokens need no more graphs. The prefill has a graph break where the cache is allocated."""
     for short, long in run_ranks(2, check_compiled_forward, options):
         assert short == long
 
 
 def check_goes_on() -> None:
-    """A second turn, with several new tokens at once, and a cache that is used again."""
+    """A second turn adds several tokens at once, and a reset cache is used again."""
     model, (ids, mask) = build("llama"), prompts(True)
     cache = sharded(model, 40)
     for _ in range(2):
@@ -295,7 +295,7 @@ def check_answers() -> None:
     torch.testing.assert_close(got, want[..., :5].transpose(1, 2))
 
 
-def test_what_transformers_asks() -> None:
+def test_answers_to_transformers() -> None:
     run_ranks(2, check_answers)
 
 
@@ -313,7 +313,7 @@ def test_attention_without_a_sharded_cache_is_that_of_transformers() -> None:
 
 @pytest.mark.slow
 def test_example() -> None:
-    """Two ranks of torchrun; one rank without it."""
+    """Two ranks under torchrun; one rank without it."""
     example = str(Path(__file__).parents[3] / "examples/tree_decode.py")
     options = ["--prompt-len", "64", "--new-tokens", "4", "--lengths", "64", "256"]
     two = run_torchrun(2, example, *options)

@@ -26,7 +26,7 @@ def build(name: str) -> transformers.PreTrainedModel:
 
 
 def prefilled(model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor) -> SharedPrefixCache:
-    """All tokens but the last. Only `generate` derives positions from the mask; a model on its own has to be told."""
+    """Prefill all tokens but the last. Only `generate` derives positions from the mask; a plain call passes them."""
     cache = SharedPrefixCache(model.config)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_compiled_generate_through_inductor() -> None:
 
 
 def test_generate_can_prefill() -> None:
-    """And it knows the positions of padded prompts."""
+    """`generate` prefills with the positions of padded prompts."""
     model, (ids, mask) = build("qwen3"), prompts(True)
     cache = SharedPrefixCache(model.config)
     model.generate(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache, max_new_tokens=1)
@@ -108,7 +108,7 @@ def test_generate_can_prefill() -> None:
 
 
 def continued(model: transformers.PreTrainedModel, fork: SharedPrefixCache, ids: Tensor, mask: Tensor) -> tuple:
-    """Two greedy steps by hand: what `fork` holds then, with a last token that it does not."""
+    """Take two greedy steps by hand: the tokens of `fork`, and a last one that it does not hold."""
     with torch.no_grad():
         for _ in range(2):
             positions = mask.sum(1, keepdim=True) - 1
@@ -130,7 +130,7 @@ def test_second_level(mode: str) -> None:
     got = generate(model, ids, mask, past_key_values=grandchild, **kwargs)
     assert torch.equal(got, generate(model, ids, mask, **kwargs))
     assert [key.shape[0] for key, _ in grandchild.layers[0].kv.segments] == [3, 6]
-    # the parent goes on, as if nobody had been forked from it
+    # the parent continues as if nothing had been forked from it
     again = generate(model, ids, mask, past_key_values=child, do_sample=False)
     assert torch.equal(again, generate(model, ids, mask, do_sample=False))
 
@@ -175,7 +175,7 @@ def test_an_unforked_cache_grows_as_a_dynamic_one() -> None:
     assert (cache.batch_size, cache.get_seq_length()) == (6, PROMPT + NEW - 1)
 
 
-def test_what_transformers_asks() -> None:
+def test_answers_to_transformers() -> None:
     model, (ids, mask) = build("llama"), prompts(True)
     root = prefilled(model, ids, mask)
     fork = root.fork(N, 4)
