@@ -267,7 +267,7 @@ def test_attention_without_a_sharded_cache_is_that_of_transformers() -> None:
 
 def test_example() -> None:
     """Two ranks of torchrun; one rank without it."""
-    example = str(Path(__file__).parents[2] / "examples/tree_decode.py")
+    example = str(Path(__file__).parents[3] / "examples/tree_decode.py")
     options = ["--prompt-len", "64", "--new-tokens", "4", "--lengths", "64", "256"]
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     two, one = (
