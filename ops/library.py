@@ -18,8 +18,24 @@ from tatten.ops.distributed.tree_merge import tree_merge_op
 from tatten.ops.masks import mask_blocks, mask_rows, mask_spans
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.validation import BLOCK_KEYS, check_decode_no_grad, check_segments_no_grad, check_state_pair
+from tatten.ops.variant import AttentionVariant
 
 Kernel = Callable[..., Any]
+State = tuple[Tensor, Tensor]
+DecodeImplementation = Callable[
+    [
+        Tensor,  # query
+        Tensor,  # key
+        Tensor,  # value
+        Tensor | None,  # attn_mask
+        Tensor | None,  # kv_lens
+        float | None,  # scale
+        Tensor | None,  # spans
+        AttentionVariant,
+        str,  # provider
+    ],
+    State,
+]
 
 _library = torch.library.Library("tatten", "DEF")
 
@@ -55,28 +71,50 @@ _library.define(
 )
 
 
-@torch.library.register_fake("tatten::decode_attention", lib=_library)
-def _(
+def decode_kernel(implementation: DecodeImplementation) -> Kernel:
+    """Give an implementation of `tatten::decode_attention` the arguments of its schema, the variant as one value."""
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        scale: float | None = None,
+        spans: Tensor | None = None,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
+        provider: str = "auto",
+    ) -> State:
+        variant = AttentionVariant(window, softcap, sinks, key_scale, value_scale)
+        return implementation(query, key, value, attn_mask, kv_lens, scale, spans, variant, provider)
+
+    return kernel
+
+
+def _fake_decode_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
-    kv_lens: Tensor | None = None,
-    scale: float | None = None,
-    spans: Tensor | None = None,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    provider: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    check_decode_no_grad(query, key, value, attn_mask, sinks, key_scale, value_scale)
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    scale: float | None,
+    spans: Tensor | None,
+    variant: AttentionVariant,
+    provider: str,
+) -> State:
+    check_decode_no_grad(query, key, value, attn_mask, variant)
     batch, q_heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_heads, q_len, value.shape[3]))
     lse = query.new_empty((batch, q_heads, q_len), dtype=accumulator_dtype(query.dtype))
     return out, lse
+
+
+torch.library.register_fake("tatten::decode_attention", decode_kernel(_fake_decode_attention), lib=_library)
 
 
 @torch.library.register_fake("tatten::bifurcated_attention", lib=_library)
@@ -87,7 +125,7 @@ def _(
     attn_masks: Sequence[Tensor | None],
     spans: Sequence[Tensor | None],
     scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> State:
     check_segments_no_grad(query, keys, values, attn_masks)
     batch, q_heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_heads, q_len, values[0].shape[3]))
@@ -137,7 +175,10 @@ _library.impl("tree_merge", tree_merge_op, "CompositeImplicitAutograd")
 _library.impl("mask_blocks", mask_blocks, "CPU")
 _library.impl("mask_blocks", cuda.mask_blocks, "CUDA")
 _KERNELS: dict[str, dict[str, Kernel]] = {
-    "decode_attention": {"CPU": cpu.decode_attention, "CUDA": cuda.decode_attention},
+    "decode_attention": {
+        "CPU": decode_kernel(cpu.decode_attention),
+        "CUDA": decode_kernel(cuda.decode_attention),
+    },
     "bifurcated_attention": {"CPU": cpu.bifurcated_attention, "CUDA": cuda.bifurcated_attention},
     "merge_states": {"CPU": cpu.merge_states, "CUDA": cuda.merge_states},
     "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tatten.ops.states import NEG_INF
+from tatten.ops.variant import PLAIN, AttentionVariant
 
 
 def decode_attention_reference(
@@ -18,17 +19,13 @@ def decode_attention_reference(
     attn_mask: Tensor | None = None,
     kv_lens: Tensor | None = None,
     scale: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
+    variant: AttentionVariant = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of `tatten::decode_attention`, both float64, on the inputs' device.
 
     A key that is excluded for all queries of its kv head is not used: its key and value may be NaN.
     """
+    window, softcap, sinks, key_scale, value_scale = variant
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
     scale = head_dim**-0.5 if scale is None else scale

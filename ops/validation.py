@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tatten.ops.sizes import ceil_div
 from tatten.ops.states import accumulator_dtype
+from tatten.ops.variant import AttentionVariant
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PROVIDERS = ("auto", "cpu", "triton", "cudnn", "flash", "fa3")
@@ -73,14 +74,12 @@ def check_decode_no_grad(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    key_scale: Tensor | None,
-    value_scale: Tensor | None,
+    variant: AttentionVariant,
 ) -> None:
     """`check_no_grad` of `tatten::decode_attention`."""
     if torch.is_grad_enabled():
-        extras = {"sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
-        check_no_grad("decode_attention", query=query, key=key, value=value, attn_mask=attn_mask, **extras)
+        given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+        check_no_grad("decode_attention", **given, **variant.tensors)
 
 
 def check_segments_no_grad(
@@ -110,18 +109,14 @@ def check_decode_attention(
     value: Tensor,
     attn_mask: Tensor | None,
     kv_lens: Tensor | None,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
+    variant: AttentionVariant,
 ) -> None:
     """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::decode_attention`.
 
     Reads no tensor's data, so it is safe on any device; `check_kv_lens` reads. Devices are left to `check_devices`.
     """
-    check_decode_no_grad(query, key, value, attn_mask, sinks, key_scale, value_scale)
+    check_decode_no_grad(query, key, value, attn_mask, variant)
+    window, softcap, sinks, key_scale, value_scale = variant
     _check_query(query)
     batch, head_dim = query.shape[0], query.shape[3]
     if key.dim() == 4 and key.shape[0] != batch:

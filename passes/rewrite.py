@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch.fx import GraphModule, Node
 
-from tatten.ops.cuda.providers import regime
-from tatten.ops.layout import BATCH, HEADS, LENGTH
+from tatten.ops.cuda.providers import Workload, borrowed_table, choose_provider
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
@@ -61,7 +61,7 @@ def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence
     match = given.insert(match, masks)
     state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
     replace_call(call, given.output(state), match.path)
-    provider = _provider(match.call, match.keys[0] if isinstance(match, DecodeMatch) else None)
+    provider = _provider(state)
     return Rewritten(
         location, str(state.target), shapes, cost, "; ".join(filter(None, (given.note, note, doubt))), provider
     )
@@ -110,17 +110,19 @@ def _shapes(call: SdpaCall, keys: Iterable[Node], values: Iterable[Node]) -> str
     return " ".join(f"{name} {str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors)
 
 
-def _provider(call: SdpaCall, key: Stored | None = None) -> str:
-    """Who will compute a rewritten call: PyTorch's kernels take one plain KV only; empty on a CPU."""
-    query = tensor_of(call.query)
+def _provider(op: Node) -> str:
+    """Who will compute a rewritten call, as the op decides for the sizes of the example; empty on a CPU."""
+    first = [x[0] if isinstance(x, (list, tuple)) else x for x in op.args[:3]]
+    query, key, value = (tensor_of(x) for x in first)
     assert query is not None
+    assert key is not None
+    assert value is not None
     if query.device.type != "cuda":
         return ""
-    if key is None or call.attn_mask is not None:
-        return "triton"
-    heads, rows, kv_heads, kv_len = (
-        hint(x) for x in (query.shape[1] * query.shape[2], *(key.size(role) for role in (BATCH, HEADS, LENGTH)))
-    )
-    if not heads or not rows or not kv_heads or not kv_len:
+    is_decode = op.target is torch.ops.tatten.decode_attention.default
+    plain = is_decode and all(x is None for x in (*op.args[3:5], *op.kwargs.values()))
+    if plain and not all(hint(n) for x in (query, key, value) for n in x.shape):
         return "auto"
-    return regime(heads // kv_heads, rows * kv_heads, kv_len)
+    work = Workload.of(query, key, value, plain, lambda n: hint(n) or 0)
+    borrowed = borrowed_table(work)
+    return choose_provider(work) + (f" ({borrowed})" if borrowed else "")

@@ -34,37 +34,23 @@ from tatten.ops.validation import (
     check_provider,
     check_stack,
 )
+from tatten.ops.variant import AttentionVariant
 
 
 def decode_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
-    kv_lens: Tensor | None = None,
-    scale: float | None = None,
-    spans: Tensor | None = None,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    provider: str = "auto",
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    scale: float | None,
+    spans: Tensor | None,
+    variant: AttentionVariant,
+    provider: str,
 ) -> tuple[Tensor, Tensor]:
     check_provider(provider, query.device)
-    check_decode_attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        kv_lens,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        key_scale=key_scale,
-        value_scale=value_scale,
-    )
+    check_decode_attention(query, key, value, attn_mask, kv_lens, variant)
+    window, softcap, sinks, key_scale, value_scale = variant
     scale = query.shape[3] ** -0.5 if scale is None else scale
     dtype = query.dtype
     if key.dtype != dtype:  # float8, for which PyTorch has no products on a CPU

@@ -57,22 +57,29 @@ def plan_mask_blocks(
     find_bits = Launch(
         _bits_kernel,
         (rows, ceil_div(n_blocks, at_once)),
-        0 if mask.shape[0] == 1 else mask.stride(0),
-        *mask.stride()[1:],
-        seqs_per_kv,
-        mask.shape[1],
-        mask.shape[2],
-        q_len,
-        kv_len,
-        window or 0,
-        n_blocks,
+        {},
+        mask_strides=(0 if mask.shape[0] == 1 else mask.stride(0), *mask.stride()[1:]),
+        seqs_per_kv=seqs_per_kv,
+        mask_heads=mask.shape[1],
+        mask_q_len=mask.shape[2],
+        q_len=q_len,
+        kv_len=kv_len,
+        window=window or 0,
+        n_blocks=n_blocks,
         ADDITIVE=additive,
         HAS_LENS=kv_lens is not None,
         WINDOW=window is not None,
-        BLOCK=BLOCK_KEYS,
-        BLOCKS=at_once,
-        ROWS=rows_at_once,
+        BLOCK_KEYS=BLOCK_KEYS,
+        BLOCKS_AT_ONCE=at_once,
+        BLOCK_Q=rows_at_once,
     )
-    blocks = 64 if n_blocks <= 64 else 1024
-    make_list = Launch(_list_kernel, (rows,), n_blocks, n_queries, ADDITIVE=additive, BLOCKS=blocks)
+    make_list = Launch(
+        _list_kernel,
+        (rows,),
+        {},
+        n_blocks=n_blocks,
+        n_queries=n_queries,
+        ADDITIVE=additive,
+        BLOCKS_AT_ONCE=64 if n_blocks <= 64 else 1024,
+    )
     return MaskBlocks(rows, n_blocks, 4 if additive else 2, find_bits, make_list)

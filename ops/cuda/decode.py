@@ -9,7 +9,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tatten.ops.cuda.combine import INTERPRETED, Combine, Partials, TileSpace, plan_combine
-from tatten.ops.cuda.heuristics import Tiles, capability, multiprocessors, packed_rows, programs_for, roomy, tiles_for
+from tatten.ops.cuda.heuristics import (
+    Tiles,
+    capability,
+    has_large_shared_memory,
+    multiprocessors,
+    packed_q_rows,
+    programs_for,
+    tiles_for,
+)
 from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, NO_MASK, _decode_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.mask_plan import MaskPlan, plan_mask
@@ -17,13 +25,14 @@ from tatten.ops.cuda.tma import Tiling, takes_tma
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.validation import BLOCK_KEYS
+from tatten.ops.variant import PLAIN, AttentionVariant
 
 
 @dataclass(frozen=True)
 class Segment:
     """A launch of the lean kernel for tensors that are laid out as those it was planned for."""
 
-    line: TileSpace
+    tile_space: TileSpace
     launch: Launch
     out_shape: tuple[int, int, int, int]
     lse_shape: tuple[int, ...]
@@ -41,20 +50,19 @@ class Segment:
         value: Tensor,
         attn_mask: Tensor | None = None,
         kv_lens: Tensor | None = None,
-        blocks: Tensor | None = None,
-        sinks: Tensor | None = None,
-        key_scale: Tensor | None = None,
-        value_scale: Tensor | None = None,
+        block_mask: Tensor | None = None,
+        variant: AttentionVariant = PLAIN,
     ) -> Partials:
+        _, _, sinks, key_scale, value_scale = variant
         # The kernels read these as they lie; a copy is a launch to be waited for.
-        kv_lens, blocks, sinks, key_scale, value_scale = [
-            None if x is None else x.contiguous() for x in (kv_lens, blocks, sinks, key_scale, value_scale)
+        kv_lens, block_mask, sinks, key_scale, value_scale = [
+            None if x is None else x.contiguous() for x in (kv_lens, block_mask, sinks, key_scale, value_scale)
         ]
-        mask, blocks = self.mask(attn_mask, kv_lens, blocks)
-        line = self.line
+        mask, block_mask = self.mask(attn_mask, kv_lens, block_mask)
+        space = self.tile_space
         out = query.new_empty(self.out_shape, dtype=self.out_dtype)
         lse = query.new_empty(self.lse_shape, dtype=self.acc_dtype)
-        partial_out = query.new_empty((2 * line.programs, line.block_m, self.out_shape[3]), dtype=self.acc_dtype)
+        partial_out = query.new_empty((2 * space.programs, space.block_m, self.out_shape[3]), dtype=self.acc_dtype)
         partial_lse = query.new_empty(self.partial_lse_shape, dtype=self.acc_dtype)
         self.launch(
             query,
@@ -64,7 +72,7 @@ class Segment:
             value if self.value_tiles is None else self.value_tiles(value),
             query if mask is None else mask,
             query if kv_lens is None else kv_lens,
-            query if blocks is None else blocks,
+            query if block_mask is None else block_mask,
             query if sinks is None else sinks,
             query if key_scale is None else key_scale,
             query if value_scale is None else value_scale,
@@ -73,7 +81,7 @@ class Segment:
             partial_out,
             partial_lse,
         )
-        return Partials(out, lse, partial_out, partial_lse, kv_lens if line.has_lens else None, blocks)
+        return Partials(out, lse, partial_out, partial_lse, kv_lens if space.has_lens else None, block_mask)
 
 
 def _constant_stride(x: Tensor) -> int:
@@ -95,13 +103,9 @@ def plan_segment(
     attn_mask: Tensor | None,
     kv_lens: Tensor | None,
     scale: float,
-    blocks: Tensor | None = None,
+    block_mask: Tensor | None = None,
+    variant: AttentionVariant = PLAIN,
     *,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
     whole: bool = True,
     paired: bool = False,
     follows: bool = False,
@@ -109,7 +113,7 @@ def plan_segment(
     programs: int | None = None,
     overlap: bool = True,
 ) -> Segment:
-    """One launch of the kernel on checked inputs. `whole`: these are all segments, so whole rows are final.
+    """One launch of the kernel on checked inputs. `whole`: these are all segments, so whole work_tiles are final.
 
     `paired`: another segment has an additive mask, so that states are merged as `TileSpace` says.
     `follows`: nothing that this launch reads was written by the one just before, which it then runs beside; nor, on the
@@ -117,12 +121,13 @@ def plan_segment(
     """
     batch, q_heads, q_len, head_dim = query.shape
     kv_batch, kv_heads, kv_len, value_dim = *key.shape[:3], value.shape[3]
-    packed = packed_rows(query, key)
+    packed = packed_q_rows(query, key)
+    window, softcap, sinks, key_scale, value_scale = variant
     window = None if window is None else min(window, kv_len + q_len)  # more is the same, and could overflow
 
-    mask = plan_mask(query, key, attn_mask, kv_lens, blocks, window)
+    mask = plan_mask(query, key, attn_mask, kv_lens, block_mask, window)
     listed, groups = mask.listed, mask.groups
-    follows = follows and mask.find_blocks is None and (blocks is None or blocks.is_contiguous())
+    follows = follows and mask.find_blocks is None and (block_mask is None or block_mask.is_contiguous())
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
     float8 = key.element_size() == 1
     masked = mask.kind != NO_MASK or window is not None or (float8 and kv_lens is not None)
@@ -130,33 +135,33 @@ def plan_segment(
         packed,
         max(block_d, block_dv),
         query.element_size(),
-        listed=listed,
+        has_block_list=listed,
         masked=masked,
         float8=float8,
-        roomy=roomy(query.device),
+        large_shared_memory=has_large_shared_memory(query.device),
     )
     block_n = BLOCK_KEYS if listed else tiles.block_n
-    m_blocks = ceil_div(packed, tiles.block_m)
-    rows = kv_batch // groups * kv_heads * m_blocks
+    q_blocks = ceil_div(packed, tiles.block_m)
+    work_tiles = kv_batch // groups * kv_heads * q_blocks
     if programs is None:
         most = tiles.per_sm * multiprocessors(query.device)
         n_tiles = max(1, ceil_div(kv_len, block_n))
         # Rows of any length have no even shares; those of a mask often are equally long.
-        programs = most if kv_lens is not None else programs_for(groups * rows, n_tiles, most)
-    line = TileSpace(
+        programs = most if kv_lens is not None else programs_for(groups * work_tiles, n_tiles, most)
+    space = TileSpace(
         groups,
-        rows,
+        work_tiles,
         kv_len,
         kv_heads,
         batch // kv_batch,
-        m_blocks,
+        q_blocks,
         programs,
         tiles.block_m,
         block_n,
         window=None if listed else window,
         has_lens=kv_lens is not None and not listed,
-        listed=listed,
-        paired=paired or mask.kind == ADDITIVE_MASK,
+        has_block_list=listed,
+        max_and_sum=paired or mask.kind == ADDITIVE_MASK,
     )
     # The copy engine reads whole tiles, so only where every key counts, or of a mask the run of full blocks.
     every_key = listed or (kv_lens is None and window is None)
@@ -165,27 +170,28 @@ def plan_segment(
     run_n = max(tiles.block_n, block_n)
     overlap = overlap and hopper
     acc_dtype = accumulator_dtype(query.dtype)
-    pair = (2,) if line.paired else ()
+    pair = (2,) if space.max_and_sum else ()
     launch = Launch(
         _decode_kernel,
         (programs,),
-        *query.stride(),
-        *key.stride(),
-        *value.stride(),
-        *mask.strides,
-        line.blocks_stride,
-        scale,
-        softcap or 0.0,
-        window or 0,
-        kv_len,
-        groups,
-        rows,
-        line.seqs_per_kv,
-        kv_heads,
-        q_heads // kv_heads,
-        q_len,
-        m_blocks,
-        programs,
+        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": overlap},
+        query_strides=query.stride(),
+        key_strides=key.stride(),
+        value_strides=value.stride(),
+        mask_strides=mask.strides,
+        block_list_stride=space.block_list_stride,
+        scale=scale,
+        softcap=softcap or 0.0,
+        window=window or 0,
+        kv_len=kv_len,
+        n_groups=groups,
+        work_tiles=work_tiles,
+        seqs_per_kv=space.seqs_per_kv,
+        kv_heads=kv_heads,
+        heads_per_kv=q_heads // kv_heads,
+        q_len=q_len,
+        q_blocks=q_blocks,
+        programs=programs,
         KEY_S=_constant_stride(key),
         VALUE_S=_constant_stride(value),
         HEAD_DIM=head_dim,
@@ -198,27 +204,24 @@ def plan_segment(
         GROUPS=power_of_2(groups),
         MASK=mask.kind,
         HAS_LENS=kv_lens is not None,
-        LISTED=listed,
+        HAS_BLOCK_LIST=listed,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         KEY_SCALE=key_scale is not None,
         VALUE_SCALE=value_scale is not None,
-        PAIRED=line.paired,
+        MAX_AND_SUM=space.max_and_sum,
         FINAL=whole,
-        POSITIVE=scale > 0,
+        POSITIVE_SCALE=scale > 0,
         INT64_OFFSETS=max(x.stride(3) * x.shape[3] for x in (query, key, value)) >= 1 << 31,
-        INT64_TILES=line.int64_tiles,
+        INT64_TILES=space.int64_tiles,
         TMA=tma,
-        OVERLAP=overlap,
+        PDL=overlap,
         WAIT_LAST=follows,
         FLOAT32_DOTS=INTERPRETED,  # bf16 dots are garbage in the interpreter (Triton 3.6 to 3.9)
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        launch_pdl=overlap,
     )
     return Segment(
-        line,
+        space,
         launch,
         out_shape=(batch, q_heads, q_len, value_dim),
         lse_shape=(batch, q_heads, q_len, *(() if whole else pair)),
@@ -245,12 +248,10 @@ class DecodeAttention:
         value: Tensor,
         attn_mask: Tensor | None,
         kv_lens: Tensor | None,
-        blocks: Tensor | None,
-        sinks: Tensor | None,
-        key_scale: Tensor | None,
-        value_scale: Tensor | None,
+        block_mask: Tensor | None = None,
+        variant: AttentionVariant = PLAIN,
     ) -> tuple[Tensor, Tensor]:
-        return self.merge(self.segment(query, key, value, attn_mask, kv_lens, blocks, sinks, key_scale, value_scale))
+        return self.merge(self.segment(query, key, value, attn_mask, kv_lens, block_mask, variant))
 
 
 def plan_attention(
@@ -260,31 +261,14 @@ def plan_attention(
     attn_mask: Tensor | None,
     kv_lens: Tensor | None,
     scale: float,
-    blocks: Tensor | None = None,
+    block_mask: Tensor | None = None,
+    variant: AttentionVariant = PLAIN,
     *,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
     tiles: Tiles | None = None,
     programs: int | None = None,
 ) -> DecodeAttention:
     """The two launches for checked inputs."""
     segment = plan_segment(
-        query,
-        key,
-        value,
-        attn_mask,
-        kv_lens,
-        scale,
-        blocks,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        tiles=tiles,
-        programs=programs,
+        query, key, value, attn_mask, kv_lens, scale, block_mask, variant, tiles=tiles, programs=programs
     )
-    return DecodeAttention(segment, plan_combine(query, value.shape[3], segment.line))
+    return DecodeAttention(segment, plan_combine(query, value.shape[3], segment.tile_space))

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cuda.launcher import by_layout, on_device_of
-from tatten.ops.cuda.providers import cudnn_attention, fa3_attention, fastest, flash_attention, unsupported_reason
+from tatten.ops.cuda.providers import (
+    Workload,
+    choose_provider,
+    cudnn_attention,
+    fa3_attention,
+    flash_attention,
+    unsupported_reason,
+)
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
 from tatten.ops.states import merge
 from tatten.ops.validation import (
@@ -23,6 +30,7 @@ from tatten.ops.validation import (
     check_spans,
     check_stack,
 )
+from tatten.ops.variant import AttentionVariant
 
 State = tuple[Tensor, Tensor]
 
@@ -31,23 +39,16 @@ def decode_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
-    kv_lens: Tensor | None = None,
-    scale: float | None = None,
-    spans: Tensor | None = None,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    provider: str = "auto",
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    scale: float | None,
+    spans: Tensor | None,
+    variant: AttentionVariant,
+    provider: str,
 ) -> State:
-    check_decode_no_grad(query, key, value, attn_mask, sinks, key_scale, value_scale)
-    attend = _plan_decode(
-        query, key, value, attn_mask, kv_lens, scale, spans, window, softcap, sinks, key_scale, value_scale, provider
-    )
-    return on_device_of(query, attend, query, key, value, attn_mask, kv_lens, spans, sinks, key_scale, value_scale)
+    check_decode_no_grad(query, key, value, attn_mask, variant)
+    attend = _plan_decode(query, key, value, attn_mask, kv_lens, scale, spans, variant, provider)
+    return on_device_of(query, attend, query, key, value, attn_mask, kv_lens, spans, variant)
 
 
 @by_layout
@@ -59,41 +60,24 @@ def _plan_decode(
     kv_lens: Tensor | None,
     scale: float | None,
     spans: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    key_scale: Tensor | None,
-    value_scale: Tensor | None,
+    variant: AttentionVariant,
     provider: str,
 ) -> Callable[..., State]:
-    """What computes it, of query, key, value, attn_mask, kv_lens, spans, sinks, key_scale and value_scale."""
-    extras = {"sinks": sinks, "key_scale": key_scale, "value_scale": value_scale}
-    check_devices(query, key=key, value=value, attn_mask=attn_mask, kv_lens=kv_lens, spans=spans, **extras)
-    check_decode_attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        kv_lens,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        key_scale=key_scale,
-        value_scale=value_scale,
-    )
+    """What computes it, given query, key, value, attn_mask, kv_lens, spans and variant."""
+    given = {"key": key, "value": value, "attn_mask": attn_mask, "kv_lens": kv_lens, "spans": spans}
+    check_devices(query, **given, **variant.tensors)
+    check_decode_attention(query, key, value, attn_mask, kv_lens, variant)
     check_cuda_head_dims(query, value)
     check_provider(provider, query.device)
     if spans is not None:
         check_spans(spans, query.shape[0], key.shape[2], query.device)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    plain = all(x is None for x in (attn_mask, kv_lens, window, softcap, sinks)) and key.dtype == query.dtype
-    if provider == "auto" and query.dtype == torch.float64:  # for checking models, not for speed: no kernel of its own
-        return lambda q, k, v, mask, lens, _, *tensors: decode_attention_reference(
-            q, k, v, mask, lens, scale, *tensors, window=window, softcap=softcap
-        )
+    work = Workload.of(query, key, value, plain=all(x is None for x in (attn_mask, kv_lens, *variant)))
     if provider == "auto":
-        provider = fastest(query, key, value) if plain else "triton"
-    reason = unsupported_reason(provider, query, key, value, plain)
+        provider = choose_provider(work)
+    if provider == "reference":
+        return lambda q, k, v, mask, lens, _, variant: decode_attention_reference(q, k, v, mask, lens, scale, variant)
+    reason = unsupported_reason(provider, work)
     if reason is not None:
         raise NotImplementedError(f"`provider` {provider!r} can't compute this: {reason}")
     if provider != "triton":
@@ -102,22 +86,9 @@ def _plan_decode(
 
     from tatten.ops.cuda.decode import plan_attention
 
-    if kv_lens is not None or window is not None or attn_mask is None:
+    if kv_lens is not None or variant.window is not None or attn_mask is None:
         spans = None  # the others change what the mask leaves
-    return plan_attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        kv_lens,
-        scale,
-        spans,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        key_scale=key_scale,
-        value_scale=value_scale,
-    )
+    return plan_attention(query, key, value, attn_mask, kv_lens, scale, spans, variant)
 
 
 def bifurcated_attention(
@@ -148,7 +119,7 @@ def _plan_bifurcated(
     check_bifurcated_attention(query, keys, values, attn_masks, spans)
     check_cuda_head_dims(query, values[0])
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    if query.dtype == torch.float64:
+    if choose_provider(Workload.of(query, keys[0], values[0], plain=False)) == "reference":
         return lambda q, ks, vs, masks, _: _dense(bifurcated_attention_reference(q, ks, vs, masks, scale))
 
     from tatten.ops.cuda.segments import plan_segments

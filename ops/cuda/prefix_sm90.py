@@ -75,27 +75,27 @@ def plan_prefix_attention(query: Tensor, key: Tensor, value: Tensor, scale: floa
         raise ValueError(f"expected dense head_dim 64 or 128, got {query.shape}, {key.shape} and {value.shape}")
     if not scale > 0:
         raise ValueError(f"`scale` must be above 0, got {scale}")
-    group, seqs_per_kv = q_heads // kv_heads, batch // kv_batch
-    m_blocks = ceil_div(group * seqs_per_kv * q_len, BLOCK_M)
+    heads_per_kv, seqs_per_kv = q_heads // kv_heads, batch // kv_batch
+    q_blocks = ceil_div(heads_per_kv * seqs_per_kv * q_len, BLOCK_M)
     strides = [0 if size == 1 else stride for size, stride in zip(query.shape[:3], query.stride()[:3], strict=True)]
     aligned = 8 if all(stride % 8 == 0 for stride in strides) else 1
     launch = Launch(
         _prefix_kernel,
         (programs,),
-        *(stride // aligned for stride in strides),
-        scale,
-        kv_len,
-        kv_batch * kv_heads * m_blocks,
-        seqs_per_kv,
-        kv_heads,
-        group,
-        q_len,
-        m_blocks,
-        programs,
+        {"num_warps": 4, "maxnreg": START_REGS, "launch_pdl": True},
+        query_b=strides[0] // aligned,
+        query_h=strides[1] // aligned,
+        query_l=strides[2] // aligned,
+        scale=scale,
+        kv_len=kv_len,
+        work_tiles=kv_batch * kv_heads * q_blocks,
+        seqs_per_kv=seqs_per_kv,
+        kv_heads=kv_heads,
+        heads_per_kv=heads_per_kv,
+        q_len=q_len,
+        q_blocks=q_blocks,
+        programs=programs,
         DIM=dim,
         ALIGNED=aligned,
-        num_warps=4,
-        maxnreg=START_REGS,
-        launch_pdl=True,
     )
     return PrefixAttention(launch, _tiling(key), _tiling(value), programs)

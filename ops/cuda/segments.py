@@ -10,14 +10,15 @@ from torch import Tensor
 
 from tatten.ops.cuda.combine import Combine, Partials, TileSpace, plan_combine
 from tatten.ops.cuda.decode import Segment, plan_segment
-from tatten.ops.cuda.heuristics import Tiles, capability, multiprocessors, packed_rows, programs_for, tiles_for
+from tatten.ops.cuda.heuristics import Tiles, capability, multiprocessors, packed_q_rows, programs_for, tiles_for
 from tatten.ops.cuda.merge_states import MergePair, plan_merge_pair
 from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.sizes import ceil_div
 
-# Short rows of K and V beside the wide kernel: several are under way on an SM, each in a small program.
+# Short kv_rows beside the prefix kernel: several small programs are under way on an SM.
 SHORT_ROWS = Tiles(16, 64, 2, 2, 4)
-# On an H200: 128 packed rows by 128 keys of head_dim 128 in the wide kernel, and what an SM reads beside it.
+# Measured on an H200: the prefix kernel's time for 128 packed queries by 128 keys of head_dim 128, and what an SM
+# reads beside it.
 PREFIX_TILE_US, SM_BYTES_PER_US = 2.2, 40e3
 
 
@@ -25,10 +26,10 @@ PREFIX_TILE_US, SM_BYTES_PER_US = 2.2, 40e3
 class PrefixSegment:
     """A launch of the kernel in Gluon, on plain shared keys and many packed queries."""
 
-    line: TileSpace
+    tile_space: TileSpace
     attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None) -> Partials:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Partials:
         return Partials(*self.attend(query, key, value))
 
 
@@ -101,23 +102,23 @@ def plan_segments(
             sms_left = 0
         segments.append(segment)
         if last or not first:
-            lines = [x.line for x in segments[i - i % 2 :]]
+            spaces = [x.tile_space for x in segments[i - i % 2 :]]
             final = query.dtype if len(keys) <= 2 else None
-            merges.append(plan_combine(query, value.shape[3], *lines, dtype=final, paired=chained))
+            merges.append(plan_combine(query, value.shape[3], *spaces, dtype=final, max_and_sum=chained))
     n_states = query.shape[0] * query.shape[1] * query.shape[2]
     pairs = []
     for i in range(1, len(merges)):
         done = i == len(merges) - 1
         dtype = query.dtype if done else None
-        pairs.append(plan_merge_pair(n_states, values[0].shape[3], dtype, paired=chained, final=done))
+        pairs.append(plan_merge_pair(n_states, values[0].shape[3], dtype, max_and_sum=chained, final=done))
     return Segments(tuple(segments), tuple(merges), tuple(pairs))
 
 
 def _takes_prefix_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
-    """Whether Hopper's warp-specialised kernel computes this, and is faster: half of its 128 rows may be empty."""
+    """Whether the prefix kernel can compute this, and is faster, which it is even with most of its 128 rows empty."""
     dim = query.shape[3]
     return (
-        packed_rows(query, key) > 32
+        packed_q_rows(query, key) > 32
         and dim == value.shape[3]
         and dim in (64, 128)
         and query.is_cuda
@@ -136,10 +137,10 @@ def _sms_beside_prefix(query: Tensor, key: Tensor, next_key: Tensor, next_mask: 
     one after the other takes 144 (256 sequences, 32/8 heads, 8192 and 256 keys); a few SMs are not worth their merges.
     """
     kv_batch, kv_heads, kv_len, head_dim = key.shape
-    if next_mask is not None or packed_rows(query, next_key) > 16:
+    if next_mask is not None or packed_q_rows(query, next_key) > 16:
         return 0
     wide = (
-        ceil_div(packed_rows(query, key), 128)
+        ceil_div(packed_q_rows(query, key), 128)
         * kv_batch
         * kv_heads
         * ceil_div(kv_len, 128)
@@ -160,9 +161,9 @@ def plan_prefix_segment(
     from tatten.ops.cuda.prefix_sm90 import BLOCK_M, BLOCK_N, plan_prefix_attention
 
     kv_batch, kv_heads, kv_len, _ = key.shape
-    m_blocks = ceil_div(packed_rows(query, key), BLOCK_M)
-    rows = kv_batch * kv_heads * m_blocks
-    programs = programs or programs_for(rows, ceil_div(kv_len, BLOCK_N), multiprocessors(query.device))
+    q_blocks = ceil_div(packed_q_rows(query, key), BLOCK_M)
+    work_tiles = kv_batch * kv_heads * q_blocks
+    programs = programs or programs_for(work_tiles, ceil_div(kv_len, BLOCK_N), multiprocessors(query.device))
     seqs_per_kv = query.shape[0] // kv_batch
-    line = TileSpace(1, rows, kv_len, kv_heads, seqs_per_kv, m_blocks, programs, BLOCK_M, BLOCK_N)
-    return PrefixSegment(line, plan_prefix_attention(query, key, value, scale, programs))
+    tile_space = TileSpace(1, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs, BLOCK_M, BLOCK_N)
+    return PrefixSegment(tile_space, plan_prefix_attention(query, key, value, scale, programs))

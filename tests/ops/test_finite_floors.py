@@ -11,11 +11,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pairs import pairs
+from slow import slow_after, slow_but
 from torch import Tensor
 
 import tatten
 from tatten.ops.cpu import flash, thresholds
 from tatten.ops.masks import mask_blocks, mask_spans
+from tatten.ops.variant import AttentionVariant
 
 NEG_INF = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
@@ -103,9 +106,7 @@ def test_segments_with_numbers_of_heads_of_their_own(device: str) -> None:
     check(*public(query, keys, values, masks), mean, -1e9)
 
 
-@pytest.mark.parametrize("low", FLOORS)
-@pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize("programs", [3, 25])
+@pytest.mark.parametrize("name, low, programs", slow_after(3, pairs([*TREES], FLOORS, [3, 25])))
 def test_segments_in_triton(
     name: str, low: float, programs: int, interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +125,7 @@ def check_against_float64(run: Callable, query: Tensor, keys: list, values: list
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("masked", [0, 1, 2])
+@pytest.mark.parametrize("masked", slow_but([1], range(3)))
 @pytest.mark.parametrize("run", [public, triton_segments])
 def test_only_one_segment_has_a_bias(run: Callable, masked: int, interpreted: None) -> None:
     """Then the others outweigh it, whatever the form of their states."""
@@ -133,7 +134,7 @@ def test_only_one_segment_has_a_bias(run: Callable, masked: int, interpreted: No
     check_against_float64(run, query, keys, values, some)
 
 
-@pytest.mark.parametrize("masked", [0, 1, 2])
+@pytest.mark.parametrize("masked", slow_but([1], range(3)))
 @pytest.mark.parametrize("run", [public, triton_segments])
 def test_a_segment_beside_a_floor_is_excluded_by_a_bool_mask(run: Callable, masked: int, interpreted: None) -> None:
     query, keys, values, masks, _ = segments("three", 2, -1e9, torch.float32, "cpu")
@@ -142,7 +143,7 @@ def test_a_segment_beside_a_floor_is_excluded_by_a_bool_mask(run: Callable, mask
     check_against_float64(run, query, keys, values, masks)
 
 
-@pytest.mark.parametrize("masked", [0, 1, 2])
+@pytest.mark.parametrize("masked", slow_but([1], range(3)))
 @pytest.mark.parametrize("run", [public, triton_segments])
 def test_one_mask_for_all_sequences_beside_a_floor(run: Callable, masked: int, interpreted: None) -> None:
     query, keys, values, masks, _ = segments("three", 2, -1e9, torch.float32, "cpu")
@@ -217,16 +218,15 @@ def test_ordinary_scores_are_computed_once(many_pieces: None, monkeypatch: pytes
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("low", FLOORS)
-@pytest.mark.parametrize("programs", [1, 5, 13])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("sinks, programs, low", slow_after(3, pairs([False, True], [1, 5, 13], FLOORS)))
 def test_splits_in_triton(sinks: bool, programs: int, low: float, interpreted: None) -> None:
     from tatten.ops.cuda.decode import Tiles, plan_attention
 
     query, key, value, mask, mean = whole_row(low, 200, torch.float32)
     none = torch.full((4,), NEG_INF) if sinks else None
-    plan = plan_attention(query, key, value, mask, None, 0.25, sinks=none, tiles=Tiles(16, 32, 4, 2), programs=programs)
-    check(*plan(query, key, value, mask, None, None, none, None, None), mean, low)
+    given, variant = (query, key, value, mask, None), AttentionVariant(sinks=none)
+    plan = plan_attention(*given, 0.25, None, variant, tiles=Tiles(16, 32, 4, 2), programs=programs)
+    check(*plan(*given, None, variant), mean, low)
 
 
 @pytest.mark.parametrize("device", DEVICES)

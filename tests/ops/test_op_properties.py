@@ -7,12 +7,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from attention_cases import with_variant
 from fuzz import settings, small_shapes
 from hypothesis import given
 from hypothesis import strategies as st
 from op_bounds import assert_within_bound
 from op_calls import Call, draw_call, together
 from poison import fresh_memory_is_poison
+from slow import slow_but
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -33,9 +35,10 @@ def check(call: Call, device: str) -> None:
     assert_within_bound(out, lse, together(inputs), call.most_parts)
 
 
+@pytest.mark.parametrize("n", slow_but([30], [30, 300]))
 @pytest.mark.parametrize("device", DEVICES)
-def test_random_calls(device: str) -> None:
-    @settings(300 if device == "cpu" else 40)  # of which most make Triton compile
+def test_random_calls(device: str, n: int) -> None:
+    @settings(n if device == "cpu" else n // 7)  # of which most make Triton compile
     @given(calls())
     def test(call: Call) -> None:
         check(call, device)
@@ -54,9 +57,9 @@ def test_triton_interpreted(call: Call, programs: int) -> None:
     query, scale = inputs["query"], call.head_dim**-0.5 if call.scale is None else call.scale
     with fresh_memory_is_poison():
         if call.is_decode:
-            names = ("query", "key", "value", "attn_mask", "kv_lens", None, "sinks", "key_scale", "value_scale")
-            attend = plan_attention(**{**inputs, "scale": scale}, programs=programs)
-            out, lse = attend(*[inputs.get(name) for name in names])
+            arguments = with_variant(inputs)
+            attend = plan_attention(**{**arguments, "scale": scale}, programs=programs)
+            out, lse = attend(**{name: x for name, x in arguments.items() if name != "scale"})
         else:
             lists = [inputs[name] for name in ("keys", "values", "attn_masks")] + [[None] * len(call.segments)]
             out, lse = plan_segments(query, *lists, scale)(query, *lists)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tatten.ops.layout import pack_gqa
 from tatten.ops.reference import decode_attention_reference
+from tatten.ops.variant import AttentionVariant
 
 NEG_INF = float("-inf")
 
@@ -186,6 +187,12 @@ def explicit(
     return weights @ value, scores.logsumexp(dim=-1)
 
 
+def with_variant(inputs: dict) -> dict:
+    """The inputs as everything below the op takes them: what makes a variant of attention is one argument."""
+    variant = AttentionVariant(**{name: x for name, x in inputs.items() if name in AttentionVariant._fields})
+    return {name: x for name, x in inputs.items() if name not in AttentionVariant._fields} | {"variant": variant}
+
+
 def widened(inputs: dict) -> dict:
     """The inputs with keys and values in the dtype of the query, as one without float8 would have them."""
     inputs, dtype = dict(inputs), inputs["query"].dtype
@@ -248,7 +255,7 @@ def assert_state(out: Tensor, lse: Tensor, inputs: dict) -> None:
     assert lse.shape == query.shape[:3]
     assert lse.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
 
-    want_out, want_lse = decode_attention_reference(**inputs)
+    want_out, want_lse = decode_attention_reference(**with_variant(inputs))
     assert not want_out.isnan().any(), "the case poisons keys that are used"
     eps = torch.finfo(query.dtype).eps
     # On CUDA SDPA returns NaN for some masks, so the CPU's answer counts too.
