@@ -1,4 +1,4 @@
-"""How the modules of the package import each other: one way, and in no circle.
+"""Imports between the modules of the package: one way, and in no circle.
 
 They are parsed, not imported: a circle counts that hides in a function or behind TYPE_CHECKING, too.
 """

@@ -124,7 +124,7 @@ def test_the_mask_is_cast_once_for_all_layers() -> None:
 
 @pytest.mark.parametrize("bool_mask", [False, True])
 def test_state_that_is_set_by_a_call(bool_mask: bool) -> None:
-    """Where which holds is not known: a bool mask, which is never cast, doesn't mind."""
+    """The state at a node is unknown then; only a bool mask, which is never cast, is not affected."""
 
     def fn(q, k, v, mask):
         torch.set_autocast_enabled("cpu", True)

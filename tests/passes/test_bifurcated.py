@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import expecttest
 import pytest
 import torch
@@ -283,9 +285,11 @@ def test_a_loop_that_appends_to_its_keys() -> None:
         return q, k
 
     gm = capture(fn, torch.randn(1, HQ, 1, D), torch.randn(1, HKV, P, D), torch.randn(1, HKV, 1, D))
+    start = time.thread_time()  # not `report.milliseconds`: the machine may be busy
     report = rewrite(gm)
+    took = time.thread_time() - start
     assert [x.op for x in report.findings] == ["tatten.decode_attention.default"] * 100
-    assert report.milliseconds < 500
+    assert took < 0.5, f"{took * 1e3:.0f} ms"
 
 
 OTHERS = {

@@ -19,7 +19,7 @@ WAYS = {"_flash", "_attend_in_pieces", "_attend_in_groups"}
 
 @pytest.fixture
 def ways() -> Iterator[Counter[str]]:
-    """How often each way was gone that small tensors go only where thresholds are lowered."""
+    """Counts of the branches that small tensors take only where thresholds are lowered."""
     gone: Counter[str] = Counter()
 
     def counted(name: str) -> Callable[..., Any]:

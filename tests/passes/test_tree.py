@@ -115,7 +115,7 @@ def _groups(mesh: DeviceMesh) -> list[Any]:
 
 
 class TestGraphs(TestCase):
-    """What the graph of rank 1 becomes."""
+    """Rewritten graphs of rank 1."""
 
     def test_layers_share_the_mask(self) -> None:
         graph, findings = run_ranks(2, rewritten, "two layers")[1]
@@ -295,7 +295,7 @@ def test_no_dtensor_is_made_for_its_local_part() -> None:
 
 
 def sliced_masks() -> int:
-    """How often spans are found where each of two layers cuts its columns from the mask of all positions."""
+    """Count the nodes that find spans where each of two layers cuts its columns from the mask of all positions."""
     tatten.enable_dtensor_sdpa()
     mesh = init_device_mesh("cpu", (2,))
     q, k, v, mask = tensors()
@@ -370,7 +370,7 @@ def test_collectives(case: str, merges: int) -> None:
 
 
 def growing() -> tuple[int, float]:
-    """How many graphs several lengths take, and the largest error."""
+    """Count the graphs that several lengths take, and measure the largest error."""
     tatten.enable_dtensor_sdpa()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("kv",))
 
@@ -418,7 +418,7 @@ def one_mask_cut_in_two_ways() -> float:
 
 
 def a_copy_of_the_mask() -> float:
-    """What a list indexes is a copy, and what is written to the mask later is not in it."""
+    """Indexing by a list copies: a later write to the mask is not in the copy."""
     tatten.enable_dtensor_sdpa()
     mesh = init_device_mesh("cpu", (2,))
     q, k, v, _ = tensors()
@@ -484,7 +484,7 @@ def test_compiled_as_eager(n: int, case: Callable[[], float]) -> None:
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
-    """What the pass says of a call with these arguments, which nobody has to trace."""
+    """Return the finding for a call with these arguments, without tracing it."""
     graph = Graph()
 
     def placeholder(name: str, value: Any) -> Any:
