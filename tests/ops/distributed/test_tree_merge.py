@@ -169,9 +169,10 @@ def merge_compiled(backend: str, strategies: list[str], cache: str) -> list[Tens
     return [a - b for a, b in zip(have, fn(out, lse), strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend, strategies, ranks",
-    slow_after(1, [("aot_eager", ["all_gather", "all_reduce"], [2]), ("inductor", ["all_reduce"], [2, 3])]),
+    [("aot_eager", ["all_gather", "all_reduce"], [2]), ("inductor", ["all_reduce"], [2, 3])],
 )
 def test_compiled(backend: str, strategies: list[str], ranks: list[int], tmp_path: Path) -> None:
     """Compiled merges match eager ones, and Inductor's cache keeps numbers of ranks apart."""
