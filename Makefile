@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test fuzz mutants lint docs bench bench-verify plots clean
+.PHONY: demo test test-all fuzz mutants lint docs bench bench-verify plots clean
 
 $(VENV)/installed: pyproject.toml
 	@echo "making $(VENV): PyTorch and transformers, about a minute"
@@ -28,10 +28,16 @@ $(VENV)/installed-docs: $(VENV)/installed
 demo: $(VENV)/installed
 	$(BIN)/python examples/static_cache.py
 
+# Each op, pass, cache and kernel in a few of its cases, in less than 5 minutes on 2 cores. What is marked `slow` is left
+# out here, and nowhere else: plain `pytest` runs whatever it is pointed at.
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=30 -m "not slow" $(ARGS)
 
-# The property tests alone, with N times as many examples as `make test` draws, and others than it draws.
+# All tests, as CI does, and with as many threads for each op as PyTorch would take.
+test-all: $(VENV)/installed-test
+	$(BIN)/python -m pytest -n 2 --durations=30 $(ARGS)
+
+# The property tests alone, with N times as many examples as `make test-all` draws, and others than it draws.
 fuzz: SEED := $(shell date +%Y%m%d)
 fuzz: N := 20
 fuzz: $(VENV)/installed-test

@@ -188,12 +188,13 @@ def speed_over_floor(theme: Theme) -> Figure:
 
 def shared_prefix(theme: Theme) -> Figure:
     """Attention to a prefix that all sequences share."""
-    figure = Figure(figsize=(9.6, 3.8))
+    figure, cases = Figure(figsize=(9.6, 3.8)), prefixes()
     figure.subplots_adjust(left=0.18, right=0.985, bottom=0.16, top=0.84)
-    panel(figure.add_subplot(), "Sequences x (shared prefix + own suffix), query/kv heads", prefixes(), theme)
+    panel(figure.add_subplot(), "Sequences x (shared prefix + own suffix), query/kv heads", cases, theme)
     headline(figure, f"A shared prefix: time over the floor, {device('shared_prefix')} (less is better)", theme)
     labels = {**LABELS, "PyTorch": "SDPA, prefix copied", "flash": "PyTorch's flash, merged", "FA3": "FA3, merged"}
-    legend(figure, ["PyTorch", "cascade", "flash", "FA3"], theme, labels)
+    names = [name for name in ("PyTorch", "cascade", "flash", "FA3") if any(name in c.others for c in cases)]
+    legend(figure, names, theme, labels)
     return figure
 
 

@@ -32,7 +32,7 @@ import torch
 from support import results
 from support.results import ResultsError, need, select
 
-from tatten.ops.distributed.push import plan
+from tatten.ops.distributed.push_layout import plan_push
 
 Point = tuple[float, float, float]
 NODE = 8
@@ -85,7 +85,7 @@ def sent(strategy: str, ranks: int, rows: int, head_dim: int) -> tuple[float, fl
     """Rounds and bytes that a rank sends, to merge so many rows in a node: `out` in bfloat16 and `lse` in float32."""
     others, payload = ranks - 1, rows * (2 * head_dim + 4)
     if strategy == "push":
-        two = plan(torch.Size((rows, head_dim)), 2, ranks, False, 1).gather
+        two = plan_push(torch.Size((rows, head_dim)), 2, ranks, False, 1).gather
         return (2, 2 * others / ranks * payload) if two else (1, others * payload)
     if strategy == "all_gather":
         return others, others * payload

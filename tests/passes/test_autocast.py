@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import capture
+from slow import slow_but
 from torch._dynamo.exc import Unsupported
 
 from tatten.passes import Declined, Rewritten, rewrite
@@ -96,7 +97,7 @@ def inputs(dtype=BF16):
     return q, k, v, mask
 
 
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("around", slow_but(["around", "nested"], AROUND))
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
 def test_as_eager(fn, around: str) -> None:
     torch._dynamo.reset()

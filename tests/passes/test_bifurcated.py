@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import capture, listing
+from slow import slow_after
 
 import tatten
 from tatten.passes import Declined, Rewritten, cost, rewrite
@@ -118,7 +119,7 @@ def gm_rows(node) -> int:
     return int(node.meta["example_value"].shape[0])
 
 
-@pytest.mark.parametrize(("order", "dynamic"), ORDERS)
+@pytest.mark.parametrize(("order", "dynamic"), slow_after(1, ORDERS))
 @pytest.mark.parametrize("spelling", FOR_ALL)
 def test_a_prefix_for_all(spelling: str, order: str, dynamic: bool) -> None:
     gm = assert_bifurcates(attention(FOR_ALL[spelling], order), *inputs(), dynamic=DYNAMIC if dynamic else ())
@@ -128,7 +129,7 @@ def test_a_prefix_for_all(spelling: str, order: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize(("order", "dynamic"), ORDERS)
-@pytest.mark.parametrize("spelling", FOR_GROUPS)
+@pytest.mark.parametrize("spelling", slow_after(2, FOR_GROUPS))
 def test_a_prefix_for_each_group(spelling: str, order: str, dynamic: bool) -> None:
     fn = attention(FOR_GROUPS[spelling], order)
     assert_bifurcates(fn, *inputs(G), rows=(G, B), dynamic=DYNAMIC if dynamic else ())

@@ -122,7 +122,7 @@ def test_takes(name: str) -> None:
     gm = capture(fn, *args)
     (finding,) = rewrite(gm).findings
     assert isinstance(finding, Rewritten), finding
-    assert finding.place.file == __file__
+    assert finding.location.file == __file__
     assert not gm.graph.find_nodes(op="call_function", target=sdpa)
     torch.testing.assert_close(compiled(fn, *args), fn(*args))
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from tatten.ops.distributed import push
+from tatten.ops.distributed import communicator, push, push_layout
 from tatten.ops.states import merge
 
 GPUS = torch.cuda.device_count()
@@ -35,7 +35,7 @@ class Case:
     shape: tuple[int, ...] = (1, 24, 1, 128)
     dtype: torch.dtype = BF16
     scatter: bool = False
-    round_bytes: int = push.ROUND_BYTES  # 0: two rounds, but for two ranks; very many: one
+    round_bytes: int = push_layout.ROUND_BYTES  # 0: two rounds, but for two ranks; very many: one
 
     def states(self, ranks: int, seed: int = 0) -> State:
         """Of all ranks, the same on each. Some are empty, some of these NaN; one row is empty on all ranks."""
@@ -49,7 +49,7 @@ class Case:
         return out.cuda(), lse.cuda()
 
     def merge(self, out: Tensor, lse: Tensor, group: str) -> State:
-        push.ROUND_BYTES = self.round_bytes
+        push_layout.ROUND_BYTES = self.round_bytes
         return push.push_merge(out, lse, group, self.scatter)
 
     def check(self, got: State, out: Tensor, lse: Tensor) -> None:
@@ -93,8 +93,8 @@ def own(state: State) -> State:
 def merge_cases() -> list[str]:
     group, found = start(), []
     for case in CASES:
-        for peers in push._peers.values():
-            peers.plans.clear()  # of the same shape with other rounds
+        for connected in communicator._communicators.values():
+            connected.plans.clear()  # of the same shape with other rounds
         out, lse = case.states(dist.get_world_size())
         got = case.merge(*own((out, lse)), group)
         case.check(got, out, lse)
@@ -260,7 +260,7 @@ def test_a_missing_rank_is_an_error_on_all(ranks: int, round_bytes: int) -> None
         missing = "1" if rank != 1 else " and ".join(str(i) for i in range(ranks) if i != 1)
         for error in errors:
             assert f"tatten.tree_merge, strategy 'push': rank {missing} of the {ranks} of group" in error
-            assert "did not come within 4 s" in error
+            assert "did not arrive within 4 s" in error
 
 
 def disagree() -> list[str]:

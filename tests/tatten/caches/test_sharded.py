@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from pairs import pairs
 from ranks import RankError, run_ranks, try_ranks
+from slow import slow_after, slow_but
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -55,7 +57,7 @@ def each_mesh(check: Callable[..., object], *args: object) -> None:
                 raise AssertionError(f"mesh {mesh!r}") from error
 
 
-sizes = pytest.mark.parametrize("n", [1, 2, 3, 4])
+sizes = pytest.mark.parametrize("n", slow_but([2], [1, 2, 3, 4]))
 
 
 def make(mesh: str, capacity: int, layers: int = LAYERS, prompt_mask: Tensor | None = None) -> ShardedKVCache:
@@ -195,10 +197,10 @@ def check_attention(mesh: str, batch: int, dtype: torch.dtype, steps: list[int],
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-@sizes
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize(
+    "n, batch, dtype, padded",
+    slow_after(2, pairs([2, 1, 3, 4], [1, 5], [torch.float32, torch.bfloat16], [False, True])),
+)
 def test_attention(n: int, batch: int, dtype: torch.dtype, padded: bool) -> None:
     run_meshes(n, check_attention, batch, dtype, [5, 1, 1, 5, 1, 7, 1], padded)
 
@@ -267,8 +269,8 @@ def check_compiles_once(mesh: str, inner: str | None) -> int:
     return len(graphs)
 
 
-@pytest.mark.parametrize("inner", [None, "eager", "aot_eager"])
-@pytest.mark.parametrize("mesh", ["2", "heads outside"])
+@pytest.mark.parametrize("inner", slow_but(["aot_eager"], [None, "eager", "aot_eager"]))
+@pytest.mark.parametrize("mesh", slow_but(["2"], ["2", "heads outside"]))
 def test_compiles_once(mesh: str, inner: str | None) -> None:
     """For Dynamo alone, and through tatten's backend."""
     assert set(run_ranks(ranks(mesh), check_compiles_once, mesh, inner)) == {1}
@@ -314,7 +316,8 @@ def check_loaded(cache: ShardedKVCache, held: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "before, after", [("4", "3"), ("3", "4"), ("heads outside", "2 nodes"), ("2", "heads inside"), ("4", "1")]
+    "before, after",
+    slow_after(1, [("2", "heads inside"), ("4", "3"), ("3", "4"), ("heads outside", "2 nodes"), ("4", "1")]),
 )
 def test_checkpoint_on_another_number_of_ranks(before: str, after: str, tmp_path: Path) -> None:
     held = run_ranks(ranks(before), save, before, str(tmp_path))[0]
@@ -388,7 +391,7 @@ def bad_calls() -> None:
         (
             lambda: cache.append(0, *tensors(*FITTING, device="meta")),
             ValueError,
-            "must be on cpu, as the mesh, got meta",
+            "must be on cpu, the device of the mesh, got meta",
         ),
         (lambda: cache.append(0, wide, wide), TypeError, "`key` must be a plain tensor .* got a DTensor"),
         (lambda: cache.prefill(0, *tensors(*FITTING)), ValueError, "needs an empty cache, got one with 5 tokens"),
@@ -433,7 +436,11 @@ def bad_caches() -> None:
         ({"prompt_mask": real.float()}, TypeError, "`prompt_mask` must be bool, got torch.float32"),
         ({"prompt_mask": real[0]}, ValueError, r"must be \[batch, 1 to 8\], got shape \(3,\)"),
         ({"prompt_mask": torch.ones(2, 9).bool()}, ValueError, r"got shape \(2, 9\)"),
-        ({"prompt_mask": real.to("meta")}, ValueError, "`prompt_mask` must be on cpu, as the mesh, got meta"),
+        (
+            {"prompt_mask": real.to("meta")},
+            ValueError,
+            "`prompt_mask` must be on cpu, the device of the mesh, got meta",
+        ),
     ]
     for changes, error, message in calls:
         arguments: dict[str, Any] = {"num_layers": 1, "mesh": mesh, "capacity": 7} | changes

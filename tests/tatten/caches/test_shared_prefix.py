@@ -396,7 +396,7 @@ def test_a_full_cache_can_be_forked_but_not_written() -> None:
         (torch.ones(2, 3), TypeError, "`prompt_mask` must be bool, got torch.float32"),
         (torch.ones(3, dtype=torch.bool), ValueError, r"must be \[prompts, length\], got shape \(3,\)"),
         (torch.ones(2, 3, 1, dtype=torch.bool), ValueError, r"must be \[prompts, length\], got shape \(2, 3, 1\)"),
-        (torch.ones(1, 3, dtype=torch.bool), ValueError, "must have 2 rows, as the batch of `key`, got 1"),
+        (torch.ones(1, 3, dtype=torch.bool), ValueError, "must have batch 2, as `key`, got 1"),
         (torch.ones(2, 2, dtype=torch.bool), ValueError, "must cover all or none of tokens 0 to 2, got 2"),
         (torch.ones(2, 3, dtype=torch.bool, device="meta"), ValueError, "must be on cpu, as `key`, got meta"),
     ],

@@ -15,7 +15,7 @@ from hypothesis.stateful import initialize, invariant, rule
 from torch import Tensor
 
 from tatten.caches.shared_prefix import SharedPrefixCache
-from tatten.caches.shared_prefix_layer import PrefixedKV, repeat_rows
+from tatten.caches.shared_prefix_layer import SharedPrefixLayer, expand_to_batch
 from tatten.integrations import transformers as integration
 
 MOST_SEQUENCES, MOST_CACHES = 12, 6
@@ -106,7 +106,7 @@ class PrefixHistory(History):
             assert cache.nbytes == model.nbytes
             for index, layer in enumerate(self.layers(cache)):
                 assert [key.shape[::2] for key, _ in layer.segments] == model.prefixes
-                parts = [[repeat_rows(x, layer.batch_size) for x in segment] for segment in layer.segments]
+                parts = [[expand_to_batch(x, layer.batch_size) for x in segment] for segment in layer.segments]
                 if layer.forked:
                     assert int(layer.length) == model.used
                     parts.append([layer.keys[:, :, : model.used], layer.values[:, :, : model.used]])
@@ -122,7 +122,7 @@ class SharedPrefixHistory(PrefixHistory):
         real = ~torch.tensor(padding) if padding[0] else None
         return SharedPrefixCache(LAYERS, real)
 
-    def layers(self, cache: Any) -> list[PrefixedKV]:
+    def layers(self, cache: Any) -> list[SharedPrefixLayer]:
         return cache.layers
 
     def look(self, cache: Any, q_len: int) -> tuple[Tensor, Tensor | None]:
@@ -140,7 +140,7 @@ class TransformersHistory(PrefixHistory):
         padding[:] = [[] for _ in padding]
         return integration.SharedPrefixCache(LAYERS)
 
-    def layers(self, cache: Any) -> list[PrefixedKV]:
+    def layers(self, cache: Any) -> list[SharedPrefixLayer]:
         return [layer.kv for layer in cache.layers]
 
     def look(self, cache: Any, q_len: int) -> tuple[Tensor, None]:

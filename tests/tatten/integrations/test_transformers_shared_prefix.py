@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from slow import slow_but
 from tiny_models import GQA, PROMPT, ZOO, prompts
 from torch import Tensor
 from transformers import CompileConfig
@@ -47,7 +48,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", slow_but(["llama", "gemma3", "deepseek_v3", "gpt2"], ZOO))
 def test_generate(name: str, padded: bool) -> None:
     if name == "llama4" and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters:
         pytest.skip(f"`generate` of transformers {transformers.__version__} has no static cache for chunked attention")
@@ -63,7 +64,7 @@ def test_generate(name: str, padded: bool) -> None:
     assert cache.nbytes == prefix
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "gemma3", "gpt2"]))
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
 def test_compiled_generate(name: str, padded: bool) -> None:
     """One graph for all steps, and for the next fork."""
@@ -86,6 +87,7 @@ def test_compiled_generate(name: str, padded: bool) -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_compiled_generate_through_inductor() -> None:
     model, (ids, mask) = build("llama"), prompts(True)
     config = CompileConfig(backend="tatten", mode="default")
@@ -188,7 +190,7 @@ def test_what_transformers_asks() -> None:
             call()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", slow_but([False], [False, True]))
 def test_generating_past_the_capacity(compiled: bool) -> None:
     model, (ids, mask) = build("llama"), prompts(True)
     fork = prefilled(model, ids, mask).fork(1, NEW - 1)
