@@ -132,7 +132,7 @@ def plan_segment(
     window = None if window is None else min(window, kv_len + q_len)  # a longer one is the same, and could overflow
 
     mask = plan_mask(query, key, attn_mask, kv_lens, block_mask, window)
-    listed, groups = mask.listed, mask.groups
+    has_block_list, groups = mask.has_block_list, mask.groups
     follows = follows and mask.find_blocks is None and (block_mask is None or block_mask.is_contiguous())
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
     float8 = key.element_size() == 1
@@ -141,12 +141,12 @@ def plan_segment(
         packed,
         max(block_d, block_dv),
         query.element_size(),
-        has_block_list=listed,
+        has_block_list=has_block_list,
         masked=masked,
         float8=float8,
         large_shared_memory=has_large_shared_memory(query.device),
     )
-    block_n = BLOCK_KEYS if listed else tiles.block_n
+    block_n = BLOCK_KEYS if has_block_list else tiles.block_n
     q_blocks = ceil_div(packed, tiles.block_m)
     work_tiles = kv_batch // groups * kv_heads * q_blocks
     if programs is None:
@@ -164,13 +164,13 @@ def plan_segment(
         programs,
         tiles.block_m,
         block_n,
-        window=None if listed else window,
-        has_lens=kv_lens is not None and not listed,
-        has_block_list=listed,
+        window=None if has_block_list else window,
+        has_lens=kv_lens is not None and not has_block_list,
+        has_block_list=has_block_list,
         max_and_sum=max_and_sum or mask.kind == ADDITIVE_MASK,
     )
     # TMA reads whole tiles, so it is used where every key counts: without a mask, or in its run of full blocks.
-    every_key = listed or (kv_lens is None and window is None)
+    every_key = has_block_list or (kv_lens is None and window is None)
     hopper = not INTERPRETED and capability(query.device) >= (9, 0)
     tma = hopper and every_key and takes_tma(key) and takes_tma(value)
     run_n = max(tiles.block_n, block_n)
@@ -210,7 +210,7 @@ def plan_segment(
         GROUPS=power_of_2(groups),
         MASK=mask.kind,
         HAS_LENS=kv_lens is not None,
-        HAS_BLOCK_LIST=listed,
+        HAS_BLOCK_LIST=has_block_list,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
