@@ -17,21 +17,21 @@ from tatten.ops.validation import BLOCK_KEYS
 
 @dataclass(frozen=True)
 class MaskBlocks:
-    """`tatten.ops.masks.mask_blocks` of masks that are laid out as the one it was planned for."""
+    """Computes `tatten.ops.masks.mask_blocks` for masks of the layout that it was planned for."""
 
-    rows: int
+    kv_rows: int
     n_blocks: int
-    words: int  # of each block, as `_bits_kernel` says
+    words: int  # that `_bits_kernel` writes for each block
     find_bits: Launch
     make_list: Launch
 
     def __call__(self, attn_mask: Tensor, kv_lens: Tensor | None = None) -> Tensor:
         mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
-        bits = torch.empty((self.rows, self.n_blocks, self.words), dtype=torch.int64, device=mask.device)
-        listed = torch.empty((self.rows, self.n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
+        bits = torch.empty((self.kv_rows, self.n_blocks, self.words), dtype=torch.int64, device=mask.device)
+        block_list = torch.empty((self.kv_rows, self.n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
         self.find_bits(mask, mask if kv_lens is None else kv_lens, bits)
-        self.make_list(bits, listed)
-        return listed
+        self.make_list(bits, block_list)
+        return block_list
 
 
 def plan_mask_blocks(
@@ -43,20 +43,20 @@ def plan_mask_blocks(
     kv_lens: Tensor | None = None,
     window: int | None = None,
 ) -> MaskBlocks:
-    """With `kv_lens` and `window`, of what they leave of the mask. `kv_len` is for one that broadcasts over keys."""
+    """Plan for a mask, which `kv_lens` and `window` may narrow. Give `kv_len` if the mask broadcasts over keys."""
     mask = squeeze_broadcast(attn_mask)
     kv_len = mask.shape[3] if kv_len is None else kv_len
     mask = mask.expand(*mask.shape[:3], kv_len)
-    rows = kv_batch if kv_lens is not None else mask_rows(attn_mask, kv_batch)
+    kv_rows = kv_batch if kv_lens is not None else mask_rows(attn_mask, kv_batch)
     n_blocks = ceil_div(kv_len, BLOCK_KEYS)
     seqs_per_kv = batch // kv_batch if mask.shape[0] == batch else 1
-    # The same number of keys for a program: one row of the mask after the other would wait for each.
+    # A program loads the same number of keys either way; with many queries one at a time would wait for each load.
     n_queries = seqs_per_kv * mask.shape[1] * mask.shape[2]
-    rows_at_once, at_once = (8, 4) if n_queries > 4 else (1, 16)
+    block_q, blocks_at_once = (8, 4) if n_queries > 4 else (1, 16)
     additive = mask.dtype != torch.bool
     find_bits = Launch(
         _bits_kernel,
-        (rows, ceil_div(n_blocks, at_once)),
+        (kv_rows, ceil_div(n_blocks, blocks_at_once)),
         {},
         mask_strides=(0 if mask.shape[0] == 1 else mask.stride(0), *mask.stride()[1:]),
         seqs_per_kv=seqs_per_kv,
@@ -70,16 +70,16 @@ def plan_mask_blocks(
         HAS_LENS=kv_lens is not None,
         WINDOW=window is not None,
         BLOCK_KEYS=BLOCK_KEYS,
-        BLOCKS_AT_ONCE=at_once,
-        BLOCK_Q=rows_at_once,
+        BLOCKS_AT_ONCE=blocks_at_once,
+        BLOCK_Q=block_q,
     )
     make_list = Launch(
         _list_kernel,
-        (rows,),
+        (kv_rows,),
         {},
         n_blocks=n_blocks,
         n_queries=n_queries,
         ADDITIVE=additive,
         BLOCKS_AT_ONCE=64 if n_blocks <= 64 else 1024,
     )
-    return MaskBlocks(rows, n_blocks, 4 if additive else 2, find_bits, make_list)
+    return MaskBlocks(kv_rows, n_blocks, 4 if additive else 2, find_bits, make_list)

@@ -1,4 +1,4 @@
-"""Planning a launch of the lean kernel: tiles, grid, and where its states lie. Running it is a call of the plan."""
+"""Planning a launch of the decode kernel: its tiles, its grid and where its states lie. Call the plan to launch it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tatten.ops.variant import PLAIN, AttentionVariant
 
 @dataclass(frozen=True)
 class Segment:
-    """A launch of the lean kernel for tensors that are laid out as those it was planned for."""
+    """A launch of the decode kernel for tensors of the layout that it was planned for."""
 
     tile_space: TileSpace
     launch: Launch
@@ -54,7 +54,7 @@ class Segment:
         variant: AttentionVariant = PLAIN,
     ) -> Partials:
         _, _, sinks, key_scale, value_scale = variant
-        # The kernels read these as they lie; a copy is a launch to be waited for.
+        # The kernels take these to be contiguous. A copy is one more launch.
         kv_lens, block_mask, sinks, key_scale, value_scale = [
             None if x is None else x.contiguous() for x in (kv_lens, block_mask, sinks, key_scale, value_scale)
         ]
@@ -85,9 +85,9 @@ class Segment:
 
 
 def _constant_stride(x: Tensor) -> int:
-    """The stride of the length if it is known when the kernel is compiled, which saves registers; else 0.
+    """The stride of the length to compile for, which saves registers, or 0 to pass it at run time.
 
-    Where it goes with the batch, as for `[length, batch, heads, head_dim]`, each would be compiled anew.
+    A large one may depend on the batch, as for `[length, batch, heads, head_dim]`, and would compile for each batch.
     """
     return x.stride(2) if x.stride(2) < 1 << 14 else 0
 
@@ -107,26 +107,32 @@ def plan_segment(
     variant: AttentionVariant = PLAIN,
     *,
     whole: bool = True,
-    paired: bool = False,
+    max_and_sum: bool = False,
     follows: bool = False,
     tiles: Tiles | None = None,
     programs: int | None = None,
-    overlap: bool = True,
+    pdl: bool = True,
 ) -> Segment:
-    """One launch of the kernel on checked inputs. `whole`: these are all segments, so whole work_tiles are final.
+    """Plan one launch of the kernel for checked inputs.
 
-    `paired`: another segment has an additive mask, so that states are merged as `TileSpace` says.
-    `follows`: nothing that this launch reads was written by the one just before, which it then runs beside; nor, on the
-    same stream, anything since.
+    Args:
+        query, key, value, attn_mask, kv_lens, scale, variant: as `tatten.decode_attention` takes them.
+        block_mask: the block list of `attn_mask`, if it was found before.
+        whole: there are no other segments, so that whole work tiles are final.
+        max_and_sum: partial states have maximum and sum instead of their lse, because of an additive mask elsewhere.
+        follows: the launch just before wrote nothing that this one reads, and nothing on the stream did since. Then the
+            two run side by side.
+        tiles, programs: by default what `tatten.ops.cuda.heuristics` chooses.
+        pdl: let this launch begin before the one before ends (programmatic dependent launch), where a GPU can.
     """
     batch, q_heads, q_len, head_dim = query.shape
     kv_batch, kv_heads, kv_len, value_dim = *key.shape[:3], value.shape[3]
     packed = packed_q_rows(query, key)
     window, softcap, sinks, key_scale, value_scale = variant
-    window = None if window is None else min(window, kv_len + q_len)  # more is the same, and could overflow
+    window = None if window is None else min(window, kv_len + q_len)  # a longer one is the same, and could overflow
 
     mask = plan_mask(query, key, attn_mask, kv_lens, block_mask, window)
-    listed, groups = mask.listed, mask.groups
+    has_block_list, groups = mask.has_block_list, mask.groups
     follows = follows and mask.find_blocks is None and (block_mask is None or block_mask.is_contiguous())
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
     float8 = key.element_size() == 1
@@ -135,18 +141,18 @@ def plan_segment(
         packed,
         max(block_d, block_dv),
         query.element_size(),
-        has_block_list=listed,
+        has_block_list=has_block_list,
         masked=masked,
         float8=float8,
         large_shared_memory=has_large_shared_memory(query.device),
     )
-    block_n = BLOCK_KEYS if listed else tiles.block_n
+    block_n = BLOCK_KEYS if has_block_list else tiles.block_n
     q_blocks = ceil_div(packed, tiles.block_m)
     work_tiles = kv_batch // groups * kv_heads * q_blocks
     if programs is None:
         most = tiles.per_sm * multiprocessors(query.device)
         n_tiles = max(1, ceil_div(kv_len, block_n))
-        # Rows of any length have no even shares; those of a mask often are equally long.
+        # Ragged lengths have no even shares; the block lists of a mask are often equally long.
         programs = most if kv_lens is not None else programs_for(groups * work_tiles, n_tiles, most)
     space = TileSpace(
         groups,
@@ -158,23 +164,23 @@ def plan_segment(
         programs,
         tiles.block_m,
         block_n,
-        window=None if listed else window,
-        has_lens=kv_lens is not None and not listed,
-        has_block_list=listed,
-        max_and_sum=paired or mask.kind == ADDITIVE_MASK,
+        window=None if has_block_list else window,
+        has_lens=kv_lens is not None and not has_block_list,
+        has_block_list=has_block_list,
+        max_and_sum=max_and_sum or mask.kind == ADDITIVE_MASK,
     )
-    # The copy engine reads whole tiles, so only where every key counts, or of a mask the run of full blocks.
-    every_key = listed or (kv_lens is None and window is None)
+    # TMA reads whole tiles, so it is used where every key counts: without a mask, or in its run of full blocks.
+    every_key = has_block_list or (kv_lens is None and window is None)
     hopper = not INTERPRETED and capability(query.device) >= (9, 0)
     tma = hopper and every_key and takes_tma(key) and takes_tma(value)
     run_n = max(tiles.block_n, block_n)
-    overlap = overlap and hopper
+    pdl = pdl and hopper
     acc_dtype = accumulator_dtype(query.dtype)
     pair = (2,) if space.max_and_sum else ()
     launch = Launch(
         _decode_kernel,
         (programs,),
-        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": overlap},
+        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl},
         query_strides=query.stride(),
         key_strides=key.stride(),
         value_strides=value.stride(),
@@ -204,7 +210,7 @@ def plan_segment(
         GROUPS=power_of_2(groups),
         MASK=mask.kind,
         HAS_LENS=kv_lens is not None,
-        HAS_BLOCK_LIST=listed,
+        HAS_BLOCK_LIST=has_block_list,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
@@ -216,7 +222,7 @@ def plan_segment(
         INT64_OFFSETS=max(x.stride(3) * x.shape[3] for x in (query, key, value)) >= 1 << 31,
         INT64_TILES=space.int64_tiles,
         TMA=tma,
-        PDL=overlap,
+        PDL=pdl,
         WAIT_LAST=follows,
         FLOAT32_DOTS=INTERPRETED,  # bf16 dots are garbage in the interpreter (Triton 3.6 to 3.9)
     )
@@ -236,10 +242,10 @@ def plan_segment(
 
 @dataclass(frozen=True)
 class DecodeAttention:
-    """`tatten::decode_attention` of tensors that are laid out as those it was planned for."""
+    """Computes `tatten::decode_attention` for tensors of the layout that it was planned for."""
 
     segment: Segment
-    merge: Combine
+    combine: Combine
 
     def __call__(
         self,
@@ -251,7 +257,7 @@ class DecodeAttention:
         block_mask: Tensor | None = None,
         variant: AttentionVariant = PLAIN,
     ) -> tuple[Tensor, Tensor]:
-        return self.merge(self.segment(query, key, value, attn_mask, kv_lens, block_mask, variant))
+        return self.combine(self.segment(query, key, value, attn_mask, kv_lens, block_mask, variant))
 
 
 def plan_attention(
@@ -267,7 +273,7 @@ def plan_attention(
     tiles: Tiles | None = None,
     programs: int | None = None,
 ) -> DecodeAttention:
-    """The two launches for checked inputs."""
+    """Plan the two launches for checked inputs."""
     segment = plan_segment(
         query, key, value, attn_mask, kv_lens, scale, block_mask, variant, tiles=tiles, programs=programs
     )

@@ -1,4 +1,4 @@
-"""The CUDA implementations: checks, and who computes what, which are done once for tensors of one layout."""
+"""The ops on CUDA: checks and the choice of a provider, done once for tensors of one layout."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _plan_decode(
     variant: AttentionVariant,
     provider: str,
 ) -> Callable[..., State]:
-    """What computes it, given query, key, value, attn_mask, kv_lens, spans and variant."""
+    """Plan a function of query, key, value, attn_mask, kv_lens, spans and variant that computes the op."""
     given = {"key": key, "value": value, "attn_mask": attn_mask, "kv_lens": kv_lens, "spans": spans}
     check_devices(query, **given, **variant.tensors)
     check_decode_attention(query, key, value, attn_mask, kv_lens, variant)
@@ -113,7 +113,7 @@ def _plan_bifurcated(
     spans: Sequence[Tensor | None],
     scale: float | None,
 ) -> Callable[..., State]:
-    """What computes it, of query, keys, values, attn_masks and spans."""
+    """Plan a function of query, keys, values, attn_masks and spans that computes the op."""
     for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks), ("spans", spans)):
         check_devices(query, **{f"{name}[{i}]": x for i, x in enumerate(tensors)})
     check_bifurcated_attention(query, keys, values, attn_masks, spans)

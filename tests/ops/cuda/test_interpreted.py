@@ -59,7 +59,7 @@ def launch_and_merge(inputs: dict, **options) -> tuple[Any, tuple[Tensor, Tensor
     from tatten.ops.cuda.decode import plan_segment
 
     given = with_variant(inputs)
-    segment = plan_segment(**given, **options, overlap=False)
+    segment = plan_segment(**given, **options, pdl=False)
     parts = segment(**{name: x for name, x in given.items() if name != "scale"})
     return parts, plan_combine(inputs["query"], inputs["value"].shape[3], segment.tile_space, pdl=False)(parts)
 
