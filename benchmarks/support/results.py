@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,13 @@ class ResultsError(ValueError):
 
 def write(path: Path, device: str, rows: Sequence[dict[str, Any]], **more: object) -> None:
     """Write a run's figures; `device` is `cpu` or `cuda`."""
-    ran = command()
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:  # PyTorch for CPUs comes without
         triton = None
     written = {
-        "benchmark": Path(next(x for x in ran.split() if x.endswith(".py"))).stem,
-        "command": ran,
+        "benchmark": Path(sys.argv[0]).stem,
+        "command": command(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "device": device_name(device),
         "torch": torch.__version__,
