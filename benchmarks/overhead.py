@@ -39,7 +39,7 @@ def calls_of(batch: int, kv_len: int) -> dict[str, Call]:
     prefix = [randn(1, 8, kv_len, 128) for _ in "kv"]
     lens = torch.full((batch,), kv_len, device="cuda")
     mask = (torch.arange(kv_len, device="cuda") < kv_len - 100).expand(batch, 1, 1, -1)
-    blocks = torch.ops.tatten.mask_blocks(mask, batch, batch, 1)
+    blocks = torch.ops.tatten.block_mask(mask)
     out, lse = torch.randn(4, batch, 32, 128, device="cuda"), torch.randn(4, batch, 32, device="cuda")
     op = torch.ops.tatten.decode_attention.default
     cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default

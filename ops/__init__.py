@@ -1,6 +1,16 @@
 """What runs: `torch.library` ops that return attention states `(out, lse)`, and their implementations."""
 
-from tatten.ops.api import bifurcated_attention, decode_attention, merge_state, merge_states
+from tatten.ops.api import bifurcated_attention, block_mask, decode_attention
 from tatten.ops.distributed.tree_merge import tree_merge
+from tatten.ops.masks import BlockMask
+from tatten.ops.merge import merge_state, merge_states
 
-__all__ = ["bifurcated_attention", "decode_attention", "merge_state", "merge_states", "tree_merge"]
+__all__ = [
+    "BlockMask",
+    "bifurcated_attention",
+    "block_mask",
+    "decode_attention",
+    "merge_state",
+    "merge_states",
+    "tree_merge",
+]

@@ -1,4 +1,4 @@
-"""The public functions. They work in eager mode and inside `torch.compile` with any backend."""
+"""The public attention functions. They work in eager mode and inside `torch.compile` with any backend."""
 
 from __future__ import annotations
 
@@ -9,8 +9,32 @@ import torch
 from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
-from tatten.ops.states import merge
-from tatten.ops.validation import check_stack, check_state_pair, check_tensors, names_keywords
+from tatten.ops.masks import BlockList, BlockMask, KeySpans, data_of
+from tatten.ops.validation import check_mask_alone, check_segments, check_tensors, names_keywords
+
+
+def block_mask(attn_mask: Tensor, *, kv_batch: int | None = None) -> BlockMask:
+    """Find the keys that a mask leaves over, once for all layers that share it.
+
+    Without it each call of `decode_attention` finds them again: two small kernels on CUDA, a few on a CPU. A graph
+    compiled with `backend="tatten"` does this by itself. Results are the same to the bit.
+
+    Args:
+        attn_mask: bool (True takes part) or additive, broadcastable to `[batch, q_heads, q_length, kv_length]`, of
+            which the last dimension is kv_length and not 1.
+        kv_batch: for `bifurcated_attention`, the batch of the segment that the mask is over, which divides the mask's.
+            Default: the mask's.
+
+    Returns:
+        A `BlockMask`, on the device of the mask.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what was expected and what came.
+    """
+    check_tensors(attn_mask=attn_mask)
+    check_mask_alone(attn_mask, kv_batch)
+    kind = KeySpans if attn_mask.device.type == "cpu" else BlockList
+    return kind(torch.ops.tatten.block_mask.default(attn_mask, kv_batch), attn_mask.shape[-1])
 
 
 @overload
@@ -20,6 +44,7 @@ def decode_attention(
     value: Tensor,
     *,
     attn_mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     kv_lens: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
@@ -37,6 +62,7 @@ def decode_attention(
     value: Tensor,
     *,
     attn_mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     kv_lens: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
@@ -54,6 +80,7 @@ def decode_attention(
     value: Tensor,
     *,
     attn_mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     kv_lens: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
@@ -76,6 +103,8 @@ def decode_attention(
         value: `[batch, kv_heads, kv_length, value_dim]`, in the dtype of `key`.
         attn_mask: bool (True takes part) or additive in float32 or `query`'s dtype; broadcastable to
             `[batch, q_heads, q_length, kv_length]`, stride 0 included.
+        block_mask: what `tatten.block_mask` found in `attn_mask`, to save finding it again in each layer that has the
+            same mask. With `kv_lens` or `window`, which leave fewer keys than the mask does, it is not used.
         kv_lens: int32 or int64 `[batch]`, on the device of `query`: only the first `kv_lens[b]` keys of sequence `b`
             take part. Values outside `[0, kv_length]` are an error on a CPU and clamped on a GPU, which is never
             synchronised.
@@ -113,6 +142,7 @@ def decode_attention(
         attn_mask,
         kv_lens,
         scale,
+        None if block_mask is None else data_of(block_mask, attn_mask, key),
         window=window,
         softcap=softcap,
         sinks=sinks,
@@ -130,6 +160,7 @@ def bifurcated_attention(
     values: Sequence[Tensor],
     *,
     attn_masks: Sequence[Tensor | None] | None = None,
+    block_masks: Sequence[BlockMask | None] | None = None,
     scale: float | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -140,6 +171,7 @@ def bifurcated_attention(
     values: Sequence[Tensor],
     *,
     attn_masks: Sequence[Tensor | None] | None = None,
+    block_masks: Sequence[BlockMask | None] | None = None,
     scale: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -150,6 +182,7 @@ def bifurcated_attention(
     values: Sequence[Tensor],
     *,
     attn_masks: Sequence[Tensor | None] | None = None,
+    block_masks: Sequence[BlockMask | None] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -170,6 +203,7 @@ def bifurcated_attention(
         attn_masks: for each segment None, or a mask that broadcasts to `[B, q_heads, q_length, length_i]` or, one for
             each row of the segment, `[B_i, q_heads, q_length, length_i]`; bool (True takes part) or additive, in
             float32 or `query`'s dtype. Keys outside the span that it leaves over are never read.
+        block_masks: for each segment None, or what `tatten.block_mask` found in its mask, with `kv_batch=B_i`.
         scale: factor of the scores. Default: `head_dim ** -0.5`.
         return_lse: return the attention state `(out, lse)` and not only `out`.
 
@@ -184,58 +218,15 @@ def bifurcated_attention(
     for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks)):
         if isinstance(tensors, Tensor):
             raise TypeError(f"`{name}` must be a sequence of Tensors, got {type(tensors).__name__}")
+    if isinstance(block_masks, BlockMask):
+        raise TypeError(f"`block_masks` must be a sequence of BlockMasks, got {type(block_masks).__name__}")
     masks = [None] * len(keys) if attn_masks is None else list(attn_masks)
     given = {f"{name}[{i}]": x for name, tensors in (("keys", keys), ("values", values)) for i, x in enumerate(tensors)}
     check_tensors(query=query, **given, **{f"attn_masks[{i}]": x for i, x in enumerate(masks) if x is not None})
-    spans: list[Tensor | None] = [None] * len(keys)
-    out, lse = torch.ops.tatten.bifurcated_attention.default(query, list(keys), list(values), masks, spans, scale)
+    data: list[Tensor | None] = [None] * len(keys)
+    if block_masks is not None:
+        check_segments(keys, attn_masks=masks, block_masks=block_masks)
+        for i, (found, mask, key) in enumerate(zip(block_masks, masks, keys, strict=True)):
+            data[i] = None if found is None else data_of(found, mask, key, i)
+    out, lse = torch.ops.tatten.bifurcated_attention.default(query, list(keys), list(values), masks, data, scale)
     return (out, lse) if return_lse else out
-
-
-def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention states over disjoint sets of keys, stacked on dim 0.
-
-    The sum runs in the order of dim 0, so the result is reproducible to the bit. A state whose lse is -inf, +inf or NaN
-    is empty, whatever its `out` holds. In a compiled function this is plain PyTorch, which Inductor fuses with its
-    neighbours. Formula: FlashInfer, arXiv 2501.01005, section 2.2.
-
-    A weight is as exact as the lse that it comes from: relative to 1 it is off by up to `2^-23 * max(abs(lse))` in
-    float32, half of it from each of two. That is rounding for ordinary scores, and everything where a query's keys all
-    have a bias like -1e9: there `lse = bias + log(n)` no longer tells 3 keys from 1000. `decode_attention` and
-    `bifurcated_attention` are exact for such queries, too, as they merge within one call by other means; `tree_merge`
-    is not.
-
-    Args:
-        out: `[n, ..., head_dim]`.
-        lse: `[n, ...]`, natural logarithm, float32 (float64 for float64 `out`).
-
-    Returns:
-        `out` `[..., head_dim]` in `out`'s dtype, and `lse` `[...]`.
-
-    Raises:
-        TypeError, ValueError: shapes, dtypes or devices do not fit.
-        NotImplementedError: gradients are wanted.
-    """
-    check_tensors(out=out, lse=lse)
-    if torch.compiler.is_compiling():
-        check_stack(out, lse)
-        return merge(out, lse)
-    merged_out, merged_lse = torch.ops.tatten.merge_states.default(out, lse)
-    return merged_out, merged_lse
-
-
-def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two attention states over disjoint sets of keys: `merge_states` for two, commutative to the bit.
-
-    Args:
-        out_a, out_b: `[..., head_dim]`, of one shape and dtype.
-        lse_a, lse_b: `[...]`.
-
-    Returns, raises: as `merge_states`.
-    """
-    check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    if torch.compiler.is_compiling():
-        check_state_pair(out_a, lse_a, out_b, lse_b)
-        return merge(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))
-    out, lse = torch.ops.tatten.merge_state.default(out_a, lse_a, out_b, lse_b)
-    return out, lse

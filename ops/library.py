@@ -15,13 +15,12 @@ from tatten.ops.cpu import attention as cpu
 from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
-from tatten.ops.masks import mask_blocks, mask_rows, mask_spans
-from tatten.ops.states import accumulator_dtype
+from tatten.ops.masks import block_list, key_spans, mask_rows
+from tatten.ops.states import State, accumulator_dtype
 from tatten.ops.validation import BLOCK_KEYS, check_decode_no_grad, check_segments_no_grad, check_state_pair
 from tatten.ops.variant import AttentionVariant
 
 Kernel = Callable[..., Any]
-State = tuple[Tensor, Tensor]
 DecodeImplementation = Callable[
     [
         Tensor,  # query
@@ -30,7 +29,7 @@ DecodeImplementation = Callable[
         Tensor | None,  # attn_mask
         Tensor | None,  # kv_lens
         float | None,  # scale
-        Tensor | None,  # spans
+        Tensor | None,  # block_mask
         AttentionVariant,
         str,  # provider
     ],
@@ -41,20 +40,17 @@ _library = torch.library.Library("tatten", "DEF")
 
 _library.define(
     "decode_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? kv_lens=None, "
-    "float? scale=None, Tensor? spans=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
+    "float? scale=None, Tensor? block_mask=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
     'Tensor? key_scale=None, Tensor? value_scale=None, str provider="auto") -> (Tensor out, Tensor lse)',
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "bifurcated_attention(Tensor query, Tensor[] keys, Tensor[] values, Tensor?[] attn_masks, Tensor?[] spans, "
+    "bifurcated_attention(Tensor query, Tensor[] keys, Tensor[] values, Tensor?[] attn_masks, Tensor?[] block_masks, "
     "float? scale=None) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_library.define("mask_spans(Tensor attn_mask, SymInt? batch=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define(
-    "mask_blocks(Tensor attn_mask, SymInt batch, SymInt kv_batch, SymInt q_len) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+_library.define("block_mask(Tensor attn_mask, SymInt? kv_batch=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define("block_list(Tensor attn_mask, SymInt kv_batch) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define("merge_states(Tensor out, Tensor lse) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
     "merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
@@ -81,7 +77,7 @@ def decode_kernel(implementation: DecodeImplementation) -> Kernel:
         attn_mask: Tensor | None = None,
         kv_lens: Tensor | None = None,
         scale: float | None = None,
-        spans: Tensor | None = None,
+        block_mask: Tensor | None = None,
         *,
         window: int | None = None,
         softcap: float | None = None,
@@ -91,7 +87,7 @@ def decode_kernel(implementation: DecodeImplementation) -> Kernel:
         provider: str = "auto",
     ) -> State:
         variant = AttentionVariant(window, softcap, sinks, key_scale, value_scale)
-        return implementation(query, key, value, attn_mask, kv_lens, scale, spans, variant, provider)
+        return implementation(query, key, value, attn_mask, kv_lens, scale, block_mask, variant, provider)
 
     return kernel
 
@@ -103,7 +99,7 @@ def _fake_decode_attention(
     attn_mask: Tensor | None,
     kv_lens: Tensor | None,
     scale: float | None,
-    spans: Tensor | None,
+    block_mask: Tensor | None,
     variant: AttentionVariant,
     provider: str,
 ) -> State:
@@ -123,7 +119,7 @@ def _(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     attn_masks: Sequence[Tensor | None],
-    spans: Sequence[Tensor | None],
+    block_masks: Sequence[Tensor | None],
     scale: float | None = None,
 ) -> State:
     check_segments_no_grad(query, keys, values, attn_masks)
@@ -133,8 +129,8 @@ def _(
     return out, lse
 
 
-@torch.library.register_fake("tatten::mask_blocks", lib=_library)
-def _(attn_mask: Tensor, batch: int, kv_batch: int, q_len: int) -> Tensor:
+@torch.library.register_fake("tatten::block_list", lib=_library)
+def _(attn_mask: Tensor, kv_batch: int) -> Tensor:
     n_blocks = (attn_mask.shape[-1] + BLOCK_KEYS - 1) // BLOCK_KEYS
     return attn_mask.new_empty((mask_rows(attn_mask, kv_batch), n_blocks + 1, 2), dtype=torch.int64)
 
@@ -170,10 +166,18 @@ def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     return out, lse
 
 
-_library.impl("mask_spans", mask_spans, "CompositeImplicitAutograd")
+def _block_mask(attn_mask: Tensor, kv_batch: int | None = None) -> Tensor:
+    """Find the `data` of a `BlockMask`: on a CPU in plain PyTorch, which Inductor fuses; on CUDA by one opaque op."""
+    if attn_mask.device.type == "cpu":
+        return key_spans(attn_mask, kv_batch)
+    data: Tensor = torch.ops.tatten.block_list.default(attn_mask, mask_rows(attn_mask, kv_batch))
+    return data
+
+
+_library.impl("block_mask", _block_mask, "CompositeImplicitAutograd")
 _library.impl("tree_merge", tree_merge_op, "CompositeImplicitAutograd")
-_library.impl("mask_blocks", mask_blocks, "CPU")
-_library.impl("mask_blocks", cuda.mask_blocks, "CUDA")
+_library.impl("block_list", block_list, "CPU")
+_library.impl("block_list", cuda.block_list, "CUDA")
 _KERNELS: dict[str, dict[str, Kernel]] = {
     "decode_attention": {
         "CPU": decode_kernel(cpu.decode_attention),

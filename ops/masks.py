@@ -1,6 +1,12 @@
-"""What a mask leaves over, found once for all layers that share it."""
+"""What an attention mask leaves of the keys, found once for all layers that share the mask.
+
+`tatten::block_mask` finds it: `key_spans` on a CPU, `block_list` on CUDA. A `BlockMask` names the columns of either.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +20,105 @@ from tatten.ops.validation import BLOCK_KEYS
 # next bias is 1e31 above, and scores do not differ by that. Models write padding as `finfo.min` of float32 and
 # bfloat16; -65504, that of float16, is no such bound.
 EXCLUDING_BIAS = torch.finfo(torch.float32).min / 2
+
+
+@dataclass(frozen=True)
+class BlockMask:
+    """What an attention mask leaves of the keys: made once by `tatten.block_mask`, passed to each layer with the mask.
+
+    Attributes:
+        data: an int64 tensor on the device of the mask, with a row for each row of the KV, or one for all of them. Its
+            columns are those of `KeySpans` on a CPU, and of `BlockList` on CUDA.
+        kv_length: how many keys the mask is over.
+    """
+
+    data: Tensor
+    kv_length: int
+
+
+class Span(NamedTuple):
+    """The keys from `start` up to but not including `stop`, 0 and 0 where there are none.
+
+    `full`: every query attends to all of them with no bias, so that the mask need not be looked at again.
+    """
+
+    start: int
+    stop: int
+    full: bool
+
+    @property
+    def empty(self) -> bool:
+        return self.start == self.stop
+
+
+class KeySpans(BlockMask):
+    """A `BlockMask` on a CPU: `data` is `[rows, 3]`, a `Span` in each row. Its columns are `[rows]`."""
+
+    @property
+    def start(self) -> Tensor:
+        """The first key that any query attends to."""
+        return self.data[:, 0]
+
+    @property
+    def stop(self) -> Tensor:
+        """The place after the last such key."""
+        return self.data[:, 1]
+
+    @property
+    def full(self) -> Tensor:
+        """1 where every query attends to all keys of the span with no bias, else 0."""
+        return self.data[:, 2]
+
+
+class BlockList(BlockMask):
+    """A `BlockMask` on CUDA: `data` is `[rows, n_blocks + 1, 2]`, and lists the blocks of 64 keys in each row.
+
+    A block is full where all queries attend to all of its 64 keys with no bias. Listed are the blocks of the longest
+    run of full ones, then the others that are not empty, then the empty ones, each group in order.
+    """
+
+    @property
+    def counts(self) -> Tensor:
+        """`[rows]`: how many blocks are not empty."""
+        return self.data[:, 0, 0]
+
+    @property
+    def runs(self) -> Tensor:
+        """`[rows]`: how many blocks the longest run of full ones has."""
+        return self.data[:, 0, 1]
+
+    @property
+    def blocks(self) -> Tensor:
+        """`[rows, n_blocks]`: the number of each listed block."""
+        return self.data[:, 1:, 0]
+
+    @property
+    def keys(self) -> Tensor:
+        """`[rows, n_blocks]`: the keys of each listed block that any query attends to, as the bits of an int64."""
+        return self.data[:, 1:, 1]
+
+
+def data_of(block_mask: object, attn_mask: Tensor | None, key: Tensor, segment: int | None = None) -> Tensor:
+    """The tensor of a `BlockMask` that a user gave; raise unless it can be that of `attn_mask` over `key`."""
+    end = "" if segment is None else f"s[{segment}]"
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"`block_mask{end}` must be what tatten.block_mask returns, got {type(block_mask).__name__}")
+    if attn_mask is None:
+        raise ValueError(
+            f"`block_mask{end}` must come with the `attn_mask{end}` that it was made from, got None for it"
+        )
+    if key.dim() == 4:
+        kv_batch, kv_length, rows = key.shape[0], key.shape[2], block_mask.data.shape[0]
+        if block_mask.data.device != key.device:
+            wanted = f"on the device of `key{end}`, {key.device}"
+            raise ValueError(f"`block_mask{end}` must be {wanted}, got {block_mask.data.device}")
+        if block_mask.kv_length != kv_length:
+            wanted = f"over the {kv_length} keys of `key{end}`"
+            raise ValueError(f"`block_mask{end}` must be {wanted}, got one over {block_mask.kv_length}")
+        if rows not in (1, kv_batch):
+            wanted = f"1 row, or {kv_batch} like the batch of `key{end}` (`kv_batch={kv_batch}`)"
+            raise ValueError(f"`block_mask{end}` must have {wanted}, got {rows}")
+    return block_mask.data
 
 
 def used_and_plain(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,26 +140,27 @@ def used_and_plain(mask: Tensor) -> tuple[Tensor, Tensor]:
     return used.any(dim=1), (mask == 0).all(dim=1)
 
 
-def mask_spans(attn_mask: Tensor, batch: int | None = None) -> Tensor:
-    """`tatten::mask_spans`: for each row of the KV the span of keys that any of its queries attends to.
+def mask_rows(attn_mask: Tensor, kv_batch: int | None) -> int:
+    """How many rows a mask's `BlockMask` has: it follows from shapes, so that it is known before the mask is."""
+    if attn_mask.dim() < 4 or attn_mask.shape[0] == 1:
+        return 1
+    return attn_mask.shape[0] if kv_batch is None else kv_batch
+
+
+def key_spans(attn_mask: Tensor, kv_batch: int | None = None) -> Tensor:
+    """The `data` of `KeySpans`: for each row of the KV the span of keys that any of its queries attends to.
 
     Plain PyTorch, which Inductor fuses into a kernel or two.
 
     Args:
         attn_mask: bool or additive, `[sequences or 1, heads or 1, q_length or 1, kv_length]`, or of lower rank.
-        batch: the batch of the KV, where sequences share its rows: each row then gets the span of all that read it.
+        kv_batch: the batch of the KV where sequences share its rows: each row then gets the span of all that read it.
             Default: the number of sequences.
-
-    Returns:
-        int64 `[batch or 1, 3]`: the first key, the place after the last one (both 0 if there is none), and whether
-        every query attends to all keys between them with no bias, so that the mask need not be looked at again.
     """
-    rows = attn_mask.shape[0] if attn_mask.dim() == 4 else 1
+    rows = mask_rows(attn_mask, kv_batch)
     mask = squeeze_broadcast(attn_mask)
-    if batch is not None and mask.shape[0] not in (1, batch):
-        mask = mask.unflatten(0, (batch, -1)).flatten(1, 2)
-    if batch is not None and rows != 1:
-        rows = batch
+    if mask.shape[0] not in (1, rows):
+        mask = mask.unflatten(0, (rows, -1)).flatten(1, 2)
     kv_len = mask.shape[3]
     if kv_len == 0:
         return attn_mask.new_zeros((rows, 3), dtype=torch.int64)
@@ -67,44 +173,33 @@ def mask_spans(attn_mask: Tensor, batch: int | None = None) -> Tensor:
     return torch.stack((start, stop, full.to(torch.int64)), dim=1).expand(rows, -1).contiguous()
 
 
-def mask_rows(attn_mask: Tensor, kv_batch: int) -> int:
-    """How many rows `mask_blocks` finds: that of the shape, so that it is known before the mask is."""
-    return 1 if attn_mask.dim() < 4 or attn_mask.shape[0] == 1 else kv_batch
-
-
-def mask_blocks(attn_mask: Tensor, batch: int, kv_batch: int, q_len: int) -> Tensor:
-    """`tatten::mask_blocks`: for each row of the KV the blocks of 64 keys of which any of its queries attends to some.
+def block_list(attn_mask: Tensor, kv_batch: int) -> Tensor:
+    """The `data` of a `BlockList`: for each row of the KV the blocks of which any of its queries attends to a key.
 
     Plain PyTorch; `tatten.ops.cuda.block_mask` does the same on a GPU, but lists keys at `EXCLUDING_BIAS` where a mask
     has rows of its own for more than 63 queries of one row of the KV.
 
     Args:
-        attn_mask: bool or additive, `[batch or kv_batch or 1, heads or 1, q_length or 1, kv_length]`, or of lower rank.
-        batch: the number of sequences.
-        kv_batch: the batch of the KV, where sequences share its rows; divides `batch`.
-        q_len: the number of queries of a sequence.
-
-    Returns:
-        int64 `[kv_batch or 1, n_blocks + 1, 2]`: first how many blocks are not empty, and the length of the longest run
-        of full ones, that is, where all queries attend to all of 64 keys, with no bias. Then for each block its number
-        and its keys as bits: those of the run, the others that are not empty, the empty ones, each in order.
+        attn_mask: bool or additive, `[sequences or kv_batch or 1, heads or 1, q_length or 1, kv_length]`, or of lower
+            rank.
+        kv_batch: the batch of the KV, where sequences share its rows; divides the number of sequences.
     """
     rows = mask_rows(attn_mask, kv_batch)
     mask = squeeze_broadcast(attn_mask)
-    mask = mask.unflatten(0, (kv_batch, -1)) if mask.shape[0] == batch else mask.unsqueeze(1)
+    mask = mask.unsqueeze(1) if mask.shape[0] == 1 else mask.unflatten(0, (kv_batch, -1))
     used, plain = (x.expand(rows, -1) for x in used_and_plain(mask.flatten(1, 3)))
     n_blocks = ceil_div(used.shape[1], BLOCK_KEYS)
     padding = 0, n_blocks * BLOCK_KEYS - used.shape[1]
     used, plain = (torch.nn.functional.pad(x, padding).unflatten(1, (n_blocks, -1)) for x in (used, plain))
-    words = (used.to(torch.int64) << torch.arange(BLOCK_KEYS, device=used.device)).sum(dim=2)
-    some, full = words != 0, plain.all(dim=2)
+    keys = (used.to(torch.int64) << torch.arange(BLOCK_KEYS, device=used.device)).sum(dim=2)
+    some, full = keys != 0, plain.all(dim=2)
     numbers = torch.arange(n_blocks, device=used.device)
     run_lengths = numbers - torch.where(full, -1, numbers).cummax(dim=1).values  # of the run that ends at each block
     run, end = run_lengths.amax(dim=1, keepdim=True), run_lengths.argmax(dim=1, keepdim=True)
     in_run = (numbers > end - run) & (numbers <= end)
     order = torch.argsort(some.to(torch.int8) + in_run.to(torch.int8), dim=1, descending=True, stable=True)
-    listed = attn_mask.new_zeros((rows, n_blocks + 1, 2), dtype=torch.int64)
-    listed[:, 0] = torch.cat((some.sum(dim=1, keepdim=True), run), dim=1)
-    listed[:, 1:, 0] = order
-    listed[:, 1:, 1] = words.gather(1, order)
-    return listed
+    found = attn_mask.new_empty((rows, n_blocks + 1, 2), dtype=torch.int64)
+    found[:, 0] = torch.cat((some.sum(dim=1, keepdim=True), run), dim=1)
+    found[:, 1:, 0] = order
+    found[:, 1:, 1] = keys.gather(1, order)
+    return found

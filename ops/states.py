@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 NEG_INF = float("-inf")
+State = tuple[Tensor, Tensor]  # (out, lse)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ from tatten.ops.variant import AttentionVariant
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PROVIDERS = ("auto", "cpu", "triton", "cudnn", "flash", "fa3")
-BLOCK_KEYS = 64  # of a block of `mask_blocks`: a bit each in an int64
+BLOCK_KEYS = 64  # of a block of a `BlockList`: a bit each in an int64
 
 
 _P = ParamSpec("_P")
@@ -185,17 +185,22 @@ def _check_kv_scale(scale: Tensor, key: Tensor, name: str) -> None:
         raise ValueError(f"`{name}` must have shape ({key.shape[1]},), one a kv head, got {tuple(scale.shape)}")
 
 
+def check_segments(keys: Sequence[Tensor], **given: Sequence[object]) -> None:
+    """Raise ValueError unless each of the sequences given has as many entries as `keys`."""
+    for name, entries in given.items():
+        if len(entries) != len(keys):
+            raise ValueError(f"`{name}` must have one entry for each of the {len(keys)} `keys`, got {len(entries)}")
+
+
 def check_bifurcated_attention(
     query: Tensor,
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     attn_masks: Sequence[Tensor | None],
-    spans: Sequence[Tensor | None],
+    block_masks: Sequence[Tensor | None],
 ) -> None:
     """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::bifurcated_attention`."""
-    for name, given in (("values", values), ("attn_masks", attn_masks), ("spans", spans)):
-        if len(given) != len(keys):
-            raise ValueError(f"`{name}` must have one entry for each of the {len(keys)} `keys`, got {len(given)}")
+    check_segments(keys, values=values, attn_masks=attn_masks, block_masks=block_masks)
     if not keys:
         raise ValueError("`keys` must hold at least one segment, got none")
     _check_query(query)
@@ -209,20 +214,22 @@ def check_bifurcated_attention(
         if value.shape[3] != values[0].shape[3]:
             want = values[0].shape[3]
             raise ValueError(f"`values[{i}]` must have the head_dim of `values[0]`, {want}, got {value.shape[3]}")
-        span = spans[i]
-        if span is not None:
-            check_spans(span, rows, key.shape[2], query.device, f"spans[{i}]")
+        block_mask = block_masks[i]
+        if block_mask is not None:
+            check_block_mask(block_mask, rows, key.shape[2], query.device, f"block_masks[{i}]")
         if mask is not None:
             served = rows if mask.dim() == 4 and mask.shape[0] == rows else batch
             check_mask(mask, query, (served, q_heads, q_len, key.shape[2]), f"attn_masks[{i}]")
 
 
-def check_spans(spans: Tensor, rows: int, kv_len: int, device: torch.device, name: str = "spans") -> None:
-    """Raise ValueError unless `spans` is what `mask_spans` (CPU) or `mask_blocks` (CUDA) returns."""
+def check_block_mask(
+    block_mask: Tensor, rows: int, kv_len: int, device: torch.device, name: str = "block_mask"
+) -> None:
+    """Raise ValueError unless `block_mask` is what `tatten::block_mask` returns on `device`."""
     shape = (3,) if device.type == "cpu" else (ceil_div(kv_len, BLOCK_KEYS) + 1, 2)
-    if spans.dtype != torch.int64 or tuple(spans.shape) not in ((1, *shape), (rows, *shape)):
+    if block_mask.dtype != torch.int64 or tuple(block_mask.shape) not in ((1, *shape), (rows, *shape)):
         wanted = f"int64 of shape {(1, *shape)} or {(rows, *shape)}"
-        raise ValueError(f"`{name}` must be {wanted}, got {spans.dtype} of shape {tuple(spans.shape)}")
+        raise ValueError(f"`{name}` must be {wanted}, got {block_mask.dtype} of shape {tuple(block_mask.shape)}")
 
 
 def check_cuda_head_dims(query: Tensor, value: Tensor) -> None:
@@ -249,6 +256,19 @@ def check_mask(attn_mask: Tensor, query: Tensor, scores: tuple[int, int, int, in
             f"`{name}` must broadcast to [batch, q_heads, q_length, kv_length] = "
             f"{list(scores)}, got shape {tuple(attn_mask.shape)}"
         )
+
+
+def check_mask_alone(attn_mask: Tensor, kv_batch: int | None) -> None:
+    """Raise unless `attn_mask` is a mask over a KV of which `kv_batch` is the batch."""
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"`attn_mask` must be bool, float16, bfloat16, float32 or float64, got {attn_mask.dtype}")
+    if not 1 <= attn_mask.dim() <= 4:
+        wanted = "[batch, q_heads, q_length, kv_length]"
+        raise ValueError(f"`attn_mask` must broadcast to {wanted}, got shape {tuple(attn_mask.shape)}")
+    batch = attn_mask.shape[0] if attn_mask.dim() == 4 else 1
+    if kv_batch is not None and (kv_batch < 1 or (batch != 1 and batch % kv_batch)):
+        wanted = "positive" if batch == 1 else f"a divisor of `attn_mask`'s batch {batch}"
+        raise ValueError(f"`kv_batch` must be {wanted}, got {kv_batch}")
 
 
 def check_kv_lens(kv_lens: Tensor, kv_len: int) -> list[int]:

@@ -87,6 +87,6 @@ def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     with call.node.graph.inserting_before(call.node):
         keys, values = ([x.as_attention_takes_it() for x in stored] for stored in (match.keys, match.values))
     columns = masks.columns(call, match.keys)
-    spans = [masks.spans(call, mask, segment) for mask, segment in zip(columns, match.keys, strict=True)]
-    args = (call.query, keys, values, columns, spans, scale_of(call))
+    block_masks = [masks.block_mask(call, mask, segment) for mask, segment in zip(columns, match.keys, strict=True)]
+    args = (call.query, keys, values, columns, block_masks, scale_of(call))
     return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args)

@@ -72,6 +72,6 @@ def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
     call = masks.cast(match.call)
     with call.node.graph.inserting_before(call.node):
         key, value = (stored.as_attention_takes_it() for stored in (*match.keys, *match.values))
-    spans = masks.spans(call, call.attn_mask)
-    args = (call.query, key, value, call.attn_mask, None, scale_of(call), spans)
+    block_mask = masks.block_mask(call, call.attn_mask)
+    args = (call.query, key, value, call.attn_mask, None, scale_of(call), block_mask)
     return insert_op(call, torch.ops.tatten.decode_attention.default, args)

@@ -1,4 +1,4 @@
-"""The masks of a graph: casts, columns and spans are computed once for all layers that share a mask."""
+"""The masks of a graph: casts, columns and block masks are computed once for all layers that share a mask."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
 from tatten.ops.layout import BATCH, LENGTH
@@ -27,7 +26,7 @@ class Masks:
         self._made: dict[object, Node] = {}
         self._cast: dict[tuple[object, torch.dtype], tuple[Node, Node]] = {}
         self._columns: dict[tuple[Node, str], list[Node]] = {}
-        self._spans: dict[tuple[Node, str], tuple[Node, Node]] = {}
+        self._block_masks: dict[tuple[Node, str], tuple[Node, Node]] = {}
 
     def once(self, key: object, make: Callable[[], Node]) -> Node:
         """The node made for `key`; made now if there is none yet."""
@@ -66,10 +65,10 @@ class Masks:
                 self._columns[key] = [graph.call_function(operator.getitem, (split, i)) for i in range(len(segments))]
         return list(self._columns[key])
 
-    def spans(self, call: SdpaCall, columns: Node | None, segment: Stored | None = None) -> Node | None:
+    def block_mask(self, call: SdpaCall, columns: Node | None, segment: Stored | None = None) -> Node | None:
         """The node that tells which keys of a segment the mask, or `columns` of it, leaves: once for all layers.
 
-        It is `mask_spans` on a CPU and `mask_blocks` on CUDA; None without a mask, or if it broadcasts over keys.
+        None without a mask, or if it broadcasts over keys.
         """
         mask, key, query = (tensor_of(x) for x in (call.attn_mask, call.key, call.query))
         if columns is None or mask is None or key is None or query is None:
@@ -78,25 +77,15 @@ class Masks:
             return None
         shared = segment is not None and not known_equal(segment.size(BATCH), query.shape[0])
         rows = str(segment.size(BATCH)) if segment is not None and shared else ""
-        spans, unwritten = self._spans.get((columns, rows), (None, None))
-        if spans is None or unwritten is None or written_between([mask], unwritten, call.node) is not None:
+        found, unwritten = self._block_masks.get((columns, rows), (None, None))
+        if found is None or unwritten is None or written_between([mask], unwritten, call.node) is not None:
             with call.node.graph.inserting_before(call.node):
-                spans = self._find(call, columns, query, mask.device.type, segment if rows else None)
-            spans.meta["stack_trace"] = call.node.meta.get("stack_trace")
-        # The call itself is about to be replaced by nodes that write nothing.
-        self._spans[columns, rows] = spans, call.node.prev
-        return spans
-
-    def _find(self, call: SdpaCall, columns: Node, query: Tensor, device: str, segment: Stored | None) -> Node:
-        graph = call.node.graph
-        if device == "cpu":
-            rows = () if segment is None else (_size(segment, BATCH),)
-            return graph.call_function(torch.ops.tatten.mask_spans.default, (columns, *rows))
-        batch = constant(query.shape[0])
-        sequences = graph.call_method("size", (call.query, 0)) if batch is None else batch
-        kv_batch = sequences if segment is None else _size(segment, BATCH)
-        args = (columns, sequences, kv_batch, constant(query.shape[2]))
-        return graph.call_function(torch.ops.tatten.mask_blocks.default, args)
+                kv_batch = () if segment is None or not shared else (_size(segment, BATCH),)
+                found = call.node.graph.call_function(torch.ops.tatten.block_mask.default, (columns, *kv_batch))
+            found.meta["stack_trace"] = call.node.meta.get("stack_trace")
+        # The call itself is about to be replaced, and what takes its place writes nothing.
+        self._block_masks[columns, rows] = found, call.node.prev
+        return found
 
 
 def same_view(node: Node) -> object:

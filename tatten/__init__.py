@@ -5,17 +5,27 @@ from typing import TYPE_CHECKING
 from tatten.caches.shared_prefix import SharedPrefixCache
 from tatten.dtensor_sdpa import disable_dtensor_sdpa, enable_dtensor_sdpa
 from tatten.explain import explain
-from tatten.ops import bifurcated_attention, decode_attention, merge_state, merge_states, tree_merge
+from tatten.ops import (
+    BlockMask,
+    bifurcated_attention,
+    block_mask,
+    decode_attention,
+    merge_state,
+    merge_states,
+    tree_merge,
+)
 from tatten.report import Report, recording
 
 if TYPE_CHECKING:
     from tatten.caches.sharded import ShardedKVCache
 
 __all__ = [
+    "BlockMask",
     "Report",
     "ShardedKVCache",
     "SharedPrefixCache",
     "bifurcated_attention",
+    "block_mask",
     "decode_attention",
     "disable_dtensor_sdpa",
     "enable_dtensor_sdpa",

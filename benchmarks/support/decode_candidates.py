@@ -96,10 +96,9 @@ def candidates(p: Problem) -> dict[str, tuple[str, Callable[[], Attention | None
 
     def layer(mask: Tensor) -> Attention:
         """As in a layer of a compiled model: what the mask leaves was found once for all of them."""
-        on_cpu, batch = p.q.device.type == "cpu", s.batch
         ops = torch.ops.tatten
-        spans = ops.mask_spans(mask) if on_cpu else ops.mask_blocks(mask, batch, batch, 1)
-        return lambda q, k, v: ops.decode_attention(q, k, v, mask, None, None, spans)[0]
+        block_mask = ops.block_mask(mask)
+        return lambda q, k, v: ops.decode_attention(q, k, v, mask, None, None, block_mask)[0]
 
     def fa3(splits: int = 0) -> Attention | None:
         kernel = peers.fa3()

@@ -1,7 +1,7 @@
 """One attention state from PyTorch's flash kernel for CPUs, called so that it is right and that every core has work.
 
-The kernel returns the lse. What it gets wrong or does slowly is mended here: no keys at all, queries without any key,
-strides, head_dims that differ, few heads for many cores, and its packing of many heads at once in low precision.
+The kernel returns the lse. What it gets wrong or does slowly is corrected here: no keys at all, queries without any
+key, strides, head_dims that differ, few heads for many cores, and packing many heads at once in low precision.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tatten.ops.cpu import thresholds
-from tatten.ops.states import NEG_INF, accumulator_dtype, combine_partials
+from tatten.ops.states import NEG_INF, State, accumulator_dtype, combine_partials
 
-# Where the lse of parts is larger, merging by it may lose more than float32 has lost of each score. Scores alone, and
-# biases of ordinary size, stay far below: what is above is computed twice.
+# Where the lse of partials is larger, combining by it may lose more than float32 has lost of each score. Scores alone,
+# and biases of ordinary size, stay far below: what is above is computed twice.
 COARSE_LSE = 4096.0
 
 
@@ -29,46 +29,46 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask if mask.stride(3) == 1 else mask.contiguous()
 
 
-def empty_state(rows: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """The state of packed queries `[b, kv_heads, rows, d]` over no keys."""
-    shape = rows.shape[:3]
-    return rows.new_zeros(*shape, value_dim), rows.new_full(shape, NEG_INF, dtype=accumulator_dtype(rows.dtype))
+def empty_state(q_rows: Tensor, value_dim: int) -> State:
+    """The state of packed queries `[b, kv_heads, q_rows, d]` over no keys."""
+    shape = q_rows.shape[:3]
+    return q_rows.new_zeros(*shape, value_dim), q_rows.new_full(shape, NEG_INF, dtype=accumulator_dtype(q_rows.dtype))
 
 
-def attend(
-    rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool
-) -> tuple[Tensor, Tensor]:
-    """The state of packed queries `[b, kv_heads, rows, d]` over all keys given, with an additive mask."""
-    batch, kv_heads, n_rows, head_dim = rows.shape
+def attend(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool) -> State:
+    """The state of packed queries `[b, kv_heads, q_rows, d]` over all keys given, with an additive mask."""
+    batch, kv_heads, n_q_rows, head_dim = q_rows.shape
     kv_len, value_dim = key.shape[2], value.shape[3]
     if kv_len == 0:  # the flash kernel dies of a division by zero
-        return empty_state(rows, value_dim)
+        return empty_state(q_rows, value_dim)
     if head_dim != value_dim:  # the kernel wants one head_dim; zeros change neither scores nor the columns we keep
-        rows, key = (F.pad(x, (0, max(0, value_dim - head_dim))) for x in (rows, key))
+        q_rows, key = (F.pad(x, (0, max(0, value_dim - head_dim))) for x in (q_rows, key))
         value = F.pad(value, (0, max(0, head_dim - value_dim)))
-    if rows.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+    if q_rows.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
         # The kernel reads with stride 1 in the last dimension whatever the tensor says.
-        rows, key, value = rows.contiguous(), key.contiguous(), value.contiguous()
+        q_rows, key, value = q_rows.contiguous(), key.contiguous(), value.contiguous()
 
     pieces = _pieces(key, value)
     if pieces > 1:
-        out, lse = _attend_in_pieces(rows, key, value, mask, scale, pieces)
+        out, lse = _attend_in_pieces(q_rows, key, value, mask, scale, pieces)
         if mask is not None:
             for b in coarse_sequences(lse):
                 at = slice(b, b + 1)
                 own_mask = mask[at] if mask.shape[0] > 1 else mask
-                out[at], lse[at] = _flash(rows[at], key[at], value[at], own_mask, scale)
+                out[at], lse[at] = _flash(q_rows[at], key[at], value[at], own_mask, scale)
     elif (
-        rows.element_size() == 2 and n_rows >= thresholds.CPU.packed_rows and batch * kv_heads > torch.get_num_threads()
+        q_rows.element_size() == 2
+        and n_q_rows >= thresholds.CPU.packed_rows
+        and batch * kv_heads > torch.get_num_threads()
     ):
-        out, lse = _attend_in_groups(rows, key, value, mask, scale, some_empty)
+        out, lse = _attend_in_groups(q_rows, key, value, mask, scale, some_empty)
     else:
-        out, lse = _flash(rows, key, value, mask, scale, some_empty)
+        out, lse = _flash(q_rows, key, value, mask, scale, some_empty)
     return (out if head_dim == value_dim else out[..., :value_dim]), lse
 
 
 def coarse_sequences(lse: Tensor) -> list[int]:
-    """The sequences with a query whose keys all have a bias so large that the lse of parts can't weigh them.
+    """Find the sequences with a query whose keys all have a bias so large that the lse of partials can't weigh them.
 
     `bias + log(n)` in float32 is off by up to `2^-24 * abs(bias)`, so that at -1e9, how some models write padding, 3
     keys weigh as much as 1000. A single call of the kernel keeps the maximum and the sum apart, and has none of this.
@@ -81,23 +81,23 @@ def coarse_sequences(lse: Tensor) -> list[int]:
 
 
 def _flash(
-    rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool = True
-) -> tuple[Tensor, Tensor]:
-    """The kernel. `some_empty`: the mask may leave a query without any key."""
+    q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool = True
+) -> State:
+    """Call the kernel. `some_empty`: the mask may leave a query without any key."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        rows, key, value, 0.0, False, attn_mask=mask, scale=scale
+        q_rows, key, value, 0.0, False, attn_mask=mask, scale=scale
     )
     if mask is not None and some_empty:
         # A query without any key gets out = 0 from the kernel, but lse = 0 too.
         lse = lse.masked_fill((mask == NEG_INF).all(dim=-1), NEG_INF)
-    if mask is not None and rows.element_size() == 2:
+    if mask is not None and q_rows.element_size() == 2:
         # Beside a bias of +inf the kernel makes numbers in low precision, where NaN is right.
         out = out.masked_fill((lse == -NEG_INF).unsqueeze(-1), torch.nan)
     return out, lse
 
 
 def _pieces(key: Tensor, value: Tensor) -> int:
-    """Into how many pieces to cut the keys so that every core has work: the kernel runs (batch, head) pairs at once.
+    """How many pieces to cut the keys into so that every core has work: the kernel runs (batch, head) pairs at once.
 
     1 where nothing is gained, or where (batch, head) is not one dimension in memory.
     """
@@ -117,18 +117,18 @@ def _pieces(key: Tensor, value: Tensor) -> int:
 
 
 def _attend_in_pieces(
-    rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, pieces: int
-) -> tuple[Tensor, Tensor]:
+    q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, pieces: int
+) -> State:
     """`_flash` over keys cut in equal pieces, which take the place of heads; what is left over is one more state."""
     batch, kv_heads = key.shape[:2]
-    rows, key, value = (x.flatten(0, 1) for x in (rows, key, value))
+    q_rows, key, value = (x.flatten(0, 1) for x in (q_rows, key, value))
     if mask is not None:
         mask = mask.expand(batch, kv_heads, -1, key.shape[1]).flatten(0, 1)
     size = key.shape[1] // pieces
     done = size * pieces
 
     out, lse = _flash(
-        rows.unsqueeze(1).expand(-1, pieces, -1, -1),
+        q_rows.unsqueeze(1).expand(-1, pieces, -1, -1),
         key[:, :done].unflatten(1, (pieces, size)),
         value[:, :done].unflatten(1, (pieces, size)),
         None if mask is None else mask[..., :done].unflatten(2, (pieces, size)).transpose(1, 2),
@@ -137,7 +137,7 @@ def _attend_in_pieces(
     outs, lses = list(out.unbind(1)), list(lse.unbind(1))
     if done < key.shape[1]:
         rest_mask = None if mask is None else mask[:, None, :, done:]
-        out, lse = _flash(rows[:, None], key[:, None, done:], value[:, None, done:], rest_mask, scale)
+        out, lse = _flash(q_rows[:, None], key[:, None, done:], value[:, None, done:], rest_mask, scale)
         outs.append(out.squeeze(1))
         lses.append(lse.squeeze(1))
     out, lse = combine_partials(outs, lses)
@@ -145,8 +145,8 @@ def _attend_in_pieces(
 
 
 def _attend_in_groups(
-    rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool
-) -> tuple[Tensor, Tensor]:
+    q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool
+) -> State:
     """`_flash` on as many heads at a time as there are cores: what the kernel packs is used while it is in cache.
 
     Packed all at once, 32 heads of 4096 keys take 2 to 10 times as long (2-core Xeon with AMX, measured).
@@ -157,7 +157,7 @@ def _attend_in_groups(
     for b, head in itertools.product(range(batch), range(0, kv_heads, size)):
         group = (slice(b, b + 1), slice(head, head + size))
         part = None if mask is None else mask.expand(batch, kv_heads, -1, -1)[group]
-        states.append(_flash(rows[group], key[group], value[group], part, scale, some_empty))
+        states.append(_flash(q_rows[group], key[group], value[group], part, scale, some_empty))
     out, lse = (
         torch.cat(parts, dim=1).unflatten(1, (batch, kv_heads)).squeeze(0) for parts in zip(*states, strict=True)
     )

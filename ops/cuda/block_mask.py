@@ -16,8 +16,8 @@ from tatten.ops.validation import BLOCK_KEYS
 
 
 @dataclass(frozen=True)
-class MaskBlocks:
-    """Computes `tatten.ops.masks.mask_blocks` for masks of the layout that it was planned for."""
+class FindBlockList:
+    """Computes `tatten.ops.masks.block_list` for masks of the layout that it was planned for."""
 
     kv_rows: int
     n_blocks: int
@@ -34,22 +34,25 @@ class MaskBlocks:
         return block_list
 
 
-def plan_mask_blocks(
+def plan_block_list(
     attn_mask: Tensor,
-    batch: int,
     kv_batch: int,
-    q_len: int,
+    *,
     kv_len: int | None = None,
     kv_lens: Tensor | None = None,
+    q_len: int = 1,
     window: int | None = None,
-) -> MaskBlocks:
-    """Plan for a mask, which `kv_lens` and `window` may narrow. Give `kv_len` if the mask broadcasts over keys."""
+) -> FindBlockList:
+    """Plan for a mask, which `kv_lens` and `window` may narrow.
+
+    `kv_len` is for a mask that broadcasts over keys. Only a window, which ends at each query, asks for `q_len`.
+    """
     mask = squeeze_broadcast(attn_mask)
     kv_len = mask.shape[3] if kv_len is None else kv_len
     mask = mask.expand(*mask.shape[:3], kv_len)
     kv_rows = kv_batch if kv_lens is not None else mask_rows(attn_mask, kv_batch)
     n_blocks = ceil_div(kv_len, BLOCK_KEYS)
-    seqs_per_kv = batch // kv_batch if mask.shape[0] == batch else 1
+    seqs_per_kv = max(1, mask.shape[0] // kv_batch)
     # A program loads the same number of keys either way; with many queries one at a time would wait for each load.
     n_queries = seqs_per_kv * mask.shape[1] * mask.shape[2]
     block_q, blocks_at_once = (8, 4) if n_queries > 4 else (1, 16)
@@ -82,4 +85,4 @@ def plan_mask_blocks(
         ADDITIVE=additive,
         BLOCKS_AT_ONCE=64 if n_blocks <= 64 else 1024,
     )
-    return MaskBlocks(kv_rows, n_blocks, 4 if additive else 2, find_bits, make_list)
+    return FindBlockList(kv_rows, n_blocks, 4 if additive else 2, find_bits, make_list)

@@ -17,9 +17,10 @@ from tatten.ops.cuda.providers import (
     unsupported_reason,
 )
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
-from tatten.ops.states import merge
+from tatten.ops.states import State, merge
 from tatten.ops.validation import (
     check_bifurcated_attention,
+    check_block_mask,
     check_cuda_head_dims,
     check_decode_attention,
     check_decode_no_grad,
@@ -27,12 +28,9 @@ from tatten.ops.validation import (
     check_no_grad,
     check_provider,
     check_segments_no_grad,
-    check_spans,
     check_stack,
 )
 from tatten.ops.variant import AttentionVariant
-
-State = tuple[Tensor, Tensor]
 
 
 def decode_attention(
@@ -42,13 +40,13 @@ def decode_attention(
     attn_mask: Tensor | None,
     kv_lens: Tensor | None,
     scale: float | None,
-    spans: Tensor | None,
+    block_mask: Tensor | None,
     variant: AttentionVariant,
     provider: str,
 ) -> State:
     check_decode_no_grad(query, key, value, attn_mask, variant)
-    attend = _plan_decode(query, key, value, attn_mask, kv_lens, scale, spans, variant, provider)
-    return on_device_of(query, attend, query, key, value, attn_mask, kv_lens, spans, variant)
+    attend = _plan_decode(query, key, value, attn_mask, kv_lens, scale, block_mask, variant, provider)
+    return on_device_of(query, attend, query, key, value, attn_mask, kv_lens, block_mask, variant)
 
 
 @by_layout
@@ -59,18 +57,18 @@ def _plan_decode(
     attn_mask: Tensor | None,
     kv_lens: Tensor | None,
     scale: float | None,
-    spans: Tensor | None,
+    block_mask: Tensor | None,
     variant: AttentionVariant,
     provider: str,
 ) -> Callable[..., State]:
-    """Plan a function of query, key, value, attn_mask, kv_lens, spans and variant that computes the op."""
-    given = {"key": key, "value": value, "attn_mask": attn_mask, "kv_lens": kv_lens, "spans": spans}
+    """Plan a function of query, key, value, attn_mask, kv_lens, block_mask and variant that computes the op."""
+    given = {"key": key, "value": value, "attn_mask": attn_mask, "kv_lens": kv_lens, "block_mask": block_mask}
     check_devices(query, **given, **variant.tensors)
     check_decode_attention(query, key, value, attn_mask, kv_lens, variant)
     check_cuda_head_dims(query, value)
     check_provider(provider, query.device)
-    if spans is not None:
-        check_spans(spans, query.shape[0], key.shape[2], query.device)
+    if block_mask is not None:
+        check_block_mask(block_mask, query.shape[0], key.shape[2], query.device)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     work = Workload.of(query, key, value, plain=all(x is None for x in (attn_mask, kv_lens, *variant)))
     if provider == "auto":
@@ -87,8 +85,8 @@ def _plan_decode(
     from tatten.ops.cuda.decode import plan_attention
 
     if kv_lens is not None or variant.window is not None or attn_mask is None:
-        spans = None  # the others change what the mask leaves
-    return plan_attention(query, key, value, attn_mask, kv_lens, scale, spans, variant)
+        block_mask = None  # the others change what the mask leaves
+    return plan_attention(query, key, value, attn_mask, kv_lens, scale, block_mask, variant)
 
 
 def bifurcated_attention(
@@ -96,12 +94,12 @@ def bifurcated_attention(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     attn_masks: Sequence[Tensor | None],
-    spans: Sequence[Tensor | None],
+    block_masks: Sequence[Tensor | None],
     scale: float | None = None,
 ) -> State:
     check_segments_no_grad(query, keys, values, attn_masks)
-    attend = _plan_bifurcated(query, keys, values, attn_masks, spans, scale)
-    return on_device_of(query, attend, query, keys, values, attn_masks, spans)
+    attend = _plan_bifurcated(query, keys, values, attn_masks, block_masks, scale)
+    return on_device_of(query, attend, query, keys, values, attn_masks, block_masks)
 
 
 @by_layout
@@ -110,13 +108,13 @@ def _plan_bifurcated(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     attn_masks: Sequence[Tensor | None],
-    spans: Sequence[Tensor | None],
+    block_masks: Sequence[Tensor | None],
     scale: float | None,
 ) -> Callable[..., State]:
-    """Plan a function of query, keys, values, attn_masks and spans that computes the op."""
-    for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks), ("spans", spans)):
+    """Plan a function of query, keys, values, attn_masks and block_masks that computes the op."""
+    for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks), ("block_masks", block_masks)):
         check_devices(query, **{f"{name}[{i}]": x for i, x in enumerate(tensors)})
-    check_bifurcated_attention(query, keys, values, attn_masks, spans)
+    check_bifurcated_attention(query, keys, values, attn_masks, block_masks)
     check_cuda_head_dims(query, values[0])
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if choose_provider(Workload.of(query, keys[0], values[0], plain=False)) == "reference":
@@ -124,22 +122,22 @@ def _plan_bifurcated(
 
     from tatten.ops.cuda.segments import plan_segments
 
-    return plan_segments(query, keys, values, attn_masks, spans, scale)
+    return plan_segments(query, keys, values, attn_masks, block_masks, scale)
 
 
 def _dense(state: State) -> State:
     return state[0].contiguous(), state[1].contiguous()
 
 
-def mask_blocks(attn_mask: Tensor, batch: int, kv_batch: int, q_len: int) -> Tensor:
-    return on_device_of(attn_mask, _plan_mask_blocks(attn_mask, batch, kv_batch, q_len), attn_mask)
+def block_list(attn_mask: Tensor, kv_batch: int) -> Tensor:
+    return on_device_of(attn_mask, _plan_block_list(attn_mask, kv_batch), attn_mask)
 
 
 @by_layout
-def _plan_mask_blocks(attn_mask: Tensor, batch: int, kv_batch: int, q_len: int) -> Callable[[Tensor], Tensor]:
-    from tatten.ops.cuda.block_mask import plan_mask_blocks
+def _plan_block_list(attn_mask: Tensor, kv_batch: int) -> Callable[[Tensor], Tensor]:
+    from tatten.ops.cuda.block_mask import plan_block_list
 
-    return plan_mask_blocks(attn_mask, batch, kv_batch, q_len)
+    return plan_block_list(attn_mask, kv_batch)
 
 
 def merge_states(out: Tensor, lse: Tensor) -> State:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tatten.ops.cuda.block_mask import MaskBlocks, plan_mask_blocks
+from tatten.ops.cuda.block_mask import FindBlockList, plan_block_list
 from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, BOOL_MASK, NO_MASK
 from tatten.ops.layout import squeeze_broadcast
 
@@ -26,19 +26,19 @@ class MaskPlan:
 
     groups: int
     has_block_list: bool
-    find_blocks: MaskBlocks | None = None
+    find_blocks: FindBlockList | None = None
     kind: int = NO_MASK
     strides: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
 
     def __call__(
-        self, attn_mask: Tensor | None, kv_lens: Tensor | None, blocks: Tensor | None
+        self, attn_mask: Tensor | None, kv_lens: Tensor | None, block_mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The mask as the kernel reads it, or None, and its block list."""
         if attn_mask is not None and self.find_blocks is not None:
-            blocks = self.find_blocks(attn_mask, kv_lens)
+            block_mask = self.find_blocks(attn_mask, kv_lens)
         if attn_mask is None or self.kind == NO_MASK:
-            return None, blocks
-        return attn_mask.view(torch.uint8) if self.kind == BOOL_MASK else attn_mask, blocks
+            return None, block_mask
+        return attn_mask.view(torch.uint8) if self.kind == BOOL_MASK else attn_mask, block_mask
 
 
 def plan_mask(
@@ -46,19 +46,19 @@ def plan_mask(
     key: Tensor,
     attn_mask: Tensor | None,
     kv_lens: Tensor | None,
-    blocks: Tensor | None,
+    block_mask: Tensor | None,
     window: int | None,
 ) -> MaskPlan:
-    """Plan for checked inputs. If `blocks` were found before, neither lengths nor a window narrow the mask."""
+    """Plan for checked inputs. A `block_mask` is given only where neither lengths nor a window narrow the mask."""
     batch, q_heads, q_len, _ = query.shape
     kv_batch, _, kv_len, _ = key.shape
-    groups = blocks.shape[0] if blocks is not None else 1 if kv_lens is None else kv_batch
+    groups = block_mask.shape[0] if block_mask is not None else 1 if kv_lens is None else kv_batch
     if attn_mask is None or kv_len == 0:
-        return MaskPlan(groups, blocks is not None)
+        return MaskPlan(groups, block_mask is not None)
     mask = squeeze_broadcast(attn_mask)
     find_blocks = None
-    if blocks is None:
-        find_blocks = plan_mask_blocks(mask, batch, kv_batch, q_len, kv_len, kv_lens, window)
+    if block_mask is None:
+        find_blocks = plan_block_list(mask, kv_batch, kv_len=kv_len, kv_lens=kv_lens, q_len=q_len, window=window)
         groups = find_blocks.kv_rows
     one_for_all = batch == kv_batch or mask.shape[0] != batch  # of the sequences that share a kv_row
     if mask.dtype == torch.bool and mask.shape[1] == 1 and mask.shape[2] == 1 and one_for_all:

@@ -158,9 +158,9 @@ def test_bifurcated_attention_counts_its_segments() -> None:
         tatten.bifurcated_attention(query, inputs["keys"], inputs["values"][:1])
     with pytest.raises(ValueError, match=r"`attn_masks` must have one entry for each of the 2 `keys`, got 3"):
         tatten.bifurcated_attention(query, inputs["keys"], inputs["values"], attn_masks=[None] * 3)
-    for spans in (torch.zeros(4, 3, dtype=torch.int64), torch.zeros(2, 3)):
-        with pytest.raises(ValueError, match=r"`spans\[0\]` must be int64 of shape \(1, 3\) or \(2, 3\), got"):
-            torch.ops.tatten.bifurcated_attention(query, *inputs.values(), [spans, None])
+    for block_mask in (torch.zeros(4, 3, dtype=torch.int64), torch.zeros(2, 3)):
+        with pytest.raises(ValueError, match=r"`block_masks\[0\]` must be int64 of shape \(1, 3\) or \(2, 3\), got"):
+            torch.ops.tatten.bifurcated_attention(query, *inputs.values(), [block_mask, None])
     with pytest.raises(ValueError, match="at least one segment"):
         tatten.bifurcated_attention(query, [], [])
     with pytest.raises(TypeError, match=r"`keys\[1\]` must be a Tensor, got NoneType"):

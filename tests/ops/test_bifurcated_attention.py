@@ -176,13 +176,13 @@ def test_opcheck(masks: str, device: str) -> None:
     opcheck(torch.ops.tatten.bifurcated_attention.default, (query, keys, values, masks, [None, None], None))
 
 
-def test_spans_computed_before_are_used() -> None:
+def test_a_block_mask_found_before_are_used() -> None:
     """The graph finds the spans of a mask once for all layers, in rows of the segment."""
     query, keys, values, masks = Tree(((2, 23), (4, 7)), masks="sequences").inputs()
-    spans = [torch.ops.tatten.mask_spans(mask, key.shape[0]) for mask, key in zip(masks, keys, strict=True)]
-    assert spans[0].tolist() == [[0, 1, 0], [0, 3, 0]]
-    assert spans[1].tolist() == [[0, 0, 1], [0, 1, 1], [0, 2, 1], [0, 3, 1]]
-    state = torch.ops.tatten.bifurcated_attention(query, keys, values, masks, spans)
+    found = [torch.ops.tatten.block_mask(mask, key.shape[0]) for mask, key in zip(masks, keys, strict=True)]
+    assert found[0].tolist() == [[0, 1, 0], [0, 3, 0]]
+    assert found[1].tolist() == [[0, 0, 1], [0, 1, 1], [0, 2, 1], [0, 3, 1]]
+    state = torch.ops.tatten.bifurcated_attention(query, keys, values, masks, found)
     assert_state(*state, whole(query, keys, values, masks))
 
 

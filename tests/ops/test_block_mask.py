@@ -1,4 +1,4 @@
-"""`tatten::mask_blocks`: in PyTorch and in Triton, against a loop over the keys."""
+"""`BlockList`, the block mask of CUDA: in PyTorch and in Triton, against a loop over the keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slow import slow_after
 from torch import Tensor
 from torch.library import opcheck
 
-from tatten.ops.masks import mask_blocks
+from tatten.ops.masks import BlockList, block_list
 
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if interpreted else "cuda"
@@ -130,25 +130,28 @@ def expected(mask: Tensor, batch: int, kv_batch: int, q_len: int, reach: Tensor 
     return found
 
 
-def listed(blocks: Tensor) -> list[list]:
-    assert blocks.dtype == torch.int64
-    return [[tuple(row[0]), *((n, bits % 2**64) for n, bits in row[1:])] for row in blocks.tolist()]
+def listed(data: Tensor) -> list[list]:
+    assert data.dtype == torch.int64
+    found = BlockList(data, 0)
+    columns = (x.tolist() for x in (found.counts, found.runs, found.blocks, found.keys))
+    rows = zip(*columns, strict=True)
+    return [[(n, run), *zip(blocks, [x % 2**64 for x in keys], strict=True)] for n, run, blocks, keys in rows]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape, sizes", SHAPES, ids=str)
 def test_in_pytorch(shape: tuple[int, ...], sizes: tuple[int, int, int], kind: str) -> None:
     mask = make_mask(shape, kind)
-    got = mask_blocks(mask, *sizes)
+    got = block_list(mask, sizes[1])
     assert got.shape[1] == -(-shape[-1] // 64) + 1
     assert listed(got) == expected(mask, *sizes)
 
 
-def in_triton(mask: Tensor, *sizes: int, kv_lens: Tensor | None = None, window: int | None = None) -> Tensor:
-    from tatten.ops.cuda.block_mask import plan_mask_blocks
+def in_triton(mask: Tensor, kv_batch: int, kv_lens: Tensor | None = None, **given: int | None) -> Tensor:
+    from tatten.ops.cuda.block_mask import plan_block_list
 
     mask, kv_lens = mask.to(DEVICE), None if kv_lens is None else kv_lens.to(DEVICE)
-    return plan_mask_blocks(mask, *sizes, kv_lens=kv_lens, window=window)(mask, kv_lens).cpu()
+    return plan_block_list(mask, kv_batch, kv_lens=kv_lens, **given)(mask, kv_lens).cpu()
 
 
 @pytest.mark.parametrize(
@@ -161,8 +164,8 @@ def in_triton(mask: Tensor, *sizes: int, kv_lens: Tensor | None = None, window: 
 )
 def test_in_triton(shape: tuple[int, ...], sizes: tuple[int, int, int], kind: str) -> None:
     mask = make_mask(shape, kind)
-    got = in_triton(mask, *sizes)
-    assert got.shape == mask_blocks(mask, *sizes).shape
+    got = in_triton(mask, sizes[1])
+    assert got.shape == block_list(mask, sizes[1]).shape
     assert listed(got) == expected(mask, *sizes)
 
 
@@ -175,9 +178,9 @@ def test_a_run_through_a_long_mask() -> None:
         for start, stop in runs:
             blocks[start:stop] = True
         mask = blocks.view(1, 1, 1, -1)
-        got = in_triton(mask, 1, 1, 1)
-        assert torch.equal(got, mask_blocks(mask, 1, 1, 1))
-        assert got[0, 0, 1] == max((stop - start for start, stop in runs), default=0)
+        got = in_triton(mask, 1)
+        assert torch.equal(got, block_list(mask, 1))
+        assert BlockList(got, 64 * 1100).runs[0] == max((stop - start for start, stop in runs), default=0)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +204,7 @@ def test_with_lengths_and_window(
     kv_lens = None if lens is None else torch.tensor(lens)
     clamped = None if lens is None else kv_lens.clamp(0, 150)
     reach = places_in_reach(clamped, 3, 3, 150, window)
-    got = in_triton(mask, 3, 3, 3, 150, kv_lens=kv_lens, window=window)
+    got = in_triton(mask, 3, kv_lens, kv_len=150, q_len=3, window=window)
     want = expected(mask, 3, 3, 3, reach)
     if got.shape[0] == 1:  # no row differs
         want = want[:1]
@@ -212,12 +215,12 @@ def test_with_lengths_and_window(
 @pytest.mark.parametrize("shape, sizes", [SHAPES[0], SHAPES[5], SHAPES[6], SHAPES[12]], ids=str)
 @pytest.mark.parametrize("device", ["cpu", *([] if interpreted else ["cuda"])])
 def test_opcheck(shape: tuple[int, ...], sizes: tuple[int, int, int], kind: str, device: str) -> None:
-    opcheck(torch.ops.tatten.mask_blocks.default, (make_mask(shape, kind).to(device), *sizes))
+    opcheck(torch.ops.tatten.block_list.default, (make_mask(shape, kind).to(device), sizes[1]))
 
 
 def test_compiles_for_any_length() -> None:
     torch._dynamo.reset()
-    find = torch.compile(lambda mask: torch.ops.tatten.mask_blocks(mask, 2, 2, 1), backend="aot_eager", dynamic=True)
+    find = torch.compile(lambda mask: torch.ops.tatten.block_list(mask, 2), backend="aot_eager", dynamic=True)
     for n in (63, 64, 65, 150):
         mask = make_mask((2, 1, 1, n), "bool")
-        assert torch.equal(find(mask), mask_blocks(mask, 2, 2, 1))
+        assert torch.equal(find(mask), block_list(mask, 2))

@@ -155,13 +155,13 @@ def test_a_window_is_a_mask(window: int, q_len: int, lens: bool, device: str) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_spans_of_a_mask_are_not_those_of_its_window(device: str) -> None:
+def test_the_block_mask_of_a_mask_is_not_those_of_its_window(device: str) -> None:
     if device == "cuda":
-        pytest.skip("spans are found on the device")
+        pytest.skip("it is found on the device")
     inputs = Case(window=5, q_len=2, mask="causal").inputs(device)
     want = torch.ops.tatten.decode_attention(**inputs)
-    spans = torch.ops.tatten.mask_spans(inputs["attn_mask"])
-    assert torch.equal(torch.ops.tatten.decode_attention(**inputs, spans=spans)[0], want[0])
+    block_mask = torch.ops.tatten.block_mask(inputs["attn_mask"])
+    assert torch.equal(torch.ops.tatten.decode_attention(**inputs, block_mask=block_mask)[0], want[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)

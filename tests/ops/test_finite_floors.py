@@ -17,7 +17,7 @@ from torch import Tensor
 
 import tatten
 from tatten.ops.cpu import flash, thresholds
-from tatten.ops.masks import mask_blocks, mask_spans
+from tatten.ops.masks import block_list, key_spans
 from tatten.ops.variant import AttentionVariant
 
 NEG_INF = float("-inf")
@@ -241,7 +241,7 @@ def test_a_window_that_leaves_only_keys_at_the_floor(device: str) -> None:
         torch.testing.assert_close(out[:, :, i], want.expand(3, 4, 16), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("find", [mask_spans, lambda mask: mask_blocks(mask, 3, 3, 1)])
+@pytest.mark.parametrize("find", [key_spans, lambda mask: block_list(mask, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_at_the_lowest_bias_are_not_read_beside_others(find: Callable, dtype: torch.dtype) -> None:
     """What a mask of `finfo.min` leaves is what the bool mask for the same keys leaves."""
@@ -255,7 +255,7 @@ def test_a_mask_in_float16_is_read_in_full() -> None:
     """Its lowest bias is -65504, which scores could outdo."""
     mask = torch.full((1, 1, 1, 100), torch.finfo(torch.float16).min, dtype=torch.float16)
     mask[..., 7] = 0
-    assert mask_spans(mask).tolist() == [[0, 100, 0]]
+    assert key_spans(mask).tolist() == [[0, 100, 0]]
 
 
 @pytest.mark.parametrize("kv_len", [100, 9001])

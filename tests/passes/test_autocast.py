@@ -119,7 +119,7 @@ def test_the_mask_is_cast_once_for_all_layers() -> None:
     gm = capture(fn, *inputs())
     rewrite(gm)
     assert len(gm.graph.find_nodes(op="call_method", target="to")) == 1
-    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.tatten.mask_spans.default)) == 1
+    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.tatten.block_mask.default)) == 1
 
 
 @pytest.mark.parametrize("bool_mask", [False, True])

@@ -60,12 +60,11 @@ def test_the_blocks_of_a_mask_are_found_once_for_all_layers() -> None:
         for _ in range(3)
     ]
     gm, findings = g.rewrite(*layers)
-    (blocks,) = calls(gm, torch.ops.tatten.mask_blocks.default)
-    assert blocks.args == (mask, B, B, 1)
+    (blocks,) = calls(gm, torch.ops.tatten.block_mask.default)
+    assert blocks.args == (mask,)
     attention = calls(gm, torch.ops.tatten.decode_attention.default)
     assert [node.args[6] for node in attention] == [blocks] * 3
     assert [finding.provider for finding in findings] == ["triton"] * 3
-    assert not calls(gm, torch.ops.tatten.mask_spans.default)
 
 
 def test_a_prefix_and_its_mask() -> None:
@@ -76,7 +75,7 @@ def test_a_prefix_and_its_mask() -> None:
     mask = g.tensor(B, 1, 1, 8192 + S, dtype=torch.bool)
     gm, (finding,) = g.rewrite(g.sdpa(g.tensor(B, HQ, 1, D), key, key, attn_mask=mask, enable_gqa=True))
     assert finding.provider == "triton"
-    assert [node.args[1:] for node in calls(gm, torch.ops.tatten.mask_blocks.default)] == [(B, 1, 1), (B, B, 1)]
+    assert [node.args[1:] for node in calls(gm, torch.ops.tatten.block_mask.default)] == [(1,), ()]
 
 
 @pytest.mark.parametrize(("kv_len", "provider"), [(4096, "triton"), (131072, "cudnn")])

@@ -366,7 +366,7 @@ def test_a_32_layer_graph_takes_less_than_50_ms() -> None:
         times.append(time.thread_time() - start)
     took = min(times)
     assert sum(isinstance(x, Rewritten) for x in report.findings) == 32
-    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.tatten.mask_spans.default)) == 1
+    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.tatten.block_mask.default)) == 1
     assert took < 0.05, f"{took * 1e3:.0f} ms"
 
 
@@ -398,8 +398,8 @@ class Graphs(expecttest.TestCase):
             listing(gm),
             """\
 index_copy_ = index_copy_(l_cache_, 2, l_position_, l_key_)
-mask_spans_default = mask_spans.default(l_mask_)
-decode_attention_default = decode_attention.default(l_query_, l_cache_, l_cache_, l_mask_, None, 0.25, mask_spans_default)
+block_mask_default = block_mask.default(l_mask_)
+decode_attention_default = decode_attention.default(l_query_, l_cache_, l_cache_, l_mask_, None, 0.25, block_mask_default)
 getitem_1 = getitem(decode_attention_default, 0)
 transpose = transpose(getitem_1, 1, 2)
 contiguous = contiguous(transpose)
@@ -452,10 +452,10 @@ return (getitem_1)""",
         self.assertExpectedInline(
             listing(gm),
             """\
-mask_spans_default = mask_spans.default(l_mask_)
-decode_attention_default = decode_attention.default(l_query_, l_keys_, l_keys_, l_mask_, None, None, mask_spans_default)
+block_mask_default = block_mask.default(l_mask_)
+decode_attention_default = decode_attention.default(l_query_, l_keys_, l_keys_, l_mask_, None, None, block_mask_default)
 getitem = getitem(decode_attention_default, 0)
-decode_attention_default_1 = decode_attention.default(getitem, l_keys_, l_keys_, l_mask_, None, None, mask_spans_default)
+decode_attention_default_1 = decode_attention.default(getitem, l_keys_, l_keys_, l_mask_, None, None, block_mask_default)
 getitem_1 = getitem(decode_attention_default_1, 0)
 return (getitem_1)""",
         )

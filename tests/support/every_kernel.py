@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tatten.ops.cuda import combine, decode, segments
-from tatten.ops.masks import mask_blocks
+from tatten.ops.masks import block_list
 from tatten.ops.variant import AttentionVariant
 
 KV_LEN = 333
@@ -48,8 +48,8 @@ def attend(
     if mask is not None:
         shown = torch.rand(*mask[1:], KV_LEN, device="cuda") > 0.5
         mask = shown if mask[0] == "bool" else torch.where(shown, 0.5, float("-inf")).to(getattr(torch, mask[0]))
-        want = mask_blocks(mask, 2, 2, 1)
-        assert torch.equal(torch.ops.tatten.mask_blocks.default(mask, 2, 2, 1), want)
+        want = block_list(mask, 2)
+        assert torch.equal(torch.ops.tatten.block_list.default(mask, 2), want)
     kv_lens = torch.tensor([KV_LEN, 70], device="cuda") if lens else None
     variant = AttentionVariant(
         options.pop("window", None),

@@ -149,20 +149,18 @@ class Call:
         query, scale = inputs["query"], inputs["scale"]
         if not self.is_decode:
             lists = [inputs[name] for name in ("keys", "values", "attn_masks")]
-            spans = [_found(query, key, mask) for key, mask in zip(lists[0], lists[2], strict=True)]
-            return torch.ops.tatten.bifurcated_attention.default(query, *lists, spans, scale)
+            found = [_found(key, mask) for key, mask in zip(lists[0], lists[2], strict=True)]
+            return torch.ops.tatten.bifurcated_attention.default(query, *lists, found, scale)
         names = ("query", "key", "value", "attn_mask", "kv_lens")
         extras = {name: x for name, x in inputs.items() if name not in (*names, "scale")}
-        spans = _found(query, inputs["key"], inputs["attn_mask"])
-        return torch.ops.tatten.decode_attention.default(*[inputs[name] for name in names], scale, spans, **extras)
+        found = _found(inputs["key"], inputs["attn_mask"])
+        return torch.ops.tatten.decode_attention.default(*[inputs[name] for name in names], scale, found, **extras)
 
 
-def _found(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+def _found(key: Tensor, mask: Tensor | None) -> Tensor | None:
     if mask is None or mask.shape[-1] != key.shape[2]:
         return None
-    if query.is_cpu:
-        return torch.ops.tatten.mask_spans.default(mask, key.shape[0])
-    return torch.ops.tatten.mask_blocks.default(mask, query.shape[0], key.shape[0], query.shape[2])
+    return torch.ops.tatten.block_mask.default(mask, key.shape[0])
 
 
 def together(inputs: dict[str, Any]) -> dict[str, Any]:

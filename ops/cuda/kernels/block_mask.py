@@ -104,7 +104,7 @@ def _either(a, b):
 
 @triton.jit(do_not_specialize=["n_blocks", "n_queries"])
 def _list_kernel(bits, block_list, n_blocks, n_queries, ADDITIVE: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr):
-    """Write the block list of a kv_row, which `tatten.ops.masks.mask_blocks` describes."""
+    """Write the block list of a kv_row, which `tatten.ops.masks.BlockList` describes."""
     WORDS: tl.constexpr = 4 if ADDITIVE else 2
     kv_row = tl.program_id(0).to(tl.int64)
     bits += WORDS * kv_row * n_blocks

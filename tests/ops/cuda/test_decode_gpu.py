@@ -290,8 +290,8 @@ def test_holes_may_hold_nan(per: str) -> None:
 @pytest.mark.parametrize("kind", ["causal", "holes", "2d", "additive", "nearly_full", "nearly_zero"])
 def test_blocks_found_once_for_all_layers(kind: str) -> None:
     inputs = Case(**WIDE, dtype=BF16, head_dim=128, mask=kind, q_len=2).inputs("cuda")
-    blocks = torch.ops.tatten.mask_blocks(inputs["attn_mask"], 2, 2, 2)
-    assert_equal(decode(**inputs, spans=blocks), decode(**inputs))
+    blocks = torch.ops.tatten.block_mask(inputs["attn_mask"])
+    assert_equal(decode(**inputs, block_mask=blocks), decode(**inputs))
 
 
 @pytest.mark.parametrize("additive", [False, True])

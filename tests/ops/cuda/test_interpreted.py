@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tatten.ops.cuda.schedule import Schedule
 from tatten.ops.layout import pack_gqa
-from tatten.ops.masks import mask_blocks
+from tatten.ops.masks import block_list
 from tatten.ops.reference import bifurcated_attention_reference
 from tatten.ops.states import combine_partials, merge
 from tatten.ops.variant import AttentionVariant
@@ -261,7 +261,7 @@ def test_the_same_to_the_bit(case: Case) -> None:
 )
 def test_blocks_found_before_give_the_same(mask: str) -> None:
     inputs = replace(SMALL, mask=mask).inputs()
-    blocks = mask_blocks(inputs["attn_mask"], 2, 2, 2)
+    blocks = block_list(inputs["attn_mask"], 2)
     assert_equal(lean(inputs, programs=3, block_mask=blocks), lean(inputs, programs=3))
 
 
@@ -435,7 +435,7 @@ def test_segments_in_low_precision(dtype: torch.dtype) -> None:
 
 def test_segments_take_blocks_found_before() -> None:
     query, keys, values, masks = Segments(((2, 150, "sequences"), (4, 70, "all")), q_len=2).inputs()
-    blocks = [mask_blocks(mask, BATCH, key.shape[0], 2) for mask, key in zip(masks, keys, strict=True)]
+    blocks = [block_list(mask, key.shape[0]) for mask, key in zip(masks, keys, strict=True)]
     given = triton_segments(query, keys, values, masks, blocks, 0.25)
     assert_equal(given, triton_segments(query, keys, values, masks, [None, None], 0.25))
 
@@ -495,10 +495,10 @@ def test_a_window_of_any_size(mask: str) -> None:
 
 def test_masks_with_large_strides() -> None:
     """A head of the mask lies 2 ** 30 elements behind the one before, in memory that is not touched in between."""
-    from tatten.ops.cuda.block_mask import plan_mask_blocks
+    from tatten.ops.cuda.block_mask import plan_block_list
 
     storage = torch.empty(3 * (1 << 30) + 64, dtype=torch.bool)
     mask = storage.as_strided((1, 4, 1, 64), (1 << 32, 1 << 30, 64, 1))
     mask.copy_(torch.rand(1, 4, 1, 64) > 0.9)
-    got, want = plan_mask_blocks(mask, 1, 1, 1)(mask), mask_blocks(mask, 1, 1, 1)
+    got, want = plan_block_list(mask, 1)(mask), block_list(mask, 1)
     assert torch.equal(got[0, : 1 + want[0, 0, 0]], want[0, : 1 + want[0, 0, 0]])

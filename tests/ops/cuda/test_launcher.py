@@ -108,7 +108,7 @@ def test_a_plan_keeps_no_tensor(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
         case "merge":
             plan = cuda._plan_merge_states(out, lse)
         case "mask":
-            plan = cuda._plan_mask_blocks(mask, 2, 2, 1)
+            plan = cuda._plan_block_list(mask, 2)
     kept = [weakref.ref(x) for x in (*cache, *shared, *scales, query, mask, lens, sinks, out, lse)]
     variant = None
     del cache, shared, scales, query, mask, lens, sinks, out, lse

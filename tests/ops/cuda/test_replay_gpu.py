@@ -151,8 +151,7 @@ def test_each_replay_is_right(name: str) -> None:
         call = draw()
         with fresh_memory_is_poison():
             if "keys" in call:
-                spans = [None] * len(call["keys"])
-                out, lse = bifurcated(*call.values(), spans)
+                out, lse = bifurcated(*call.values(), [None] * len(call["keys"]))
             else:
                 out, lse = decode(**call)
         reference = bifurcated_attention_reference if "keys" in call else decode_reference
