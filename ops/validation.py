@@ -227,7 +227,7 @@ def check_block_mask(
 ) -> None:
     """Raise ValueError unless `block_mask` is what `tatten::block_mask` returns on `device`."""
     shape = (3,) if device.type == "cpu" else (ceil_div(kv_len, BLOCK_KEYS) + 1, 2)
-    if block_mask.dtype != torch.int64 or tuple(block_mask.shape) not in ((1, *shape), (rows, *shape)):
+    if block_mask.dtype != torch.int64 or block_mask.shape not in ((1, *shape), (rows, *shape)):
         wanted = f"int64 of shape {(1, *shape)} or {(rows, *shape)}"
         raise ValueError(f"`{name}` must be {wanted}, got {block_mask.dtype} of shape {tuple(block_mask.shape)}")
 

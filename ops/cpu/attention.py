@@ -72,10 +72,10 @@ def decode_attention(
         reach, spans = _reach(lens, q_len, key.shape[2], variant.window)
         if mask is not None:
             reach = mask & reach if mask.dtype == torch.bool else torch.where(reach, mask, NEG_INF)
-            spans = _spans(reach)
+            spans = _spans(reach, key.shape[2])
         mask = reach
     elif mask is not None:
-        spans = _spans(mask.expand(*mask.shape[:-1], kv_len), block_mask)
+        spans = _spans(mask, kv_len, block_mask)
     out, lse = _attend_keys(query, key, value, mask, spans, scale, _kernel(variant, upcasts=key.dtype != dtype))
     if variant.sinks is not None:
         out, lse = _merge_sinks(out, lse, variant.sinks)
@@ -101,7 +101,7 @@ def bifurcated_attention(
             mask = None
         if mask is not None:
             mask = fold_mask(mask.expand(*mask.shape[:-1], kv_len), query, kv_batch)
-            spans = _spans(mask, block_mask)
+            spans = _spans(mask, kv_len, block_mask)
         out, lse = _attend_keys(fold_sequences(query, kv_batch), key, value, mask, spans, scale)
         outs.append(unfold_sequences(out, batch))
         lses.append(unfold_sequences(lse, batch))
@@ -110,7 +110,7 @@ def bifurcated_attention(
         for b in coarse_sequences(lse):
             at = slice(b, b + 1)
             key, value, mask = _concatenate(query, keys, values, attn_masks, b)
-            out[at], lse[at] = _attend_keys(query[at], key, value, mask, _spans(mask), scale)
+            out[at], lse[at] = _attend_keys(query[at], key, value, mask, _spans(mask, key.shape[2]), scale)
     return out.contiguous(), lse.contiguous()
 
 
@@ -137,7 +137,7 @@ def _concatenate(
             at = 0 if mask.shape[0] == 1 else b if mask.shape[0] == batch else kv_row
             bias = additive(mask[at : at + 1], query.dtype)
         bias = bias.to(dtype).expand(1, q_heads, q_len, key.shape[2])
-        (span,) = _spans(bias)
+        (span,) = _spans(bias, key.shape[2])
         repeats = kv_heads // key.shape[1]
         own_keys.append(key[kv_row, :, span.start : span.stop].repeat_interleave(repeats, dim=0))
         own_values.append(value[kv_row, :, span.start : span.stop].repeat_interleave(repeats, dim=0))
@@ -145,9 +145,9 @@ def _concatenate(
     return torch.cat(own_keys, dim=1)[None], torch.cat(own_values, dim=1)[None], torch.cat(biases, dim=3)
 
 
-def _spans(mask: Tensor, block_mask: Tensor | None = None) -> list[Span]:
+def _spans(mask: Tensor, kv_len: int, block_mask: Tensor | None = None) -> list[Span]:
     """The span that a mask leaves of each row of the KV; `block_mask` is what was found in it before."""
-    data = key_spans(mask) if block_mask is None else block_mask
+    data = key_spans(mask.expand(*mask.shape[:-1], kv_len)) if block_mask is None else block_mask
     return list(map(Span._make, data.tolist()))
 
 
@@ -177,7 +177,8 @@ def _attend_keys(
 
     def attend_run(sequences: slice, span: Span, some_empty: bool) -> State:
         """The state of sequences over a span of keys; `some_empty`: a mask for all queries leaves one no key there."""
-        q, (k, v) = q_rows, (x.narrow(2, span.start, span.stop - span.start) for x in (key, value))
+        length = span.stop - span.start
+        q, k, v = q_rows, key.narrow(2, span.start, length), value.narrow(2, span.start, length)
         if sequences.stop - sequences.start < batch:
             q, k, v = q[sequences], k[sequences], v[sequences]
         if mask is None or span.full:
