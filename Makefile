@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test fuzz mutants lint bench clean
+.PHONY: demo test test-all fuzz mutants lint docs bench bench-verify plots clean
 
 $(VENV)/installed: pyproject.toml
 	@echo "making $(VENV): PyTorch and transformers, about a minute"
@@ -20,13 +20,24 @@ $(VENV)/installed-test: $(VENV)/installed
 	@$(PIP) -e ".[test,dev]"
 	@touch $@
 
+$(VENV)/installed-docs: $(VENV)/installed
+	@echo "adding what the docs are built with"
+	@$(PIP) -e ".[docs]"
+	@touch $@
+
 demo: $(VENV)/installed
 	$(BIN)/python examples/static_cache.py
 
+# Each op, pass, cache and kernel in a few of its cases, in less than 5 minutes on 2 cores. What is marked `slow` is left
+# out here, and nowhere else: plain `pytest` runs whatever it is pointed at.
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=30 -m "not slow" $(ARGS)
 
-# The property tests alone, with N times as many examples as `make test` draws, and others than it draws.
+# All tests, as CI does, and with as many threads for each op as PyTorch would take.
+test-all: $(VENV)/installed-test
+	$(BIN)/python -m pytest -n 2 --durations=30 $(ARGS)
+
+# The property tests alone, with N times as many examples as `make test-all` draws, and others than it draws.
 fuzz: SEED := $(shell date +%Y%m%d)
 fuzz: N := 20
 fuzz: $(VENV)/installed-test
@@ -42,8 +53,21 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p tatten
 
+# The pages of docs/ and the API reference, into site/; a broken link or name is an error.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/static_cache.py $(ARGS)
 
+# The pictures in docs/img and the tables of docs/benchmarks.md, from benchmarks/results.
+plots: $(VENV)/installed-test
+	$(BIN)/python benchmarks/plots.py
+
+# Which claims of docs/benchmarks.md the JSON in the folder RUN does not support; ARGS="--machines one" for one GPU's.
+bench-verify: RUN := benchmarks/results
+bench-verify: $(VENV)/installed
+	$(BIN)/python benchmarks/verify.py $(RUN) $(ARGS)
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

@@ -11,21 +11,21 @@ and have 128 of their own, of which the step decodes the last.
     without   a KV copied for each sequence, transformers' StaticCache, compiled by Inductor, until memory runs out
 
 On a GPU each step is a captured CUDA graph. A model is compiled once for all n (n = 1 is another graph), or with
---static once for each. The floor is the weights, the prefix and the suffixes once, at the bandwidth of a plain read,
-measured in the same run. The authors' fork of gpt-fast (Bifurcated Attention, arXiv 2403.08845) published 13.5 ms for
+--static once for each. The floor is the weights, the prefix and the suffixes once, at the best rate of a plain read or
+copy in the same run. The authors' fork of gpt-fast (Bifurcated Attention, arXiv 2403.08845) published 13.5 ms for
 n = 32 on an H100.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from pathlib import Path
 
 import torch
-from bifurcated_paper import DTYPE, HEAD_DIM, Runner, Sizes, kv_bytes, unless_out_of_memory
-from lean_paper import bandwidth
+from support import results
+from support.command_line import arguments, machine
+from support.samples import DTYPE, HEAD_DIM, Runner, Sizes, kv_bytes, unless_out_of_memory
+from support.timing import read_rate
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -98,8 +98,7 @@ def show(rows: dict[int, dict], variants: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser = arguments(__doc__)
     parser.add_argument("--n", type=int, nargs="*", help="samples, in ascending order")
     parser.add_argument("--variants", nargs="*", choices=["with", "without"], default=["with", "without"])
     parser.add_argument("--context", type=int)
@@ -107,7 +106,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--static", action="store_true", help="compile for each n")
     parser.add_argument("--repeats", type=int)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
@@ -115,11 +113,10 @@ def main() -> None:
 
     # A float that may vary, as it may with dynamic shapes, makes Dynamo compile everything twice.
     torch._dynamo.config.specialize_float = True
-    rate = bandwidth(args.device)
-    name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    rate = read_rate(args.device)
     model = build(args.layers, args.device)
     size = sum(p.numel() for p in model.parameters()) / 1e9
-    print(f"{name}, torch {torch.__version__}, {rate / 1e9:.0f} GB/s; {size:.2f}B parameters, {args.layers} layers")
+    print(f"{machine(args.device)}, {rate / 1e9:.0f} GB/s; {size:.2f}B parameters, {args.layers} layers")
     print(f"context {args.context}, suffix {args.suffix}", flush=True)
     rows: dict[int, dict] = {n: {"n": n} for n in args.n}
     for variant in args.variants:
@@ -127,7 +124,7 @@ def main() -> None:
     show(rows, args.variants)
     if args.json:
         kept = [{key: value for key, value in row.items() if key != "logits"} for row in rows.values()]
-        args.json.write_text(json.dumps({"device": name, "bytes_per_second": rate, "rows": kept}, indent=1))
+        results.write(args.json, args.device, kept, bytes_per_second=rate, context=args.context, suffix=args.suffix)
 
 
 if __name__ == "__main__":

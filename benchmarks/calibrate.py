@@ -1,11 +1,11 @@
-"""Measure which provider decodes fastest, by the number of (sequence, kv head) pairs and of keys, and write the table.
+"""Measure which provider decodes fastest on this GPU, by (sequence, kv head) pairs and keys, and write its table.
 
     python benchmarks/calibrate.py --write
 
-Each cell is a batch of one query for each of four query heads per kv head, head_dim 128, bfloat16; a captured CUDA
-graph of calls on as many copies of K and V as exceed the L2 cache. Another kernel than ours is only chosen where it is
-more than `MARGIN` faster, so that noise decides nothing. FlashAttention-3 is asked for where it is installed; where a
-table names it and it is not, ours computes.
+Each cell is a batch of one query for each of four query heads per kv head, head_dim 128, bfloat16: a captured CUDA
+graph of calls on as many copies of K and V as exceed the L2 cache. Another provider than Triton is only named where it
+is more than `MARGIN` faster, so that noise decides nothing. FlashAttention-3 is measured where it is installed; where a
+table names it and it is not installed, Triton computes.
 """
 
 from __future__ import annotations
@@ -13,52 +13,61 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import statistics
 from pathlib import Path
 
 import torch
-from timing import as_graph, seconds
+from support.timing import as_graph, in_turns, seconds
 
 import tatten
+from tatten.ops.cuda import tuning
 
 MARGIN = 1.01
-PROVIDERS = {"T": "triton", "C": "cudnn", "F": "flash"}
+PROVIDERS = ["triton", "cudnn", "flash"]
 if importlib.util.find_spec("flash_attn_interface"):
-    PROVIDERS["A"] = "fa3"
-HEADER = '''"""Which provider decodes fastest: written by `python benchmarks/calibrate.py --write` on {device}."""
+    PROVIDERS.append("fa3")
+TABLE = '''"""Which provider decodes fastest: written by `python benchmarks/calibrate.py --write` on {device}."""
 
-# Rows: 1, 2, 4, ... (sequence, kv head) pairs. Columns: 256, 512, ... keys. T triton, C cudnn, F flash, A fa3.
-REGIMES = (
-{rows})
+DEVICE, CAPABILITY = "{device}", {capability}
+
+# For each number of (sequence, kv head) pairs: from how many keys on a provider is the fastest.
+FASTEST = {{
+{rows}
+}}
 '''
 
 
 def fastest(pairs: int, kv_len: int, pool: torch.Tensor, rounds: int) -> tuple[str, dict[str, float]]:
-    """The letter of the provider for a cell, and what each took in microseconds."""
+    """The provider for a cell, and what each took in microseconds."""
     kv_heads = min(8, pairs)
     shape = pairs // kv_heads, kv_heads, kv_len, 128
     size = math.prod(shape)
     copies = max(1, min(12, math.ceil(2e8 / (4 * size))))
     views = pool[: 2 * copies * size].view(copies, 2, *shape)
     query = torch.randn(shape[0], 4 * kv_heads, 1, 128, device=pool.device, dtype=pool.dtype)
-    times: dict[str, list[float]] = {}
     graphs = {}
-    for letter, provider in PROVIDERS.items():
+    for provider in PROVIDERS:
 
         def step(provider: str = provider) -> torch.Tensor:
             outs = [tatten.decode_attention(query, k, v, provider=provider) for k, v in views]
             return outs[-1]
 
         step()
-        graphs[letter] = as_graph(step)
-        graphs[letter]()
-        times[letter] = []
-    for _ in range(rounds):
-        for letter, graph in graphs.items():
-            times[letter].append(seconds(graph, "cuda", 2) * 1e6 / copies)
-    median = {letter: statistics.median(x) for letter, x in times.items()}
-    best = min(median, key=lambda letter: median[letter])
-    return ("T" if median["T"] <= MARGIN * median[best] else best), median
+        graphs[provider] = as_graph(step)
+        graphs[provider]()
+    median = in_turns(graphs, rounds, lambda _, graph: seconds(graph, "cuda", 2) * 1e6 / copies)
+    best = min(median, key=lambda provider: median[provider])
+    return ("triton" if median["triton"] <= MARGIN * median[best] else best), median
+
+
+def table_text(device: str, capability: tuple[int, int], found: dict[int, dict[int, str]]) -> str:
+    """The module that holds the table, of which runs of one provider are one entry."""
+    rows = []
+    for pairs, row in found.items():
+        lengths = sorted(row)
+        starts = [n for i, n in enumerate(lengths) if i == 0 or row[n] != row[lengths[i - 1]]]
+        entries = ", ".join(f'{n}: "{row[n]}"' for n in starts)
+        rows.append(f"    {pairs}: {{{entries}}},")
+    return TABLE.format(device=device, capability=capability, rows="\n".join(rows))
 
 
 def main() -> None:
@@ -66,25 +75,24 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-gb", type=float, default=8.0, help="cells of more keys and values copy their neighbour")
-    parser.add_argument("--write", action="store_true", help="write ops/cuda/tuning/regimes.py")
+    parser.add_argument("--write", action="store_true", help="write the GPU's module in ops/cuda/tuning")
     args = parser.parse_args()
     pool = torch.randn(int(args.max_gb * 1e9) // 2, device=args.device, dtype=torch.bfloat16)
-    rows: list[str] = []
+    found: dict[int, dict[int, str]] = {}
     for pairs in (1 << i for i in range(11)):
-        row = ""
+        row = found[pairs] = {}
         for kv_len in (256 << i for i in range(10)):
             if 4 * 128 * pairs * kv_len > args.max_gb * 1e9:
-                row += row[-1]
+                row[kv_len] = row[kv_len // 2]
                 continue
-            letter, times = fastest(pairs, kv_len, pool, args.rounds)
-            row += letter
-            shown = " ".join(f"{PROVIDERS[name]} {us:.1f}" for name, us in times.items())
-            print(f"{pairs:5} pairs {kv_len:7} keys: {letter}  {shown}", flush=True)
-        rows.append(row)
-    text = HEADER.format(device=torch.cuda.get_device_name(), rows="".join(f'    "{row}",\n' for row in rows))
+            row[kv_len], times = fastest(pairs, kv_len, pool, args.rounds)
+            shown = " ".join(f"{name} {us:.1f}" for name, us in times.items())
+            print(f"{pairs:5} pairs {kv_len:7} keys: {row[kv_len]:6}  {shown}", flush=True)
+    device = torch.cuda.get_device_name()
+    text = table_text(device, torch.cuda.get_device_capability(), found)
     print(text)
     if args.write:
-        (Path(__file__).parent.parent / "ops" / "regimes.py").write_text(text)
+        (Path(tuning.__file__).parent / f"{tuning.module_name(device)}.py").write_text(text)
 
 
 if __name__ == "__main__":

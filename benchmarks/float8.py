@@ -5,19 +5,16 @@
 One query for each sequence. `float8` is `tatten.decode_attention` with factors for each head, `16 bits` the same on
 keys and values in the dtype of the query, `widened` is SDPA after `key.to(dtype) * scale` under `torch.compile`, as a
 PyTorch user would write it. Captured CUDA graphs go round copies that exceed the L2 cache, in turns; medians in
-microseconds. The floor is each key and value in float8 once, at the best rate of a plain read.
+microseconds. The floor is each key and value in float8 once, at the best rate of a plain read or copy.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-
 import torch
 import torch.nn.functional as F
-from lean_paper import bandwidth
-from timing import as_graph, seconds
+from support import results
+from support.command_line import arguments, machine
+from support.timing import as_graph, in_turns, microseconds, read_rate
 from torch import Tensor
 
 import tatten
@@ -72,25 +69,18 @@ def measure(shape: tuple[int, int, int, int, int], dtype: torch.dtype, rounds: i
 
         step()
         graphs[name] = as_graph(step)
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            graph()
-            times[name].append(seconds(graph, "cuda", 3) / copies * 1e6)
-    return {name: statistics.median(x) for name, x in times.items()}
+    return in_turns(graphs, rounds, lambda _, graph: microseconds(graph, "cuda", copies, repeats=3))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda"], default="cuda")
+    parser = arguments(__doc__, ["cuda"])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a GPU: on a CPU float8 is widened before anything is computed")
         return
-    rate = bandwidth("cuda")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, reads {rate / 1e12:.3f} TB/s")
+    rate = read_rate("cuda")
+    print(f"{machine(args.device)}, reads {rate / 1e12:.3f} TB/s")
     rows = []
     with torch.inference_mode():
         for dtype in (torch.bfloat16, torch.float16):
@@ -98,7 +88,8 @@ def main() -> None:
                 us = measure(shape, dtype, args.rounds)
                 batch, _, kv_heads, kv_len, dim = shape
                 us["floor"] = 2 * batch * kv_heads * kv_len * dim / rate * 1e6
-                rows.append({"shape": shape, "dtype": str(dtype), "us": us})
+                names = "batch", "q_heads", "kv_heads", "keys", "head_dim"
+                rows.append({**dict(zip(names, shape, strict=True)), "dtype": str(dtype)[6:], "us": us})
                 cells = "  ".join(f"{name} {x:7.1f}" for name, x in us.items())
                 print(
                     f"{shape!s:26} {str(dtype)[6:]:8}  {cells}  {us['float8'] / us['16 bits']:.2f} of 16 bits",
@@ -106,8 +97,7 @@ def main() -> None:
                 )
                 torch.cuda.empty_cache()
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(rows, file, indent=1)
+        results.write(args.json, args.device, rows, bytes_per_second=rate)
 
 
 if __name__ == "__main__":

@@ -17,22 +17,22 @@ samples" of heads, contexts and batches; here they are over figure 7 and `grid`,
 a choice.
 
 On a GPU each is a captured CUDA graph that goes through as many copies of the inputs as it takes to leave the L2 cache
-behind. The floor is each key and value once at the bandwidth of a plain read, measured in the same run.
+behind. The floor is each key and value once at the best rate of a plain read or copy in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import torch
-from timing import as_graph, seconds
+from support import results
+from support.command_line import arguments, machine
+from support.timing import as_graph, in_turns, read_rate, seconds
 from torch import Tensor
 
 import tatten
@@ -163,11 +163,11 @@ def measure(shape: Shape, pool: Pool, rate: float, args: argparse.Namespace) -> 
     errors = {name: ((step().float() - exact).norm() / exact.norm()).item() for name, step in steps.items()}
     assert max(errors.values()) < 2e-2, (shape, errors)
     repeats = {name: max(1, int(1e-3 / seconds(step, args.device))) for name, step in steps.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(args.rounds):
-        for name, step in steps.items():
-            times[name].append(seconds(step, args.device, repeats[name]) / len(inputs) * 1e6)
-    median = {name: statistics.median(x) for name, x in times.items()}
+
+    def microseconds(name: str, step: Callable[[], Tensor]) -> float:
+        return seconds(step, args.device, repeats[name]) / len(inputs) * 1e6
+
+    median = in_turns(steps, args.rounds, microseconds)
     return {
         **asdict(shape),
         "copies": len(inputs),
@@ -175,13 +175,6 @@ def measure(shape: Shape, pool: Pool, rate: float, args: argparse.Namespace) -> 
         "floor_us": 4 * shape.size / rate * 1e6,
         **{f"over_{name}": median[name] / median["lean"] for name in BASELINES},
     }
-
-
-def bandwidth(device: str) -> float:
-    """Bytes per second of a plain read."""
-    x = torch.ones(1 << (26 if device == "cpu" else 30), device=device)
-    x.sum()
-    return x.nbytes / min(seconds(x.sum, device) for _ in range(5))
 
 
 def show_kernels(pool: Pool, args: argparse.Namespace) -> None:
@@ -221,14 +214,12 @@ def summary(rows: dict[Shape, dict[str, float]], figures: dict[str, list[Shape]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser = arguments(__doc__)
     parser.add_argument("--figures", nargs="*", choices=list(FIGURES), default=list(FIGURES))
     parser.add_argument("--provider", help="of tatten.decode_attention; default: triton, on a CPU cpu")
     parser.add_argument("--kv-gib", type=float, default=16, help="leave out shapes whose keys and values take more")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--kernels", action="store_true", help="print what the baselines launch, and stop")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
 
     start = time.perf_counter()
@@ -236,9 +227,8 @@ def main() -> None:
     args.provider = args.provider or ("triton" if cuda else "cpu")
     figures = FIGURES if cuda else CPU_FIGURES
     shapes = [shape for name in args.figures for shape in figures[name] if 4 * shape.size <= args.kv_gib * 2**30]
-    rate = bandwidth(args.device)
-    device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{device}, torch {torch.__version__}, {rate / 1e9:.0f} GB/s; lean is provider {args.provider}")
+    rate = read_rate(args.device)
+    print(f"{machine(args.device)}, {rate / 1e9:.0f} GB/s; lean is provider {args.provider}")
     pool = Pool(max(*(shape.size for shape in shapes), ROTATE[args.device] // 4), args)
     if args.kernels:
         show_kernels(pool, args)
@@ -258,9 +248,10 @@ def main() -> None:
     summary(rows, figures, args.figures)
     print(f"{time.perf_counter() - start:.0f} s")
     if args.json:
-        args.json.write_text(
-            json.dumps({"device": device, "bytes_per_second": rate, "rows": list(rows.values())}, indent=1)
-        )
+        found = [
+            {"figures": [name for name in args.figures if shape in figures[name]], **r} for shape, r in rows.items()
+        ]
+        results.write(args.json, args.device, found, bytes_per_second=rate)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ Microseconds of the host for one call, of calls in a row; the least of `--rounds
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from support import results
+from support.command_line import arguments
 
 import tatten
 
@@ -61,13 +61,11 @@ def calls_of(batch: int, kv_len: int) -> dict[str, Call]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda"], default="cuda")
+    parser = arguments(__doc__, ["cuda"])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--kv-len", type=int, default=1024)
     parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a GPU: on a CPU the host computes, too")
@@ -81,8 +79,8 @@ def main() -> None:
     for name, us in took.items():
         print(f"{name:40s} {us:6.1f} us  {us / sdpa:5.2f} of SDPA")
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(took, file, indent=1)
+        rows = [{"call": name, "us": us, "over_sdpa": us / sdpa} for name, us in took.items()]
+        results.write(args.json, args.device, rows, batch=args.batch, kv_len=args.kv_len)
 
 
 if __name__ == "__main__":

@@ -23,15 +23,16 @@ slowest link. The paper reports close to 8 times for 128 GPUs and 5.12M tokens, 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from support import results
+from support.results import ResultsError, need, select
 
-from tatten.ops.distributed.push import plan
+from tatten.ops.distributed.push_layout import plan_push
 
 Point = tuple[float, float, float]
 NODE = 8
@@ -80,31 +81,11 @@ class Line:
         return f"alpha {self.alpha * 1e6:.2f} us, beta {rate}, at most {self.worst:.0%} off what was measured"
 
 
-def read(path: Path, keys: Sequence[str], **only: object) -> list[dict]:
-    """The rows of a benchmark's JSON for which `only` holds; all of them must have the keys."""
-    data = json.loads(path.read_text())
-    if not isinstance(data, dict) or "rows" not in data:
-        raise SystemExit(f"{path} has no list of rows")
-    need(path, data["rows"], only)
-    rows = [row for row in data["rows"] if all(row[key] == value for key, value in only.items())]
-    if not rows:
-        raise SystemExit(f"{path} has no rows with {only}")
-    need(path, rows, keys)
-    return rows
-
-
-def need(path: Path, rows: Iterable[dict], keys: Iterable[str]) -> None:
-    for row in rows:
-        missing = [key for key in keys if key not in row]
-        if missing:
-            raise SystemExit(f"{path}: a row lacks {', '.join(missing)}: {row}")
-
-
 def sent(strategy: str, ranks: int, rows: int, head_dim: int) -> tuple[float, float]:
     """Rounds and bytes that a rank sends, to merge so many rows in a node: `out` in bfloat16 and `lse` in float32."""
     others, payload = ranks - 1, rows * (2 * head_dim + 4)
     if strategy == "push":
-        two = plan(torch.Size((rows, head_dim)), 2, ranks, False, 1).gather
+        two = plan_push(torch.Size((rows, head_dim)), 2, ranks, False, 1).gather
         return (2, 2 * others / ranks * payload) if two else (1, others * payload)
     if strategy == "all_gather":
         return others, others * payload
@@ -113,10 +94,10 @@ def sent(strategy: str, ranks: int, rows: int, head_dim: int) -> tuple[float, fl
 
 def merge_points(path: Path, strategy: str, head_dim: int) -> list[Point]:
     """Rounds, bytes and seconds of each merge that `tree_merge.py` measured."""
-    merges = read(path, ("ranks", "rows", "us"))
+    merges = select(path, ("ranks", "rows", "us"))
     need(path, (row["us"] for row in merges), (strategy,))
     if len({(row["ranks"], row["rows"]) for row in merges}) < len(merges):
-        raise SystemExit(f"{path} has several merges of the same ranks and rows")
+        raise ResultsError(f"{path} has several merges of the same ranks and rows")
     return [(*sent(strategy, row["ranks"], row["rows"], head_dim), row["us"][strategy] / 1e6) for row in merges]
 
 
@@ -136,10 +117,10 @@ def main() -> None:
     args = parser.parse_args()
 
     shape_keys = "batch", "q_heads", "kv_heads", "head_dim"
-    latencies = read(args.attention, ("ranks", "length", "us", *shape_keys), section="latency")
+    latencies = select(args.attention, ("ranks", "length", "us", *shape_keys), section="latency")
     shapes = {tuple(row[key] for key in shape_keys) for row in latencies}
     if len(shapes) > 1:
-        raise SystemExit(f"{args.attention} has several shapes {shape_keys}: {sorted(shapes)}")
+        raise ResultsError(f"{args.attention} has several shapes {shape_keys}: {sorted(shapes)}")
     ((batch, q_heads, kv_heads, head_dim),) = shapes
     token_bytes = 2 * batch * kv_heads * head_dim * 2  # K and V in bfloat16
 
@@ -158,7 +139,7 @@ def main() -> None:
 
     say(f"{args.tokens} tokens, batch {batch}, heads {q_heads}/{kv_heads}, head_dim {head_dim}, nodes of {NODE} GPUs")
     for path in (args.merge, args.attention):
-        sizes = sorted({row["ranks"] for row in read(path, ("ranks",))})
+        sizes = sorted({row["ranks"] for row in select(path, ("ranks",))})
         say(f"{path.name} was measured on {', '.join(map(str, sizes))} GPUs")
     say(f"fitted: {args.strategy} merge in a node: {merge}")
     say(f"fitted: a hop of the ring in a node: {ring}")
@@ -194,8 +175,11 @@ def main() -> None:
         names = "local", "merge", "across_log2", "across_ring", "tree_log2", "tree_ring", "ring"
         rows.append({"nodes": nodes, "gpus": gpus, "tokens": args.tokens, "us": dict(zip(names, us, strict=True))})
     if args.json:
-        args.json.write_text(json.dumps({"projection": True, "rows": rows}, indent=1))
+        results.write(args.json, "cpu", rows, projection=True)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ResultsError as error:
+        raise SystemExit(str(error)) from None

@@ -5,20 +5,18 @@
 
 Both get the same weights, cache and mask (a bool input `[batch, 1, 1, max_cache_len]`, as `generate` hands it in), and
 take turns. On a GPU each step is a captured CUDA graph. The byte floor is what a step can't avoid: each weight once and
-each used key and value once, at the bandwidth of a plain read (CPU) or copy (GPU), measured in the same run.
+each used key and value once, at the best rate of a plain read or copy in the same run.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
-from timing import as_graph, seconds
+from support import results
+from support.command_line import arguments, machine
+from support.timing import as_graph, in_turns, read_rate, seconds
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import tatten
@@ -110,14 +108,6 @@ def decode_step(model: LlamaForCausalLM, row: Row, backend: str | None, device: 
     return as_graph(step)
 
 
-def bandwidth(device: str) -> float:
-    """Bytes per second of a plain read (CPU) or copy, read and write counted (GPU)."""
-    x = torch.ones(1 << (28 if device == "cpu" else 30), device=device)
-    run, size = (x.sum, x.nbytes) if device == "cpu" else ((lambda: x.clone()), 2 * x.nbytes)
-    run()
-    return size / min(seconds(run, device) for _ in range(5))
-
-
 def measure(row: Row, device: str, rate: float, repeats: int) -> dict[str, float]:
     model = build(row, device)
     weights = sum(p.nbytes for p in model.parameters())
@@ -128,10 +118,7 @@ def measure(row: Row, device: str, rate: float, repeats: int) -> dict[str, float
             ours = decode_step(model, row, "tatten", device)
         theirs = decode_step(model, row, "inductor", device)
         logits = {"tatten": ours().float(), "inductor": theirs().float()}
-        times: dict[str, list[float]] = {"tatten": [], "inductor": []}
-        for _ in range(repeats):
-            for name, step in (("tatten", ours), ("inductor", theirs)):
-                times[name].append(seconds(step, device))
+        took = in_turns({"tatten": ours, "inductor": theirs}, repeats, lambda _, step: seconds(step, device))
         # Both are held to the same model, weights and cache in float32 and eager mode.
         exact = decode_step(model.float(), row, None, device)()
         errors = {name: ((x - exact).norm() / exact.norm()).item() for name, x in logits.items()}
@@ -141,40 +128,37 @@ def measure(row: Row, device: str, rate: float, repeats: int) -> dict[str, float
         "rewritten": len(report.rewritten),
         "tatten_error": errors["tatten"],
         "inductor_error": errors["inductor"],
-        "tatten_ms": statistics.median(times["tatten"]) * 1e3,
-        "inductor_ms": statistics.median(times["inductor"]) * 1e3,
+        "tatten_ms": took["tatten"] * 1e3,
+        "inductor_ms": took["inductor"] * 1e3,
         "floor_ms": (weights + kv) / rate * 1e3,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser = arguments(__doc__)
     parser.add_argument("--rows", type=int, nargs="*", help="which rows of the grid, by number; default: all")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
 
     grid = cpu_grid() if args.device == "cpu" else cuda_grid()
-    rate = bandwidth(args.device)
-    name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{name}, torch {torch.__version__}, {rate / 1e9:.1f} GB/s")
+    rate = read_rate(args.device)
+    print(f"{machine(args.device)}, {rate / 1e9:.1f} GB/s")
     print(
         "row dtype    batch heads   D   cache   used | inductor   tatten    floor ms | speedup  vs floor | logit errors"
     )
-    results = []
+    found = []
     for i, row in enumerate(grid):
         if args.rows and i not in args.rows:
             continue
         r = measure(row, args.device, rate, args.repeats)
-        results.append(r)
+        found.append(r)
         shape = f"{row.batch:5} {row.q_heads:2}/{row.kv_heads:<2} {row.head_dim:4} {row.max_cache_len:7} {row.used:6}"
         times = f"{r['inductor_ms']:8.2f} {r['tatten_ms']:8.2f} {r['floor_ms']:8.2f}   "
         ratios = f"{r['inductor_ms'] / r['tatten_ms']:6.2f}x {r['tatten_ms'] / r['floor_ms']:9.2f}x"
         errors = f"{r['inductor_error']:.1e} {r['tatten_error']:.1e}"
         print(f"{i:3} {row.dtype:8} {shape} | {times} | {ratios} | {errors}", flush=True)
     if args.json:
-        args.json.write_text(json.dumps({"device": name, "bytes_per_second": rate, "rows": results}, indent=1))
+        results.write(args.json, args.device, found, bytes_per_second=rate)
 
 
 if __name__ == "__main__":

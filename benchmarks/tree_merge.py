@@ -16,16 +16,15 @@ turns is shown, in microseconds per merge.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import statistics
+import datetime
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from timing import as_graph, seconds
+from support import results
+from support.command_line import arguments, machine
+from support.timing import as_graph, in_turns, seconds
+from support.together import Ranks, join, say
 from torch import Tensor
 
 import tatten
@@ -95,14 +94,8 @@ def prepare(arm: Callable[[Tensor, Tensor], State], states: State, merges: int) 
     return run
 
 
-def slowest(x: float, device: str) -> float:
-    worst = torch.tensor(x, device=device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.item()
-
-
-def measure(rows: int, arms: list[str], device: str, rounds: int, repeats: int) -> dict[str, float]:
-    n, merges = dist.get_world_size(), MERGES[device]
+def measure(rows: int, arms: list[str], ranks: Ranks, rounds: int, repeats: int) -> dict[str, float]:
+    n, device, merges = ranks.size, ranks.device, MERGES[ranks.device]
     rng = torch.Generator().manual_seed(rows)
     shape = n, rows // HEADS, HEADS, 1
     states = (
@@ -112,13 +105,13 @@ def measure(rows: int, arms: list[str], device: str, rounds: int, repeats: int) 
     functions = {"all_reduce": lambda: all_reduce, "all_gather": lambda: AllGather(states[0][0], states[1][0])}
     functions["push"] = lambda: push
     steps = {arm: prepare(functions[arm](), states, merges) for arm in arms}
-    times: dict[str, list[float]] = {arm: [] for arm in arms}
-    for _ in range(rounds):
-        for arm, step in steps.items():
-            dist.barrier()
-            step()  # all ranks are here, and the GPU is busy while the host goes on
-            times[arm].append(slowest(seconds(step, device, repeats) / merges * 1e6, device))
-    return {arm: statistics.median(x) for arm, x in times.items()}
+
+    def slowest(arm: str, step: Callable[[], object]) -> float:
+        dist.barrier(ranks.group)
+        step()  # all ranks are here, and the GPU is busy while the host goes on
+        return ranks.largest(seconds(step, device, repeats) / merges * 1e6)
+
+    return in_turns(steps, rounds, slowest)
 
 
 def verdicts(n: int, rows: int, us: dict[str, float]) -> list[str]:
@@ -134,36 +127,30 @@ def verdicts(n: int, rows: int, us: dict[str, float]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser = arguments(__doc__)
     parser.add_argument("--rows", type=int, nargs="*", help=f"multiples of {HEADS}; default: {ROWS}")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--repeats", type=int, default=20, help="of a step in each turn")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     if any(rows < HEADS or rows % HEADS for rows in args.rows or ()):
         parser.error(f"--rows must be multiples of {HEADS}, got {args.rows}")
 
     device = args.device
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    rank, n = dist.get_rank(), dist.get_world_size()
+    join(device, datetime.timedelta(minutes=10))
+    ranks = Ranks(dist.get_world_size(), device)
+    n = ranks.size
     arms = ["all_reduce", "all_gather", *(["push"] if device == "cuda" else [])]
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    results = []
-    if rank == 0:
-        print(f"{n} x {name}, torch {torch.__version__}; us per merge, slowest rank")
-        print(f"{'rows':>5} |", *(f"{arm:>10}" for arm in arms))
+    found = []
+    say(f"{n} x {machine(device)}; us per merge, slowest rank")
+    say(f"{'rows':>5} |", *(f"{arm:>10}" for arm in arms))
     with torch.no_grad():
         for rows in args.rows or ROWS[device]:
-            us = measure(rows, arms, device, args.rounds, args.repeats)
-            results.append({"ranks": n, "rows": rows, "us": us})
-            if rank == 0:
-                asked = verdicts(n, rows, us) if "push" in us else []
-                print(f"{rows:5} |", *(f"{us[arm]:10.1f}" for arm in arms), " ", "; ".join(asked), flush=True)
-    if rank == 0 and args.json:
-        args.json.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": results}, indent=1))
+            us = measure(rows, arms, ranks, args.rounds, args.repeats)
+            found.append({"ranks": n, "rows": rows, "us": us})
+            asked = verdicts(n, rows, us) if "push" in us else []
+            say(f"{rows:5} |", *(f"{us[arm]:10.1f}" for arm in arms), " ", "; ".join(asked))
+    if args.json and ranks.rank == 0:
+        results.write(args.json, device, found)
     dist.destroy_process_group()
 
 

@@ -1,12 +1,12 @@
-"""Best of n: n samples for one prompt, ranked; with Inductor and a KV for each, then with tatten and a shared one.
+"""Best of n: rank n samples of one prompt, with Inductor and a KV cache for each, then with tatten and a shared one.
 
     python examples/best_of_n.py
     python examples/best_of_n.py --device cuda --dtype bfloat16 --n 128 --prompt-len 8000
 
-As in section 5.3 of Bifurcated Attention (arXiv 2403.08845): nucleus sampling with p = 0.95 at temperature 0.8, equal
-samples dropped, the best three by mean log-probability. The model is a Llama of about 100M parameters with random
-weights: nothing is downloaded. The prompt is prefilled once, for both: the static cache gets a copy of it for each
-sample, which spares the baseline n prefills. A step includes the sampling.
+As in section 5.3 of Bifurcated Attention (arXiv 2403.08845): nucleus sampling with p = 0.95 at temperature 0.8, then
+the best three distinct samples by mean log-probability. The model is a Llama of about 100M parameters with random
+weights: nothing is downloaded. Both variants share one prefill: the static cache gets a copy of it for each sample,
+which saves the baseline n prefills. The time of a step includes the sampling.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import tatten
 from tatten.integrations.transformers import SharedPrefixCache
 
 TEMPERATURE, TOP_P = 0.8, 0.95
-SHARPNESS = 50  # of the logits: the random model becomes as sure of the next token as a trained one
+SHARPNESS = 50  # scales the logits: makes the random model as confident as a trained one
 
 
 @dataclass
 class Clock:
-    """A logits processor that notes when each step's logits are ready and changes nothing."""
+    """A logits processor that records when the logits of each step are ready, and changes nothing."""
 
     times: list[float] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ def build(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def prefill(model: LlamaForCausalLM, prompt: Tensor) -> SharedPrefixCache:
-    """All tokens but the last, which `generate` gives to each sample."""
+    """Prefill all tokens but the last, which `generate` gives to each sample."""
     cache = SharedPrefixCache(model.config)
     with torch.no_grad():
         model(prompt[:, :-1], past_key_values=cache, logits_to_keep=1)
@@ -80,7 +80,7 @@ def prefill(model: LlamaForCausalLM, prompt: Tensor) -> SharedPrefixCache:
 
 
 def copy_for_each(prefix: SharedPrefixCache, model: LlamaForCausalLM, n: int, max_cache_len: int) -> StaticCache:
-    """What a prefill of n equal prompts would leave in a static cache."""
+    """The static cache that a prefill of n equal prompts would leave."""
     cache = StaticCache(model.config, max_cache_len=max_cache_len)
     for i, layer in enumerate(prefix.layers):
         ((keys, values),) = layer.kv.segments
@@ -126,10 +126,10 @@ def sample(
 
 
 def compare(ours: Samples, theirs: Samples, dtype: torch.dtype) -> str:
-    """Whether the tokens are the same.
+    """Check that the tokens are the same.
 
-    The same seed draws the same noise for each token of each sequence, so that only a tie within rounding can fall
-    either way. In low precision there are many, and after one the texts are two.
+    Equal seeds draw equal noise for each token of each sequence, so that only a tie within rounding can break either
+    way. Low precision has many ties, and after one the texts differ.
     """
     n, new = ours.tokens.shape
     different = (ours.tokens != theirs.tokens).any(dim=1).nonzero().flatten().tolist()
@@ -151,7 +151,7 @@ def compare(ours: Samples, theirs: Samples, dtype: torch.dtype) -> str:
 
 
 def best(samples: Samples, count: int) -> str:
-    """The samples of the highest mean log-probability, equal ones dropped."""
+    """The distinct samples with the highest mean log-probability."""
     chosen = samples.logits.log_softmax(-1).gather(-1, samples.tokens.unsqueeze(-1))
     scores = chosen.mean(dim=(1, 2)).tolist()
     texts = [tuple(text) for text in samples.tokens.tolist()]

@@ -1,11 +1,11 @@
-"""Draw how FlashAttention-2, FlashDecoding and Lean Attention lay their tiles onto the SMs of a GPU over time.
+"""Draw how FlashAttention-2, FlashDecoding and Lean Attention distribute tiles over the SMs of a GPU and over time.
 
     python examples/draw_schedule.py                                  # needs matplotlib: pip install "tatten[draw]"
     python examples/draw_schedule.py --lengths 131072 1024 1024 1024 --kv-heads 8 --out lean.svg
 
 Figure 1 of Lean Attention (arXiv 2405.10480), and below it the same for a batch of real lengths. A tile takes one unit
-of time and an SM does one program at a time; what merging costs is left out, but the partial states are counted. In
-Lean the last program that arrives at a row merges them, in FlashDecoding a second kernel does.
+of time and an SM does one program at a time. The cost of combining partial states is left out, but they are counted. In
+Lean the last program that arrives at a work tile combines them, in FlashDecoding a second kernel does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Batch:
     kv_heads: int
     sms: int
     block_n: int
-    splits: int | None = None  # of FlashDecoding; None: what its heuristic picks
+    splits: int | None = None  # of FlashDecoding; by default what its heuristic picks
 
     @property
     def tiles(self) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Run:
-    """What each SM did: pairs of when it began and what it did, in units of a tile."""
+    """The visits of each SM, with the time at which each began, in units of a tile."""
 
     name: str
     sms: list[list[tuple[int, Visit]]]
@@ -58,12 +58,12 @@ class Run:
 
     @property
     def occupancy(self) -> float:
-        """SMs that have anything to do."""
+        """The share of SMs that have anything to do."""
         return sum(map(bool, self.sms)) / len(self.sms)
 
     @property
     def efficiency(self) -> float:
-        """Work over the time of all SMs until the last one is done."""
+        """Work divided by the time of all SMs until the last one is done."""
         work = sum(visit.stop - visit.start for sm in self.sms for _, visit in sm)
         return work / (len(self.sms) * self.end)
 
@@ -73,7 +73,7 @@ class Run:
 
 
 def run(name: str, programs: list[list[Visit]], sms: int) -> Run:
-    """Programs start in order, each on the SM that is free first."""
+    """Start programs in order, each on the SM that is free first."""
     free = [(0, sm) for sm in range(sms)]
     done: list[list[tuple[int, Visit]]] = [[] for _ in range(sms)]
     for program in programs:
@@ -85,37 +85,37 @@ def run(name: str, programs: list[list[Visit]], sms: int) -> Run:
     return Run(name, done, len(programs))
 
 
-def split_each_row(tiles: Sequence[int], splits: int) -> list[list[Visit]]:
-    """A fixed split: each row is a line of its own."""
+def split_each_work_tile(tiles: Sequence[int], splits: int) -> list[list[Visit]]:
+    """Split each work tile alike: each is a tile space of its own."""
     programs = []
-    for row, n in enumerate(tiles):
+    for work_tile, n in enumerate(tiles):
         schedule = Schedule((n,), splits)
-        visits = [visit for program in range(schedule.used) for visit in schedule.visits(program)]
-        programs += [[Visit(row, visit.start, visit.stop, visit.slot)] for visit in visits]
+        visits = [visit for program in range(schedule.active_programs) for visit in schedule.visits(program)]
+        programs += [[Visit(work_tile, visit.start, visit.stop, visit.slot)] for visit in visits]
     return programs
 
 
-def heuristic(rows: int, tiles: int, sms: int) -> int:
-    """The splits that flash-attn's `num_splits_heuristic` picks: the fewest that keep 85% of the best efficiency."""
-    if rows >= 0.8 * sms:
+def heuristic(work_tiles: int, tiles: int, sms: int) -> int:
+    """Choose the splits as flash-attn's `num_splits_heuristic` does: the fewest with 85% of the best efficiency."""
+    if work_tiles >= 0.8 * sms:
         return 1
     eligible = [n for n in range(1, min(128, sms, tiles) + 1) if n == 1 or -(-tiles // n) != -(-tiles // (n - 1))]
-    efficiency = {n: rows * n / sms / -(-rows * n // sms) for n in eligible}
+    efficiency = {n: work_tiles * n / sms / -(-work_tiles * n // sms) for n in eligible}
     return next(n for n in eligible if efficiency[n] >= 0.85 * max(efficiency.values()))
 
 
 def runs(batch: Batch) -> Iterator[Run]:
     tiles, sms = batch.tiles, batch.sms
     splits = batch.splits or heuristic(len(tiles), max(tiles), sms)
-    yield run("FlashAttention-2", split_each_row(tiles, 1), sms)
-    yield run(f"FlashDecoding, {splits} split" + "s" * (splits > 1), split_each_row(tiles, splits), sms)
+    yield run("FlashAttention-2", split_each_work_tile(tiles, 1), sms)
+    yield run(f"FlashDecoding, {splits} split" + "s" * (splits > 1), split_each_work_tile(tiles, splits), sms)
     lean = Schedule(tiles, sms)
-    yield run("Lean Attention", [lean.visits(program) for program in range(lean.used)], sms)
+    yield run("Lean Attention", [lean.visits(program) for program in range(lean.active_programs)], sms)
 
 
-def shade(batch: Batch, row: int) -> tuple[float, ...]:
-    """A colour for each sequence, or for each head of a single one; and heads in two tones."""
-    sequence, head = divmod(row, batch.kv_heads)
+def shade(batch: Batch, work_tile: int) -> tuple[float, ...]:
+    """Choose a colour for each sequence, in two tones for its heads, or one for each head of a single sequence."""
+    sequence, head = divmod(work_tile, batch.kv_heads)
     if len(batch.lengths) == 1:
         return to_rgb(PALETTE[head % len(PALETTE)])
     tone = 0.28 * (head % 2)
@@ -131,13 +131,13 @@ def draw(ax: Axes, batch: Batch, result: Run, end: int) -> None:
             for left in range(begin, begin + visit.stop - visit.start, step):
                 x, y = (left + gap / 2, left + step - gap / 2), (sm + gap, sm + 1 - gap)
                 boxes.append([(x[0], y[0]), (x[1], y[0]), (x[1], y[1]), (x[0], y[1])])
-                colors.append(shade(batch, visit.row))
+                colors.append(shade(batch, visit.work_tile))
                 if gap:
-                    label = f"{'ABCDEFGHIJ'[visit.row % 10]}{visit.start + left - begin}"
+                    label = f"{'ABCDEFGHIJ'[visit.work_tile % 10]}{visit.start + left - begin}"
                     ax.text(left + step / 2, sm + 0.5, label, ha="center", va="center", color="white", fontsize=9)
     ax.add_collection(PolyCollection(boxes, facecolors=colors, edgecolors="white", linewidths=0 if gap else 0.15))
     ax.axvline(result.end, color="#333333", linewidth=1, linestyle=(0, (4, 3)))
-    merged = f"{result.states} partial states" if result.states else "nothing to merge"
+    merged = f"{result.states} partial states" if result.states else "nothing to combine"
     ax.set_title(result.name, loc="left", fontsize=11, fontweight="bold", pad=20)
     ax.text(
         0, 1.025, f"{result.efficiency:.0%} efficient, {merged}", transform=ax.transAxes, fontsize=9, color="#555555"

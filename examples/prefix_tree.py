@@ -1,11 +1,11 @@
-"""A tree of prefixes: a system prompt, questions to it, samples for each, and of the best of them samples again.
+"""A tree of prefixes: a system prompt, questions after it, samples for each, and more samples after the best of these.
 
     python examples/prefix_tree.py
     python examples/prefix_tree.py --device cuda --dtype bfloat16 --system 16000 --questions 8 --samples 32
 
-The same program runs twice: with Inductor and an ordinary KV, in which each sequence has all of its tokens to itself;
-and with tatten and a `tatten.SharedPrefixCache`, in which each node of the tree is there once. The decoder is plain
-PyTorch with random weights.
+The same program runs twice: with Inductor and an ordinary KV cache, which stores all tokens of every sequence; and with
+tatten and a `tatten.SharedPrefixCache`, which stores each node of the tree once. The decoder is plain PyTorch with
+random weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VOCABULARY, WIDTH, HEADS, HEAD_DIM = 8000, 512, 8, 64
 
 
 class FullCache:
-    """The ordinary KV, a tensor `[batch, heads, slots, head_dim]` each: a fork copies the tokens so far."""
+    """An ordinary KV cache of tensors `[batch, heads, slots, head_dim]`: a fork copies the tokens so far."""
 
     def __init__(self, layers: list[tuple[Tensor, Tensor]], used: int = 0):
         self.layers = layers
@@ -88,14 +88,14 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, num_layers: int, max_length: int):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(max_length, WIDTH)
+        self.token_embedding, self.position_embedding = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(max_length, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(num_layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Logits after the last of `tokens` `[batch, q_len]`, which `cache` holds from now on."""
+        """Add `tokens`, `[batch, q_len]`, to `cache`, and return the logits after the last of them."""
         q_len = tokens.shape[1]
-        x = self.tokens(tokens) + self.places(cache.positions(q_len))
+        x = self.token_embedding(tokens) + self.position_embedding(cache.positions(q_len))
         mask = cache.mask(q_len)
         for layer, block in enumerate(self.blocks):
             x = block(x, mask, cache, layer)
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
 
 @dataclass(frozen=True)
 class Round:
-    """The samples of all questions, and what a step took."""
+    """The samples of all questions, and the time of a step."""
 
     tokens: Tensor  # [questions * samples, new_tokens]
     log_p: Tensor  # of each token
@@ -115,7 +115,7 @@ class Round:
 def explore(
     decoder: Decoder, step: Callable[[Tensor, Cache], Tensor], root: Cache, args: argparse.Namespace
 ) -> list[Round]:
-    """Read the system prompt and the questions; then, in rounds, sample for each question and go on from the best."""
+    """Read the system prompt and the questions; then, in each round, sample for each question and keep the best."""
     torch.manual_seed(1)
     decoder(torch.randint(VOCABULARY, (1, args.system), device=args.device), root)
     node = root.fork(args.questions, capacity=args.question)
@@ -158,10 +158,10 @@ def run(decoder: Decoder, backend: str, args: argparse.Namespace) -> list[Round]
 
 
 def compare(ours: list[Round], theirs: list[Round], dtype: torch.dtype) -> str:
-    """Whether the tokens are the same.
+    """Check that the tokens are the same.
 
-    The same seed draws the same noise, so that only a tie within rounding can fall either way. In low precision there
-    are many, and after one the texts are two.
+    Equal seeds draw equal noise, so that only a tie within rounding can break either way. Low precision has many ties,
+    and after one the texts differ.
     """
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True), start=1):
         different = (a.tokens != b.tokens).any(dim=1).nonzero().flatten().tolist()

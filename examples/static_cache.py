@@ -21,7 +21,7 @@ import tatten
 
 @dataclass
 class Clock:
-    """A logits processor that notes when each token is ready and changes nothing."""
+    """A logits processor that records when each token is ready, and changes nothing."""
 
     times: list[float] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ def build(dtype: torch.dtype, device: str) -> LlamaForCausalLM:
 def generate(
     model: LlamaForCausalLM, prompt: torch.Tensor, backend: str, args: argparse.Namespace
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Tokens, logits and milliseconds per token; each of the latter two for the generated part."""
+    """The generated tokens, their logits, and the milliseconds per token."""
     print(f"{backend}: prefill, then compile one decode step (this takes the longest) ...", flush=True)
     torch._dynamo.reset()
     compile_config = CompileConfig(backend=backend)
@@ -74,14 +74,14 @@ def generate(
 
 
 def compare(tokens: dict[str, torch.Tensor], logits: torch.Tensor, dtype: torch.dtype) -> str:
-    """Whether the tokens are the same. In low precision a tie within rounding may fall either way; nothing else may."""
+    """Check that the tokens are the same. In low precision only ties within rounding may break either way."""
     ours, theirs = tokens["tatten"], tokens["inductor"]
     if torch.equal(ours, theirs):
         return f"tokens: identical ({ours.shape[0]} sequences of {ours.shape[1]})"
     if dtype == torch.float32:
         raise SystemExit("tokens: DIFFERENT")
     for sequence in (ours != theirs).any(dim=1).nonzero().flatten().tolist():
-        position = int((ours[sequence] != theirs[sequence]).int().argmax())  # after this one the texts are two
+        position = int((ours[sequence] != theirs[sequence]).int().argmax())  # from here on the texts differ
         at = logits[sequence, position]
         gap = (at[theirs[sequence, position]] - at[ours[sequence, position]]).item()
         if gap > 8 * torch.finfo(dtype).eps * at.abs().max().item():

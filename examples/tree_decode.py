@@ -1,12 +1,13 @@
-"""Greedy `generate` over a KV cache sharded over ranks: the tokens of one process, and what a step costs beside a ring.
+"""Greedy `generate` with a KV cache sharded over ranks: the tokens of one process, and its cost beside a ring.
 
     torchrun --nproc-per-node 4 examples/tree_decode.py
     torchrun --nproc-per-node 8 examples/tree_decode.py --device cuda --dtype bfloat16 --prompt-len 65536
     python examples/tree_decode.py
 
-Tree Attention (arXiv 2408.04093): each rank attends to its own share of the keys and values, and the states, one row
-for each query head, are merged over the ranks. Ring attention passes the keys and values on instead, from neighbour to
-neighbour. The model is a Llama of about 30M parameters with random weights: nothing is downloaded.
+Tree Attention (arXiv 2408.04093): each rank attends to its own share of the keys and values, and the states, one for
+each query head, are merged over the ranks. Ring attention instead passes keys and values from neighbour to neighbour.
+The model is a Llama of about 30M parameters with random weights: nothing is downloaded. With `--device cuda` every rank
+needs a GPU of its own; otherwise ranks are processes on a CPU, whether or not there are GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
@@ -29,7 +30,7 @@ from tatten.integrations.transformers import ShardedKVCache
 
 
 class Sent(TorchDispatchMode):
-    """Adds up the bytes that this rank sends: what it hands over, to a neighbour or to each of its peers."""
+    """Count the bytes that this rank sends: each tensor times its receivers, one neighbour or all peers."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -40,19 +41,33 @@ class Sent(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, name = func._schema.name.split("::")
         if namespace in ("c10d", "_c10d_functional") or name == "push_merge":
-            handed = [x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor)]
-            self.bytes += self.receivers[name] * sum(x.nbytes for x in handed)
+            tensors = [x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor)]
+            self.bytes += self.receivers[name] * sum(x.nbytes for x in tensors)
         return func(*args, **(kwargs or {}))
 
 
 def connect(device: str) -> DeviceMesh:
-    """All ranks of torchrun, or this process alone."""
-    if "RANK" not in os.environ:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(device, (int(os.environ.get("WORLD_SIZE", 1)),), mesh_dim_names=("kv",))
+    """A mesh of all ranks of torchrun, or of this process alone: NCCL with a GPU for each rank, or gloo on CPUs.
+
+    The backend is named and its group taken as it is: where PyTorch sees a GPU, `init_device_mesh` would set up NCCL
+    for a CPU mesh, too.
+    """
+    backend = "gloo"
+    if device == "cuda":
+        ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+        if ranks > gpus:
+            raise SystemExit(f"`--device cuda` must have a GPU for each rank, got {ranks} ranks and {gpus} GPUs")
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        backend = "nccl"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=("kv",))
 
 
 def say(*lines: object) -> None:
+    """Print on rank 0."""
     if dist.get_rank() == 0:
         print(*lines, sep="\n", flush=True)
 
@@ -82,14 +97,14 @@ def generate(model: LlamaForCausalLM, prompt: Tensor, new: int, **kwargs: object
 
 
 def compare(ours: Tensor, theirs: Tensor, logits: Tensor, dtype: torch.dtype) -> str:
-    """Whether the tokens are the same. In low precision a tie within rounding may fall either way; nothing else may."""
-    everybodys = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybodys, ours)
-    if not all(torch.equal(ours, others) for others in everybodys):
+    """Check that the tokens are the same. In low precision only ties within rounding may break either way."""
+    gathered = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, ours)
+    if not all(torch.equal(ours, others) for others in gathered):
         raise SystemExit("tokens: DIFFERENT from rank to rank")
     if torch.equal(ours, theirs):
         return f"tokens: identical on all ranks and in one process ({ours.shape[1]})"
-    position = int((ours != theirs).int().argmax())  # after this one the texts are two
+    position = int((ours != theirs).int().argmax())  # from here on the texts differ
     at = logits[0, position]
     gap = (at[theirs[0, position]] - at[ours[0, position]]).item()
     if dtype == torch.float32 or gap > 8 * torch.finfo(dtype).eps * at.abs().max().item():
@@ -98,7 +113,7 @@ def compare(ours: Tensor, theirs: Tensor, logits: Tensor, dtype: torch.dtype) ->
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Keys and values travel; while a rank attends to those that it has, it sends them on and receives the next."""
+    """Pass keys and values around: while a rank attends to those it has, it sends them on and receives the next."""
     group, rank, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
     for hop in range(ranks):
@@ -115,7 +130,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def microseconds(step: Callable[[], object], device: str) -> float:
-    """Median in eager mode, of the slowest rank."""
+    """Median time in eager mode, of the slowest rank."""
     times = []
     for _ in range(23):
         dist.barrier()
@@ -132,13 +147,14 @@ def microseconds(step: Callable[[], object], device: str) -> float:
 
 
 def sent(step: Callable[[], object], ranks: int) -> int:
+    """The bytes that this rank sends in a step."""
     with Sent(ranks) as counter:
         step()
     return counter.bytes
 
 
 def costs(config: LlamaConfig, length: int, mesh: DeviceMesh, args: argparse.Namespace) -> str:
-    """One layer's attention of one query to `length` tokens: a line of the table."""
+    """Measure one layer's attention of one query to `length` tokens: a row of the table."""
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     q = torch.randn(1, heads, 1, dim, device=args.device).to(args.dtype)
     dist.broadcast(q, 0)
@@ -162,11 +178,13 @@ def costs(config: LlamaConfig, length: int, mesh: DeviceMesh, args: argparse.Nam
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--prompt-len", type=int, default=2000)
     parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--lengths", type=int, nargs="*", default=[4096, 16384, 65536], help="of the table")
+    parser.add_argument(
+        "--lengths", type=int, nargs="*", default=[4096, 16384, 65536], help="context lengths in the table"
+    )
     args = parser.parse_args()
     args.dtype = getattr(torch, args.dtype)
 
@@ -179,7 +197,7 @@ def main() -> None:
     prompt = torch.randint(model.config.vocab_size, (1, args.prompt_len), device=args.device)
     tokens, logits = generate(model, prompt, args.new_tokens)
     cache = ShardedKVCache(model.config, mesh, args.prompt_len + args.new_tokens)
-    # On an accelerator `generate` compiles the step of a cache of fixed size.
+    # On an accelerator `generate` compiles the step if the cache has a fixed size.
     options = {} if args.device == "cpu" else {"compile_config": CompileConfig(backend="tatten")}
     ours, _ = generate(model, prompt, args.new_tokens, past_key_values=cache, **options)
     say(compare(ours, tokens, logits, args.dtype), f"keys and values on each rank: {cache.nbytes / 2**20:.1f} MiB")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+BATCH, HEADS, LENGTH, HEAD_DIM = range(4)  # the dims of queries, keys and values
+
 
 def pack_gqa(query: Tensor, kv_heads: int) -> Tensor:
     """`[batch, q_heads, q_len, d]` to `[batch, kv_heads, group * q_len, d]`: the queries that read one kv head."""

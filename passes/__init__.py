@@ -1,5 +1,6 @@
-"""What happens to the graph: find SDPA calls, decide, rewrite. Pure graph code, no kernels."""
+"""Graph passes: find SDPA calls, decide about each, and rewrite. Pure graph code, no kernels."""
 
-from tatten.passes.rewrite import Declined, GraphReport, Rewritten, rewrite
+from tatten.passes.findings import Declined, GraphReport, Rewritten
+from tatten.passes.rewrite import rewrite
 
 __all__ = ["Declined", "GraphReport", "Rewritten", "rewrite"]

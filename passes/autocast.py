@@ -1,4 +1,4 @@
-"""Under `torch.autocast` SDPA casts its arguments before it computes, which its replacement has to do as well."""
+"""Autocast: SDPA casts its arguments under `torch.autocast`, so its replacement has to cast them as well."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ SETTERS = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("
 
 
 def sets_autocast(graph: Graph) -> bool:
-    """Whether a graph changes the state by other means than regions, so that it is not known where it is what."""
+    """Whether a graph sets autocast other than by a context manager, so that its state at a node is unknown."""
     return any(graph.find_nodes(op="call_function", target=setter) for setter in SETTERS)
 
 
 def autocast_dtype(node: Node, device: str) -> torch.dtype | None:
     """The dtype that autocast computes in at a node of a Dynamo graph; None where it is off.
 
-    A graph begins in the state that it is compiled in, on which Dynamo guards, and enters and leaves further regions by
-    calls: those before the node are replayed.
+    A graph starts in the state it was compiled in, which Dynamo guards on, and enters and leaves regions by calls. The
+    calls before the node are replayed.
     """
     calls = [
         x

@@ -1,8 +1,7 @@
-"""The bifurcation pass: attention to keys that sequences share, or that were concatenated just for it.
+"""The bifurcation pass: attention to keys that sequences share, or that were concatenated only to be attended to.
 
-Such a call becomes `tatten::bifurcated_attention`, which reads each segment where it is stored, once.
-
-`match_bifurcated` only looks and returns what it found or why not; `apply_bifurcated` changes the graph.
+Such a call becomes `tatten::bifurcated_attention`, which reads each segment once, where it is stored.
+`match_bifurcated` returns a match or a reason, and `apply_bifurcated` changes the graph.
 """
 
 from __future__ import annotations
@@ -12,39 +11,40 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from tatten.passes.cost import Cost, cost_of
+from tatten.ops.layout import BATCH, HEADS, LENGTH
 from tatten.passes.masks import Masks
+from tatten.passes.match import Match
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.replace import replace_call, scale_of, written_since
+from tatten.passes.replace import insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
+from tatten.passes.stored import Stored
 from tatten.passes.symbolic import guard_equal, known_different, known_equal, tensor_of
-from tatten.passes.tree import local_call
-from tatten.passes.views import BATCH, HEADS, LENGTH, Stored
 
 
 @dataclass(frozen=True)
-class BifurcatedMatch:
-    """An SDPA call that `tatten::bifurcated_attention` answers: keys and values in segments, which correspond."""
+class BifurcatedMatch(Match):
+    """An SDPA call that `tatten::bifurcated_attention` answers: its segments of keys and of values correspond."""
 
-    call: SdpaCall
-    keys: tuple[Stored, ...]
-    values: tuple[Stored, ...]
-    cost: Cost | None  # None for sizes that aren't known
+    @property
+    def unpaid(self) -> Decline | None:
+        return None if self.cost is None or self.cost.pays else Decline(Reason.SMALL, str(self.cost))
 
 
 def match_bifurcated(
     call: SdpaCall, keys: tuple[Stored, ...], values: tuple[Stored, ...]
 ) -> BifurcatedMatch | Decline | None:
-    """Decide about a call that `check_call` found eligible, given its segments; None if its keys and values are one
-    tensor each that is not shared.
+    """Match a call that `check_call` found eligible, given its segments.
 
     Changes nothing; adds a guard only where keys and values have two or more lengths that can't be proven equal.
+
+    Returns:
+        A match, the reason why there is none, or None where key and value are one segment each that is not shared.
     """
     query, key, value = (tensor_of(x) for x in (call.query, call.key, call.value))
     assert query is not None
     assert key is not None
     assert value is not None
-    # SDPA itself lets a batch of one serve all queries.
+    # SDPA broadcasts a key and value with a batch of one.
     one_for_all = not known_equal(query.shape[0], 1) and all(known_equal(x.shape[0], 1) for x in (key, value))
     if not one_for_all and len(keys) == len(values) == 1 and not keys[0].shared and not values[0].shared:
         return None
@@ -55,17 +55,14 @@ def match_bifurcated(
         return Decline(Reason.SEGMENTS, f"{shown} (batch x heads x length)")
     for name, segments in (("key", keys), ("value", values)):
         for segment in segments:
-            writer = written_since(segment, call)
+            writer = segment.written_before(call.node)
             if writer is not None:
-                return Decline(Reason.WRITTEN, f"{name} is written by `{writer}` after it was given to all sequences")
-    cost = cost_of(call, keys, values) if call.sharding is None else None
-    if cost is not None and not cost.pays:
-        return Decline(Reason.SMALL, str(cost))
-    return BifurcatedMatch(call, keys, values, cost)
+                return Decline(Reason.WRITTEN, f"{name} is written by `{writer}` after it was expanded or concatenated")
+    return BifurcatedMatch(call, keys, values)
 
 
 def _correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...]) -> bool:
-    """Whether keys and values are the same segments. Under dynamic shapes they may have two symbols for one length."""
+    """Whether keys and values have the same segments. Under dynamic shapes one length may have two symbols."""
     if len(keys) != len(values):
         return False
     pairs = list(zip(keys, values, strict=True))
@@ -76,7 +73,7 @@ def _correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...]) -> bool:
     unproven = [(k.size(LENGTH), v.size(LENGTH)) for k, v in pairs if not known_equal(k.size(LENGTH), v.size(LENGTH))]
     if any(known_different(k, v) for k, v in unproven):
         return False
-    # SDPA wants equal sums, so that one length follows from the others.
+    # The sums are equal, as SDPA requires: the last length follows from the others.
     return all(guard_equal(k, v) for k, v in unproven[1:])
 
 
@@ -85,16 +82,11 @@ def _describe(segments: tuple[Stored, ...]) -> str:
 
 
 def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
-    """Put the op in SDPA's place and erase exactly what this leaves unused. Returns the op's node."""
+    """Insert the op before SDPA and return its node, a state."""
     call = masks.cast(match.call)
-    segments = match.keys
     with call.node.graph.inserting_before(call.node):
         keys, values = ([x.as_attention_takes_it() for x in stored] for stored in (match.keys, match.values))
-    if call.sharding is not None:  # of one segment
-        call = local_call(call, keys[0], values[0], masks)
-        keys, values, segments = [call.key], [call.value], (Stored(call.key),)
-    columns = masks.columns(call, segments)
-    block_masks = [masks.block_mask(call, mask, segment) for mask, segment in zip(columns, segments, strict=True)]
+    columns = masks.columns(call, match.keys)
+    block_masks = [masks.block_mask(call, mask, segment) for mask, segment in zip(columns, match.keys, strict=True)]
     args = (call.query, keys, values, columns, block_masks, scale_of(call))
-    orphans = {node for segment in (*match.keys, *match.values) for node in segment.path}
-    return replace_call(call, torch.ops.tatten.bifurcated_attention.default, args, orphans)
+    return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args)

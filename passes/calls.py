@@ -1,6 +1,6 @@
-"""What a node of a graph calls: which op of PyTorch's, by name and by schema.
+"""Identification of the PyTorch op that a node calls, by name and by schema.
 
-The function itself counts: `mylib::to`, or a user's function of the name `contiguous`, is none of PyTorch's.
+Functions are compared by identity: neither `mylib::to` nor a user's function named `contiguous` is PyTorch's.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.fx import Node
 
 from tatten.passes.symbolic import value_of
 
-# The last four are where `torch.special` and its like take their functions from, under the names that aten has.
+# `torch.special` and its like take their functions from the last four, under the names of aten.
 OWNERS = (torch, F, torch.Tensor, operator, torch._C._special, torch._C._nn, torch._C._linalg, torch._C._fft)  # type: ignore[attr-defined]
 
 
 def op_name(node: Node) -> str:
-    """`repeat_interleave` for the method, the function and the aten overload alike; empty for what isn't PyTorch's."""
+    """The op's name, `repeat_interleave` for method, function and aten overload alike; empty if it isn't PyTorch's."""
     target = node.target
     if node.op == "call_method":
         return str(target)
@@ -36,12 +36,12 @@ def op_name(node: Node) -> str:
     if any(getattr(owner, name, None) is target for owner in (*OWNERS, type(value_of(node)))):
         return name
     if (getattr(target, "__module__", None) or "").startswith("torch._dynamo.variables."):
-        return name.removeprefix("prim").lstrip("_ ")  # what Dynamo makes of methods of DTensor
+        return name.removeprefix("prim").lstrip("_ ")  # Dynamo's wrappers of methods of DTensor
     return ""
 
 
 def overloads(node: Node) -> tuple[OpOverload, ...]:
-    """The overloads of which a node calls one; empty where its target has no schema, as a function in Python."""
+    """The overloads that a node may call; empty where its target has no schema, as a Python function."""
     target = node.target
     if isinstance(target, OpOverload):
         return (target,)
@@ -51,7 +51,7 @@ def overloads(node: Node) -> tuple[OpOverload, ...]:
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument of a call however it was passed; `position` counts the tensor itself."""
+    """An argument of a call, positional or by keyword; `position` counts the tensor itself."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 

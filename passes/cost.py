@@ -1,21 +1,22 @@
-"""Whether a rewrite pays: small work is left alone (question 4 of the appendix of arXiv 2403.08845)."""
+"""Cost model of rewrites: small work is left alone (question 4 of the appendix of arXiv 2403.08845)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tatten.ops.layout import BATCH
 from tatten.passes.sdpa import SdpaCall
+from tatten.passes.stored import Stored
 from tatten.passes.symbolic import bytes_of, hint, same_storage, tensor_of
-from tatten.passes.views import BATCH, Stored
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device takes, as `benchmarks/shared_prefix.py --calibrate` measures it."""
+    """Rates of a device, as `benchmarks/shared_prefix.py --calibrate` measures them."""
 
     bytes_per_us: float  # of keys and values that SDPA moves
-    segment_us: float  # more than SDPA for each segment: calls, a kernel, its share of the merge
+    segment_us: float  # beyond SDPA's own time, for each segment: calls, a kernel, its share of the merge
 
 
 RATES = {"cpu": Rates(44e3, 97.0), "cuda": Rates(4.7e6, 1.3)}
@@ -23,10 +24,10 @@ RATES = {"cpu": Rates(44e3, 97.0), "cuda": Rates(4.7e6, 1.3)}
 
 @dataclass(frozen=True)
 class Cost:
-    """An estimate of what a rewrite saves, and what it takes more, in microseconds."""
+    """An estimate of the microseconds that a rewrite saves, and of those that it adds."""
 
-    moved: int  # bytes of K and V, by SDPA and by what repeats and concatenates them for it
-    read: int  # bytes of K and V, each stored one once
+    moved: int  # bytes of K and V, by SDPA and by the ops that repeat and concatenate them for it
+    read: int  # bytes of K and V as they are stored, each once
     segments: int
     saved_us: float
     extra_us: float
@@ -41,11 +42,11 @@ class Cost:
 
 
 def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored]) -> Cost | None:
-    """What it costs to read each segment of keys and values once, and what SDPA's reading costs; None if unknown.
+    """Compare reading each segment of keys and values once with what SDPA reads; None if sizes are unknown.
 
-    What is repeated or concatenated in memory is read, written, and read again by SDPA. A CPU's SDPA reads a row once
-    for each sequence, and a kv head once for each query head, of which the first four are free in low precision:
-    packing them gains nothing there, packing eight does (2-core Xeon with AMX, measured).
+    A tensor that is repeated or concatenated in memory is read, written, and read again by SDPA. On a CPU, SDPA reads a
+    row once for each sequence, and a kv head once for each query head. In low precision the first four query heads are
+    free: packing four gains nothing there, packing eight does (2-core Xeon with AMX, measured).
     """
     query = tensor_of(call.query)
     assert query is not None

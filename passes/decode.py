@@ -1,6 +1,6 @@
 """The decode pass: `F.scaled_dot_product_attention` of a few queries becomes `tatten::decode_attention`.
 
-`match_decode` only looks and returns what it found or why not; `apply_decode` changes the graph.
+`match_decode` returns a match or a reason, and `apply_decode` changes the graph.
 """
 
 from __future__ import annotations
@@ -10,35 +10,45 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from tatten.passes.cost import Cost, cost_of
 from tatten.passes.masks import Masks
+from tatten.passes.match import Match
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.replace import replace_call, scale_of, written_since
+from tatten.passes.replace import insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
+from tatten.passes.stored import Stored
 from tatten.passes.symbolic import known_equal, tensor_of
-from tatten.passes.tree import local_call
-from tatten.passes.views import Stored
 
 
 @dataclass(frozen=True)
-class DecodeMatch:
-    """An SDPA call that `tatten::decode_attention` answers; key and value as they were before heads were repeated."""
+class DecodeMatch(Match):
+    """An SDPA call that `tatten::decode_attention` answers: one key and one value, before their heads were repeated."""
 
-    call: SdpaCall
-    key: Stored
-    value: Stored
-    cost: Cost | None  # None for sizes that aren't known
+    @property
+    def unpaid(self) -> Decline | None:
+        """The reason why SDPA is at least as fast; None if it isn't, or if that is unknown.
+
+        A call with a mask is not weighed, because only a run shows how many keys the mask excludes; `doubt` says so.
+        """
+        if self.call.attn_mask is not None:
+            return None
+        query, key = tensor_of(self.call.query), tensor_of(self.call.key)
+        assert query is not None
+        assert key is not None
+        one_to_one = known_equal(query.shape[1], key.shape[1])
+        if self.keys[0].repeats == 1 and (one_to_one or query.device.type == "cuda"):
+            heads = f"{key.shape[1]} kv heads for {query.shape[1]} query heads"
+            return Decline(Reason.NO_GAIN, f"no mask, and {heads} as they are")
+        return None if self.cost is None or self.cost.pays else Decline(Reason.SMALL, str(self.cost))
 
     @property
     def doubt(self) -> str:
-        """Why this may not pay; empty where it does, whatever the mask leaves out."""
         if self.cost is None or self.cost.pays:
             return ""
-        return f"not weighed: the mask decides at run time how much is read; of all keys, {self.cost}"
+        return f"not weighed: the mask decides at run time how much is read; if that is all, {self.cost}"
 
 
 def match_decode(call: SdpaCall, peeled_key: Stored, peeled_value: Stored) -> DecodeMatch | Decline:
-    """Decide about a call that `check_call` found eligible, given what `peel_heads` finds of its key and value.
+    """Match a call that `check_call` found eligible, given its key and value before heads were repeated.
 
     Adds no guards and changes nothing.
     """
@@ -51,32 +61,17 @@ def match_decode(call: SdpaCall, peeled_key: Stored, peeled_value: Stored) -> De
     if peeled_key.repeats != peeled_value.repeats:  # DiffLlama pairs values of its own: take both as they are
         peeled_key, peeled_value = Stored(call.key), Stored(call.value)
     for name, peeled in (("key", peeled_key), ("value", peeled_value)):
-        writer = written_since(peeled, call)
+        writer = peeled.written_before(call.node)
         if writer is not None:
             return Decline(Reason.WRITTEN, f"{name} is written by `{writer}` after its heads were repeated")
-
-    if call.sharding is not None:
-        return DecodeMatch(call, peeled_key, peeled_value, None)
-    one_to_one = known_equal(query.shape[1], key.shape[1])
-    if call.attn_mask is None and peeled_key.repeats == 1 and (one_to_one or query.device.type == "cuda"):
-        heads = f"{key.shape[1]} kv heads for {query.shape[1]} query heads"
-        return Decline(Reason.NO_GAIN, f"no mask, and {heads} as they are")
-    cost = cost_of(call, [peeled_key], [peeled_value])
-    # How much a mask leaves out only a run shows: such a call is not weighed, and `doubt` says so.
-    if call.attn_mask is None and cost is not None and not cost.pays:
-        return Decline(Reason.SMALL, str(cost))
-    return DecodeMatch(call, peeled_key, peeled_value, cost)
+    return DecodeMatch(call, (peeled_key,), (peeled_value,))
 
 
 def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
-    """Put the op in SDPA's place and erase exactly what this leaves unused. Returns the op's node."""
+    """Insert the op before SDPA and return its node, a state."""
     call = masks.cast(match.call)
     with call.node.graph.inserting_before(call.node):
-        key, value = (stored.as_attention_takes_it() for stored in (match.key, match.value))
-    if call.sharding is not None:
-        call = local_call(call, key, value, masks)
-        key, value = call.key, call.value
+        key, value = (stored.as_attention_takes_it() for stored in (*match.keys, *match.values))
     block_mask = masks.block_mask(call, call.attn_mask)
     args = (call.query, key, value, call.attn_mask, None, scale_of(call), block_mask)
-    op = torch.ops.tatten.decode_attention.default
-    return replace_call(call, op, args, {*match.key.path, *match.value.path})
+    return insert_op(call, torch.ops.tatten.decode_attention.default, args)

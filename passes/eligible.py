@@ -1,4 +1,4 @@
-"""Which SDPA calls tatten's ops answer at all, whatever the keys are made of."""
+"""Eligibility of SDPA calls: what tatten's ops can compute, whatever the keys are made of."""
 
 from __future__ import annotations
 
@@ -16,15 +16,25 @@ from tatten.passes.symbolic import constant, known_different, known_equal, tenso
 DEFAULT_MAX_Q_LEN = 16
 
 
+def check_plain(call: SdpaCall) -> Decline | None:
+    """Return the reason to leave a call alone if one of its tensors is a DTensor or another subclass, else None."""
+    for name in ("query", "key", "value", "attn_mask"):
+        tensor = tensor_of(getattr(call, name))
+        placements = getattr(tensor, "placements", None)
+        if placements is not None:
+            return Decline(Reason.PLACEMENT, f"{name} is a DTensor placed as {tuple(placements)}")
+        if tensor is not None and not isinstance(tensor, FakeTensor):
+            return Decline(Reason.ARGUMENTS, f"{name} is a {type(tensor).__name__}, not a plain tensor")
+    return None
+
+
 def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
-    """Why a call is left as it is, or None for one that may be rewritten. Adds no guards and changes nothing."""
+    """Return the reason to leave a call alone, or None if it may be rewritten. Adds no guards and changes nothing."""
     query, key, value = (tensor_of(x) for x in (call.query, call.key, call.value))
     result = tensor_of(call.node)
     if query is None or key is None or value is None or result is None:
         return Decline(Reason.ARGUMENTS, "query, key or value is not a tensor of the graph")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, FakeTensor) and call.sharding is None:
-            return _subclass(name, tensor)
         if tensor.dim() != 4:
             return Decline(Reason.RANK, f"{name} has {tensor.dim()} dims")
     return (
@@ -32,13 +42,6 @@ def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
         or _check_mask(call, query, key)
         or _check_shapes(call, query, key, value)
     )
-
-
-def _subclass(name: str, tensor: Tensor) -> Decline:
-    placements = getattr(tensor, "placements", None)
-    if placements is None:
-        return Decline(Reason.ARGUMENTS, f"{name} is a {type(tensor).__name__}, not a plain tensor")
-    return Decline(Reason.PLACEMENT, f"{name} is a DTensor placed as {tuple(placements)}")
 
 
 def _check_flags(
@@ -50,7 +53,7 @@ def _check_flags(
     if not 1 <= q_len <= max_q_len:
         return Decline(Reason.Q_LEN, f"q_length is {q_len}, max_q_len is {max_q_len}")
     if result.requires_grad:
-        return Decline(Reason.REQUIRES_GRAD, "gradients of the result are wanted")
+        return Decline(Reason.REQUIRES_GRAD, "the result requires grad")
     if not isinstance(call.dropout_p, int | float) or call.dropout_p != 0:
         return Decline(Reason.DROPOUT, f"dropout_p is {call.dropout_p}")
     if any(constant(x.shape[dim]) == 0 for x, dims in ((query, (0, 1, 3)), (key, (1,)), (value, (3,))) for dim in dims):
@@ -73,7 +76,7 @@ def _check_flags(
 
 
 def _is_symbolic_float(scale: object) -> bool:
-    """Under dynamic=True a float attribute of a module reaches the graph as a node."""
+    """Tell a scale that is a node: under dynamic=True a float attribute of a module becomes one."""
     return isinstance(scale, Node) and isinstance(value_of(scale), int | float | torch.SymFloat | torch.SymInt)
 
 
@@ -81,8 +84,8 @@ def _check_mask(call: SdpaCall, query: Tensor, key: Tensor) -> Decline | None:
     if call.attn_mask is None:
         return None
     mask = tensor_of(call.attn_mask)
-    if mask is None or not (isinstance(mask, FakeTensor) or call.sharding is not None):
-        return Decline(Reason.ARGUMENTS, "attn_mask is not a plain tensor of the graph")
+    if mask is None:
+        return Decline(Reason.ARGUMENTS, "attn_mask is not a tensor of the graph")
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         return Decline(Reason.MASK_DTYPE, f"attn_mask is {mask.dtype}, query {query.dtype}")
     if mask.dtype != torch.bool and sets_autocast(call.node.graph):
@@ -94,7 +97,7 @@ def _check_mask(call: SdpaCall, query: Tensor, key: Tensor) -> Decline | None:
         known_different(have, 1) and known_different(have, want)
         for have, want in zip(reversed(mask.shape), reversed(scores), strict=False)
     )
-    # Sizes that may be equal are left to the op, which checks them when it runs, as SDPA does.
+    # Sizes that may turn out equal are checked by the op when it runs, as SDPA does.
     return None if fits else Decline(Reason.MASK_SHAPE, f"attn_mask is {list(mask.shape)}, scores {list(scores)}")
 
 

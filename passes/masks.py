@@ -1,42 +1,48 @@
-"""The masks of a graph: their columns and block masks are found once for all layers that share them."""
+"""The masks of a graph: casts, columns and block masks are computed once for all layers that share a mask."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from tatten.ops.layout import BATCH, LENGTH
 from tatten.passes.autocast import autocast_dtype
 from tatten.passes.calls import op_name
 from tatten.passes.mutation import written_between
 from tatten.passes.sdpa import SdpaCall
+from tatten.passes.stored import Stored
 from tatten.passes.symbolic import constant, known_equal, tensor_of
-from tatten.passes.tree import local_mask
-from tatten.passes.views import BATCH, LENGTH, Stored
 
 
 class Masks:
-    """What was found out about masks so far, while the calls of a graph are rewritten in order."""
+    """Nodes computed from masks so far, while the calls of a graph are rewritten in order."""
 
     def __init__(self) -> None:
+        self._made: dict[object, Node] = {}
         self._cast: dict[tuple[object, torch.dtype], tuple[Node, Node]] = {}
         self._columns: dict[tuple[Node, str], list[Node]] = {}
-        self._local: dict[object, Node] = {}
         self._block_masks: dict[tuple[Node, str], tuple[Node, Node]] = {}
 
+    def once(self, key: object, make: Callable[[], Node]) -> Node:
+        """The node made for `key`; made now if there is none yet."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
     def cast(self, call: SdpaCall) -> SdpaCall:
-        """The call with its mask in the dtype that autocast gives it where SDPA is called, if it is called under it."""
+        """The call with its mask cast as autocast, where it is on, casts SDPA's arguments."""
         mask = tensor_of(call.attn_mask)
         if mask is None or mask.dtype in (torch.bool, torch.float64):
             return call
         dtype = autocast_dtype(call.node, mask.device.type)
         if dtype is None or dtype == mask.dtype:
             return call
-        key = _view(call.attn_mask), dtype
+        key = same_view(call.attn_mask), dtype
         cast, unwritten = self._cast.get(key, (None, None))
         if cast is None or unwritten is None or written_between([mask], unwritten, call.node) is not None:
             with call.node.graph.inserting_before(call.node):
@@ -45,18 +51,8 @@ class Masks:
         self._cast[key] = cast, call.node.prev
         return dataclasses.replace(call, attn_mask=cast)
 
-    def local(self, call: SdpaCall) -> Node | None:
-        """The part of the mask of a sharded call that belongs to this rank's queries and keys."""
-        if call.attn_mask is None or call.sharding is None:
-            return None
-        key = _view(call.attn_mask), call.sharding
-        if key not in self._local:
-            with call.node.graph.inserting_before(call.node):
-                self._local[key] = local_mask(call.attn_mask, call.sharding)
-        return self._local[key]
-
     def columns(self, call: SdpaCall, segments: Sequence[Stored]) -> list[Node | None]:
-        """For each segment the columns of the call's mask that belong to its keys, as views; or None."""
+        """The columns of the call's mask for the keys of each segment, as views; None for each without a mask."""
         mask = tensor_of(call.attn_mask)
         if mask is None or len(segments) == 1 or known_equal(mask.shape[-1], 1):
             return [call.attn_mask] * len(segments)
@@ -70,9 +66,9 @@ class Masks:
         return list(self._columns[key])
 
     def block_mask(self, call: SdpaCall, columns: Node | None, segment: Stored | None = None) -> Node | None:
-        """The node that holds what (columns of) the call's mask leave of the segment, found once for all layers.
+        """The node that tells which keys of a segment the mask, or `columns` of it, leaves: once for all layers.
 
-        None without a mask, and where the mask broadcasts over keys.
+        None without a mask, or if it broadcasts over keys.
         """
         mask, key, query = (tensor_of(x) for x in (call.attn_mask, call.key, call.query))
         if columns is None or mask is None or key is None or query is None:
@@ -92,23 +88,24 @@ class Masks:
         return found
 
 
-def _view(node: Node) -> object:
-    """Equal for nodes that are one view of one tensor: each layer of a model may slice the mask for itself."""
+def same_view(node: Node) -> object:
+    """A key that is equal for nodes that are the same view of one tensor: each layer may slice the mask itself."""
     if op_name(node) == "from_local":
         tensor: Any = tensor_of(node)
-        return _view(node.all_input_nodes[0]), tensor.device_mesh, tensor.placements, str(tensor.shape)
+        return same_view(node.all_input_nodes[0]), tensor.device_mesh, tensor.placements, str(tensor.shape)
     if node.target is operator.getitem and len(node.all_input_nodes) == 1 and _is_basic(node.args[1]):
-        return _view(node.all_input_nodes[0]), repr(node.args[1])
+        return same_view(node.all_input_nodes[0]), repr(node.args[1])
     return node
 
 
 def _is_basic(index: Any) -> bool:
-    """Whether indexing by this makes a view: a list copies."""
+    """Whether indexing by this returns a view; a list, for one, makes a copy."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is ... or isinstance(part, int | slice) for part in parts)
 
 
 def _size(segment: Stored, role: int) -> int | Node:
-    """A size of the segment as an argument: a number if it is the same in every run."""
-    size = constant(segment.size(role))
-    return segment.base.graph.call_method("size", (segment.base, segment.dims[role])) if size is None else size
+    """A size of the segment as an argument: a number if it is the same in every run, else a node."""
+    size, base = constant(segment.size(role)), segment.base
+    assert isinstance(base, Node)
+    return base.graph.call_method("size", (base, segment.dims[role])) if size is None else size

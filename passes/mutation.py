@@ -1,7 +1,7 @@
-"""Which nodes of a Dynamo graph write to memory, and whether a tensor was written between two places.
+"""Writes to memory: which nodes of a Dynamo graph make them, and whether a tensor was written between two nodes.
 
-A node is taken to write to all of its inputs unless it is known which it does write to: from the schemas of what it
-calls, or, for a function of PyTorch's that is written in Python, from those of the ops that it calls in turn.
+A node counts as writing to all of its inputs unless more is known: from the schemas of the op that it calls or, for a
+PyTorch function written in Python, from those of the ops that the function calls in turn.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ T = TypeVar("T")
 
 
 def written_arguments(node: Node) -> Iterator[Node]:
-    """The arguments that `node` writes to, as far as it is known; else all of them.
+    """Yield the arguments that `node` writes to; all of them where that is unknown.
 
-    FX calls every `call_method` pure, and Inductor's pattern matcher does not know `setitem`: neither is asked.
+    FX's own notion isn't used, which calls every `call_method` pure, nor Inductor's, which doesn't know `setitem`.
     """
     target = node.target
     if node.op == "call_module":
@@ -57,17 +57,17 @@ def written_arguments(node: Node) -> Iterator[Node]:
 
 
 def writes(node: Node) -> bool:
-    """Whether `node` may write to anything: then it is no mere copy, and has to stay."""
+    """Whether `node` may write to anything: then it is more than a copy, and has to stay."""
     return any(True for _ in written_arguments(node))
 
 
 def written_between(tensors: Sequence[Tensor], start: Node, stop: Node) -> Node | None:
-    """The first node after `start` and before `stop`, in the graph's order, that may write to one of `tensors`."""
+    """The first node between `start` and `stop`, in the graph's order, that may write to one of `tensors`."""
     tensors = [held(tensor) for tensor in tensors]
     node = start.next
     while node is not stop:
         if node.op == "call_module":
-            return node  # its parameters may be anything
+            return node  # a module may write to anything
         if any(_may_alias(x, tensors) for x in node.all_input_nodes) and any(
             _may_alias(x, tensors) for x in written_arguments(node)
         ):
@@ -77,18 +77,18 @@ def written_between(tensors: Sequence[Tensor], start: Node, stop: Node) -> Node 
 
 
 def movers(graph: Graph) -> list[Node]:
-    """The nodes that give a tensor other memory, shape or strides in place, as `set_` or `transpose_`.
+    """The nodes that change a tensor's memory, shape or strides in place, such as `set_` or `transpose_`.
 
-    Nodes before it hold the same fake tensor, which then tells nothing of the memory and shape that they had.
+    Earlier nodes hold the same fake tensor, which no longer tells the memory and shape that they had.
     """
     tagged = (node for node in graph.nodes if any(torch.Tag.inplace_view in x.tags for x in _in_place(node)))
     return [node for node in tagged if op_name(node) != "detach_"]
 
 
 def mover_of(call: Node, among: Sequence[Node]) -> Node | None:
-    """The first of the movers `among` that leaves in doubt what `call` is or is made of.
+    """The first of the movers `among` that makes `call`, or a node that it depends on, uncertain.
 
-    One that changes the shape alone does so for the nodes that hold its tensor; other memory, for what is written, too.
+    A change of shape concerns only nodes that hold the same tensor; a change of memory also hides writes from others.
     """
     if not among:
         return None
@@ -112,9 +112,9 @@ def _in_place(node: Node) -> tuple[OpOverload, ...]:
 
 
 def _may_alias(node: Node, tensors: Sequence[Tensor]) -> bool:
-    """Whether writing to what a node stands for may change one of `tensors`."""
+    """Whether a write to the value of a node may change one of `tensors`."""
     value = value_of(node)
-    if value is None:  # what was made of nothing, as the token of a context manager, holds no tensor
+    if value is None:  # a value made of no inputs, such as the token of a context manager, holds no tensor
         return node.op != "call_function" or bool(node.all_input_nodes)
     return _holds(value, tensors)
 
@@ -137,23 +137,23 @@ def _written(known: tuple[OpOverload, ...], args: Sequence[Any], kwargs: Mapping
 
 @functools.cache
 def _written_by_schema(known: tuple[OpOverload, ...]) -> tuple[tuple[int | None, str], ...]:
-    """Position and name of each argument that one of the overloads writes to; no position for one that has a name only.
+    """Position and name of each argument that one of the overloads writes to; no position for a keyword-only one.
 
-    Schemas of batch norm don't tell that they write to `running_mean` and `running_var`; those of collectives
-    (`c10d::allreduce_`) tell nothing but by the op's name.
+    The schema of batch norm hides its writes to `running_mean` and `running_var`. Those of collectives such as
+    `c10d::allreduce_` show writes by the op's name only.
     """
     found: dict[tuple[int | None, str], None] = {}
     for schema in (overload._schema for overload in known):
-        places = [((None if x.kwarg_only else i, x.name), x.alias_info) for i, x in enumerate(schema.arguments)]
-        written = [x for x, alias in places if (alias is not None and alias.is_write) or x[1].startswith("running_")]
+        arguments = [((None if x.kwarg_only else i, x.name), x.alias_info) for i, x in enumerate(schema.arguments)]
+        written = [x for x, alias in arguments if (alias is not None and alias.is_write) or x[1].startswith("running_")]
         if not written and schema.name.endswith("_") and not schema.name.endswith("__"):
-            written = [x for x, _ in places]
+            written = [x for x, _ in arguments]
         found.update(dict.fromkeys(written))
     return tuple(found)
 
 
 class _Watch(TorchDispatchMode):
-    """Keeps the tensors that ops write to while it is active."""
+    """A mode that records the tensors that ops write to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _written_in_trial(node: Node) -> Iterator[Node]:
-    """The inputs that ops write to when the node is run on meta tensors; all of them if it can't be run so."""
+    """Yield the inputs that are written to when the node runs on meta tensors; all of them if it can't be run so."""
     inputs = node.all_input_nodes
     stand_ins = {x: _stand_in(value_of(x)) for x in inputs}
     if not _may_run(node) or any(x is None for x in stand_ins.values()):
@@ -181,14 +181,14 @@ def _written_in_trial(node: Node) -> Iterator[Node]:
         with torch.no_grad(), watch:
             function = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
             function(*(args[1:] if isinstance(node.target, str) else args), **kwargs)
-    except Exception:  # which may be any: a meta tensor has no values, and what the node does is not known
+    except Exception:  # of any kind: meta tensors have no values, and the node's code is unknown
         yield from inputs
         return
     yield from (x for x in inputs if _holds(stand_ins[x], watch.written))
 
 
 def _may_run(node: Node) -> bool:
-    """Whether to run a node once more has no effect but on its arguments: PyTorch's own functions compute only."""
+    """Whether an extra run of a node affects nothing but its arguments, as PyTorch's own functions do."""
     if node.op == "call_method":
         return True
     path = (getattr(node.target, "__module__", None) or "").split(".")
@@ -196,7 +196,7 @@ def _may_run(node: Node) -> bool:
 
 
 def _stand_in(value: Any) -> Any:
-    """A meta tensor or a number in place of what a node stands for; None if there is none."""
+    """A meta tensor or a number that stands in for a node's value; None if there is none."""
     if isinstance(value, (list, tuple)):
         parts = [_stand_in(x) for x in value]
         return None if any(x is None for x in parts) else parts
@@ -209,7 +209,7 @@ def _stand_in(value: Any) -> Any:
 
 
 def _all_of(kind: type[T], value: Any) -> Iterator[T]:
-    """The nodes, or the tensors, in an argument, however they are nested."""
+    """Yield the nodes, or the tensors, of an argument, however they are nested."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple, Iterator)):

@@ -1,6 +1,6 @@
-"""Attention that no SDPA call stands for: written out with matrix products, or inside an op that does more than SDPA.
+"""Attention without an SDPA call: written out as matrix products, or inside an op that does more than SDPA.
 
-None of it is rewritten; it is found so that the report can say what would help.
+None of it is rewritten. It is found so that the report can say what would help.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from tatten.passes.views import COPIES, RESHAPES, STRETCHES
 SOFTMAX = {"softmax", "_softmax", "special_softmax"}
 EXP = {"exp", "exp_", "exp2"}
 PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "mm", "addmm", "einsum", "tensordot"}
-NOT_SCORES = {"linear", "conv1d", "conv2d", "embedding", "scaled_dot_product_attention"}  # nor what comes of them
+NOT_SCORES = {
+    "linear",
+    "conv1d",
+    "conv2d",
+    "embedding",
+    "scaled_dot_product_attention",
+}  # nor anything computed from them
 WITH_PROJECTIONS = {"multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd"}
 
-# What may stand between a softmax and the product with values: weights of the same keys, maybe fewer or scaled.
+# Ops between a softmax and the product with values: the weights stay those of the same keys, maybe fewer or scaled.
 CARRIES = (
     STRETCHES
     | RESHAPES
@@ -37,23 +43,22 @@ CARRIES = (
 
 @dataclass(frozen=True)
 class OtherAttention:
-    """Attention that is no SDPA call; `node` is the op that returns its output."""
+    """Attention that is not an SDPA call; `node` is the op that returns its output."""
 
     node: Node
     decline: Decline
 
 
 def find_other_attention(graph: Graph) -> Iterator[OtherAttention]:
-    """All attention of a graph that no SDPA call stands for, in order.
+    """Yield all attention of a graph that is not an SDPA call, in order.
 
-    A softmax is attention if it weighs one activation after the other: its scores are a matrix product of two
-    activations, and it is itself multiplied with a third. A router, a classifier or a sampler takes the softmax of a
-    product with a parameter, or does not multiply what comes of it.
+    A softmax is attention if its scores are a matrix product of two activations and it is multiplied by a third. A
+    router, a classifier or a sampler takes the softmax of a product with a parameter, or doesn't multiply the result.
     """
     for node in graph.nodes:
         name = op_name(node)
         if isinstance(node.target, HigherOrderOperator) and node.target.name() == "flex_attention":
-            yield OtherAttention(node, Decline(Reason.FLEX_ATTENTION, "a call of flex_attention"))
+            yield OtherAttention(node, Decline(Reason.FLEX_ATTENTION, "a call to flex_attention"))
         elif name in WITH_PROJECTIONS:
             yield OtherAttention(node, Decline(Reason.MULTIHEAD, f"`{name}` projects and attends in one call"))
         elif name in SOFTMAX or name in EXP:
@@ -82,7 +87,7 @@ def _written_out(softmax: Node, name: str) -> OtherAttention | None:
 
 
 def _weights(softmax: Node) -> set[Node]:
-    """The softmax, and what is made of it before it is multiplied with values."""
+    """The softmax, and what is computed from it before the product with values."""
     found, frontier = {softmax}, [softmax]
     while frontier:
         new = [user for user in frontier.pop().users if op_name(user) in CARRIES and user not in found]
@@ -92,7 +97,7 @@ def _weights(softmax: Node) -> set[Node]:
 
 
 def _scores(softmax: Node) -> set[Node]:
-    """The products of activations above a softmax, and what is made of them down to it."""
+    """The products of activations above a softmax, and what is computed from them down to it."""
     above, frontier = {softmax}, [softmax]
     while frontier:
         new = [source for source in frontier.pop().all_input_nodes if source not in above]
@@ -118,7 +123,7 @@ def _is_parameter(node: Node) -> bool:
 
 
 def _adds_a_column(node: Node, scores: set[Node], softmax: Node) -> bool:
-    """Whether logits that are no scores come to stand beside scores, and are still there in the softmax.
+    """Whether logits other than scores are concatenated to scores and are still there in the softmax.
 
     Relative positions pad scores as well, but only to shift them.
     """

@@ -1,4 +1,4 @@
-"""Why attention was left as it is. Each reason has a code, which counters and reports use, and what would help."""
+"""Reasons why attention was left as it is: a code each, for counters and reports, and what would help."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Reason(str, Enum):
-    """Codes of declines; `help` says what a user can do about each."""
+    """Codes of declines; `help` tells users what they can do."""
 
     help: str
 
@@ -20,67 +20,70 @@ class Reason(str, Enum):
     ARGUMENTS = "arguments", "call F.scaled_dot_product_attention with tensors and literal flags"
     PLACEMENT = (
         "placement",
-        "shard keys, values and the mask's columns over the sequence, and replicate the query over the same mesh dims",
+        "shard keys, values and the mask's columns over the sequence, and replicate the query over those mesh dims",
     )
     REQUIRES_GRAD = "requires_grad", "run decoding under torch.no_grad() or torch.inference_mode()"
     DROPOUT = "dropout", "decode with model.eval(), so that dropout_p is 0.0"
-    IS_CAUSAL = "is_causal", "with fewer queries than keys is_causal=True is aligned top left; pass a mask instead"
+    IS_CAUSAL = (
+        "is_causal",
+        "pass a mask: with fewer queries than keys, is_causal=True aligns the triangle to the top left",
+    )
     Q_LEN = (
         "q_len",
-        "this is a prefill or a long chunk, which PyTorch does well; raise options['max_q_len'] to include it",
+        "nothing for a prefill or a long chunk, which PyTorch does well; raise options['max_q_len'] to include it",
     )
-    Q_LEN_DYNAMIC = "q_len_dynamic", "decode with a static number of queries per step"
+    Q_LEN_DYNAMIC = "q_len_dynamic", "decode with a fixed number of queries per step"
     EMPTY = "empty", "nothing: there is no attention to compute"
     NESTED = "nested", "decode without torch.utils.checkpoint and other higher-order operators around attention"
     RANK = "rank", "pass 4-D tensors [batch, heads, length, head_dim]"
-    DTYPE = "dtype", "use one of float16, bfloat16, float32, float64 for query, key and value alike"
-    DEVICE = "device", "run on a CPU or a CUDA device, with query, key and value on the same one"
-    HEADS = "heads", "make the number of kv heads divide the number of query heads, in the same way for key and value"
-    BATCH = "batch", "give key and value the batch size of the query, or a batch of one for all"
-    SEGMENTS = "segments", "share and concatenate key and value in the same way"
-    SMALL = "small", "nothing: for this little work, another kernel would cost more than it saves"
-    HEAD_DIM = "head_dim", "give key and query one head_dim"
-    KV_LENGTH = "kv_length", "give key and value one length"
-    MASK_SHAPE = "mask_shape", "broadcast the mask to [batch, q_heads, q_length, kv_length]"
+    DTYPE = "dtype", "use float16, bfloat16, float32 or float64, the same for query, key and value"
+    DEVICE = "device", "put query, key, value and mask on one device, a CPU or a CUDA GPU"
+    HEADS = "heads", "give key and value the same number of heads, a divisor of the number of query heads"
+    BATCH = "batch", "give key and value the batch size of the query, or both a batch of one"
+    SEGMENTS = "segments", "expand and concatenate key and value in the same way"
+    SMALL = "small", "nothing: with so little to read, another kernel would cost more than it saves"
+    HEAD_DIM = "head_dim", "give query and key the same head_dim; on CUDA, a constant that the kernel takes"
+    KV_LENGTH = "kv_length", "give key and value the same length"
+    MASK_SHAPE = "mask_shape", "use a mask that broadcasts to [batch, q_heads, q_length, kv_length]"
     MASK_DTYPE = (
         "mask_dtype",
-        "use a bool mask, or an additive one in float32 or the query's dtype; for autocast, `with torch.autocast(...)`",
+        "use a bool mask, or an additive one in float32 or the query's dtype; autocast by `with torch.autocast(...)`",
     )
     SCALE = "scale", "pass scale as a float"
     WRITTEN = (
         "written_between",
-        "repeat, expand and concatenate after the cache is written, not before; reshape nothing of it in place",
+        "repeat, expand and concatenate after the cache is written, not before; don't reshape it in place",
     )
-    NO_GAIN = "no_gain", "nothing: SDPA reads every key and value once already"
+    NO_GAIN = "no_gain", "nothing: SDPA already reads each key and value once"
     NO_SDPA = (
         "no_sdpa",
         "use F.scaled_dot_product_attention; with transformers, attn_implementation='sdpa' where the model supports it",
     )
     BEYOND_SDPA = (
         "beyond_sdpa",
-        "call tatten.decode_attention(softcap=, sinks=), which has both, where SDPA has neither; with transformers, "
-        "from a function given to AttentionInterface.register",
+        "call tatten.decode_attention(softcap=, sinks=), since SDPA has neither; with transformers, from a function "
+        "given to AttentionInterface.register",
     )
     FLEX_ATTENTION = (
         "flex_attention",
-        "use F.scaled_dot_product_attention with the mask as a tensor, and for a soft cap or sinks "
+        "use F.scaled_dot_product_attention with a mask tensor, or for a soft cap or sinks "
         "tatten.decode_attention(softcap=, sinks=); with transformers, attn_implementation='sdpa' where the model "
         "supports it",
     )
     MULTIHEAD = (
         "multihead",
-        "project with nn.Linear, and call F.scaled_dot_product_attention on the heads; nn.MultiheadAttention keeps no "
+        "project with nn.Linear and call F.scaled_dot_product_attention on the heads; nn.MultiheadAttention has no "
         "cache of keys and values",
     )
 
 
-# Of attention that is no SDPA call.
+# Reasons for attention that isn't an SDPA call.
 OTHER_ATTENTION = {Reason.NO_SDPA, Reason.BEYOND_SDPA, Reason.FLEX_ATTENTION, Reason.MULTIHEAD}
 
 
 @dataclass(frozen=True)
 class Decline:
-    """One refusal: the code, and what was found at this place."""
+    """A reason, and the detail that was found at this call."""
 
     reason: Reason
     detail: str

@@ -1,4 +1,4 @@
-"""Putting an op in SDPA's place: what both rewrites do to the graph."""
+"""Graph changes that all rewrites share: inserting an op, and replacing SDPA by its output."""
 
 from __future__ import annotations
 
@@ -11,53 +11,46 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from tatten.passes.mutation import written_between
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import held, hint, known_equal, known_shape, tensor_of
-from tatten.passes.tree import hand_back, merge_over
-from tatten.passes.views import Stored
+from tatten.passes.symbolic import hint, known_equal, known_shape, tensor_of
 
 
-def written_since(stored: Stored, call: SdpaCall) -> Node | None:
-    """The node that may write to what is stored, or to a copy on the way, after it is read and before the call."""
-    if not stored.path:
-        return None
-    tensors = [tensor for tensor in map(tensor_of, (stored.base, *stored.path)) if tensor is not None]
-    return written_between(tensors, stored.path[-1], call.node)
+def insert_op(call: SdpaCall, op: OpOverload, args: tuple[Any, ...]) -> Node:
+    """Insert a call of `op`, which returns a state, before SDPA."""
+    with call.node.graph.inserting_before(call.node):
+        state = call.node.graph.call_function(op, args)
+    state.meta.update({k: v for k, v in call.node.meta.items() if k != "example_value"})
+    return state
+
+
+def output_of(call: SdpaCall, state: Node) -> Node:
+    """Insert what takes SDPA's result from a state, and return that."""
+    result = tensor_of(call.node)
+    assert result is not None
+    with call.node.graph.inserting_before(call.node):
+        out = call.node.graph.call_function(operator.getitem, (state, 0))
+        out.meta.update(call.node.meta)
+        return with_strides_of(out, result)
+
+
+def replace_call(call: SdpaCall, out: Node, orphans: Iterable[Node]) -> None:
+    """Replace SDPA by `out`, and erase those of `orphans` that have no users then.
+
+    Never `graph.eliminate_dead_code()`: on a Dynamo graph it deletes the writes to the cache.
+    """
+    call.node.replace_all_uses_with(out)
+    call.node.graph.erase_node(call.node)
+    for orphan in sorted(orphans, reverse=True):
+        if not orphan.users:
+            orphan.graph.erase_node(orphan)
 
 
 def scale_of(call: SdpaCall) -> Any:
     return call.scale if call.scale is None or isinstance(call.scale, Node) else float(call.scale)
 
 
-def replace_call(call: SdpaCall, op: OpOverload, args: tuple[Any, ...], orphans: Iterable[Node]) -> Node:
-    """Call `op`, which returns a state, instead of SDPA; erase those of `orphans` that nobody uses then.
-
-    Returns the op's node. Never `graph.eliminate_dead_code()`: on a Dynamo graph it deletes the writes to the cache.
-    """
-    graph = call.node.graph
-    result = tensor_of(call.node)
-    assert result is not None
-    with graph.inserting_before(call.node):
-        node = graph.call_function(op, args)
-        out = graph.call_function(operator.getitem, (node, 0))
-        node.meta.update({k: v for k, v in call.node.meta.items() if k != "example_value"})
-        out.meta.update(call.node.meta)
-        if call.sharding is None:
-            out = _with_strides_of(out, result)
-        else:
-            out = merge_over(node, out, call.sharding)
-            out = hand_back(call, _with_strides_of(out, held(result)))
-    call.node.replace_all_uses_with(out)
-    graph.erase_node(call.node)
-    for orphan in sorted(set(orphans), reverse=True):
-        if not orphan.users:
-            graph.erase_node(orphan)
-    return node
-
-
-def _with_strides_of(out: Node, like: Tensor) -> Node:
-    """`out`, which is contiguous, laid out as `like` was, because a `view` further on may rest on SDPA's strides."""
+def with_strides_of(out: Node, like: Tensor) -> Node:
+    """Give a contiguous `out` the strides of `like`: a `view` further on may depend on those of SDPA's result."""
     strides = [hint(stride) for stride in like.stride()]
     if known_equal(like.shape[2], 1) or None in strides:
         return out  # with one query, [b, h, 1, d] and [b, 1, h, d] are the same in memory

@@ -1,57 +1,30 @@
-"""All passes over one graph, and what came of them."""
+"""All passes over one graph, and their report."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+import torch
 from torch.fx import GraphModule, Node
 
-from tatten.ops.cuda.providers import regime
+from tatten.ops.cuda.providers import Workload, borrowed_table, choose_provider
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
-from tatten.passes.cost import Cost
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
+from tatten.passes.findings import Declined, GraphReport, Rewritten
 from tatten.passes.masks import Masks
 from tatten.passes.mutation import mover_of, movers
 from tatten.passes.other_attention import find_other_attention
+from tatten.passes.plain import PlainCall
 from tatten.passes.reasons import Decline, Reason
+from tatten.passes.replace import replace_call
 from tatten.passes.sdpa import SdpaCall, find_sdpa
 from tatten.passes.segments import find_segments, in_one
-from tatten.passes.source_location import SourceLocation, source_location
-from tatten.passes.symbolic import hint, tensor_of
-from tatten.passes.tree import local_segments, merged_over, with_sharding
-from tatten.passes.views import BATCH, HEADS, LENGTH, Stored
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """An SDPA call that became a tatten op, and what that saves at least; `note` says why it isn't a better one."""
-
-    place: SourceLocation
-    op: str
-    shapes: str
-    cost: Cost | None
-    note: str = ""
-    provider: str = ""  # who computes it on a GPU, for the sizes of the example
-
-
-@dataclass(frozen=True)
-class Declined:
-    """An SDPA call that stayed as it was, or attention that is no SDPA call."""
-
-    place: SourceLocation
-    shapes: str
-    decline: Decline
-
-
-@dataclass(frozen=True)
-class GraphReport:
-    """What the passes did to one graph."""
-
-    findings: tuple[Rewritten | Declined, ...]
-    milliseconds: float
+from tatten.passes.source_location import source_location
+from tatten.passes.stored import Stored
+from tatten.passes.symbolic import LocalPart, hint, tensor_of
+from tatten.passes.tree import find_sharded
 
 
 def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
@@ -77,57 +50,79 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
 
 
 def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence[Node]) -> Rewritten | Declined:
-    """Decide about one call, and change the graph. Shapes are read off nodes that this may erase."""
-    call = with_sharding(call)
-    decline = check_call(call, max_q_len)
+    """Decide about one call, then change the graph. The report is read off first: nodes may be erased."""
+    given = find_sharded(call) or PlainCall(call)
+    found = _find(given, max_q_len, moving)
+    if isinstance(found, Decline):
+        return _declined(call, found)
+    match, note = found
+    location, shapes = source_location(call.node), _shapes(call, *(_bases(x) for x in (match.keys, match.values)))
+    cost, doubt = (match.cost, match.doubt) if given.weighed else (None, "")
+    match = given.insert(match, masks)
+    state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
+    replace_call(call, given.output(state), match.path)
+    provider = _provider(state)
+    return Rewritten(
+        location, str(state.target), shapes, cost, "; ".join(filter(None, (given.note, note, doubt))), provider
+    )
+
+
+def _find(
+    given: PlainCall, max_q_len: int, moving: Sequence[Node]
+) -> tuple[BifurcatedMatch | DecodeMatch, str] | Decline:
+    """Match one call without changing the graph. Returns the match and a note for the report, or why there is none."""
+    call = given.call
+    decline = given.check() or check_call(call, max_q_len)
     if decline is not None:
-        return _declined(call, decline)
+        return decline
     mover = mover_of(call.node, moving)
     if mover is not None:
-        detail = f"`{mover}` gives a tensor other memory or another shape in place"
-        return _declined(call, Decline(Reason.WRITTEN, detail))
-    place = source_location(call.node)
-    keys, values = (local_segments(call, x, find_segments(x)) for x in (call.key, call.value))
-    bifurcated = match_bifurcated(call, keys, values)
+        return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
+    seen = given.seen()
+    segments = [(x, find_segments(x)) for x in (call.key, call.value)]
+    bifurcated = match_bifurcated(seen, *(given.seen_segments(x, found) for x, found in segments))
     if isinstance(bifurcated, BifurcatedMatch):
-        shapes = _shapes(call, (x.base for x in bifurcated.keys), (x.base for x in bifurcated.values))
-        op = apply_bifurcated(bifurcated, masks)
-        return Rewritten(place, str(op.target), shapes, bifurcated.cost, merged_over(call), _provider(call))
-    decode = match_decode(call, in_one(call.key, keys), in_one(call.value, values))
-    if isinstance(decode, DecodeMatch):
-        shapes = _shapes(call, [decode.key.base], [decode.value.base])
-        op = apply_decode(decode, masks)
-        notes = [merged_over(call)]
-        if bifurcated is not None:
-            notes.append(f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}")
-        note = "; ".join(filter(None, [*notes, decode.doubt]))
-        return Rewritten(place, str(op.target), shapes, decode.cost, note, _provider(call, decode.key))
-    return _declined(call, bifurcated or decode)
+        small = bifurcated.unpaid if given.weighed else None
+        if small is None:
+            return bifurcated, ""
+        bifurcated = small
+    (key,), (value,) = (given.seen_segments(x, (in_one(x, found),)) for x, found in segments)
+    decode = match_decode(seen, key, value)
+    if isinstance(decode, DecodeMatch) and given.weighed:
+        decode = decode.unpaid or decode
+    if isinstance(decode, Decline):
+        return bifurcated or decode
+    return decode, "" if bifurcated is None else f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}"
 
 
 def _declined(call: SdpaCall, decline: Decline) -> Declined:
     return Declined(source_location(call.node), _shapes(call, [call.key], [call.value]), decline)
 
 
-def _provider(call: SdpaCall, key: Stored | None = None) -> str:
-    """Who will compute a rewritten call: PyTorch's kernels take one plain KV only; empty on a CPU."""
-    query = tensor_of(call.query)
-    assert query is not None
-    if query.device.type != "cuda":
-        return ""
-    if key is None or call.attn_mask is not None:
-        return "triton"
-    if call.sharding is not None:
-        return "auto"
-    heads, rows, kv_heads, kv_len = (
-        hint(x) for x in (query.shape[1] * query.shape[2], *(key.size(role) for role in (BATCH, HEADS, LENGTH)))
-    )
-    if not heads or not rows or not kv_heads or not kv_len:
-        return "auto"
-    return regime(heads // kv_heads, rows * kv_heads, kv_len)
+def _bases(stored: Iterable[Stored]) -> list[Node]:
+    """Nodes of the user's program that hold what is stored."""
+    return [x.base.dtensor if isinstance(x.base, LocalPart) else x.base for x in stored]
 
 
 def _shapes(call: SdpaCall, keys: Iterable[Node], values: Iterable[Node]) -> str:
     named = [("q", call.query), *(("k", x) for x in keys), *(("v", x) for x in values), ("mask", call.attn_mask)]
     tensors = [(name, tensor) for name, node in named if (tensor := tensor_of(node)) is not None]
     return " ".join(f"{name} {str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors)
+
+
+def _provider(op: Node) -> str:
+    """Who will compute a rewritten call, as the op decides for the sizes of the example; empty on a CPU."""
+    first = [x[0] if isinstance(x, (list, tuple)) else x for x in op.args[:3]]
+    query, key, value = (tensor_of(x) for x in first)
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    if query.device.type != "cuda":
+        return ""
+    is_decode = op.target is torch.ops.tatten.decode_attention.default
+    plain = is_decode and all(x is None for x in (*op.args[3:5], *op.kwargs.values()))
+    if plain and not all(hint(n) for x in (query, key, value) for n in x.shape):
+        return "auto"
+    work = Workload.of(query, key, value, plain, lambda n: hint(n) or 0)
+    borrowed = borrowed_table(work)
+    return choose_provider(work) + (f" ({borrowed})" if borrowed else "")

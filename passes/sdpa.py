@@ -1,17 +1,14 @@
-"""SDPA calls in a graph, with their arguments bound to the schema however the user passed them."""
+"""SDPA calls of a graph, with positional and keyword arguments bound to the schema."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
-
-if TYPE_CHECKING:
-    from tatten.ops.distributed.placement import Sharding
 
 SDPA_TARGETS = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -19,10 +16,7 @@ POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """`F.scaled_dot_product_attention` at `node`; each argument as it stands in the graph.
-
-    `sharding` says how its arguments are sharded if they are DTensors that the tree pass can do.
-    """
+    """A call of `F.scaled_dot_product_attention`, `node`, with its arguments as they stand in the graph."""
 
     node: Node
     query: Any
@@ -33,13 +27,12 @@ class SdpaCall:
     is_causal: Any = False
     scale: Any = None
     enable_gqa: Any = False
-    sharding: Sharding | None = None
 
 
 def find_sdpa(graph: Graph) -> Iterator[SdpaCall]:
     """All SDPA calls of a Dynamo or export graph, in order.
 
-    Each call is bound when it is reached, so that rewriting one may replace the arguments of the next.
+    Each is bound when it is reached, so that rewriting one call may replace the arguments of the next.
     """
     for node in sorted(x for target in SDPA_TARGETS for x in graph.find_nodes(op="call_function", target=target)):
         yield SdpaCall(node, **dict(zip(POSITIONAL, node.args, strict=False)), **node.kwargs)

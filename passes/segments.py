@@ -1,7 +1,6 @@
-"""What sequences share: keys or values as segments of the sequence, each stored once for several sequences or for each.
+"""Segments of keys or values along the sequence, each stored once for several sequences or once for each.
 
-`torch.cat` over the sequence, at any depth, is a list of segments; what repeats rows of the batch is walked back by
-`tatten.passes.views`.
+`torch.cat` over the sequence, at any depth, makes a list of segments. `tatten.passes.views` undoes repeats of rows.
 """
 
 from __future__ import annotations
@@ -10,33 +9,24 @@ import dataclasses
 
 from torch.fx import Node
 
+from tatten.ops.layout import BATCH, LENGTH
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
+from tatten.passes.stored import Stored, peel_heads, stored_among, stored_at
 from tatten.passes.symbolic import held, known_equal, tensor_of
-from tatten.passes.views import (
-    BATCH,
-    CATS,
-    LENGTH,
-    Stored,
-    Walk,
-    begin,
-    peel_heads,
-    stored_among,
-    stored_at,
-    way_back,
-)
+from tatten.passes.views import CATS, Walk, begin, way_back
 
-# Deeper than this, what was concatenated is read as it is: a loop that appends to its keys nests one `cat` per step.
+# A `cat` nested deeper than this is read as one tensor: a loop that appends to its keys nests one per step.
 MAX_DEPTH = 8
 
 
 def find_segments(node: Node) -> tuple[Stored, ...]:
-    """The segments of SDPA's key or value in order."""
+    """The segments of SDPA's key or value, in order."""
     return _segments(begin(node)) or (Stored(node),)
 
 
 def in_one(node: Node, segments: tuple[Stored, ...]) -> Stored:
-    """`peel_heads(node)`, given the segments of `node`: a segment that is all of it is what another walk would find."""
+    """`peel_heads(node)`, without another walk if the segments of `node` are one that already is the answer."""
     best, *others = segments
     if others or best.shared or any(op_name(x) in CATS for x in best.path):
         return peel_heads(node)
@@ -44,7 +34,7 @@ def in_one(node: Node, segments: tuple[Stored, ...]) -> Stored:
 
 
 def _segments(walk: Walk, depth: int = 0) -> tuple[Stored, ...] | None:
-    """The segments of the tensor at this place; None if it can't be told what it stores."""
+    """The segments of the tensor at this place; None if no stored tensor can be found."""
     places = []
     for place in way_back(walk):
         places.append(place)
@@ -52,7 +42,7 @@ def _segments(walk: Walk, depth: int = 0) -> tuple[Stored, ...] | None:
         if parts is not None:
             found = [_segments(part, depth + 1) for part in parts]
             flat = tuple(segment for segments in found if segments is not None for segment in segments)
-            # Parts of one batch are read together where the tensor that holds them is made anyway, for others.
+            # If others use the concatenated tensor, it exists anyway: segments of equal batch are read from it.
             ours_alone = all(len(node.users) == 1 for node in (*place.path, place.here))
             if None not in found and (
                 ours_alone or any(not known_equal(x.size(BATCH), flat[0].size(BATCH)) for x in flat)
@@ -65,7 +55,7 @@ def _segments(walk: Walk, depth: int = 0) -> tuple[Stored, ...] | None:
 
 
 def _parts(walk: Walk) -> list[Walk] | None:
-    """The places of the tensors that were concatenated over the sequence to make this one."""
+    """The places of the tensors that this one concatenates over the sequence; None if it doesn't."""
     if op_name(walk.here) not in CATS or writes(walk.here):
         return None
     tensors = argument(walk.here, 0, "tensors")
@@ -81,13 +71,13 @@ def _parts(walk: Walk) -> list[Walk] | None:
         if tensor is None or tensor.dtype != whole.dtype or tensor.device != whole.device:
             return None
         if tensor.dim() == 1 and known_equal(tensor.shape[0], 0):
-            continue  # how an empty cache begins
+            continue  # an empty cache starts so
         parts.append(Walk(node, walk.parts, walk.stretched, (*walk.path, walk.here)))
     return parts
 
 
 def _overlaid(stored: Stored | None) -> Stored | None:
-    """The rows of a tensor that was expanded before it came into the graph: stride 0 says that they are one."""
+    """The one row of a tensor that was expanded over the batch before it entered the graph, as stride 0 shows."""
     tensor = None if stored is None else tensor_of(stored.base)
     if stored is None or tensor is None or stored.dims[BATCH] is None:
         return None

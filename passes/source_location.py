@@ -1,4 +1,4 @@
-"""Where in the user's program a node comes from."""
+"""Source locations of nodes in the user's program."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ class SourceLocation:
 
 
 def source_location(node: Node) -> SourceLocation:
-    """The innermost module of a node of a Dynamo graph, and its innermost line outside of torch; empty where the graph
-    doesn't say.
-    """
+    """The innermost module of a node and its innermost line outside torch; empty where the graph has none."""
     stack = node.meta.get("nn_module_stack") or {}
     module = _module_path(str(list(stack.values())[-1][0])) if stack else ""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
@@ -37,9 +35,9 @@ def source_location(node: Node) -> SourceLocation:
 
 
 def _module_path(path: str) -> str:
-    """`L['self'].model.__dict__['_modules']['layers'][0]` as `model.layers.0`, as `named_modules` has it.
+    """Turn `L['self'].model.__dict__['_modules']['layers'][0]` into `model.layers.0`, as `named_modules` has it.
 
-    A model that is a variable other than these keeps its name: a function may use several.
+    A model in any other variable keeps the variable's name, since a function may use several models.
     """
     path = re.sub(r"^[LG]\['(?:self|fn|mod|model)'\]", "", path)
     path = re.sub(r"^[LG]\['([^']+)'\]", r"\1", path)

@@ -1,8 +1,9 @@
-"""Questions about shapes; only `guard_equal` adds a guard. All use of PyTorch's symbolic-shape API is in this file."""
+"""Queries about shapes and storage; only `guard_equal` adds a guard. All use of the symbolic-shape API is here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,13 +14,21 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def value_of(node: Node) -> Any:
-    """What a node of a Dynamo or export graph stands for, a fake tensor or a size; None where the graph doesn't say."""
+    """The value that a node stands for, such as a fake tensor or a size; None where the graph doesn't say."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-def tensor_of(node: Any) -> Tensor | None:
-    """The fake tensor that a node stands for; None if it isn't one tensor."""
-    value = value_of(node) if isinstance(node, Node) else None
+@dataclass(frozen=True)
+class LocalPart:
+    """The local part of a DTensor: a plain tensor to the matchers, though the graph has no node for it yet."""
+
+    dtensor: Node
+    tensor: Tensor = field(compare=False)
+
+
+def tensor_of(x: Any) -> Tensor | None:
+    """The fake tensor that a node or a local part stands for; None if it isn't one tensor."""
+    value = value_of(x) if isinstance(x, Node) else x.tensor if isinstance(x, LocalPart) else None
     return value if isinstance(value, Tensor) else None
 
 
@@ -40,12 +49,12 @@ def known_shape(shape: Sequence[int | SymInt], want: Sequence[int | SymInt]) -> 
 
 
 def constant(size: int | SymInt) -> int | None:
-    """The value of a size that is the same in every run, also where it hides in a SymInt; None for a dynamic one."""
+    """The value of a size that is the same in every run, even inside a SymInt; None for a dynamic size."""
     return size if isinstance(size, int) else size.node.maybe_as_int()
 
 
 def hint(size: int | SymInt) -> int | None:
-    """The value that a size had when the graph was captured; None where there was none. Proves nothing by itself."""
+    """The value of a size when the graph was captured; None if there was none. It proves nothing about other runs."""
     if isinstance(size, int):
         return size
     found = size.node.hint
@@ -53,7 +62,7 @@ def hint(size: int | SymInt) -> int | None:
 
 
 def guard_equal(a: int | SymInt, b: int | SymInt) -> bool:
-    """Whether `a == b` when the graph was captured; if so, a run where it isn't makes a new graph."""
+    """Whether `a == b` when the graph was captured; if so, a run where they differ captures a new graph."""
     return known_equal(a, b) or (None not in (hint(a), hint(b)) and bool(a == b))
 
 
@@ -63,14 +72,14 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
 
 
 def held(tensor: Any) -> Tensor:
-    """The tensor that has the storage, and whose strides are those in memory: of a DTensor the local one."""
-    plain = isinstance(tensor, FakeTensor) or not hasattr(tensor, "to_local")  # to ask a fake tensor takes its time
+    """The tensor that owns storage and has the strides in memory: a DTensor's local tensor, or the tensor itself."""
+    plain = isinstance(tensor, FakeTensor) or not hasattr(tensor, "to_local")  # hasattr is slow on a fake tensor
     local: Tensor = tensor if plain else tensor.to_local()
     return local
 
 
 def bytes_of(tensor: Tensor) -> int | None:
-    """The size of a tensor's elements when the graph was captured; None where that wasn't known."""
+    """The size of a tensor in bytes when the graph was captured; None if that was unknown."""
     size = tensor.element_size()
     for n in tensor.shape:
         known = hint(n)

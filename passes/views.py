@@ -1,16 +1,15 @@
-"""Where a tensor comes from: walking back through what only copies, reorders and repeats, to what is stored.
+"""The walk back from a tensor through ops that only copy, reorder and repeat, towards the tensor that is stored.
 
-Each dim of the tensor asked about has a role: batch, heads, length, head_dim. On the way back a role may fall into
-several dims, of which some are stretched: `[G, 1, ...].expand(G, n, ...).reshape(G * n, ...)`. Each step is justified
-by what the op does to shapes, never by how its arguments are written: the model only stretched dims of size 1, and its
-reshapes only merged neighbours or moved dims of size 1. A role may be read off the stored tensor if the stretched dims
-are the minor ones: then `here[j] == stored[j // n]`.
+Each dim of the tensor where a walk begins has a role: batch, heads, length or head_dim. On the way back a role may
+split into several dims, some of them stretched: `[G, 1, ...].expand(G, n, ...).reshape(G * n, ...)`. Each step is
+justified by what the op does to shapes, never by how its arguments are written: stretches only grow dims of size 1, and
+reshapes only merge neighbours or move dims of size 1. `tatten.passes.stored` decides where a walk can end.
 """
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +19,9 @@ from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
-from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of, value_of
+from tatten.passes.symbolic import known_equal, known_shape, tensor_of, value_of
 
-BATCH, HEADS, LENGTH = 0, 1, 2
-ROLES = range(4)
+ROLES = range(4)  # the dims of keys and values, as `tatten.ops.layout` names them
 
 STRETCHES = {"expand", "broadcast_to", "repeat", "tile", "expand_as"}
 RESHAPES = {"reshape", "view", "flatten", "unflatten", "reshape_as", "view_as", "_unsafe_view", "unsqueeze", "squeeze"}
@@ -32,16 +30,20 @@ REORDERS = {"transpose", "swapaxes", "swapdims", "permute"}
 CATS = {"cat", "concat", "concatenate"}
 WALKED = STRETCHES | RESHAPES | COPIES | REORDERS | CATS | {"stack", "repeat_interleave", "index_select", "getitem"}
 
-# A role, and which part of it, major to minor: tuples of one role sort in the order of the index.
+# A role and the position within it, major to minor: the parts of one role sort in the order of its index.
 Part = tuple[int, ...]
 Size = int | SymInt
 
 
 @dataclass(frozen=True)
 class Walk:
-    """A place on the way back: the node, the part of a role in each of its dims, and what was stretched so far.
+    """A place on a walk back.
 
-    A dim without a part has size 1. `path` leads from the tensor asked about to the node that reads `here`.
+    Attributes:
+        here: the tensor at this place.
+        parts: the part of a role that each dim of `here` holds; None for a dim of size 1.
+        stretched: the parts that were stretched on the way, and how often.
+        path: the nodes from where the walk began to the one that reads `here`.
     """
 
     here: Node
@@ -51,7 +53,7 @@ class Walk:
 
     @property
     def undone(self) -> tuple[int, bool]:
-        """How much was walked back so far: later places with more stretched dims are better, of those one of rank 4."""
+        """A rank of places: more stretched dims undone is better, and of equals a tensor of rank 4."""
         return len(self.stretched), len(self.parts) == 4
 
     def step(self, source: Node, parts: Sequence[Part | None], *stretched: tuple[Part, Size]) -> Walk:
@@ -64,7 +66,7 @@ def begin(node: Node) -> Walk:
 
 
 def step_back(walk: Walk) -> Walk | None:
-    """One op further back, or None where `here` is something else than its source copied, reordered or repeated."""
+    """Go one op further back; None where `here` is not its source copied, reordered or repeated."""
     source, name = source_of(walk.here), op_name(walk.here)
     if source is None or name not in WALKED or writes(walk.here):
         return None
@@ -99,7 +101,7 @@ def step_back(walk: Walk) -> Walk | None:
 
 
 def source_of(node: Node) -> Node | None:
-    """The tensor that a view-like node reads: its first argument, or the first of its first argument."""
+    """The tensor that a view-like node reads: its first argument, or the first item of that."""
     first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self", node.kwargs.get("tensors")))
     if isinstance(first, (list, tuple)) and first:
         first = first[0]
@@ -126,7 +128,7 @@ def _reorder(walk: Walk, source: Node, name: str) -> Walk | None:
 
 
 def _stretch(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
-    """`expand` and its kin: dims of size 1 grow, and new ones may come in front."""
+    """Undo `expand` and the like: dims of size 1 grow, and new ones may be added in front."""
     new = len(after) - len(before)
     if new < 0:
         return None
@@ -145,7 +147,7 @@ def _stretch(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[S
 
 
 def _interleave(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
-    """`repeat_interleave` with one count: each index of a dim becomes a block."""
+    """Undo `repeat_interleave` with one count: each index of a dim becomes a block."""
     repeats, dim = argument(walk.here, 1, "repeats"), argument(walk.here, 2, "dim")
     if isinstance(repeats, Node):
         repeats = value_of(repeats)
@@ -161,7 +163,7 @@ def _interleave(walk: Walk, source: Node, before: Sequence[Size], after: Sequenc
 
 
 def _copies_of_one(walk: Walk, source: Node, before: Tensor, after: Tensor) -> Walk | None:
-    """`stack([x] * n)`, or `cat([x] * n)` where `x` has size 1."""
+    """Undo `stack([x] * n)`, or `cat([x] * n)` over a dim of size 1."""
     tensors = argument(walk.here, 0, "tensors")
     dim = argument(walk.here, 1, "dim", walk.here.kwargs.get("axis", 0))
     if not all(x is source for x in tensors) or not isinstance(dim, int):
@@ -178,7 +180,7 @@ def _copies_of_one(walk: Walk, source: Node, before: Tensor, after: Tensor) -> W
 
 
 def _index(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size], dim: int) -> Walk | None:
-    """`x[rows]` or `x.index_select(dim, rows)` where `x` has one row: whatever the index, it is that one."""
+    """Undo `x[rows]` or `x.index_select(dim, rows)` where `x` has one row, which any valid index selects."""
     dim %= len(before)
     if len(before) != len(after) or not known_equal(before[dim], 1):
         return None
@@ -190,7 +192,7 @@ def _index(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Siz
 
 
 def _reshape(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
-    """Neighbours that were merged into a dim are its parts, major to minor; dims of size 1 come and go."""
+    """Undo a reshape: neighbours merged into a dim are its parts, major to minor; dims of size 1 come and go."""
     parts: list[Part | None] = [None] * len(before)
     dim = 0
     for part, size in zip(walk.parts, after, strict=True):
@@ -217,97 +219,8 @@ def _only_adds_dims(index: Any) -> bool:
     return all(part is None or part is builtins.Ellipsis or part == slice(None) for part in parts)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """Keys or values as they are stored, `here[b, h, s, d] == base[b // n, h // repeats, s, d]` in the order of `dims`.
-
-    `dims[role]` is the dim of `base` that holds a role; None where base has none, for a size of 1. `shared` says that
-    several sequences read a row (n > 1), and `overlaid` that base's rows are one in memory, with stride 0.
-    """
-
-    base: Node
-    dims: tuple[int | None, ...] = (0, 1, 2, 3)
-    repeats: int = 1
-    shared: bool = False
-    overlaid: bool = False
-    path: tuple[Node, ...] = ()  # from the tensor asked about to the node that reads `base`
-
-    def size(self, role: int) -> Size:
-        tensor, dim = tensor_of(self.base), self.dims[role]
-        assert tensor is not None
-        return 1 if dim is None or (role == BATCH and self.overlaid) else tensor.shape[dim]
-
-    def as_attention_takes_it(self) -> Node:
-        """Insert the views that make `[batch, heads, length, head_dim]` of `base`; `base` itself if none is needed."""
-        node, dims = self.base, list(self.dims)
-        tensor = tensor_of(node)
-        assert tensor is not None
-        if tensor.requires_grad:  # but SDPA's result does not: it was read under no_grad
-            node, tensor = _call(node, "detach"), tensor.detach()
-        for dim in reversed([d for d in range(tensor.dim()) if d not in dims]):
-            node, tensor = _call(node, "squeeze", dim), tensor.squeeze(dim)
-            dims = [d if d is None or d < dim else d - 1 for d in dims]
-        if self.overlaid:
-            node, tensor = _call(node, "narrow", dims[BATCH], 0, 1), tensor.narrow(dims[BATCH] or 0, 0, 1)
-        order = [d for d in dims if d is not None]
-        if order != list(range(len(order))):
-            node, tensor = _call(node, "permute", *order), tensor.permute(order)
-        for role in ROLES:
-            if dims[role] is None:
-                node, tensor = _call(node, "unsqueeze", role), tensor.unsqueeze(role)
-        if node is not self.base:
-            node.meta["example_value"] = tensor
-        return node
-
-
-def _call(node: Node, method: str, *args: Any) -> Node:
-    view = node.graph.call_method(method, (node, *args))
-    view.meta.update({k: v for k, v in node.meta.items() if k != "example_value"})
-    return view
-
-
-def stored_at(walk: Walk) -> Stored | None:
-    """What stands at this place of the way back, if each role can be read off one dim of it; else None."""
-    tensor = tensor_of(walk.here)
-    if tensor is None:
-        return None
-    found: dict[int, int] = {}
-    ones = []
-    for dim, (part, size) in enumerate(zip(walk.parts, tensor.shape, strict=True)):
-        if known_equal(size, 1):
-            ones.append(dim)
-        elif part is None or part[0] in found:
-            return None
-        else:
-            found[part[0]] = dim
-    factors: dict[int, Size] = dict.fromkeys(ROLES, 1)
-    for part, times in walk.stretched:
-        factors[part[0]] *= times
-        if part[0] in found and (walk.parts[found[part[0]]] or ()) > part:
-            return None  # `x.repeat(n, 1, 1, 1)`: index j reads row j % rows, which is no block
-    spare = iter(ones)
-    dims = tuple(found[role] if role in found else next(spare, None) for role in ROLES)
-    repeats = constant(factors[HEADS])
-    if repeats is None or not known_equal(factors[LENGTH], 1) or not known_equal(factors[3], 1):
-        return None
-    return Stored(walk.here, dims, repeats, not known_equal(factors[BATCH], 1), path=walk.path)
-
-
 def way_back(walk: Walk | None) -> Iterator[Walk]:
-    """This place and all further back, in order."""
+    """This place and all places further back, in order."""
     while walk is not None:
         yield walk
         walk = step_back(walk)
-
-
-def stored_among(places: Iterable[Walk]) -> Iterator[Stored]:
-    """What stands at the places of one way back, the best first: where most was undone, and of equals the nearest."""
-    for place in sorted(places, key=lambda walk: walk.undone, reverse=True):
-        here = stored_at(place)
-        if here is not None:
-            yield here
-
-
-def peel_heads(node: Node) -> Stored:
-    """Walk from SDPA's key or value back to the tensor before its heads were repeated, or stay where it is."""
-    return next(here for here in stored_among(way_back(begin(node))) if not here.shared)

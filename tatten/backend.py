@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="tatten")`: rewrite the Dynamo graph, report, and hand it on."""
+"""The backend of `torch.compile(model, backend="tatten")`: rewrite the Dynamo graph, report, and pass it on."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ def tatten(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Compiled:
-    """The backend, found by name through `tatten.entry_point`.
+    """Compile a graph: Dynamo finds this function by name, through `tatten.entry_point`.
 
     Args:
-        gm: a graph from Dynamo; rewritten in place.
+        gm: a graph from Dynamo, which is rewritten in place.
         example_inputs: fake or real inputs of the graph.
-        mode: one of `torch.compile`'s modes; for Inductor.
-        options: tatten's own (`tatten.options.Options`) and Inductor's, together.
+        mode: a mode of `torch.compile`, passed on to Inductor.
+        options: options of tatten (`tatten.options.Options`) and of Inductor, together.
 
     Raises:
-        ValueError, TypeError: neither tatten nor Inductor takes a mode or option; the message lists the valid ones.
+        ValueError, TypeError: neither tatten nor Inductor has such a mode or option, or it has another type.
     """
     own, rest = split_options(options)
     if own.inner == "inductor":
         compiler = inductor_compiler(mode, rest)
     elif rest:
-        raise ValueError(f"`options` {sorted(rest)} are for Inductor, but option `inner` is {own.inner!r}")
+        raise ValueError(
+            f"`options` must have none for Inductor if option `inner` is {own.inner!r}, got {sorted(rest)}"
+        )
     else:
         compiler = plain_compiler(own.inner)
     publish(rewrite(gm, own.max_q_len))

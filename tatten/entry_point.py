@@ -1,8 +1,8 @@
-"""The entry point `torch_dynamo_backends`: how `torch.compile(..., backend="tatten")` finds the backend.
+"""The entry point `torch_dynamo_backends`, by which `torch.compile(..., backend="tatten")` finds the backend.
 
-PyTorch's registry looks whether a name is there, loads the entry point, and registers what it got, with an assertion
-that the name is new. Of two threads that compile first at one time the second would fail. So the backend is registered
-here, under a lock, and what is loaded is None, of which `register_backend` makes a decorator that nobody uses.
+PyTorch's registry checks whether the name is known, loads the entry point, and registers the result, asserting that the
+name is new. If two threads compile for the first time at once, the assertion fails in the second. So the backend is
+registered here, under a lock, and loading returns None, for which `register_backend` makes a decorator nobody uses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _registered = False
 
 
 def __getattr__(name: str) -> None:
-    """`backend`: register it with Dynamo, once, and return None."""
+    """On access to `backend`, register the backend with Dynamo, once, and return None."""
     global _registered
     if name != "backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`torch.compile(..., backend="tatten", options={...})`: our own keys, and everything else for Inductor."""
+"""Options of `torch.compile(..., backend="tatten", options={...})`: tatten's own, and all others for Inductor."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ INNER = ("inductor", "aot_eager", "eager")
 
 @dataclass(frozen=True)
 class Options:
-    """tatten's own options.
+    """Options of tatten itself.
 
-    inner: what compiles the rewritten graph: "inductor", "aot_eager" or "eager".
-    max_q_len: an SDPA call with more queries than this per sequence is a prefill and stays as it is.
+    Attributes:
+        inner: the backend that compiles the rewritten graph: "inductor", "aot_eager" or "eager".
+        max_q_len: an SDPA call with more queries than this per sequence counts as a prefill and is left unchanged.
     """
 
     inner: str = "inductor"
@@ -34,11 +35,12 @@ class Options:
 
 
 def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
-    """Our own options, and those that are left for Inductor."""
+    """Split the options into tatten's own and those for Inductor."""
     own = {field.name for field in fields(Options)}
     given = dict(options or {})
     return Options(**{name: given.pop(name) for name in own & given.keys()}), given
 
 
 def valid_names() -> str:
+    """The names of tatten's own options, for error messages."""
     return ", ".join(field.name for field in fields(Options))

@@ -1,4 +1,4 @@
-"""What was rewritten and what was not: one report for `tatten.explain`, the logs, the counters and the trace."""
+"""Reports of what was rewritten and what was not, for `tatten.explain`, the logs, the counters and the trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _recorders: ContextVar[tuple[Report, ...]] = ContextVar("tatten_recorders", defa
 
 @dataclass
 class Report:
-    """What the backend did to the graphs compiled while it was recorded. `print(report)` is meant for people."""
+    """The findings of the backend in all graphs compiled while it was recorded. `print(report)` is for people."""
 
     graphs: list[GraphReport] = field(default_factory=list)
 
@@ -35,12 +35,12 @@ class Report:
 
     @property
     def declined(self) -> list[Declined]:
-        """SDPA calls that stayed, and attention that is no SDPA call, each with its reason."""
+        """SDPA calls that stayed, and attention that isn't an SDPA call, each with its reason."""
         return [x for graph in self.graphs for x in graph.findings if isinstance(x, Declined)]
 
     def __str__(self) -> str:
         if not self.graphs:
-            return "tatten: no graph was compiled (was everything compiled before, or is nothing traceable?)"
+            return "tatten: no graph was compiled (either all was compiled before, or nothing can be traced)"
         lines, empty = [], []
         for i, graph in enumerate(self.graphs):
             if graph.findings:
@@ -71,32 +71,32 @@ def _rewritten(findings: Sequence[Rewritten | Declined]) -> str:
 
 
 def _groups(graph: GraphReport) -> list[list[Rewritten | Declined]]:
-    """Findings that differ only in the number of their layer, together."""
+    """Group the findings that differ only in the number of their layer."""
     groups: dict[Any, list[Rewritten | Declined]] = {}
     for finding in graph.findings:
-        layerless = re.sub(r"(?<![^.])\d+(?![^.])", "*", finding.place.module)
+        layerless = re.sub(r"(?<![^.])\d+(?![^.])", "*", finding.location.module)
         what = (
             (finding.op, finding.cost, finding.note, finding.provider)
             if isinstance(finding, Rewritten)
             else finding.decline.reason
         )
         shapes = re.sub(r"s\d+", "s", finding.shapes)
-        groups.setdefault((layerless, finding.place.file, finding.place.line, shapes, what), []).append(finding)
+        groups.setdefault((layerless, finding.location.file, finding.location.line, shapes, what), []).append(finding)
     return list(groups.values())
 
 
 def _describe(group: list[Rewritten | Declined]) -> Iterator[str]:
     first, last = group[0], group[-1]
-    module = first.place.module
+    module = first.location.module
     if len(group) > 1:
-        others = "" if last.place.module == module else f" ... {last.place.module}"
+        others = "" if last.location.module == module else f" ... {last.location.module}"
         module = f"{len(group)} x {module or 'call'}{others}"
     if isinstance(first, Rewritten):
         yield f"{module or 'call'}: {first.op}"
     else:
         yield f"{module or 'call'}: left as it is [{first.decline.reason.value}]"
-    if first.place.file:
-        yield f"    line  {first.place.file}:{first.place.line}  {first.place.code}"
+    if first.location.file:
+        yield f"    line  {first.location.file}:{first.location.line}  {first.location.code}"
     if first.shapes:
         yield f"    with  {first.shapes}"
     if isinstance(first, Rewritten):
@@ -141,7 +141,7 @@ def recording() -> Iterator[Report]:
 
 
 def publish(graph: GraphReport) -> None:
-    """Show one graph's report wherever somebody looks: recorders, TORCH_LOGS=tatten, counters, the structured trace."""
+    """Hand one graph's report to recorders, the log (TORCH_LOGS=tatten), counters and the structured trace."""
     from torch._dynamo.utils import counters  # imports Triton
 
     for report in _recorders.get():

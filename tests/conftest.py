@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+from interpreted import remember_builtins
 
 from tatten.passes import cost
 
@@ -18,3 +20,11 @@ def extra_kernels_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most graphs of the tests are too small for a rewrite to pay; those about the cost itself put the price back."""
     for device in cost.RATES:
         monkeypatch.setitem(cost.RATES, device, cost.Rates(bytes_per_us=1.0, segment_us=0.0))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fast_interpreter() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            remember_builtins(patch)
+        yield

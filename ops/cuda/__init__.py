@@ -1,1 +1,1 @@
-"""The ops on CUDA: who computes what, and the planning of launches. Device code is in `kernels`."""
+"""The ops on CUDA: the choice of a provider, and the planning of launches. Device code is in `kernels`."""

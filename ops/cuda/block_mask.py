@@ -17,18 +17,18 @@ from tatten.ops.validation import BLOCK_KEYS
 
 @dataclass(frozen=True)
 class FindBlockList:
-    """`tatten.ops.masks.block_list` for masks that are laid out as the one it was planned for."""
+    """Computes `tatten.ops.masks.block_list` for masks of the layout that it was planned for."""
 
-    rows: int
+    kv_rows: int
     n_blocks: int
-    words: int  # of each block, as `_bits_kernel` says
+    words: int  # that `_bits_kernel` writes for each block
     find_bits: Launch
     make_list: Launch
 
     def __call__(self, attn_mask: Tensor, kv_lens: Tensor | None = None) -> Tensor:
         mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
-        bits = torch.empty((self.rows, self.n_blocks, self.words), dtype=torch.int64, device=mask.device)
-        block_list = torch.empty((self.rows, self.n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
+        bits = torch.empty((self.kv_rows, self.n_blocks, self.words), dtype=torch.int64, device=mask.device)
+        block_list = torch.empty((self.kv_rows, self.n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
         self.find_bits(mask, mask if kv_lens is None else kv_lens, bits)
         self.make_list(bits, block_list)
         return block_list
@@ -43,39 +43,46 @@ def plan_block_list(
     q_len: int = 1,
     window: int | None = None,
 ) -> FindBlockList:
-    """Plan the launches for masks like this one, narrowed by `kv_lens` and `window` where they are given.
+    """Plan for a mask, which `kv_lens` and `window` may narrow.
 
     `kv_len` is for a mask that broadcasts over keys. Only a window, which ends at each query, asks for `q_len`.
     """
     mask = squeeze_broadcast(attn_mask)
     kv_len = mask.shape[3] if kv_len is None else kv_len
     mask = mask.expand(*mask.shape[:3], kv_len)
-    rows = kv_batch if kv_lens is not None else mask_rows(attn_mask, kv_batch)
+    kv_rows = kv_batch if kv_lens is not None else mask_rows(attn_mask, kv_batch)
     n_blocks = ceil_div(kv_len, BLOCK_KEYS)
     seqs_per_kv = max(1, mask.shape[0] // kv_batch)
-    # The same number of keys for a program: one row of the mask after the other would wait for each.
+    # A program loads the same number of keys either way; with many queries one at a time would wait for each load.
     n_queries = seqs_per_kv * mask.shape[1] * mask.shape[2]
-    rows_at_once, at_once = (8, 4) if n_queries > 4 else (1, 16)
+    block_q, blocks_at_once = (8, 4) if n_queries > 4 else (1, 16)
     additive = mask.dtype != torch.bool
     find_bits = Launch(
         _bits_kernel,
-        (rows, ceil_div(n_blocks, at_once)),
-        0 if mask.shape[0] == 1 else mask.stride(0),
-        *mask.stride()[1:],
-        seqs_per_kv,
-        mask.shape[1],
-        mask.shape[2],
-        q_len,
-        kv_len,
-        window or 0,
-        n_blocks,
+        (kv_rows, ceil_div(n_blocks, blocks_at_once)),
+        {},
+        mask_strides=(0 if mask.shape[0] == 1 else mask.stride(0), *mask.stride()[1:]),
+        seqs_per_kv=seqs_per_kv,
+        mask_heads=mask.shape[1],
+        mask_q_len=mask.shape[2],
+        q_len=q_len,
+        kv_len=kv_len,
+        window=window or 0,
+        n_blocks=n_blocks,
         ADDITIVE=additive,
         HAS_LENS=kv_lens is not None,
         WINDOW=window is not None,
-        BLOCK=BLOCK_KEYS,
-        BLOCKS=at_once,
-        ROWS=rows_at_once,
+        BLOCK_KEYS=BLOCK_KEYS,
+        BLOCKS_AT_ONCE=blocks_at_once,
+        BLOCK_Q=block_q,
     )
-    blocks = 64 if n_blocks <= 64 else 1024
-    make_list = Launch(_list_kernel, (rows,), n_blocks, n_queries, ADDITIVE=additive, BLOCKS=blocks)
-    return FindBlockList(rows, n_blocks, 4 if additive else 2, find_bits, make_list)
+    make_list = Launch(
+        _list_kernel,
+        (kv_rows,),
+        {},
+        n_blocks=n_blocks,
+        n_queries=n_queries,
+        ADDITIVE=additive,
+        BLOCKS_AT_ONCE=64 if n_blocks <= 64 else 1024,
+    )
+    return FindBlockList(kv_rows, n_blocks, 4 if additive else 2, find_bits, make_list)

@@ -1,4 +1,4 @@
-"""What launches of the lean kernel leave of their rows, and planning the merge of it."""
+"""Planning the combine of the partials that launches of the decode or prefix kernel leave."""
 
 from __future__ import annotations
 
@@ -20,87 +20,100 @@ INTERPRETED = not isinstance(_combine_kernel, triton.JITFunction)
 
 @dataclass(frozen=True)
 class TileSpace:
-    """How the rows of a launch lie on the line of tiles: what the merge of its partials goes by.
+    """The tile space of a launch, which tells the combine of its partials where they lie.
 
-    `rows` are those of each of `groups`, whose rows are equally long. `listed`: the tiles are blocks of a mask.
-    `paired`: states to be merged have maximum and sum instead of their lse: see
-    `tatten.ops.cuda.kernels.tile_scheduler.store_lse`.
+    Attributes:
+        groups: what has a length of its own: each kv_row, or all of them together.
+        work_tiles: the work tiles of each group: kv_rows times kv heads times blocks of packed queries.
+        kv_len: the number of keys, where no shorter length is given.
+        kv_heads: the heads of K and V.
+        seqs_per_kv: the sequences that share a kv_row.
+        q_blocks: the blocks of packed queries of a kv_row and kv head.
+        programs: the number of programs launched.
+        block_m: the packed queries of a work tile.
+        block_n: the keys of a tile.
+        window: the sliding window, if any, that the tiles are narrowed to.
+        has_lens: each group has its own length in `kv_lens`.
+        has_block_list: the tiles of a group are those blocks of a mask that are listed.
+        max_and_sum: partial states have maximum and sum instead of their lse, as
+            `tatten.ops.cuda.kernels.online_softmax.store_lse` says.
     """
 
     groups: int
-    rows: int
+    work_tiles: int
     kv_len: int
     kv_heads: int
     seqs_per_kv: int
-    m_blocks: int
+    q_blocks: int
     programs: int
     block_m: int
     block_n: int
     window: int | None = None
     has_lens: bool = False
-    listed: bool = False
-    paired: bool = False
+    has_block_list: bool = False
+    max_and_sum: bool = False
 
     @property
     def split(self) -> bool:
-        """Whether any row may have been done by several programs."""
-        return self.groups > 1 or self.listed or self.rows % self.programs != 0
+        """Whether several programs may share a work tile."""
+        return self.groups > 1 or self.has_block_list or self.work_tiles % self.programs != 0
 
     @property
     def int64_tiles(self) -> bool:
-        """Whether places on the line, times programs, need 64 bits."""
-        line = self.groups * self.rows * max(1, ceil_div(self.kv_len, self.block_n))
-        return line * self.programs >= 1 << 31
+        """Whether the number of tiles, times programs, needs 64 bits."""
+        total_tiles = self.groups * self.work_tiles * max(1, ceil_div(self.kv_len, self.block_n))
+        return total_tiles * self.programs >= 1 << 31
 
     @property
-    def blocks_stride(self) -> int:
-        """Of the lists of blocks of two rows of K."""
-        return 2 * (ceil_div(self.kv_len, BLOCK_KEYS) + 1) if self.listed else 0
+    def block_list_stride(self) -> int:
+        """The distance between the block lists of two groups."""
+        return 2 * (ceil_div(self.kv_len, BLOCK_KEYS) + 1) if self.has_block_list else 0
 
 
 class Partials(NamedTuple):
-    """What a launch without merge leaves: the states of whole rows, partial ones, and what says how many there are."""
+    """The states of whole work tiles, the partial states of the others, and what tells how many there are."""
 
     out: Tensor
     lse: Tensor
     partial_out: Tensor
     partial_lse: Tensor
     kv_lens: Tensor | None = None
-    blocks: Tensor | None = None
+    block_list: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Combine:
-    """The states that the partials of one or two launches add up to; of two in `dtype`, default that of their states.
+    """Combines the partials of one or two launches. The states of two get `dtype`, by default that of the partials.
 
-    `paired`: they are to be merged in their turn, and have maximum and sum instead of their lse.
+    `max_and_sum`: the states are to be merged with others, so they have maximum and sum instead of their lse.
     """
 
     launch: Launch | None
     dtype: torch.dtype | None
-    paired: bool = False
+    max_and_sum: bool = False
 
     def __call__(self, first: Partials, second: Partials | None = None) -> tuple[Tensor, Tensor]:
         out, lse = first.out, first.lse
         if self.launch is None:
             return out, lse
         if second is not None:
-            shape = (*out.shape[:3], 2) if self.paired else out.shape[:3]
+            shape = (*out.shape[:3], 2) if self.max_and_sum else out.shape[:3]
             out, lse = out.new_empty(out.shape, dtype=self.dtype), lse.new_empty(shape)
-        self.launch(out, lse, *_pointers(first), *_pointers(second or first))
+        self.launch(out, lse, _pointers(first), _pointers(second or first))
         return out, lse
 
 
-def _pointers(x: Partials) -> list[Tensor]:
-    return [x.out if y is None else y for y in x]
+def _pointers(x: Partials) -> Partials:
+    return Partials(*[x.out if y is None else y for y in x])
 
 
-def _sizes(x: TileSpace) -> tuple[int, ...]:
-    return x.blocks_stride, x.groups, x.rows, x.kv_len, x.kv_heads, x.seqs_per_kv, x.m_blocks, x.programs
+def _sizes(x: TileSpace, suffix: str) -> dict[str, int]:
+    names = ("block_list_stride", "groups", "work_tiles", "kv_len", "kv_heads", "seqs_per_kv", "q_blocks", "programs")
+    return {f"{'n_groups' if name == 'groups' else name}_{suffix}": getattr(x, name) for name in names}
 
 
 def _warps(partials: int, dim: int) -> int:
-    if dim > 128:  # what a thread holds
+    if dim > 128:  # limits what a thread holds
         return min(8, max(1, partials * dim // 1024))
     return 1 if partials <= 8 else 2
 
@@ -112,48 +125,47 @@ def plan_combine(
     second: TileSpace | None = None,
     *,
     dtype: torch.dtype | None = None,
-    paired: bool = False,
-    overlap: bool = True,
+    max_and_sum: bool = False,
+    pdl: bool = True,
 ) -> Combine:
-    """The merge of a launch on `first`, and of one on `second`, of attention of `query` to values of `value_dim`."""
+    """Plan the combine of a launch on `first` and, if given, one on `second`, for values of head_dim `value_dim`."""
     if second is None and not first.split:
-        return Combine(None, dtype, paired)
+        return Combine(None, dtype, max_and_sum)
     batch, q_heads, q_len, _ = query.shape
     a, b = first, second or first
     block_dv = max(16, power_of_2(value_dim))
-    overlap = overlap and not INTERPRETED and capability(query.device) >= (9, 0)
-    # Of a ragged batch one row may have all partials.
-    most = max(32 if x.groups > 1 else x.programs // x.rows + 2 for x in (a, b))
+    pdl = pdl and not INTERPRETED and capability(query.device) >= (9, 0)
+    # In a ragged batch one work tile may have all partials.
+    most = max(32 if x.groups > 1 else x.programs // x.work_tiles + 2 for x in (a, b))
     partials = min(64, power_of_2(most))
     launch = Launch(
         _combine_kernel,
         (batch * q_heads * q_len,),
-        q_heads,
-        q_len,
-        *_sizes(a),
-        *_sizes(b),
-        a.window or 0,
+        {"num_warps": _warps(partials, block_dv), "launch_pdl": pdl},
+        q_heads=q_heads,
+        q_len=q_len,
+        **_sizes(a, "a"),
+        **_sizes(b, "b"),
+        window=a.window or 0,
         VALUE_DIM=value_dim,
         BLOCK_DV=block_dv,
         BLOCK_M_A=a.block_m,
         BLOCK_N_A=a.block_n,
         GROUPS_A=power_of_2(a.groups),
         HAS_LENS_A=a.has_lens,
-        LISTED_A=a.listed,
-        PAIRED_A=a.paired,
+        HAS_BLOCK_LIST_A=a.has_block_list,
+        MAX_AND_SUM_A=a.max_and_sum,
         BLOCK_M_B=b.block_m,
         BLOCK_N_B=b.block_n,
         GROUPS_B=power_of_2(b.groups),
         HAS_LENS_B=b.has_lens,
-        LISTED_B=b.listed,
-        PAIRED_B=b.paired,
+        HAS_BLOCK_LIST_B=b.has_block_list,
+        MAX_AND_SUM_B=b.max_and_sum,
         WINDOW=a.window is not None,
         INT64_TILES=a.int64_tiles or b.int64_tiles,
-        TWO=second is not None,
-        PAIRED_OUT=paired,
+        HAS_SECOND=second is not None,
+        MAX_AND_SUM_OUT=max_and_sum,
         PARTIALS=partials,
-        OVERLAP=overlap,
-        num_warps=_warps(partials, block_dv),
-        launch_pdl=overlap,
+        PDL=pdl,
     )
-    return Combine(launch, dtype, paired)
+    return Combine(launch, dtype, max_and_sum)

@@ -1,4 +1,4 @@
-"""Planning a launch of the lean kernel: tiles, grid, and where its states lie. Running it is a call of the plan."""
+"""Planning a launch of the decode kernel: its tiles, its grid and where its states lie. Call the plan to launch it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tatten.ops.cuda.combine import INTERPRETED, Combine, Partials, TileSpace, plan_combine
-from tatten.ops.cuda.heuristics import Tiles, capability, multiprocessors, packed_rows, programs_for, roomy, tiles_for
+from tatten.ops.cuda.heuristics import (
+    Tiles,
+    capability,
+    has_large_shared_memory,
+    multiprocessors,
+    packed_q_rows,
+    programs_for,
+    tiles_for,
+)
 from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, NO_MASK, _decode_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.mask_plan import MaskPlan, plan_mask
@@ -22,9 +30,9 @@ from tatten.ops.variant import PLAIN, AttentionVariant
 
 @dataclass(frozen=True)
 class Segment:
-    """A launch of the lean kernel for tensors that are laid out as those it was planned for."""
+    """A launch of the decode kernel for tensors of the layout that it was planned for."""
 
-    line: TileSpace
+    tile_space: TileSpace
     launch: Launch
     out_shape: tuple[int, int, int, int]
     lse_shape: tuple[int, ...]
@@ -46,15 +54,15 @@ class Segment:
         variant: AttentionVariant = PLAIN,
     ) -> Partials:
         _, _, sinks, key_scale, value_scale = variant
-        # The kernels read these as they lie; a copy is a launch to be waited for.
+        # The kernels take these to be contiguous. A copy is one more launch.
         kv_lens, block_mask, sinks, key_scale, value_scale = [
             None if x is None else x.contiguous() for x in (kv_lens, block_mask, sinks, key_scale, value_scale)
         ]
         mask, block_mask = self.mask(attn_mask, kv_lens, block_mask)
-        line = self.line
+        space = self.tile_space
         out = query.new_empty(self.out_shape, dtype=self.out_dtype)
         lse = query.new_empty(self.lse_shape, dtype=self.acc_dtype)
-        partial_out = query.new_empty((2 * line.programs, line.block_m, self.out_shape[3]), dtype=self.acc_dtype)
+        partial_out = query.new_empty((2 * space.programs, space.block_m, self.out_shape[3]), dtype=self.acc_dtype)
         partial_lse = query.new_empty(self.partial_lse_shape, dtype=self.acc_dtype)
         self.launch(
             query,
@@ -73,13 +81,13 @@ class Segment:
             partial_out,
             partial_lse,
         )
-        return Partials(out, lse, partial_out, partial_lse, kv_lens if line.has_lens else None, block_mask)
+        return Partials(out, lse, partial_out, partial_lse, kv_lens if space.has_lens else None, block_mask)
 
 
 def _constant_stride(x: Tensor) -> int:
-    """The stride of the length if it is known when the kernel is compiled, which saves registers; else 0.
+    """The stride of the length to compile for, which saves registers, or 0 to pass it at run time.
 
-    Where it goes with the batch, as for `[length, batch, heads, head_dim]`, each would be compiled anew.
+    A large one may depend on the batch, as for `[length, batch, heads, head_dim]`, and would compile for each batch.
     """
     return x.stride(2) if x.stride(2) < 1 << 14 else 0
 
@@ -99,26 +107,32 @@ def plan_segment(
     variant: AttentionVariant = PLAIN,
     *,
     whole: bool = True,
-    paired: bool = False,
+    max_and_sum: bool = False,
     follows: bool = False,
     tiles: Tiles | None = None,
     programs: int | None = None,
-    overlap: bool = True,
+    pdl: bool = True,
 ) -> Segment:
-    """One launch of the kernel on checked inputs. `whole`: these are all segments, so whole rows are final.
+    """Plan one launch of the kernel for checked inputs.
 
-    `paired`: another segment has an additive mask, so that states are merged as `TileSpace` says.
-    `follows`: nothing that this launch reads was written by the one just before, which it then runs beside; nor, on the
-    same stream, anything since.
+    Args:
+        query, key, value, attn_mask, kv_lens, scale, variant: as `tatten.decode_attention` takes them.
+        block_mask: the block list of `attn_mask`, if it was found before.
+        whole: there are no other segments, so that whole work tiles are final.
+        max_and_sum: partial states have maximum and sum instead of their lse, because of an additive mask elsewhere.
+        follows: the launch just before wrote nothing that this one reads, and nothing on the stream did since. Then the
+            two run side by side.
+        tiles, programs: by default what `tatten.ops.cuda.heuristics` chooses.
+        pdl: let this launch begin before the one before ends (programmatic dependent launch), where a GPU can.
     """
     batch, q_heads, q_len, head_dim = query.shape
     kv_batch, kv_heads, kv_len, value_dim = *key.shape[:3], value.shape[3]
-    packed = packed_rows(query, key)
+    packed = packed_q_rows(query, key)
     window, softcap, sinks, key_scale, value_scale = variant
-    window = None if window is None else min(window, kv_len + q_len)  # more is the same, and could overflow
+    window = None if window is None else min(window, kv_len + q_len)  # a longer one is the same, and could overflow
 
     mask = plan_mask(query, key, attn_mask, kv_lens, block_mask, window)
-    listed, groups = mask.listed, mask.groups
+    has_block_list, groups = mask.has_block_list, mask.groups
     follows = follows and mask.find_blocks is None and (block_mask is None or block_mask.is_contiguous())
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
     float8 = key.element_size() == 1
@@ -127,62 +141,63 @@ def plan_segment(
         packed,
         max(block_d, block_dv),
         query.element_size(),
-        listed=listed,
+        has_block_list=has_block_list,
         masked=masked,
         float8=float8,
-        roomy=roomy(query.device),
+        large_shared_memory=has_large_shared_memory(query.device),
     )
-    block_n = BLOCK_KEYS if listed else tiles.block_n
-    m_blocks = ceil_div(packed, tiles.block_m)
-    rows = kv_batch // groups * kv_heads * m_blocks
+    block_n = BLOCK_KEYS if has_block_list else tiles.block_n
+    q_blocks = ceil_div(packed, tiles.block_m)
+    work_tiles = kv_batch // groups * kv_heads * q_blocks
     if programs is None:
         most = tiles.per_sm * multiprocessors(query.device)
         n_tiles = max(1, ceil_div(kv_len, block_n))
-        # Rows of any length have no even shares; those of a mask often are equally long.
-        programs = most if kv_lens is not None else programs_for(groups * rows, n_tiles, most)
-    line = TileSpace(
+        # Ragged lengths have no even shares; the block lists of a mask are often equally long.
+        programs = most if kv_lens is not None else programs_for(groups * work_tiles, n_tiles, most)
+    space = TileSpace(
         groups,
-        rows,
+        work_tiles,
         kv_len,
         kv_heads,
         batch // kv_batch,
-        m_blocks,
+        q_blocks,
         programs,
         tiles.block_m,
         block_n,
-        window=None if listed else window,
-        has_lens=kv_lens is not None and not listed,
-        listed=listed,
-        paired=paired or mask.kind == ADDITIVE_MASK,
+        window=None if has_block_list else window,
+        has_lens=kv_lens is not None and not has_block_list,
+        has_block_list=has_block_list,
+        max_and_sum=max_and_sum or mask.kind == ADDITIVE_MASK,
     )
-    # The copy engine reads whole tiles, so only where every key counts, or of a mask the run of full blocks.
-    every_key = listed or (kv_lens is None and window is None)
+    # TMA reads whole tiles, so it is used where every key counts: without a mask, or in its run of full blocks.
+    every_key = has_block_list or (kv_lens is None and window is None)
     hopper = not INTERPRETED and capability(query.device) >= (9, 0)
     tma = hopper and every_key and takes_tma(key) and takes_tma(value)
     run_n = max(tiles.block_n, block_n)
-    overlap = overlap and hopper
+    pdl = pdl and hopper
     acc_dtype = accumulator_dtype(query.dtype)
-    pair = (2,) if line.paired else ()
+    pair = (2,) if space.max_and_sum else ()
     launch = Launch(
         _decode_kernel,
         (programs,),
-        *query.stride(),
-        *key.stride(),
-        *value.stride(),
-        *mask.strides,
-        line.blocks_stride,
-        scale,
-        softcap or 0.0,
-        window or 0,
-        kv_len,
-        groups,
-        rows,
-        line.seqs_per_kv,
-        kv_heads,
-        q_heads // kv_heads,
-        q_len,
-        m_blocks,
-        programs,
+        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl},
+        query_strides=query.stride(),
+        key_strides=key.stride(),
+        value_strides=value.stride(),
+        mask_strides=mask.strides,
+        block_list_stride=space.block_list_stride,
+        scale=scale,
+        softcap=softcap or 0.0,
+        window=window or 0,
+        kv_len=kv_len,
+        n_groups=groups,
+        work_tiles=work_tiles,
+        seqs_per_kv=space.seqs_per_kv,
+        kv_heads=kv_heads,
+        heads_per_kv=q_heads // kv_heads,
+        q_len=q_len,
+        q_blocks=q_blocks,
+        programs=programs,
         KEY_S=_constant_stride(key),
         VALUE_S=_constant_stride(value),
         HEAD_DIM=head_dim,
@@ -195,27 +210,24 @@ def plan_segment(
         GROUPS=power_of_2(groups),
         MASK=mask.kind,
         HAS_LENS=kv_lens is not None,
-        LISTED=listed,
+        HAS_BLOCK_LIST=has_block_list,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         KEY_SCALE=key_scale is not None,
         VALUE_SCALE=value_scale is not None,
-        PAIRED=line.paired,
+        MAX_AND_SUM=space.max_and_sum,
         FINAL=whole,
-        POSITIVE=scale > 0,
+        POSITIVE_SCALE=scale > 0,
         INT64_OFFSETS=max(x.stride(3) * x.shape[3] for x in (query, key, value)) >= 1 << 31,
-        INT64_TILES=line.int64_tiles,
+        INT64_TILES=space.int64_tiles,
         TMA=tma,
-        OVERLAP=overlap,
+        PDL=pdl,
         WAIT_LAST=follows,
         FLOAT32_DOTS=INTERPRETED,  # bf16 dots are garbage in the interpreter (Triton 3.6 to 3.9)
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        launch_pdl=overlap,
     )
     return Segment(
-        line,
+        space,
         launch,
         out_shape=(batch, q_heads, q_len, value_dim),
         lse_shape=(batch, q_heads, q_len, *(() if whole else pair)),
@@ -230,10 +242,10 @@ def plan_segment(
 
 @dataclass(frozen=True)
 class DecodeAttention:
-    """`tatten::decode_attention` of tensors that are laid out as those it was planned for."""
+    """Computes `tatten::decode_attention` for tensors of the layout that it was planned for."""
 
     segment: Segment
-    merge: Combine
+    combine: Combine
 
     def __call__(
         self,
@@ -245,7 +257,7 @@ class DecodeAttention:
         block_mask: Tensor | None = None,
         variant: AttentionVariant = PLAIN,
     ) -> tuple[Tensor, Tensor]:
-        return self.merge(self.segment(query, key, value, attn_mask, kv_lens, block_mask, variant))
+        return self.combine(self.segment(query, key, value, attn_mask, kv_lens, block_mask, variant))
 
 
 def plan_attention(
@@ -261,8 +273,8 @@ def plan_attention(
     tiles: Tiles | None = None,
     programs: int | None = None,
 ) -> DecodeAttention:
-    """The two launches for checked inputs."""
+    """Plan the two launches for checked inputs."""
     segment = plan_segment(
         query, key, value, attn_mask, kv_lens, scale, block_mask, variant, tiles=tiles, programs=programs
     )
-    return DecodeAttention(segment, plan_combine(query, value.shape[3], segment.line))
+    return DecodeAttention(segment, plan_combine(query, value.shape[3], segment.tile_space))

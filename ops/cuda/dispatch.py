@@ -1,4 +1,4 @@
-"""The CUDA implementations: checks, and who computes what, which are done once for tensors of one layout."""
+"""The ops on CUDA: checks and the choice of a provider, done once for tensors of one layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cuda.launcher import by_layout, on_device_of
-from tatten.ops.cuda.providers import cudnn_attention, fa3_attention, fastest, flash_attention, unsupported_reason
+from tatten.ops.cuda.providers import (
+    Workload,
+    choose_provider,
+    cudnn_attention,
+    fa3_attention,
+    flash_attention,
+    unsupported_reason,
+)
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
 from tatten.ops.states import State, merge
 from tatten.ops.validation import (
@@ -54,7 +61,7 @@ def _plan_decode(
     variant: AttentionVariant,
     provider: str,
 ) -> Callable[..., State]:
-    """What computes it, given query, key, value, attn_mask, kv_lens, block_mask and variant."""
+    """Plan a function of query, key, value, attn_mask, kv_lens, block_mask and variant that computes the op."""
     given = {"key": key, "value": value, "attn_mask": attn_mask, "kv_lens": kv_lens, "block_mask": block_mask}
     check_devices(query, **given, **variant.tensors)
     check_decode_attention(query, key, value, attn_mask, kv_lens, variant)
@@ -63,12 +70,12 @@ def _plan_decode(
     if block_mask is not None:
         check_block_mask(block_mask, query.shape[0], key.shape[2], query.device)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    plain = all(x is None for x in (attn_mask, kv_lens, *variant)) and key.dtype == query.dtype
-    if provider == "auto" and query.dtype == torch.float64:  # for checking models, not for speed: no kernel of its own
-        return lambda q, k, v, mask, lens, _, variant: decode_attention_reference(q, k, v, mask, lens, scale, variant)
+    work = Workload.of(query, key, value, plain=all(x is None for x in (attn_mask, kv_lens, *variant)))
     if provider == "auto":
-        provider = fastest(query, key, value) if plain else "triton"
-    reason = unsupported_reason(provider, query, key, value, plain)
+        provider = choose_provider(work)
+    if provider == "reference":
+        return lambda q, k, v, mask, lens, _, variant: decode_attention_reference(q, k, v, mask, lens, scale, variant)
+    reason = unsupported_reason(provider, work)
     if reason is not None:
         raise NotImplementedError(f"`provider` {provider!r} can't compute this: {reason}")
     if provider != "triton":
@@ -104,13 +111,13 @@ def _plan_bifurcated(
     block_masks: Sequence[Tensor | None],
     scale: float | None,
 ) -> Callable[..., State]:
-    """What computes it, of query, keys, values, attn_masks and block_masks."""
+    """Plan a function of query, keys, values, attn_masks and block_masks that computes the op."""
     for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks), ("block_masks", block_masks)):
         check_devices(query, **{f"{name}[{i}]": x for i, x in enumerate(tensors)})
     check_bifurcated_attention(query, keys, values, attn_masks, block_masks)
     check_cuda_head_dims(query, values[0])
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    if query.dtype == torch.float64:
+    if choose_provider(Workload.of(query, keys[0], values[0], plain=False)) == "reference":
         return lambda q, ks, vs, masks, _: _dense(bifurcated_attention_reference(q, ks, vs, masks, scale))
 
     from tatten.ops.cuda.segments import plan_segments

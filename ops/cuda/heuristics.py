@@ -1,4 +1,4 @@
-"""Of what size tiles are, and how many programs share them: as measured on an H200."""
+"""Sizes of tiles, and how many programs share them: as measured on an H200, and borrowed for all other GPUs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from tatten.ops.sizes import ceil_div, power_of_2
 
 @dataclass(frozen=True)
 class Tiles:
-    """What is compiled: packed query rows and keys of a tile, warps, pipeline stages; and programs on each SM.
+    """Sizes that a kernel is compiled for.
 
-    Where a mask is listed `block_n` is of its run of full blocks, at least one block; the others come one by one.
+    Attributes:
+        block_m: the packed queries of a work tile.
+        block_n: the keys of a tile. With a block list it is that of the run of full blocks, at least one block; the
+            other blocks come one by one.
+        num_warps: the warps of a program.
+        num_stages: the pipeline stages of its loop.
+        per_sm: the programs that share an SM.
     """
 
     block_m: int
@@ -26,67 +32,87 @@ class Tiles:
 
 
 def tiles_for(
-    rows: int,
+    q_rows: int,
     dim: int,
     element_size: int,
     *,
-    listed: bool = False,
+    has_block_list: bool = False,
     masked: bool = False,
     float8: bool = False,
-    roomy: bool = True,
+    large_shared_memory: bool = True,
 ) -> Tiles:
-    """The tiles for `rows` packed queries and a padded head_dim: as measured on an H200, and without spills.
+    """Choose the fastest tiles that do not spill registers, as measured on an H200.
 
-    `roomy`: a program may have 227 KiB of shared memory. `listed`: the blocks of a mask are listed; `masked`: the mask
-    itself is read, or places are computed for a window; `float8`: keys and values are. Their callers set `masked` for
-    lengths too, which saves registers. `element_size` is that of the query.
+    Args:
+        q_rows: the packed queries that read one kv head.
+        dim: head_dim, padded to a power of two.
+        element_size: of the query, in bytes.
+        has_block_list: the blocks of a mask are listed.
+        masked: the mask itself is read, or key positions are computed for a window. Set for float8 with lengths too, as
+            that saves registers.
+        float8: keys and values are float8.
+        large_shared_memory: a program may have 227 KiB.
     """
-    at_most = max(16, power_of_2(rows))
+    at_most = max(16, power_of_2(q_rows))
     if element_size == 4:
         return Tiles(min(at_most, 64, max(16, 2048 // dim)), 32, 8, 2)
-    if 128 < dim <= 256 and rows <= 16 and roomy and not float8:
-        return Tiles(16, 64, 8 if listed and masked else 4, 3)  # with 2 stages up to 1.6 times as long
+    if 128 < dim <= 256 and q_rows <= 16 and large_shared_memory and not float8:
+        return Tiles(16, 64, 8 if has_block_list and masked else 4, 3)  # with 2 stages up to 1.6 times as long
     if dim > 128:
         return Tiles(min(at_most, 8192 // dim), 64 if dim <= 256 else 32, 8, 2)
-    if rows <= 16 and float8:
+    if q_rows <= 16 and float8:
         per_sm = 3 if dim <= 64 else 2
-        return Tiles(16, 64, 4, 4, per_sm) if listed or masked else Tiles(16, 128, 4, 3, per_sm)
-    if rows <= 16:
+        return Tiles(16, 64, 4, 4, per_sm) if has_block_list or masked else Tiles(16, 128, 4, 3, per_sm)
+    if q_rows <= 16:
         stages = 3 if dim <= 64 else 2  # at 64, 2 take 7% longer
-        return Tiles(16, 64, 4, 2, 2) if masked and not listed else Tiles(16, 128, 4, stages, 2)
-    if masked and not listed:
+        return Tiles(16, 64, 4, 2, 2) if masked and not has_block_list else Tiles(16, 128, 4, stages, 2)
+    if masked and not has_block_list:
         return Tiles(min(at_most, 64), 64, 8, 2)
-    if rows <= 64:
-        return Tiles(64, 64, 8, 3) if listed and rows > 32 else Tiles(min(at_most, 64), 64, 4, 3, 2)
+    if q_rows <= 64:
+        return Tiles(64, 64, 8, 3) if has_block_list and q_rows > 32 else Tiles(min(at_most, 64), 64, 4, 3, 2)
     return Tiles(128, 64, 8, 3)
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_gpu(device) else 1
 
 
-def roomy(device: torch.device) -> bool:
-    """Whether a program may have 227 KiB of shared memory: datacentre GPUs since Hopper."""
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Whether a program may have 227 KiB of shared memory, as on datacentre GPUs since Hopper."""
     return capability(device)[0] in (9, 10)
 
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability; from (9, 0) on programs overlap and TMA fetches tiles, so also where we only compile."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    """The compute capability; (9, 0) where there is no GPU, so that kernels can be compiled for Hopper."""
+    return torch.cuda.get_device_capability(device) if is_gpu(device) else (9, 0)
 
 
-def packed_rows(query: Tensor, key: Tensor) -> int:
-    """The queries that read one row and kv head of `key`: heads of its group, sequences that share it, positions."""
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, as NVIDIA H200; empty where there is none, as for fake tensors on a machine without one."""
+    return torch.cuda.get_device_name(device) if is_gpu(device) else ""
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether `device` is a GPU of this machine."""
+    return device.type == "cuda" and torch.cuda.is_available()
+
+
+def packed_q_rows(query: Tensor, key: Tensor) -> int:
+    """Count the queries that read one kv_row and kv head: query heads, times sequences, times positions."""
     batch, q_heads, q_len, _ = query.shape
     return q_heads // key.shape[1] * (batch // key.shape[0]) * q_len
 
 
-def programs_for(rows: int, tiles: int, most: int) -> int:
-    """How many of at most `most` programs: rather a few less than leave each row to be merged from one part more."""
-    if rows >= most:
-        even = ceil_div(rows, ceil_div(rows, most))  # as many whole rows for each, if they divide
+def programs_for(work_tiles: int, tiles: int, most: int) -> int:
+    """Choose the number of programs for work tiles of `tiles` tiles each, at most `most`.
+
+    Up to a tenth fewer are launched if that cuts each work tile into fewer partials.
+    """
+    if work_tiles >= most:
+        even = ceil_div(work_tiles, ceil_div(work_tiles, most))  # as many whole work tiles for each, if they divide
         return even if even > 0.9 * most else most
-    even = rows * min(most // rows, tiles)
-    return even if even > 0.9 * most or tiles * rows < most else most
+    even = work_tiles * min(most // work_tiles, tiles)
+    return even if even > 0.9 * most or tiles * work_tiles < most else most

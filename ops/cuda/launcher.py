@@ -1,7 +1,7 @@
-"""Launching Triton kernels again and again: what tensors of one layout need the second time is remembered.
+"""Launching Triton kernels repeatedly: what a call needs is planned once for tensors of one layout.
 
-A call in eager mode takes as long as the host takes for it. Triton looks at each argument of a kernel at each launch,
-most of what a launch of the lean kernel with its 70 costs; to check and plan a call costs more than that again.
+In eager mode a call takes as long as the host takes for it. Triton inspects each argument of a kernel at each launch,
+which is most of what a launch of the decode kernel costs; checking and planning a call costs more than that again.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-MOST_PLANS = 1024  # of each function; of a cache that grows each length is planned anew
+MOST_PLANS = 1024  # for each function: a cache that grows is planned anew at each length
 
 
 def by_layout(plan: Callable[..., T]) -> Callable[..., T]:
     """Remember what `plan` returns for tensors of one layout: shape, strides, dtype, device, and address modulo 16.
 
-    It may depend on nothing else of a tensor, and keep none. Its other arguments, and lists', are compared by value.
+    `plan` may depend on nothing else of a tensor, and keep none. Its other arguments are compared by value, and lists
+    and tuples by what they hold.
     """
     made: dict[tuple[Any, ...], T] = {}
 
@@ -44,7 +45,7 @@ def _layout(x: Any) -> Any:
 
 
 def on_device_of(x: Tensor, run: Callable[..., T], *args: Any) -> T:
-    """`run(*args)` with the device of `x` as the current one, where Triton launches."""
+    """Call `run(*args)` with the device of `x` as the current one, where Triton launches."""
     if x.device.index == torch.cuda.current_device():
         return run(*args)
     with torch.cuda.device(x.device):
@@ -54,21 +55,36 @@ def on_device_of(x: Tensor, run: Callable[..., T], *args: Any) -> T:
 class Launch:
     """A Triton kernel with its grid and all of its arguments but the tensors, which are its first ones.
 
-    Called with tensors it launches. The first time Triton compiles it for them; later ones must be of the same layout,
-    and only their addresses are looked at.
+    Called with tensors, or tuples of them, it launches. The first time Triton compiles it for them; later ones must be
+    of the same layout, and only their addresses are looked at.
+
+    Args:
+        kernel: a function of `triton.jit` or `gluon.jit`.
+        grid: the numbers of programs.
+        options: Triton's own: `num_warps`, `num_stages`, `maxnreg`, `launch_pdl`.
+        arguments: the kernel's arguments after the tensors, each by name.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], *sizes: Any, **constants: Any) -> None:
-        self.kernel, self.grid, self.sizes, self.constants = kernel, grid, sizes, constants
+    def __init__(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any], **arguments: Any) -> None:
+        tensors = len(kernel.arg_names) - len(arguments)
+        names = kernel.arg_names[max(0, tensors) :]
+        if set(names) != set(arguments):
+            missing, unknown = sorted({*names} - {*arguments}), sorted({*arguments} - {*names})
+            raise TypeError(f"{kernel.__name__} ends in other arguments than these: not {unknown} but {missing}")
+        self.kernel, self.grid, self.options, self.arguments = kernel, grid, options, arguments
         self._run: Callable[..., None] | None = None
-        self._rest: tuple[Any, ...] = ()
+        self._in_order = tuple([arguments[name] for name in names])
 
     def __call__(self, *tensors: Any) -> None:
         if self._run is not None:
-            self._run(*[x.data_ptr() if isinstance(x, Tensor) else x for x in tensors], *self._rest)
+            self._run(*[_address(x) for x in tensors], *self._in_order)
             return
-        compiled = self.kernel[self.grid](*tensors, *self.sizes, **self.constants)
+        compiled = self.kernel[self.grid](*tensors, **self.arguments, **self.options)
         if compiled is not None:  # the interpreter compiles nothing
-            named = self.kernel.arg_names[len(tensors) + len(self.sizes) :]
-            self._rest = (*self.sizes, *[self.constants[name] for name in named])
             self._run = compiled[(*self.grid, 1, 1)[:3]]
+
+
+def _address(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.data_ptr()
+    return tuple([_address(y) for y in x]) if isinstance(x, tuple) else x

@@ -1,4 +1,4 @@
-"""What a launch of the lean kernel reads of a mask: the list of its blocks, and the mask if the list won't do."""
+"""Planning how the decode kernel reads a mask: by its block list, and the mask itself where the list is not enough."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from tatten.ops.layout import squeeze_broadcast
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """For masks that are laid out as the one it was planned for.
+    """How a launch reads masks of the layout that it was planned for.
 
-    `groups` of rows of K are equally long; `listed`: their tiles are blocks of a mask; `find_blocks` finds them if they
-    are not given. `kind` and `strides` are of the mask, where it is read: over rows of K, sequences, heads, queries and
-    keys.
+    Attributes:
+        groups: what has a length of its own, as in `tatten.ops.cuda.combine.TileSpace`.
+        has_block_list: the tiles of a group are the listed blocks of a mask.
+        find_blocks: finds the block list where it is not given.
+        kind: how the mask itself is read: not at all, as bool or as an additive one.
+        strides: of the mask where it is read, over kv_rows, sequences, heads, queries and keys.
     """
 
     groups: int
-    listed: bool
+    has_block_list: bool
     find_blocks: FindBlockList | None = None
     kind: int = NO_MASK
     strides: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
@@ -30,7 +33,7 @@ class MaskPlan:
     def __call__(
         self, attn_mask: Tensor | None, kv_lens: Tensor | None, block_mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What is read of the mask, and the list of its blocks."""
+        """The mask as the kernel reads it, or None, and its block list."""
         if attn_mask is not None and self.find_blocks is not None:
             block_mask = self.find_blocks(attn_mask, kv_lens)
         if attn_mask is None or self.kind == NO_MASK:
@@ -56,11 +59,11 @@ def plan_mask(
     find_blocks = None
     if block_mask is None:
         find_blocks = plan_block_list(mask, kv_batch, kv_len=kv_len, kv_lens=kv_lens, q_len=q_len, window=window)
-        groups = find_blocks.rows
-    one_for_all = batch == kv_batch or mask.shape[0] != batch  # of the sequences that share a row of K
+        groups = find_blocks.kv_rows
+    one_for_all = batch == kv_batch or mask.shape[0] != batch  # of the sequences that share a kv_row
     if mask.dtype == torch.bool and mask.shape[1] == 1 and mask.shape[2] == 1 and one_for_all:
-        return MaskPlan(groups, True, find_blocks)  # the list has it all
+        return MaskPlan(groups, True, find_blocks)  # the bits of the list are the whole mask
     b, h, n, s = mask.expand(mask.shape[0], q_heads, q_len, kv_len).stride()
-    rows, sequences = (0, 0) if mask.shape[0] == 1 else (b, 0) if mask.shape[0] == kv_batch else (0, b)
+    kv_rows, sequences = (0, 0) if mask.shape[0] == 1 else (b, 0) if mask.shape[0] == kv_batch else (0, b)
     kind = BOOL_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
-    return MaskPlan(groups, True, find_blocks, kind, (rows, sequences, h, n, s))
+    return MaskPlan(groups, True, find_blocks, kind, (kv_rows, sequences, h, n, s))

@@ -1,4 +1,4 @@
-"""Planning the merge of attention states in one launch each: N stacked ones, and two apart."""
+"""Planning merges of attention states, one launch each: of N stacked ones, and of two that lie apart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tatten.ops.sizes import ceil_div, power_of_2
 
 @dataclass(frozen=True)
 class MergeStates:
-    """`tatten.ops.states.merge` of states that are laid out as those it was planned for."""
+    """Merges stacked states, as `tatten.ops.states.merge` does, of the layout that it was planned for."""
 
     launch: Launch
 
@@ -25,40 +25,55 @@ class MergeStates:
 
 
 def plan_merge_states(out: Tensor, lse: Tensor) -> MergeStates:
-    """For checked inputs `[n, ..., d]`, not empty, and `[n, ...]` in float32."""
-    dim, rows = out.shape[-1], lse[0].numel()
-    return MergeStates(
-        Launch(
-            _merge_states_kernel, (rows,), out.shape[0], rows, DIM=dim, BLOCK_D=power_of_2(dim), BLOCK_N=8, num_warps=2
-        )
+    """Plan the merge of checked `out` `[n, ..., d]`, not empty, and `lse` `[n, ...]` in float32."""
+    dim, n_states = out.shape[-1], lse[0].numel()
+    launch = Launch(
+        _merge_states_kernel,
+        (n_states,),
+        {"num_warps": 2},
+        n_stacked=out.shape[0],
+        n_states=n_states,
+        DIM=dim,
+        BLOCK_D=power_of_2(dim),
+        BLOCK_N=8,
     )
+    return MergeStates(launch)
 
 
 @dataclass(frozen=True)
 class MergePair:
-    """Two states of one shape, dense, merged in `dtype`: default theirs. NaN in a part comes from NaN in keys.
+    """Merges two dense states of one shape to `dtype`, by default theirs. NaN in a state comes from NaN in keys.
 
-    `paired`: they have maximum and sum instead of their lse, as the result has unless it is `final`.
+    `max_and_sum`: the states have maximum and sum instead of their lse, and so has the result unless it is `final`.
     """
 
     launch: Launch
     dtype: torch.dtype | None
-    paired: bool = False
+    max_and_sum: bool = False
     final: bool = True
 
     def __call__(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-        shape = lse_a.shape[:-1] if self.paired and self.final else lse_a.shape
+        shape = lse_a.shape[:-1] if self.max_and_sum and self.final else lse_a.shape
         out, lse = out_a.new_empty(out_a.shape, dtype=self.dtype), lse_a.new_empty(shape)
         self.launch(out_a, lse_a, out_b, lse_b, out, lse)
         return out, lse
 
 
 def plan_merge_pair(
-    n_states: int, dim: int, dtype: torch.dtype | None = None, *, paired: bool = False, final: bool = True
+    n_states: int, dim: int, dtype: torch.dtype | None = None, *, max_and_sum: bool = False, final: bool = True
 ) -> MergePair:
-    """For so many float32 states of head_dim `dim`."""
+    """Plan the merge of two times `n_states` float32 states of head_dim `dim`."""
     block_d = power_of_2(dim)
-    block_r = max(1, 1024 // block_d)
-    grid = (ceil_div(n_states, block_r),)
-    constants = {"DIM": dim, "BLOCK_D": block_d, "BLOCK_R": block_r, "PAIRED": paired, "FINAL": final}
-    return MergePair(Launch(_merge_pair_kernel, grid, n_states, **constants, num_warps=2), dtype, paired, final)
+    block_states = max(1, 1024 // block_d)
+    launch = Launch(
+        _merge_pair_kernel,
+        (ceil_div(n_states, block_states),),
+        {"num_warps": 2},
+        n_states=n_states,
+        DIM=dim,
+        BLOCK_D=block_d,
+        BLOCK_STATES=block_states,
+        MAX_AND_SUM=max_and_sum,
+        FINAL=final,
+    )
+    return MergePair(launch, dtype, max_and_sum, final)

@@ -1,4 +1,4 @@
-"""Planning a launch of the Hopper kernel for a prefix: many packed queries, one long K and V without a mask."""
+"""Planning a launch of the prefix kernel for Hopper: many packed queries, one long K and V without a mask."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def _tiling(x: Tensor) -> Tiling:
-    """Of key or value, for tiles of its rows."""
     block = [1, 1, BLOCK_N, x.shape[3]]
     return Tiling(TensorDescriptor, x, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))
 
 
 @dataclass(frozen=True)
 class PrefixAttention:
-    """A launch of the wide kernel, as `plan_prefix_attention` says."""
+    """A launch of the prefix kernel; `plan_prefix_attention` describes its results."""
 
     launch: Launch
     key_tiles: Tiling
@@ -43,23 +42,23 @@ class PrefixAttention:
 
 
 def plan_prefix_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int) -> PrefixAttention:
-    """The states of the rows of tiles that one program does whole, and the partial states of those that several share.
+    """Plan the states of work tiles that one program does whole, and the partial states of those that several share.
 
-    FlashAttention-3 (arXiv 2407.08608) on the schedule of `tatten.ops.cuda.schedule`, whose rows are blocks of
+    This is FlashAttention-3 (arXiv 2407.08608) on the schedule of `tatten.ops.cuda.schedule`, whose work tiles have
     `BLOCK_M` packed queries (heads of a kv head, times sequences, times q_length) and whose tiles are `BLOCK_N` keys.
 
     Args:
         query: `[batch, q_heads, q_length, head_dim]`, bfloat16 or float16 on a GPU of capability 9.0, head_dim 64 or
             128 and dense, other strides any.
         key: `[kv_batch, kv_heads, kv_length, head_dim]`, in the dtype of `query`, not empty; kv_batch divides batch,
-            kv_heads q_heads. It lies at a multiple of 16 bytes, as do its rows: all strides but the last, which is 1.
+            kv_heads q_heads. Its address and all strides but the last, which is 1, are multiples of 16 bytes.
         value: as `key`, with strides of its own.
         scale: factor of the scores, above 0.
-        programs: how many are launched, at least 1. One runs on a multiprocessor at a time.
+        programs: how many are launched, at least 1. An SM runs one at a time.
 
     Returns:
-        What takes query, key and value laid out as these and returns `out` `[batch, q_heads, q_length, head_dim]` and
-        `lse` `[batch, q_heads, q_length]`, written for whole rows only, and for the others `partial_out`
+        A plan to call with query, key and value of this layout. It returns `out` `[batch, q_heads, q_length, head_dim]`
+        and `lse` `[batch, q_heads, q_length]`, written for whole work tiles only, and for the others `partial_out`
         `[2 * programs, BLOCK_M, head_dim]` and `partial_lse` `[2 * programs, BLOCK_M]` in the slots of the schedule's
         visits; all float32, the rest uninitialised.
 
@@ -75,27 +74,27 @@ def plan_prefix_attention(query: Tensor, key: Tensor, value: Tensor, scale: floa
         raise ValueError(f"expected dense head_dim 64 or 128, got {query.shape}, {key.shape} and {value.shape}")
     if not scale > 0:
         raise ValueError(f"`scale` must be above 0, got {scale}")
-    group, seqs_per_kv = q_heads // kv_heads, batch // kv_batch
-    m_blocks = ceil_div(group * seqs_per_kv * q_len, BLOCK_M)
+    heads_per_kv, seqs_per_kv = q_heads // kv_heads, batch // kv_batch
+    q_blocks = ceil_div(heads_per_kv * seqs_per_kv * q_len, BLOCK_M)
     strides = [0 if size == 1 else stride for size, stride in zip(query.shape[:3], query.stride()[:3], strict=True)]
     aligned = 8 if all(stride % 8 == 0 for stride in strides) else 1
     launch = Launch(
         _prefix_kernel,
         (programs,),
-        *(stride // aligned for stride in strides),
-        scale,
-        kv_len,
-        kv_batch * kv_heads * m_blocks,
-        seqs_per_kv,
-        kv_heads,
-        group,
-        q_len,
-        m_blocks,
-        programs,
+        {"num_warps": 4, "maxnreg": START_REGS, "launch_pdl": True},
+        query_b=strides[0] // aligned,
+        query_h=strides[1] // aligned,
+        query_l=strides[2] // aligned,
+        scale=scale,
+        kv_len=kv_len,
+        work_tiles=kv_batch * kv_heads * q_blocks,
+        seqs_per_kv=seqs_per_kv,
+        kv_heads=kv_heads,
+        heads_per_kv=heads_per_kv,
+        q_len=q_len,
+        q_blocks=q_blocks,
+        programs=programs,
         DIM=dim,
         ALIGNED=aligned,
-        num_warps=4,
-        maxnreg=START_REGS,
-        launch_pdl=True,
     )
     return PrefixAttention(launch, _tiling(key), _tiling(value), programs)

@@ -1,9 +1,9 @@
-"""The stream-K schedule of Lean Attention (arXiv 2405.10480, section IV-C) in plain Python, as the kernel computes it.
+"""The stream-K schedule of Lean Attention (arXiv 2405.10480, section IV-C) in plain Python, as the kernels compute it.
 
-A *row* is a (sequence, block of heads) with one output; its keys come in tiles of `block_n`. The tiles of all rows lie
-on one line, sequence after sequence, and each program takes an equal share of the line, across the borders of rows. A
-program that does all of a row writes the output; otherwise each program that owns a part of it leaves a partial state,
-and the states are merged.
+A *work tile* is the block of output states of one kv_row (a row of K and V), one kv head and one block of packed
+queries. Its keys come in *tiles* of `block_n`. The *tile space* numbers the tiles of all work tiles consecutively, and
+each program takes an equal, contiguous range of it, across the borders of work tiles. A program that does all of a work
+tile writes its output. Otherwise each program that does some of it leaves a partial state, and these are combined.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tatten.ops.sizes import ceil_div
 
 @dataclass(frozen=True)
 class Visit:
-    """What a program does in a row: tiles `start` to `stop - 1` of the row.
+    """What a program does for a work tile: tiles `start` to `stop - 1` of it.
 
-    `slot` is where it leaves its partial state, or None if the row is whole and written at once.
+    `slot` is where the program leaves the partial state, or None if it does the whole work tile and writes the output.
     """
 
-    row: int
+    work_tile: int
     start: int
     stop: int
     slot: int | None
@@ -32,10 +32,10 @@ class Visit:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rows of tiles, dealt out to programs.
+    """The distribution of work tiles over programs.
 
     Attributes:
-        tiles: the number of tiles of each row, at least 1, in the order of the line.
+        tiles: the number of tiles of each work tile, at least 1, in the order of the tile space.
         programs: the number of programs launched.
         min_tiles: fewer programs take part rather than have them do less than this.
     """
@@ -51,64 +51,67 @@ class Schedule:
                 raise ValueError(f"`{name}` must be at least 1, got {value}")
 
     @classmethod
-    def of_lengths(cls, lengths: Sequence[int], block_n: int, rows: int, programs: int, min_tiles: int = 1) -> Schedule:
-        """For sequences of `lengths` keys, each with `rows` rows (kv heads times blocks of their queries).
+    def of_lengths(
+        cls, lengths: Sequence[int], block_n: int, work_tiles: int, programs: int, min_tiles: int = 1
+    ) -> Schedule:
+        """Schedule kv_rows of `lengths` keys, each with `work_tiles` work tiles: kv heads times blocks of queries.
 
-        An empty sequence gets one tile for each row, as its output has to be written.
+        The work tiles of an empty kv_row get one tile each, as their output has to be written.
         """
         tiles = (max(1, ceil_div(length, block_n)) for length in lengths)
-        return cls(tuple(n for n in tiles for _ in range(rows)), programs, min_tiles)
+        return cls(tuple(n for n in tiles for _ in range(work_tiles)), programs, min_tiles)
 
     @property
-    def total(self) -> int:
-        """Tiles on the line."""
+    def total_tiles(self) -> int:
+        """The size of the tile space."""
         return self._ends[-1]
 
     @property
-    def used(self) -> int:
-        """Programs that take part: the first ones. The others do nothing."""
-        return max(1, min(self.programs, self.total // self.min_tiles))
+    def active_programs(self) -> int:
+        """The number of programs that take part: the first ones. The others do nothing."""
+        return max(1, min(self.programs, self.total_tiles // self.min_tiles))
 
     @property
-    def fix_ups(self) -> int:
-        """Partial states to be merged."""
-        return sum(len(owners) for owners in map(self.owners, range(len(self.tiles))) if len(owners) > 1)
+    def partial_states(self) -> int:
+        """The number of partial states to be combined."""
+        return sum(len(owners) for owners in map(self.programs_of, range(len(self.tiles))) if len(owners) > 1)
 
-    def bounds(self, program: int) -> tuple[int, int]:
-        """The tiles `[start, stop)` of the line that `program` does."""
-        if program >= self.used:
-            return self.total, self.total
-        return self.total * program // self.used, self.total * (program + 1) // self.used
+    def tiles_of_program(self, program: int) -> range:
+        """The range of the tile space that `program` does."""
+        total, active = self.total_tiles, self.active_programs
+        if program >= active:
+            return range(total, total)
+        return range(total * program // active, total * (program + 1) // active)
 
-    def span(self, row: int) -> tuple[int, int]:
-        """The tiles `[start, stop)` of the line that make up `row`."""
-        return self._ends[row] - self.tiles[row], self._ends[row]
+    def tiles_of_work_tile(self, work_tile: int) -> range:
+        """The range of the tile space that makes up `work_tile`."""
+        return range(self._ends[work_tile] - self.tiles[work_tile], self._ends[work_tile])
 
-    def owner(self, tile: int) -> int:
-        """The program that does `tile` of the line: the inverse of `bounds`."""
-        return ((tile + 1) * self.used - 1) // self.total
+    def program_of(self, tile: int) -> int:
+        """The program that does `tile` of the tile space: the inverse of `tiles_of_program`."""
+        return ((tile + 1) * self.active_programs - 1) // self.total_tiles
 
-    def owners(self, row: int) -> range:
-        """The programs that do partials of `row`."""
-        start, stop = self.span(row)
-        return range(self.owner(start), self.owner(stop - 1) + 1)
+    def programs_of(self, work_tile: int) -> range:
+        """The programs that share `work_tile`."""
+        tiles = self.tiles_of_work_tile(work_tile)
+        return range(self.program_of(tiles.start), self.program_of(tiles.stop - 1) + 1)
 
     def visits(self, program: int) -> list[Visit]:
         """What `program` does, in order.
 
-        It leaves at most two partial states: slot `2 * program` is for the row that it finds begun or that begins with
-        it, and slot `2 * program + 1` for a later one that it does not finish.
+        It leaves at most two partial states: slot `2 * program` is for the work tile that it finds begun or begins at
+        its very start, and slot `2 * program + 1` for a later one that it does not finish.
         """
-        begin, end = self.bounds(program)
+        mine = self.tiles_of_program(program)
+        tile = mine.start
         visits = []
-        while begin < end:
-            row = bisect_right(self._ends, begin)
-            first, last = self.span(row)
-            stop = min(end, last)
-            whole = begin == first and stop == last
-            slot = None if whole else 2 * program + (first > self.bounds(program)[0])
-            visits.append(Visit(row, begin - first, stop - first, slot))
-            begin = stop
+        while tile < mine.stop:
+            work_tile = bisect_right(self._ends, tile)
+            whole = self.tiles_of_work_tile(work_tile)
+            stop = min(mine.stop, whole.stop)
+            slot = None if range(tile, stop) == whole else 2 * program + (whole.start > mine.start)
+            visits.append(Visit(work_tile, tile - whole.start, stop - whole.start, slot))
+            tile = stop
         return visits
 
     @cached_property
@@ -116,14 +119,14 @@ class Schedule:
         return list(accumulate(self.tiles))
 
 
-def flash_attention_2(lengths: Sequence[int], block_n: int, rows: int) -> Schedule:
-    """One program for each row (arXiv 2307.08691). Where all lengths are equal no row is split."""
-    return Schedule.of_lengths(lengths, block_n, rows, len(lengths) * rows)
+def flash_attention_2(lengths: Sequence[int], block_n: int, work_tiles: int) -> Schedule:
+    """One program for each work tile (arXiv 2307.08691). If all lengths are equal, no work tile is split."""
+    return Schedule.of_lengths(lengths, block_n, work_tiles, len(lengths) * work_tiles)
 
 
-def flash_decoding(lengths: Sequence[int], block_n: int, rows: int, splits: int) -> Schedule:
-    """`splits` programs for each row (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+def flash_decoding(lengths: Sequence[int], block_n: int, work_tiles: int, splits: int) -> Schedule:
+    """`splits` programs for each work tile (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
-    Where all lengths are equal each program does one split of one row.
+    If all lengths are equal, each program does one split of one work tile.
     """
-    return Schedule.of_lengths(lengths, block_n, rows, splits * len(lengths) * rows)
+    return Schedule.of_lengths(lengths, block_n, work_tiles, splits * len(lengths) * work_tiles)

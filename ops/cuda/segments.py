@@ -1,44 +1,72 @@
-"""Planning attention to segments: a launch of the lean or the wide kernel for each, and one merge for every two."""
+"""Planning attention to segments: a launch of the decode or prefix kernel for each, and one combine for every two."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tatten.ops.cuda.combine import Combine, Partials, TileSpace, plan_combine
 from tatten.ops.cuda.decode import Segment, plan_segment
-from tatten.ops.cuda.heuristics import Tiles, capability, multiprocessors, packed_rows, programs_for, tiles_for
+from tatten.ops.cuda.heuristics import Tiles, capability, multiprocessors, packed_q_rows, programs_for, tiles_for
 from tatten.ops.cuda.merge_states import MergePair, plan_merge_pair
 from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.sizes import ceil_div
 
-# Short rows of K and V beside the wide kernel: several are under way on an SM, each in a small program.
+State = tuple[Tensor, Tensor]
+
+# Short kv_rows beside the prefix kernel: several small programs are under way on an SM.
 SHORT_ROWS = Tiles(16, 64, 2, 2, 4)
-# On an H200: 128 packed rows by 128 keys of head_dim 128 in the wide kernel, and what an SM reads beside it.
+# Measured on an H200: the prefix kernel's time for 128 packed queries by 128 keys of head_dim 128, and what an SM
+# reads beside it.
 PREFIX_TILE_US, SM_BYTES_PER_US = 2.2, 40e3
 
 
 @dataclass(frozen=True)
 class PrefixSegment:
-    """A launch of the kernel in Gluon, on plain shared keys and many packed queries."""
+    """A launch of the prefix kernel, for plain shared keys and many packed queries."""
 
-    line: TileSpace
+    tile_space: TileSpace
     attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Partials:
         return Partials(*self.attend(query, key, value))
 
 
+class Inputs(NamedTuple):
+    """The tensors of one segment."""
+
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    block_mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class SegmentPair:
+    """Launches for two segments, or for a last one alone, and the combine of their partials."""
+
+    launches: tuple[Segment | PrefixSegment, ...]
+    combine: Combine
+
+    def __call__(self, query: Tensor, pair: Sequence[Inputs]) -> State:
+        return self.combine(
+            *[
+                launch(query, x.key, x.value, x.attn_mask, None, x.block_mask)
+                for launch, x in zip(self.launches, pair, strict=True)
+            ]
+        )
+
+
 @dataclass(frozen=True)
 class Segments:
-    """`tatten::bifurcated_attention` of tensors that are laid out as those it was planned for."""
+    """Computes `tatten::bifurcated_attention` for tensors of the layout that it was planned for."""
 
-    segments: tuple[Segment | PrefixSegment, ...]
-    merges: tuple[Combine, ...]  # of every two segments
-    merge_pairs: tuple[MergePair, ...]  # of what is merged so far with the next two
+    pairs: tuple[SegmentPair, ...]
+    merges: tuple[MergePair, ...]  # each merges what there is so far with the state of the next pair
 
     def __call__(
         self,
@@ -46,16 +74,12 @@ class Segments:
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
         attn_masks: Sequence[Tensor | None],
-        blocks: Sequence[Tensor | None],
-    ) -> tuple[Tensor, Tensor]:
-        states = []
-        for i, merge in enumerate(self.merges):
-            pair = range(2 * i, min(2 * i + 2, len(keys)))
-            partials = [self.segments[j](query, keys[j], values[j], attn_masks[j], None, blocks[j]) for j in pair]
-            states.append(merge(*partials))
-        state = states[0]
-        for merge_pair, other in zip(self.merge_pairs, states[1:], strict=True):
-            state = merge_pair(*state, *other)
+        block_masks: Sequence[Tensor | None],
+    ) -> State:
+        pairs = zip(self.pairs, _in_pairs(keys, values, attn_masks, block_masks), strict=True)
+        state, *others = [launch(query, pair) for launch, pair in pairs]
+        for merge, other in zip(self.merges, others, strict=True):
+            state = merge(*state, *other)
         return state
 
 
@@ -64,105 +88,105 @@ def plan_segments(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     attn_masks: Sequence[Tensor | None],
-    blocks: Sequence[Tensor | None],
+    block_masks: Sequence[Tensor | None],
     scale: float,
 ) -> Segments:
-    """The launches for checked inputs."""
-    segments: list[Segment | PrefixSegment] = []
-    merges: list[Combine] = []
-    paired = any(mask is not None and mask.dtype != torch.bool for mask in attn_masks)
-    chained = paired and len(keys) > 2
-    sms_left = 0  # by a wide launch, to the segment after it
-    for i, (key, value, mask, block) in enumerate(zip(keys, values, attn_masks, blocks, strict=True)):
-        first, last = i % 2 == 0, i == len(keys) - 1
-        segment: Segment | PrefixSegment
-        if mask is None and not last and first and _takes_prefix_kernel(query, key, value, scale):
-            sms_left = _sms_beside_prefix(query, key, keys[i + 1], attn_masks[i + 1])
-            programs = multiprocessors(query.device) - sms_left if sms_left else None
-            segment = plan_prefix_segment(query, key, value, scale, programs)
-        else:
-            tiles: Tiles | None = None
-            if sms_left:
-                tiles = SHORT_ROWS if key.shape[2] <= 512 else tiles_for(1, key.shape[3], 2)
-            segment = plan_segment(
-                query,
-                key,
-                value,
-                mask,
-                None,
-                scale,
-                block,
-                whole=len(keys) == 1,
-                paired=paired,
-                follows=not first,
-                tiles=tiles,
-                programs=sms_left * tiles.per_sm if tiles is not None else None,
-            )
-            sms_left = 0
-        segments.append(segment)
-        if last or not first:
-            lines = [x.line for x in segments[i - i % 2 :]]
-            final = query.dtype if len(keys) <= 2 else None
-            merges.append(plan_combine(query, value.shape[3], *lines, dtype=final, paired=chained))
-    n_states = query.shape[0] * query.shape[1] * query.shape[2]
-    pairs = []
-    for i in range(1, len(merges)):
-        done = i == len(merges) - 1
-        dtype = query.dtype if done else None
-        pairs.append(plan_merge_pair(n_states, values[0].shape[3], dtype, paired=chained, final=done))
-    return Segments(tuple(segments), tuple(merges), tuple(pairs))
+    """Plan the launches for checked inputs."""
+    additive = any(mask is not None and mask.dtype != torch.bool for mask in attn_masks)
+    pairs = _in_pairs(keys, values, attn_masks, block_masks)
+    final = len(pairs) == 1
+    planned = [_plan_pair(query, pair, scale, final=final, max_and_sum=additive) for pair in pairs]
+    n_states, value_dim = query.shape[0] * query.shape[1] * query.shape[2], values[0].shape[3]
+    merges = []
+    for i in range(1, len(pairs)):
+        final = i == len(pairs) - 1
+        dtype = query.dtype if final else None
+        merges.append(plan_merge_pair(n_states, value_dim, dtype, max_and_sum=additive, final=final))
+    return Segments(tuple(planned), tuple(merges))
 
 
-def _takes_prefix_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
-    """Whether Hopper's warp-specialised kernel computes this, and is faster: half of its 128 rows may be empty."""
+def _in_pairs(*of_segments: Sequence[Tensor | None]) -> list[list[Inputs]]:
+    inputs = [Inputs(*x) for x in zip(*of_segments, strict=True)]  # type: ignore[arg-type]
+    return [inputs[i : i + 2] for i in range(0, len(inputs), 2)]
+
+
+def _plan_pair(query: Tensor, pair: Sequence[Inputs], scale: float, *, final: bool, max_and_sum: bool) -> SegmentPair:
+    """Plan the launches for two segments, or for a last one alone, and their combine.
+
+    `final`: there are no other pairs to merge its result with. `max_and_sum`: partial states, and those to be merged,
+    have maximum and sum instead of their lse.
+    """
+
+    def plan(x: Inputs, **options: Any) -> Segment:
+        whole = final and len(pair) == 1
+        given = query, x.key, x.value, x.attn_mask, None, scale, x.block_mask
+        return plan_segment(*given, whole=whole, max_and_sum=max_and_sum, **options)
+
+    first, second = pair[0], pair[1] if len(pair) == 2 else None
+    launches: tuple[Segment | PrefixSegment, ...]
+    if second is None:
+        launches = (plan(first),)
+    elif not _takes_prefix_kernel(query, first, scale):
+        launches = plan(first), plan(second, follows=True)
+    else:
+        sms, sms_left = multiprocessors(query.device), _sms_beside_prefix(query, first.key, second)
+        beside: dict[str, Any] = {}
+        if sms_left:
+            tiles = SHORT_ROWS if second.key.shape[2] <= 512 else tiles_for(1, second.key.shape[3], 2)
+            beside = {"tiles": tiles, "programs": sms_left * tiles.per_sm}
+        prefix = plan_prefix_segment(query, first.key, first.value, scale, sms - sms_left if sms_left else None)
+        launches = prefix, plan(second, follows=True, **beside)
+    spaces = [launch.tile_space for launch in launches]
+    dtype, merged = query.dtype if final else None, max_and_sum and not final
+    combine = plan_combine(query, first.value.shape[3], *spaces, dtype=dtype, max_and_sum=merged)
+    return SegmentPair(launches, combine)
+
+
+def _takes_prefix_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
+    """Whether the prefix kernel can compute this, and is faster, which it is even with most of its 128 rows empty."""
     dim = query.shape[3]
     return (
-        packed_rows(query, key) > 32
-        and dim == value.shape[3]
+        x.attn_mask is None
+        and packed_q_rows(query, x.key) > 32
+        and dim == x.value.shape[3]
         and dim in (64, 128)
         and query.is_cuda
         and capability(query.device) == (9, 0)
         and query.stride(3) == 1
         and scale > 0
-        and takes_tma(key)
-        and takes_tma(value)
+        and takes_tma(x.key)
+        and takes_tma(x.value)
     )
 
 
-def _sms_beside_prefix(query: Tensor, key: Tensor, next_key: Tensor, next_mask: Tensor | None) -> int:
-    """How many SMs to leave to the next segment while the wide kernel is at `key`, or 0 to run one after the other.
+def _sms_beside_prefix(query: Tensor, key: Tensor, beside: Inputs) -> int:
+    """How many SMs to leave to the segment `beside` the one of the prefix kernel, or 0 to run one after the other.
 
-    The wide kernel is bound by arithmetic and fills an SM, the next one by memory. Side by side they take 125 us where
-    one after the other takes 144 (256 sequences, 32/8 heads, 8192 and 256 keys); a few SMs are not worth their merges.
+    The prefix kernel is bound by arithmetic and fills an SM; the other segment is bound by memory. On an H200 they take
+    125 us side by side and 144 us one after the other (256 sequences, 32/8 heads, 8192 and 256 keys). A few SMs are not
+    worth the partials that they leave.
     """
     kv_batch, kv_heads, kv_len, head_dim = key.shape
-    if next_mask is not None or packed_rows(query, next_key) > 16:
+    if beside.attn_mask is not None or packed_q_rows(query, beside.key) > 16:
         return 0
-    wide = (
-        ceil_div(packed_rows(query, key), 128)
-        * kv_batch
-        * kv_heads
-        * ceil_div(kv_len, 128)
-        * head_dim
-        / 128
-        * PREFIX_TILE_US
-    )
-    beside = 2 * next_key.numel() * next_key.element_size() / SM_BYTES_PER_US
+    tiles = ceil_div(packed_q_rows(query, key), 128) * kv_batch * kv_heads * ceil_div(kv_len, 128)
+    prefix_us = tiles * head_dim / 128 * PREFIX_TILE_US
+    beside_us = 2 * beside.key.numel() * beside.key.element_size() / SM_BYTES_PER_US
     sms = multiprocessors(query.device)
-    sms_left = round(sms * beside / (wide + beside))
+    sms_left = round(sms * beside_us / (prefix_us + beside_us))
     return min(sms_left, sms - 1) if sms_left >= sms // 5 else 0
 
 
 def plan_prefix_segment(
     query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int | None = None
 ) -> PrefixSegment:
-    """As `plan_segment`, for plain shared keys that the wide kernel takes."""
+    """Plan a segment as `plan_segment` does, for plain shared keys that the prefix kernel takes."""
     from tatten.ops.cuda.prefix_sm90 import BLOCK_M, BLOCK_N, plan_prefix_attention
 
     kv_batch, kv_heads, kv_len, _ = key.shape
-    m_blocks = ceil_div(packed_rows(query, key), BLOCK_M)
-    rows = kv_batch * kv_heads * m_blocks
-    programs = programs or programs_for(rows, ceil_div(kv_len, BLOCK_N), multiprocessors(query.device))
+    q_blocks = ceil_div(packed_q_rows(query, key), BLOCK_M)
+    work_tiles = kv_batch * kv_heads * q_blocks
+    programs = programs or programs_for(work_tiles, ceil_div(kv_len, BLOCK_N), multiprocessors(query.device))
     seqs_per_kv = query.shape[0] // kv_batch
-    line = TileSpace(1, rows, kv_len, kv_heads, seqs_per_kv, m_blocks, programs, BLOCK_M, BLOCK_N)
-    return PrefixSegment(line, plan_prefix_attention(query, key, value, scale, programs))
+    tile_space = TileSpace(1, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs, BLOCK_M, BLOCK_N)
+    return PrefixSegment(tile_space, plan_prefix_attention(query, key, value, scale, programs))

@@ -1,4 +1,4 @@
-"""What Hopper's tensor memory accelerator, which copies tiles, asks of a tensor, and how it is told of one."""
+"""TMA requirements and descriptor construction: Hopper's tensor memory accelerator copies tiles by descriptors."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 
 
 def takes_tma(x: Tensor) -> bool:
-    """Whether it can fetch tiles of `x`, all of whose elements may be read."""
+    """Whether TMA can fetch tiles of `x`. It reads whole tiles, so all elements must be readable."""
     aligned = x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in tma_strides(x)[:3])
     return x.element_size() <= 2 and aligned and x.stride(3) == 1 and min(x.shape) > 0
 
 
 def tma_strides(x: Tensor) -> list[int]:
-    """The strides of a 4-D tensor for its descriptor: that of a dimension of one element may be anything."""
+    """The strides of a 4-D tensor for its descriptor; one over a single element means nothing and becomes 16."""
     strides = [stride if n != 1 else 16 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
     return [*strides, x.stride(3)]
 
 
 class Tiling:
-    """Makes descriptors of tiles of tensors that are laid out as `x`, for which Triton's checks were made once."""
+    """Makes TMA descriptors for tensors of the layout of `x`, for which Triton's checks are made once."""
 
     def __init__(self, kind: type, x: Tensor, block: list[int], *layout: object) -> None:
         self.kind = kind

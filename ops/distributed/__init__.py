@@ -1,1 +1,1 @@
-"""Attention states on several ranks: where tensors are, what is sent, how it is merged."""
+"""Attention over several ranks: placements, collectives, and the merge of states."""

@@ -1,7 +1,7 @@
-"""Attention whose keys and values are DTensors, sharded over the sequence: what each rank computes, and what is merged.
+"""Placement algebra for attention over DTensors whose sequence is sharded: what is local, and where states are merged.
 
-Softmax does not care which rank holds which keys: local attention on each rank, and one merge of states over each mesh
-dim that shards the sequence (Tree Attention, arXiv 2408.04093), is attention over all of them.
+It doesn't matter to softmax which rank holds which keys: local attention on each rank, then one merge of states over
+each mesh dim that shards the sequence (Tree Attention, arXiv 2408.04093), is attention over all of them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from tatten.passes.views import BATCH, HEADS, LENGTH
+from tatten.ops.layout import BATCH, HEADS, LENGTH
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the local tensors of an SDPA call over DTensors fit together.
+    """The way in which the local tensors of an SDPA call over DTensors fit together.
 
     Attributes:
-        mesh: of all of them.
-        merge_dims: the mesh dims over which states are merged, in that order: the last dim of the mesh first.
-        out: placements of the result, those of the query.
+        mesh: the mesh of all of them.
+        merge_dims: the mesh dims over which states are merged, in order: the last dim of the mesh first.
+        out: the placements of the result, which are those of the query.
         mask: the placements that make the mask's local part belong to the local queries and keys; None without mask.
     """
 
@@ -40,11 +40,11 @@ class Sharding:
 
 
 def find_sharding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Sharding | None:
-    """The sharding of a call, or None if PyTorch's own rules are to see to it.
+    """Return the sharding of a call, or None if the call is left to PyTorch's own rules.
 
-    Ours has keys and values with `Shard(2)`, the sequence, on at least one mesh dim on which the query is replicated.
-    On other mesh dims all three may be replicated, or sharded over the batch or the heads into equal parts. A mask
-    follows: sharded as they are, or replicated, which is then cut without communication.
+    Keys and values have `Shard(2)`, the sequence, on at least one mesh dim, and the query is replicated there. On other
+    mesh dims all three may be replicated, or sharded over the batch or the heads into equal parts. The mask is sharded
+    as the scores are, or replicated: then it is cut, without communication.
     """
     if not all(type(x) is DTensor for x in (query, key, value)) or not (mask is None or type(mask) is DTensor):
         return None
@@ -63,11 +63,11 @@ def find_sharding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     for dim, (q, k, v) in enumerate(zip(query.placements, key.placements, value.placements, strict=True)):
         if q == Replicate() and k == v == Shard(LENGTH):
             merge_dims.append(dim)
-            wanted.append(_of_mask(mask, -1, key.shape[LENGTH]))
+            wanted.append(_mask_placement(mask, -1, key.shape[LENGTH]))
         elif q == k == v == Replicate():
             wanted.append(Replicate())
         elif q == k == v and q in (Shard(BATCH), Shard(HEADS)) and all(_even(x, q.dim) for x in (query, key)):
-            wanted.append(_of_mask(mask, q.dim - 4, query.shape[q.dim]))
+            wanted.append(_mask_placement(mask, q.dim - 4, query.shape[q.dim]))
         else:
             return None
     if not merge_dims:
@@ -81,7 +81,7 @@ def find_sharding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 
 
 def same_sharding(whole: Tensor, base: Tensor, dims: Sequence[int | None]) -> bool:
-    """Whether each rank's part of `base`, `dims[i]` of which is dim i of `whole`, makes its part of `whole`."""
+    """Whether each rank's part of `whole` comes from its part of `base`; dim i of `whole` is `dims[i]` of `base`."""
     if not isinstance(whole, DTensor) or not isinstance(base, DTensor) or base.device_mesh != whole.device_mesh:
         return False
     if not _in_mesh_order(base):
@@ -99,7 +99,7 @@ def same_sharding(whole: Tensor, base: Tensor, dims: Sequence[int | None]) -> bo
 
 
 def _needs_no_communication(have: Sequence[Placement], want: Sequence[Placement]) -> bool:
-    """Whether each rank holds what it needs: what is replicated can be cut, but not outside of an inner shard."""
+    """Whether each rank holds what it needs. A replicated dim can be cut, but not if an inner mesh dim shards it."""
     cut = set()
     for old, new in zip(have, want, strict=True):
         if old != new and old != Replicate():
@@ -111,19 +111,19 @@ def _needs_no_communication(have: Sequence[Placement], want: Sequence[Placement]
     return True
 
 
-def _of_mask(mask: Tensor | None, dim: int, size: int) -> Placement:
-    """Sharded as the scores over this dim of theirs, counted from the last, unless the mask is broadcast there."""
+def _mask_placement(mask: Tensor | None, dim: int, size: int) -> Placement:
+    """The mask's placement where scores are sharded over `dim`, a negative one; replicated if it broadcasts there."""
     if mask is None or mask.dim() < -dim or mask.shape[dim] != size:
         return Replicate()
     return Shard(mask.dim() + dim)
 
 
 def _even(x: DTensor, dim: int) -> bool:
-    """Whether all ranks have as much of this dim: so none has nothing, and kv heads are with their query heads."""
+    """Whether all ranks have equal parts of a dim: none is empty, and kv heads are with their query heads."""
     sizes = [x.device_mesh.size(i) for i, placement in enumerate(x.placements) if placement == Shard(dim)]
     return bool(x.shape[dim] % math.prod(sizes) == 0)
 
 
 def _in_mesh_order(x: DTensor) -> bool:
-    """Whether a dim that several mesh dims shard is cut by the first of them first; placements don't exchange."""
+    """Whether the first of several mesh dims that shard one dim cuts it first; the order of cuts matters."""
     return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in x._spec.shard_order)

@@ -1,26 +1,24 @@
-"""The push merge: ranks store their states into each other's memory, wait for flags, and merge, in one Triton kernel.
+"""The push merge on the device: ranks store states into each other's memory, wait for flags, and merge, in one kernel.
 
-A program exchanges states with that of the same number on each other rank, through its *channel* of a symmetric buffer,
-one of `CHANNEL_BYTES` for each program:
-
-    flags   int64 [8]: the last epoch for which rank i stored what it had to say
-    slots   [2 parities][n ranks] of `SLOT_BYTES`: rows of `out` in its dtype, then their lse in float32
+Program i of a rank exchanges states with programs i of the other ranks, through its channel of the shared memory that
+`push_layout.py` describes.
 
 A round on a channel takes the next epoch e. Each rank (1) stores its rows into the slots [e % 2][rank] of all ranks,
-its own among them, (2) releases the value e into all their flags [rank], (3) acquires its own flags until all n have
-come to e, (4) reads its own slots [e % 2]. The epoch lies in device memory and only its own program touches it, in
-kernels that are ordered by a stream: so rounds need neither the host nor other programs, and a CUDA graph replays them.
+itself included, (2) releases the value e into flag [rank] of all ranks, (3) polls its own flags with acquire loads
+until all n have reached e, (4) reads its own slots [e % 2]. The epoch is in device memory, and only its own program
+touches it, in kernels that a stream orders. So rounds need neither the host nor other programs, and a CUDA graph
+replays them.
 
-A merge of little is one round, in which all ranks get all rows and merge them; so is one that scatters heads, in which
-each rank gets its share. A merge of much is two: each rank gets and merges its share, and sends that to all.
+A small merge is one round, in which every rank gets and merges all rows. So is a merge that scatters heads, in which
+each rank gets its share. A large merge is two: each rank gets and merges its share, then sends the result to all.
 
-Why nothing is overwritten before it was read, without a barrier at the end. A rank stores into slots [e % 2] again in
-round e + 2. It has then acquired all flags of round e + 1, and each peer released that flag behind its reads of round
-e: they lie before it in the order of the peer's program, or its stream. Reads of round e of every rank happen before
-the release of e + 1, this before its acquire, and this before the stores of e + 2.
+Nothing is overwritten before it has been read, with no barrier at the end. A rank stores into slots [e % 2] again in
+round e + 2. By then it has acquired all flags of round e + 1, which each peer released after its reads of round e:
+these come first in program order, or in stream order. Thus the reads of round e on every rank happen before the release
+of e + 1, that before its acquire, and that before the stores of e + 2.
 
-Why it can't deadlock: program i waits for nothing but programs i of other ranks, which store and release before they
-wait. There are no more programs than multiprocessors, so that all are resident once other kernels make room.
+It can't deadlock: program i waits only for programs i of other ranks, which store and release before they wait. There
+are no more programs than multiprocessors, so all of them are resident once other kernels have made room.
 """
 
 # mypy: disable-error-code="assignment"
@@ -30,96 +28,99 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tatten.ops.distributed.push import CHANNEL_BYTES, FLAG_BYTES, ROW_BYTES, SLOT_BYTES, Link, Plan
-from tatten.ops.sizes import power_of_2
+from tatten.ops.distributed.push_layout import CHANNEL_BYTES, FLAG_BYTES, ROW_BYTES, SLOT_BYTES
 
 _FLAG_BYTES, _SLOT_BYTES, _ROW_BYTES = tl.constexpr(FLAG_BYTES), tl.constexpr(SLOT_BYTES), tl.constexpr(ROW_BYTES)
 _CHANNEL_BYTES = tl.constexpr(CHANNEL_BYTES)
-_POLLS = tl.constexpr(4096)  # between two looks at the clock: some milliseconds
-_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+_POLLS = tl.constexpr(4096)  # between two reads of the clock: some milliseconds
+_FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
 def merge_received(out, lse, out_step, lse_step, rows, dims, row_ok, DIM: tl.constexpr, N: tl.constexpr):
-    """Merge the states at `out + i * out_step` and `lse + i * lse_step` of each rank `i < N`, in that order.
+    """Merge the states at `out + i * out_step` and `lse + i * lse_step` of ranks `i = 0 ... N - 1`, in that order.
 
-    Ranks are unrolled, so that all loads are on their way at once, and each thread merges what it loaded.
+    The loop over ranks is unrolled, so that all loads are in flight at once, and each thread merges what it loaded.
     """
     ok = row_ok[:, None] & (dims < DIM)[None, :]
-    log_sums, values = (), ()
-    top = tl.full([rows.shape[0]], float("-inf"), tl.float32)
+    lses, values = (), ()
+    lse_max = tl.full([rows.shape[0]], float("-inf"), tl.float32)
     for i in tl.static_range(N):
-        log_sum = tl.load(lse + i * lse_step + rows, mask=row_ok, other=float("-inf"), cache_modifier=".cg")
-        log_sum = tl.where(log_sum < float("inf"), log_sum, float("-inf"))  # NaN compares false
-        top = tl.maximum(top, log_sum)
+        row_lse = tl.load(lse + i * lse_step + rows, mask=row_ok, other=float("-inf"), cache_modifier=".cg")
+        row_lse = tl.where(row_lse < float("inf"), row_lse, float("-inf"))  # NaN compares false
+        lse_max = tl.maximum(lse_max, row_lse)
         at = out + i * out_step + rows[:, None] * DIM + dims[None, :]
-        log_sums += (log_sum,)
+        lses += (row_lse,)
         values += (tl.load(at, mask=ok, other=0.0, cache_modifier=".cg"),)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros([rows.shape[0]], tl.float32)
+    base = tl.where(lse_max == float("-inf"), 0.0, lse_max)
+    weight_sum = tl.zeros([rows.shape[0]], tl.float32)
     acc = tl.zeros([rows.shape[0], dims.shape[0]], tl.float32)
     for i in tl.static_range(N):
-        weights = tl.exp(log_sums[i] - base)
-        total += weights
+        weights = tl.exp(lses[i] - base)
+        weight_sum += weights
         # An empty state's out may be NaN, and NaN * 0 is NaN: select before multiplying.
         acc += weights[:, None] * tl.where(weights[:, None] > 0, values[i].to(tl.float32), 0.0)
-    filled = total > 0
-    divisor = tl.where(filled, total, 1.0)
-    return acc / divisor[:, None], tl.where(filled, top + tl.log(divisor), float("-inf"))
+    filled = weight_sum > 0
+    divisor = tl.where(filled, weight_sum, 1.0)
+    return acc / divisor[:, None], tl.where(filled, lse_max + tl.log(divisor), float("-inf"))
 
 
 @triton.jit
-def _at(address, dtype: tl.constexpr):
-    """The pointer to what begins at an address; without the hint nothing is loaded or stored by 16 bytes."""
+def _pointer(address, dtype: tl.constexpr):
+    """Make a pointer of an address. Without the hint of alignment no load or store would be 16 bytes wide."""
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
-def _row_of(within, rank, run, N: tl.constexpr, SCATTER: tl.constexpr):
-    """Which row of the state is row `within` of the share of `rank`: every n-th run is its own."""
+def _row_of(share_row, rank, run, N: tl.constexpr, SCATTER: tl.constexpr):
+    """The row of the state that is row `share_row` of the share of `rank`, which owns every n-th run."""
     if SCATTER:
-        return within // run * (run * N) + rank * run + within % run
+        return share_row // run * (run * N) + rank * run + share_row % run
     else:
-        return within
+        return share_row
 
 
 @triton.jit
-def _store_rows(slot, values, log_sums, rows, dims, row_ok, DIM: tl.constexpr):
-    """Store rows into the slot at an address, perhaps of a peer."""
+def _store_rows(slot, values, lses, rows, dims, row_ok, DIM: tl.constexpr):
+    """Store rows into the slot at an address, of this rank or of a peer."""
     ok = row_ok[:, None] & (dims < DIM)[None, :]
-    tl.store(_at(slot, values.dtype) + rows[:, None] * DIM + dims[None, :], values, mask=ok)
-    tl.store(_at(slot + _ROW_BYTES, tl.float32) + rows, log_sums, mask=row_ok)
+    tl.store(_pointer(slot, values.dtype) + rows[:, None] * DIM + dims[None, :], values, mask=ok)
+    tl.store(_pointer(slot + _ROW_BYTES, tl.float32) + rows, lses, mask=row_ok)
 
 
 @triton.jit
 def _release_flags(flags, flags_ok, epoch):
-    """Tell all ranks at once, by the flags at 8 addresses, that this program's rows of a round have come."""
-    # A release orders what its own thread stored, and what that saw stored at a barrier: without this one, which Triton
-    # 3.6 does not add, rows that other threads store may come after the flag. Reads of the round before, too.
+    """Signal to all ranks, through the flags at 8 addresses, that this program has delivered its rows of a round."""
+    # A release orders the stores of its own thread, and those of other threads only across a barrier. Triton 3.6 adds
+    # none here, and without it rows of other threads may arrive after the flag. It orders the last round's reads, too.
     tl.debug_barrier()
     flags = flags.to(tl.pointer_type(tl.int64))
     tl.atomic_xchg(flags, tl.zeros([8], tl.int64) + epoch, mask=flags_ok, sem="release", scope="sys")
 
 
 @triton.jit
-def _acquire_flags(flags, epoch, deadline, patience, N: tl.constexpr, THREADS: tl.constexpr):
-    """Wait until all flags have come to `epoch`. Returns bits of the ranks that are missing, and the deadline.
+def _acquire_flags(flags, epoch, deadline, timeout_ns, N: tl.constexpr, THREADS: tl.constexpr):
+    """Wait until all flags have reached `epoch`. Return a bit mask of missing ranks, and the deadline.
 
-    Every thread polls one flag, and what it finds is reduced over all of them: so all take the same way, though a flag
-    may come between the polls of two. `deadline` is 0 until the clock, in ns, had to be looked at.
+    Every thread polls one flag, and the results are reduced over all threads: so all take the same branch, even if a
+    flag changes between the polls of two threads. `deadline` is in ns, and 0 until the clock has been read.
     """
     threads = tl.arange(0, THREADS)
-    addresses = flags + (threads % N) * 8
+    flag_addresses = flags + (threads % N) * 8
     seen = tl.zeros([THREADS], tl.int64)
-    waiting = 1  # 2: no longer, though some are missing
+    waiting = 1  # 0: all have arrived; 2: timed out
     missing = 0
     while waiting == 1:
         polls = 0
         while (waiting == 1) & (polls < _POLLS):
             seen = tl.inline_asm_elementwise(
-                "ld.acquire.sys.global.b64 $0, [$1];", "=l,l,~{memory}", [addresses], tl.int64, is_pure=False, pack=1
+                "ld.acquire.sys.global.b64 $0, [$1];",
+                "=l,l,~{memory}",
+                [flag_addresses],
+                tl.int64,
+                is_pure=False,
+                pack=1,
             )
             waiting = tl.max((seen < epoch).to(tl.int32), axis=0)
             polls += 1
@@ -133,33 +134,33 @@ def _acquire_flags(flags, epoch, deadline, patience, N: tl.constexpr, THREADS: t
                 pack=1,
             )
             now = tl.max(clock, axis=0)
-            deadline = tl.where(deadline == 0, now + patience, deadline)
+            deadline = tl.where(deadline == 0, now + timeout_ns, deadline)
             if now >= deadline:
                 waiting = 2
                 late = (seen < epoch) & (threads < N)
                 missing = tl.sum(tl.where(late, 1 << (threads % N), 0), axis=0)
-    # The reads of slots that follow come behind the acquires of all threads, not only of their own.
+    # Orders the reads of slots that follow after the acquires of all threads, and not only of their own.
     tl.debug_barrier()
     return missing, deadline
 
 
-# Nothing is specialised on the rank: every rank runs the same code, and gets the same bits.
-@triton.jit(do_not_specialize=["rank", "first", "rows", "share", "run", "patience"])
-def _push_kernel(
+# Nothing is specialised on the rank: every rank runs the same code and gets the same bits.
+@triton.jit(do_not_specialize=["rank", "first_block", "rows", "share", "run", "timeout_ns"])
+def push_kernel(
     out,
     lse,
     merged_out,
     merged_lse,
     buffer,
-    peers,
+    addresses,
     epochs,
-    error,
+    missing_out,
     rank,
-    first,
+    first_block,
     rows,
     share,
     run,
-    patience,
+    timeout_ns,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -174,105 +175,72 @@ def _push_kernel(
     channel = program.to(tl.int64) * _CHANNEL_BYTES
     own = buffer.to(tl.int64) + channel
     at, dims = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    within = (first + program) * BLOCK_R + at
+    share_row = (first_block + program) * BLOCK_R + at
     dim_ok = (dims < DIM)[None, :]
 
-    # All that is loaded comes before what is stored: no load moves ahead of a store that may be to the same address.
-    # The epoch is -1 once a peer was missing: from then on this program neither stores, which might harm a peer that
-    # is still reading, nor waits.
+    # All loads come before the first store: the compiler moves no load ahead of a store that may alias it.
+    # `epochs` holds -1 once a peer was missing. From then on this program does not wait, nor store, which could
+    # overwrite what a peer is still reading.
     epoch = tl.load(epochs + program) + 1
     flags_ok = tl.arange(0, 8) < N
-    peer_flags = tl.load(peers + tl.arange(0, 8), mask=flags_ok, other=0) + channel + rank * 8
+    peer_flags = tl.load(addresses + tl.arange(0, 8), mask=flags_ok, other=0) + channel + rank * 8
     bases, sent, sent_lse, sent_ok = (), (), (), ()
     for i in tl.static_range(N):
-        peer = (rank + 1 + i) % N  # each rank begins with another one
-        bases += (tl.load(peers + peer) + channel + _FLAG_BYTES,)
+        peer = (rank + 1 + i) % N  # each rank starts with a different peer
+        bases += (tl.load(addresses + peer) + channel + _FLAG_BYTES,)
         if SCATTER or i == 0:
-            row = _row_of(within, peer, run, N, SCATTER)
-            row_ok = (within < share) & (row < rows)
+            row = _row_of(share_row, peer, run, N, SCATTER)
+            row_ok = (share_row < share) & (row < rows)
             row = row.to(tl.int64)
-            log_sum = tl.load(lse + row, mask=row_ok, other=0.0)
+            row_lse = tl.load(lse + row, mask=row_ok, other=0.0)
             values = tl.load(out + row[:, None] * DIM + dims[None, :], mask=row_ok[:, None] & dim_ok, other=0.0)
         sent += (values,)
-        sent_lse += (log_sum,)
+        sent_lse += (row_lse,)
         sent_ok += (row_ok,)
 
     slot = ((epoch & 1) * N + rank) * _SLOT_BYTES
     for i in tl.static_range(N):
         _store_rows(bases[i] + slot, sent[i], sent_lse[i], at, dims, tl.where(epoch > 0, sent_ok[i], False), DIM)
     _release_flags(peer_flags, tl.where(epoch > 0, flags_ok, False), epoch)
-    missing, deadline = _acquire_flags(own, epoch, tl.zeros([], tl.int64), patience, N, THREADS)
-    late = (missing != 0) | (epoch <= 0)
+    missing, deadline = _acquire_flags(own, epoch, tl.zeros([], tl.int64), timeout_ns, N, THREADS)
+    failed = (missing != 0) | (epoch <= 0)
 
-    mine = _row_of(within, rank, run, N, SCATTER)
-    mine_ok = (within < share) & (mine < rows)
+    mine = _row_of(share_row, rank, run, N, SCATTER)
+    mine_ok = (share_row < share) & (mine < rows)
     slots = own + _FLAG_BYTES + (epoch & 1) * (N * _SLOT_BYTES)
-    received, received_lse = _at(slots, DTYPE), _at(slots + _ROW_BYTES, tl.float32)
-    acc, log_sum = merge_received(received, received_lse, STEP, _SLOT_BYTES // 4, at, dims, mine_ok, DIM, N)
+    received, received_lse = _pointer(slots, DTYPE), _pointer(slots + _ROW_BYTES, tl.float32)
+    acc, row_lse = merge_received(received, received_lse, STEP, _SLOT_BYTES // 4, at, dims, mine_ok, DIM, N)
     values = acc.to(DTYPE)
-    merged, merged_log_sums = (values,), (log_sum,)
+    merged, merged_lses = (values,), (row_lse,)
 
     if GATHER:
-        epoch = tl.where(late, 0, epoch + 1)
+        epoch = tl.where(failed, 0, epoch + 1)
         slot = ((epoch & 1) * N + rank) * _SLOT_BYTES
         for i in tl.static_range(N):
-            _store_rows(bases[i] + slot, values, log_sum, at, dims, tl.where(epoch > 0, mine_ok, False), DIM)
+            _store_rows(bases[i] + slot, values, row_lse, at, dims, tl.where(epoch > 0, mine_ok, False), DIM)
         _release_flags(peer_flags, tl.where(epoch > 0, flags_ok, False), epoch)
-        missing_now, deadline = _acquire_flags(own, epoch, deadline, patience, N, THREADS)
+        missing_now, deadline = _acquire_flags(own, epoch, deadline, timeout_ns, N, THREADS)
         missing |= missing_now
-        late = (missing != 0) | (epoch <= 0)
+        failed = (missing != 0) | (epoch <= 0)
         slots = own + _FLAG_BYTES + (epoch & 1) * (N * _SLOT_BYTES)
-        received, received_lse = _at(slots, DTYPE), _at(slots + _ROW_BYTES, tl.float32)
-        merged, merged_log_sums = (), ()
+        received, received_lse = _pointer(slots, DTYPE), _pointer(slots + _ROW_BYTES, tl.float32)
+        merged, merged_lses = (), ()
         for i in tl.static_range(N):
-            row_ok = (within < share) & (_row_of(within, i, run, N, SCATTER) < rows)
+            row_ok = (share_row < share) & (_row_of(share_row, i, run, N, SCATTER) < rows)
             values_at = received + i * STEP + at[:, None] * DIM + dims[None, :]
-            log_sums_at = received_lse + i * (_SLOT_BYTES // 4) + at
+            lse_at = received_lse + i * (_SLOT_BYTES // 4) + at
             merged += (tl.load(values_at, mask=row_ok[:, None] & dim_ok, other=0.0, cache_modifier=".cg"),)
-            merged_log_sums += (tl.load(log_sums_at, mask=row_ok, other=0.0, cache_modifier=".cg"),)
+            merged_lses += (tl.load(lse_at, mask=row_ok, other=0.0, cache_modifier=".cg"),)
 
     for i in tl.static_range(N if GATHER else 1):
-        # Scattered heads are written as they lie in the share, what was gathered where it lies in the state.
-        row = _row_of(within, i, run, N, GATHER)
-        row_ok = ((within < share) & (row < rows)) if GATHER else mine_ok
+        # The rows of scattered heads are those of the share; gathered rows go to their place in the state.
+        row = _row_of(share_row, i, run, N, GATHER)
+        row_ok = ((share_row < share) & (row < rows)) if GATHER else mine_ok
         row = row.to(tl.int64)
         to = merged_out + row[:, None] * DIM + dims[None, :]
-        # What is not known must not pass for an empty state in a later merge, as lse -inf, +inf or NaN would.
-        tl.store(to, tl.where(late, float("nan"), merged[i]), mask=row_ok[:, None] & dim_ok)
-        tl.store(merged_lse + row, tl.where(late, _LARGEST, merged_log_sums[i]), mask=row_ok)
+        # A failed merge must not look like an empty state to a later one, as lse -inf, +inf or NaN would.
+        tl.store(to, tl.where(failed, float("nan"), merged[i]), mask=row_ok[:, None] & dim_ok)
+        tl.store(merged_lse + row, tl.where(failed, _FLOAT32_MAX, merged_lses[i]), mask=row_ok)
     if missing != 0:
-        tl.store(error, missing)
-    tl.store(epochs + program, tl.where(late, -1, epoch))
-
-
-def launch_push(out: Tensor, lse: Tensor, plan: Plan, link: Link) -> tuple[Tensor, Tensor]:
-    """`tatten::push_merge` of contiguous tensors; the merged ones have the rows of `plan`, `[rows, d]` and `[rows]`."""
-    dim = out.shape[-1]
-    merged_out = out.new_empty(plan.merged_rows, dim)
-    merged_lse = lse.new_empty(plan.merged_rows)
-    for first in range(0, plan.blocks, plan.programs):
-        _push_kernel[(min(plan.programs, plan.blocks - first),)](
-            out,
-            lse,
-            merged_out,
-            merged_lse,
-            link.buffer,
-            link.peers,
-            link.epochs,
-            link.error,
-            link.rank,
-            first,
-            plan.rows,
-            plan.share,
-            plan.run,
-            link.patience_ns,
-            DIM=dim,
-            BLOCK_D=power_of_2(dim),
-            BLOCK_R=plan.block_rows,
-            N=plan.ranks,
-            SCATTER=plan.scatter,
-            GATHER=plan.gather,
-            THREADS=32 * plan.num_warps,
-            num_warps=plan.num_warps,
-        )
-    return merged_out, merged_lse
+        tl.store(missing_out, missing)
+    tl.store(epochs + program, tl.where(failed, -1, epoch))

@@ -1,1 +1,1 @@
-"""Caches of keys and values: a prefix that sequences share, and a cache sharded over devices."""
+"""Caches of keys and values: one for sequences that share a prefix, and one sharded over devices."""

@@ -1,4 +1,4 @@
-"""A KV cache whose sequence is sharded over a DeviceMesh: a context longer than one device, one merge for each step."""
+"""A KV cache sharded over the sequence on a DeviceMesh: contexts longer than one device holds, one merge per layer."""
 
 from __future__ import annotations
 
@@ -11,39 +11,41 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from tatten.caches.sharded_layer import Interleaved, ShardedKV
+from tatten.caches.sharded_layer import Interleaved, ShardedLayer
 from tatten.caches.shared_prefix import check_positive
 from tatten.dtensor_sdpa import enable_dtensor_sdpa
 
 
 class ShardedKVCache:
-    """Keys and values of all layers over the ranks of a mesh. Each rank computes the same step and stores its share.
+    """Keys and values of all layers over the ranks of a mesh. Each rank runs the same step and stores its share.
 
         mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("kv",))
         cache = ShardedKVCache(num_layers, mesh, capacity=1 << 20)
-        cache.prefill(layer, key, value)    # for each layer, beside the prompt's ordinary attention
+        cache.prefill(layer, key, value)    # in each layer; the prompt's own attention is ordinary
 
-        mask, positions = cache.mask(), cache.positions()    # for each step
-        keys, values = cache.append(layer, key, value)       # for each of its layers
+        mask, positions = cache.mask(), cache.positions()    # once per step
+        keys, values = cache.append(layer, key, value)       # in each layer
         query = DTensor.from_local(query, mesh, [Replicate()], run_check=False)
         out = F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True).to_local()
 
-    A step asks for `positions` and `mask`, and gives each layer's new keys and values to `append`. Shapes stay and
-    lengths are on the device: a step compiles once, fits into a CUDA graph and never waits for the device; in eager
-    mode it does, to check the capacity. Position p lives on rank `p % n` of the n that share the sequence, in its slot
-    `p // n`. The tokens and what each rank computes of them have to be the same on all ranks that share a sequence.
+    Each step gets its `positions` and `mask`, and passes the new keys and values of each layer to `append`. All shapes
+    are fixed and lengths are on the device: a step compiles once, can be captured in a CUDA graph and never waits for
+    the device, except in eager mode, to check the capacity. Of the n ranks that share a sequence, rank `p % n` stores
+    position p, in its slot `p // n`. Tokens, and all that is computed from them, have to be the same on these n ranks.
 
-    Makes `F.scaled_dot_product_attention` merge what the ranks attend to, as `tatten.enable_dtensor_sdpa`.
+    Calls `tatten.enable_dtensor_sdpa`, so that `F.scaled_dot_product_attention` merges the states of the ranks.
 
     Args:
         num_layers: layers of the model.
-        mesh: a mesh with named dims, on the device of keys and values. This rank is one of its ranks.
+        mesh: a mesh with named dims, on the device of keys and values, that contains this rank.
         capacity: number of tokens, rounded up to a multiple of n: each rank allocates `capacity / n` slots.
-        sequence: name of the mesh's dim over which the sequence is sharded, or names, in the order of the dims.
-        heads: name of the dim over which the heads are, or None. Any other dim holds replicas.
-        prompt_mask: bool `[batch, P]`, True for real tokens and False for padding among the first P; None for none.
+        sequence: the name of the mesh dim that shards the sequence, or several names in the order of the dims.
+        heads: the name of the mesh dim that shards the heads, or None. Any other dim holds replicas.
+        prompt_mask: bool `[batch, P]`, True for real tokens and False for padding among the first P; None for no
+            padding.
 
-    Raises ValueError or TypeError for arguments that are not as above.
+    Raises:
+        ValueError, TypeError: an argument is not as above.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class ShardedKVCache:
         check_positive("capacity", capacity)
         self.layout = Interleaved(mesh, placements(mesh, sequence, heads))
         slots = math.ceil(capacity / self.layout.ranks)
-        self.layers = [ShardedKV(self.layout, slots) for _ in range(num_layers)]
+        self.layers = [ShardedLayer(self.layout, slots) for _ in range(num_layers)]
         self.prompt_mask = prompt_mask
         if prompt_mask is not None:
             self._check_prompt_mask(prompt_mask)
@@ -81,7 +83,7 @@ class ShardedKVCache:
 
     @property
     def length(self) -> Tensor:
-        """Number of tokens, int64 without dimensions, on the device. Within a step the last layer counts."""
+        """Number of tokens, int64 without dimensions, on the device; it grows with the last layer of a step."""
         return self.layers[-1].length
 
     @property
@@ -90,7 +92,7 @@ class ShardedKVCache:
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
 
     def prefill(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store this rank's share of a prompt in layer `layer`; the rest of `key` and `value` is not kept.
+        """Store this rank's share of a prompt in a layer.
 
         Args:
             layer: 0 to num_layers - 1.
@@ -99,32 +101,35 @@ class ShardedKVCache:
 
         Raises:
             IndexError: there is no such layer.
-            ValueError, TypeError: the tensors fit neither each other, nor what the cache holds, nor its capacity, nor
-                `prompt_mask`, or the layer has tokens already. Nothing has been written.
+            ValueError, TypeError: the tensors do not fit each other, the cache, its capacity or `prompt_mask`, or the
+                layer has tokens already. Nothing has been written.
         """
         self._layer(layer, key).prefill(key, value)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[DTensor, DTensor]:
-        """Add new tokens to layer `layer`, and return all that the ranks hold together.
+        """Add new tokens to a layer, and return the keys and values of all ranks.
 
         Args:
             layer: 0 to num_layers - 1.
-            key, value: as those of `prefill`, of q_len tokens.
+            key, value: as for `prefill`, with q_len tokens.
 
         Returns:
-            `(keys, values)`, `[batch, kv_heads, capacity, head_dim]`, sharded over the sequence, unused slots included.
+            `(keys, values)`, `[batch, kv_heads, capacity, head_dim]`, sharded over the sequence, with unused slots.
 
-        Raises as `prefill`, but there may be tokens already.
+        Raises:
+            IndexError, ValueError, TypeError: as for `prefill`, but there may be tokens already.
         """
         return self._layer(layer, key).append(key, value)
 
     def mask(self, q_len: int = 1) -> DTensor:
-        """Bool mask for the step about to be done, before or amid its updates: True where attention may look.
+        """Bool mask of the current step, True where a query attends to a key. Call it before the last layer's `append`.
 
         Returns:
             `[1 or batch, 1, q_len, capacity]`, sharded as the keys: causal, without unused slots and padding.
 
-        Raises ValueError if `q_len` is below 1 or, unless in a graph, does not fit into the cache any more.
+        Raises:
+            ValueError: `q_len` is below 1 or, which graphs do not check, exceeds the free slots.
+            TypeError: `q_len` is not an int.
         """
         tokens = self._tokens(q_len)
         own = torch.arange(self.layout.rank, self.capacity, self.layout.ranks, device=tokens.device)
@@ -134,7 +139,10 @@ class ShardedKVCache:
         return self.layout.mask(visible)
 
     def positions(self, q_len: int = 1) -> Tensor:
-        """Position ids of the step's tokens, int64 `[1 or batch, q_len]`; padding does not count. Raises as `mask`."""
+        """Position ids of the step's tokens, int64 `[1 or batch, q_len]`, not counting padding.
+
+        Raises the errors of `mask`.
+        """
         tokens = self._tokens(q_len)
         if self.prompt_mask is None:
             return tokens[None]
@@ -142,24 +150,28 @@ class ShardedKVCache:
         return (tokens - padding).clamp(min=0)
 
     def to_global(self, layer: int) -> tuple[Tensor, Tensor]:
-        """`(key, value)` of layer `layer`, `[batch, kv_heads, length, head_dim]` by position, whole on every rank.
+        """Gather `(key, value)` of a layer, `[batch, kv_heads, length, head_dim]` in order of position, on every rank.
 
-        For checks: all ranks have to call it, and it waits for the device. Raises IndexError if there is no such
-        layer and ValueError before its first tokens.
+        Meant for checks: a collective that waits for the device.
+
+        Raises:
+            IndexError: there is no such layer.
+            ValueError: the layer has no tokens yet.
         """
         key, value = self._ordered(layer, int(self._layer(layer).length))
         return key.full_tensor(), value.full_tensor()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the cache holds, in the order of positions: for `torch.distributed.checkpoint`, and any number of ranks.
+        """Keys and values in order of position, for `torch.distributed.checkpoint` and any number of ranks.
 
-        All ranks have to call it, between steps. One layer at a time is whole on a rank.
+        A collective, to be called between steps. One layer at a time is gathered on each rank.
 
         Returns:
             "keys.i" and "values.i" for each layer i, `[batch, kv_heads, length, head_dim]`, DTensors with consecutive
-            tokens on each rank, and "length", int64 without dimensions. The prompt mask is not in it.
+            tokens on each rank, and "length", int64 without dimensions. The prompt mask is not included.
 
-        Raises ValueError before the first tokens of a layer and amid a step.
+        Raises:
+            ValueError: a layer has no tokens yet, or the call comes in the middle of a step.
         """
         lengths = torch.stack([layer.length for layer in self.layers]).tolist()
         if len(set(lengths)) > 1:
@@ -171,13 +183,14 @@ class ShardedKVCache:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace what the cache holds by a `state_dict`, of any mesh and number of ranks; all ranks have to call it.
+        """Replace the contents of the cache by a `state_dict` from any mesh with any number of ranks; a collective.
 
         Args:
-            state: as `state_dict` returns it: DTensors of a mesh with all ranks of this one, or plain whole tensors.
+            state: as `state_dict` returns it: DTensors on a mesh with all ranks of this one, or whole plain tensors.
 
-        Raises ValueError or TypeError if it has other keys or lengths, more tokens than `capacity`, or tensors that do
-        not fit those that are held.
+        Raises:
+            ValueError, TypeError: `state` has other names or lengths, more tokens than `capacity`, or tensors that do
+                not match those of the cache.
         """
         names = [f"{what}.{index}" for what in ("keys", "values") for index in range(len(self.layers))]
         if set(state) != {*names, "length"}:
@@ -193,7 +206,7 @@ class ShardedKVCache:
             layer.clear()
             self.prefill(index, key, value)
 
-    def _layer(self, layer: int, key: Tensor | None = None) -> ShardedKV:
+    def _layer(self, layer: int, key: Tensor | None = None) -> ShardedLayer:
         if not 0 <= layer < len(self.layers):
             raise IndexError(f"`layer` must be 0 to {len(self.layers) - 1}, got {layer}")
         if key is not None and key.dim() == 4:
@@ -204,7 +217,10 @@ class ShardedKVCache:
         return self.layers[layer]
 
     def _tokens(self, q_len: int) -> Tensor:
-        """Places of the step's tokens, `[q_len]`. Within a step the last layer is updated last."""
+        """Positions of the step's tokens, `[q_len]`.
+
+        The last layer counts, as it is updated last: so the answer is the same throughout a step.
+        """
         check_positive("q_len", q_len)
         self.layers[-1].check_room(q_len)
         return self.length + torch.arange(q_len, device=self.length.device)
@@ -216,7 +232,7 @@ class ShardedKVCache:
         return key, value
 
     def _own_heads(self, tensor: Tensor) -> Tensor:
-        """This rank's heads of a whole `tensor`, `[batch, kv_heads, length, head_dim]`."""
+        """This rank's heads of `tensor`, `[batch, kv_heads, length, head_dim]`."""
         whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to(self.length.device)
         for dim, placement in enumerate(self.layout.placements):
             if placement.is_shard(1):
@@ -234,18 +250,20 @@ class ShardedKVCache:
                 f"`prompt_mask` must be [batch, 1 to {self.capacity}], got shape {tuple(prompt_mask.shape)}"
             )
         if prompt_mask.device != self.length.device:
-            raise ValueError(f"`prompt_mask` must be on {self.length.device}, as the mesh, got {prompt_mask.device}")
+            raise ValueError(
+                f"`prompt_mask` must be on {self.length.device}, the device of the mesh, got {prompt_mask.device}"
+            )
 
 
 def placements(mesh: DeviceMesh, sequence: str | Sequence[str], heads: str | None) -> list[Placement]:
-    """Of keys and values on each dim of `mesh`."""
+    """The placements of keys and values on each dim of `mesh`."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"`mesh` must be a DeviceMesh, got {type(mesh).__name__}")
     names = mesh.mesh_dim_names
     if names is None:
         raise ValueError("`mesh` must have named dims, got none: use init_device_mesh(..., mesh_dim_names=...)")
     if mesh.get_coordinate() is None:
-        raise ValueError(f"`mesh` must have this rank, got {mesh}")
+        raise ValueError(f"`mesh` must contain this rank, got {mesh}")
     shared = [sequence] if isinstance(sequence, str) else list(sequence)
     if not shared or shared != [name for name in names if name in shared]:
         raise ValueError(f"`sequence` must name dims of the mesh, {names}, in their order, got {sequence!r}")

@@ -1,7 +1,7 @@
-"""One layer of a cache whose keys and values are sharded over the ranks of a DeviceMesh: a token here, the next there.
+"""One layer of a cache whose tokens are dealt out in turn to the ranks of a DeviceMesh.
 
-What it hands to attention is a pair of DTensors, sharded over the sequence. No order is kept among the keys, as softmax
-does not care for one: rank r of n has position `slot * n + r` in each slot, always balanced, with nothing to look up.
+Attention gets a pair of DTensors, sharded over the sequence. Softmax does not depend on the order of the keys, so rank
+r of n stores position `slot * n + r` in each slot: ranks are balanced at any length, and there is no table to look up.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from tatten.caches.static_address import mark_static
+
 
 class Interleaved:
-    """Which tokens and heads live on this rank: those at positions `rank`, `rank + ranks`, `rank + 2 * ranks` ...
+    """The tokens and heads that this rank stores: tokens at positions `rank`, `rank + ranks`, `rank + 2 * ranks` ...
 
     Attributes:
         mesh: the mesh.
         placements: of keys and values, `[batch, kv_heads, slots of all ranks, head_dim]`, on each dim of the mesh.
         ranks: number of ranks that share the sequence.
-        rank: the place of this one among them; the first of the mesh's dims counts most, as in DTensors.
-        own: the positions of this rank, for a dim of a plain tensor that runs over all of them.
+        rank: index of this rank among them; the first dim of the mesh varies slowest, as in DTensors.
+        own: a slice that selects this rank's positions from all.
     """
 
     def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement]):
@@ -38,36 +40,36 @@ class Interleaved:
         self._only_heads = tuple(Replicate() if placement.is_shard(2) else placement for placement in placements)
 
     def queries(self, local: Tensor) -> DTensor:
-        """Queries of this rank's heads, the same on all ranks that share the sequence, `[batch, heads, ...]`."""
+        """Make a DTensor of the queries of this rank's heads, the same on all ranks that share the sequence."""
         return DTensor.from_local(local, self.mesh, self._only_heads, run_check=False)
 
     def keys(self, local: Tensor) -> DTensor:
-        """This rank's keys or values as a part of everybody's, `[batch, kv_heads, slots of all ranks, head_dim]`."""
+        """Make a DTensor `[batch, kv_heads, slots of all ranks, head_dim]` of this rank's keys or values."""
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False)
 
     def mask(self, local: Tensor) -> DTensor:
-        """The mask of this rank's keys as a part of everybody's, `[..., slots of all ranks]`."""
+        """Make a DTensor `[..., slots of all ranks]` of the mask of this rank's keys."""
         placements = [Shard(3) if placement.is_shard(2) else Replicate() for placement in self.placements]
         return DTensor.from_local(local, self.mesh, placements, run_check=False)
 
     def by_position(self, local: Tensor, length: int) -> DTensor:
-        """Keys or values of the first `length` positions in their order, on every rank of the sequence; collective."""
+        """Gather keys or values of the first `length` positions, in order, on every rank that shares the sequence."""
         slots = self.keys(local).redistribute(placements=self._only_heads).to_local()
         ordered = slots.unflatten(2, (self.ranks, -1)).transpose(2, 3).flatten(2, 3)[:, :, :length]
         return DTensor.from_local(ordered, self.mesh, self._only_heads, run_check=False)
 
     def chunks(self, ordered: DTensor) -> DTensor:
-        """What `by_position` returns with consecutive tokens on each rank, as DTensor shards; a copy."""
+        """Shard what `by_position` returned so that each rank has consecutive tokens, as a copy."""
         mine = ordered.redistribute(placements=self.placements).to_local().clone()
         shape, stride = ordered.shape, torch.empty(ordered.shape, device="meta").stride()
         return DTensor.from_local(mine, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
 
 
-class ShardedKV:
+class ShardedLayer:
     """This rank's keys and values of one layer.
 
     Attributes:
-        keys, values: `[batch, kv_heads of this rank, slots, head_dim]` from the first tokens on; None before.
+        keys, values: `[batch, kv_heads of this rank, slots, head_dim]`; None before the first tokens.
         length: int64 tensor without dimensions, the number of tokens on all ranks together.
     """
 
@@ -79,23 +81,23 @@ class ShardedKV:
         self.slots = slots
         self.keys = self.values = None
         self.length = torch.zeros((), dtype=torch.int64, device=layout.mesh.device_type)
-        # A CUDA graph copies its inputs unless their addresses are known to stay.
-        torch._dynamo.mark_static_address(self.length)
+        mark_static(self.length)
 
     @property
     def capacity(self) -> int:
-        """Slots of all ranks."""
+        """Number of slots of all ranks together."""
         return self.slots * self.layout.ranks
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Keys and values, if there are any."""
+        """Keys and values; empty before the first tokens."""
         return () if self.keys is None or self.values is None else (self.keys, self.values)
 
     def prefill(self, key: Tensor, value: Tensor) -> None:
-        """Store the first tokens, each `[batch, kv_heads of this rank, tokens, head_dim]`, the same on each rank.
+        """Store this rank's share of the first tokens, `[batch, kv_heads of this rank, tokens, head_dim]`.
 
-        Raises ValueError or TypeError, with nothing written, as `append`, or if there are tokens already.
+        Raises:
+            ValueError, TypeError: as for `append`, or there are tokens already. Nothing has been written.
         """
         self._check_fit(key, value)
         used = self._used()
@@ -110,17 +112,19 @@ class ShardedKV:
     def append(self, key: Tensor, value: Tensor) -> tuple[DTensor, DTensor]:
         """Add new tokens, `[batch, kv_heads of this rank, q_len, head_dim]`, the same on each rank; return all slots.
 
-        What is returned covers the slots of all ranks, `[batch, kv_heads, capacity, head_dim]`: a mask has to exclude
-        the unused ones. The first tokens of all have to come in eager mode, as they decide what is allocated.
+        The result covers the slots of all ranks, `[batch, kv_heads, capacity, head_dim]`: a mask has to exclude the
+        unused ones. The very first tokens have to come in eager mode, as they allocate the storage.
 
-        Raises ValueError or TypeError, with nothing written, if the tensors do not fit those that are held or if there
-        is no room for them (as `check_room`).
+        Raises:
+            ValueError, TypeError: the tensors do not match those of the cache, or there is no room for them (see
+                `check_room`). Nothing has been written.
         """
         self._check_fit(key, value)
         q_len = key.shape[2]
         self.check_room(q_len)
         ranks, rank = self.layout.ranks, self.layout.rank
-        # This rank's among the new tokens. The last of these is one too far on some ranks, which write what is there.
+        # This rank's share of the new tokens. Shapes are the same on all ranks, so some have one token too many at the
+        # end (not `real`): these write back what their slot holds.
         tokens = (rank - self.length) % ranks + ranks * torch.arange(math.ceil(q_len / ranks), device=key.device)
         slots, real = (self.length + tokens) // ranks, tokens < q_len
         slots, tokens = torch.where(real, slots, slots % self.slots), tokens.clamp(max=q_len - 1)
@@ -133,21 +137,28 @@ class ShardedKV:
         return keys, values
 
     def check_room(self, q_len: int) -> None:
-        """Raise ValueError if there are less than `q_len` free slots. Reads `length` on the host.
+        """Raise ValueError if there are fewer than `q_len` free slots. Reads `length` on the host.
 
-        While a graph is traced or captured there is nothing to read, and nothing is checked.
+        Checks nothing while a graph is traced or captured, when there is no length to read.
         """
         used = self._used()
         if used is not None and used + q_len > self.capacity:
             raise ValueError(f"`capacity` must hold {used} used and {q_len} new slots, got {self.capacity}")
 
-    def reorder(self, rows: Tensor) -> None:
-        """Make sequence i what sequence `rows[i]` was."""
-        for tensor in self.tensors:
-            tensor.copy_(tensor.index_select(0, rows.to(tensor.device)))
+    def select(self, indices: Tensor) -> None:
+        """Make sequence i what sequence `indices[i]` was, in the same memory unless the batch changes."""
+        if self.keys is None or self.values is None:
+            return
+        keys, values = (tensor.index_select(0, indices.to(tensor.device)) for tensor in (self.keys, self.values))
+        if keys.shape == self.keys.shape:
+            self.keys.copy_(keys)
+            self.values.copy_(values)
+        else:
+            self.keys, self.values = keys, values
+            mark_static(keys, values)
 
     def clear(self) -> None:
-        """Forget all tokens; what they took stays allocated."""
+        """Forget all tokens; their memory stays allocated."""
         for tensor in (*self.tensors, self.length):
             tensor.zero_()
 
@@ -161,11 +172,12 @@ class ShardedKV:
             self._allocate(key, value)
         return self.tensors  # type: ignore[return-value]
 
-    @torch.compiler.disable(reason="what a graph allocates is not there to stay: store the first tokens in eager mode")
+    @torch.compiler.disable(
+        reason="a graph can't allocate storage that outlives it: store the first tokens in eager mode"
+    )
     def _allocate(self, key: Tensor, value: Tensor) -> None:
         self.keys, self.values = (new.new_zeros(*new.shape[:2], self.slots, new.shape[3]) for new in (key, value))
-        torch._dynamo.mark_static_address(self.keys)
-        torch._dynamo.mark_static_address(self.values)
+        mark_static(self.keys, self.values)
 
     def _check_fit(self, key: Tensor, value: Tensor) -> None:
         for name, tensor in (("key", key), ("value", value)):
@@ -182,9 +194,11 @@ class ShardedKV:
             if torch.is_grad_enabled() and tensor.requires_grad:
                 raise ValueError(f"`{name}` must not require grad to be written into the cache: use torch.no_grad()")
             if tensor.device != self.length.device:
-                raise ValueError(f"`{name}` must be on {self.length.device}, as the mesh, got {tensor.device}")
+                raise ValueError(
+                    f"`{name}` must be on {self.length.device}, the device of the mesh, got {tensor.device}"
+                )
             if tensor.dtype != held.dtype:
-                raise TypeError(f"`{name}` must be {held.dtype}, as what it joins, got {tensor.dtype}")
+                raise TypeError(f"`{name}` must be {held.dtype}, the dtype of the cache, got {tensor.dtype}")
             want = (*held.shape[:2], tensor.shape[2], held.shape[3])
             if tensor.shape != want:
                 raise ValueError(f"`{name}` must have shape {want} to join the cache, got {tuple(tensor.shape)}")

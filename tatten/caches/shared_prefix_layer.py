@@ -1,7 +1,7 @@
 """One layer of a shared-prefix cache: segments that sequences share, and a suffix for each sequence.
 
-What it hands to attention is a plain PyTorch expression, `cat([prefix expanded over the batch, ..., suffix])`. Eager
-PyTorch writes it out; `torch.compile(backend="tatten")` reads each prefix once instead.
+Attention gets a plain PyTorch expression, `cat([prefix expanded over the batch, ..., suffix])`. Eager PyTorch
+materializes it; `torch.compile(backend="tatten")` reads each prefix once instead.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tatten.caches.static_address import mark_static
 
-class PrefixedKV:
-    """Keys and values of one layer: segments, which sequences share and nobody writes, and a suffix for each sequence.
+
+class SharedPrefixLayer:
+    """Keys and values of one layer: read-only segments that sequences share, and a suffix for each sequence.
 
     Attributes:
         segments: pairs `(key, value)`, root first, each `[B_i, kv_heads, len_i, head_dim]`. B_i divides the batch, and
-            row j serves the sequences `j * batch / B_i ... (j + 1) * batch / B_i - 1`. Before the first fork there is
-            only the root, which grows.
-        forked: whether there is a suffix. If so:
+            entry j is shared by the sequences `j * batch / B_i ... (j + 1) * batch / B_i - 1`. Before the first fork
+            there is only the root, which grows.
+        forked: whether there is a suffix, which the following attributes describe.
         keys, values: the suffix, `[batch, kv_heads, capacity, head_dim]`; unused slots are zero.
         length: int64 tensor without dimensions, the number of used slots, on the device of `keys`.
     """
@@ -37,9 +39,7 @@ class PrefixedKV:
         self._read_by_children = False
         if suffix is not None:
             self.keys, self.values, self.length = suffix
-            # A CUDA graph copies its inputs, here the whole prefix, unless their addresses are known to stay.
-            for tensor in (*self.tensors, self.length):
-                torch._dynamo.mark_static_address(tensor)
+            mark_static(*self.tensors, self.length)
 
     @property
     def batch_size(self) -> int:
@@ -60,22 +60,23 @@ class PrefixedKV:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All keys and values that are held."""
+        """All keys and values of this layer."""
         prefix = tuple(tensor for segment in self.segments for tensor in segment)
         return (*prefix, self.keys, self.values) if self.forked else prefix
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add the keys and values of new tokens, each `[batch, kv_heads, q_len, head_dim]`, and return all of them.
 
-        Before a fork the root grows. After it the suffix is written in place, and what is returned covers all of its
-        slots, `[batch, kv_heads, prefix_length + capacity, head_dim]`: a mask has to exclude the unused ones.
+        Before a fork the root grows. After it the suffix is written in place, and the result covers all of its slots,
+        `[batch, kv_heads, prefix_length + capacity, head_dim]`: a mask has to exclude the unused ones.
 
-        Raises ValueError or TypeError, with nothing written, if the tensors do not fit those that are held or if the
-        suffix is too full (as `check_room`).
+        Raises:
+            ValueError, TypeError: the tensors do not match those of the cache, or there is no room for them (see
+                `check_room`). Nothing has been written.
         """
         self._check_fit(key, value)
         if not self.forked:
-            # The first pair is copied too, as it may be a view of something larger.
+            # The first pair is copied, too: it may be a view of something larger.
             past_key, past_value = self.segments[0] if self.segments else (key[:, :, :0], value[:, :, :0])
             self.segments = ((torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)),)
             return self.segments[0]
@@ -86,14 +87,14 @@ class PrefixedKV:
         self.keys.index_copy_(2, slots, key)
         self.values.index_copy_(2, slots, value)
         self.length.add_(q_len)
-        prefix_keys = [repeat_rows(segment_key, batch) for segment_key, _ in self.segments]
-        prefix_values = [repeat_rows(segment_value, batch) for _, segment_value in self.segments]
+        prefix_keys = [expand_to_batch(segment_key, batch) for segment_key, _ in self.segments]
+        prefix_values = [expand_to_batch(segment_value, batch) for _, segment_value in self.segments]
         return torch.cat([*prefix_keys, self.keys], dim=2), torch.cat([*prefix_values, self.values], dim=2)
 
     def check_room(self, q_len: int) -> None:
-        """Raise ValueError if the suffix has less than `q_len` free slots. Reads `length` on the host.
+        """Raise ValueError if the suffix has fewer than `q_len` free slots. Reads `length` on the host.
 
-        While a graph is traced or captured there is nothing to read, and nothing is checked.
+        Checks nothing while a graph is traced or captured, when there is no length to read.
         """
         if torch.compiler.is_compiling() or (self.length.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
@@ -103,33 +104,35 @@ class PrefixedKV:
                 f"`capacity` must hold {used} used and {q_len} new slots, got {self.capacity}: fork with a larger one"
             )
 
-    def fork(self, n: int, capacity: int, used: int) -> PrefixedKV:
-        """A cache with `n` children of each sequence; the `used` slots of the suffix become a segment, as a view."""
+    def fork(self, n: int, capacity: int, used: int) -> SharedPrefixLayer:
+        """A layer with `n` children of each sequence. The `used` slots of the suffix become a segment, as a view."""
         segments = self.segments
         if used:
             segments = (*segments, (self.keys[:, :, :used], self.values[:, :, :used]))
             self._read_by_children = True
         key, value = segments[0]
-        rows = self.batch_size * n, key.shape[1], capacity
+        shape = self.batch_size * n, key.shape[1], capacity
         length = torch.zeros((), dtype=torch.int64, device=key.device)
-        return PrefixedKV(
-            segments, (key.new_zeros(*rows, key.shape[3]), value.new_zeros(*rows, value.shape[3]), length)
+        return SharedPrefixLayer(
+            segments, (key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3]), length)
         )
 
-    def select(self, indices: Sequence[int]) -> PrefixedKV:
-        """A cache of the sequences `indices`. Segments are shared where their rows allow it; the suffix is copied."""
+    def select(self, indices: Sequence[int]) -> SharedPrefixLayer:
+        """A layer of the sequences `indices`. Shares segments where the indices allow it, and copies the suffix."""
         if not self.forked:
-            return PrefixedKV(tuple((take(key, indices), take(value, indices)) for key, value in self.segments))
+            return SharedPrefixLayer(
+                tuple((select_rows(key, indices), select_rows(value, indices)) for key, value in self.segments)
+            )
         segments = []
         for key, value in self.segments:
-            rows = shared_rows(indices, self.batch_size // key.shape[0])
-            segments.append((take(key, rows), take(value, rows)))
+            rows = prefix_rows(indices, seqs_per_kv=self.batch_size // key.shape[0])
+            segments.append((select_rows(key, rows), select_rows(value, rows)))
         index = torch.tensor(indices, device=self.keys.device)
         suffix = self.keys.index_select(0, index), self.values.index_select(0, index), self.length.clone()
-        return PrefixedKV(tuple(segments), suffix)
+        return SharedPrefixLayer(tuple(segments), suffix)
 
     def select_(self, indices: Sequence[int]) -> None:
-        """`select` in place: the suffix stays where it is, unless the batch changes or children read it."""
+        """Select in place. The suffix keeps its memory unless the batch changes or children read it."""
         selected = self.select(indices)
         if self.forked and len(indices) == self.batch_size and not self._read_by_children:
             self.keys.copy_(selected.keys)
@@ -153,29 +156,32 @@ class PrefixedKV:
         held = self.segments[0] if self.segments else (key, value)
         for name, tensor, like in (("key", key, held[0]), ("value", value, held[1])):
             if tensor.dtype != like.dtype:
-                raise TypeError(f"`{name}` must be {like.dtype}, as what it joins, got {tensor.dtype}")
+                raise TypeError(f"`{name}` must be {like.dtype}, the dtype of the cache, got {tensor.dtype}")
             if tensor.device != like.device:
-                raise ValueError(f"`{name}` must be on {like.device}, as what it joins, got {tensor.device}")
+                raise ValueError(f"`{name}` must be on {like.device}, the device of the cache, got {tensor.device}")
             if self.segments:
                 want = (self.batch_size, like.shape[1], tensor.shape[2], like.shape[3])
                 if tensor.shape != want:
                     raise ValueError(f"`{name}` must have shape {want} to join the cache, got {tuple(tensor.shape)}")
 
 
-def repeat_rows(rows: Tensor, batch: int) -> Tensor:
-    """Each row for the sequences that it serves, `[batch, ...]`."""
-    return rows.unsqueeze(1).expand(-1, batch // rows.shape[0], *[-1] * (rows.dim() - 1)).flatten(0, 1)
+def expand_to_batch(shared: Tensor, batch: int) -> Tensor:
+    """Repeat each entry of `[B_i, ...]` for the sequences that share it, as a view if possible: `[batch, ...]`."""
+    return shared.unsqueeze(1).expand(-1, batch // shared.shape[0], *[-1] * (shared.dim() - 1)).flatten(0, 1)
 
 
-def shared_rows(indices: Sequence[int], repeat: int) -> list[int]:
-    """The fewest rows, each for an equal block, that serve the sequences `indices` if row j served `repeat` of them."""
-    rows = [index // repeat for index in indices]
-    changes = [place for place in range(1, len(rows)) if rows[place] != rows[place - 1]]
+def prefix_rows(indices: Sequence[int], seqs_per_kv: int) -> list[int]:
+    """The rows of a prefix for the sequences `indices`, where `seqs_per_kv` consecutive sequences shared each row.
+
+    There are as few as possible, each for a block of equally many consecutive indices.
+    """
+    rows = [index // seqs_per_kv for index in indices]
+    changes = [i for i in range(1, len(rows)) if rows[i] != rows[i - 1]]
     return rows[:: math.gcd(len(rows), *changes)]
 
 
-def take(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """`tensor[rows]`, as a view if the rows are consecutive."""
+def select_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return `tensor[rows]`, as a view if the rows are consecutive."""
     if list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return tensor[rows[0] : rows[0] + len(rows)]
     return tensor.index_select(0, torch.tensor(rows, device=tensor.device))

@@ -1,1 +1,1 @@
-"""tatten in other libraries' terms, one module for each; import the module of the library that you have."""
+"""Adapters to other libraries, one module each: import the one for the library that you have."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from slow import slow_but
 from torch import Tensor
 
 import tatten
@@ -104,7 +105,7 @@ def merged_on_ranks(strategy: str) -> tuple[Tensor, Tensor]:
     return tatten.tree_merge(*state, dist.group.WORLD, strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "all_gather"])
+@pytest.mark.parametrize("strategy", slow_but(["all_reduce"], ["all_reduce", "all_gather"]))
 def test_tree_merge_is_the_gradient(strategy: str) -> None:
     """Algorithm 3 on four ranks, and the packed form of it."""
     q, k, v = inputs(8, 2)

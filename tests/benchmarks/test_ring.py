@@ -11,16 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from slow import slow_but
 from torch import Tensor
 
 from tatten.ops.reference import decode_attention_reference
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from project_cluster import fit, merge_points
-from ring import ring_decode, ring_prefill, shard_zigzag
-from sharded_llama import Decoder, Sizes
-from together import Ranks
-from tree_vs_ring import decoders
+from support.ring import ring_decode, ring_prefill, shard_zigzag
+from support.sharded_attention import decoders
+from support.sharded_llama import Decoder, Sizes
+from support.together import Ranks
 
 LENGTHS = {  # of each rank and sequence, of 16
     "uneven": [[5, 16], [1, 0], [16, 7], [0, 3]],
@@ -65,7 +66,7 @@ def prompt(length: int, heads: tuple[int, int]) -> list[Tensor]:
     return [randn(2, h, length, 32, seed=i) for i, h in enumerate((heads[0], heads[1], heads[1]))]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", slow_but([2], [1, 2, 3, 4]))
 def test_decode(n: int) -> None:
     for rank, results in enumerate(run_ranks(n, decode)):
         for (name, heads, dtype, _), (out, lse, own_k, own_v) in zip(CASES, results, strict=True):
@@ -84,7 +85,7 @@ def test_decode(n: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", slow_but([2], [1, 2, 3, 4]))
 def test_prefill(n: int, heads: tuple[int, int]) -> None:
     length = 2 * n * 5
     results = run_ranks(n, prefill, length, heads)
@@ -123,7 +124,7 @@ def generate_whole(prompt: Tensor, new: int) -> list[int]:
     return prompt[0, -new:].tolist()
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", slow_but([2], [1, 2, 4]))
 def test_decoder(n: int) -> None:
     prompt = torch.randint(97, (1, 16), generator=torch.Generator().manual_seed(0))
     (expected,) = run_ranks(1, generate_whole, prompt, 7)
@@ -132,6 +133,7 @@ def test_decoder(n: int) -> None:
         assert tokens == dict.fromkeys(("tree:all_reduce", "tree:all_gather", "ring"), expected)
 
 
+@pytest.mark.slow
 def test_what_one_benchmark_writes_the_other_reads(tmp_path: Path) -> None:
     path = tmp_path / "merge.json"
     script = str(Path(__file__).parents[2] / "benchmarks/tree_merge.py")

@@ -231,7 +231,7 @@ def test_is_reproducible() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv_lens", [(9000, 40), (700, 3000)])
 def test_wide_prefixes_run_beside_suffixes(kv_lens: tuple[int, int], dtype: torch.dtype) -> None:
-    """Many queries on one long KV go to the wide kernel, and the suffix gets SMs of its own where it has work."""
+    """Many queries on one long KV go to the prefix kernel, and the suffix gets SMs of its own where it has work."""
     prefix, suffix = kv_lens
     tree = Tree(((1, prefix), (32, suffix)), batch=32, q_heads=8, kv_heads=2, head_dim=64, dtype=dtype, q_len=2)
     query, keys, values, masks = tree.inputs("cuda")

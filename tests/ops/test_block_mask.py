@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 from attention_cases import NEG_INF, places_in_reach
+from pairs import pairs
+from slow import slow_after
 from torch import Tensor
 from torch.library import opcheck
 
@@ -152,8 +154,14 @@ def in_triton(mask: Tensor, kv_batch: int, kv_lens: Tensor | None = None, **give
     return plan_block_list(mask, kv_batch, kv_lens=kv_lens, **given)(mask, kv_lens).cpu()
 
 
-@pytest.mark.parametrize("kind", [x for x in KINDS if x not in ("bfloat16", "all_false")])
-@pytest.mark.parametrize("shape, sizes", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape, sizes, kind",
+    slow_after(
+        30,
+        [(*shape, kind) for shape, kind in pairs(SHAPES, [x for x in KINDS if x not in ("bfloat16", "all_false")])],
+    ),
+    ids=str,
+)
 def test_in_triton(shape: tuple[int, ...], sizes: tuple[int, int, int], kind: str) -> None:
     mask = make_mask(shape, kind)
     got = in_triton(mask, sizes[1])
@@ -161,6 +169,7 @@ def test_in_triton(shape: tuple[int, ...], sizes: tuple[int, int, int], kind: st
     assert listed(got) == expected(mask, *sizes)
 
 
+@pytest.mark.slow
 def test_a_run_through_a_long_mask() -> None:
     """More blocks than `_list_kernel` looks at together: runs before, behind and across block 1024, or equal ones."""
     for runs in ([(3, 9), (1020, 1030), (1050, 1058)], [(5, 40), (1024, 1059)], [(0, 1100)], [(1023, 1024)], []):
@@ -174,10 +183,19 @@ def test_a_run_through_a_long_mask() -> None:
         assert BlockList(got, 64 * 1100).runs[0] == max((stop - start for start, stop in runs), default=0)
 
 
-@pytest.mark.parametrize("window", [None, 1, 70])
-@pytest.mark.parametrize("lens", [None, (150, 64, 0), (1, 65, 400)])
-@pytest.mark.parametrize("shape", [(150,), (3, 150), (3, 1, 1, 150), (3, 2, 3, 150), (1, 1, 3, 1), (1,)], ids=str)
-@pytest.mark.parametrize("left", [0.8, 1.0])
+@pytest.mark.parametrize(
+    "shape, lens, window, left",
+    slow_after(
+        9,
+        pairs(
+            [(150,), (3, 150), (3, 1, 1, 150), (3, 2, 3, 150), (1, 1, 3, 1), (1,)],
+            [None, (150, 64, 0), (1, 65, 400)],
+            [None, 1, 70],
+            [0.8, 1.0],
+        ),
+    ),
+    ids=str,
+)
 def test_with_lengths_and_window(
     shape: tuple[int, ...], lens: tuple[int, ...] | None, window: int | None, left: float
 ) -> None:

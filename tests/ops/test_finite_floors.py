@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pairs import pairs
+from slow import slow_after, slow_but
 from torch import Tensor
 
 import tatten
@@ -104,9 +106,7 @@ def test_segments_with_numbers_of_heads_of_their_own(device: str) -> None:
     check(*public(query, keys, values, masks), mean, -1e9)
 
 
-@pytest.mark.parametrize("low", FLOORS)
-@pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize("programs", [3, 25])
+@pytest.mark.parametrize("name, low, programs", slow_after(3, pairs([*TREES], FLOORS, [3, 25])))
 def test_segments_in_triton(
     name: str, low: float, programs: int, interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +125,7 @@ def check_against_float64(run: Callable, query: Tensor, keys: list, values: list
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("masked", [0, 1, 2])
+@pytest.mark.parametrize("masked", slow_but([1], range(3)))
 @pytest.mark.parametrize("run", [public, triton_segments])
 def test_only_one_segment_has_a_bias(run: Callable, masked: int, interpreted: None) -> None:
     """Then the others outweigh it, whatever the form of their states."""
@@ -134,7 +134,7 @@ def test_only_one_segment_has_a_bias(run: Callable, masked: int, interpreted: No
     check_against_float64(run, query, keys, values, some)
 
 
-@pytest.mark.parametrize("masked", [0, 1, 2])
+@pytest.mark.parametrize("masked", slow_but([1], range(3)))
 @pytest.mark.parametrize("run", [public, triton_segments])
 def test_a_segment_beside_a_floor_is_excluded_by_a_bool_mask(run: Callable, masked: int, interpreted: None) -> None:
     query, keys, values, masks, _ = segments("three", 2, -1e9, torch.float32, "cpu")
@@ -143,7 +143,7 @@ def test_a_segment_beside_a_floor_is_excluded_by_a_bool_mask(run: Callable, mask
     check_against_float64(run, query, keys, values, masks)
 
 
-@pytest.mark.parametrize("masked", [0, 1, 2])
+@pytest.mark.parametrize("masked", slow_but([1], range(3)))
 @pytest.mark.parametrize("run", [public, triton_segments])
 def test_one_mask_for_all_sequences_beside_a_floor(run: Callable, masked: int, interpreted: None) -> None:
     query, keys, values, masks, _ = segments("three", 2, -1e9, torch.float32, "cpu")
@@ -218,9 +218,7 @@ def test_ordinary_scores_are_computed_once(many_pieces: None, monkeypatch: pytes
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("low", FLOORS)
-@pytest.mark.parametrize("programs", [1, 5, 13])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("sinks, programs, low", slow_after(3, pairs([False, True], [1, 5, 13], FLOORS)))
 def test_splits_in_triton(sinks: bool, programs: int, low: float, interpreted: None) -> None:
     from tatten.ops.cuda.decode import Tiles, plan_attention
 

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from slow import slow_but
 from torch.library import opcheck
 
 import tatten
@@ -97,7 +98,7 @@ def test_opcheck(device: str) -> None:
     opcheck(torch.ops.tatten.merge_state.default, (out[0], lse[0], out[1], lse[1]), test_utils=utils)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", slow_but(["aot_eager"], ["aot_eager", "inductor"]))
 def test_compiles_to_plain_pytorch(inner: str) -> None:
     out, lse = states()
     targets = []

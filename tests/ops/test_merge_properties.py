@@ -103,6 +103,7 @@ def _merge_both_ways(out: torch.Tensor, lse: torch.Tensor) -> tuple[State, State
     return tatten.merge_states(out, lse), tatten.merge_state(out[0], lse[0], out[1], lse[1])
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(_merge_both_ways, fullgraph=True, dynamic=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import capture
+from slow import slow_but
 from torch._dynamo.exc import Unsupported
 
 from tatten.passes import Declined, Rewritten, rewrite
@@ -96,7 +97,7 @@ def inputs(dtype=BF16):
     return q, k, v, mask
 
 
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("around", slow_but(["around", "nested"], AROUND))
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
 def test_as_eager(fn, around: str) -> None:
     torch._dynamo.reset()
@@ -123,7 +124,7 @@ def test_the_mask_is_cast_once_for_all_layers() -> None:
 
 @pytest.mark.parametrize("bool_mask", [False, True])
 def test_state_that_is_set_by_a_call(bool_mask: bool) -> None:
-    """Where which holds is not known: a bool mask, which is never cast, doesn't mind."""
+    """The state at a node is unknown then; only a bool mask, which is never cast, is not affected."""
 
     def fn(q, k, v, mask):
         torch.set_autocast_enabled("cpu", True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
 from graphs import capture, listing
+from slow import slow_after
 
 import tatten
 from tatten.passes import Declined, Rewritten, cost, rewrite
@@ -118,7 +121,7 @@ def gm_rows(node) -> int:
     return int(node.meta["example_value"].shape[0])
 
 
-@pytest.mark.parametrize(("order", "dynamic"), ORDERS)
+@pytest.mark.parametrize(("order", "dynamic"), slow_after(1, ORDERS))
 @pytest.mark.parametrize("spelling", FOR_ALL)
 def test_a_prefix_for_all(spelling: str, order: str, dynamic: bool) -> None:
     gm = assert_bifurcates(attention(FOR_ALL[spelling], order), *inputs(), dynamic=DYNAMIC if dynamic else ())
@@ -128,7 +131,7 @@ def test_a_prefix_for_all(spelling: str, order: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize(("order", "dynamic"), ORDERS)
-@pytest.mark.parametrize("spelling", FOR_GROUPS)
+@pytest.mark.parametrize("spelling", slow_after(2, FOR_GROUPS))
 def test_a_prefix_for_each_group(spelling: str, order: str, dynamic: bool) -> None:
     fn = attention(FOR_GROUPS[spelling], order)
     assert_bifurcates(fn, *inputs(G), rows=(G, B), dynamic=DYNAMIC if dynamic else ())
@@ -282,9 +285,11 @@ def test_a_loop_that_appends_to_its_keys() -> None:
         return q, k
 
     gm = capture(fn, torch.randn(1, HQ, 1, D), torch.randn(1, HKV, P, D), torch.randn(1, HKV, 1, D))
+    start = time.thread_time()  # not `report.milliseconds`: the machine may be busy
     report = rewrite(gm)
+    took = time.thread_time() - start
     assert [x.op for x in report.findings] == ["tatten.decode_attention.default"] * 100
-    assert report.milliseconds < 500
+    assert took < 0.5, f"{took * 1e3:.0f} ms"
 
 
 OTHERS = {

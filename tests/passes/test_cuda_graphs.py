@@ -1,4 +1,4 @@
-"""What the passes do to graphs on CUDA, without a GPU: the tensors of the graph are fake."""
+"""Rewritten graphs on CUDA, without a GPU: the tensors of the graph are fake."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from graphs import capture
 
 from tatten.passes import Rewritten, rewrite
 from tatten.passes.sdpa import find_sdpa
+from tatten.passes.stored import peel_heads
 from tatten.passes.symbolic import tensor_of
-from tatten.passes.views import peel_heads
 
 B, HQ, HKV, S, D, N = 2, 6, 2, 9, 8, 3
 

@@ -18,7 +18,7 @@ MASK = torch.ones(1, 1, 1, S, dtype=torch.bool)
 
 
 def both(fn, *args):
-    """What eager and tatten return, and what they leave in the arguments; in one graph, as a second begins anew."""
+    """The results of eager and tatten, and the arguments after them; in one graph, since a second one starts afresh."""
     torch._dynamo.reset()
     results = []
     for f in (fn, torch.compile(fn, backend="tatten", options={"inner": "eager"}, fullgraph=True)):
@@ -194,7 +194,7 @@ def keys_reshaped(q, stored, other):
 
 
 def others_reshaped(q, stored, other):
-    """What is reshaped in place, before or after, is nothing that keys are made of."""
+    """Tensors that are reshaped in place, before or after, that keys do not depend on."""
     keys = stored.view(1, 1, S, D).expand(1, HQ, S, D)
     positions = other + 1
     positions.unsqueeze_(0)
@@ -221,7 +221,7 @@ def test_tensors_that_are_reshaped_in_place(fn, kind: type) -> None:
 
 
 def test_schemas_that_tell_less_than_the_op_does() -> None:
-    """What PyTorch's own list of such schemas adds to them is what we read off the names of arguments."""
+    """PyTorch's own list of writes that schemas hide has just those that we read off the names of arguments."""
     untold = set()
     for schema in torch._C._jit_get_all_schemas():
         if schema.name.startswith("aten::") and any(x.name.startswith("running_") for x in schema.arguments):

@@ -1,4 +1,4 @@
-"""Which nodes write: FX and Inductor each miss some."""
+"""Nodes that write: FX and Inductor each miss some."""
 
 from __future__ import annotations
 

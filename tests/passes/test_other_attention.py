@@ -97,7 +97,7 @@ def test_written_out() -> None:
     for name, fn in WRITTEN_OUT.items():
         (finding,) = rewrite(capture(fn, q(), kv(), kv())).findings
         assert finding.decline.reason is Reason.NO_SDPA, name
-        assert finding.place.file == __file__, name
+        assert finding.location.file == __file__, name
         assert ("exp over its sum" in finding.decline.detail) == name.startswith("exp"), name
 
 
@@ -114,7 +114,7 @@ def test_flex_attention() -> None:
 
     (finding,) = rewrite(capture(fn, q(), kv(), kv())).findings
     assert finding.decline.reason is Reason.FLEX_ATTENTION
-    assert finding.place.file == __file__  # and not a line of torch.nn.attention
+    assert finding.location.file == __file__  # and not a line of torch.nn.attention
 
 
 class Multihead(nn.Module):
@@ -130,9 +130,9 @@ class Multihead(nn.Module):
 def test_multihead_attention() -> None:
     attn, layer = rewrite(capture(Multihead().eval(), torch.randn(B, 3, D))).findings
     assert {attn.decline.reason, layer.decline.reason} == {Reason.MULTIHEAD}
-    assert (attn.place.module, attn.place.file) == ("attn", __file__)
-    assert layer.place.module == "layer"
-    assert "self.attn(x, x, x)" in attn.place.code
+    assert (attn.location.module, attn.location.file) == ("attn", __file__)
+    assert layer.location.module == "layer"
+    assert "self.attn(x, x, x)" in attn.location.code
 
 
 def test_beside_what_is_rewritten() -> None:

@@ -20,18 +20,6 @@ def test_passes_symbolic() -> None:
     assert statically_known_true(size == size)
 
 
-def test_tatten_inner() -> None:
-    from torch._dynamo.backends.registry import lookup_backend
-
-    assert callable(lookup_backend("eager"))
-    assert callable(lookup_backend("aot_eager"))
-    wrapper = torch._TorchCompileInductorWrapper("reduce-overhead", {"max_autotune": False}, None)
-    assert wrapper.config["triton.cudagraphs"] is True
-    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
-
-    assert callable(reset_cudagraph_trees)
-
-
 def test_ops_cpu() -> None:
     q = torch.randn(1, 2, 3, 8)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q, 0.0, False, attn_mask=None)

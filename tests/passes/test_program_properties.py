@@ -19,7 +19,7 @@ WAYS = {"_flash", "_attend_in_pieces", "_attend_in_groups"}
 
 @pytest.fixture
 def ways() -> Iterator[Counter[str]]:
-    """How often each way was gone that small tensors go only where thresholds are lowered."""
+    """Counts of the branches that small tensors take only where thresholds are lowered."""
     gone: Counter[str] = Counter()
 
     def counted(name: str) -> Callable[..., Any]:
@@ -37,6 +37,7 @@ def ways() -> Iterator[Counter[str]]:
         yield gone
 
 
+@pytest.mark.slow
 def test_programs_mean_the_same_compiled(ways: Counter[str]) -> None:
     """And at least half of them are rewritten, into each op, and little is lost to what PyTorch can't compile."""
     outcomes: list[Outcome] = []
@@ -57,6 +58,13 @@ def test_programs_mean_the_same_compiled(ways: Counter[str]) -> None:
     assert not_ours.total() * 10 <= len(outcomes), not_ours
 
 
+@fuzz.settings(6)
+@given(program=programs())
+def test_a_few_programs_mean_the_same_compiled(program: Program) -> None:
+    check(program)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("cpp_wrapper", [False, True])
 def test_programs_mean_the_same_under_inductor(cpp_wrapper: bool) -> None:
     """Inductor compiles what tatten leaves of a program; that takes seconds for each."""

@@ -1,4 +1,4 @@
-"""Places as the user writes them: modules as `named_modules` has them, and lines of the user's own."""
+"""Source locations as the user writes them: modules as `named_modules` has them, and lines of the user's own."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ def modules(fn, *args) -> list[str]:
     gm = capture(fn, *args)
     found = []
     for node in gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
-        place = source_location(node)
-        assert place.file == __file__
-        assert place.code == "return F.scaled_dot_product_attention(self.q_proj(x), x, x)"
-        found.append(place.module)
+        location = source_location(node)
+        assert location.file == __file__
+        assert location.code == "return F.scaled_dot_product_attention(self.q_proj(x), x, x)"
+        found.append(location.module)
     return found
 
 

@@ -32,7 +32,7 @@ class Recorder:
     """In place of a kernel: launches are added to a list."""
 
     def __init__(self, kernel: Any, launches: list[Launch]) -> None:
-        self.kernel, self.launches = kernel, launches
+        self.kernel, self.launches, self.arg_names = kernel, launches, kernel.arg_names
 
     def __getitem__(self, grid: object) -> Any:
         return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
@@ -46,14 +46,22 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], s
     from triton.experimental.gluon._runtime import GluonASTSource
 
     signature, constants, attrs, options = {}, {}, {}, dict(kwargs)
+
+    def specialize(x: Any, path: tuple[int, ...], param: Any, do_not: bool) -> Any:
+        """The type of an argument; members of a tuple are always specialised."""
+        if isinstance(x, tuple):
+            kinds = [specialize(y, (*path, i), param, False) for i, y in enumerate(x)]
+            return type(x)(*kinds) if hasattr(x, "_fields") else tuple(kinds)
+        if param.is_constexpr or (type(x) is int and x == 1 and not do_not):
+            constants[path] = x
+            return "constexpr"
+        if hasattr(x, "data_ptr") or (type(x) is int and x % 16 == 0 and not do_not):
+            attrs[path] = [["tt.divisibility", 16]]
+        return _kind(x)
+
     for i, param in enumerate(kernel.params):
         x = args[i] if i < len(args) else options.pop(param.name)
-        if param.is_constexpr or (type(x) is int and x == 1 and not param.do_not_specialize):
-            signature[param.name], constants[param.name] = "constexpr", x
-            continue
-        signature[param.name] = _kind(x)
-        if hasattr(x, "data_ptr") or (type(x) is int and x % 16 == 0 and not param.do_not_specialize):
-            attrs[(i,)] = [["tt.divisibility", 16]]
+        signature[param.name] = specialize(x, (i,), param, param.do_not_specialize)
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attrs)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

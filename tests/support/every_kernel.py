@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tatten.ops.cuda import decode, segments
+from tatten.ops.cuda import combine, decode, segments
 from tatten.ops.masks import block_list
 from tatten.ops.variant import AttentionVariant
 
@@ -24,8 +24,8 @@ KV_LEN = 333
 
 
 def compile_tests() -> ModuleType:
-    path = Path(__file__).parents[1] / "ops/test_triton_compiles.py"
-    spec = importlib.util.spec_from_file_location("test_triton_compiles", path)
+    path = Path(__file__).parents[1] / "ops/cuda/test_compiles.py"
+    spec = importlib.util.spec_from_file_location("test_compiles", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -35,12 +35,12 @@ def compile_tests() -> ModuleType:
 
 def attend(
     dtype: Any, dim: int, rows: int, mask: Any = None, lens: bool = False, sinks: bool = False, tiles: str = "",
-    wide: bool = False, float8: bool = False, **options: Any,
+    sm90: bool = False, float8: bool = False, **options: Any,
 ) -> None:  # fmt: skip
     dtype = getattr(torch, dtype)
     query = torch.randn(2, 2 * rows, 1, dim, device="cuda").to(dtype)
     key, value = (torch.randn(2, 2, KV_LEN, dim, device="cuda").to(dtype) for _ in "kv")
-    if wide:
+    if sm90:
         segments.plan_prefix_segment(query, key, value, 0.1)(query, key, value)
         return
     if float8:
@@ -61,9 +61,9 @@ def attend(
     if tiles:
         options["tiles"] = getattr(segments, tiles)
     plan = decode.plan_segment(query, key, value, mask, kv_lens, 0.1, None, variant, **options)
-    parts = plan(query, key, value, mask, kv_lens, None, variant)
+    partials = plan(query, key, value, mask, kv_lens, None, variant)
     twice = 1 if options.get("whole", True) else 2
-    decode.plan_combine(query, dim, *[plan.line] * twice, dtype=dtype)(*[parts] * twice)
+    combine.plan_combine(query, dim, *[plan.tile_space] * twice, dtype=dtype)(*[partials] * twice)
 
 
 def main() -> None:

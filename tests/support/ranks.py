@@ -1,4 +1,4 @@
-"""Running a function on several ranks: one process each, gloo on a CPU, and nothing that can hang a test.
+"""Run a function on several ranks, one process each with gloo on a CPU, in bounded time whatever a rank does.
 
 Processes are forked from a server that has imported PyTorch once, so that a test takes a fraction of a second.
 """
@@ -9,6 +9,8 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -23,7 +25,7 @@ _context.set_forkserver_preload(["torch.distributed.tensor", "torch._inductor.co
 
 
 class RankError(AssertionError):
-    """What went wrong on a rank: its own error, that it died, or that it did not end."""
+    """What went wrong on a rank: its own error, that it died, or that it was still running at the end."""
 
 
 def run_ranks(n: int, fn: Callable[..., Any], *args: Any, seconds: float = 300.0, timeout: float = 120.0) -> list[Any]:
@@ -59,7 +61,34 @@ def try_ranks(n: int, fn: Callable[..., Any], *args: Any, seconds: float = 300.0
         finally:
             for process in processes:
                 process.kill()
-                process.join()
+            for process in processes:
+                process.join(timeout=10)
+
+
+def run_torchrun(n: int, script: str, *options: str, seconds: float = 300.0) -> str:
+    """What a script prints under torchrun on n ranks; raises RankError if it fails or is not done in time.
+
+    torchrun starts ranks in sessions of their own. Killed, it would leave them behind, with pipes open that a reader
+    waits for: so it is asked to end, which makes it end them, and output goes to a file.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(n), script]
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen([*command, *options], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            status: object = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = f"still running after {seconds:g} s"
+        finally:
+            process.terminate()
+            try:
+                process.wait(40)  # torchrun gives ranks 30 s
+            except subprocess.TimeoutExpired:
+                process.kill()
+        out.seek(0)
+        if status != 0:
+            raise RankError(f"torchrun: {status}\n{out.read()[-5000:]}")
+        return out.read()
 
 
 def _result(pipe: Connection, sentinel: int, deadline: float) -> Any:
@@ -81,14 +110,14 @@ def _main(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n))
     try:
         limit = datetime.timedelta(seconds=timeout)
-        meeting = dist.FileStore(store, n)
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=n, timeout=limit)
-        # One that has nothing to say ends at once: not before the others are done with connecting to it.
-        meeting.set(f"ready {rank}", "")
-        meeting.wait([f"ready {i}" for i in range(n)], limit)
+        rendezvous = dist.FileStore(store, n)
+        dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=n, timeout=limit)
+        # A rank that sends nothing could end before the others have connected to it.
+        rendezvous.set(f"ready {rank}", "")
+        rendezvous.wait([f"ready {i}" for i in range(n)], limit)
         with torch.no_grad():
             result = fn(*args)
-    except Exception as error:
+    except BaseException as error:  # of a failed `pytest.raises`, too, and SystemExit
         result = RankError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     sender.send_bytes(pickle.dumps(result))  # by value: shared memory would end with this process
     sender.close()

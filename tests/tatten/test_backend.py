@@ -1,4 +1,4 @@
-"""The backend as a user meets it: by name, with modes, options, caches, resets."""
+"""The backend as users see it: its name, modes, options, caches and resets."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import textwrap
 import pytest
 import torch
 import torch.nn.functional as F
+from pairs import pairs
+from slow import slow_after
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
@@ -36,9 +38,18 @@ def test_is_found_by_name() -> None:
     assert "tatten" in torch.compiler.list_backends()
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize("dynamic", [None, False, True])
-@pytest.mark.parametrize("options", [None, {"inner": "aot_eager"}, {"inner": "eager"}, {"max_autotune": False}])
+@pytest.mark.parametrize(
+    "options, dynamic, fullgraph",
+    slow_after(
+        6,
+        pairs(
+            [None, {"inner": "aot_eager"}, {"inner": "eager"}, {"max_autotune": False}],
+            [None, False, True],
+            [False, True],
+        ),
+    ),
+    ids=str,
+)
 def test_compiles(options, dynamic, fullgraph: bool) -> None:
     fn = torch.compile(step, backend="tatten", options=options, dynamic=dynamic, fullgraph=fullgraph)
     for length in (9, 10, 11):
@@ -131,6 +142,7 @@ WARM = textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 def test_warm_caches_hit_and_the_report_is_still_filled(tmp_path) -> None:
     import json
     import os
@@ -149,7 +161,7 @@ def test_warm_caches_hit_and_the_report_is_still_filled(tmp_path) -> None:
 
 
 def test_import_is_light() -> None:
-    """`import tatten` loads no Triton, transformers or Inductor, and asks no device anything."""
+    """`import tatten` loads neither Triton, transformers nor Inductor, and queries no device."""
     heavy = ["triton", "transformers", "torch._inductor.compile_fx"]
     code = f"import sys, tatten; print([module for module in {heavy} if module in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
@@ -183,8 +195,9 @@ def test_one_captured_graph_serves_any_length() -> None:
         assert torch.equal(out, tatten.decode_attention(q, k, v, kv_lens=lens))
 
 
+@pytest.mark.slow
 def test_first_compiles_in_several_threads() -> None:
-    """PyTorch's look-up of a name is not safe for threads; our entry point is."""
+    """PyTorch's lookup of a backend is not thread-safe; our entry point is."""
     script = """
         import threading, torch
         errors, start = [], threading.Barrier(4)

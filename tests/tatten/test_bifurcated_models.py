@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from slow import slow_but
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
@@ -61,7 +62,7 @@ def through(backend: str, inner: str) -> CompileConfig:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["Llama", "Gemma3Text"], MODELS))
 def test_generate(name: str, padded: bool) -> None:
     """Samples of one prompt, and of several with padding: the tokens of plain `generate`."""
     model, (ids, mask) = build(name), prompts(padded)
@@ -101,8 +102,9 @@ def test_a_second_level() -> None:
     assert all(x.cost.segments == 3 for x in report.rewritten)
 
 
+@pytest.mark.slow
 def test_another_prompt_of_another_length_is_one_more_graph() -> None:
-    """And no more after that: lengths are symbols then, and still every layer is rewritten."""
+    """Later lengths compile no more: they are symbols from then on, and every layer is still rewritten."""
     model = build("Llama")
     step = torch.compile(model, backend="tatten", options={"inner": "aot_eager"})
     torch._dynamo.reset()
@@ -128,6 +130,7 @@ def largest_allocation(step: Callable[[], object]) -> int:
     return max(event.nbytes() for event in events if event.name() == "[memory]")
 
 
+@pytest.mark.slow
 def test_nothing_of_the_size_of_batch_times_prefix_is_allocated() -> None:
     length, n = 3000, 8
     config = LlamaConfig(**GQA | {"num_hidden_layers": 1, "max_position_embeddings": 4096})

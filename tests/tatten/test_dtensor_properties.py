@@ -204,6 +204,7 @@ def in_float64(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
         return F.scaled_dot_product_attention(query.double(), key.double(), value.double(), bias, enable_gqa=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @seed(SEED)
 @settings(

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pairs import pairs
 from ranks import run_ranks
+from slow import slow_after
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -76,15 +78,16 @@ def _double(mask: Tensor | None) -> Tensor | None:
     return mask if mask is None or mask.dtype == torch.bool else mask.double()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+SHAPES = [(torch.float32, HKV, S), (torch.bfloat16, 1, 24), (torch.float32, HQ, 2), (torch.float64, HKV, 1)]
+
+
 @pytest.mark.parametrize(
-    "dtype, kv_heads, length",
-    [(torch.float32, HKV, S), (torch.bfloat16, 1, 24), (torch.float32, HQ, 2), (torch.float64, HKV, 1)],
+    "n, shape, mode", slow_after(3, pairs([1, 2, 3, 4], SHAPES, ["no_grad", "inference"])), ids=str
 )
-@pytest.mark.parametrize("mode", ["no_grad", "inference"])
-def test_one_merge_and_no_gather(n: int, dtype: torch.dtype, kv_heads: int, length: int, mode: str) -> None:
+def test_one_merge_and_no_gather(n: int, shape: tuple[torch.dtype, int, int], mode: str) -> None:
     """Lengths that do not divide, GQA, MQA and MHA, ranks without keys."""
-    for results in run_ranks(n, on_one_mesh, dtype, kv_heads, length, mode):
+    dtype, _, _ = shape
+    for results in run_ranks(n, on_one_mesh, *shape, mode):
         for error, collectives, replicated in results:
             assert error < {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}[dtype]
             assert collectives == (["all_gather_into_tensor"] if n > 1 else [])
@@ -103,16 +106,19 @@ def on_two_dims(q_placed: Sequence[Any], kv_placed: Sequence[Any], mask_placed: 
 
 @pytest.mark.parametrize(
     "q_placed, kv_placed, mask_placed, merges",
-    [
-        ((R, R), (S2, S2), (S3, S3), 2),
-        ((R, R), (S2, S2), (R, R), 2),
-        ((R, R), (S2, S2), (S3, R), 2),
-        ((S1, R), (S1, S2), (R, S3), 1),
-        ((R, S1), (S2, S1), (S3, R), 1),
-        ((S0, R), (S0, S2), (S0, S3), 1),
-        ((S0, R), (S0, S2), (R, R), 1),
-        ((R, R), (R, S2), (R, S3), 1),
-    ],
+    slow_after(
+        2,
+        [
+            ((R, R), (S2, S2), (S3, R), 2),
+            ((S1, R), (S1, S2), (R, S3), 1),
+            ((R, R), (S2, S2), (S3, S3), 2),
+            ((R, R), (S2, S2), (R, R), 2),
+            ((R, S1), (S2, S1), (S3, R), 1),
+            ((S0, R), (S0, S2), (S0, S3), 1),
+            ((S0, R), (S0, S2), (R, R), 1),
+            ((R, R), (R, S2), (R, S3), 1),
+        ],
+    ),
 )
 def test_meshes_of_two_dims(q_placed: Any, kv_placed: Any, mask_placed: Any, merges: int) -> None:
     for error, collectives, placed in run_ranks(4, on_two_dims, q_placed, kv_placed, mask_placed):
@@ -138,8 +144,8 @@ def as_pytorch_does() -> list[str]:
     during = [observe(args, kwargs) for args, kwargs in calls]
     tatten.disable_dtensor_sdpa()
     tatten.disable_dtensor_sdpa()
-    pairs = enumerate(zip(before, during, strict=True))
-    differing = [f"call {i}: {b[1:]} became {d[1:]}" for i, (b, d) in pairs if not same(b, d)]
+    both = enumerate(zip(before, during, strict=True))
+    differing = [f"call {i}: {b[1:]} became {d[1:]}" for i, (b, d) in both if not same(b, d)]
     if DTensor._op_dispatcher._custom_op_handlers != table:
         differing.append("the table of handlers")
     return differing
@@ -274,6 +280,7 @@ def without_a_kernel() -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_what_has_no_kernel_is_merged_or_an_error() -> None:
     assert list(itertools.chain(*run_ranks(2, without_a_kernel))) == []
 
@@ -341,6 +348,7 @@ def under_dynamo() -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_dynamo_does_not_look_into_the_handler() -> None:
     assert list(itertools.chain(*run_ranks(2, under_dynamo))) == []
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_torchrun
+from torch.distributed.device_mesh import DeviceMesh
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -46,3 +51,44 @@ def test_draw_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "FlashAttention-2                 2       40%         5       40.0%    1.00x               0" in out
     assert "Lean Attention                   5      100%         2      100.0%    2.50x               6" in out
     assert "Lean Attention                   7      100%         4       78.6%    2.00x" in out
+
+
+CONNECT = """
+import argparse, runpy, sys
+import torch
+import torch.distributed as dist
+torch.cuda.is_available = lambda: True
+example = runpy.run_path(sys.argv[1])
+mesh = example["connect"]("cpu")
+assert mesh.get_group().group_name == dist.group.WORLD.group_name
+config = argparse.Namespace(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+args = argparse.Namespace(device="cpu", dtype=torch.float32)
+example["say"](dist.get_backend(mesh.get_group()), example["costs"](config, 64, mesh, args))
+"""
+
+
+def test_tree_decode_on_cpus_of_a_machine_with_gpus(tmp_path: Path) -> None:
+    """PyTorch would set up NCCL for a CPU mesh, which fails here, and for ranks that share a GPU."""
+    script = tmp_path / "connect.py"
+    script.write_text(CONNECT)
+    lines = run_torchrun(2, str(script), str(EXAMPLES / "tree_decode.py")).splitlines()
+    assert lines[-2] == "gloo"
+    assert lines[-1].split()[0] == "64"
+    assert lines[-1].endswith("x")
+
+
+def test_tree_decode_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU for each rank, with NCCL; without a GPU for each, an error that says so."""
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(index))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: calls.append(backend))
+    monkeypatch.setattr(DeviceMesh, "from_group", lambda group, device, **names: calls.append((device, names)))
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    connect = runpy.run_path(str(EXAMPLES / "tree_decode.py"))["connect"]
+    connect("cuda")
+    assert calls == [1, "nccl", ("cuda", {"mesh_dim_names": ("kv",)})]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(SystemExit, match="must have a GPU for each rank, got 3 ranks and 2 GPUs"):
+        connect("cuda")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import transformers
+from slow import slow_but
 from transformers import DynamicCache, StaticCache
 
 import tatten
@@ -102,6 +105,11 @@ WITHOUT_SDPA = {
 }
 
 
+# One for each kind of graph: GQA, MHA, MQA, a window, layers of two kinds, a bias, latent keys, two calls in a layer.
+KINDS = [("llama", "static-padded"), ("llama_mha", "static"), ("gpt_bigcode", "static"), ("mistral_window", "dynamic")]
+KINDS += [("gemma3", "static-padded"), ("falcon_alibi", "dynamic"), ("deepseek_v3", "static"), ("diffllama", "dynamic")]
+
+
 def build(name: str, config: dict, **kwargs) -> transformers.PreTrainedModel:
     config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config", None)
     if config_class is None:
@@ -140,8 +148,7 @@ def check_all_rewritten(report: tatten.Report) -> None:
     assert found >= LAYERS
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static", "static-padded"])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name, cache", slow_but(KINDS, product(ZOO, ["dynamic", "static", "static-padded"])))
 def test_decoder(name: str, cache: str) -> None:
     if name == "falcon_alibi" and cache != "dynamic":
         pytest.skip("transformers adds an ALiBi bias as long as the prompt to a mask as long as the static cache")
@@ -155,6 +162,7 @@ def test_decoder(name: str, cache: str) -> None:
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral_window"])
 def test_decoder_through_inductor(name: str, dynamic: bool) -> None:
@@ -170,9 +178,11 @@ def test_decoder_through_inductor(name: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral_window", "falcon_mqa", "gpt2"])
+@pytest.mark.parametrize(
+    "name", slow_but(["llama"], ["llama", "qwen3", "gemma3", "mistral_window", "falcon_mqa", "gpt2"])
+)
 def test_generate(name: str, padded: bool) -> None:
-    """The main path of users: `generate` with a static cache, which compiles the model itself."""
+    """The main path: `generate` with a static cache, which compiles the model itself."""
     model = build(*ZOO[name], attn_implementation="sdpa")
     model.generation_config.eos_token_id = None
     ids = torch.arange(1, 2 * PROMPT + 1).view(2, PROMPT)
@@ -195,7 +205,7 @@ def test_generate(name: str, padded: bool) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU generate compiles by itself")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_generate_on_a_gpu(name: str) -> None:
-    """As users write it: CUDA graphs, from CompileConfig's default mode, and nothing else set."""
+    """CUDA graphs as users get them: from the default mode of CompileConfig, with nothing else set."""
     model = build(*ZOO[name], attn_implementation="sdpa").cuda()
     model.generation_config.eos_token_id = None
     ids = torch.arange(1, 2 * PROMPT + 1, device="cuda").view(2, PROMPT)
@@ -211,7 +221,7 @@ def test_generate_on_a_gpu(name: str) -> None:
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", WITHOUT_SDPA)
+@pytest.mark.parametrize("name", slow_but(["gpt_oss", "llama"], WITHOUT_SDPA))
 def test_models_without_sdpa_are_reported(name: str) -> None:
     *architecture, reason = WITHOUT_SDPA[name]
     model = build(*architecture, attn_implementation="eager")
@@ -223,6 +233,7 @@ def test_models_without_sdpa_are_reported(name: str) -> None:
     assert helps in str(report)
 
 
+@pytest.mark.slow
 def test_flex_attention_is_reported() -> None:
     model = build("Llama", GQA, attn_implementation="flex_attention")
     with torch.no_grad():

@@ -6,14 +6,19 @@ import json
 import logging
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
+from provider_calls import provider_of_op
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
 
 import tatten
+from tatten.ops.cuda import providers
 from tatten.passes.cost import Cost
-from tatten.passes.reasons import OTHER_ATTENTION, Decline, Reason
-from tatten.passes.rewrite import Declined, GraphReport, Rewritten
+from tatten.passes.reasons import Decline, Reason
+from tatten.passes.rewrite import Declined, GraphReport, Rewritten, rewrite
 from tatten.passes.source_location import SourceLocation
 from tatten.report import Report, publish
 
@@ -42,9 +47,9 @@ def test_explain() -> None:
     report = tatten.explain(Model(), *ARGS)
     assert len(report.rewritten) == 3
     first = report.rewritten[0]
-    assert first.place.module == "layers.0"
-    assert first.place.file == __file__
-    assert "scaled_dot_product_attention(x, keys, keys" in first.place.code
+    assert first.location.module == "layers.0"
+    assert first.location.file == __file__
+    assert "scaled_dot_product_attention(x, keys, keys" in first.location.code
     base = 2 * 2 * 2 * 100 * 8 * 4  # key and value, batch, heads, length, head_dim, bytes
     assert (first.cost.moved, first.cost.read) == (base * 5, base)
     (left,) = report.declined
@@ -177,11 +182,10 @@ def test_explain_attention_that_is_no_sdpa_call() -> None:
     ]
 
 
-def test_reasons_are_in_the_readme() -> None:
-    """The codes of attention that is no SDPA call, with the rest of the table."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    for reason in OTHER_ATTENTION:
-        assert f"`{reason.value}` |" in readme
+def test_every_reason_has_a_row_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs/rewriting.md").read_text()
+    for reason in Reason:
+        assert f"\n| `{reason.value}`" in page, reason
 
 
 def test_counters_and_logs(caplog) -> None:
@@ -204,3 +208,50 @@ def test_trace(monkeypatch) -> None:
     assert metadata == {"name": "tatten_report", "encoding": "json"}
     assert [entry["kind"] for entry in json.loads(payload)] == ["rewritten", "rewritten", "declined"]
     assert json.loads(payload)[2]["decline"]["reason"] == "dropout"
+
+
+def provider_in_report(dtype: torch.dtype, dim: int, kv_len: int, masked: bool) -> tuple[str, Node]:
+    """Who computes SDPA on repeated heads by the report of its graph, and the node of the op."""
+    graph, mode = Graph(), FakeTensorMode()
+
+    def add(node: Node, value: torch.Tensor) -> Node:
+        node.meta["example_value"] = value
+        return node
+
+    with mode:
+        query, key = (
+            add(graph.placeholder(name), torch.empty(shape, dtype=dtype, device="cuda"))
+            for name, shape in (("query", (1, 32, 1, dim)), ("key", (1, 8, kv_len, dim)))
+        )
+        mask = None
+        if masked:
+            mask = add(graph.placeholder("mask"), torch.empty(1, 1, 1, kv_len, dtype=torch.bool, device="cuda"))
+        tensor = key.meta["example_value"]
+        keys = add(graph.call_method("repeat_interleave", (key, 4), {"dim": 1}), tensor.repeat_interleave(4, dim=1))
+    call = graph.call_function(F.scaled_dot_product_attention, (query, keys, keys, mask))
+    graph.output((add(call, query.meta["example_value"]),))
+    module = GraphModule({}, graph)
+    (finding,) = rewrite(module).findings
+    (op,) = module.graph.find_nodes(op="call_function", target=torch.ops.tatten.decode_attention.default)
+    assert isinstance(finding, Rewritten)
+    return finding.provider, op
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dim", [64, 100, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_report_names_the_provider_that_the_op_takes(dtype: torch.dtype, dim: int, masked: bool) -> None:
+    """At 131072 keys, where the table has cuDNN."""
+    provider, op = provider_in_report(dtype, dim, 131072, masked)
+    args = [x.meta["example_value"] if isinstance(x, Node) and "example_value" in x.meta else x for x in op.args[:4]]
+    assert provider == provider_of_op(*args)
+    plain = not masked and dtype != torch.float32 and dim in (64, 128)
+    assert provider == ("cudnn" if plain else "triton")
+
+
+def test_the_report_says_whose_table_is_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "device_name", lambda device: "NVIDIA L40S")
+    provider, _ = provider_in_report(torch.bfloat16, 128, 131072, masked=False)
+    assert provider == "cudnn (provider table measured on NVIDIA H200, borrowed for NVIDIA L40S)"
+    provider, _ = provider_in_report(torch.bfloat16, 128, 131072, masked=True)
+    assert provider == "triton"

@@ -51,7 +51,7 @@ def place(on: DeviceMesh, *tensors: Tensor) -> list[DTensor]:
 
 
 def assert_near(got: Tensor, want: Tensor) -> None:
-    """To float64: weights are rounded to the dtype, and so is the result."""
+    """Compare with float64. Weights are rounded to the dtype, and so is the result."""
     budget = 2 * torch.finfo(got.dtype).eps * want.abs().max().item()
     torch.testing.assert_close(got.double(), want, rtol=0, atol=max(budget, 1e-6))
 
@@ -86,7 +86,7 @@ def attend(kernel: str, dtype: torch.dtype, masked: bool, inference: bool, lengt
 )
 def test_whatever_kernel_sdpa_chose(kernel: str, dtype: torch.dtype, masked: bool, inference: bool) -> None:
     for length in (1002, 1024):
-        # SDPA pads a mask of odd length for its kernel before that comes to DTensor: the mask then is gathered.
+        # SDPA pads a mask of odd length before DTensor sees the call: then the mask is gathered.
         masks = int(kernel == "efficient" and masked and length == 1002 and not inference)
         assert run_ranks(2, attend, kernel, dtype, masked, inference, length) == [masks] * 2
 
@@ -97,7 +97,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def compile_steps(mode: str | None) -> tuple[int, int]:
-    """Steps with other values each, over tensors at the same place, as a decode loop has them."""
+    """Steps with new values in the same tensors, as in a decode loop."""
     on = mesh()
     tatten.enable_dtensor_sdpa()
     counters.clear()

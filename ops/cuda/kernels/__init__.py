@@ -1,1 +1,1 @@
-"""Device code in Triton and Gluon, and nothing else."""
+"""Device code in Triton and Gluon only."""

@@ -1,6 +1,6 @@
-"""Merging what the lean kernel left of one or two segments into the final states, in one Triton kernel.
+"""The combine kernel: adds up what launches of the decode or prefix kernel left of one or two segments.
 
-Each output row finds its own partial states: the schedule is arithmetic, so nothing but the lengths has to be read.
+Each output state finds its own partial states: the schedule is arithmetic, so only the lengths have to be read.
 """
 
 from __future__ import annotations
@@ -8,14 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tatten.ops.cuda.kernels.tile_scheduler import (
-    finish_state,
-    first_tile,
-    fold_states,
-    program_of,
-    store_lse,
-    tile_space,
-)
+from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_states, store_lse
+from tatten.ops.cuda.kernels.tile_scheduler import first_tile, program_of, tile_space
 
 
 @triton.jit
@@ -23,16 +17,8 @@ def _find_partials(
     sequence,
     head,
     position,
-    kv_lens,
-    blocks,
-    blocks_group,
-    n_groups,
-    rows,
-    kv_len,
-    kv_heads,
-    seqs_per_kv,
-    m_blocks,
-    programs,
+    partials,
+    sizes,
     q_heads,
     q_len,
     window,
@@ -40,33 +26,46 @@ def _find_partials(
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_LENS: tl.constexpr,
-    LISTED: tl.constexpr,
+    HAS_BLOCK_LIST: tl.constexpr,
     WINDOW: tl.constexpr,
     INT64_TILES: tl.constexpr,
 ):
-    """Where the first partial state of each output row lies, where the others do, and how many there are."""
+    """Find the slots of the partial states of some output states: of the first one, of the others, and how many."""
+    block_list_stride, n_groups, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs = sizes
     tiles, ends = tile_space(
-        kv_lens, blocks, blocks_group, n_groups, rows, kv_len, window, q_len, BLOCK_N, GROUPS, HAS_LENS, LISTED, WINDOW
+        partials.kv_lens,
+        partials.block_list,
+        block_list_stride,
+        n_groups,
+        work_tiles,
+        kv_len,
+        window,
+        q_len,
+        BLOCK_N,
+        GROUPS,
+        HAS_LENS,
+        HAS_BLOCK_LIST,
+        WINDOW,
     )
-    line = tl.max(ends, axis=0)
-    used = tl.minimum(programs, line)
-    group = q_heads // kv_heads
-    packed = (head % group * seqs_per_kv + sequence % seqs_per_kv) * q_len + position
-    row = (sequence // seqs_per_kv * kv_heads + head // group) * m_blocks + packed // BLOCK_M
+    total_tiles = tl.max(ends, axis=0)
+    active_programs = tl.minimum(programs, total_tiles)
+    heads_per_kv = q_heads // kv_heads
+    q_row = (head % heads_per_kv * seqs_per_kv + sequence % seqs_per_kv) * q_len + position
+    work_tile = (sequence // seqs_per_kv * kv_heads + head // heads_per_kv) * q_blocks + q_row // BLOCK_M
     if GROUPS == 1:
         n_tiles = tl.max(tiles, axis=0)
-        row_start = row * n_tiles
+        start = work_tile * n_tiles
     else:
-        of_row = tl.arange(0, GROUPS)[None, :] == (row // rows)[:, None]
-        n_tiles = tl.sum(tl.where(of_row, tiles[None, :], 0), axis=1)
-        end = tl.sum(tl.where(of_row, ends[None, :], 0), axis=1)
-        row_start = end - (rows - row % rows) * n_tiles
-    first = program_of(row_start, line, used, INT64_TILES)
-    owners = program_of(row_start + n_tiles - 1, line, used, INT64_TILES) - first + 1
-    # Only its first owner may have begun the row behind its own start, in its second slot.
-    later = (row_start > first_tile(first, line, used, INT64_TILES)).to(tl.int32)
-    within = packed % BLOCK_M
-    return (2 * first + later) * BLOCK_M + within, 2 * first * BLOCK_M + within, owners
+        in_group = tl.arange(0, GROUPS)[None, :] == (work_tile // work_tiles)[:, None]
+        n_tiles = tl.sum(tl.where(in_group, tiles[None, :], 0), axis=1)
+        group_end = tl.sum(tl.where(in_group, ends[None, :], 0), axis=1)
+        start = group_end - (work_tiles - work_tile % work_tiles) * n_tiles
+    first = program_of(start, total_tiles, active_programs, INT64_TILES)
+    owners = program_of(start + n_tiles - 1, total_tiles, active_programs, INT64_TILES) - first + 1
+    # If the first owner began in another work tile, this is its second slot. The others began in this one.
+    later = (start > first_tile(first, total_tiles, active_programs, INT64_TILES)).to(tl.int32)
+    at = q_row % BLOCK_M
+    return (2 * first + later) * BLOCK_M + at, 2 * first * BLOCK_M + at, owners
 
 
 @triton.jit
@@ -74,90 +73,72 @@ def _fold_partials(
     acc,
     row_max,
     row_sum,
-    states,
-    row_ok,
-    out,
-    lse,
-    partial_out,
-    partial_lse,
-    first_at,
-    others_at,
-    owners,
+    state,
+    ok,
+    partials,
+    found,
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PARTIALS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    PAIRED: tl.constexpr,
+    FOLD_WHOLE: tl.constexpr,
+    MAX_AND_SUM: tl.constexpr,
 ):
-    """Add a segment's states of some output rows, whole or in partials, to the running ones."""
+    """Add a segment's states, whole or in partials that were `found`, to the running ones."""
+    first_slot, other_slots, owners = found
     dims = tl.arange(0, BLOCK_DV)
-    if WHOLE:
-        whole = row_ok & (owners == 1)
+    if FOLD_WHOLE:
+        whole = ok & (owners == 1)
         if tl.max(whole.to(tl.int32), axis=0) > 0:
             acc, row_max, row_sum = fold_states(
-                acc, row_max, row_sum, out, lse, states[None, :], whole[None, :], dims, VALUE_DIM, PAIRED
+                acc,
+                row_max,
+                row_sum,
+                partials.out,
+                partials.lse,
+                state[None, :],
+                whole[None, :],
+                dims,
+                VALUE_DIM,
+                MAX_AND_SUM,
             )
-    most = tl.max(tl.where(row_ok & (owners > 1), owners, 0), axis=0)
+    most = tl.max(tl.where(ok & (owners > 1), owners, 0), axis=0)
     for i in range(0, most, PARTIALS):
-        partials = (i + tl.arange(0, PARTIALS))[:, None]
-        at = tl.where(partials == 0, first_at[None, :], others_at[None, :] + 2 * BLOCK_M * partials).to(tl.int64)
-        here = (row_ok & (owners > 1))[None, :] & (partials < owners[None, :])
+        nth = (i + tl.arange(0, PARTIALS))[:, None]
+        at = tl.where(nth == 0, first_slot[None, :], other_slots[None, :] + 2 * BLOCK_M * nth).to(tl.int64)
+        here = (ok & (owners > 1))[None, :] & (nth < owners[None, :])
         acc, row_max, row_sum = fold_states(
-            acc, row_max, row_sum, partial_out, partial_lse, at, here, dims, VALUE_DIM, PAIRED
+            acc, row_max, row_sum, partials.partial_out, partials.partial_lse, at, here, dims, VALUE_DIM, MAX_AND_SUM
         )
     return acc, row_max, row_sum
 
 
-_SIZES = [
-    "blocks_g_a",
-    "blocks_g_b",
-    "groups_a",
-    "rows_a",
-    "kv_len_a",
-    "seqs_per_kv_a",
-    "m_blocks_a",
-    "programs_a",
-    "kv_heads_a",
-    "window",
-    "q_len",
-]
-_SIZES += ["groups_b", "rows_b", "kv_len_b", "seqs_per_kv_b", "m_blocks_b", "programs_b", "kv_heads_b", "q_heads"]
+_SIZES = ["block_list_stride", "n_groups", "work_tiles", "kv_len", "kv_heads", "seqs_per_kv", "q_blocks", "programs"]
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["q_heads", "q_len", "window", *[f"{size}_{x}" for x in "ab" for size in _SIZES]])
 def _combine_kernel(
     out,
     lse,
-    out_a,
-    lse_a,
-    partial_out_a,
-    partial_lse_a,
-    kv_lens_a,
-    blocks_a,
-    out_b,
-    lse_b,
-    partial_out_b,
-    partial_lse_b,
-    kv_lens_b,
-    blocks_b,
+    partials_a,
+    partials_b,
     q_heads,
     q_len,
-    blocks_g_a,
-    groups_a,
-    rows_a,
+    block_list_stride_a,
+    n_groups_a,
+    work_tiles_a,
     kv_len_a,
     kv_heads_a,
     seqs_per_kv_a,
-    m_blocks_a,
+    q_blocks_a,
     programs_a,
-    blocks_g_b,
-    groups_b,
-    rows_b,
+    block_list_stride_b,
+    n_groups_b,
+    work_tiles_b,
     kv_len_b,
     kv_heads_b,
     seqs_per_kv_b,
-    m_blocks_b,
+    q_blocks_b,
     programs_b,
     window,
     VALUE_DIM: tl.constexpr,
@@ -166,41 +147,34 @@ def _combine_kernel(
     BLOCK_N_A: tl.constexpr,
     GROUPS_A: tl.constexpr,
     HAS_LENS_A: tl.constexpr,
-    LISTED_A: tl.constexpr,
-    PAIRED_A: tl.constexpr,
+    HAS_BLOCK_LIST_A: tl.constexpr,
+    MAX_AND_SUM_A: tl.constexpr,
     BLOCK_M_B: tl.constexpr,
     BLOCK_N_B: tl.constexpr,
     GROUPS_B: tl.constexpr,
     HAS_LENS_B: tl.constexpr,
-    LISTED_B: tl.constexpr,
-    PAIRED_B: tl.constexpr,
+    HAS_BLOCK_LIST_B: tl.constexpr,
+    MAX_AND_SUM_B: tl.constexpr,
     WINDOW: tl.constexpr,
     INT64_TILES: tl.constexpr,
-    TWO: tl.constexpr,
-    PAIRED_OUT: tl.constexpr,
+    HAS_SECOND: tl.constexpr,
+    MAX_AND_SUM_OUT: tl.constexpr,
     PARTIALS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    states = tl.program_id(0) + tl.arange(0, 1)
-    row_ok = states >= 0
-    position = states % q_len
-    head = states // q_len % q_heads
-    sequence = states // q_len // q_heads
-    states = states.to(tl.int64)
-    first_a, others_a, owners_a = _find_partials(
+    state = tl.program_id(0) + tl.arange(0, 1)
+    ok = state >= 0
+    position = state % q_len
+    head = state // q_len % q_heads
+    sequence = state // q_len // q_heads
+    state = state.to(tl.int64)
+    sizes_a = block_list_stride_a, n_groups_a, work_tiles_a, kv_len_a, kv_heads_a, seqs_per_kv_a, q_blocks_a, programs_a
+    found_a = _find_partials(
         sequence,
         head,
         position,
-        kv_lens_a,
-        blocks_a,
-        blocks_g_a,
-        groups_a,
-        rows_a,
-        kv_len_a,
-        kv_heads_a,
-        seqs_per_kv_a,
-        m_blocks_a,
-        programs_a,
+        partials_a,
+        sizes_a,
         q_heads,
         q_len,
         window,
@@ -208,25 +182,27 @@ def _combine_kernel(
         BLOCK_N_A,
         GROUPS_A,
         HAS_LENS_A,
-        LISTED_A,
+        HAS_BLOCK_LIST_A,
         WINDOW,
         INT64_TILES,
     )
-    if TWO:
-        first_b, others_b, owners_b = _find_partials(
-            sequence,
-            head,
-            position,
-            kv_lens_b,
-            blocks_b,
-            blocks_g_b,
-            groups_b,
-            rows_b,
+    if HAS_SECOND:
+        sizes_b = (
+            block_list_stride_b,
+            n_groups_b,
+            work_tiles_b,
             kv_len_b,
             kv_heads_b,
             seqs_per_kv_b,
-            m_blocks_b,
+            q_blocks_b,
             programs_b,
+        )
+        found_b = _find_partials(
+            sequence,
+            head,
+            position,
+            partials_b,
+            sizes_b,
             q_heads,
             q_len,
             window,
@@ -234,13 +210,13 @@ def _combine_kernel(
             BLOCK_N_B,
             GROUPS_B,
             HAS_LENS_B,
-            LISTED_B,
+            HAS_BLOCK_LIST_B,
             False,
             INT64_TILES,
         )
     else:
-        row_ok = row_ok & (owners_a > 1)  # the others were written at once
-    if OVERLAP:
+        ok = ok & (found_a[2] > 1)  # whole states are in place already
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -251,48 +227,38 @@ def _combine_kernel(
         acc,
         row_max,
         row_sum,
-        states,
-        row_ok,
-        out_a,
-        lse_a,
-        partial_out_a,
-        partial_lse_a,
-        first_a,
-        others_a,
-        owners_a,
+        state,
+        ok,
+        partials_a,
+        found_a,
         VALUE_DIM,
         BLOCK_DV,
         BLOCK_M_A,
         PARTIALS,
-        TWO,
-        PAIRED_A,
+        HAS_SECOND,
+        MAX_AND_SUM_A,
     )
-    if TWO:
+    if HAS_SECOND:
         acc, row_max, row_sum = _fold_partials(
             acc,
             row_max,
             row_sum,
-            states,
-            row_ok,
-            out_b,
-            lse_b,
-            partial_out_b,
-            partial_lse_b,
-            first_b,
-            others_b,
-            owners_b,
+            state,
+            ok,
+            partials_b,
+            found_b,
             VALUE_DIM,
             BLOCK_DV,
             BLOCK_M_B,
             PARTIALS,
-            TWO,
-            PAIRED_B,
+            HAS_SECOND,
+            MAX_AND_SUM_B,
         )
     acc, log_sum = finish_state(acc, row_max, row_sum)
     dims = tl.arange(0, BLOCK_DV)
-    store_lse(lse, states, log_sum, row_max, row_sum, row_ok, PAIRED_OUT)
+    store_lse(lse, state, log_sum, row_max, row_sum, ok, MAX_AND_SUM_OUT)
     tl.store(
-        out + states[:, None] * VALUE_DIM + dims[None, :],
+        out + state[:, None] * VALUE_DIM + dims[None, :],
         acc.to(out.dtype.element_ty),
-        mask=row_ok[:, None] & (dims < VALUE_DIM)[None, :],
+        mask=ok[:, None] & (dims < VALUE_DIM)[None, :],
     )

@@ -1,4 +1,4 @@
-"""A tile of keys and values in the lean kernel: widened, scored, and added to the running state."""
+"""Online softmax: scoring a tile of keys, and running states `(acc, row_max, row_sum)` of a block of queries."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def upcast(x, dtype: tl.constexpr):
-    """Keys or values in the dtype of the queries, exactly."""
-    if x.dtype.primitive_bitwidth == 8:  # to bfloat16 at once is a number at a time, by a unit that does 16 a clock
+    """Convert keys or values to the dtype of the queries, exactly."""
+    if x.dtype.primitive_bitwidth == 8:
+        # Straight to bfloat16, a unit that converts 16 a clock would take them one by one.
         return x.to(tl.float16).to(tl.float32).to(dtype)
     else:
         return x.to(dtype)
 
 
 @triton.jit
-def scores_of(q, k, scale, softcap, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Of queries and a tile of keys, unscaled if `PLAIN`."""
+def scores_of(q, k, scale, softcap, UNSCALED: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Score a tile of keys; if `UNSCALED`, `fold_tile` applies the scale."""
     scores = tl.dot(q, k, input_precision="ieee")
-    if not PLAIN:
+    if not UNSCALED:
         scores *= scale
     if SOFTCAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both ends of float32's exponents
@@ -30,11 +31,11 @@ def scores_of(q, k, scale, softcap, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def fold_tile(acc, row_max, row_sum, scores, v, scale, PLAIN: tl.constexpr):
-    """Add a tile to the running state; a score of -inf is a key that does not count."""
+def fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED: tl.constexpr):
+    """Add a tile to the running state; a score of -inf leaves its key out."""
     new_row_max = tl.maximum(row_max, tl.max(scores, axis=1))
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-    if PLAIN:
+    if UNSCALED:
         alpha = tl.exp2((row_max - base) * (scale * _LOG2E))
         p = tl.exp2(scores * (scale * _LOG2E) - (base * (scale * _LOG2E))[:, None])
     else:
@@ -44,3 +45,47 @@ def fold_tile(acc, row_max, row_sum, scores, v, scale, PLAIN: tl.constexpr):
     row_sum = row_sum * alpha + tl.sum(p, axis=1)
     acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
     return acc, new_row_max, row_sum
+
+
+@triton.jit
+def fold_states(acc, row_max, row_sum, out, lse, at, ok, dims, VALUE_DIM: tl.constexpr, MAX_AND_SUM: tl.constexpr):
+    """Add the stored states at `at`, `[partials, queries]`, to the running states of the queries, all at once."""
+    if MAX_AND_SUM:
+        log_sums = tl.load(lse + 2 * at, mask=ok, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(lse + 2 * at + 1, mask=ok, other=0.0, cache_modifier=".cg")
+    else:
+        log_sums = tl.load(lse + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
+    values = tl.load(
+        out + at[:, :, None] * VALUE_DIM + dims[None, None, :],
+        mask=ok[:, :, None] & (dims < VALUE_DIM)[None, None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    new_row_max = tl.maximum(row_max, tl.max(log_sums, axis=0))
+    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    alpha, weights = tl.exp(row_max - base), tl.exp(log_sums - base[None, :])
+    if MAX_AND_SUM:
+        weights *= sums
+    acc = acc * alpha[:, None] + tl.sum(values * weights[:, :, None], axis=0)
+    return acc, new_row_max, row_sum * alpha + tl.sum(weights, axis=0)
+
+
+@triton.jit
+def finish_state(acc, row_max, row_sum):
+    """Normalise a running state to `(out, lse)`; an empty one is `(0, -inf)`."""
+    filled = row_sum != 0  # true for NaN, which must come out
+    divisor = tl.where(filled, row_sum, 1.0)
+    return acc / divisor[:, None], tl.where(filled, row_max + tl.log(divisor), float("-inf"))
+
+
+@triton.jit
+def store_lse(lse, at, log_sum, row_max, row_sum, ok, MAX_AND_SUM: tl.constexpr):
+    """Store the lse of some states: as one number or, for states still to be merged, as maximum and sum.
+
+    Beside a bias of -1e9 the lse of 3 keys is that of 1000 in float32; the pair still has their number.
+    """
+    if MAX_AND_SUM:
+        tl.store(lse + 2 * at, row_max, mask=ok)
+        tl.store(lse + 2 * at + 1, row_sum, mask=ok)
+    else:
+        tl.store(lse + at, log_sum, mask=ok)

@@ -1,10 +1,10 @@
 """The prefix kernel: stream-K attention of many packed queries to one long uniform K/V, in Gluon, for Hopper.
 
-The tile space, the order of packed rows and the slots of partial states are those of the decode kernel,
+The tile space, the order of packed queries and the slots of partial states are those of the decode kernel,
 `tatten.ops.cuda.kernels.decode`. What differs is how a tile is done: a producer warp keeps a ring of K and V tiles
-filled by TMA, and two warpgroups of 64 packed rows each take them from it, with the scores of the next tile under way
-during the softmax of a tile, as in FlashAttention-3 (arXiv 2407.08608). A visit goes through its tiles backwards, so that
-only its first one can have keys beyond the end, and no mask is in the loop.
+filled by TMA, and two warpgroups take them from it, for 64 packed queries each. The scores of the next tile are under
+way during the softmax of a tile, as in FlashAttention-3 (arXiv 2407.08608). A visit goes through its tiles backwards,
+so that only its first one can have keys beyond the end, and the loop has no mask.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK_M, BLOCK_N = 128, 128
 _BLOCK_M, _BLOCK_N = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_N)
-_ROWS = gl.constexpr(BLOCK_M // 2)  # of each consumer: a warpgroup, whose wgmma has 64 rows
+_HALF_M = gl.constexpr(BLOCK_M // 2)  # queries of each consumer: a warpgroup, whose wgmma has 64 rows
 
-# Measured on an H200: the fastest, or within 1% of it, also against tiles of 64 keys, one consumer of 128 rows, more
-# stages, and consumers that take turns (FlashAttention-3's pingpong).
-# The three warpgroups must not sum to more registers than they start with, or setmaxnreg hangs: 2 * 232 + 40 = 3 * 168,
-# and 168 is 65536 / 384 rounded down to a multiple of 8. With 24 for the producer ptxas spills 32 bytes.
+# Measured on an H200 against tiles of 64 keys, one consumer of 128 rows, more stages, and consumers that take turns
+# (FlashAttention-3's pingpong): this is the fastest, or within 1% of it.
+# The registers of the three warpgroups must not exceed in sum what they start with, or setmaxnreg hangs:
+# 2 * 232 + 40 = 3 * 168, and 168 is 65536 / 384 rounded down to a multiple of 8. With 24 for the producer ptxas spills
+# 32 bytes.
 START_REGS = 168
 _CONSUMER_REGS, _PRODUCER_REGS = gl.constexpr(232), gl.constexpr(40)
 
@@ -38,23 +39,23 @@ _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 
 @gluon.jit
 def _produce(tensors, buffers, sizes):
-    """Load, as pairs, K of each tile with V of the tile before it, of all visits: one pair more than there are tiles.
+    """Load K of each tile of all visits together with V of the tile before it.
 
-    The first pair lacks V, and the last one K.
+    That is one pair more than there are tiles: the first one lacks V, and the last one K.
     """
     key, value = tensors
     keys, values, full, empty = buffers
-    start, end, tiles, kv_heads, m_blocks = sizes
+    program_start, program_end, n_tiles, kv_heads, q_blocks = sizes
     STAGES: gl.constexpr = keys.shape[0]
-    place = start
+    tile = program_start
     n = 0
-    last_b, last_head, last_key = 0, 0, 0
-    while place < end:
-        row = place // tiles
-        first = place - row * tiles
-        stop = gl.minimum(tiles, first + end - place)
-        b = row // (kv_heads * m_blocks)
-        head = row // m_blocks % kv_heads
+    last_kv_row, last_head, last_key = 0, 0, 0
+    while tile < program_end:
+        work_tile = tile // n_tiles
+        first = tile - work_tile * n_tiles
+        stop = gl.minimum(n_tiles, first + program_end - tile)
+        kv_row = work_tile // (kv_heads * q_blocks)
+        head = work_tile // q_blocks % kv_heads
         for i in range(first, stop):
             first_key = (first + stop - 1 - i) * _BLOCK_N
             stage = n % STAGES
@@ -64,26 +65,26 @@ def _produce(tensors, buffers, sizes):
                 mbarrier.expect(barrier, key.block_type.nbytes)
             else:
                 mbarrier.expect(barrier, key.block_type.nbytes + value.block_type.nbytes)
-            _load(key, [b, head, first_key, 0], barrier, keys.index(stage))
-            _load(value, [last_b, last_head, last_key, 0], barrier, values.index(stage), pred=n > 0)
-            last_b, last_head, last_key = b, head, first_key
+            _load(key, [kv_row, head, first_key, 0], barrier, keys.index(stage))
+            _load(value, [last_kv_row, last_head, last_key, 0], barrier, values.index(stage), pred=n > 0)
+            last_kv_row, last_head, last_key = kv_row, head, first_key
             n += 1
-        place += stop - first
+        tile += stop - first
     if n > 0:
         stage = n % STAGES
         barrier = full.index(stage)
         mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
         mbarrier.expect(barrier, value.block_type.nbytes)
-        _load(value, [last_b, last_head, last_key, 0], barrier, values.index(stage))
+        _load(value, [last_kv_row, last_head, last_key, 0], barrier, values.index(stage))
 
 
 @gluon.jit
-def _consume(tensors, queries, buffers, strides, scale, sizes, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
-    """Attend to the tiles of all visits with the packed rows `[WHICH * 64, (WHICH + 1) * 64)` of each."""
+def _consume(tensors, queries, buffers, strides, scale, sizes, HALF: gl.constexpr, ALIGNED: gl.constexpr):
+    """Attend to the tiles of all visits with the packed queries `[HALF * 64, (HALF + 1) * 64)` of each work tile."""
     query, out, lse, partial_out, partial_lse = tensors
     keys, values, full, empty = buffers
     query_b, query_h, query_l = strides
-    start, end, tiles, kv_len, seqs_per_kv, kv_heads, group, q_len, m_blocks = sizes
+    program_start, program_end, n_tiles, kv_len, seqs_per_kv, kv_heads, heads_per_kv, q_len, q_blocks = sizes
     STAGES: gl.constexpr = keys.shape[0]
     DIM: gl.constexpr = queries.shape[2]
     DTYPE: gl.constexpr = queries.dtype
@@ -94,35 +95,35 @@ def _consume(tensors, queries, buffers, strides, scale, sizes, WHICH: gl.constex
     acc_row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
     load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
 
-    no_scores = gl.zeros([_ROWS, _BLOCK_N], gl.float32, layout=scores_layout)
+    no_scores = gl.zeros([_HALF_M, _BLOCK_N], gl.float32, layout=scores_layout)
     to_exponent = scale * LOG2E
-    q_shared = queries.index(WHICH)
-    place = start
+    q_shared = queries.index(HALF)
+    tile = program_start
     n = 0  # the pair at hand, as the producer counts them
-    if start < end:
+    if program_start < program_end:
         mbarrier.wait(full.index(0), 0)
-    while place < end:
-        row = place // tiles
-        first = place - row * tiles
-        stop = gl.minimum(tiles, first + end - place)
-        b = (row // (kv_heads * m_blocks)).to(gl.int64)
-        kv_head = (row // m_blocks % kv_heads).to(gl.int64)
-        packed_start = row % m_blocks * _BLOCK_M + WHICH * _ROWS
+    while tile < program_end:
+        work_tile = tile // n_tiles
+        first = tile - work_tile * n_tiles
+        stop = gl.minimum(n_tiles, first + program_end - tile)
+        kv_row = (work_tile // (kv_heads * q_blocks)).to(gl.int64)
+        kv_head = (work_tile // q_blocks % kv_heads).to(gl.int64)
+        q_row_start = work_tile % q_blocks * _BLOCK_M + HALF * _HALF_M
 
-        packed = packed_start + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, load_layout))
+        q_row = q_row_start + gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, load_layout))
         dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, load_layout))
-        sequence = b * seqs_per_kv + packed // q_len % seqs_per_kv
-        head = kv_head * group + packed // (q_len * seqs_per_kv)
-        at = (sequence * query_b + head * query_h + (packed % q_len) * query_l) * ALIGNED
-        mask = packed < group * seqs_per_kv * q_len
+        sequence = kv_row * seqs_per_kv + q_row // q_len % seqs_per_kv
+        head = kv_head * heads_per_kv + q_row // (q_len * seqs_per_kv)
+        at = (sequence * query_b + head * query_h + (q_row % q_len) * query_l) * ALIGNED
+        mask = q_row < heads_per_kv * seqs_per_kv * q_len
         q = gl.load(query + at[:, None] + dims[None, :], mask=mask[:, None], other=0.0)
         _barrier()  # all warps are done with the queries of the visit before
         q_shared.store(q)
         fence_async_shared()
         _barrier()
 
-        # The first tile: the only one that can have keys beyond the end. Its pair has been waited for: its V was the
-        # last of the visit before.
+        # The first tile is the only one that can have keys beyond the end. Its pair has been waited for, because its V
+        # was the last one of the visit before.
         stage = n % STAGES
         k = keys.index(stage).reshape([_BLOCK_N, DIM]).permute([1, 0])
         scores = warpgroup_mma(q_shared, k, no_scores, use_acc=False, is_async=True)
@@ -135,7 +136,7 @@ def _consume(tensors, queries, buffers, strides, scale, sizes, WHICH: gl.constex
         exponents = gl.exp2(scores * to_exponent - base[:, None])
         row_sum = gl.sum(exponents, axis=1)
         p = gl.convert_layout(exponents.to(DTYPE), p_layout)
-        acc = gl.zeros([_ROWS, DIM], gl.float32, layout=acc_layout)
+        acc = gl.zeros([_HALF_M, DIM], gl.float32, layout=acc_layout)
         n += 1
         mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
 
@@ -152,11 +153,11 @@ def _consume(tensors, queries, buffers, strides, scale, sizes, WHICH: gl.constex
             row_sum = row_sum * alpha + gl.sum(exponents, axis=1)
             row_max = new_row_max
             n += 1
-            # The wait for the next pair is here, and not at the top, because its branch keeps ptxas from moving the
+            # The wait for the next pair is here and not at the top, because its branch keeps ptxas from moving the
             # softmax behind the wait for P@V, which would then overlap with nothing. It needs at least two stages.
             mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
-            # The list orders LLVM only: for ptxas the wait has no operands. The old p are in it so that their
-            # registers are not reused while P@V reads them.
+            # `deps` orders LLVM only; for ptxas the wait has no operands. The old p is among them so that its registers
+            # are not reused while P@V reads them.
             acc, exponents, p = warpgroup_mma_wait(0, deps=[acc, exponents, p])
             mbarrier.arrive(empty.index(stage))
             p = gl.convert_layout(exponents.to(DTYPE), p_layout)
@@ -171,28 +172,28 @@ def _consume(tensors, queries, buffers, strides, scale, sizes, WHICH: gl.constex
         acc = acc * gl.convert_layout(1.0 / divisor, acc_row_layout)[:, None]
         log_sum = gl.convert_layout(log_sum, acc_row_layout)
 
-        rows_of_block = gl.arange(0, _ROWS, layout=acc_row_layout)
+        rows = gl.arange(0, _HALF_M, layout=acc_row_layout)
         out_dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, acc_layout))
-        packed_out = packed_start + rows_of_block
-        ok = packed_out < group * seqs_per_kv * q_len
-        row_start = place - first
-        if stop - first == tiles:
-            states = (b * seqs_per_kv + packed_out // q_len % seqs_per_kv) * (kv_heads * group)
-            states = (states + kv_head * group + packed_out // (q_len * seqs_per_kv)) * q_len + packed_out % q_len
-            gl.store(lse + states, log_sum, mask=ok)
-            gl.store(out + (states * DIM)[:, None] + out_dims[None, :], acc, mask=ok[:, None])
+        q_row_out = q_row_start + rows
+        ok = q_row_out < heads_per_kv * seqs_per_kv * q_len
+        work_tile_start = tile - first
+        if stop - first == n_tiles:
+            state = (kv_row * seqs_per_kv + q_row_out // q_len % seqs_per_kv) * (kv_heads * heads_per_kv)
+            state = (state + kv_head * heads_per_kv + q_row_out // (q_len * seqs_per_kv)) * q_len + q_row_out % q_len
+            gl.store(lse + state, log_sum, mask=ok)
+            gl.store(out + (state * DIM)[:, None] + out_dims[None, :], acc, mask=ok[:, None])
         else:
-            slot = 2 * gl.program_id(0) + (row_start > start).to(gl.int32)
-            slots = slot * _BLOCK_M + WHICH * _ROWS + rows_of_block
+            slot = 2 * gl.program_id(0) + (work_tile_start > program_start).to(gl.int32)
+            slots = slot * _BLOCK_M + HALF * _HALF_M + rows
             gl.store(partial_lse + slots, log_sum, mask=ok)
             gl.store(partial_out + (slots * DIM)[:, None] + out_dims[None, :], acc, mask=ok[:, None])
-        place += stop - first
+        tile += stop - first
 
 
 @gluon.jit(
     do_not_specialize=[
-        *("query_b", "query_h", "query_l", "kv_len", "rows", "seqs_per_kv", "kv_heads", "group", "q_len", "m_blocks"),
-        "programs",
+        *("query_b", "query_h", "query_l", "kv_len", "work_tiles", "seqs_per_kv", "kv_heads", "heads_per_kv"),
+        *("q_len", "q_blocks", "programs"),
     ]
 )
 def _prefix_kernel(
@@ -208,23 +209,23 @@ def _prefix_kernel(
     query_l,
     scale,
     kv_len,
-    rows,
+    work_tiles,
     seqs_per_kv,
     kv_heads,
-    group,
+    heads_per_kv,
     q_len,
-    m_blocks,
+    q_blocks,
     programs,
     DIM: gl.constexpr,
     ALIGNED: gl.constexpr,
 ):
-    """Query's strides are in units of `ALIGNED` elements, so that the compiler sees what they are multiples of."""
+    """Attend to one segment. Strides of `query` are in units of `ALIGNED` elements, to make their alignment known."""
     DTYPE: gl.constexpr = query.dtype.element_ty
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     STAGES: gl.constexpr = 256 // DIM  # 128 KiB of K and V
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, DIM], DTYPE)
-    queries = gl.allocate_shared_memory(DTYPE, [2, _ROWS, DIM], q_layout)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_HALF_M, DIM], DTYPE)
+    queries = gl.allocate_shared_memory(DTYPE, [2, _HALF_M, DIM], q_layout)
     keys = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, _BLOCK_N, DIM], key.layout)
     values = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, _BLOCK_N, DIM], value.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -234,28 +235,28 @@ def _prefix_kernel(
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
 
-    # In this order: the next kernel may be one that does not wait for this one, and reads what this one waited for.
-    # The other warps are behind the wait too, as they start at `warp_specialize`.
+    # The wait comes first: the next kernel may not wait for this one, and may read what this one waited for. The other
+    # warps are behind the wait too, as they start at `warp_specialize`.
     gdc_wait()
     gdc_launch_dependents()
 
-    # Here, where registers abound: the 64-bit divisions would spill in the producer.
-    tiles = (kv_len + _BLOCK_N - 1) // _BLOCK_N
-    line = tiles.to(gl.int64) * rows
-    used = gl.minimum(line, programs)
+    # The 64-bit divisions are done here, where registers abound; in the producer they would spill.
+    n_tiles = (kv_len + _BLOCK_N - 1) // _BLOCK_N
+    total_tiles = n_tiles.to(gl.int64) * work_tiles
+    active_programs = gl.minimum(total_tiles, programs)
     program = gl.program_id(0).to(gl.int64)
-    start = gl.minimum(line * program // used, line).to(gl.int32)
-    end = gl.minimum(line * (program + 1) // used, line).to(gl.int32)
-    states = (query, out, lse, partial_out, partial_lse)
+    program_start = gl.minimum(total_tiles * program // active_programs, total_tiles).to(gl.int32)
+    program_end = gl.minimum(total_tiles * (program + 1) // active_programs, total_tiles).to(gl.int32)
+    tensors = (query, out, lse, partial_out, partial_lse)
     buffers = (keys, values, full, empty)
     strides = (query_b, query_h, query_l)
-    sizes = (start, end, tiles, kv_len, seqs_per_kv, kv_heads, group, q_len, m_blocks)
-    loads = (start, end, tiles, kv_heads, m_blocks)
-    # Constants are named in the lists themselves: in a tuple that a variable holds they would become tensors.
+    sizes = (program_start, program_end, n_tiles, kv_len, seqs_per_kv, kv_heads, heads_per_kv, q_len, q_blocks)
+    loads = (program_start, program_end, n_tiles, kv_heads, q_blocks)
+    # Constants are passed directly: in a tuple that a variable holds they would become tensors.
     gl.warp_specialize(
         [
-            (_consume, (states, queries, buffers, strides, scale, sizes, FIRST, ALIGNED)),
-            (_consume, (states, queries, buffers, strides, scale, sizes, SECOND, ALIGNED)),
+            (_consume, (tensors, queries, buffers, strides, scale, sizes, FIRST, ALIGNED)),
+            (_consume, (tensors, queries, buffers, strides, scale, sizes, SECOND, ALIGNED)),
             (_produce, ((key, value), buffers, loads)),
         ],
         [4, 1],

@@ -1,4 +1,4 @@
-"""What the caches need to know of a model's config."""
+"""Facts about a model's config. All use of private parts of transformers is in this file."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 
 def count_layers(config: PreTrainedConfig) -> int:
-    """The number of layers, all of which must be attention over keys and values of their own."""
-    # transformers knows which cache a layer needs; how it finds out differs between versions.
+    """The number of layers that have keys and values of their own.
+
+    Raises:
+        ValueError: a layer holds anything else.
+    """
+    # DynamicCache chooses a class for each layer, by rules that differ between versions of transformers.
     layers = DynamicCache(config=config).layers
-    while layers and type(layers[-1]).__name__ == "DummyLayer":  # at the end, where layers reuse what others hold
+    while layers and type(layers[-1]).__name__ == "DummyLayer":  # the last layers may share those of earlier ones
         layers.pop()
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None)
     for index, layer in enumerate(layers):
@@ -21,3 +25,9 @@ def count_layers(config: PreTrainedConfig) -> int:
                 f"values, got {found!r} in layer {index}"
             )
     return len(layers)
+
+
+def attention_implementation(config: PreTrainedConfig) -> str | None:
+    """The name of the attention function that the model calls; None if it was not set."""
+    name: str | None = config.get_text_config(decoder=True)._attn_implementation
+    return name

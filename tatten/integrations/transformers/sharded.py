@@ -1,4 +1,4 @@
-"""The sharded cache as a `transformers.Cache`, and attention over it: `generate` with a context on many devices."""
+"""The sharded cache as a `transformers.Cache`, and attention over it: `generate` with a context over many devices."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from tatten.caches import sharded as sharded_cache
-from tatten.caches.sharded_layer import Interleaved, ShardedKV
+from tatten.caches.sharded_layer import Interleaved, ShardedLayer
+from tatten.caches.shared_prefix import sequence_indices
 from tatten.dtensor_sdpa import merged_attention
-from tatten.integrations.transformers.config import count_layers
+from tatten.integrations.transformers.config import attention_implementation, count_layers
 
 
-class ShardedKVLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer: a `ShardedKV`. Attention gets the first tokens as they are, and all slots as DTensors later on."""
+class ShardedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A `ShardedLayer` for transformers. Attention gets the first tokens unchanged, and later all slots as DTensors."""
 
     is_sliding = False
     is_compileable = True
 
-    def __init__(self, kv: ShardedKV):
+    def __init__(self, kv: ShardedLayer):
         super().__init__()
         self.kv = kv
 
@@ -56,7 +57,7 @@ class ShardedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.kv.capacity
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.kv.reorder(beam_idx)
+        self.kv.select(beam_idx)
 
     def reset(self) -> None:
         self.kv.clear()
@@ -74,19 +75,22 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
         out = model.generate(prompt, past_key_values=cache, max_new_tokens=max_new_tokens)
 
     Each rank computes the whole prefill, with ordinary causal attention, and keeps its share of the keys and values,
-    layer by layer. Each decode step attends to that share, and what the ranks found is merged. The weights are the same
-    on all ranks, or tensor-parallel over a dim of the mesh: `heads="tp"`, mesh `("tp", "kv")`.
+    layer by layer. In a decode step each rank attends to its share, and the states of the ranks are merged. The weights
+    are the same on all ranks, or tensor-parallel over a dim of the mesh: `heads="tp"`, mesh `("tp", "kv")`.
 
-    Each rank draws its own tokens. They are the same as long as prompts, weights and options are and, with sampling,
-    all ranks were seeded alike (`torch.manual_seed`). Nothing checks that: ranks that draw other tokens attend to a
+    Each rank draws its own tokens. They agree as long as prompts, weights and options do and, with sampling, all ranks
+    have the same seed (`torch.manual_seed`). This is not checked: ranks that draw different tokens would attend to a
     mixture of their texts.
 
     Args:
-        config: of the model, whose layers may attend in full, to a sliding window or to a chunk. All of them keep all
-            tokens: the model's masks see to the windows. Or the number of layers.
-        mesh, capacity, sequence, heads: as those of `tatten.ShardedKVCache`.
+        config: the config of the model, or its number of layers. Attention may be full, sliding or chunked; every
+            layer keeps all tokens, and the masks of the model apply windows.
+        mesh, capacity, sequence, heads: as for `tatten.ShardedKVCache`.
 
-    Raises ValueError if a layer holds anything else than keys and values, or none, and as `tatten.ShardedKVCache`.
+    Raises:
+        ValueError: a layer holds anything other than keys and values, or none of its own; or the model has another
+            `attn_implementation`.
+        ValueError, TypeError: as for `tatten.ShardedKVCache`.
     """
 
     def __init__(
@@ -98,15 +102,15 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
         heads: str | None = None,
     ):
         if not isinstance(config, int):
-            found = config.get_text_config(decoder=True)._attn_implementation
+            found = attention_implementation(config)
             if found not in (None, "tatten"):
                 raise ValueError(
                     f'`config` must be of a model with attn_implementation="tatten", got {found!r}: nothing else can '
-                    'attend to a sharded cache; see `model.set_attn_implementation("tatten")`'
+                    'attend to a sharded cache; call `model.set_attn_implementation("tatten")`'
                 )
         num_layers = config if isinstance(config, int) else count_layers(config)
         self._cache = sharded_cache.ShardedKVCache(num_layers, mesh, capacity, sequence=sequence, heads=heads)
-        super().__init__(layers=[ShardedKVLayer(kv) for kv in self._cache.layers])
+        super().__init__(layers=[ShardedCacheLayer(kv) for kv in self._cache.layers])
 
     @property
     def batch_size(self) -> int:
@@ -123,9 +127,24 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
         """Bytes of keys and values on this rank."""
         return self._cache.nbytes
 
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the sequences `indices`, in that order, on all ranks alike."""
+        selected = torch.tensor(sequence_indices(indices, self._cache.batch_size))
+        for layer in self.layers:
+            layer.kv.select(selected)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence in place."""
+        repeated = torch.arange(self._cache.batch_size).repeat_interleave(repeats)
+        for layer in self.layers:
+            layer.kv.select(repeated)
+
     def crop(self, tokens_to_remove: int) -> NoReturn:
-        """Not supported."""
-        raise NotImplementedError("ShardedKVCache cannot be cropped: make a new one")
+        """Not supported, and with it neither assisted decoding nor contrastive search."""
+        raise NotImplementedError(
+            "ShardedKVCache cannot be cropped, as assisted decoding and contrastive search do: generate without them, "
+            "or with a DynamicCache"
+        )
 
 
 def attention(
@@ -139,9 +158,11 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for "tatten": its own SDPA, unless keys and values are DTensors of a sharded cache."""
+    """Attention "tatten" of transformers: its own SDPA, unless keys and values are DTensors of a sharded cache."""
     if kwargs.get("s_aux") is not None:
-        raise ValueError('`s_aux` must be None: attention "tatten" has no sinks')
+        raise ValueError(
+            f'`s_aux` must be None, as attention "tatten" has no sinks, got a {type(kwargs["s_aux"]).__name__}'
+        )
     if not isinstance(key, DTensor):
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
@@ -149,13 +170,14 @@ def attention(
         return result
     for name in ("softcap", "position_bias"):
         if kwargs.get(name) is not None:
-            raise ValueError(f'`{name}` must be None: attention "tatten" has none over a sharded cache')
+            raise ValueError(f"`{name}` must be None over a sharded cache, got {kwargs[name]!r}")
     if attention_mask is None:
         raise ValueError("`attention_mask` must exclude the unused slots of a sharded cache, got None")
     layout = Interleaved(key.device_mesh, key.placements)
     assert isinstance(value, DTensor)
     queries, mask = layout.queries(query), layout.mask(attention_mask[..., layout.own])
-    # In eager mode PyTorch has no kernel for values with a head_dim of their own (DeepSeek), and SDPA can't be merged.
+    # Eager PyTorch has no kernel that returns the lse if values have a head_dim of their own (DeepSeek), so its SDPA
+    # could not be merged.
     out: Tensor | None = (
         None if torch.compiler.is_compiling() else merged_attention(queries, key, value, mask, dropout, scaling)
     )
@@ -168,4 +190,4 @@ def attention(
 
 
 AttentionInterface.register("tatten", attention)
-AttentionMaskInterface.register("tatten", sdpa_mask)  # without one, the mask would be None
+AttentionMaskInterface.register("tatten", sdpa_mask)  # without it, `attention_mask` would be None

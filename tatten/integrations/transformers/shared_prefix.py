@@ -11,16 +11,16 @@ from transformers.cache_utils import CacheLayerMixin
 
 from tatten.caches import shared_prefix
 from tatten.caches.shared_prefix import sequence_indices
-from tatten.caches.shared_prefix_layer import PrefixedKV
+from tatten.caches.shared_prefix_layer import SharedPrefixLayer
 from tatten.integrations.transformers.config import count_layers
 
 
-class SharedPrefixLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer: a `PrefixedKV`, which grows before a fork and is static, hence compileable, after it."""
+class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A `SharedPrefixLayer` for transformers: dynamic before a fork; static, hence compileable, after it."""
 
     is_sliding = False
 
-    def __init__(self, kv: PrefixedKV):
+    def __init__(self, kv: SharedPrefixLayer):
         super().__init__()
         self.kv = kv
         self.is_initialized = bool(kv.segments)
@@ -65,15 +65,16 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         out = model.generate(prompt, attention_mask=mask, past_key_values=cache.fork(n, capacity=max_new_tokens),
                              num_return_sequences=n, do_sample=True, max_new_tokens=max_new_tokens)
 
-    Without padding, `position_ids` can go; with it, a model that is called without them counts the padding, and what
-    follows does not fit. With beam search n is `num_beams`. Each `generate` needs a fork of its own. To `generate` a
-    fork is like a static cache: compileable, and right for the models that can use one.
+    `position_ids` can be omitted without padding. With padding, a model called without them would count it, and the
+    positions of `generate` would not follow. With beam search n is `num_beams`. Each `generate` needs a fork of its
+    own. To `generate`, a fork is a static cache: compileable, and for the models that support one.
 
     Args:
-        config: of the model, whose layers may attend in full, to a sliding window or to a chunk. All of them keep all
-            tokens: the model's masks see to the windows. Or the number of layers.
+        config: the config of the model, or its number of layers. Attention may be full, sliding or chunked; every
+            layer keeps all tokens, and the masks of the model apply windows.
 
-    Raises ValueError if a layer holds anything else than keys and values, or none.
+    Raises:
+        ValueError: a layer holds anything other than keys and values, or none of its own.
     """
 
     def __init__(self, config: PreTrainedConfig | int):
@@ -92,11 +93,11 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, each prefix once. See `tatten.SharedPrefixCache.nbytes`."""
+        """Bytes of keys and values, each prefix once; see `tatten.SharedPrefixCache.nbytes`."""
         return self._cache.nbytes
 
     def fork(self, n: int, capacity: int) -> SharedPrefixCache:
-        """A new cache with `n` children of each sequence, each of which can add `capacity` tokens.
+        """Make a cache with `n` children of each sequence, each of which can add `capacity` tokens.
 
         Child i of sequence j is sequence `j * n + i`, as `num_return_sequences=n` and `num_beams=n` expect. See
         `tatten.SharedPrefixCache.fork`.
@@ -104,25 +105,25 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         return self._of(self._cache.fork(n, capacity))
 
     def select(self, indices: Sequence[int] | Tensor) -> SharedPrefixCache:
-        """A new cache of the sequences `indices`. See `tatten.SharedPrefixCache.select`."""
+        """Make a cache of the sequences `indices`; see `tatten.SharedPrefixCache.select`."""
         return self._of(self._cache.select(indices))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """`select` in place, for beam search. Reads `beam_idx` on the host, to keep prefixes that stay."""
+        """Select in place, for beam search. Reads `beam_idx` on the host, to keep prefixes that do not change."""
         self._select_(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """`select` in place."""
+        """Select in place."""
         self._select_(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence in place. Prefixes are not copied."""
+        """Repeat each sequence in place, without copying prefixes."""
         self._select_([index for index in range(self._cache.batch_size) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
-        """Not supported: what was written may be the prefix of a fork."""
+        """Not supported: other forks may share what it would remove."""
         raise NotImplementedError(
-            "SharedPrefixCache cannot be cropped: other forks may read it; fork it earlier instead"
+            "SharedPrefixCache cannot be cropped, as other forks may share its tokens: fork it earlier instead"
         )
 
     def reset(self) -> NoReturn:
@@ -142,4 +143,4 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
 
     def _adopt(self, cache: shared_prefix.SharedPrefixCache) -> None:
         self._cache = cache
-        super().__init__(layers=[SharedPrefixLayer(kv) for kv in cache.layers])
+        super().__init__(layers=[SharedPrefixCacheLayer(kv) for kv in cache.layers])

@@ -299,7 +299,7 @@ def test_blocks_found_once_for_all_layers(kind: str) -> None:
 @pytest.mark.parametrize("batch", [1, 3, 8, 16, 40])
 def test_a_run_of_full_blocks(batch: int, start: int, additive: bool) -> None:
     """Shared keys, 4 to 160 packed queries, a mask for each sequence: all attend to a run, then each as it likes."""
-    from tatten.ops.cuda import decode
+    from tatten.ops.cuda import combine, decode
 
     rng = torch.Generator("cuda").manual_seed(batch)
     mask = torch.rand(batch, 1, 1, 1999, device="cuda", generator=rng) > 0.5
@@ -312,22 +312,22 @@ def test_a_run_of_full_blocks(batch: int, start: int, additive: bool) -> None:
     bias[..., start:1100] = 0
     given = bias.to(BF16) if additive else mask
     segment = decode.plan_segment(query, key, value, given, None, 0.1)
-    got = decode.plan_combine(query, 128, segment.line)(segment(query, key, value, given))
+    got = combine.plan_combine(query, 128, segment.tile_space)(segment(query, key, value, given))
     whole = (x.expand(batch, -1, -1, -1) for x in (key, value))
     assert_near(got, decode_attention_reference(query, *whole, given, scale=0.1))
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
-def test_every_float8_is_widened_exactly(dtype: torch.dtype) -> None:
+def test_every_float8_is_upcast_exactly(dtype: torch.dtype) -> None:
     import triton
     import triton.language as tl
 
-    from tatten.ops.cuda.kernels.online_softmax import widen
+    from tatten.ops.cuda.kernels.online_softmax import upcast
 
     @triton.jit
     def copy(narrow, wide, SIZE: tl.constexpr):
         at = tl.arange(0, SIZE)
-        tl.store(wide + at, widen(tl.load(narrow + at), wide.dtype.element_ty))
+        tl.store(wide + at, upcast(tl.load(narrow + at), wide.dtype.element_ty))
 
     codes = torch.randperm(1024, device="cuda").to(torch.uint8).view(torch.float8_e4m3fn)  # each four times
     got = torch.empty(1024, dtype=dtype, device="cuda")

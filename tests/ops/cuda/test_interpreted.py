@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, product
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import NEG_INF, Case, assert_state, places_in_reach, with_variant
+from pairs import pairs
 from poison import fresh_memory_is_poison
+from slow import slow_after, slow_but
 from torch import Tensor
 
 from tatten.ops.cuda.schedule import Schedule
@@ -29,8 +30,10 @@ BATCH = 4  # of segments
 PROGRAMS = (1, 5, 8)  # 8 are more than there are tiles in `MASKED`
 SMALL = Case(q_heads=2, kv_heads=1, q_len=2, kv_len=70, head_dim=16)
 MASKED = [
-    replace(SMALL, mask=mask, lens=lens, window=window, softcap=softcap, sinks=sinks)
-    for mask, lens, window, softcap, sinks in product(MASKS, (False, True), (None, 20), (None, 1.5), (False, True))
+    (replace(SMALL, mask=mask, lens=lens, window=window, softcap=softcap, sinks=sinks), programs)
+    for mask, lens, window, softcap, sinks, programs in pairs(
+        MASKS, (False, True), (None, 20), (None, 1.5), (False, True), PROGRAMS
+    )
 ]
 
 
@@ -52,12 +55,13 @@ def lean(inputs: dict, block_mask: Tensor | None = None, **options) -> tuple[Ten
 
 def launch_and_merge(inputs: dict, **options) -> tuple[Any, tuple[Tensor, Tensor]]:
     """The parts that a launch leaves, and what they are merged to."""
-    from tatten.ops.cuda.decode import plan_combine, plan_segment
+    from tatten.ops.cuda.combine import plan_combine
+    from tatten.ops.cuda.decode import plan_segment
 
     given = with_variant(inputs)
-    segment = plan_segment(**given, **options, overlap=False)
+    segment = plan_segment(**given, **options, pdl=False)
     parts = segment(**{name: x for name, x in given.items() if name != "scale"})
-    return parts, plan_combine(inputs["query"], inputs["value"].shape[3], segment.line, overlap=False)(parts)
+    return parts, plan_combine(inputs["query"], inputs["value"].shape[3], segment.tile_space, pdl=False)(parts)
 
 
 def triton_segments(query: Tensor, *given: Sequence) -> tuple[Tensor, Tensor]:
@@ -73,13 +77,13 @@ def assert_equal(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> Non
     assert torch.equal(got[1], want[1])
 
 
-@pytest.mark.parametrize("case, programs", list(zip(MASKED, cycle(PROGRAMS))), ids=str)
+@pytest.mark.parametrize("case, programs", slow_after(10, MASKED), ids=str)
 def test_masks(case: Case, programs: int) -> None:
     inputs = case.inputs(poison=case.mask != "finfo_min")
     assert_state(*lean(inputs, programs=programs), inputs)
 
 
-@pytest.mark.parametrize("programs", [2, 7])
+@pytest.mark.parametrize("programs", slow_but([7], [2, 7]))
 @pytest.mark.parametrize(
     "case",
     [
@@ -117,17 +121,26 @@ def test_a_query_without_keys_is_zero_whatever_the_factors() -> None:
     assert not out[1, :2].isfinite().any()
 
 
-@pytest.mark.parametrize("kind", ["plain", "scaled"])
-@pytest.mark.parametrize("mask", ["none", "holes", "additive", "nearly_full"])
-@pytest.mark.parametrize("options", [{}, {"lens": True, "sinks": True}, {"window": 20, "softcap": 1.5}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "kind, mask, options, dtype",
+    slow_after(
+        3,
+        pairs(
+            ["plain", "scaled"],
+            ["none", "holes", "additive", "nearly_full"],
+            [{}, {"lens": True, "sinks": True}, {"window": 20, "softcap": 1.5}],
+            [torch.float32, torch.float16],
+        ),
+    ),
+    ids=str,
+)
 def test_float8(kind: str, mask: str, options: dict, dtype: torch.dtype) -> None:
     case = Case(float8=kind, mask=mask, dtype=dtype, q_len=2, kv_len=150, head_dim=16, value_dim=24, **options)
     inputs = case.inputs()
     assert_state(*lean(inputs, programs=5), inputs)
 
 
-@pytest.mark.parametrize("mask", ["none", "holes", "additive", "nearly_full", "nearly_zero"])
+@pytest.mark.parametrize("mask", slow_but(["holes"], ["none", "holes", "additive", "nearly_full", "nearly_zero"]))
 @pytest.mark.parametrize("layout", ["heads_inside", "transposed", "one_batch", "slice"])
 def test_strides(layout: str, mask: str) -> None:
     inputs = Case(mask=mask, q_len=2, kv_len=70, head_dim=16).inputs(poison=layout != "one_batch")
@@ -148,7 +161,7 @@ def test_strides(layout: str, mask: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 33}, {"window": 33, "q_len": 3}, {"sinks": True}], ids=str)
-@pytest.mark.parametrize("dims", [(16, 16), (24, 40)])
+@pytest.mark.parametrize("dims", [pytest.param((16, 16), marks=pytest.mark.slow), (24, 40)])
 def test_tensor_descriptors(dims: tuple[int, int], options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy engine reads all of a tile, and so keys outside a window too, which may be NaN."""
     from tatten.ops.cuda import decode as module
@@ -158,9 +171,9 @@ def test_tensor_descriptors(dims: tuple[int, int], options: dict, monkeypatch: p
     assert_state(*launch_and_merge(inputs, programs=5)[1], inputs)
 
 
-@pytest.mark.parametrize("programs", [1, 5, 13])
-@pytest.mark.parametrize("tma", [False, True])
-@pytest.mark.parametrize("mask", ["causal", "nearly_full", "nearly_zero"])
+@pytest.mark.parametrize(
+    "mask, tma, programs", slow_after(2, pairs(["causal", "nearly_full", "nearly_zero"], [False, True], [1, 5, 13]))
+)
 def test_a_run_of_full_blocks(mask: str, tma: bool, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks at a time, from wherever a program begins; by the copy engine too."""
     from tatten.ops.cuda import decode as module
@@ -169,7 +182,7 @@ def test_a_run_of_full_blocks(mask: str, tma: bool, programs: int, monkeypatch: 
     case = Case(kv_len=1000, head_dim=16, dtype=torch.float16, scale=0.2, q_len=2, mask=mask)
     inputs = case.inputs()
     parts, state = launch_and_merge(inputs, tiles=module.Tiles(16, 128, 4, 2), programs=programs)
-    run = parts.blocks[:, 0, 1]
+    run = parts.block_list[:, 0, 1]
     assert (run > 4).all()
     assert_state(*state, inputs)
 
@@ -179,23 +192,26 @@ def test_wide_offsets_and_long_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     from tatten.ops.cuda import combine
     from tatten.ops.cuda import decode as module
 
-    kernel, merge_kernel = module._decode_kernel, combine._combine_kernel
+    kernel, combine_kernel = module._decode_kernel, combine._combine_kernel
 
-    class Big:
-        def __init__(self, kernel, **flags: bool) -> None:
-            self.kernel, self.flags = kernel, flags
+    class With64Bits:
+        def __init__(self, kernel, *flags: str) -> None:
+            assert set(flags) <= set(kernel.arg_names)  # the interpreter ignores what a kernel does not know
+            self.kernel, self.flags, self.arg_names = kernel, dict.fromkeys(flags, True), kernel.arg_names
 
         def __getitem__(self, grid):
             return lambda *args, **kwargs: self.kernel[grid](*args, **{**kwargs, **self.flags})
 
     inputs = Case(lens=True, kv_len=150, head_dim=16).inputs()
     want = lean(inputs, programs=5)
-    monkeypatch.setattr(module, "_decode_kernel", Big(kernel, WIDE=True, BIG=True))
-    monkeypatch.setattr(combine, "_combine_kernel", Big(merge_kernel, BIG=True))
+    monkeypatch.setattr(module, "_decode_kernel", With64Bits(kernel, "INT64_OFFSETS", "INT64_TILES"))
+    monkeypatch.setattr(combine, "_combine_kernel", With64Bits(combine_kernel, "INT64_TILES"))
     assert_equal(lean(inputs, programs=5), want)
 
 
-@pytest.mark.parametrize("options", [{}, {"mask": "causal"}, {"mask": "alibi"}, {"window": 40}], ids=str)
+@pytest.mark.parametrize(
+    "options", slow_but([{"mask": "causal"}], [{}, {"mask": "causal"}, {"mask": "alibi"}, {"window": 40}]), ids=str
+)
 @pytest.mark.parametrize("lens", [(0, 0, 0), (150, 0, 1), (0, 64, 65), (1000, -1, 2)], ids=str)
 def test_ragged(lens: tuple[int, ...], options: dict) -> None:
     """Lengths outside the keys are clamped."""
@@ -207,7 +223,7 @@ def test_ragged(lens: tuple[int, ...], options: dict) -> None:
     assert_state(*lean(inputs, programs=7), {**inputs, "kv_lens": inputs["kv_lens"].clamp(0, 150)})
 
 
-@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("programs", slow_but([5], [1, 5]))
 @pytest.mark.parametrize("per", ["keys", "sequence", "head", "query"])
 def test_holes_may_hold_nan(per: str, programs: int) -> None:
     """What no query attends to is not read, even in the middle of a block."""
@@ -221,7 +237,7 @@ def test_holes_may_hold_nan(per: str, programs: int) -> None:
     assert_state(*lean(inputs, programs=programs), inputs)
 
 
-@pytest.mark.parametrize("programs", [1, 3, 5])
+@pytest.mark.parametrize("programs", slow_but([3], [1, 3, 5]))
 def test_nan_in_keys_that_count_comes_out(programs: int) -> None:
     inputs = Case(kv_len=150, head_dim=16).inputs()
     inputs["key"][0, 1, 7] = float("nan")
@@ -232,23 +248,29 @@ def test_nan_in_keys_that_count_comes_out(programs: int) -> None:
     assert out[1].isfinite().all()
 
 
-@pytest.mark.parametrize("case", [SMALL, replace(SMALL, lens=True), replace(SMALL, mask="holes", sinks=True)], ids=str)
+@pytest.mark.parametrize(
+    "case", slow_after(1, [replace(SMALL, mask="holes", sinks=True), SMALL, replace(SMALL, lens=True)]), ids=str
+)
 def test_the_same_to_the_bit(case: Case) -> None:
     inputs = case.inputs()
     assert_equal(lean(inputs, programs=5), lean(inputs, programs=5))
 
 
-@pytest.mark.parametrize("mask", ["causal", "holes", "keys", "additive", "empty_rows", "all_false"])
+@pytest.mark.parametrize(
+    "mask", slow_but(["holes"], ["causal", "holes", "keys", "additive", "empty_rows", "all_false"])
+)
 def test_blocks_found_before_give_the_same(mask: str) -> None:
     inputs = replace(SMALL, mask=mask).inputs()
     blocks = block_list(inputs["attn_mask"], 2)
     assert_equal(lean(inputs, programs=3, block_mask=blocks), lean(inputs, programs=3))
 
 
-@pytest.mark.parametrize("programs", [4, 7, 40])
+@pytest.mark.parametrize("programs", slow_but([7], [4, 7, 40]))
 @pytest.mark.parametrize(
     "kind, q_heads",
-    [("uniform", 4), ("uniform", 24), ("ragged", 4), ("ragged", 24), ("empty", 4), ("window", 4), ("mask", 4)],
+    slow_after(
+        4, [("ragged", 24), ("empty", 4), ("window", 4), ("mask", 4), ("ragged", 4), ("uniform", 4), ("uniform", 24)]
+    ),
 )
 def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) -> None:
     """Each program leaves the states of the tiles that `Schedule.visits` says, in their slots, and writes no others."""
@@ -265,8 +287,8 @@ def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) 
         mask = torch.stack((mask, torch.ones_like(mask), torch.zeros_like(mask)))[:, None, None]
     options = {"variant": AttentionVariant(window), "tiles": Tiles(16, 32, 4, 2), "programs": programs}
     segment = plan_segment(query, key, value, mask, lens, dim**-0.5, **options)
-    parts, line = segment(query, key, value, mask, lens), segment.line
-    block_n, block_m = line.block_n, line.block_m
+    parts, space = segment(query, key, value, mask, lens), segment.tile_space
+    block_n, block_m = space.block_n, space.block_m
 
     blocks_of = []  # of each sequence
     for n in [kv_len] * batch if lens is None else lens.tolist():
@@ -274,7 +296,7 @@ def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) 
         blocks_of.append(list(range(begin // block_n, -(-n // block_n))))
     if mask is not None:
         blocks_of = [[0, 3], [0, 1, 2, 3], []]
-    rows = [(b, h, m) for b in range(batch) for h in range(kv_heads) for m in range(line.m_blocks)]
+    rows = [(b, h, m) for b in range(batch) for h in range(kv_heads) for m in range(space.q_blocks)]
     schedule = Schedule(tuple(max(1, len(blocks_of[b])) for b, _, _ in rows), programs)
     visits = [visit for program in range(programs) for visit in schedule.visits(program)]
     slots = sorted(visit.slot for visit in visits if visit.slot is not None)
@@ -288,7 +310,7 @@ def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) 
     whole = pack_gqa(parts.lse[..., None], kv_heads).squeeze(-1)
     wrote = torch.zeros_like(whole, dtype=torch.bool)
     for visit in visits:
-        b, head, m = rows[visit.row]
+        b, head, m = rows[visit.work_tile]
         queries = slice(m * block_m, min((m + 1) * block_m, whole.shape[2]))
         keys = torch.zeros(kv_len, dtype=torch.bool)
         for block in blocks_of[b][visit.start : visit.stop]:
@@ -387,8 +409,8 @@ SEGMENTS = [
 ]
 
 
-@pytest.mark.parametrize("programs", [3, 25])
-@pytest.mark.parametrize("case", SEGMENTS, ids=str)
+@pytest.mark.parametrize("programs", slow_but([3], [3, 25]))
+@pytest.mark.parametrize("case", slow_after(6, SEGMENTS), ids=str)
 def test_segments(case: Segments, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from tatten.ops.cuda import decode as module
 

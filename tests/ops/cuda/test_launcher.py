@@ -128,6 +128,7 @@ class Compiled:
 
 
 class Kernel:
+    __name__ = "kernel"
     arg_names = ("x", "y", "n", "scale", "BLOCK", "FLAG")
 
     def __init__(self, compiles: bool) -> None:
@@ -143,22 +144,37 @@ class Kernel:
 
 def test_a_second_launch_runs_what_the_first_compiled() -> None:
     kernel = Kernel(compiles=True)
-    launch = Launch(kernel, (7,), 5, 0.5, FLAG=True, num_warps=4, BLOCK=16)
-    x, y, other, tiles = torch.zeros(3), torch.zeros(4), torch.zeros(3), object()
-    launch(x, tiles)
-    launch(other, y)
-    launch(x, tiles)
-    assert kernel.launches[0] == ("first", (7,), (x, tiles, 5, 0.5), {"FLAG": True, "num_warps": 4, "BLOCK": 16})
+    launch = Launch(kernel, (7,), {"num_warps": 4}, FLAG=True, scale=0.5, BLOCK=16, n=(5, 1))
+    x, y, z, other, tiles = torch.zeros(3), torch.zeros(4), torch.zeros(2), torch.zeros(3), object()
+    launch(x, (tiles, y))
+    launch(other, (y, z))
+    launch(x, (tiles, y))
+    given = {"n": (5, 1), "scale": 0.5, "BLOCK": 16, "FLAG": True, "num_warps": 4}
+    assert kernel.launches[0] == ("first", (7,), (x, (tiles, y)), given)
     assert kernel.launches[1:] == [
-        ("again", (7, 1, 1), (other.data_ptr(), y.data_ptr(), 5, 0.5, 16, True)),
-        ("again", (7, 1, 1), (x.data_ptr(), tiles, 5, 0.5, 16, True)),
+        ("again", (7, 1, 1), (other.data_ptr(), (y.data_ptr(), z.data_ptr()), (5, 1), 0.5, 16, True)),
+        ("again", (7, 1, 1), (x.data_ptr(), (tiles, y.data_ptr()), (5, 1), 0.5, 16, True)),
     ]
 
 
 def test_the_interpreter_is_given_tensors_each_time() -> None:
     kernel = Kernel(compiles=False)
-    launch = Launch(kernel, (2, 3), 5, 0.5, BLOCK=16, FLAG=False)
+    given = {"n": 5, "scale": 0.5, "BLOCK": 16, "FLAG": False}
+    launch = Launch(kernel, (2, 3), {}, **given)
     tensors = torch.zeros(3), torch.zeros(4)
     for _ in range(2):
         launch(*tensors)
-    assert kernel.launches == [("first", (2, 3), (*tensors, 5, 0.5), {"BLOCK": 16, "FLAG": False})] * 2
+    assert kernel.launches == [("first", (2, 3), tensors, given)] * 2
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ({"scale": 0.5, "BLOCK": 16, "flag": True}, r"not \['flag'\] but \['FLAG'\]"),
+        ({"x": 0, "scale": 0.5, "BLOCK": 16, "FLAG": True}, r"not \['x'\] but \['n'\]"),
+        (dict.fromkeys("abcdefgh", 0), "not .*'h'.* but .*'x', 'y'"),
+    ],
+)
+def test_arguments_that_are_not_the_last_of_the_kernel_are_an_error(given: dict, says: str) -> None:
+    with pytest.raises(TypeError, match=f"kernel ends in other arguments than these: {says}"):
+        Launch(Kernel(compiles=True), (1,), {}, **given)

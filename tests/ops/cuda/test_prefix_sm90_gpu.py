@@ -1,4 +1,4 @@
-"""The wide kernel on Hopper, against float64: every row and slot that it writes, and when it starts and ends."""
+"""The prefix kernel on Hopper, against float64: every state and slot that it writes, and when it starts and ends."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ class Case:
         return self.q_heads // self.kv_heads * (self.batch // self.kv_batch) * self.q_len
 
     @property
-    def m_blocks(self) -> int:
+    def q_blocks(self) -> int:
         return -(-self.packed // BLOCK_M)
 
     @property
     def schedule(self) -> Schedule:
-        rows = self.kv_heads * self.m_blocks
-        return Schedule.of_lengths([self.kv_len] * self.kv_batch, BLOCK_N, rows, self.programs)
+        work_tiles = self.kv_heads * self.q_blocks
+        return Schedule.of_lengths([self.kv_len] * self.kv_batch, BLOCK_N, work_tiles, self.programs)
 
-    def places(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The sequence, head and position of each packed query of a row of tiles."""
+    def places(self, work_tile: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The sequence, head and position of each packed query of a work tile."""
         shared, group = self.batch // self.kv_batch, self.q_heads // self.kv_heads
-        b, kv_head = row // (self.kv_heads * self.m_blocks), row // self.m_blocks % self.kv_heads
-        start = row % self.m_blocks * BLOCK_M
+        b, kv_head = work_tile // (self.kv_heads * self.q_blocks), work_tile // self.q_blocks % self.kv_heads
+        start = work_tile % self.q_blocks * BLOCK_M
         packed = torch.arange(start, min(start + BLOCK_M, self.packed), device="cuda")
         head, sequence = packed // (self.q_len * shared), packed // self.q_len % shared
         return b * shared + sequence, kv_head * group + head, packed % self.q_len
@@ -61,16 +61,16 @@ class Case:
 
 FP16 = torch.float16
 CASES = [
-    Case(1, 8, 1, 1, 8, 128),  # one tile a row, whole; programs without work
+    Case(1, 8, 1, 1, 8, 128),  # one tile each, whole; programs without work
     Case(1, 8, 1, 1, 8, 1),
     Case(4, 8, 2, 2, 1, 500),  # one kv head
-    Case(64, 32, 1, 1, 8, 4096),  # two blocks of packed rows, all split
+    Case(64, 32, 1, 1, 8, 4096),  # two blocks of packed queries, all split
     Case(64, 32, 1, 1, 8, 4097),
     Case(64, 32, 1, 1, 8, 4000, programs=128),
-    Case(4, 32, 3, 1, 8, 1000),  # 48 packed rows, three positions
-    Case(4, 32, 3, 1, 8, 1000, programs=7),  # whole and split rows in a program
+    Case(4, 32, 3, 1, 8, 1000),  # 48 packed queries, three positions
+    Case(4, 32, 3, 1, 8, 1000, programs=7),  # whole and split work tiles in a program
     Case(6, 24, 2, 3, 8, 777, programs=11, dtype=FP16),
-    Case(24, 32, 5, 3, 4, 777, programs=11),  # 320 packed rows: three blocks
+    Case(24, 32, 5, 3, 4, 777, programs=11),  # 320 packed queries: three blocks
     Case(24, 32, 5, 3, 4, 777, 64, programs=11),
     Case(24, 32, 5, 3, 4, 777, 64, programs=11, dtype=FP16),
     Case(256, 32, 1, 1, 8, 300, programs=3),
@@ -137,25 +137,27 @@ def reference(case: Case, query: Tensor, key: Tensor, value: Tensor) -> State:
 
 
 def merged(case: Case, out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> State:
-    """The states with those of split rows filled in, having checked that each was written where it should be only."""
+    """Fill in the states of split work tiles, and check that each state was written in its place and nowhere else."""
     schedule = case.schedule
     slots: dict[int, list[int]] = {}
     for program in range(case.programs):
         for visit in schedule.visits(program):
             if visit.slot is not None:
-                slots.setdefault(visit.row, []).append(visit.slot)
+                slots.setdefault(visit.work_tile, []).append(visit.slot)
     out, lse = out.double(), lse.double()
     written = torch.zeros(partial_lse.shape, dtype=torch.bool, device="cuda")
-    for row in range(len(schedule.tiles)):
-        places = case.places(row)
-        if row not in slots:
+    for work_tile in range(len(schedule.tiles)):
+        places = case.places(work_tile)
+        if work_tile not in slots:
             assert not lse[places].isnan().any()
             continue
-        assert lse[places].isnan().all(), "of a split row something is in the place of a whole one"
+        assert lse[places].isnan().all(), "something of a split work tile is where whole ones are"
         assert out[places].isnan().all()
         n = len(places[0])
-        written[slots[row], :n] = True
-        out[places], lse[places] = merge(partial_out[slots[row], :n].double(), partial_lse[slots[row], :n].double())
+        written[slots[work_tile], :n] = True
+        out[places], lse[places] = merge(
+            partial_out[slots[work_tile], :n].double(), partial_lse[slots[work_tile], :n].double()
+        )
     assert torch.equal(~partial_lse.isnan(), written)
     assert torch.equal(~partial_out.isnan(), written[..., None].expand_as(partial_out))
     return out, lse
@@ -183,7 +185,7 @@ def test_against_float64(case: Case, layout: str) -> None:
 
 
 def test_nan_comes_out_of_its_row_only() -> None:
-    case = Case(64, 32, 1, 1, 8, 1000, programs=8)  # eight kv heads of two whole rows each
+    case = Case(64, 32, 1, 1, 8, 1000, programs=8)  # eight kv heads of two whole work tiles each
     query, key, value = inputs(case, "dense")
     want = run(case, query, key, value)[:2]
     query[5, 6, 0, 7] = float("nan")
@@ -245,7 +247,7 @@ def repeated(launches: Callable[[], None], graph: bool) -> Callable[[], None]:
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_waits_for_the_kernel_before(graph: bool) -> None:
-    case = Case(64, 32, 1, 1, 8, 256, programs=16)  # whole rows; most multiprocessors are free to start it early
+    case = Case(64, 32, 1, 1, 8, 256, programs=16)  # whole work tiles; most multiprocessors are free to start it early
     query, key, value = inputs(case, "dense")
     late = torch.zeros_like(key)
     got: list[tuple[Tensor, ...]] = []

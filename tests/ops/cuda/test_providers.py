@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import types
+from itertools import product
 from math import log2
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from provider_calls import provider_of_op
 from torch import Tensor
 
 from tatten.ops.cuda import dispatch as cuda
-from tatten.ops.cuda import providers
-from tatten.ops.cuda.providers import fastest, nearest_regime, round_log2, unsupported_reason
-from tatten.ops.cuda.tuning.regimes import REGIMES
+from tatten.ops.cuda import providers, tuning
+from tatten.ops.cuda.providers import Workload, choose_provider, unsupported_reason
+from tatten.ops.cuda.tuning import Table, module_name, round_log2, table_of, tables
 from tatten.ops.library import decode_kernel
 from tatten.ops.reference import decode_attention_reference
 
-TABLE = ("TCF", "CCT", "FFF")  # 1, 2 and 4 pairs; 256, 512 and 1024 keys
-LETTERS = {"T": "triton", "C": "cudnn", "F": "flash", "A": "fa3"}
+# 1, 2 and 4 pairs; 256, 512 and 1024 keys
+TABLE = Table(
+    "a GPU",
+    (9, 0),
+    {
+        1: {256: "triton", 512: "cudnn", 1024: "flash"},
+        2: {256: "cudnn", 1024: "triton"},
+        4: {256: "flash"},
+    },
+)
+NAMES = ("triton", "cudnn", "flash", "fa3")
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 decode_on_cuda = decode_kernel(cuda.decode_attention)
 
 
@@ -33,22 +48,84 @@ def tensors(
     value_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value without data: the choice needs none."""
+    """Make query, key and value without data: the choice needs none."""
     shapes = (q_heads, q_len, dim), (kv_heads, kv_len, dim), (kv_heads, kv_len, value_dim or dim)
     query, key, value = (torch.empty(batch, *shape, dtype=dtype, device="meta") for shape in shapes)
     return query, key, value
 
 
-def test_the_table_is_a_table() -> None:
-    assert len({len(row) for row in REGIMES}) == 1
-    assert REGIMES[0]
-    assert set("".join(REGIMES)) <= set(LETTERS)
+def work(plain: bool = True, **sizes: Any) -> Workload:
+    return Workload.of(*tensors(**sizes), plain)
 
 
-def test_every_shape_has_a_regime() -> None:
+def use_table(monkeypatch: pytest.MonkeyPatch, provider: str) -> None:
+    """Have a table that names one provider for all sizes."""
+    monkeypatch.setattr(providers, "table_of", lambda *_: Table("a GPU", (9, 0), {1: {256: provider}}))
+
+
+@pytest.mark.parametrize("table", tables(), ids=lambda table: table.device)
+def test_each_table_is_whole(table: Table) -> None:
+    """Rows are for powers of two from 1 on; each begins at 256 keys and names providers."""
+    assert list(table.fastest) == [1 << i for i in range(len(table.fastest))]
+    for row in table.fastest.values():
+        assert next(iter(row)) == 256
+        assert list(row) == sorted(1 << round_log2(keys) for keys in row)
+        assert set(row.values()) <= set(NAMES)
+
+
+def test_a_table_is_where_its_device_says() -> None:
+    for table in tables():
+        module = importlib.import_module(f"tatten.ops.cuda.tuning.{module_name(table.device)}")
+        assert table.device == module.DEVICE
+
+
+@pytest.mark.parametrize("table", tables(), ids=lambda table: table.device)
+def test_a_table_is_as_calibrate_writes_it(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    calibrate = importlib.import_module("calibrate")
+    lengths = [256 << i for i in range(10)]
+    found = {pairs: {n: table.provider(pairs, n) for n in lengths} for pairs in table.fastest}
+    written = Path(tuning.__file__).parent / f"{module_name(table.device)}.py"
+    assert calibrate.table_text(table.device, table.capability, found) == written.read_text()
+
+
+@pytest.mark.parametrize(
+    "device, name",
+    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100_80gb_hbm3"), ("NVIDIA A100-SXM4-80GB", "a100_sxm4_80gb")],
+)
+def test_the_name_of_a_module(device: str, name: str) -> None:
+    assert module_name(device) == name
+
+
+def test_a_gpu_has_its_own_table_or_borrows_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [Table(name, capability, {}) for name, capability in {"B": (10, 0), "A": (8, 0), "H": (9, 0)}.items()]
+    made.append(Table("NVIDIA H200", (9, 0), {}))
+    monkeypatch.setattr(tuning, "tables", lambda: tuple(made))
+    choose = table_of.__wrapped__
+    assert choose("A", (9, 0)).device == "A"
+    assert choose("H", (9, 0)).device == "H"
+    assert choose("other", (9, 0)).device == "NVIDIA H200"
+    assert choose("", (9, 0)).device == "NVIDIA H200"
+    assert choose("other", (8, 9)).device == "A"
+    assert choose("other", (12, 0)).device == "B"
+
+
+@pytest.mark.parametrize("table", tables(), ids=lambda table: table.device)
+def test_every_size_has_a_provider(table: Table) -> None:
     for pairs in (0, 1, 3, 100, 10**6):
         for kv_len in (0, 1, 256, 5000, 10**8):
-            assert nearest_regime(pairs, kv_len) in LETTERS.values()
+            assert table.provider(pairs, kv_len) in NAMES
+
+
+def test_a_borrowed_table_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_table(monkeypatch, "cudnn")
+    assert providers.borrowed_table(work()) == ""  # there is no GPU to borrow for
+    monkeypatch.setattr(providers, "device_name", lambda device: "another GPU")
+    assert providers.borrowed_table(work()) == "provider table measured on a GPU, borrowed for another GPU"
+    for asks_none in (work(plain=False), work(dtype=torch.float32), work(q_len=5)):
+        assert providers.borrowed_table(asks_none) == ""
+    monkeypatch.setattr(providers, "device_name", lambda device: "a GPU")
+    assert providers.borrowed_table(work()) == ""
 
 
 def test_the_nearest_power_of_two() -> None:
@@ -58,20 +135,25 @@ def test_the_nearest_power_of_two() -> None:
 
 
 @pytest.mark.parametrize(
-    "pairs, kv_len, letter",
+    "pairs, kv_len, provider",
     [
-        *((2**row, 256 << column, TABLE[row][column]) for row in range(3) for column in range(3)),
-        (1, 0, "T"),
-        (1, 362, "T"),
-        (1, 363, "C"),  # 256 * sqrt(2) is 362.04
-        (3, 1, "F"),
-        (10**6, 10**9, "F"),
-        (2, 10**9, "T"),
+        (1, 256, "triton"),
+        (1, 512, "cudnn"),
+        (1, 1024, "flash"),
+        (2, 256, "cudnn"),
+        (2, 512, "cudnn"),
+        (2, 1024, "triton"),
+        (4, 512, "flash"),
+        (1, 0, "triton"),
+        (1, 362, "triton"),
+        (1, 363, "cudnn"),  # 256 * sqrt(2) is 362.04
+        (3, 1, "flash"),
+        (10**6, 10**9, "flash"),
+        (2, 10**9, "triton"),
     ],
 )
-def test_the_nearest_regime(pairs: int, kv_len: int, letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "REGIMES", TABLE)
-    assert nearest_regime(pairs, kv_len) == LETTERS[letter]
+def test_the_nearest_cell(pairs: int, kv_len: int, provider: str) -> None:
+    assert TABLE.provider(pairs, kv_len) == provider
 
 
 @pytest.mark.parametrize(
@@ -91,29 +173,31 @@ def test_the_nearest_regime(pairs: int, kv_len: int, letter: str, monkeypatch: p
     ],
 )
 def test_what_a_provider_cannot_compute(provider: str, shape: dict, says: str | None) -> None:
-    reason = unsupported_reason(provider, *tensors(**shape), plain=True)
+    reason = unsupported_reason(provider, work(**shape))
     assert reason is None if says is None else says in reason
-    assert "no mask" in unsupported_reason(provider, *tensors(**shape), plain=False)
+    assert "no mask" in unsupported_reason(provider, work(plain=False, **shape))
 
 
 def test_float8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     query, *kv = tensors()
     kv = [x.to(torch.float8_e4m3fn) for x in kv]
-    assert unsupported_reason("triton", query, *kv, plain=False) is None
+    float8 = Workload.of(query, *kv, plain=True)
+    assert unsupported_reason("triton", float8) is None
+    assert "float8" in unsupported_reason("cudnn", float8)
     monkeypatch.setattr(providers, "capability", lambda device: (8, 6))
-    assert "from compute capability 8.9 on" in unsupported_reason("triton", query, *kv, plain=False)
-    assert unsupported_reason("triton", *tensors(), plain=False) is None
+    assert "from compute capability 8.9 on" in unsupported_reason("triton", float8)
+    assert unsupported_reason("triton", work(plain=False)) is None
 
 
 def test_fa3_is_asked_for_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "flash_attn_interface, is not installed" in unsupported_reason("fa3", *tensors(), plain=True)
-    monkeypatch.setattr(providers, "REGIMES", ("A",))
-    assert fastest(*tensors()) == "triton"
+    assert "flash_attn_interface, is not installed" in unsupported_reason("fa3", work())
+    use_table(monkeypatch, "fa3")
+    assert choose_provider(work()) == "triton"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert fastest(*tensors()) == "fa3"
-    assert fastest(*tensors(dim=100)) == "triton"
-    assert "up to 256" in unsupported_reason("fa3", *tensors(dim=264), plain=True)
+    assert choose_provider(work()) == "fa3"
+    assert choose_provider(work(dim=100)) == "triton"
+    assert "up to 256" in unsupported_reason("fa3", work(dim=264))
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
@@ -142,16 +226,18 @@ def test_what_fa3_is_given_and_gives(q_len: int, monkeypatch: pytest.MonkeyPatch
 def test_strided_head_dims_are_declined(provider: str, which: int) -> None:
     given = list(tensors(dim=64, kv_len=64, q_len=64))
     given[which] = given[which].mT
-    assert "dense" in unsupported_reason(provider, *given, plain=True)
+    assert "dense" in unsupported_reason(provider, Workload.of(*given, plain=True))
 
 
-@pytest.mark.parametrize("letter", "TCF")
-def test_the_fastest_is_one_that_can(letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "REGIMES", (letter,))
-    assert fastest(*tensors()) == LETTERS[letter]
-    assert fastest(*tensors(dim=256)) == {"F": "flash"}.get(letter, "triton")
+@pytest.mark.parametrize("provider", ["triton", "cudnn", "flash"])
+def test_the_fastest_is_one_that_can(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_table(monkeypatch, provider)
+    assert choose_provider(work()) == provider
+    assert choose_provider(work(dim=256)) == ("flash" if provider == "flash" else "triton")
     for shape in ({"dtype": torch.float32}, {"kv_len": 0}, {"dim": 100}, {"q_len": 5}, {"q_heads": 64}):
-        assert fastest(*tensors(**shape)) == "triton"
+        assert choose_provider(work(**shape)) == "triton"
+    assert choose_provider(work(plain=False)) == "triton"
+    assert choose_provider(work(dtype=torch.float64)) == "reference"
 
 
 @pytest.mark.parametrize("provider", ["cudnn", "flash"])
@@ -177,13 +263,27 @@ def test_what_is_named_does_not_fall_back_for_a_shape(provider: str) -> None:
             decode_on_cuda(*tensors(**shape), provider=provider)
 
 
-@pytest.mark.parametrize("letter", "CF")
-def test_auto_asks_the_table_and_a_name_does_not(letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "REGIMES", (letter,))
-    monkeypatch.setattr(cuda, "_plan_decode", cuda._plan_decode.__wrapped__)
-    monkeypatch.setattr(cuda, "on_device_of", lambda x, run, *args: run(*args))
+@pytest.mark.parametrize("fastest", ["cudnn", "flash"])
+def test_auto_asks_the_table_and_a_name_does_not(fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_table(monkeypatch, fastest)
+    assert provider_of_op(*tensors()) == fastest
     for name in ("cudnn", "flash"):
-        monkeypatch.setattr(cuda, f"{name}_attention", lambda *args, name=name: name)
-    assert decode_on_cuda(*tensors()) == LETTERS[letter]
-    for name in ("cudnn", "flash"):
-        assert decode_on_cuda(*tensors(), provider=name) == name
+        assert provider_of_op(*tensors(), provider=name) == name
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+EXTRAS: list[dict[str, Any]] = [
+    {},
+    {"attn_mask": torch.empty(2, 1, 1, 1024, dtype=torch.bool, device="meta")},
+    {"kv_lens": torch.empty(2, dtype=torch.int64, device="meta")},
+    {"window": 5},
+]
+
+
+@pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: next(iter(extras), "plain"))
+@pytest.mark.parametrize("fastest", ["triton", "cudnn", "flash"])
+def test_the_op_runs_what_is_chosen(fastest: str, extras: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_table(monkeypatch, fastest)
+    for dtype, dim, q_len in product(DTYPES, (64, 80, 100, 128, 192, 256), (1, 5)):
+        chosen = choose_provider(work(plain=not extras, dtype=dtype, dim=dim, q_len=q_len))
+        assert provider_of_op(*tensors(dtype=dtype, dim=dim, q_len=q_len), **extras) == chosen

@@ -130,7 +130,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         (BATCH, 33, lambda n: bias(BATCH, Q_HEADS, 1, n)),
         batch=BATCH,
     ),
-    "a wide prefix": lambda: segments(BF16, (1, 700, none), (64, 40, none), batch=64),
+    "a prefix for the prefix kernel": lambda: segments(BF16, (1, 700, none), (64, 40, none), batch=64),
 }
 
 

@@ -12,13 +12,13 @@ from tatten.ops.cuda.schedule import Schedule, Visit, flash_attention_2, flash_d
 
 
 def small() -> list[Schedule]:
-    """All ways to lay out up to 7 tiles in rows, on up to 9 programs."""
+    """All ways to divide up to 7 tiles into work tiles, on up to 9 programs."""
 
     def layouts(total: int) -> list[tuple[int, ...]]:
         return [(n, *rest) for n in range(1, total + 1) for rest in layouts(total - n)] if total else [()]
 
-    lines = [tiles for total in range(1, 8) for tiles in layouts(total)]
-    return [Schedule(*case) for case in product(lines, range(1, 10), range(1, 4))]
+    spaces = [tiles for total in range(1, 8) for tiles in layouts(total)]
+    return [Schedule(*case) for case in product(spaces, range(1, 10), range(1, 4))]
 
 
 def ragged() -> list[Schedule]:
@@ -27,7 +27,7 @@ def ragged() -> list[Schedule]:
         Schedule.of_lengths(
             [int(2 ** choose.uniform(0, 17)) for _ in range(choose.randint(1, 40))],
             block_n=choose.choice((64, 128)),
-            rows=choose.choice((1, 2, 8, 20)),
+            work_tiles=choose.choice((1, 2, 8, 20)),
             programs=choose.choice((1, 7, 132, 264, 5000)),
             min_tiles=choose.choice((1, 2, 5)),
         )
@@ -43,81 +43,83 @@ def schedules() -> list[Schedule]:
 def test_every_tile_is_done_once(schedules: list[Schedule]) -> None:
     for s in schedules:
         done = Counter(
-            (visit.row, tile)
+            (visit.work_tile, tile)
             for program in range(s.programs)
             for visit in s.visits(program)
             for tile in range(visit.start, visit.stop)
         )
-        assert done == Counter((row, tile) for row, n in enumerate(s.tiles) for tile in range(n)), s
+        assert done == Counter((work_tile, tile) for work_tile, n in enumerate(s.tiles) for tile in range(n)), s
 
 
-def test_visits_follow_the_line(schedules: list[Schedule]) -> None:
+def test_visits_follow_the_tile_space(schedules: list[Schedule]) -> None:
     for s in schedules:
         for program in range(s.programs):
             visits = s.visits(program)
-            covered = [(s.span(v.row)[0] + v.start, s.span(v.row)[0] + v.stop) for v in visits]
+            starts = [s.tiles_of_work_tile(v.work_tile).start for v in visits]
+            covered = [(start + v.start, start + v.stop) for start, v in zip(starts, visits, strict=True)]
             assert all(stop == start for (_, stop), (start, _) in pairwise(covered)), s
-            begin, end = s.bounds(program)
-            assert (covered[0][0], covered[-1][1]) == (begin, end) if visits else begin == end, s
+            mine = s.tiles_of_program(program)
+            assert range(covered[0][0], covered[-1][1]) == mine if visits else not mine, s
 
 
 def test_work_is_equal_to_within_a_tile(schedules: list[Schedule]) -> None:
     for s in schedules:
-        work = [stop - start for start, stop in map(s.bounds, range(s.programs))]
-        assert sum(work) == s.total == sum(s.tiles)
-        assert max(work[: s.used]) - min(work[: s.used]) <= 1, s
-        assert not any(work[s.used :]), s
+        work = [len(tiles) for tiles in map(s.tiles_of_program, range(s.programs))]
+        assert sum(work) == s.total_tiles == sum(s.tiles)
+        assert max(work[: s.active_programs]) - min(work[: s.active_programs]) <= 1, s
+        assert not any(work[s.active_programs :]), s
 
 
 def test_only_as_many_programs_as_have_work_take_part(schedules: list[Schedule]) -> None:
     for s in schedules:
-        least = min(stop - start for start, stop in map(s.bounds, range(s.used)))
-        assert least >= min(s.min_tiles, s.total), s
-        more = s.used + 1
-        assert more > s.programs or s.total // more < s.min_tiles, s
-    assert Schedule((2, 1), programs=8).used == 3
-    assert Schedule((4, 4), programs=8, min_tiles=3).used == 2
-    assert Schedule((1,), programs=8, min_tiles=3).used == 1
+        least = min(len(tiles) for tiles in map(s.tiles_of_program, range(s.active_programs)))
+        assert least >= min(s.min_tiles, s.total_tiles), s
+        more = s.active_programs + 1
+        assert more > s.programs or s.total_tiles // more < s.min_tiles, s
+    assert Schedule((2, 1), programs=8).active_programs == 3
+    assert Schedule((4, 4), programs=8, min_tiles=3).active_programs == 2
+    assert Schedule((1,), programs=8, min_tiles=3).active_programs == 1
 
 
-def test_owner_is_the_inverse_of_bounds(schedules: list[Schedule]) -> None:
+def test_program_of_is_the_inverse_of_tiles_of_program(schedules: list[Schedule]) -> None:
     for s in schedules:
-        owner = [program for program in range(s.programs) for _ in range(*s.bounds(program))]
-        assert [s.owner(tile) for tile in range(s.total)] == owner, s
+        owner = [program for program in range(s.programs) for _ in s.tiles_of_program(program)]
+        assert [s.program_of(tile) for tile in range(s.total_tiles)] == owner, s
 
 
-def test_owner_is_the_inverse_of_bounds_for_each_total_and_number_of_programs() -> None:
+def test_program_of_is_the_inverse_of_tiles_of_program_for_each_total_and_number_of_programs() -> None:
     for total, programs in product(range(1, 100), range(1, 120)):
         s = Schedule((total,), programs)
-        assert [s.owner(tile) for tile in range(total)] == [p for p in range(s.used) for _ in range(*s.bounds(p))]
+        owner = [p for p in range(s.active_programs) for _ in s.tiles_of_program(p)]
+        assert [s.program_of(tile) for tile in range(total)] == owner
 
 
-def test_owners_are_the_programs_that_visit_a_row(schedules: list[Schedule]) -> None:
+def test_programs_of_a_work_tile_are_those_that_visit_it(schedules: list[Schedule]) -> None:
     for s in schedules:
         visitors: list[list[int]] = [[] for _ in s.tiles]
         for program in range(s.programs):
             for visit in s.visits(program):
-                visitors[visit.row].append(program)
-        assert [list(s.owners(row)) for row in range(len(s.tiles))] == visitors, s
+                visitors[visit.work_tile].append(program)
+        assert [list(s.programs_of(work_tile)) for work_tile in range(len(s.tiles))] == visitors, s
 
 
-def test_each_part_of_a_row_has_a_slot_of_its_own(schedules: list[Schedule]) -> None:
+def test_each_partial_state_has_a_slot_of_its_own(schedules: list[Schedule]) -> None:
     for s in schedules:
         visits = [(program, visit) for program in range(s.programs) for visit in s.visits(program)]
         slots = [visit.slot for _, visit in visits if visit.slot is not None]
-        assert len(set(slots)) == len(slots) == s.fix_ups, s
+        assert len(set(slots)) == len(slots) == s.partial_states, s
         for program, visit in visits:
             assert visit.slot in (None, 2 * program, 2 * program + 1), s
-            assert (visit.slot is None) == (len(s.owners(visit.row)) == 1), s
+            assert (visit.slot is None) == (len(s.programs_of(visit.work_tile)) == 1), s
 
 
-def test_the_slot_follows_from_where_row_and_program_begin(schedules: list[Schedule]) -> None:
-    """As the program that merges computes it, for the others."""
+def test_the_slot_follows_from_where_work_tile_and_program_begin(schedules: list[Schedule]) -> None:
+    """As the combine kernel computes it, for all programs."""
     for s in schedules:
-        for program in range(s.used):
+        for program in range(s.active_programs):
             for visit in s.visits(program):
                 if visit.slot is not None:
-                    inherited = s.span(visit.row)[0] <= s.bounds(program)[0]
+                    inherited = s.tiles_of_work_tile(visit.work_tile).start <= s.tiles_of_program(program).start
                     assert visit.slot == 2 * program + (0 if inherited else 1), s
 
 
@@ -131,48 +133,62 @@ def test_visits_of_the_papers_figure_1() -> None:
         [Visit(1, 1, 3, 6)],
         [Visit(1, 3, 5, 8)],
     ]
-    assert s.fix_ups == 6
+    assert s.partial_states == 6
 
 
 def test_tiles_are_laid_sequence_by_sequence() -> None:
-    assert Schedule.of_lengths([0, 1, 128, 129], block_n=128, rows=2, programs=3).tiles == (1, 1, 1, 1, 1, 1, 2, 2)
+    assert Schedule.of_lengths([0, 1, 128, 129], block_n=128, work_tiles=2, programs=3).tiles == (
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        2,
+        2,
+    )
 
 
 def test_empty_sequences_are_visited() -> None:
-    s = Schedule.of_lengths([0, 0, 0], block_n=64, rows=1, programs=2)
+    s = Schedule.of_lengths([0, 0, 0], block_n=64, work_tiles=1, programs=2)
     assert [visit for program in range(2) for visit in s.visits(program)] == [
-        Visit(row, 0, 1, None) for row in range(3)
+        Visit(work_tile, 0, 1, None) for work_tile in range(3)
     ]
 
 
 @pytest.mark.parametrize("length", [0, 1, 64, 1000])
-@pytest.mark.parametrize("batch, rows", [(1, 1), (3, 2), (7, 8)])
-def test_flash_attention_2_gives_each_program_one_row(length: int, batch: int, rows: int) -> None:
-    s = flash_attention_2([length] * batch, 64, rows)
-    assert s.used == s.programs == batch * rows
-    assert [s.visits(row) for row in range(batch * rows)] == [[Visit(row, 0, n, None)] for row, n in enumerate(s.tiles)]
-    assert s.fix_ups == 0
+@pytest.mark.parametrize("batch, work_tiles", [(1, 1), (3, 2), (7, 8)])
+def test_flash_attention_2_gives_each_program_one_work_tile(length: int, batch: int, work_tiles: int) -> None:
+    s = flash_attention_2([length] * batch, 64, work_tiles)
+    assert s.active_programs == s.programs == batch * work_tiles
+    whole = [[Visit(work_tile, 0, n, None)] for work_tile, n in enumerate(s.tiles)]
+    assert [s.visits(program) for program in range(s.programs)] == whole
+    assert s.partial_states == 0
 
 
 @pytest.mark.parametrize("splits", [2, 3, 8])
 @pytest.mark.parametrize("tiles_per_split", [1, 2, 5])
-@pytest.mark.parametrize("batch, rows", [(1, 1), (3, 2), (7, 8)])
-def test_flash_decoding_gives_each_program_one_split(splits: int, tiles_per_split: int, batch: int, rows: int) -> None:
-    s = flash_decoding([64 * tiles_per_split * splits] * batch, 64, rows, splits)
-    assert s.used == s.programs == splits * batch * rows
-    for row, split in product(range(batch * rows), range(splits)):
-        program = row * splits + split
+@pytest.mark.parametrize("batch, work_tiles", [(1, 1), (3, 2), (7, 8)])
+def test_flash_decoding_gives_each_program_one_split(
+    splits: int, tiles_per_split: int, batch: int, work_tiles: int
+) -> None:
+    s = flash_decoding([64 * tiles_per_split * splits] * batch, 64, work_tiles, splits)
+    assert s.active_programs == s.programs == splits * batch * work_tiles
+    for work_tile, split in product(range(batch * work_tiles), range(splits)):
+        program = work_tile * splits + split
         start = tiles_per_split * split
-        assert s.visits(program) == [Visit(row, start, start + tiles_per_split, 2 * program)]
-    assert s.fix_ups == splits * batch * rows
+        assert s.visits(program) == [Visit(work_tile, start, start + tiles_per_split, 2 * program)]
+    assert s.partial_states == splits * batch * work_tiles
 
 
-def test_flash_decoding_never_crosses_rows_of_one_length() -> None:
+def test_flash_decoding_never_crosses_work_tiles_of_one_length() -> None:
     for tiles, splits in product(range(1, 12), range(1, 15)):
         s = flash_decoding([tiles] * 3, 1, 2, splits)
-        visits = [s.visits(program) for program in range(s.used)]
+        visits = [s.visits(program) for program in range(s.active_programs)]
         assert all(len(v) == 1 for v in visits)
-        assert [v.row for (v,) in visits] == [row for row in range(6) for _ in range(min(splits, tiles))]
+        assert [v.work_tile for (v,) in visits] == [
+            work_tile for work_tile in range(6) for _ in range(min(splits, tiles))
+        ]
 
 
 @pytest.mark.parametrize("name, case", [("tiles", ((), 1)), ("tiles", ((2, 0), 1)), ("programs", ((2,), 0))])

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from compiled import compile_in_subprocess
 from ranks import RankError, run_ranks, try_ranks
+from slow import slow_but
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
-from tatten.ops.distributed import push
+from tatten.ops.distributed import push, push_layout
+from tatten.ops.distributed.communicator import Communicator, Workspace, unsupported_topology
 from tatten.ops.states import merge
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs where the interpreter does")
@@ -29,26 +31,27 @@ SCRIPT = """
 import json, sys
 import torch
 from compiled import Recorder, compile_launch
-from tatten.ops.distributed import push
-from tatten.ops.distributed import push_kernel
+from tatten.ops.distributed import push, push_kernel, push_layout
+from tatten.ops.distributed.communicator import Workspace
 
 def meta(*shape, dtype):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 launches, found = [], []
-push_kernel._push_kernel = Recorder(push_kernel._push_kernel, launches)
+push_kernel.push_kernel = Recorder(push_kernel.push_kernel, launches)
 for shape, dtype, ranks, scatter in json.loads(sys.argv[1]):
     dtype = getattr(torch, dtype)
     launches.clear()
-    plan = push.plan(torch.Size(shape), dtype.itemsize, ranks, scatter, 132)
-    link = object.__new__(push.Link)
-    link.buffer, link.peers = meta(1, dtype=torch.uint8), meta(ranks, dtype=torch.int64)
-    link.epochs, link.error = meta(132, dtype=torch.int64), meta(1, dtype=torch.int32)
-    link.rank, link.patience_ns = 1, 600 * 10**9
-    push_kernel.launch_push(meta(*shape, dtype=dtype), meta(*shape[:-1], dtype=torch.float32), plan, link)
+    plan = push_layout.plan_push(torch.Size(shape), dtype.itemsize, ranks, scatter, 132)
+    workspace = object.__new__(Workspace)
+    workspace.buffer, workspace.addresses = meta(1, dtype=torch.uint8), meta(ranks, dtype=torch.int64)
+    workspace.epochs, workspace.missing = meta(132, dtype=torch.int64), meta(1, dtype=torch.int32)
+    workspace.rank, workspace.timeout_ns = 1, 600 * 10**9
+    push.launch_push(meta(*shape, dtype=dtype), meta(*shape[:-1], dtype=torch.float32), plan, workspace)
     kernel, args, kwargs = launches[0]
-    for param, x in zip(kernel.params, args):
-        assert isinstance(x, torch.Tensor) or param.do_not_specialize, param.name
+    assert all(isinstance(x, torch.Tensor) for x in args)
+    for param in kernel.params[len(args) :]:
+        assert param.is_constexpr or param.do_not_specialize, param.name
     found.append({"gather": plan.gather, **compile_launch(kernel, args, kwargs)})
 print(json.dumps(found))
 """
@@ -68,7 +71,7 @@ COMPILED = [
 
 
 def faults(built: dict, ranks: int, width: int) -> list[str]:
-    """What is wrong with a compiled kernel, which has one round or two."""
+    """Faults of a compiled kernel, which has one round or two."""
     ptx, rounds = built["ptx"], 1 + built["gather"]
     found = []
     if built["stack"] > 16:
@@ -95,6 +98,7 @@ def faults(built: dict, ranks: int, width: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_compiles_for_sm_90() -> None:
     built = compile_in_subprocess(SCRIPT, [x[:4] for x in COMPILED])
     found = [
@@ -113,9 +117,9 @@ def test_each_row_is_merged_once(ranks: int, scatter: bool, round_bytes: int, mo
     from tatten.ops.distributed.push_kernel import _row_of
 
     row_of = getattr(_row_of, "fn", _row_of)
-    monkeypatch.setattr(push, "ROUND_BYTES", round_bytes)
+    monkeypatch.setattr(push_layout, "ROUND_BYTES", round_bytes)
     for shape in ((1, 8 * 7 * 3, 1, 128), (5, 8 * 7 * 3, 3, 80), (64, 8 * 7 * 3, 16, 64)):
-        plan = push.plan(torch.Size(shape), 2, ranks, scatter, 132)
+        plan = push_layout.plan_push(torch.Size(shape), 2, ranks, scatter, 132)
         within = torch.arange(plan.share)
         rows = [row_of(within, rank, plan.run, ranks, plan.scatter) for rank in range(ranks)]
         if plan.scatter:
@@ -127,44 +131,45 @@ def test_each_row_is_merged_once(ranks: int, scatter: bool, round_bytes: int, mo
             state = torch.arange(plan.rows).view(shape[:-1])
             for x, want in zip(rows, state.chunk(ranks, dim=1), strict=True):
                 assert torch.equal(x, want.flatten())
-        assert plan.block_rows * 128 * 2 <= push.ROW_BYTES
-        assert plan.block_rows <= push.LSE_ROWS
+        assert plan.block_rows * 128 * 2 <= push_layout.ROW_BYTES
+        assert plan.block_rows <= push_layout.LSE_ROWS
 
 
 def test_reasons() -> None:
     x = torch.zeros(1, 2, 3, 4)
     assert "CUDA" in (push.push_unsupported_reason(x, x[..., 0], "0") or "")
-    places = ["n0 host0 gpu0 1", "n0 host0 gpu1 1", "n1 host1 gpu0 1"]
-    assert push.unsupported_topology(places[:2]) is None
-    assert push.unsupported_topology(places) == "its ranks are on several nodes: host0, host1"
-    assert "share a GPU" in (push.unsupported_topology([places[0]] * 2) or "")
-    assert "rank 1" in (push.unsupported_topology([places[0], "n0 host0 gpu1 0"]) or "")
+    locations = ["n0 host0 gpu0 1", "n0 host0 gpu1 1", "n1 host1 gpu0 1"]
+    assert unsupported_topology(locations[:2]) is None
+    assert unsupported_topology(locations) == "its ranks are on several nodes: host0, host1"
+    assert "share a GPU" in (unsupported_topology([locations[0]] * 2) or "")
+    assert "rank 1" in (unsupported_topology([locations[0], "n0 host0 gpu1 0"]) or "")
 
 
-def tell_twice() -> list[list[str]]:
-    peers = push.connect(dist.group.WORLD.group_name, dist.group.WORLD)
-    return [peers.exchange("a", f"{peers.rank}"), peers.exchange("b", f"{peers.rank}b")]
+def exchange_twice() -> list[list[str]]:
+    communicator = Communicator.of(dist.group.WORLD)
+    return [communicator.exchange(topic, f"{communicator.rank}{topic}") for topic in "ab"]
 
 
-def tell_but_one() -> None:
+def exchange_late() -> None:
     if dist.get_rank() == 1:
         time.sleep(6)
-    push.connect(dist.group.WORLD.group_name, dist.group.WORLD).exchange("something", "x")
+    Communicator.of(dist.group.WORLD).exchange("something", "x")
 
 
-def test_ranks_tell_each_other() -> None:
-    assert run_ranks(3, tell_twice) == [[["0", "1", "2"], ["0b", "1b", "2b"]]] * 3
+def test_ranks_exchange_strings() -> None:
+    assert run_ranks(3, exchange_twice) == [[["0a", "1a", "2a"], ["0b", "1b", "2b"]]] * 3
 
 
-def test_who_does_not_tell_is_named() -> None:
-    results = try_ranks(3, tell_but_one, timeout=2)
+@pytest.mark.slow
+def test_a_rank_that_does_not_arrive_is_named() -> None:
+    results = try_ranks(3, exchange_late, timeout=2)
     for rank in (0, 2):
         assert isinstance(results[rank], RankError)
-        assert "rank 1 of the 3 of group '0' did not come within 2 s" in str(results[rank])
+        assert "rank 1 of the 3 of group '0' did not arrive within 2 s" in str(results[rank])
 
 
 def states(ranks: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
-    """Of all ranks. Some are empty, some of these NaN; one row is empty on all ranks."""
+    """The states of all ranks. Some are empty, some of these NaN; one row is empty on all ranks."""
     rng = torch.Generator().manual_seed(seed)
     out = torch.randn(ranks, *shape, generator=rng).to(dtype)
     lse = torch.randn(ranks, *shape[:-1], generator=rng) * 5
@@ -176,33 +181,32 @@ def states(ranks: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) ->
 
 
 class Ranks:
-    """A rank of several that share files as memory, and merge under the interpreter."""
+    """One of several ranks that share files as memory and merge under the interpreter."""
 
-    def __init__(self, folder: str, programs: int, patience: float) -> None:
+    def __init__(self, folder: str, programs: int, timeout: float) -> None:
         from tatten.ops.distributed import push_kernel
 
         self.rank, self.size, self.programs = dist.get_rank(), dist.get_world_size(), programs
-        nbytes = programs * push.CHANNEL_BYTES
+        nbytes = programs * push_layout.CHANNEL_BYTES
         self.buffers = [
             torch.from_file(f"{folder}/{i}", shared=True, size=nbytes, dtype=torch.uint8) for i in range(self.size)
         ]
-        self.link = push.Link(
+        self.workspace = Workspace(
             self.buffers[self.rank],
             torch.tensor([x.data_ptr() for x in self.buffers]),
             torch.zeros(programs, dtype=torch.int64),
             torch.zeros(1, dtype=torch.int32),
             self.rank,
-            int(patience * 1e9),
-            programs,
+            int(timeout * 1e9),
         )
         push_kernel._acquire_flags = self.acquire_flags  # inline PTX is not for the interpreter
-        self.launch, self.choose = push_kernel.launch_push, random.Random(self.rank)
+        self.choose = random.Random(self.rank)
         dist.barrier()
 
-    def acquire_flags(self, flags, epoch, deadline, patience, n: int, threads: int):  # type: ignore[no-untyped-def]
+    def acquire_flags(self, flags, epoch, deadline, timeout_ns, n: int, threads: int):  # type: ignore[no-untyped-def]
         addresses = (ctypes.c_int64 * n).from_address(int(flags.handle.data.item()))
         wanted = int(epoch.handle.data.item())
-        end = time.monotonic() + self.link.patience_ns / 1e9
+        end = time.monotonic() + self.workspace.timeout_ns / 1e9
         missing = 1
         while missing and time.monotonic() < end:
             missing = sum(1 << i for i in range(n) if addresses[i] < wanted)
@@ -212,19 +216,19 @@ class Ranks:
         return missing, deadline
 
     def merge(self, out: Tensor, lse: Tensor, scatter: bool = False) -> tuple[Tensor, Tensor]:
-        plan = push.plan(out.shape, out.element_size(), self.size, scatter, self.programs)
-        return self.launch(out.contiguous(), lse.contiguous(), plan, self.link)
+        plan = push_layout.plan_push(out.shape, out.element_size(), self.size, scatter, self.programs)
+        return push.launch_push(out.contiguous(), lse.contiguous(), plan, self.workspace)
 
 
 def merge_all(folder: str) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
-    """Merges of several shapes and kinds, one after the other on the same channels."""
-    ranks = Ranks(folder, programs=3, patience=60)
+    """Merge states of several shapes, scattered or not, one after the other on the same channels."""
+    ranks = Ranks(folder, programs=3, timeout=60)
     results = []
     for i, (shape, dtype, scatter, round_bytes) in enumerate(MERGES):
-        push.ROUND_BYTES = round_bytes
+        push_layout.ROUND_BYTES = round_bytes
         out, lse = states(ranks.size, shape, dtype, i)
         results.append(ranks.merge(out[ranks.rank], lse[ranks.rank], scatter))
-    return results, ranks.link.epochs.tolist()
+    return results, ranks.workspace.epochs.tolist()
 
 
 # Triton 3.6 interprets no constants of bfloat16.
@@ -241,7 +245,7 @@ MERGES = [
 
 
 @interpreted
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", slow_but([2], [1, 2, 3, 4]))
 def test_ranks_merge(ranks: int, tmp_path: Path) -> None:
     results = run_ranks(ranks, merge_all, str(tmp_path))
     assert all(epochs == results[0][1] for _, epochs in results)
@@ -260,16 +264,16 @@ def test_ranks_merge(ranks: int, tmp_path: Path) -> None:
 
 def merge_but_one(folder: str, round_bytes: int) -> tuple[list[tuple[Tensor, Tensor]], list[int], float]:
     """Rank 1 leaves after the first of three merges."""
-    ranks = Ranks(folder, programs=2, patience=1)
-    push.ROUND_BYTES = round_bytes
+    ranks = Ranks(folder, programs=2, timeout=1)
+    push_layout.ROUND_BYTES = round_bytes
     out, lse = (x[ranks.rank] for x in states(ranks.size, (1, 2, 1, 16), torch.float32, 0))
     start = time.monotonic()
     merged = [ranks.merge(out, lse) for _ in range(1 if ranks.rank == 1 else 3)]
-    return merged, ranks.link.missing, time.monotonic() - start
+    return merged, ranks.workspace.missing_ranks, time.monotonic() - start
 
 
 @interpreted
-@pytest.mark.parametrize("round_bytes", [0, 1 << 40])
+@pytest.mark.parametrize("round_bytes", slow_but([0], [0, 1 << 40]))
 def test_a_missing_rank_is_named_and_its_merge_is_poison(round_bytes: int, tmp_path: Path) -> None:
     results = run_ranks(3, merge_but_one, str(tmp_path), round_bytes)
     for rank in (0, 2):

@@ -1,4 +1,4 @@
-"""The push merge on GPUs that share memory: right, the same to the bit everywhere, and never waiting for ever."""
+"""The push merge on GPUs that share memory is correct, bitwise equal on all ranks, and never waits forever."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from tatten.ops.distributed import push
+from tatten.ops.distributed import communicator, push, push_layout
 from tatten.ops.states import merge
 
 GPUS = torch.cuda.device_count()
@@ -35,10 +35,10 @@ class Case:
     shape: tuple[int, ...] = (1, 24, 1, 128)
     dtype: torch.dtype = BF16
     scatter: bool = False
-    round_bytes: int = push.ROUND_BYTES  # 0: two rounds, but for two ranks; very many: one
+    round_bytes: int = push_layout.ROUND_BYTES  # 0: two rounds, but for two ranks; very many: one
 
     def states(self, ranks: int, seed: int = 0) -> State:
-        """Of all ranks, the same on each. Some are empty, some of these NaN; one row is empty on all ranks."""
+        """The states of all ranks, known to each. Some are empty, some of these NaN; one row is empty on all ranks."""
         rng = torch.Generator().manual_seed(seed)
         out = torch.randn(ranks, *self.shape, generator=rng).to(self.dtype)
         lse = torch.randn(ranks, *self.shape[:-1], generator=rng) * 5
@@ -49,11 +49,11 @@ class Case:
         return out.cuda(), lse.cuda()
 
     def merge(self, out: Tensor, lse: Tensor, group: str) -> State:
-        push.ROUND_BYTES = self.round_bytes
+        push_layout.ROUND_BYTES = self.round_bytes
         return push.push_merge(out, lse, group, self.scatter)
 
     def check(self, got: State, out: Tensor, lse: Tensor) -> None:
-        """Against float64. `out` and `lse` are of all ranks."""
+        """Compare with a merge in float64 of all ranks' `out` and `lse`."""
         want = merge(out.double(), lse.double())
         if self.scatter:
             want = tuple(x.chunk(len(out), dim=1)[dist.get_rank()] for x in want)
@@ -74,7 +74,7 @@ CASES = [
 
 
 def start(seconds: float = 60) -> str:
-    """The name of a new group of all ranks with NCCL as backend; no communicator is made."""
+    """Make a group of all ranks with NCCL as backend, but no NCCL communicator, and return its name."""
     torch.cuda.set_device(dist.get_rank())
     group = dist.new_group(backend="nccl", timeout=datetime.timedelta(seconds=seconds))
     x = torch.zeros(1, 1, 1, 8, device="cuda")
@@ -93,8 +93,8 @@ def own(state: State) -> State:
 def merge_cases() -> list[str]:
     group, found = start(), []
     for case in CASES:
-        for peers in push._peers.values():
-            peers.plans.clear()  # of the same shape with other rounds
+        for connected in communicator._communicators.values():
+            connected.plans.clear()  # of the same shape with other rounds
         out, lse = case.states(dist.get_world_size())
         got = case.merge(*own((out, lse)), group)
         case.check(got, out, lse)
@@ -108,7 +108,7 @@ def merge_cases() -> list[str]:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_merges(ranks: int) -> None:
-    """To float64's result, and to the same bits on all ranks, again and again."""
+    """Results match float64, and are bitwise equal on all ranks and in every run."""
     results = run_ranks(ranks, merge_cases, seconds=300)
     assert all(result == results[0] for result in results)
 
@@ -139,7 +139,7 @@ def capture(job: Any) -> torch.cuda.CUDAGraph:
 
 
 def replay_late() -> int:
-    """Replays a graph of several merges, whose inputs change, while any rank is late now and then."""
+    """Replay a graph of several merges with changing inputs, while any rank is late now and then."""
     group, n, rank = start(), dist.get_world_size(), dist.get_rank()
     cases = [Case(round_bytes=1 << 40), Case((4, 24, 7, 128), round_bytes=0), Case((4, 24, 1, 80), scatter=True)]
     inputs: list[State] = []
@@ -201,7 +201,7 @@ def test_two_groups_at_once(ranks: int) -> None:
 
 
 def merge_over_mesh() -> None:
-    """Two by two, inner first: as one merge of all."""
+    """Merges over a mesh of two by two, inner first, equal one merge of all ranks."""
     torch.cuda.set_device(dist.get_rank())
     mesh = dist.init_device_mesh("cuda", (2, 2), mesh_dim_names=("node", "gpu"))
     case = Case((4, 24, 1, 128), torch.float32)
@@ -226,7 +226,7 @@ def error_of(fn: Any, kind: type[Exception]) -> str:
 
 
 def merge_without_one(round_bytes: int) -> list[str]:
-    """Rank 1 stays away from a merge; later it comes, too late."""
+    """Rank 1 misses a merge and arrives too late."""
     group, case = start(seconds=4), Case(round_bytes=round_bytes)
     out, lse = own(case.states(dist.get_world_size()))
     job = partial(case.merge, out, lse, group)
@@ -260,7 +260,7 @@ def test_a_missing_rank_is_an_error_on_all(ranks: int, round_bytes: int) -> None
         missing = "1" if rank != 1 else " and ".join(str(i) for i in range(ranks) if i != 1)
         for error in errors:
             assert f"tatten.tree_merge, strategy 'push': rank {missing} of the {ranks} of group" in error
-            assert "did not come within 4 s" in error
+            assert "did not arrive within 4 s" in error
 
 
 def disagree() -> list[str]:

@@ -1,4 +1,4 @@
-"""States that ranks hold merge to what one process gets, however they travel."""
+"""States of several ranks merge to the result of one process, with every strategy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from pairs import pairs
 from ranks import RankError, run_ranks, try_ranks
+from slow import slow_after, slow_but
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,7 +22,7 @@ B, H, L, D = 2, 12, 3, 10
 
 
 def states(n: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (B, H, L, D)) -> tuple[Tensor, Tensor]:
-    """`n` states, the same on every rank, of which some are empty and hold rubbish."""
+    """`n` states, the same on every rank, some of which are empty and hold garbage."""
     rng = torch.Generator().manual_seed(7)
     out = torch.randn(n, *shape, generator=rng, dtype=torch.float64)
     lse = torch.randn(n, *shape[:-1], generator=rng, dtype=torch.float64) * 5
@@ -53,23 +55,35 @@ def check(n: int, dtype: torch.dtype, shape: tuple[int, ...], strategy: str, sca
         assert all(torch.equal(x, y) for result in results for x, y in zip(result, results[0], strict=True))
 
 
-@pytest.mark.parametrize("strategy", ["all_gather", "all_reduce", "auto"])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "n, dtype, strategy",
+    slow_after(
+        3, pairs([1, 2, 3, 4], [torch.float32, torch.bfloat16, torch.float64], ["all_gather", "all_reduce", "auto"])
+    ),
+)
 def test_merge(n: int, dtype: torch.dtype, strategy: str) -> None:
     check(n, dtype, (B, H, L, D), strategy)
 
 
-@pytest.mark.parametrize("strategy", ["all_gather", "all_reduce"])
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "n, dtype, strategy",
+    slow_after(2, pairs([1, 2, 3], [torch.float32, torch.bfloat16], ["all_gather", "all_reduce"])),
+)
 def test_merge_to_heads(n: int, dtype: torch.dtype, strategy: str) -> None:
     check(n, dtype, (B, H, L, D), strategy, scatter=True)
 
 
-@pytest.mark.parametrize("strategy", ["all_gather", "all_reduce"])
-@pytest.mark.parametrize("shape", [(7,), (3, 5), (1, 1, 1, 1), (0, 4, 1, 8), (5, 4, 3, 2, 33)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "shape, dtype, strategy",
+    slow_after(
+        2,
+        pairs(
+            [(7,), (3, 5), (1, 1, 1, 1), (0, 4, 1, 8), (5, 4, 3, 2, 33)],
+            [torch.float16, torch.float64],
+            ["all_gather", "all_reduce"],
+        ),
+    ),
+)
 def test_shapes(shape: tuple[int, ...], dtype: torch.dtype, strategy: str) -> None:
     check(2, dtype, shape, strategy)
 
@@ -155,12 +169,13 @@ def merge_compiled(backend: str, strategies: list[str], cache: str) -> list[Tens
     return [a - b for a, b in zip(have, fn(out, lse), strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend, strategies, ranks",
     [("aot_eager", ["all_gather", "all_reduce"], [2]), ("inductor", ["all_reduce"], [2, 3])],
 )
 def test_compiled(backend: str, strategies: list[str], ranks: list[int], tmp_path: Path) -> None:
-    """And what one number of ranks leaves in Inductor's cache is not taken for another's."""
+    """Compiled merges match eager ones, and Inductor's cache keeps numbers of ranks apart."""
     for n in ranks:
         for results in run_ranks(n, merge_compiled, backend, strategies, str(tmp_path), seconds=300):
             for x in results:
@@ -209,7 +224,7 @@ def merge_but_one(what: str) -> tuple[Tensor, Tensor]:
     return tatten.tree_merge(out, lse, dist.group.WORLD)
 
 
-@pytest.mark.parametrize("what", ["raises", "dies", "hangs"])
+@pytest.mark.parametrize("what", slow_but(["raises"], ["raises", "dies", "hangs"]))
 def test_a_missing_rank_is_an_error_on_the_others(what: str) -> None:
     results = try_ranks(3, merge_but_one, what, timeout=3.0, seconds=15.0)
     assert all(isinstance(result, RankError) and "still running" not in str(result) for result in results[::2])
@@ -232,7 +247,7 @@ def test_a_missing_rank_is_an_error_on_the_others(what: str) -> None:
 def test_auto(
     ranks: int, rows: int, can_push: bool, scatter: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the bytes of a state of bfloat16 rows of 128."""
+    """The choice depends on the bytes of a state, here of bfloat16 rows of 128."""
     monkeypatch.setattr(tree, "push_unsupported_reason", lambda *args: None if can_push else "for some reason")
     out = torch.empty(1, rows, 1, 128, dtype=torch.bfloat16, device="meta")
     lse = torch.empty(1, rows, 1, device="meta")

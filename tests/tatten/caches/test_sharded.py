@@ -1,4 +1,4 @@
-"""The sharded cache on several gloo ranks: who holds what, attention over it as in one process, saving and refusing."""
+"""The sharded cache on several gloo ranks: its layout, attention as in one process, checkpoints and errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from pairs import pairs
 from ranks import RankError, run_ranks, try_ranks
+from slow import slow_after, slow_but
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -42,7 +44,7 @@ def ranks(mesh: str) -> int:
 
 
 def run_meshes(n: int, check: Callable[..., object], *args: object) -> None:
-    """`check(mesh, *args)` for each mesh of n ranks."""
+    """Run `check(mesh, *args)` on each mesh of n ranks."""
     run_ranks(n, each_mesh, check, *args)
 
 
@@ -55,7 +57,7 @@ def each_mesh(check: Callable[..., object], *args: object) -> None:
                 raise AssertionError(f"mesh {mesh!r}") from error
 
 
-sizes = pytest.mark.parametrize("n", [1, 2, 3, 4])
+sizes = pytest.mark.parametrize("n", slow_but([2], [1, 2, 3, 4]))
 
 
 def make(mesh: str, capacity: int, layers: int = LAYERS, prompt_mask: Tensor | None = None) -> ShardedKVCache:
@@ -79,7 +81,7 @@ def random(batch: int, tokens: int, dtype: torch.dtype = torch.float32) -> tuple
 
 
 def filled(mesh: str, steps: list[int], capacity: int, batch: int = 2) -> tuple[ShardedKVCache, list[Tensor]]:
-    """A cache with `steps` tokens in turn, the first of them as a prefill, and all keys and values of each layer."""
+    """A cache filled with `steps` tokens at a time, the first as a prefill, and all keys and values of each layer."""
     torch.manual_seed(0)
     cache, held = make(mesh, capacity), []
     for layer in range(LAYERS):
@@ -114,7 +116,7 @@ def check_layout(mesh: str, steps: list[int]) -> None:
 @sizes
 @pytest.mark.parametrize("steps", [[7, 1, 1, 2, 1, 3, 5, 1, 9, 1], [1, 1]], ids=["many", "few"])
 def test_layout(n: int, steps: list[int]) -> None:
-    """A prefill, single tokens, several at once, more than ranks: token p is in slot p // n of rank p % n."""
+    """Token p is in slot p // n of rank p % n after a prefill, single tokens, and more tokens at once than ranks."""
     run_meshes(n, check_layout, steps)
 
 
@@ -169,7 +171,7 @@ def decode(cache: ShardedKVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, start: int, real: Tensor | None = None) -> Tensor:
-    """Attention of the tokens from `start` on, in float64 and in one process."""
+    """Attention of the tokens from `start` on, in float64 in one process."""
     length = k.shape[2]
     mask = torch.ones(length, length).bool().tril()[start:]
     if real is not None:
@@ -195,16 +197,16 @@ def check_attention(mesh: str, batch: int, dtype: torch.dtype, steps: list[int],
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-@sizes
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize(
+    "n, batch, dtype, padded",
+    slow_after(2, pairs([2, 1, 3, 4], [1, 5], [torch.float32, torch.bfloat16], [False, True])),
+)
 def test_attention(n: int, batch: int, dtype: torch.dtype, padded: bool) -> None:
     run_meshes(n, check_attention, batch, dtype, [5, 1, 1, 5, 1, 7, 1], padded)
 
 
 def check_without_prefill(mesh: str) -> None:
-    """Appending to an empty cache: one token on one rank, nothing on the others."""
+    """Append to an empty cache: one token on one rank, nothing on the others."""
     torch.manual_seed(0)
     cache, (q, k, v) = make(mesh, 9, layers=1), random(2, 6)
     for start, end in ((0, 1), (1, 2), (2, 6)):
@@ -267,10 +269,10 @@ def check_compiles_once(mesh: str, inner: str | None) -> int:
     return len(graphs)
 
 
-@pytest.mark.parametrize("inner", [None, "eager", "aot_eager"])
-@pytest.mark.parametrize("mesh", ["2", "heads outside"])
+@pytest.mark.parametrize("inner", slow_but(["aot_eager"], [None, "eager", "aot_eager"]))
+@pytest.mark.parametrize("mesh", slow_but(["2"], ["2", "heads outside"]))
 def test_compiles_once(mesh: str, inner: str | None) -> None:
-    """For Dynamo alone, and through tatten's backend."""
+    """Dynamo alone, and tatten's backend."""
     assert set(run_ranks(ranks(mesh), check_compiles_once, mesh, inner)) == {1}
 
 
@@ -290,7 +292,7 @@ def save(mesh: str, folder: str) -> list[Tensor]:
 
 
 def load(mesh: str, folder: str, held: list[Tensor]) -> None:
-    """Into a cache with other tokens, which goes on from there."""
+    """Load the state into a cache with other tokens, which continues from it."""
     cache, _ = filled(mesh, [3, 2], 17)
     addresses = [tensor.data_ptr() for tensor in cache.layers[0].tensors]
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -314,7 +316,8 @@ def check_loaded(cache: ShardedKVCache, held: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "before, after", [("4", "3"), ("3", "4"), ("heads outside", "2 nodes"), ("2", "heads inside"), ("4", "1")]
+    "before, after",
+    slow_after(1, [("2", "heads inside"), ("4", "3"), ("3", "4"), ("heads outside", "2 nodes"), ("4", "1")]),
 )
 def test_checkpoint_on_another_number_of_ranks(before: str, after: str, tmp_path: Path) -> None:
     held = run_ranks(ranks(before), save, before, str(tmp_path))[0]
@@ -350,7 +353,7 @@ FITTING = (2, KV_HEADS, 1, HEAD_DIM)
 
 
 def bad_calls() -> None:
-    """On two ranks, of a cache for 8 tokens that holds 5."""
+    """Errors on two ranks, with a cache for 8 tokens that holds 5."""
     cache = make("2", 7)
     assert cache.capacity == 8
     with pytest.raises(ValueError, match="layer 0 must have tokens, got none yet"):
@@ -388,7 +391,7 @@ def bad_calls() -> None:
         (
             lambda: cache.append(0, *tensors(*FITTING, device="meta")),
             ValueError,
-            "must be on cpu, as the mesh, got meta",
+            "must be on cpu, the device of the mesh, got meta",
         ),
         (lambda: cache.append(0, wide, wide), TypeError, "`key` must be a plain tensor .* got a DTensor"),
         (lambda: cache.prefill(0, *tensors(*FITTING)), ValueError, "needs an empty cache, got one with 5 tokens"),
@@ -433,7 +436,11 @@ def bad_caches() -> None:
         ({"prompt_mask": real.float()}, TypeError, "`prompt_mask` must be bool, got torch.float32"),
         ({"prompt_mask": real[0]}, ValueError, r"must be \[batch, 1 to 8\], got shape \(3,\)"),
         ({"prompt_mask": torch.ones(2, 9).bool()}, ValueError, r"got shape \(2, 9\)"),
-        ({"prompt_mask": real.to("meta")}, ValueError, "`prompt_mask` must be on cpu, as the mesh, got meta"),
+        (
+            {"prompt_mask": real.to("meta")},
+            ValueError,
+            "`prompt_mask` must be on cpu, the device of the mesh, got meta",
+        ),
     ]
     for changes, error, message in calls:
         arguments: dict[str, Any] = {"num_layers": 1, "mesh": mesh, "capacity": 7} | changes
@@ -449,7 +456,7 @@ def test_bad_caches() -> None:
 
 
 def full_in_a_graph() -> None:
-    """What a graph cannot check before the step, the device does: no token is overwritten."""
+    """A graph cannot check the capacity: the device makes sure that no token is overwritten."""
     cache = make("1", 2, layers=1)
     cache.prefill(0, *tensors(1, 1, 2, 8))
     torch.compile(lambda key, value: cache.append(0, key, value), backend="eager")(*tensors(1, 1, 1, 8))

@@ -98,7 +98,7 @@ class ShardedHistory(History):
 
 @settings(30, stateful_step_count=12)
 class TransformersShardedHistory(History):
-    """The form that `generate` uses: the first tokens are handed back as they are, then all slots."""
+    """The cache that `generate` uses: it returns the first tokens unchanged, and later all slots."""
 
     @initialize(batch=widths, capacity=st.integers(4, 12))
     def make(self, batch: int, capacity: int) -> None:
@@ -148,7 +148,7 @@ class TransformersShardedHistory(History):
 
 
 def assert_sharded(cache: ShardedKVCache, model: Model) -> None:
-    """What the cache of one rank holds, in the order of positions, and nothing behind it."""
+    """The keys and values of the cache in order of position; slots beyond them have to be unused."""
     assert cache.capacity == model.capacity
     assert int(cache.length) == model.length
     if cache.batch_size:

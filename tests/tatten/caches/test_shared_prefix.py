@@ -1,4 +1,4 @@
-"""The shared-prefix cache against recomputation of every sequence, and what it shares, compiles and refuses."""
+"""The shared-prefix cache against recomputation of every sequence: its sharing, compilation and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Texts = list[list[int]]
 
 
 class Decoder(torch.nn.Module):
-    """Attention and nothing else; without a cache it sees whole texts."""
+    """A model of attention only; without a cache it processes whole texts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ MODEL = Decoder()
 
 
 def step(cache: SharedPrefixCache, texts: Texts, q_len: int = 1, forward: Callable = MODEL) -> Texts:
-    """The texts with new tokens, each of whose outputs is that of the whole text."""
+    """Append tokens to the texts, and check each output against that of the whole text."""
     new = torch.randint(VOCAB, (len(texts), q_len))
     got = forward(new, cache)
     texts = [text + row for text, row in zip(texts, new.tolist(), strict=True)]
@@ -105,7 +105,7 @@ def test_last_prompt_token_after_the_fork() -> None:
 @pytest.mark.parametrize("padding", [None, "left"])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_forks_selections_and_steps(seed: int, padding: str | None) -> None:
-    """Caches made from each other go on independently: whatever happens to one, all others continue their own texts."""
+    """Caches derived from each other are independent: whatever happens to one, the others continue their own texts."""
     choose = random.Random(seed)
     caches = [prefill(2, 5, padding)]
     for _ in range(24):
@@ -197,7 +197,7 @@ def test_a_prefix_is_stored_once() -> None:
 
 
 def test_prefill_is_copied() -> None:
-    """What a model hands over may be a view of its fused projection."""
+    """Keys and values may be views of the output of a fused projection."""
     cache = SharedPrefixCache(1)
     fused = torch.randn(1, 3, 12, 4)
     cache.update(0, fused[..., :4, :].transpose(1, 2), fused[..., 4:8, :].transpose(1, 2))
@@ -396,7 +396,7 @@ def test_a_full_cache_can_be_forked_but_not_written() -> None:
         (torch.ones(2, 3), TypeError, "`prompt_mask` must be bool, got torch.float32"),
         (torch.ones(3, dtype=torch.bool), ValueError, r"must be \[prompts, length\], got shape \(3,\)"),
         (torch.ones(2, 3, 1, dtype=torch.bool), ValueError, r"must be \[prompts, length\], got shape \(2, 3, 1\)"),
-        (torch.ones(1, 3, dtype=torch.bool), ValueError, "must have 2 rows, as the batch of `key`, got 1"),
+        (torch.ones(1, 3, dtype=torch.bool), ValueError, "must have batch 2, as `key`, got 1"),
         (torch.ones(2, 2, dtype=torch.bool), ValueError, "must cover all or none of tokens 0 to 2, got 2"),
         (torch.ones(2, 3, dtype=torch.bool, device="meta"), ValueError, "must be on cpu, as `key`, got meta"),
     ],

@@ -15,7 +15,7 @@ from hypothesis.stateful import initialize, invariant, rule
 from torch import Tensor
 
 from tatten.caches.shared_prefix import SharedPrefixCache
-from tatten.caches.shared_prefix_layer import PrefixedKV, repeat_rows
+from tatten.caches.shared_prefix_layer import SharedPrefixLayer, expand_to_batch
 from tatten.integrations import transformers as integration
 
 MOST_SEQUENCES, MOST_CACHES = 12, 6
@@ -26,19 +26,19 @@ lists = st.lists(picks, min_size=1, max_size=6)
 
 
 class PrefixHistory(History):
-    """Caches that were made of each other, none of which may disturb another."""
+    """Caches derived from each other, none of which may disturb another."""
 
     caches: list[tuple[Any, Model]]
 
     @initialize(prompts=widths, padding=st.lists(st.lists(st.booleans(), min_size=4, max_size=4), max_size=3))
     def prefill(self, prompts: int, padding: list[list[bool]]) -> None:
-        """With padding anywhere among the first 4 tokens, of each prompt its own, or none."""
+        """Start with padding among the first 4 tokens, different for each prompt, or with none."""
         rows = [[*padding[i]] if len(padding) >= prompts else [] for i in range(prompts)]
         self.caches = [(self.make(rows), Model([[] for _ in rows], rows))]
         self.step(0, 1)
 
     def pick(self, pick: int) -> tuple[Any, Model]:
-        """Rather a new one than an old one."""
+        """Choose a cache, more often a new one than an old one."""
         return self.caches[-1 - pick % len(self.caches)]
 
     @rule(pick=picks, q_len=widths)
@@ -89,7 +89,7 @@ class PrefixHistory(History):
         self.keep(again, copy.deepcopy(model), then)
 
     def rows(self, model: Model, indices: list[int], times: int, in_order: bool) -> list[int]:
-        """Sequences in any order, or in blocks of one after the other."""
+        """Select sequences in any order, or in blocks of consecutive ones."""
         rows = [index % len(model.tokens) for index in indices for _ in range(times)][:MOST_SEQUENCES]
         return sorted(rows) if in_order else rows
 
@@ -106,7 +106,7 @@ class PrefixHistory(History):
             assert cache.nbytes == model.nbytes
             for index, layer in enumerate(self.layers(cache)):
                 assert [key.shape[::2] for key, _ in layer.segments] == model.prefixes
-                parts = [[repeat_rows(x, layer.batch_size) for x in segment] for segment in layer.segments]
+                parts = [[expand_to_batch(x, layer.batch_size) for x in segment] for segment in layer.segments]
                 if layer.forked:
                     assert int(layer.length) == model.used
                     parts.append([layer.keys[:, :, : model.used], layer.values[:, :, : model.used]])
@@ -122,7 +122,7 @@ class SharedPrefixHistory(PrefixHistory):
         real = ~torch.tensor(padding) if padding[0] else None
         return SharedPrefixCache(LAYERS, real)
 
-    def layers(self, cache: Any) -> list[PrefixedKV]:
+    def layers(self, cache: Any) -> list[SharedPrefixLayer]:
         return cache.layers
 
     def look(self, cache: Any, q_len: int) -> tuple[Tensor, Tensor | None]:
@@ -134,13 +134,13 @@ class SharedPrefixHistory(PrefixHistory):
 
 @settings(60, stateful_step_count=15)
 class TransformersHistory(PrefixHistory):
-    """The form that `generate` uses: selections in place, and nothing that takes tokens away. It knows no padding."""
+    """The cache that `generate` uses: it selects in place, removes no tokens, and knows of no padding."""
 
     def make(self, padding: list[list[bool]]) -> Any:
         padding[:] = [[] for _ in padding]
         return integration.SharedPrefixCache(LAYERS)
 
-    def layers(self, cache: Any) -> list[PrefixedKV]:
+    def layers(self, cache: Any) -> list[SharedPrefixLayer]:
         return [layer.kv for layer in cache.layers]
 
     def look(self, cache: Any, q_len: int) -> tuple[Tensor, None]:
@@ -160,7 +160,7 @@ class TransformersHistory(PrefixHistory):
 
     @rule(pick=picks, shift=picks, stride=widths, then=steps)
     def reorder_cache(self, pick: int, shift: int, stride: int, then: list[int]) -> None:
-        """As beam search does it: as many as there are."""
+        """Reorder as beam search does, with as many sequences as before."""
         cache, model = self.pick(pick)
         batch = len(model.tokens)
         rows = [(shift + stride * i) % batch for i in range(batch)]

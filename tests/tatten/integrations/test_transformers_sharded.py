@@ -1,4 +1,4 @@
-"""`generate` over a sharded cache on several gloo ranks: on each the tokens of one process with a cache of its own."""
+"""`generate` over a sharded cache on several gloo ranks: each draws the tokens that one process draws."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from ranks import run_ranks
+from ranks import run_ranks, run_torchrun
+from slow import slow_but
 from tiny_models import GQA, PROMPT, prompts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -70,7 +71,7 @@ def check_generate(names: list[str], padded: bool) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", slow_but([2], [1, 2, 3, 4]))
 def test_generate(n: int, padded: bool) -> None:
     run_ranks(n, check_generate, NAMES if n == 3 else ["llama", "gemma3"], padded)
 
@@ -95,6 +96,7 @@ def check_tensor_parallel(names: tuple[str, str]) -> list[Tensor]:
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("tp", "kv"), ("kv", "tp")], ids=str)
 def test_tensor_parallel_weights(names: tuple[str, str]) -> None:
     run_ranks(4, check_tensor_parallel, names)
@@ -108,12 +110,13 @@ def check_two_levels() -> None:
     assert torch.equal(got, generate(model, ids, mask, do_sample=False))
 
 
+@pytest.mark.slow
 def test_two_levels() -> None:
     run_ranks(4, check_two_levels)
 
 
 def counting(graphs: list[torch.fx.GraphModule], options: dict[str, Any] | None) -> Callable[..., Any]:
-    """A backend that notes its graphs: tatten's with options, Dynamo's alone without."""
+    """A backend that records its graphs: tatten with options, or eager Dynamo without."""
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         graphs.append(gm)
@@ -136,13 +139,18 @@ def check_compiled(name: str, options: dict[str, Any] | None, padded: bool) -> i
     return len(graphs)
 
 
-@pytest.mark.parametrize("options", [None, {"inner": "eager"}], ids=["dynamo", "tatten"])
-@pytest.mark.parametrize("name, padded", [("llama", True), ("llama", False), ("gemma3", True)])
+@pytest.mark.parametrize(
+    "options", slow_but([{"inner": "eager"}], [None, {"inner": "eager"}]), ids=["dynamo", "tatten"]
+)
+@pytest.mark.parametrize(
+    "name, padded", slow_but([("llama", True)], [("llama", True), ("llama", False), ("gemma3", True)])
+)
 def test_compiled_generate(name: str, options: dict[str, Any] | None, padded: bool) -> None:
     """One graph for all steps, and for the next cache."""
     assert run_ranks(2, check_compiled, name, options, padded) == [1, 1]
 
 
+@pytest.mark.slow
 def test_compiled_generate_through_inductor() -> None:
     assert run_ranks(2, check_compiled, "llama", {}, True, seconds=400.0) == [1, 1]
 
@@ -162,15 +170,16 @@ def check_compiled_forward(options: dict[str, Any] | None) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [None, {"inner": "eager"}], ids=["dynamo", "tatten"])
 def test_compiled_forward(options: dict[str, Any] | None) -> None:
-    """More tokens take no more graphs. The prefill breaks where the cache is allocated."""
+    """More tokens need no more graphs. The prefill has a graph break where the cache is allocated."""
     for short, long in run_ranks(2, check_compiled_forward, options):
         assert short == long
 
 
 def check_goes_on() -> None:
-    """A second turn, with several new tokens at once, and a cache that is used again."""
+    """A second turn adds several tokens at once, and a reset cache is used again."""
     model, (ids, mask) = build("llama"), prompts(True)
     cache = sharded(model, 40)
     for _ in range(2):
@@ -184,8 +193,44 @@ def check_goes_on() -> None:
         assert cache.get_seq_length() == 0
 
 
+@pytest.mark.slow
 def test_goes_on() -> None:
     run_ranks(3, check_goes_on)
+
+
+def check_selects() -> None:
+    """Batches of the same size, smaller and larger ones; a second turn goes on from what was selected."""
+    model, (ids, mask) = build("llama"), prompts(True)
+    for order in ([2, 0, 1], [1], [2, 0, 0, 1], "twice"):
+        cache = sharded(model, 40)
+        turn = generate(model, ids, mask, past_key_values=cache, do_sample=False)
+        seen = torch.cat([mask, torch.ones(3, NEW, dtype=torch.int64)], dim=1)
+        if order == "twice":
+            index = torch.arange(3).repeat_interleave(2)
+            cache.batch_repeat_interleave(2)
+        else:
+            index = torch.tensor(order)
+            cache.batch_select_indices(index)
+        assert cache.batch_size == len(index)
+        got = generate(model, turn[index], seen[index], past_key_values=cache, do_sample=False)
+        assert torch.equal(got, generate(model, turn[index], seen[index], do_sample=False))
+    with pytest.raises(IndexError, match="`indices` must be 0 to 5, as the cache holds 6 sequences, got 6"):
+        cache.batch_select_indices(torch.tensor([0, 6]))
+    assert cache.batch_size == 6
+
+
+def test_selected_and_repeated_sequences() -> None:
+    run_ranks(2, check_selects)
+
+
+def test_assisted_decoding_is_refused() -> None:
+    run_ranks(1, check_assisted)
+
+
+def check_assisted() -> None:
+    model, (ids, mask) = build("llama"), prompts(False)
+    with pytest.raises(NotImplementedError, match=r"cannot be cropped.*generate without them, or with a DynamicCache"):
+        generate(model, ids, mask, past_key_values=sharded(model, 40), do_sample=False, prompt_lookup_num_tokens=2)
 
 
 def check_limits(compiled: bool) -> None:
@@ -199,7 +244,7 @@ def check_limits(compiled: bool) -> None:
         generate(model, ids, mask, past_key_values=sharded(model, 6))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", slow_but([False], [False, True]))
 def test_generating_past_the_capacity(compiled: bool) -> None:
     run_ranks(2, check_limits, compiled)
 
@@ -250,10 +295,11 @@ def check_answers() -> None:
     torch.testing.assert_close(got, want[..., :5].transpose(1, 2))
 
 
-def test_what_transformers_asks() -> None:
+def test_answers_to_transformers() -> None:
     run_ranks(2, check_answers)
 
 
+@pytest.mark.slow
 def test_attention_without_a_sharded_cache_is_that_of_transformers() -> None:
     ids, mask = prompts(True)
     for name in NAMES:
@@ -265,15 +311,14 @@ def test_attention_without_a_sharded_cache_is_that_of_transformers() -> None:
             model.set_attn_implementation("tatten")
 
 
+@pytest.mark.slow
 def test_example() -> None:
-    """Two ranks of torchrun; one rank without it."""
-    example = str(Path(__file__).parents[2] / "examples/tree_decode.py")
+    """Two ranks under torchrun; one rank without it."""
+    example = str(Path(__file__).parents[3] / "examples/tree_decode.py")
     options = ["--prompt-len", "64", "--new-tokens", "4", "--lengths", "64", "256"]
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    two, one = (
-        subprocess.run([*command, example, *options], capture_output=True, text=True, check=True, timeout=300).stdout
-        for command in (run, [sys.executable])
-    )
+    two = run_torchrun(2, example, *options)
+    command = [sys.executable, example, *options]
+    one = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
     assert "tokens: identical on all ranks and in one process (4)" in two
     assert "tokens: identical on all ranks and in one process (4)" in one
     rows = [line.split() for line in two.splitlines() if line.endswith("x")]

@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from slow import slow_but
 from tiny_models import GQA, PROMPT, ZOO, prompts
 from torch import Tensor
 from transformers import CompileConfig
@@ -25,7 +26,7 @@ def build(name: str) -> transformers.PreTrainedModel:
 
 
 def prefilled(model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor) -> SharedPrefixCache:
-    """All tokens but the last. Only `generate` derives positions from the mask; a model on its own has to be told."""
+    """Prefill all tokens but the last. Only `generate` derives positions from the mask; a plain call passes them."""
     cache = SharedPrefixCache(model.config)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]
     with torch.no_grad():
@@ -47,7 +48,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", slow_but(["llama", "gemma3", "deepseek_v3", "gpt2"], ZOO))
 def test_generate(name: str, padded: bool) -> None:
     if name == "llama4" and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters:
         pytest.skip(f"`generate` of transformers {transformers.__version__} has no static cache for chunked attention")
@@ -63,7 +64,7 @@ def test_generate(name: str, padded: bool) -> None:
     assert cache.nbytes == prefix
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "gemma3", "gpt2"]))
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
 def test_compiled_generate(name: str, padded: bool) -> None:
     """One graph for all steps, and for the next fork."""
@@ -86,6 +87,7 @@ def test_compiled_generate(name: str, padded: bool) -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_compiled_generate_through_inductor() -> None:
     model, (ids, mask) = build("llama"), prompts(True)
     config = CompileConfig(backend="tatten", mode="default")
@@ -97,7 +99,7 @@ def test_compiled_generate_through_inductor() -> None:
 
 
 def test_generate_can_prefill() -> None:
-    """And it knows the positions of padded prompts."""
+    """`generate` prefills with the positions of padded prompts."""
     model, (ids, mask) = build("qwen3"), prompts(True)
     cache = SharedPrefixCache(model.config)
     model.generate(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache, max_new_tokens=1)
@@ -106,7 +108,7 @@ def test_generate_can_prefill() -> None:
 
 
 def continued(model: transformers.PreTrainedModel, fork: SharedPrefixCache, ids: Tensor, mask: Tensor) -> tuple:
-    """Two greedy steps by hand: what `fork` holds then, with a last token that it does not."""
+    """Take two greedy steps by hand: the tokens of `fork`, and a last one that it does not hold."""
     with torch.no_grad():
         for _ in range(2):
             positions = mask.sum(1, keepdim=True) - 1
@@ -128,7 +130,7 @@ def test_second_level(mode: str) -> None:
     got = generate(model, ids, mask, past_key_values=grandchild, **kwargs)
     assert torch.equal(got, generate(model, ids, mask, **kwargs))
     assert [key.shape[0] for key, _ in grandchild.layers[0].kv.segments] == [3, 6]
-    # the parent goes on, as if nobody had been forked from it
+    # the parent continues as if nothing had been forked from it
     again = generate(model, ids, mask, past_key_values=child, do_sample=False)
     assert torch.equal(again, generate(model, ids, mask, do_sample=False))
 
@@ -173,7 +175,7 @@ def test_an_unforked_cache_grows_as_a_dynamic_one() -> None:
     assert (cache.batch_size, cache.get_seq_length()) == (6, PROMPT + NEW - 1)
 
 
-def test_what_transformers_asks() -> None:
+def test_answers_to_transformers() -> None:
     model, (ids, mask) = build("llama"), prompts(True)
     root = prefilled(model, ids, mask)
     fork = root.fork(N, 4)
@@ -188,7 +190,7 @@ def test_what_transformers_asks() -> None:
             call()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", slow_but([False], [False, True]))
 def test_generating_past_the_capacity(compiled: bool) -> None:
     model, (ids, mask) = build("llama"), prompts(True)
     fork = prefilled(model, ids, mask).fork(1, NEW - 1)

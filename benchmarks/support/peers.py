@@ -1,8 +1,8 @@
 """The kernels that we measure beside, each as a function that returns its attention, or None where it isn't there.
 
 FlashAttention-3 comes from vLLM's wheel: `_vllm_fa3_C.abi3.so`, as it is or compressed with xz, is looked for in the
-environment variable TATTEN_FA3, in `.whl/fa3/` beside this folder, and in an installed vllm. FlashInfer compiles its
-kernels when they are first asked for, about a minute for each.
+environment variable TATTEN_FA3, in `.whl/fa3/` at the root of this repository, and in an installed vllm. FlashInfer
+compiles its kernels when they are first asked for, about a minute for each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGE = 16
 
 def fa3_library() -> Path | None:
     found = importlib.util.find_spec("vllm")
-    folders = [Path(__file__).parents[1] / ".whl" / "fa3"]
+    folders = [Path(__file__).parents[2] / ".whl" / "fa3"]
     folders += [Path(folder) / "vllm_flash_attn" for folder in (found and found.submodule_search_locations) or ()]
     paths = [folder / name for folder in folders for name in (FA3, FA3 + ".xz")]
     named = os.environ.get("TATTEN_FA3")

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from timing import seconds
 from torch import Tensor
 
+from support.command_line import first_line
+from support.timing import seconds
+
 Step = Callable[[], Tensor]
+
+
+def join(device: str, timeout: datetime.timedelta) -> None:
+    """Join the process group that torchrun announces, with this rank's GPU if there is one."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", torch.cuda.current_device()))
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
 
 
 class Ranks:
@@ -27,7 +39,7 @@ class Ranks:
         return x.item()
 
     def seconds(self, step: Callable[[], object], repeats: int = 1) -> float:
-        """Of one step, on the slowest rank."""
+        """Seconds of one step, on the slowest rank."""
         dist.barrier(self.group)
         return self.largest(seconds(step, self.device, repeats))
 
@@ -43,7 +55,7 @@ class Ranks:
         try:
             step = make()
         except Exception as e:
-            reason = f"{type(e).__name__}: {(str(e).strip() or '-').splitlines()[0]}"
+            reason = first_line(e)
         return self.agree(reason) or step
 
     def tried(self, step: Step) -> Step | str:

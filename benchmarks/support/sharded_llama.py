@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ring import ring_prefill, shard_zigzag
-from together import Ranks
 from torch import Tensor
+
+from support.ring import ring_prefill, shard_zigzag
+from support.together import Ranks
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a decoder like Llama; the defaults are Llama-3.1-8B's, but for the context."""
+    """Sizes of a decoder like Llama; the defaults are Llama-3.1-8B's, but for the context."""
 
     layers: int = 32
     hidden: int = 4096

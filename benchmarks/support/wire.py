@@ -7,11 +7,11 @@ import subprocess
 
 import torch
 import torch.distributed as dist
-from together import Ranks, Step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tatten.ops.distributed.push import plan
+from support.together import Ranks, Step
+from tatten.ops.distributed.push_layout import plan_push
 
 
 class Wire(TorchDispatchMode):
@@ -38,7 +38,7 @@ class Wire(TorchDispatchMode):
         name = func.name().split(".")[0]
         factor = self.factors.get(name)
         if name == "tatten::push_merge":  # all rows to all peers, or in two rounds
-            two = plan(args[0].shape, args[0].element_size(), self.ranks, False, 1).gather
+            two = plan_push(args[0].shape, args[0].element_size(), self.ranks, False, 1).gather
             factor = self.factors["_c10d_functional::all_reduce"] if two else self.ranks - 1.0
         if factor:
             sent = [x for each in args for x in (each if isinstance(each, list) else [each]) if isinstance(x, Tensor)]

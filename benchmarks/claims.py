@@ -1,0 +1,299 @@
+"""What docs/benchmarks.md claims, each with the figure that has to bear it out.
+
+A claim that a new run does not support is mended in the page and here together: `said` is the page's own words.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+OURS = ("auto", "triton")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A bound on a figure of the rows of `<file>.json`; a run may miss it by the fraction `within`."""
+
+    name: str
+    file: str
+    rows: int  # of a complete run, at least
+    figure: Callable[[list[Row]], float]
+    said: str
+    at_most: float | None = None
+    at_least: float | None = None
+    within: float = 0.05
+
+    def holds(self, figure: float) -> bool:
+        """Whether the figure supports the claim; NaN never does."""
+        return (self.at_most is None or figure <= self.at_most * (1 + self.within)) and (
+            self.at_least is None or figure >= self.at_least * (1 - self.within)
+        )
+
+    @property
+    def bound(self) -> str:
+        named = (("at most", self.at_most), ("at least", self.at_least))
+        bounds = (f"{name} {bound:g}" for name, bound in named if bound is not None)
+        return f"{' and '.join(bounds)}, within {self.within:.0%}"
+
+
+def to_peers(r: Row) -> float:
+    """Ours over the best of the others."""
+    return r["us"]["auto"] / min(us for name, us in r["us"].items() if name not in OURS)
+
+
+def over(ours: str, *others: str) -> Callable[[Row], float]:
+    """One column over the least of others; the first of them has to be there."""
+    return lambda r: r["us"][ours] / min(r["us"][others[0]], *(r["us"].get(x, float("inf")) for x in others))
+
+
+def slower(key: str, than: str) -> Callable[[Row], float]:
+    return lambda r: r[key] / r[than]
+
+
+def geomean(ratio: Callable[[Row], float]) -> Callable[[list[Row]], float]:
+    return lambda rows: statistics.geometric_mean(map(ratio, rows))
+
+
+def largest(ratio: Callable[[Row], float]) -> Callable[[list[Row]], float]:
+    return lambda rows: max(map(ratio, rows), key=lambda x: (math.isnan(x), x))
+
+
+def least(ratio: Callable[[Row], float]) -> Callable[[list[Row]], float]:
+    return lambda rows: min(map(ratio, rows), key=lambda x: (not math.isnan(x), x))
+
+
+def one(key: str, value: object, figure: Callable[[Row], float]) -> Callable[[list[Row]], float]:
+    """The figure of the row of which `key` is `value`; a ValueError if there is another number of them than one."""
+
+    def found(rows: list[Row]) -> float:
+        (row,) = (r for r in rows if r[key] == value)
+        return figure(row)
+
+    return found
+
+
+def those(only: Callable[[Row], bool], figure: Callable[[list[Row]], float]) -> Callable[[list[Row]], float]:
+    return lambda rows: figure([r for r in rows if only(r)])
+
+
+def spread(values: Iterable[float]) -> float:
+    """The largest over the least."""
+    found = list(values)
+    return max(found) / min(found)
+
+
+def host(call: str) -> Callable[[list[Row]], float]:
+    return one("call", call, lambda r: r["over_sdpa"])
+
+
+CLAIMS = [
+    Claim(
+        "model step against Inductor",
+        "static_cache",
+        4,
+        least(slower("inductor_ms", "tatten_ms")),
+        "at least 2.4 times as fast as Inductor's",
+        at_least=2.4,
+    ),
+    Claim(
+        "model step over its floor",
+        "static_cache",
+        4,
+        largest(slower("tatten_ms", "floor_ms")),
+        "at most 1.6 times its byte floor",
+        at_most=1.6,
+    ),
+    Claim(
+        "ragged, worst against FA3",
+        "decode_ragged",
+        5,
+        largest(over("auto", "fa3", "fa3_8", "fa3_32")),
+        "at most 0.98 times as long as FlashAttention-3",
+        at_most=0.98,
+    ),
+    Claim(
+        "ragged, mean against FA3",
+        "decode_ragged",
+        5,
+        geomean(over("auto", "fa3", "fa3_8", "fa3_32")),
+        "0.89 times in geometric mean",
+        at_most=0.89,
+    ),
+    Claim(
+        "equal lengths, worst",
+        "decode_nine",
+        9,
+        largest(to_peers),
+        "at most 1.01 times as long as the best",
+        at_most=1.01,
+    ),
+    Claim("equal lengths, mean", "decode_nine", 9, geomean(to_peers), "0.98 times in geometric mean", at_most=0.98),
+    Claim("grid, mean", "decode_grid", 63, geomean(to_peers), "0.97 over the 63 shapes", at_most=0.97),
+    Claim(
+        "masked layer over the exact length",
+        "decode_static",
+        6,
+        largest(over("layer", "exact")),
+        "at most 1.2 times as long",
+        at_most=1.2,
+    ),
+    Claim(
+        "a mask found in the call",
+        "decode_static",
+        6,
+        largest(lambda r: r["us"]["auto"] - r["us"]["layer"]),
+        "at most 11 us",
+        at_most=11,
+        within=0.15,
+    ),
+    Claim(
+        "float8, head_dim 128",
+        "float8",
+        12,
+        those(lambda r: r["head_dim"] == 128 and r["keys"] > 1024, largest(over("float8", "16 bits"))),
+        "at most 0.71 of the time",
+        at_most=0.71,
+    ),
+    Claim(
+        "float8, head_dim 64",
+        "float8",
+        12,
+        those(lambda r: r["head_dim"] == 64, largest(over("float8", "16 bits"))),
+        "0.91 at head_dim 64",
+        at_most=0.91,
+    ),
+    Claim("host, a call", "overhead", 11, host("decode_attention"), "3 times what SDPA costs", at_most=3, within=0.15),
+    Claim(
+        "host, a mask",
+        "overhead",
+        11,
+        host("decode_attention, attn_mask"),
+        "5 times with a mask",
+        at_most=5,
+        within=0.15,
+    ),
+    Claim(
+        "host, two segments",
+        "overhead",
+        11,
+        host("bifurcated_attention, two segments"),
+        "6 times for two segments",
+        at_most=6,
+        within=0.15,
+    ),
+    Claim(
+        "fixed splits, figure 7a",
+        "lean_paper",
+        20,
+        those(lambda r: "7a" in r["figures"], lambda rows: statistics.fmean(r["over_fixed"] for r in rows)),
+        "1.23 times as fast on average at head_dim 64",
+        at_least=1.23,
+    ),
+    Claim(
+        "fixed splits, figure 9",
+        "lean_paper",
+        20,
+        those(lambda r: "9" in r["figures"], lambda rows: statistics.fmean(r["over_fixed"] for r in rows)),
+        "1.10 at 128",
+        at_least=1.10,
+    ),
+    Claim(
+        "shared prefix, worst against compositions",
+        "shared_prefix",
+        9,
+        largest(over("tatten", "fa3", "aten", "flash")),
+        "at most 1.01 times as long as the best composition",
+        at_most=1.01,
+    ),
+    Claim(
+        "shared prefix, mean against compositions",
+        "shared_prefix",
+        9,
+        geomean(over("tatten", "fa3", "aten", "flash")),
+        "0.88 times in geometric mean",
+        at_most=0.88,
+    ),
+    Claim(
+        "best of n over its floor",
+        "best_of_n",
+        7,
+        largest(slower("with_ms", "floor_ms")),
+        "at most 2.1 times its floor",
+        at_most=2.1,
+    ),
+    Claim(
+        "push against three all-reduces",
+        "tree_merge",
+        4,
+        least(lambda r: r["us"]["all_reduce"] / r["us"]["push"]),
+        "at least 8 times as fast as three all-reduces",
+        at_least=8,
+    ),
+    Claim(
+        "push against one all-gather",
+        "tree_merge",
+        4,
+        least(lambda r: r["us"]["all_gather"] / r["us"]["push"]),
+        "2.5 times as fast as one all-gather",
+        at_least=2.5,
+    ),
+    Claim(
+        "what the merge adds",
+        "tree_latency",
+        6,
+        largest(lambda r: r["us"]["tree:push"] - r["us"]["local"]),
+        "at most 6 us",
+        at_most=6,
+        within=0.15,
+    ),
+    Claim(
+        "merged attention against the ring",
+        "tree_latency",
+        6,
+        least(lambda r: r["us"]["ring"] / r["us"]["tree:push"]),
+        "at least 12 times as fast as ring attention",
+        at_least=12,
+    ),
+    Claim(
+        "bytes that push sends, by length",
+        "tree_bytes",
+        20,
+        those(lambda r: r["arm"] == "tree:push", lambda rows: spread(r["bytes"] for r in rows)),
+        "the same at every length",
+        at_most=1,
+        within=0,
+    ),
+    Claim(
+        "a step of Llama-3.1-8B against the ring",
+        "tree_table1",
+        2,
+        lambda rows: (
+            one("arm", "ring", lambda r: r["decode_s"])(rows) / one("arm", "tree:push", lambda r: r["decode_s"])(rows)
+        ),
+        "5 times as fast as with the ring",
+        at_least=5,
+    ),
+    Claim(
+        "model step on a CPU, worst",
+        "static_cache_cpu",
+        8,
+        least(slower("inductor_ms", "tatten_ms")),
+        "costs up to 8%",
+        at_least=0.92,
+        within=0.1,
+    ),
+    Claim(
+        "shared prefix on a CPU against Inductor",
+        "shared_prefix_cpu",
+        8,
+        least(lambda r: r["us"]["inductor"] / r["us"]["tatten"]),
+        "at least 17 times as fast as Inductor",
+        at_least=17,
+        within=0.1,
+    ),
+]

@@ -1,0 +1,165 @@
+"""Record the figures of docs/benchmarks.md: each benchmark in turn, each with a time limit, into one folder of JSON.
+
+    python benchmarks/record.py one                   # all that one GPU measures, in at most 9 minutes
+    python benchmarks/record.py two                   # what two GPUs measure, in at most 4 minutes
+    python benchmarks/record.py cpu                   # what is said of a CPU; about 10 minutes of an idle machine
+    python benchmarks/record.py one --steps lean_paper decode_grid --out folder
+    python benchmarks/record.py two --quick           # the same on a CPU with tiny shapes, to try the plumbing
+
+A step that fails, is killed at its limit, or no longer fits leaves the other steps' figures and its own older ones.
+The steps that matter most come first. `make plots` then draws the figures, and `make bench-verify RUN=folder` says
+which claims they do not support.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command whose figures go to `<name>.json`."""
+
+    name: str
+    command: str
+    minutes: float
+    quick: str | None = None  # the command on a CPU; None where only a GPU can run it
+    ranks: int = 1
+
+
+STEPS = {
+    "one": [
+        Step("decode_nine", "decode.py --device cuda --section nine", 1.5, "decode.py --section nine --rounds 1"),
+        Step("decode_ragged", "decode.py --device cuda --section ragged", 1.5, "decode.py --section ragged --rounds 1"),
+        Step("static_cache", "static_cache.py --device cuda", 3, "static_cache.py --rows 9 --repeats 1"),
+        Step("shared_prefix", "shared_prefix.py --device cuda", 4, "shared_prefix.py --rows 16 17 --rounds 1"),
+        Step("float8", "float8.py --device cuda", 2),
+        Step("overhead", "overhead.py --device cuda", 1),
+        Step("decode_static", "decode.py --device cuda --section static", 1.5, "decode.py --section static --rounds 1"),
+        Step(
+            "best_of_n",
+            "best_of_n.py --device cuda --variants with",
+            3,
+            "best_of_n.py --n 1 2 --layers 1 --context 64 --repeats 1 --variants with",
+        ),
+        Step(
+            "lean_paper",
+            "lean_paper.py --device cuda --figures 7a 9",
+            1.5,
+            "lean_paper.py --figures 7a 9 --rounds 1",
+        ),
+        Step("decode_grid", "decode.py --device cuda --section grid", 4, "decode.py --section grid --rounds 1"),
+    ],
+    "two": [
+        Step("tree_merge", "tree_merge.py --device cuda", 1.5, "tree_merge.py --rounds 1 --repeats 2", 2),
+        Step(
+            "tree_latency",
+            "tree_vs_ring.py --device cuda --section latency",
+            2,
+            "tree_vs_ring.py --section latency --rounds 1",
+            2,
+        ),
+        Step("tree_bytes", "tree_vs_ring.py --device cuda --section bytes", 1, "tree_vs_ring.py --section bytes", 2),
+        Step(
+            "tree_table1",
+            "tree_vs_ring.py --device cuda --section table1 --lengths 131072",
+            2,
+            "tree_vs_ring.py --section table1 --trials 1",
+            2,
+        ),
+    ],
+    "cpu": [
+        Step(
+            "static_cache_cpu",
+            "static_cache.py --device cpu --rows 0 2 3 6 8 10 12 22",
+            12,
+            "static_cache.py --rows 9 --repeats 1",
+        ),
+        Step(
+            "shared_prefix_cpu",
+            "shared_prefix.py --device cpu --rows 0 2 4 6 8 10 12 14",
+            12,
+            "shared_prefix.py --rows 16 17 --rounds 1",
+        ),
+    ],
+}
+MINUTES = {"one": 9.0, "two": 4.0, "cpu": 24.0}
+
+
+def line(step: Step, quick: bool, path: Path) -> list[str]:
+    script, *options = ((step.quick if quick else step.command) or "").split()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(step.ranks)]
+    return [sys.executable, *torchrun * (step.ranks > 1), str(HERE / script), *options, "--json", str(path)]
+
+
+def run(command: list[str], seconds: float) -> str:
+    """Run a command in its own process group; returns `recorded`, or what went wrong and the end of its output."""
+    with tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = f"failed with exit status {child.wait(seconds)}"
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)  # ranks as well
+            child.wait()
+            status = f"killed after {seconds:.0f} s"
+        if child.returncode == 0:
+            return "recorded"
+        output.seek(0)
+        return "\n".join([status, *("    " + x.rstrip() for x in output.readlines()[-15:])])
+
+
+def record(step: Step, quick: bool, out: Path, deadline: float) -> str:
+    """Run a step, and move its figures to `out` if it ended well."""
+    if quick and step.quick is None:
+        return "needs a GPU"
+    left = deadline - time.monotonic()
+    if left < 15:
+        return "skipped: no time left"
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        path = Path(folder) / "figures.json"
+        status = run(line(step, quick, path), min(60 * step.minutes, left))
+        if status == "recorded":
+            if not path.is_file():
+                return "failed: it wrote no figures"
+            path.replace(out / f"{step.name}.json")
+        return status
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("machine", choices=list(STEPS))
+    parser.add_argument("--steps", nargs="*", help="which steps, by name; default: all")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results; with --quick a folder that is removed")
+    parser.add_argument("--minutes", type=float, help="for all steps together")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes on a CPU")
+    args = parser.parse_args()
+    steps = [step for step in STEPS[args.machine] if not args.steps or step.name in args.steps]
+    unknown = set(args.steps or ()) - {step.name for step in steps}
+    if unknown:
+        parser.error(f"--steps must be of {', '.join(x.name for x in STEPS[args.machine])}, got {', '.join(unknown)}")
+
+    deadline = time.monotonic() + 60 * (args.minutes or MINUTES[args.machine])
+    with tempfile.TemporaryDirectory() as removed:
+        out = args.out or (Path(removed) if args.quick else HERE / "results")
+        out.mkdir(parents=True, exist_ok=True)
+        statuses = []
+        for step in steps:
+            start = time.monotonic()
+            statuses.append(record(step, args.quick, out, deadline))
+            print(f"{step.name:18} {time.monotonic() - start:4.0f} s  {statuses[-1]}", flush=True)
+    if any(status not in ("recorded", "needs a GPU") for status in statuses):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The tables of docs/benchmarks.md, made from the JSON of the benchmarks.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`, and begins with the command, machine and date
+of its figures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.results import ResultsError, need, read
+
+Row = dict[str, Any]
+Cell = Callable[[Row], object]
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of a file's rows, by their heads."""
+
+    file: str
+    columns: dict[str, Cell | str]  # a string is the key of the row
+
+
+def number(x: float | None, digits: int = 1) -> str:
+    """A figure with so many digits after the point, or `-` where it was not measured."""
+    return "-" if x is None else f"{x:.{digits}f}"
+
+
+def heads(r: Row) -> str:
+    return f"{r['q_heads']}/{r['kv_heads']}"
+
+
+def us(name: str, digits: int = 1) -> Cell:
+    return lambda r: number(r["us"].get(name), digits)
+
+
+def figure(name: str, digits: int = 1) -> Cell:
+    return lambda r: number(r[name], digits)
+
+
+def faster(slow: str, fast: str) -> Cell:
+    return lambda r: number(r[slow] / r[fast], 2)
+
+
+STATIC_CACHE: dict[str, Cell | str] = {
+    "dtype": "dtype",
+    "batch": "batch",
+    "heads": heads,
+    "head_dim": "head_dim",
+    "cache": "max_cache_len",
+    "used": lambda r: f"{r['used']}{', padded' * r['padded']}",
+    "Inductor ms": figure("inductor_ms", 2),
+    "tatten ms": figure("tatten_ms", 2),
+    "byte floor ms": figure("floor_ms", 2),
+    "speedup": faster("inductor_ms", "tatten_ms"),
+}
+UNIFORM: dict[str, Cell | str] = {
+    "batch": lambda r: len(r["lengths"]),
+    "heads": heads,
+    "head_dim": "head_dim",
+    "keys": "name",
+    "KV MB": figure("kv_mb", 0),
+    "cuDNN": us("cudnn"),
+    "flash": us("flash"),
+    "FA3": us("fa3"),
+    "tatten": us("auto"),
+    "floor": figure("floor_us"),
+}
+PREFIX: dict[str, Cell | str] = {"batch": "batch", "heads": heads, "prefix": "prefix", "suffix": "suffix"}
+
+
+def fa3_best(r: Row) -> str:
+    """FlashAttention-3 with the splits that suit it best."""
+    found = [r["us"][name] for name in ("fa3", "fa3_8", "fa3_32") if name in r["us"]]
+    return number(min(found, default=None), 0)
+
+
+TABLES = {
+    "static_cache": Table("static_cache", STATIC_CACHE),
+    "static_cache_cpu": Table("static_cache_cpu", STATIC_CACHE),
+    "decode_nine": Table("decode_nine", UNIFORM),
+    "decode_ragged": Table(
+        "decode_ragged",
+        {
+            "lengths": lambda r: f"{len(r['lengths'])} x {r['name']}" if "one" not in r["name"] else r["name"],
+            "heads": heads,
+            "SDPA": us("sdpa", 0),
+            "FA3": fa3_best,
+            "tatten": us("auto", 0),
+            "floor": figure("floor_us", 0),
+        },
+    ),
+    "decode_static": Table(
+        "decode_static",
+        {
+            "batch": lambda r: len(r["lengths"]),
+            "used": "name",
+            "SDPA, mask": us("sdpa"),
+            "tatten, mask": us("auto"),
+            "tatten, a layer": us("layer"),
+            "tatten, exact length": us("exact"),
+            "floor": figure("floor_us"),
+        },
+    ),
+    "float8": Table(
+        "float8",
+        {
+            "query": "dtype",
+            "batch": "batch",
+            "heads": heads,
+            "head_dim": "head_dim",
+            "keys": "keys",
+            "widened": us("widened", 0),
+            "16 bits": us("16 bits", 0),
+            "float8": us("float8", 0),
+            "floor": us("floor", 0),
+        },
+    ),
+    "overhead": Table(
+        "overhead", {"call": "call", "us": figure("us", 0), "over SDPA": lambda r: number(r["over_sdpa"], 2)}
+    ),
+    "lean_paper": Table(
+        "lean_paper",
+        {
+            "heads": "heads",
+            "keys": "context",
+            "head_dim": "head_dim",
+            "unsplit": figure("fa2_us"),
+            "fixed splits": figure("fixed_us"),
+            "tatten": figure("lean_us"),
+            "floor": figure("floor_us"),
+            "times as fast as unsplit": figure("over_fa2", 2),
+            "as fixed splits": figure("over_fixed", 2),
+        },
+    ),
+    "shared_prefix": Table(
+        "shared_prefix",
+        {
+            **PREFIX,
+            "expanded": us("expanded"),
+            "cascade": us("cascade"),
+            "aten": us("aten"),
+            "FA3": us("fa3"),
+            "tatten": us("tatten"),
+            "floor": figure("floor_us"),
+        },
+    ),
+    "shared_prefix_cpu": Table(
+        "shared_prefix_cpu",
+        {
+            "dtype": "dtype",
+            **PREFIX,
+            "expanded": us("expanded", 0),
+            "Inductor": us("inductor", 0),
+            "tatten": us("tatten", 0),
+            "floor": figure("floor_us", 0),
+            "times faster than expanded": lambda r: number(r["us"]["expanded"] / r["us"]["tatten"]),
+            "than Inductor": lambda r: number(r["us"]["inductor"] / r["us"]["tatten"], 0),
+        },
+    ),
+    "best_of_n": Table("best_of_n", {"n": "n", "ms": figure("with_ms", 2), "floor ms": figure("floor_ms", 2)}),
+    "tree_merge": Table(
+        "tree_merge",
+        {
+            "rows (queries times heads)": "rows",
+            "three all-reduces": us("all_reduce"),
+            "one all-gather": us("all_gather"),
+            "push": us("push"),
+        },
+    ),
+    "tree_latency": Table(
+        "tree_latency",
+        {
+            "keys": "length",
+            "own shard only": us("local"),
+            "merged by push": us("tree:push"),
+            "ring": us("ring", 0),
+        },
+    ),
+    "tree_bytes": Table(
+        "tree_bytes",
+        {
+            "keys": "length",
+            "arm": "arm",
+            "bytes, as collectives are called": figure("bytes", 0),
+            "bytes, by NVLink's counters": figure("nvlink_bytes", 0),
+        },
+    ),
+    "tree_table1": Table(
+        "tree_table1",
+        {"keys": "length", "arm": "arm", "ms a step": lambda r: number(1e3 * r["decode_s"] / (len(r["tokens"]) - 1))},
+    ),
+}
+
+
+def provenance(data: dict[str, Any]) -> str:
+    """How, where and when the figures were measured."""
+    versions = [f"{name} {data[name]}" for name in ("torch", "triton") if data[name]]
+    where = ", ".join([data["device"], *versions, data["date"], *([data["note"]] if "note" in data else [])])
+    return f"`{data['command']}` — {where}"
+
+
+def markdown(table: Table, folder: Path) -> str:
+    """The table as it stands in the page; raises ResultsError if a column is missing."""
+    path = folder / f"{table.file}.json"
+    if not path.exists():
+        return f"Not recorded: `{path.name}` is missing.\n"
+    data = read(path)
+    if not data["rows"]:
+        raise ResultsError(f"{path} has no rows")
+    need(path, data["rows"], (key for key in table.columns.values() if isinstance(key, str)))
+    lines: list[Sequence[object]] = [list(table.columns), ["---"] * len(table.columns)]
+    try:
+        lines += [[r[c] if isinstance(c, str) else c(r) for c in table.columns.values()] for r in data["rows"]]
+    except KeyError as error:
+        raise ResultsError(f"{path}: a row lacks {error}") from None
+    shown = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return f"{provenance(data)}\n\n{shown}\n"
+
+
+def fill(page: str, folder: Path) -> str:
+    """The page with each of its tables made anew."""
+    return MARKED.sub(lambda m: f"{m[1]}\n{markdown(TABLES[m[2]], folder)}\n{m[3]}", page)

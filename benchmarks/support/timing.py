@@ -1,0 +1,71 @@
+"""Timing that the benchmarks share: CUDA graphs of steps, seconds on either device, medians of turns, and ceilings."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Step = TypeVar("Step")
+
+
+def as_graph(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Capture a step that was run before; what it returns replays it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+
+    def replay(inputs: Callable[[], Tensor] = step) -> Tensor:  # `step` keeps what the graph reads alive
+        graph.replay()
+        return out
+
+    return replay
+
+
+def seconds(step: Callable[[], object], device: str, repeats: int = 1) -> float:
+    """Seconds of one step, in a row of `repeats`."""
+    if device == "cpu":
+        start = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        return (time.perf_counter() - start) / repeats
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / repeats
+
+
+def microseconds(step: Callable[[], object], device: str, calls: int = 1, repeats: int = 1) -> float:
+    """Microseconds of one of a step's calls, after a step that leaves the GPU busy and the caches with its inputs."""
+    step()
+    return seconds(step, device, repeats) / calls * 1e6
+
+
+def in_turns(steps: Mapping[str, Step], rounds: int, measure: Callable[[str, Step], float]) -> dict[str, float]:
+    """The median of each step's times; steps take turns, so that a slow moment of the machine meets all of them."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(measure(name, step))
+    return {name: statistics.median(x) for name, x in times.items()}
+
+
+def read_rate(device: str) -> float:
+    """Bytes per second: the best of a sum, a maximum, and a copy of which both sides count."""
+    x = torch.randn(1 << (28 if device == "cpu" else 30), device=device)
+    runs = (x.sum, x.nbytes), (x.amax, x.nbytes), (x.clone, 2 * x.nbytes)
+    return max(size * 1e6 / microseconds(run, device, repeats=3) for run, size in runs for _ in range(5))
+
+
+def product_rate(device: str, dtype: torch.dtype) -> float:
+    """Floating point operations per second of a large matrix product."""
+    n = 2048 if device == "cpu" else 8192
+    x = torch.randn(n, n, device=device).to(dtype)
+    return 2 * n**3 * 1e6 / min(microseconds(lambda: x @ x, device) for _ in range(5))

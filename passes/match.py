@@ -1,0 +1,42 @@
+"""Matches: what the passes find before they change anything."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from tatten.passes.cost import Cost, cost_of
+from tatten.passes.reasons import Decline
+from tatten.passes.sdpa import SdpaCall
+from tatten.passes.stored import Stored
+
+
+@dataclass(frozen=True)
+class Match:
+    """An SDPA call that a tatten op can compute from its keys and values as they are stored, in one segment or more."""
+
+    call: SdpaCall
+    keys: tuple[Stored, ...]
+    values: tuple[Stored, ...]
+
+    @functools.cached_property
+    def cost(self) -> Cost | None:
+        """The estimate of what a rewrite saves; None if sizes are unknown."""
+        return cost_of(self.call, self.keys, self.values)
+
+    @property
+    def unpaid(self) -> Decline | None:
+        """The reason why a rewrite doesn't pay; None if it does, or if that is unknown."""
+        raise NotImplementedError
+
+    @property
+    def doubt(self) -> str:
+        """The reason why a rewrite might not pay after all; empty if there is none."""
+        return ""
+
+    @property
+    def path(self) -> set[Node]:
+        """The nodes between the stored tensors and SDPA, which may have no users after a rewrite."""
+        return {node for stored in (*self.keys, *self.values) for node in stored.path}

@@ -1,0 +1,51 @@
+"""The frame around the matchers: what they see of an SDPA call, and how an op's state becomes SDPA's result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from torch.fx import Node
+
+from tatten.passes.eligible import check_plain
+from tatten.passes.masks import Masks
+from tatten.passes.match import Match
+from tatten.passes.reasons import Decline
+from tatten.passes.replace import output_of
+from tatten.passes.sdpa import SdpaCall
+from tatten.passes.stored import Stored
+
+AnyMatch = TypeVar("AnyMatch", bound=Match)
+
+
+@dataclass(frozen=True)
+class PlainCall:
+    """An SDPA call on plain tensors, which the matchers see as they are; `tatten.passes.tree` has DTensors."""
+
+    call: SdpaCall
+    weighed: ClassVar[bool] = True  # whether a rewrite has to pay
+
+    @property
+    def note(self) -> str:
+        """A remark for the report, whatever the call becomes."""
+        return ""
+
+    def check(self) -> Decline | None:
+        """Return the reason why matchers can't be shown this call, or None."""
+        return check_plain(self.call)
+
+    def seen(self) -> SdpaCall:
+        """Return the call with the tensors that the matchers see."""
+        return self.call
+
+    def seen_segments(self, whole: Node, segments: tuple[Stored, ...]) -> tuple[Stored, ...]:
+        """Return what the matchers see of the segments of `whole`, the call's key or value."""
+        return segments
+
+    def insert(self, match: AnyMatch, masks: Masks) -> AnyMatch:
+        """Insert nodes for the tensors that the matchers saw, and return the match on those."""
+        return match
+
+    def output(self, state: Node) -> Node:
+        """Insert what turns a state over the tensors that were seen into SDPA's result, and return that."""
+        return output_of(self.call, state)

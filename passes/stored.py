@@ -1,0 +1,120 @@
+"""Keys and values as they are stored, before heads were repeated and rows were shared.
+
+A role can be read off a dim of the stored tensor if the stretched dims are the minor ones: `x[j] == base[j // n]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
+from tatten.passes.mutation import written_between
+from tatten.passes.symbolic import LocalPart, constant, known_equal, tensor_of
+from tatten.passes.views import ROLES, Size, Walk, begin, way_back
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The storage of keys or values `x`: `x[b, h, s, d] == base[b // n, h // repeats, s, d]`, in the order of `dims`.
+
+    Attributes:
+        base: the tensor that is stored.
+        dims: the dim of `base` for each of the roles batch, heads, length and head_dim; None where it has none, for a
+            size of 1.
+        repeats: how many neighbouring heads of `x` are one head of `base`.
+        shared: whether several sequences read one row of `base` (n > 1).
+        overlaid: whether the rows of `base` are one in memory, with stride 0.
+        path: the nodes from SDPA's key or value to the one that reads `base`.
+    """
+
+    base: Node | LocalPart
+    dims: tuple[int | None, ...] = (BATCH, HEADS, LENGTH, HEAD_DIM)
+    repeats: int = 1
+    shared: bool = False
+    overlaid: bool = False
+    path: tuple[Node, ...] = ()
+
+    def size(self, role: int) -> Size:
+        tensor, dim = tensor_of(self.base), self.dims[role]
+        assert tensor is not None
+        return 1 if dim is None or (role == BATCH and self.overlaid) else tensor.shape[dim]
+
+    def as_attention_takes_it(self) -> Node:
+        """Insert the views that make `[batch, heads, length, head_dim]` of `base`; `base` itself if none is needed."""
+        base, dims, tensor = self.base, list(self.dims), tensor_of(self.base)
+        assert isinstance(base, Node)
+        assert tensor is not None
+        node = base
+        if tensor.requires_grad:  # but SDPA's result doesn't: it was read under no_grad
+            node, tensor = _call(node, "detach"), tensor.detach()
+        for dim in reversed([d for d in range(tensor.dim()) if d not in dims]):
+            node, tensor = _call(node, "squeeze", dim), tensor.squeeze(dim)
+            dims = [d if d is None or d < dim else d - 1 for d in dims]
+        if self.overlaid:
+            node, tensor = _call(node, "narrow", dims[BATCH], 0, 1), tensor.narrow(dims[BATCH] or 0, 0, 1)
+        order = [d for d in dims if d is not None]
+        if order != list(range(len(order))):
+            node, tensor = _call(node, "permute", *order), tensor.permute(order)
+        for role in ROLES:
+            if dims[role] is None:
+                node, tensor = _call(node, "unsqueeze", role), tensor.unsqueeze(role)
+        if node is not base:
+            node.meta["example_value"] = tensor
+        return node
+
+    def written_before(self, call: Node) -> Node | None:
+        """The first node before `call` that may write to `base`, or to a copy of it on the path, after it was read."""
+        if not self.path:
+            return None
+        tensors = [tensor for tensor in map(tensor_of, (self.base, *self.path)) if tensor is not None]
+        return written_between(tensors, self.path[-1], call)
+
+
+def _call(node: Node, method: str, *args: Any) -> Node:
+    view = node.graph.call_method(method, (node, *args))
+    view.meta.update({k: v for k, v in node.meta.items() if k != "example_value"})
+    return view
+
+
+def stored_at(walk: Walk) -> Stored | None:
+    """The tensor at this place as storage, if each role can be read off one of its dims; else None."""
+    tensor = tensor_of(walk.here)
+    if tensor is None:
+        return None
+    found: dict[int, int] = {}
+    ones = []
+    for dim, (part, size) in enumerate(zip(walk.parts, tensor.shape, strict=True)):
+        if known_equal(size, 1):
+            ones.append(dim)
+        elif part is None or part[0] in found:
+            return None
+        else:
+            found[part[0]] = dim
+    factors: dict[int, Size] = dict.fromkeys(ROLES, 1)
+    for part, times in walk.stretched:
+        factors[part[0]] *= times
+        if part[0] in found and (walk.parts[found[part[0]]] or ()) > part:
+            return None  # `x.repeat(n, 1, 1, 1)`: index j reads row j % rows, not a block
+    spare = iter(ones)
+    dims = tuple(found[role] if role in found else next(spare, None) for role in ROLES)
+    repeats = constant(factors[HEADS])
+    if repeats is None or not known_equal(factors[LENGTH], 1) or not known_equal(factors[HEAD_DIM], 1):
+        return None
+    return Stored(walk.here, dims, repeats, not known_equal(factors[BATCH], 1), path=walk.path)
+
+
+def stored_among(places: Iterable[Walk]) -> Iterator[Stored]:
+    """The places of one walk that can be read as storage, best first: most undone, and of equals the nearest."""
+    for place in sorted(places, key=lambda walk: walk.undone, reverse=True):
+        here = stored_at(place)
+        if here is not None:
+            yield here
+
+
+def peel_heads(node: Node) -> Stored:
+    """Walk from SDPA's key or value back to the tensor before its heads were repeated, or stay where it is."""
+    return next(here for here in stored_among(way_back(begin(node))) if not here.shared)

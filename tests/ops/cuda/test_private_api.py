@@ -1,0 +1,147 @@
+"""What is used of Triton beyond its documented interface; each test fails where Triton moves or changes it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from compiled import compile_in_subprocess
+
+from tatten.ops.cuda.tma import Tiling, tma_strides
+
+# A driver that compiles for Hopper, and takes launches down instead of running them.
+SCRIPT = """
+import json
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from tatten.ops.cuda import decode
+from tatten.ops.cuda.combine import plan_combine
+
+launches = []
+
+class Launcher:
+    def __init__(self, source, metadata):
+        pass
+
+    def __call__(self, x, y, z, stream, function, *rest):
+        launches.append(((x, y, z, stream, function), rest[-len(driver.names):], rest[:-len(driver.names)]))
+
+class Utils:
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232448}
+
+    def load_binary(self, *args):
+        return "module", "function", 0, 0, 1024
+
+    def unload_module(self, module):
+        pass
+
+class Driver:
+    launcher_cls, utils = Launcher, Utils()
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 7
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+driver.set_active(Driver())
+decode.multiprocessors = lambda device: 132
+names = []
+
+def address(x):
+    if isinstance(x, torch.Tensor):
+        return x.data_ptr()
+    if isinstance(x, tuple):
+        return tuple(address(y) for y in x)
+    return {**vars(x), "base": x.base.data_ptr()} if hasattr(x, "block_shape") else x
+
+def launch(kernel, planned, *args):
+    driver.names = kernel.arg_names
+    result = planned(*args)
+    return result, launches.pop()
+
+query, key, value = (torch.zeros(2, heads, n, 64, dtype=torch.bfloat16) for heads, n in ((8, 1), (2, 500), (2, 500)))
+segment = decode.plan_segment(query, key, value, None, None, 0.1)
+combine = plan_combine(query, 64, segment.tile_space)
+found = {}
+out = []
+for _ in range(2):
+    partials, by_decode = launch(segment.launch.kernel, segment, query, key, value)
+    out.append(partials)
+    _, by_combine = launch(combine.launch.kernel, combine, partials)
+    for name, made in (("decode", by_decode), ("combine", by_combine)):
+        found.setdefault(name, []).append(made)
+found = {name: [(at, [address(x) for x in args], len(more)) for at, args, more in x] for name, x in found.items()}
+given = [[x.data_ptr() for x in partials if x is not None] for partials in out]
+kernels = segment.launch.kernel, combine.launch.kernel
+print(json.dumps({"found": found, "given": given, "names": [x.arg_names for x in kernels]}, default=str))
+"""
+
+
+def test_a_compiled_kernel_is_launched_again_by_addresses() -> None:
+    """`Launch` hands what Triton handed to its launcher the first time, with addresses in place of tensors."""
+    recorded = compile_in_subprocess(SCRIPT)
+    for name, arg_names in zip(("decode", "combine"), recorded["names"], strict=True):
+        (where, first, extra), (where_again, second, extra_again) = recorded["found"][name]
+        assert where == where_again
+        assert where[3:] == [7, "function"]
+        assert extra == extra_again
+        assert len(first) == len(second) == len(arg_names)
+        new = {"out", "lse", "partial_out", "partial_lse", "partials_a", "partials_b"}  # tensors of each call
+        for arg, a, b in zip(arg_names, first, second, strict=True):
+            if arg not in new:
+                assert a == b, arg
+    for partials, (_, args, _) in zip(recorded["given"], recorded["found"]["decode"], strict=True):
+        assert args[11:15] == partials
+    for partials, (_, args, _) in zip(recorded["given"], recorded["found"]["combine"], strict=True):
+        assert args[:2] == partials[:2]
+        assert args[2][:4] == args[3][:4] == partials
+
+
+def descriptors() -> list[tuple[type, list[Any]]]:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    block = [1, 1, 64, 64]
+    return [
+        (TensorDescriptor, [block]),
+        (GluonDescriptor, [block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)]),
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_tensor_descriptor_is_what_its_fields_say(which: int) -> None:
+    """So a `Tiling` may copy the fields of one, and need not have them checked again."""
+    kind, given = descriptors()[which]
+    x, y = torch.zeros(2, 2, 2, 100, 64, dtype=torch.bfloat16)
+    made, want = Tiling(kind, x, *given)(y), kind(y, list(y.shape), tma_strides(y), *given)
+    assert type(made) is type(want)
+    assert made.base is y
+    assert {**vars(made), "base": None} == {**vars(want), "base": None}
+    assert not hasattr(kind, "__slots__")
+
+
+def test_the_names_that_gluon_renamed_are_there() -> None:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    assert hasattr(gl, "thread_barrier") or hasattr(gl, "barrier")
+    assert hasattr(tma, "async_load") or hasattr(tma, "async_copy_global_to_shared")
+
+
+def test_the_interpreter_is_told_from_the_compiler_by_the_type_of_a_kernel() -> None:
+    import triton
+    from triton.runtime.interpreter import InterpretedFunction
+
+    assert not issubclass(InterpretedFunction, triton.JITFunction)
+    assert "return kernel" in inspect.getsource(triton.JITFunction.run)

@@ -1,0 +1,26 @@
+"""Parameters of which only some run in `make test`; the others are marked `slow`, for `make test-all`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_after(n: int, cases: Iterable[Any]) -> list[Any]:
+    """All but the first n are slow."""
+    return [case if i < n else _slow(case) for i, case in enumerate(cases)]
+
+
+def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """All but those in `fast` are slow; each of those has to be there."""
+    cases = list(cases)
+    missing = [case for case in fast if case not in cases]
+    assert not missing, f"no such cases: {missing}"
+    return [case if case in fast else _slow(case) for case in cases]
+
+
+def _slow(case: Any) -> Any:
+    """A tuple holds a value for each of several parameters."""
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
