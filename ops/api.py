@@ -9,27 +9,36 @@ import torch
 from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
+from tatten.ops.keywords import names_keywords
 from tatten.ops.masks import BlockList, BlockMask, KeySpans, data_of
-from tatten.ops.validation import check_mask_alone, check_segments, check_tensors, names_keywords
+from tatten.ops.validation import check_mask_alone, check_segments, check_tensors
 
 
 def block_mask(attn_mask: Tensor, *, kv_batch: int | None = None) -> BlockMask:
-    """Find the keys that a mask leaves over, once for all layers that share it.
+    """Find the keys that a mask leaves to attend to, once for all layers that share the mask.
 
-    Without it each call of `decode_attention` finds them again: two small kernels on CUDA, a few on a CPU. A graph
-    compiled with `backend="tatten"` does this by itself. Results are the same to the bit.
+    Without it, each call of `decode_attention` with a mask searches it again, which takes two small kernels on CUDA and
+    a few on a CPU. Graphs compiled with `backend="tatten"` share it already. Results are equal to the bit.
 
     Args:
-        attn_mask: bool (True takes part) or additive, broadcastable to `[batch, q_heads, q_length, kv_length]`, of
-            which the last dimension is kv_length and not 1.
-        kv_batch: for `bifurcated_attention`, the batch of the segment that the mask is over, which divides the mask's.
-            Default: the mask's.
+        attn_mask: bool (True takes part) or additive, broadcastable to `[batch, q_heads, q_length, kv_length]`. Its
+            last dimension must be kv_length, not 1.
+        kv_batch: the batch of the segment, for `bifurcated_attention`; it divides the batch of the mask. Default: the
+            batch of the mask.
 
     Returns:
-        A `BlockMask`, on the device of the mask.
+        A `BlockMask` on the device of the mask.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; the message names it, what was expected and what came.
+        TypeError, ValueError: an argument is invalid; the message names it, what was expected and what came.
+
+    Example:
+        >>> import torch, tatten
+        >>> query, key, value = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 100, 64), torch.randn(2, 2, 100, 64)
+        >>> mask = (torch.arange(100) < 60).expand(2, 1, 1, 100)
+        >>> blocks = tatten.block_mask(mask)
+        >>> for layer in range(32):
+        ...     query = tatten.decode_attention(query, key, value, attn_mask=mask, block_mask=blocks)
     """
     check_tensors(attn_mask=attn_mask)
     check_mask_alone(attn_mask, kv_batch)
@@ -91,10 +100,10 @@ def decode_attention(
     provider: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of a few queries per sequence over a long KV, as `F.scaled_dot_product_attention` computes it.
+    """Attention of a few queries per sequence over a long KV, as `F.scaled_dot_product_attention` defines it.
 
-    Query head `h` reads kv head `h // (q_heads // kv_heads)`; nothing is repeated in memory. Keys outside the span that
-    the mask and the lengths leave over are never read, and may hold anything, NaN included.
+    Query head `h` reads kv head `h // (q_heads // kv_heads)`; nothing is repeated in memory. Keys before the first and
+    after the last key that the mask and the lengths allow are never read, and may hold anything, NaN included.
 
     Args:
         query: `[batch, q_heads, q_length, head_dim]`, float16, bfloat16, float32 or float64, any strides.
@@ -103,27 +112,28 @@ def decode_attention(
         value: `[batch, kv_heads, kv_length, value_dim]`, in the dtype of `key`.
         attn_mask: bool (True takes part) or additive in float32 or `query`'s dtype; broadcastable to
             `[batch, q_heads, q_length, kv_length]`, stride 0 included.
-        block_mask: what `tatten.block_mask` found in `attn_mask`, to save finding it again in each layer that has the
-            same mask. With `kv_lens` or `window`, which leave fewer keys than the mask does, it is not used.
+        block_mask: what `tatten.block_mask` returned for `attn_mask`, so that layers with the same mask search it
+            once. Not used together with `kv_lens` or `window`, which leave fewer keys than the mask does.
         kv_lens: int32 or int64 `[batch]`, on the device of `query`: only the first `kv_lens[b]` keys of sequence `b`
-            take part. Values outside `[0, kv_length]` are an error on a CPU and clamped on a GPU, which is never
-            synchronised.
+            take part. Values outside `[0, kv_length]` are an error on a CPU; on a GPU, which is never synchronised,
+            they are clamped.
         scale: factor of the scores. Default: `head_dim ** -0.5`.
-        window: each query attends to the last `window` keys up to its own place, at least 1. The queries stand at the
-            end of the keys: query `l` at `n - q_length + l`, `n` being `kv_lens[b]` or else kv_length, so they are
-            causal among themselves. A mask narrows this further. Sliding window: Mistral, arXiv 2310.06825.
-        softcap: scores become `softcap * tanh(scores / softcap)` after `scale` and before an additive mask, above 0.
+        window: number of keys, at least 1, that a query attends to: those up to and including its own position. The
+            queries are at the end of the keys, query `l` at position `n - q_length + l`, where `n` is `kv_lens[b]` or
+            else kv_length, so that they are causal among themselves. A mask narrows this further. Sliding window
+            attention: Mistral, arXiv 2310.06825.
+        softcap: above 0; scores become `softcap * tanh(scores / softcap)`, after `scale` and before an additive mask.
             Gemma 2, arXiv 2408.00118.
-        sinks: `[q_heads]`, float32 or `query`'s dtype, on the device of `query`: a logit that takes part in the
-            softmax of every query of its head, and has no value. It is what merging with the state `(0, sink)` gives;
-            -inf is none. Attention sinks: arXiv 2309.17453; learned, one a head: gpt-oss.
-        key_scale: float32 `[kv_heads]`, on the device of `query`, with float8 keys only: those of kv head `i` stand
-            for `key[:, i] * key_scale[i]`. Default: 1. They are widened when they are read, not written back.
+        sinks: `[q_heads]`, float32 or `query`'s dtype, on the device of `query`: one logit per query head that takes
+            part in the softmax and has no value, as if merging with the state `(0, sink)`. -inf means no sink.
+            Attention sinks: arXiv 2309.17453; learned ones: gpt-oss.
+        key_scale: float32 `[kv_heads]`, on the device of `query`, with float8 keys only: the keys of kv head `i`
+            represent `key[:, i] * key_scale[i]`. They are upcast as they are read. Default: 1.
         value_scale: the same for the values.
-        provider: who computes: "auto", or by name "cpu" on a CPU, and on CUDA "triton" (ours), "cudnn", "flash", or
-            "fa3" where FlashAttention-3 is installed (flash_attn_interface, from hopper/ of flash-attention).
-            What is named and cannot compute this is an error, never replaced.
-        return_lse: return the attention state `(out, lse)` and not only `out`.
+        provider: which implementation computes: "auto"; "cpu" on a CPU; on CUDA "triton" (tatten's own kernel),
+            "cudnn", "flash", or "fa3" where FlashAttention-3 is installed (flash_attn_interface, from hopper/ of
+            flash-attention). A named provider that cannot compute the call raises; there is no fallback.
+        return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
         `out` `[batch, q_heads, q_length, value_dim]` in `query`'s dtype, contiguous; with `return_lse` also `lse`
@@ -131,8 +141,16 @@ def decode_attention(
         A query with no key gets `out = 0` and `lse = -inf`, or its sink.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; the message names it, what was expected and what came.
-        NotImplementedError: gradients are wanted, or the provider, the GPU or the kernel can't compute this.
+        TypeError, ValueError: an argument is invalid; the message names it, what was expected and what came.
+        NotImplementedError: gradients are required, or the provider, the GPU or the kernel cannot compute this.
+
+    Example:
+        >>> import torch, tatten
+        >>> query = torch.randn(2, 8, 1, 64)  # one new token, 8 query heads
+        >>> key, value = torch.randn(2, 2, 2, 4096, 64)  # a static cache of 2 kv heads, partly filled
+        >>> out = tatten.decode_attention(query, key, value, kv_lens=torch.tensor([100, 3000]))
+        >>> out.shape
+        torch.Size([2, 8, 1, 64])
     """
     check_tensors(query=query, key=key, value=value)
     out, lse = torch.ops.tatten.decode_attention.default(
@@ -186,12 +204,12 @@ def bifurcated_attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over a KV in segments, of which each may be shared by several sequences of the batch.
+    """Attention over keys and values in segments, each of which several sequences of the batch may share.
 
     Segment `i` has a batch `B_i` that divides the query's `B`; its row `j` serves the sequences `j * B // B_i` to
     `(j + 1) * B // B_i - 1`: one prompt for all (`B_i = 1`), a tree of prefixes (1, 4, 16, ...), or a KV of its own for
-    each (`B_i = B`). The queries that share a row are rows of one matrix product, so that it is read once. The result
-    is that of attention over all segments, one after the other, each repeated for its sequences.
+    each (`B_i = B`). All queries that share a row are in one matrix product, so that the row is read once. The result
+    is that of attention over the concatenated segments, each repeated for its sequences.
 
     Bifurcated Attention (arXiv 2403.08845), with any number of levels as in FlashInfer's cascade (arXiv 2501.01005).
 
@@ -202,18 +220,27 @@ def bifurcated_attention(
         values: for each segment `[B_i, kv_heads, length_i, value_dim]`.
         attn_masks: for each segment None, or a mask that broadcasts to `[B, q_heads, q_length, length_i]` or, one for
             each row of the segment, `[B_i, q_heads, q_length, length_i]`; bool (True takes part) or additive, in
-            float32 or `query`'s dtype. Keys outside the span that it leaves over are never read.
-        block_masks: for each segment None, or what `tatten.block_mask` found in its mask, with `kv_batch=B_i`.
+            float32 or `query`'s dtype. Keys before the first and after the last one that it allows are never read.
+        block_masks: for each segment None, or what `tatten.block_mask` returned for its mask with `kv_batch=B_i`.
         scale: factor of the scores. Default: `head_dim ** -0.5`.
-        return_lse: return the attention state `(out, lse)` and not only `out`.
+        return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
         `out` `[B, q_heads, q_length, value_dim]` in `query`'s dtype, contiguous; with `return_lse` also `lse`
         `[B, q_heads, q_length]`, as `decode_attention`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; the message names it, what was expected and what came.
-        NotImplementedError: gradients are wanted, or head_dim is too large for the CUDA kernel.
+        TypeError, ValueError: an argument is invalid; the message names it, what was expected and what came.
+        NotImplementedError: gradients are required, or head_dim is too large for the CUDA kernel.
+
+    Example:
+        >>> import torch, tatten
+        >>> query = torch.randn(16, 8, 1, 64)  # 16 samples
+        >>> prompt, own = torch.randn(2, 1, 2, 1000, 64), torch.randn(2, 16, 2, 50, 64)  # keys and values of each
+        >>> out = tatten.bifurcated_attention(query, [prompt[0], own[0]], [prompt[1], own[1]])
+        >>> key, value = (torch.cat((p.expand(16, -1, -1, -1), o), dim=2) for p, o in zip(prompt, own))
+        >>> torch.allclose(out, tatten.decode_attention(query, key, value), atol=1e-5)
+        True
     """
     for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks)):
         if isinstance(tensors, Tensor):

@@ -1,4 +1,4 @@
-"""Views that every implementation shares: query heads packed into rows, sequences folded into queries, and masks."""
+"""Views that all implementations share: query heads packed into q_rows, sequences folded into queries, and masks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BATCH, HEADS, LENGTH, HEAD_DIM = range(4)  # the dims of queries, keys and value
 
 
 def pack_gqa(query: Tensor, kv_heads: int) -> Tensor:
-    """`[batch, q_heads, q_len, d]` to `[batch, kv_heads, group * q_len, d]`: the queries that read one kv head."""
+    """Pack `[batch, q_heads, q_len, d]` to `[batch, kv_heads, group * q_len, d]`: the queries that read one kv head."""
     batch, q_heads, q_len, head_dim = query.shape
     if q_heads == kv_heads:
         return query
@@ -16,7 +16,7 @@ def pack_gqa(query: Tensor, kv_heads: int) -> Tensor:
 
 
 def squeeze_broadcast(mask: Tensor) -> Tensor:
-    """The 4-D mask with every stride-0 dimension narrowed to size 1, so that no element is looked at twice."""
+    """Narrow every stride-0 dimension of a mask to size 1, so that no element is read twice. The result is 4-D."""
     mask = mask[(None,) * (4 - mask.dim())]
     for dim in range(3):
         if mask.shape[dim] != 1 and mask.stride(dim) == 0:
@@ -25,7 +25,7 @@ def squeeze_broadcast(mask: Tensor) -> Tensor:
 
 
 def pack_mask(mask: Tensor, q_heads: int, kv_heads: int, q_len: int) -> Tensor:
-    """`[b, h, l, s]` with sizes or ones to what broadcasts over packed scores `[batch, kv_heads, group * q_len, s]`."""
+    """Reshape a mask `[b, h, l, s]` so that it broadcasts over packed scores `[batch, kv_heads, group * q_len, s]`."""
     if mask.shape[1] == 1 and mask.shape[2] == 1:
         return mask
     group = q_heads // kv_heads
@@ -35,7 +35,7 @@ def pack_mask(mask: Tensor, q_heads: int, kv_heads: int, q_len: int) -> Tensor:
 
 
 def fold_sequences(query: Tensor, batch: int) -> Tensor:
-    """`[B, heads, q_len, d]` to `[batch, heads, B // batch * q_len, d]`: the queries of all sequences that share a KV.
+    """Fold `[B, heads, q_len, d]` to `[batch, heads, B // batch * q_len, d]`: the queries of sequences that share a KV.
 
     Row `j` of the result holds the queries of sequences `j * B // batch` and following, in order.
     """
@@ -45,13 +45,13 @@ def fold_sequences(query: Tensor, batch: int) -> Tensor:
 
 
 def unfold_sequences(x: Tensor, batch: int) -> Tensor:
-    """Undo `fold_sequences` on an out `[b, heads, queries, d]` or an lse `[b, heads, queries]`: a view."""
+    """Undo `fold_sequences` for an out `[b, heads, queries, d]` or an lse `[b, heads, queries]`, as a view."""
     seqs_per_kv = batch // x.shape[0]
     return x if seqs_per_kv == 1 else x.unflatten(2, (seqs_per_kv, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def fold_mask(mask: Tensor, query: Tensor, batch: int) -> Tensor:
-    """The mask for folded queries. It comes with one row, one for each of `batch`, or one for each sequence."""
+    """Fold a mask like its queries. Its batch is 1, `batch`, or the number of sequences."""
     seqs_per_kv, q_len = query.shape[0] // batch, query.shape[2]
     mask = squeeze_broadcast(mask)
     if seqs_per_kv == 1 or (mask.shape[0] != query.shape[0] and mask.shape[2] == 1):

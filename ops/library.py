@@ -1,6 +1,6 @@
-"""The ops `torch.ops.tatten.*`: schemas, shape functions, and which implementation serves which device.
+"""The ops `torch.ops.tatten.*`: schemas, shape functions, and the implementation for each device.
 
-Schemas are functional, so nothing is said to be mutated. What needs Triton is imported when it first runs.
+All schemas are functional: no op mutates its inputs. Modules that need Triton are imported when they first run.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _library.define(
 
 
 def decode_kernel(implementation: DecodeImplementation) -> Kernel:
-    """Give an implementation of `tatten::decode_attention` the arguments of its schema, the variant as one value."""
+    """Adapt an implementation of `tatten::decode_attention` to its schema: it gets the variant as one value."""
 
     def kernel(
         query: Tensor,
@@ -191,5 +191,5 @@ _KERNELS: dict[str, dict[str, Kernel]] = {
 for _name, _kernels in _KERNELS.items():
     for _device, _kernel in _kernels.items():
         _library.impl(_name, _kernel, _device)
-    # The kernels refuse to be differentiated; PyTorch's own fallback would alias every output first (10 us each, cold).
+    # Implementations raise if gradients are required. PyTorch's own fallback aliases each output first (10 us, cold).
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

@@ -1,6 +1,6 @@
-"""What an attention mask leaves of the keys, found once for all layers that share the mask.
+"""Which keys an attention mask leaves to attend to, found once for all layers that share the mask.
 
-`tatten::block_mask` finds it: `key_spans` on a CPU, `block_list` on CUDA. A `BlockMask` names the columns of either.
+`tatten::block_mask` finds them: `key_spans` on a CPU, `block_list` on CUDA. A `BlockMask` names the columns of either.
 """
 
 from __future__ import annotations
@@ -24,12 +24,20 @@ EXCLUDING_BIAS = torch.finfo(torch.float32).min / 2
 
 @dataclass(frozen=True)
 class BlockMask:
-    """What an attention mask leaves of the keys: made once by `tatten.block_mask`, passed to each layer with the mask.
+    """The keys that an attention mask leaves: found once by `tatten.block_mask`, passed to each layer with the mask.
 
     Attributes:
-        data: an int64 tensor on the device of the mask, with a row for each row of the KV, or one for all of them. Its
-            columns are those of `KeySpans` on a CPU, and of `BlockList` on CUDA.
-        kv_length: how many keys the mask is over.
+        data: int64, on the device of the mask, with one row for each row of the KV or one for all of them. Its columns
+            are those of `KeySpans` on a CPU, and of `BlockList` on CUDA.
+        kv_length: number of keys that the mask is over.
+
+    Example:
+        >>> import torch, tatten
+        >>> keys = torch.arange(1000)
+        >>> mask = torch.stack((keys < 300, (keys >= 10) & (keys < 20)))[:, None, None]
+        >>> blocks = tatten.block_mask(mask)
+        >>> blocks.start, blocks.stop, blocks.full  # of each of two sequences, on a CPU
+        (tensor([ 0, 10]), tensor([300,  20]), tensor([1, 1]))
     """
 
     data: Tensor
@@ -99,7 +107,7 @@ class BlockList(BlockMask):
 
 
 def data_of(block_mask: object, attn_mask: Tensor | None, key: Tensor, segment: int | None = None) -> Tensor:
-    """The tensor of a `BlockMask` that a user gave; raise unless it can be that of `attn_mask` over `key`."""
+    """Return the tensor of a user's `BlockMask`; raise unless it can belong to `attn_mask` and `key`."""
     end = "" if segment is None else f"s[{segment}]"
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"`block_mask{end}` must be what tatten.block_mask returns, got {type(block_mask).__name__}")
@@ -122,9 +130,9 @@ def data_of(block_mask: object, attn_mask: Tensor | None, key: Tensor, segment: 
 
 
 def used_and_plain(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Which keys count for any query, and which do for all of them, with no bias.
+    """Find the keys that count for any query, and those that count for all of them with no bias.
 
-    Queries whose keys all have a bias of at most `EXCLUDING_BIAS` average them: then those keys count.
+    A query whose keys all have a bias of at most `EXCLUDING_BIAS` averages them: then those keys count.
 
     Args:
         mask: bool or additive, `[rows, queries, kv_length]`.
@@ -141,14 +149,14 @@ def used_and_plain(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mask_rows(attn_mask: Tensor, kv_batch: int | None) -> int:
-    """How many rows a mask's `BlockMask` has: it follows from shapes, so that it is known before the mask is."""
+    """Number of rows of a mask's `BlockMask`. Depends on shapes alone, so it is known while tracing."""
     if attn_mask.dim() < 4 or attn_mask.shape[0] == 1:
         return 1
     return attn_mask.shape[0] if kv_batch is None else kv_batch
 
 
 def key_spans(attn_mask: Tensor, kv_batch: int | None = None) -> Tensor:
-    """The `data` of `KeySpans`: for each row of the KV the span of keys that any of its queries attends to.
+    """Find the `data` of `KeySpans`: for each row of the KV the span of keys that any of its queries attends to.
 
     Plain PyTorch, which Inductor fuses into a kernel or two.
 
@@ -174,10 +182,10 @@ def key_spans(attn_mask: Tensor, kv_batch: int | None = None) -> Tensor:
 
 
 def block_list(attn_mask: Tensor, kv_batch: int) -> Tensor:
-    """The `data` of a `BlockList`: for each row of the KV the blocks of which any of its queries attends to a key.
+    """Find the `data` of `BlockList`: for each row of the KV the blocks with a key that any of its queries attends to.
 
-    Plain PyTorch; `tatten.ops.cuda.block_mask` does the same on a GPU, but lists keys at `EXCLUDING_BIAS` where a mask
-    has rows of its own for more than 63 queries of one row of the KV.
+    Plain PyTorch. `tatten.ops.cuda.block_mask` does the same on a GPU, except that it lists keys at `EXCLUDING_BIAS`
+    where the mask has more than 63 rows of its own for one row of the KV.
 
     Args:
         attn_mask: bool or additive, `[sequences or kv_batch or 1, heads or 1, q_length or 1, kv_length]`, or of lower

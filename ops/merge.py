@@ -17,11 +17,10 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     is empty, whatever its `out` holds. In a compiled function this is plain PyTorch, which Inductor fuses with its
     neighbours. Formula: FlashInfer, arXiv 2501.01005, section 2.2.
 
-    A weight is as exact as the lse that it comes from: relative to 1 it is off by up to `2^-23 * max(abs(lse))` in
-    float32, half of it from each of two. That is rounding for ordinary scores, and everything where a query's keys all
-    have a bias like -1e9: there `lse = bias + log(n)` no longer tells 3 keys from 1000. `decode_attention` and
-    `bifurcated_attention` are exact for such queries, too, as they merge within one call by other means; `tree_merge`
-    is not.
+    A weight is only as exact as the lse that it is computed from: in float32 it is off by up to
+    `2^-23 * max(abs(lse))`, relative to 1. With ordinary scores that is rounding. Where all keys of a query have a bias
+    like -1e9 it is everything: `lse = bias + log(n)` no longer tells 3 keys from 1000. `decode_attention` and
+    `bifurcated_attention` are exact there, too, because they merge by other means within a call; `tree_merge` is not.
 
     Args:
         out: `[n, ..., head_dim]`.
@@ -31,8 +30,17 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         `out` `[..., head_dim]` in `out`'s dtype, and `lse` `[...]`.
 
     Raises:
-        TypeError, ValueError: shapes, dtypes or devices do not fit.
-        NotImplementedError: gradients are wanted.
+        TypeError, ValueError: shapes, dtypes or devices are invalid.
+        NotImplementedError: gradients are required.
+
+    Example:
+        >>> import torch, tatten
+        >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 2, 300, 64)
+        >>> parts = [slice(0, 100), slice(100, 120), slice(120, 300)]
+        >>> states = [tatten.decode_attention(query, key[:, :, i], value[:, :, i], return_lse=True) for i in parts]
+        >>> out, lse = tatten.merge_states(*map(torch.stack, zip(*states)))
+        >>> torch.allclose(out, tatten.decode_attention(query, key, value), atol=1e-5)
+        True
     """
     check_tensors(out=out, lse=lse)
     if torch.compiler.is_compiling():
@@ -46,10 +54,22 @@ def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> t
     """Merge two attention states over disjoint sets of keys: `merge_states` for two, commutative to the bit.
 
     Args:
-        out_a, out_b: `[..., head_dim]`, of one shape and dtype.
-        lse_a, lse_b: `[...]`.
+        out_a: `[..., head_dim]`.
+        lse_a: `[...]`, as in `merge_states`.
+        out_b: like `out_a`, in shape and dtype.
+        lse_b: like `lse_a`.
 
-    Returns, raises: as `merge_states`.
+    Returns:
+        `(out, lse)`, as `merge_states`, which says what is raised, too.
+
+    Example:
+        >>> import torch, tatten
+        >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 2, 300, 64)
+        >>> state = tatten.decode_attention(query, key[:, :, :250], value[:, :, :250], return_lse=True)
+        >>> other = tatten.decode_attention(query, key[:, :, 250:], value[:, :, 250:], return_lse=True)
+        >>> out, lse = tatten.merge_state(*state, *other)
+        >>> torch.allclose(out, tatten.decode_attention(query, key, value), atol=1e-5)
+        True
     """
     check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""What every implementation is held to: attention and its lse in float64, written to be read."""
+"""The reference for every implementation: attention and its lse in float64, written to be read."""
 
 from __future__ import annotations
 

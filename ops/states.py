@@ -24,7 +24,7 @@ State = tuple[Tensor, Tensor]  # (out, lse)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums and the lse are kept in: float64 for float64 inputs, else float32."""
+    """The dtype of sums and of the lse: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -34,25 +34,25 @@ def merge(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     A state whose lse is -inf, +inf or NaN is empty, whatever its `out` holds. The sum runs in the order of dim 0.
     """
     lse = torch.where(lse < float("inf"), lse, NEG_INF)  # NaN compares false
-    largest = lse.amax(dim=0)
-    weights = torch.exp(lse - torch.where(largest == NEG_INF, 0.0, largest))
-    total = weights.sum(dim=0)
+    lse_max = lse.amax(dim=0)
+    weights = torch.exp(lse - torch.where(lse_max == NEG_INF, 0.0, lse_max))
+    weight_sum = weights.sum(dim=0)
     weights = weights.unsqueeze(-1)
     # An empty state's out may be NaN, and NaN * 0 is NaN: select before multiplying.
     values = torch.where(weights > 0, out.to(weights.dtype), 0.0)
-    merged = (weights * values).sum(dim=0) / torch.where(total == 0, 1.0, total).unsqueeze(-1)
-    return merged.to(out.dtype), largest + torch.log(total)
+    merged = (weights * values).sum(dim=0) / torch.where(weight_sum == 0, 1.0, weight_sum).unsqueeze(-1)
+    return merged.to(out.dtype), lse_max + torch.log(weight_sum)
 
 
 def combine_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge parts of one op's work in order, two at a time: fewer kernels than stacking them and `merge`.
+    """Combine the partials of one op in order, two at a time: fewer kernels than stacking them for `merge`.
 
-    The first weight of two is `w_a / (w_a + w_b) = sigmoid(lse_a - lse_b)`. The `out` of an empty part must be 0; NaN
-    in a part comes from NaN in keys that count, and comes out.
+    The first weight of two is `w_a / (w_a + w_b) = sigmoid(lse_a - lse_b)`. The `out` of an empty partial must be 0.
+    NaN in a partial stems from NaN in keys that count, and is propagated.
     """
     out, lse = outs[0], lses[0]
     for next_out, next_lse in zip(outs[1:], lses[1:], strict=True):
-        # Of two empty parts, either: -inf - -inf is NaN. Not lerp, which makes NaN of an infinite value.
+        # With two empty partials either will do, but -inf - -inf is NaN. Not lerp: it turns an infinite value into NaN.
         ahead = (lse - next_lse).nan_to_num(0.0).unsqueeze(-1)
         out = torch.addcmul(out * torch.sigmoid(ahead), next_out.to(ahead.dtype), torch.sigmoid(-ahead))
         lse = torch.logaddexp(lse, next_lse)

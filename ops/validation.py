@@ -1,12 +1,9 @@
-"""The checks that the ops make on real inputs. Each message names the argument, what was expected and what came."""
+"""Checks of the ops' inputs. Each message names the argument, what was expected and what came."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,32 +14,7 @@ from tatten.ops.variant import AttentionVariant
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PROVIDERS = ("auto", "cpu", "triton", "cudnn", "flash", "fa3")
-BLOCK_KEYS = 64  # of a block of a `BlockList`: a bit each in an int64
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def names_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function whose first keyword-only argument is often passed by position, as SDPA takes its mask.
-
-    Python's own error says how many arguments there are, not which one has to be named.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    positional = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-    keyword = next(x.name for x in parameters if x.kind is x.KEYWORD_ONLY)
-
-    @functools.wraps(function)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if len(args) > len(positional):
-            raise TypeError(
-                f"`{keyword}` must be passed by keyword, as `{keyword}=...`; only {', '.join(positional)} are taken by "
-                f"position, got {len(args)} arguments"
-            )
-        return function(*args, **kwargs)
-
-    return checked
+BLOCK_KEYS = 64  # in a block of a `BlockList`: one bit each in an int64
 
 
 def widest_on_cuda(dtype: torch.dtype) -> int:
@@ -51,7 +23,7 @@ def widest_on_cuda(dtype: torch.dtype) -> int:
 
 
 def check_tensors(**arguments: object) -> None:
-    """Raise TypeError for what is no tensor; the dispatcher's own error does not name our arguments."""
+    """Raise TypeError unless all arguments are tensors; the dispatcher's own error does not name them."""
     for name, argument in arguments.items():
         if not isinstance(argument, Tensor):
             raise TypeError(f"`{name}` must be a Tensor, got {type(argument).__name__}")
@@ -94,7 +66,7 @@ def check_segments_no_grad(
 
 
 def check_provider(provider: str, device: torch.device) -> None:
-    """Raise ValueError unless `provider` is one that computes on `device`: what is named never falls back."""
+    """Raise ValueError unless `provider` exists on the type of `device`: a named one never falls back."""
     if provider == "auto":
         return
     on_cpu = device.type == "cpu"
@@ -113,7 +85,7 @@ def check_decode_attention(
 ) -> None:
     """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::decode_attention`.
 
-    Reads no tensor's data, so it is safe on any device; `check_kv_lens` reads. Devices are left to `check_devices`.
+    Reads no data, so that no device is synchronised, unlike `check_kv_lens`. Devices are left to `check_devices`.
     """
     check_decode_no_grad(query, key, value, attn_mask, variant)
     window, softcap, sinks, key_scale, value_scale = variant
@@ -141,7 +113,9 @@ def check_decode_attention(
             wanted = " or ".join(dict.fromkeys(("torch.float32", str(query.dtype))))
             raise TypeError(f"`sinks` must be {wanted}, got {sinks.dtype}")
         if tuple(sinks.shape) != (query.shape[1],):
-            raise ValueError(f"`sinks` must have shape ({query.shape[1]},), one a query head, got {tuple(sinks.shape)}")
+            raise ValueError(
+                f"`sinks` must have shape ({query.shape[1]},), one per query head, got {tuple(sinks.shape)}"
+            )
 
 
 def _check_query(query: Tensor) -> None:
@@ -156,7 +130,7 @@ def _check_query(query: Tensor) -> None:
 def _check_key_value(
     query: Tensor, key: Tensor, value: Tensor, key_name: str, value_name: str, dtypes: tuple[torch.dtype, ...] = ()
 ) -> None:
-    """Raise unless key and value fit each other and, but for their batch, the query. Default of `dtypes`: its own."""
+    """Raise unless key and value fit each other and, except in batch, the query. Default of `dtypes`: the query's."""
     dtypes, q, k, v = dtypes or (query.dtype,), query.shape, key.shape, value.shape
     if key.dtype not in dtypes:
         wanted = " or ".join(["the dtype of `query`, " + str(dtypes[0]), *map(str, dtypes[1:])])
@@ -182,7 +156,7 @@ def _check_kv_scale(scale: Tensor, key: Tensor, name: str) -> None:
     if scale.dtype != torch.float32:
         raise TypeError(f"`{name}` must be torch.float32, got {scale.dtype}")
     if tuple(scale.shape) != (key.shape[1],):
-        raise ValueError(f"`{name}` must have shape ({key.shape[1]},), one a kv head, got {tuple(scale.shape)}")
+        raise ValueError(f"`{name}` must have shape ({key.shape[1]},), one per kv head, got {tuple(scale.shape)}")
 
 
 def check_segments(keys: Sequence[Tensor], **given: Sequence[object]) -> None:
@@ -233,14 +207,14 @@ def check_block_mask(
 
 
 def check_cuda_head_dims(query: Tensor, value: Tensor) -> None:
-    """Raise NotImplementedError for what the CUDA kernels have no tiles for."""
+    """Raise NotImplementedError if head_dim is too large for the CUDA kernels' tiles."""
     have, most = max(query.shape[3], value.shape[3]), widest_on_cuda(query.dtype)
     if have > most and query.dtype != torch.float64:
         raise NotImplementedError(f"key and value must have head_dim <= {most} in {query.dtype} on CUDA, got {have}")
 
 
 def check_devices(query: Tensor, **tensors: Tensor | None) -> None:
-    """Raise ValueError unless all are on one device. On a CPU the dispatcher sees to that."""
+    """Raise ValueError unless all tensors are on one device. On a CPU the dispatcher checks this."""
     for name, x in tensors.items():
         if x is not None and x.device != query.device:
             raise ValueError(f"`{name}` must be on the device of `query`, {query.device}, got {x.device}")
@@ -272,7 +246,7 @@ def check_mask_alone(attn_mask: Tensor, kv_batch: int | None) -> None:
 
 
 def check_kv_lens(kv_lens: Tensor, kv_len: int) -> list[int]:
-    """The lengths, or ValueError unless each lies in [0, kv_len]. Reads the tensor: for CPU only."""
+    """Return the lengths as a list; raise ValueError unless each lies in [0, kv_len]. Reads the tensor: CPU only."""
     lens: list[int] = kv_lens.tolist()
     for n in lens:
         if not 0 <= n <= kv_len:
@@ -281,7 +255,7 @@ def check_kv_lens(kv_lens: Tensor, kv_len: int) -> list[int]:
 
 
 def check_states(op: str, out: Tensor, lse: Tensor, out_name: str = "out", lse_name: str = "lse") -> None:
-    """Raise unless `(out, lse)` is a state or a stack of them: `[..., head_dim]` and `[...]`."""
+    """Raise unless `(out, lse)` is a state or a stack of states: `[..., head_dim]` and `[...]`."""
     check_no_grad(op, **{out_name: out, lse_name: lse})
     if out.dtype not in FLOAT_DTYPES:
         raise TypeError(f"`{out_name}` must be float16, bfloat16, float32 or float64, got {out.dtype}")

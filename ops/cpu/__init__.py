@@ -1,1 +1,1 @@
-"""The ops on a CPU, by PyTorch's own flash kernel."""
+"""The ops on a CPU, on top of PyTorch's own flash kernel."""

@@ -176,7 +176,7 @@ def _attend_keys(
     q_rows = pack_gqa(query, kv_heads)
 
     def attend_run(sequences: slice, span: Span, some_empty: bool) -> State:
-        """The state of sequences over a span of keys; `some_empty`: a mask for all queries leaves one no key there."""
+        """The state of sequences over a span of keys; `some_empty`: some sequence has no key at all."""
         length = span.stop - span.start
         q, k, v = q_rows, key.narrow(2, span.start, length), value.narrow(2, span.start, length)
         if sequences.stop - sequences.start < batch:
@@ -240,9 +240,9 @@ def _kernel(variant: AttentionVariant, upcasts: bool) -> Kernel:
 def _attend_capped(
     q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool, softcap: float
 ) -> State:
-    """`attend` with scores `softcap * tanh(score / softcap)`, which PyTorch's kernel lacks: plain, not fast.
+    """`attend` with scores `softcap * tanh(score / softcap)`, which PyTorch's kernel does not support: plain, not fast.
 
-    It has `some_empty` because `attend` has: a query without any key comes out right anyway.
+    `some_empty` is not needed here, and taken because `attend` takes it.
     """
     if key.shape[2] == 0:
         return empty_state(q_rows, value.shape[3])
@@ -271,14 +271,14 @@ def _attend_upcast(
     scale: float,
     some_empty: bool,
 ) -> State:
-    """`kernel` on the keys and values that those in float8 stand for: only what it reads is upcast."""
+    """`kernel` on the keys and values that those in float8 represent: only what it reads is upcast."""
     upcast = (x.to(q_rows.dtype) for x in (key, value))
     key, value = (x if f is None else x * f.to(x.dtype)[:, None, None] for x, f in zip(upcast, kv_scales, strict=True))
     return kernel(q_rows, key, value, mask, scale, some_empty)
 
 
 def _merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> State:
-    """Merge with the state `(0, sink)` of each head. Not by `merge`, which drops NaN: here it must come out."""
+    """Merge with the state `(0, sink)` of each head. Unlike `merge`, this propagates NaN."""
     merged_lse = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
     alpha = torch.exp(lse - torch.where(merged_lse == NEG_INF, 0.0, merged_lse))
     return (out * alpha.unsqueeze(-1)).to(out.dtype), merged_lse

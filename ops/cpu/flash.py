@@ -1,7 +1,7 @@
-"""One attention state from PyTorch's flash kernel for CPUs, called so that it is right and that every core has work.
+"""One attention state from PyTorch's flash kernel for CPUs, worked around where it is wrong or leaves cores idle.
 
-The kernel returns the lse. What it gets wrong or does slowly is corrected here: no keys at all, queries without any
-key, strides, head_dims that differ, few heads for many cores, and packing many heads at once in low precision.
+The kernel returns the lse. Handled here are no keys at all, queries without any key, strides, head_dims that differ,
+few heads for many cores, and many heads at once in low precision, which the kernel packs slowly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COARSE_LSE = 4096.0
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask as the flash kernel takes it: additive, 4-D, dense in its last dimension."""
+    """Convert a 4-D mask to what the flash kernel takes: additive, and dense in its last dimension."""
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, NEG_INF)
     if dtype == torch.float64:  # beside lower precision the kernel takes float32; beside float64 it would misread it
@@ -39,9 +39,9 @@ def attend(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     """The state of packed queries `[b, kv_heads, q_rows, d]` over all keys given, with an additive mask."""
     batch, kv_heads, n_q_rows, head_dim = q_rows.shape
     kv_len, value_dim = key.shape[2], value.shape[3]
-    if kv_len == 0:  # the flash kernel dies of a division by zero
+    if kv_len == 0:  # the flash kernel would divide by zero, and the process would die
         return empty_state(q_rows, value_dim)
-    if head_dim != value_dim:  # the kernel wants one head_dim; zeros change neither scores nor the columns we keep
+    if head_dim != value_dim:  # the kernel takes a single head_dim; zeros change neither scores nor the columns kept
         q_rows, key = (F.pad(x, (0, max(0, value_dim - head_dim))) for x in (q_rows, key))
         value = F.pad(value, (0, max(0, head_dim - value_dim)))
     if q_rows.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
@@ -70,8 +70,8 @@ def attend(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 def coarse_sequences(lse: Tensor) -> list[int]:
     """Find the sequences with a query whose keys all have a bias so large that the lse of partials can't weigh them.
 
-    `bias + log(n)` in float32 is off by up to `2^-24 * abs(bias)`, so that at -1e9, how some models write padding, 3
-    keys weigh as much as 1000. A single call of the kernel keeps the maximum and the sum apart, and has none of this.
+    In float32 `bias + log(n)` is off by up to `2^-24 * abs(bias)`, so that at -1e9, as some models write padding, 3
+    keys weigh as much as 1000. A single call of the kernel keeps the maximum and the sum apart, and is not affected.
     """
     if lse.abs().amax() <= COARSE_LSE:
         return []
@@ -91,15 +91,15 @@ def _flash(
         # A query without any key gets out = 0 from the kernel, but lse = 0 too.
         lse = lse.masked_fill((mask == NEG_INF).all(dim=-1), NEG_INF)
     if mask is not None and q_rows.element_size() == 2:
-        # Beside a bias of +inf the kernel makes numbers in low precision, where NaN is right.
+        # In low precision the kernel returns numbers beside a bias of +inf, where NaN is right.
         out = out.masked_fill((lse == -NEG_INF).unsqueeze(-1), torch.nan)
     return out, lse
 
 
 def _pieces(key: Tensor, value: Tensor) -> int:
-    """How many pieces to cut the keys into so that every core has work: the kernel runs (batch, head) pairs at once.
+    """Number of pieces to cut the keys into so that every core is busy: the kernel parallelises over (batch, head).
 
-    1 where nothing is gained, or where (batch, head) is not one dimension in memory.
+    It is 1 where nothing is gained, or where (batch, head) is not one dimension in memory.
     """
     batch, kv_heads, kv_len, head_dim = key.shape
     threads, pairs = torch.get_num_threads(), batch * kv_heads
@@ -119,7 +119,7 @@ def _pieces(key: Tensor, value: Tensor) -> int:
 def _attend_in_pieces(
     q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, pieces: int
 ) -> State:
-    """`_flash` over keys cut in equal pieces, which take the place of heads; what is left over is one more state."""
+    """`_flash` over keys cut into equal pieces, which take the place of heads; the remainder is one more state."""
     batch, kv_heads = key.shape[:2]
     q_rows, key, value = (x.flatten(0, 1) for x in (q_rows, key, value))
     if mask is not None:
@@ -147,7 +147,7 @@ def _attend_in_pieces(
 def _attend_in_groups(
     q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool
 ) -> State:
-    """`_flash` on as many heads at a time as there are cores: what the kernel packs is used while it is in cache.
+    """`_flash` on as many heads at a time as there are cores, so that packed keys are used while they are in cache.
 
     Packed all at once, 32 heads of 4096 keys take 2 to 10 times as long (2-core Xeon with AMX, measured).
     """

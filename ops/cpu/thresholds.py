@@ -1,6 +1,6 @@
-"""From which sizes on the ops for a CPU go another way.
+"""Sizes at which the ops on a CPU switch strategy.
 
-They are read at each call: tests lower them (`tests/support/fuzz.py`), so that small tensors go every way.
+They are read at each call: tests lower them (`tests/support/fuzz.py`), so that small tensors take every path.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Thresholds:
-    """What a 2-core Xeon with AMX was measured to take."""
+    """Thresholds, as measured on a 2-core Xeon with AMX."""
 
     # Sequences with spans of their own go to the kernel one by one, unless reading this much more for each is cheaper.
     run_bytes: int = 1 << 18
