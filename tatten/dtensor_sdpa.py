@@ -56,6 +56,19 @@ def enable_dtensor_sdpa() -> None:
 
     For the whole process, unless called within `context_parallel`, which ends with what was before it; calling it twice
     does nothing.
+
+    Example:
+        >>> import torch, tatten, torch.distributed as dist
+        >>> import torch.nn.functional as F
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        >>> mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # under torchrun
+        >>> query = distribute_tensor(torch.randn(1, 8, 1, 64), mesh, [Replicate()])
+        >>> key, value = (distribute_tensor(torch.randn(1, 8, 4096, 64), mesh, [Shard(2)]) for _ in "kv")
+        >>> tatten.enable_dtensor_sdpa()
+        >>> with torch.inference_mode():
+        ...     F.scaled_dot_product_attention(query, key, value).placements
+        (Replicate(),)
     """
     handlers = _handlers()
     for op in (*_OPS, _SOFTMAX_OF_MATH):
@@ -64,7 +77,13 @@ def enable_dtensor_sdpa() -> None:
 
 
 def disable_dtensor_sdpa() -> None:
-    """Undo `enable_dtensor_sdpa`; without it, do nothing."""
+    """Undo `enable_dtensor_sdpa`; without it, do nothing.
+
+    Example:
+        >>> import tatten
+        >>> tatten.enable_dtensor_sdpa()
+        >>> tatten.disable_dtensor_sdpa()  # SDPA over DTensors is PyTorch's own again
+    """
     handlers = _handlers()
     for op in (*_OPS, _SOFTMAX_OF_MATH):
         ours = handlers.get(op)

@@ -24,18 +24,46 @@ _recorders: ContextVar[tuple[Report, ...]] = ContextVar("tatten_recorders", defa
 
 @dataclass
 class Report:
-    """The findings of the backend in all graphs compiled while it was recorded. `print(report)` is for people."""
+    """The findings of the backend in all graphs compiled while it was recorded. `print(report)` is for people.
+
+    Made by `tatten.explain` and `tatten.recording`.
+
+    Example:
+        >>> import torch, tatten
+        >>> print(tatten.explain(torch.add, torch.ones(2), torch.ones(2)))
+        graph 0: no attention
+        total: 0 of 0 SDPA calls rewritten in 1 graph
+    """
 
     graphs: list[GraphReport] = field(default_factory=list)
 
     @property
     def rewritten(self) -> list[Rewritten]:
-        """SDPA calls that became tatten ops, in order."""
+        """SDPA calls that became tatten ops, in order.
+
+        Example:
+            >>> import torch, tatten
+            >>> import torch.nn.functional as F
+            >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 8, 4096, 64)
+            >>> mask = torch.arange(4096)[None] < 100
+            >>> report = tatten.explain(F.scaled_dot_product_attention, query, key, value, mask)
+            >>> [call.op for call in report.rewritten]
+            ['tatten.decode_attention.default']
+        """
         return [x for graph in self.graphs for x in graph.findings if isinstance(x, Rewritten)]
 
     @property
     def declined(self) -> list[Declined]:
-        """SDPA calls that stayed, and attention that isn't an SDPA call, each with its reason."""
+        """SDPA calls that stayed, and attention that isn't an SDPA call, each with its reason.
+
+        Example:
+            >>> import torch, tatten
+            >>> import torch.nn.functional as F
+            >>> query = key = value = torch.randn(1, 8, 512, 64)  # as many queries as in a prefill
+            >>> report = tatten.explain(F.scaled_dot_product_attention, query, key, value)
+            >>> [call.decline.detail for call in report.declined]
+            ['q_length is 512, max_q_len is 16']
+        """
         return [x for graph in self.graphs for x in graph.findings if isinstance(x, Declined)]
 
     def __str__(self) -> str:
@@ -128,9 +156,14 @@ def recording() -> Iterator[Report]:
     """Collect the reports of all graphs that the backend compiles inside the block, in this thread.
 
     Example:
-        with tatten.recording() as report:
-            model.generate(**inputs, cache_implementation="static", compile_config=CompileConfig(backend="tatten"))
-        print(report)
+        >>> import torch, tatten
+        >>> import torch.nn.functional as F
+        >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 8, 4096, 64)
+        >>> attend = torch.compile(F.scaled_dot_product_attention, backend="tatten", options={"inner": "eager"})
+        >>> with tatten.recording() as report:
+        ...     out = attend(query, key, value, torch.arange(4096)[None] < 100)
+        >>> len(report.rewritten)
+        1
     """
     report = Report()
     token = _recorders.set((*_recorders.get(), report))

@@ -64,6 +64,17 @@ def tree_merge(
     Raises:
         TypeError, ValueError: shapes, dtypes, devices, the strategy or the group do not fit.
         NotImplementedError: gradients are required, or "push" does not support this; the message says why.
+
+    Example:
+        >>> import torch, tatten, torch.distributed as dist
+        >>> n, rank = dist.get_world_size(), dist.get_rank()  # under torchrun, after dist.init_process_group()
+        >>> _ = torch.manual_seed(0)  # the same tensors on all ranks
+        >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 2, 4096, 64)
+        >>> own = slice(4096 * rank // n, 4096 * (rank + 1) // n)
+        >>> state = tatten.decode_attention(query, key[:, :, own], value[:, :, own], return_lse=True)
+        >>> out, lse = tatten.tree_merge(*state, dist.group.WORLD)
+        >>> torch.allclose(out, tatten.decode_attention(query, key, value), atol=1e-5)
+        True
     """
     check_tensors(out=out, lse=lse)
     for name, x in (("out", out), ("lse", lse)):

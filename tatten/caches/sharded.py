@@ -19,15 +19,6 @@ from tatten.dtensor_sdpa import enable_dtensor_sdpa
 class ShardedKVCache:
     """Keys and values of all layers over the ranks of a mesh. Each rank runs the same step and stores its share.
 
-        mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("kv",))
-        cache = ShardedKVCache(num_layers, mesh, capacity=1 << 20)
-        cache.prefill(layer, key, value)    # in each layer; the prompt's own attention is ordinary
-
-        mask, positions = cache.mask(), cache.positions()    # once per step
-        keys, values = cache.append(layer, key, value)       # in each layer
-        query = DTensor.from_local(query, mesh, [Replicate()], run_check=False)
-        out = F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True).to_local()
-
     Each step gets its `positions` and `mask`, and passes the new keys and values of each layer to `append`. All shapes
     are fixed and lengths are on the device: a step compiles once, can be captured in a CUDA graph and never waits for
     the device, except in eager mode, to check the capacity. Of the n ranks that share a sequence, rank `p % n` stores
@@ -46,6 +37,23 @@ class ShardedKVCache:
 
     Raises:
         ValueError, TypeError: an argument is not as above.
+
+    Example:
+        >>> import torch, tatten, torch.distributed as dist
+        >>> import torch.nn.functional as F
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.tensor import DTensor, Replicate
+        >>> mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("kv",))  # under torchrun
+        >>> cache = tatten.ShardedKVCache(num_layers=1, mesh=mesh, capacity=1 << 20)
+        >>> _ = torch.manual_seed(0)  # the same tokens on all ranks
+        >>> cache.prefill(0, *torch.randn(2, 1, 2, 100, 64))  # in each layer; the prompt's own attention is ordinary
+        >>> mask, positions = cache.mask(), cache.positions()  # once per step
+        >>> keys, values = cache.append(0, *torch.randn(2, 1, 2, 1, 64))  # in each layer
+        >>> query = DTensor.from_local(torch.randn(1, 8, 1, 64), mesh, [Replicate()], run_check=False)
+        >>> with torch.inference_mode():
+        ...     out = F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True).to_local()
+        >>> out.shape
+        torch.Size([1, 8, 1, 64])
     """
 
     def __init__(

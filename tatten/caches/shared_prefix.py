@@ -14,10 +14,6 @@ from tatten.caches.shared_prefix_layer import SharedPrefixLayer, expand_to_batch
 class SharedPrefixCache:
     """Keys and values of all layers. A new cache is filled by a prefill, then forked.
 
-        cache = SharedPrefixCache(num_layers)       # prefill G prompts through `update`
-        samples = cache.fork(n, capacity=256)       # n sequences for each prompt, 256 new tokens for each
-        best = samples.select([3, 3, 0])            # three sequences: two that go on from 3, one from 0
-
     Each step gets its `positions` and `mask`, and passes the new keys and values of each layer to `update`. After a
     fork all shapes are fixed and lengths are on the device: a step compiles once, can be captured in a CUDA graph and
     never waits for the device, except in eager mode, to check the capacity. A cache stays usable when it has been
@@ -32,6 +28,19 @@ class SharedPrefixCache:
 
     Raises:
         ValueError, TypeError: an argument is not as above.
+
+    Example:
+        >>> import torch, tatten
+        >>> import torch.nn.functional as F
+        >>> cache = tatten.SharedPrefixCache(num_layers=1)
+        >>> keys, values = cache.update(0, *torch.randn(2, 1, 8, 100, 64))  # the prefill of one prompt, in each layer
+        >>> samples = cache.fork(4, capacity=256)  # 4 sequences for each prompt, 256 new tokens for each
+        >>> mask, positions = samples.mask(), samples.positions()  # once per step
+        >>> keys, values = samples.update(0, *torch.randn(2, 4, 8, 1, 64))  # in each layer
+        >>> out = F.scaled_dot_product_attention(torch.randn(4, 8, 1, 64), keys, values, mask)
+        >>> best = samples.select([3, 3, 0])  # three sequences: two that go on from 3, one from 0
+        >>> best.batch_size
+        3
     """
 
     def __init__(self, num_layers: int, prompt_mask: Tensor | None = None, device: torch.device | str | None = None):
