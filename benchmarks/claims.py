@@ -243,6 +243,22 @@ CLAIMS = [
         at_least=2.5,
     ),
     Claim(
+        "push against three all-reduces, eight GPUs",
+        "tree_merge_8",
+        4,
+        least(lambda r: r["us"]["all_reduce"] / r["us"]["push"]),
+        "at least 5 times as fast as three all-reduces",
+        at_least=5,
+    ),
+    Claim(
+        "push against one all-gather, eight GPUs",
+        "tree_merge_8",
+        4,
+        least(lambda r: r["us"]["all_gather"] / r["us"]["push"]),
+        "3.5 times as fast as one all-gather",
+        at_least=3.5,
+    ),
+    Claim(
         "what the merge adds",
         "tree_latency",
         6,

@@ -2,6 +2,7 @@
 
     python benchmarks/record.py one                   # all that one GPU measures, in at most 9 minutes
     python benchmarks/record.py two                   # what two GPUs measure, in at most 4 minutes
+    python benchmarks/record.py eight                 # the merge on the eight GPUs of a node, in at most 2 minutes
     python benchmarks/record.py cpu                   # what is said of a CPU; about 10 minutes of an idle machine
     python benchmarks/record.py one --steps lean_paper decode_grid --out folder
     python benchmarks/record.py two --quick           # the same on a CPU with tiny shapes, to try the plumbing
@@ -78,6 +79,9 @@ STEPS = {
             2,
         ),
     ],
+    "eight": [
+        Step("tree_merge_8", "tree_merge.py --device cuda", 1.5, "tree_merge.py --rounds 1 --repeats 2", 8),
+    ],
     "cpu": [
         Step(
             "static_cache_cpu",
@@ -93,7 +97,7 @@ STEPS = {
         ),
     ],
 }
-MINUTES = {"one": 9.0, "two": 4.0, "cpu": 24.0}
+MINUTES = {"one": 9.0, "two": 4.0, "eight": 2.0, "cpu": 24.0}
 
 
 def line(step: Step, quick: bool, path: Path) -> list[str]:

@@ -81,6 +81,12 @@ def fa3_best(r: Row) -> str:
     return number(min(found, default=None), 0)
 
 
+MERGE = {
+    "rows (queries times heads)": "rows",
+    "three all-reduces": us("all_reduce"),
+    "one all-gather": us("all_gather"),
+    "push": us("push"),
+}
 TABLES = {
     "static_cache": Table("static_cache", STATIC_CACHE),
     "static_cache_cpu": Table("static_cache_cpu", STATIC_CACHE),
@@ -165,15 +171,8 @@ TABLES = {
         },
     ),
     "best_of_n": Table("best_of_n", {"n": "n", "ms": figure("with_ms", 2), "floor ms": figure("floor_ms", 2)}),
-    "tree_merge": Table(
-        "tree_merge",
-        {
-            "rows (queries times heads)": "rows",
-            "three all-reduces": us("all_reduce"),
-            "one all-gather": us("all_gather"),
-            "push": us("push"),
-        },
-    ),
+    "tree_merge": Table("tree_merge", MERGE),
+    "tree_merge_8": Table("tree_merge_8", MERGE),
     "tree_latency": Table(
         "tree_latency",
         {
