@@ -32,7 +32,7 @@ def block_mask(attn_mask: Tensor, *, kv_batch: int | None = None) -> BlockMask:
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it, what was expected and what came.
 
-    Example:
+    Examples:
         >>> import torch, tatten
         >>> query, key, value = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 100, 64), torch.randn(2, 2, 100, 64)
         >>> mask = (torch.arange(100) < 60).expand(2, 1, 1, 100)
@@ -144,7 +144,7 @@ def decode_attention(
         TypeError, ValueError: an argument is invalid; the message names it, what was expected and what came.
         NotImplementedError: gradients are required, or the provider, the GPU or the kernel cannot compute this.
 
-    Example:
+    Examples:
         >>> import torch, tatten
         >>> query = torch.randn(2, 8, 1, 64)  # one new token, 8 query heads
         >>> key, value = torch.randn(2, 2, 2, 4096, 64)  # a static cache of 2 kv heads, partly filled
@@ -233,7 +233,7 @@ def bifurcated_attention(
         TypeError, ValueError: an argument is invalid; the message names it, what was expected and what came.
         NotImplementedError: gradients are required, or head_dim is too large for the CUDA kernel.
 
-    Example:
+    Examples:
         >>> import torch, tatten
         >>> query = torch.randn(16, 8, 1, 64)  # 16 samples
         >>> prompt, own = torch.randn(2, 1, 2, 1000, 64), torch.randn(2, 16, 2, 50, 64)  # keys and values of each

@@ -31,7 +31,7 @@ class BlockMask:
             are those of `KeySpans` on a CPU, and of `BlockList` on CUDA.
         kv_length: number of keys that the mask is over.
 
-    Example:
+    Examples:
         >>> import torch, tatten
         >>> keys = torch.arange(1000)
         >>> mask = torch.stack((keys < 300, (keys >= 10) & (keys < 20)))[:, None, None]

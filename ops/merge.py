@@ -33,7 +33,7 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         TypeError, ValueError: shapes, dtypes or devices are invalid.
         NotImplementedError: gradients are required.
 
-    Example:
+    Examples:
         >>> import torch, tatten
         >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 2, 300, 64)
         >>> parts = [slice(0, 100), slice(100, 120), slice(120, 300)]
@@ -62,7 +62,7 @@ def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> t
     Returns:
         `(out, lse)`, as `merge_states`, which says what is raised, too.
 
-    Example:
+    Examples:
         >>> import torch, tatten
         >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 2, 300, 64)
         >>> state = tatten.decode_attention(query, key[:, :, :250], value[:, :, :250], return_lse=True)

@@ -57,7 +57,7 @@ def enable_dtensor_sdpa() -> None:
     For the whole process, unless called within `context_parallel`, which ends with what was before it; calling it twice
     does nothing.
 
-    Example:
+    Examples:
         >>> import torch, tatten, torch.distributed as dist
         >>> import torch.nn.functional as F
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -79,7 +79,7 @@ def enable_dtensor_sdpa() -> None:
 def disable_dtensor_sdpa() -> None:
     """Undo `enable_dtensor_sdpa`; without it, do nothing.
 
-    Example:
+    Examples:
         >>> import tatten
         >>> tatten.enable_dtensor_sdpa()
         >>> tatten.disable_dtensor_sdpa()  # SDPA over DTensors is PyTorch's own again

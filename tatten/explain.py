@@ -21,7 +21,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         A printable report: each SDPA call with its source line, what it became and the bytes of K and V before and
         after, or why it was left unchanged and what would help; and attention that is no SDPA call.
 
-    Example:
+    Examples:
         >>> import torch, tatten
         >>> import torch.nn.functional as F
         >>> def attend(query, key, value, mask):

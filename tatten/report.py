@@ -28,7 +28,7 @@ class Report:
 
     Made by `tatten.explain` and `tatten.recording`.
 
-    Example:
+    Examples:
         >>> import torch, tatten
         >>> print(tatten.explain(torch.add, torch.ones(2), torch.ones(2)))
         graph 0: no attention
@@ -41,7 +41,7 @@ class Report:
     def rewritten(self) -> list[Rewritten]:
         """SDPA calls that became tatten ops, in order.
 
-        Example:
+        Examples:
             >>> import torch, tatten
             >>> import torch.nn.functional as F
             >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 8, 4096, 64)
@@ -56,7 +56,7 @@ class Report:
     def declined(self) -> list[Declined]:
         """SDPA calls that stayed, and attention that isn't an SDPA call, each with its reason.
 
-        Example:
+        Examples:
             >>> import torch, tatten
             >>> import torch.nn.functional as F
             >>> query = key = value = torch.randn(1, 8, 512, 64)  # as many queries as in a prefill
@@ -155,7 +155,7 @@ def _size(size: int) -> str:
 def recording() -> Iterator[Report]:
     """Collect the reports of all graphs that the backend compiles inside the block, in this thread.
 
-    Example:
+    Examples:
         >>> import torch, tatten
         >>> import torch.nn.functional as F
         >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 8, 4096, 64)

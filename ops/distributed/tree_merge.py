@@ -65,7 +65,7 @@ def tree_merge(
         TypeError, ValueError: shapes, dtypes, devices, the strategy or the group do not fit.
         NotImplementedError: gradients are required, or "push" does not support this; the message says why.
 
-    Example:
+    Examples:
         >>> import torch, tatten, torch.distributed as dist
         >>> n, rank = dist.get_world_size(), dist.get_rank()  # under torchrun, after dist.init_process_group()
         >>> _ = torch.manual_seed(0)  # the same tensors on all ranks

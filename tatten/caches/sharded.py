@@ -38,7 +38,7 @@ class ShardedKVCache:
     Raises:
         ValueError, TypeError: an argument is not as above.
 
-    Example:
+    Examples:
         >>> import torch, tatten, torch.distributed as dist
         >>> import torch.nn.functional as F
         >>> from torch.distributed.device_mesh import init_device_mesh

@@ -29,7 +29,7 @@ class SharedPrefixCache:
     Raises:
         ValueError, TypeError: an argument is not as above.
 
-    Example:
+    Examples:
         >>> import torch, tatten
         >>> import torch.nn.functional as F
         >>> cache = tatten.SharedPrefixCache(num_layers=1)

@@ -34,7 +34,7 @@ def run_example(name: str) -> str:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_has_an_example(name: str) -> None:
     doc = public(name).__doc__ or ""
-    assert "    >>> " in doc.partition("Example:\n")[2], f"tatten.{name} needs an example that runs, after `Example:`"
+    assert "    >>> " in doc.partition("Examples:\n")[2], f"tatten.{name} needs an example that runs, after `Examples:`"
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in ON_RANKS])
@@ -50,5 +50,5 @@ def test_examples_run_on_ranks(name: str, ranks: int) -> None:
 
 
 def test_an_example_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tatten.merge_state, "__doc__", "Example:\n    >>> 1 + 1\n    3\n")
+    monkeypatch.setattr(tatten.merge_state, "__doc__", "Examples:\n    >>> 1 + 1\n    3\n")
     assert "Expected:\n    3\nGot:\n    2" in run_example("merge_state")
