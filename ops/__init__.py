@@ -1,4 +1,4 @@
-"""What runs: `torch.library` ops that return attention states `(out, lse)`, and their implementations."""
+"""Ops of `torch.library` that return attention states `(out, lse)`, and their implementations."""
 
 from tatten.ops.api import bifurcated_attention, block_mask, decode_attention
 from tatten.ops.distributed.tree_merge import tree_merge

@@ -1,4 +1,4 @@
-"""Which keys an attention mask leaves to attend to, found once for all layers that share the mask.
+"""Keys that an attention mask leaves to attend to, found once for all layers that share the mask.
 
 `tatten::block_mask` finds them: `key_spans` on a CPU, `block_list` on CUDA. A `BlockMask` names the columns of either.
 """

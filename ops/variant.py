@@ -1,4 +1,4 @@
-"""What changes the softmax of an attention call, or what its keys and values stand for, in one value."""
+"""Arguments that change the softmax of an attention call, or what its keys and values stand for, as one value."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 

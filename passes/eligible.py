@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from tatten.ops.validation import FLOAT_DTYPES, widest_on_cuda
 from tatten.passes.autocast import sets_autocast
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import constant, known_different, known_equal, tensor_of, value_of
+from tatten.passes.symbolic import FakeTensor, constant, known_different, known_equal, tensor_of, value_of
 
 DEFAULT_MAX_Q_LEN = 16
 

@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tatten.passes.calls import op_name, overloads
+from tatten.passes.calls import OpOverload, op_name, overloads
 from tatten.passes.symbolic import held, hint, same_storage, value_of
 
 IN_PLACE_OPERATORS = frozenset(

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
-from tatten.passes.calls import op_name
+from tatten.passes.calls import HigherOrderOperator, op_name
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import known_equal, tensor_of
 from tatten.passes.views import COPIES, RESHAPES, STRETCHES

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Node
 
+from tatten.passes.calls import OpOverload
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import hint, known_equal, known_shape, tensor_of
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from tatten.ops.distributed.collectives import group_size_and_rank
@@ -26,7 +25,7 @@ from tatten.passes.plain import AnyMatch, PlainCall
 from tatten.passes.replace import with_strides_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import LocalPart, held, tensor_of
+from tatten.passes.symbolic import FakeTensor, LocalPart, held, tensor_of
 
 if TYPE_CHECKING:
     from tatten.ops.distributed.placement import Sharding

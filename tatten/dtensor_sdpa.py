@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 
 from tatten.ops import tree_merge
+from tatten.passes.calls import OpOverload
+from tatten.passes.symbolic import FakeTensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -102,7 +102,7 @@ def _handlers() -> dict[OpOverload, Any]:
 
 @dataclass(frozen=True)
 class _Handler:
-    """What DTensor's dispatcher calls for an op; `before` is what it called without us, if anything."""
+    """A handler that DTensor's dispatcher calls for an op; `before` is the handler without us, if any."""
 
     before: Callable[..., object] | None
 
@@ -124,7 +124,7 @@ class _Handler:
         return (out, lse, *rest)
 
     def _pytorchs_own(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """What the call would have been without us. The dispatcher can't be told to go on, so it is asked again."""
+        """Make the call as if we weren't there. The dispatcher can't be told to go on, so it is asked again."""
         if self.before is not None:
             return self.before(op, args, kwargs)
         handlers = _handlers()
@@ -136,7 +136,7 @@ class _Handler:
 
 
 def _sharding_of(op: OpOverload, given: dict[str, Any]) -> Sharding | None:
-    """How to compute a call from local tensors, or None if it is PyTorch's."""
+    """Plan a call on local tensors, or return None if it is PyTorch's."""
     from tatten.ops.distributed.placement import find_sharding
 
     tensors = _tensors(given)

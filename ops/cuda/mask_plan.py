@@ -14,7 +14,7 @@ from tatten.ops.layout import squeeze_broadcast
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """How a launch reads masks of the layout that it was planned for.
+    """Reads masks of the layout that it was planned for, for a launch.
 
     Attributes:
         groups: what has a length of its own, as in `tatten.ops.cuda.combine.TileSpace`.

@@ -21,7 +21,7 @@ State = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """What the choice of a provider depends on.
+    """Properties of a call on which the choice of a provider depends.
 
     Attributes:
         device: where the tensors are.

@@ -19,7 +19,7 @@ from tatten.ops.sizes import ceil_div
 
 @dataclass(frozen=True)
 class Visit:
-    """What a program does for a work tile: tiles `start` to `stop - 1` of it.
+    """A program's part of a work tile: tiles `start` to `stop - 1` of it.
 
     `slot` is where the program leaves the partial state, or None if it does the whole work tile and writes the output.
     """
@@ -97,7 +97,7 @@ class Schedule:
         return range(self.program_of(tiles.start), self.program_of(tiles.stop - 1) + 1)
 
     def visits(self, program: int) -> list[Visit]:
-        """What `program` does, in order.
+        """The visits of `program`, in order.
 
         It leaves at most two partial states: slot `2 * program` is for the work tile that it finds begun or begins at
         its very start, and slot `2 * program + 1` for a later one that it does not finish.

@@ -160,7 +160,7 @@ def _takes_prefix_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
 
 
 def _sms_beside_prefix(query: Tensor, key: Tensor, beside: Inputs) -> int:
-    """How many SMs to leave to the segment `beside` the one of the prefix kernel, or 0 to run one after the other.
+    """The number of SMs to leave to the segment `beside` the one of the prefix kernel, or 0 to run one after the other.
 
     The prefix kernel is bound by arithmetic and fills an SM; the other segment is bound by memory. On an H200 they take
     125 us side by side and 144 us one after the other (256 sequences, 32/8 heads, 8192 and 256 keys). A few SMs are not

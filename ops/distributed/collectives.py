@@ -42,7 +42,7 @@ def group_backend(group: dist.ProcessGroup, device_type: str) -> str:
 
 
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
-    """How long a collective of a group waits for its peers."""
+    """The time that a collective of a group waits for its peers."""
     device = torch.device("cuda" if "cuda" in map(str, group._device_types) else "cpu")
     options = getattr(group._get_backend(device), "options", None)
     timeout: datetime.timedelta = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)

@@ -1,43 +1,9 @@
-"""The private PyTorch APIs of `ops/*.py` and `ops/cpu`, each used in one file: if one moves, this says which."""
+"""The private PyTorch API of `ops/cpu`, used in `flash.py`: if it moves, this says so."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
-
-OPS = Path(__file__).parents[2] / "ops"
-PRIVATE = re.compile(
-    r"torch(?:\.[a-zA-Z]\w*)*\.(_[a-zA-Z]\w*)|from torch(?:\.\w+)*\.(_\w+)[\w.]* import|from torch\S* import (_\w+)"
-)
-USED = {"cpu/flash.py": {"_scaled_dot_product_flash_attention_for_cpu"}}
-
-
-def private_names(source: str) -> set[str]:
-    return {name for found in PRIVATE.findall(source) for name in found if name}
-
-
-@pytest.mark.parametrize(
-    "source, name",
-    [
-        ("torch._C._is_alias_of(a, b)", "_C"),
-        ("torch.ops.aten._safe_softmax.default", "_safe_softmax"),
-        ("from torch._subclasses.fake_tensor import FakeTensor", "_subclasses"),
-        ("from torch.fx import _utils", "_utils"),
-    ],
-)
-def test_what_counts_as_private(source: str, name: str) -> None:
-    assert private_names(source) == {name}
-    assert not private_names("torch.library.fallthrough_kernel; from torch.library import opcheck; x._spec")
-
-
-def test_each_is_used_in_one_file() -> None:
-    """Another one belongs here, with a test that fails when it moves."""
-    files = sorted([*OPS.glob("*.py"), *OPS.glob("cpu/*.py")])
-    found = {str(path.relative_to(OPS)): private_names(path.read_text()) for path in files}
-    assert {path: names for path, names in found.items() if names} == USED
 
 
 def flash(

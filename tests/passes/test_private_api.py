@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch._dynamo.variables import functions
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 
@@ -20,9 +22,33 @@ def test_passes_symbolic() -> None:
     assert statically_known_true(size == size)
 
 
-def test_ops_cpu() -> None:
-    q = torch.randn(1, 2, 3, 8)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q, 0.0, False, attn_mask=None)
-    assert out.shape == q.shape
-    assert lse.shape == (1, 2, 3)
-    torch.testing.assert_close(lse, (q @ q.transpose(2, 3) * 8**-0.5).logsumexp(-1))
+def test_passes_calls() -> None:
+    """`torch.special` and its like take their functions from modules of `torch._C`; Dynamo's own are by module name."""
+    for public, private in (("special", "_special"), ("linalg", "_linalg"), ("fft", "_fft")):
+        assert any(
+            x is y for x in vars(getattr(torch, public)).values() for y in vars(getattr(torch._C, private)).values()
+        )
+    assert torch.nn.functional.gelu is torch._C._nn.gelu
+    assert isinstance(torch.ops.aten.add.Tensor, OpOverload)
+    assert isinstance(torch.ops.aten.add, OpOverloadPacket)
+    assert functions.__name__.startswith("torch._dynamo.variables.")
+
+
+def test_passes_autocast() -> None:
+    """Dynamo records an autocast region as calls of these two."""
+    from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+    seen = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: object) -> object:
+        seen.extend(node.target for node in gm.graph.nodes)
+        return gm
+
+    @torch.compile(backend=backend)
+    def f(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    f(torch.ones(2, 2))
+    assert _enter_autocast in seen
+    assert _exit_autocast in seen

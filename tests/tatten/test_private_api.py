@@ -99,3 +99,61 @@ def test_ops_distributed_push() -> None:
     assert list(inspect.signature(rendezvous).parameters)[:2] == ["tensor", "group"]
     for name in ("rank", "world_size", "buffer_ptrs"):
         assert hasattr(_SymmetricMemory, name), name
+
+
+def test_tatten_dtensor_sdpa() -> None:
+    """DTensor's dispatcher has a table of handlers; SDPA's kernels and the softmax of its math go into it."""
+    from torch.distributed.tensor import DTensor
+
+    assert type(DTensor._op_dispatcher._custom_op_handlers) is dict
+    assert torch._disable_dynamo(abs_of)(torch.tensor(-1.0)) == 1
+    softmax = torch.ops.aten._safe_softmax.default
+    assert [x.name for x in softmax._schema.arguments][:2] == ["self", "dim"]
+    kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    for kernel in kernels:
+        schema = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default._schema
+        names = {x.name for x in schema.arguments}
+        assert {"query", "key", "value", "dropout_p", "is_causal", "scale"} <= names
+        assert [str(x.type) for x in schema.returns[:2]] == ["Tensor", "Tensor"]
+
+
+def shard_order() -> list[tuple[int, ...]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1, 1))
+    return [
+        tuple(entry.mesh_dims)
+        for entry in distribute_tensor(torch.ones(4), mesh, [Shard(0), Shard(0)])._spec.shard_order
+    ]
+
+
+def test_ops_distributed_placement() -> None:
+    assert run_ranks(1, shard_order) == [[(0, 1)]]
+
+
+def test_ops_cuda_providers() -> None:
+    """The schemas of PyTorch's CUDA kernels, which take what we hand them by position and name."""
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default._schema
+    assert [x.name for x in cudnn.arguments] == [
+        *("query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "return_debug_mask"),
+        "scale",
+    ]
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default._schema
+    assert {"query", "key", "value", "scale"} <= {x.name for x in flash.arguments}
+    assert [x.name for schema in (cudnn, flash) for x in schema.returns[:2]] == ["output", "logsumexp"] * 2
+
+
+def test_tatten_report() -> None:
+    from torch._dynamo.utils import counters
+
+    before = counters["tatten"]["private_api"]
+    counters["tatten"]["private_api"] += 1
+    assert counters["tatten"]["private_api"] == before + 1
+    assert {"metadata_fn", "payload_fn"} <= set(inspect.signature(torch._logging.trace_structured).parameters)
+
+
+def test_tatten_entry_point() -> None:
+    from torch._dynamo import register_backend
+
+    assert {"compiler_fn", "name"} <= set(inspect.signature(register_backend).parameters)
