@@ -113,7 +113,7 @@ def decode_attention(
         attn_mask: bool (True takes part) or additive in float32 or `query`'s dtype; broadcastable to
             `[batch, q_heads, q_length, kv_length]`, stride 0 included.
         block_mask: what `tatten.block_mask` returned for `attn_mask`, so that layers with the same mask search it
-            once. Not used together with `kv_lens` or `window`, which leave fewer keys than the mask does.
+            once. Ignored with `kv_lens` or `window`, which narrow the mask: the call then searches it itself.
         kv_lens: int32 or int64 `[batch]`, on the device of `query`: only the first `kv_lens[b]` keys of sequence `b`
             take part. Values outside `[0, kv_length]` are an error on a CPU; on a GPU, which is never synchronised,
             they are clamped.

@@ -22,9 +22,12 @@ from tatten.ops.validation import BLOCK_KEYS
 EXCLUDING_BIAS = torch.finfo(torch.float32).min / 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockMask:
     """The keys that an attention mask leaves: found once by `tatten.block_mask`, passed to each layer with the mask.
+
+    Pass it with the mask that it was made from, and make a new one when that mask is written to: apart from shapes this
+    is not checked.
 
     Attributes:
         data: int64, on the device of the mask, with one row for each row of the KV or one for all of them. Its columns
@@ -69,7 +72,7 @@ class KeySpans(BlockMask):
 
     @property
     def stop(self) -> Tensor:
-        """The place after the last such key."""
+        """One past the last such key."""
         return self.data[:, 1]
 
     @property
@@ -116,16 +119,17 @@ def data_of(block_mask: object, attn_mask: Tensor | None, key: Tensor, segment: 
             f"`block_mask{end}` must come with the `attn_mask{end}` that it was made from, got None for it"
         )
     if key.dim() == 4:
-        kv_batch, kv_length, rows = key.shape[0], key.shape[2], block_mask.data.shape[0]
+        kv_batch, kv_length = key.shape[0], key.shape[2]
+        rows, expected_rows = block_mask.data.shape[0], mask_rows(attn_mask, kv_batch)
         if block_mask.data.device != key.device:
             wanted = f"on the device of `key{end}`, {key.device}"
             raise ValueError(f"`block_mask{end}` must be {wanted}, got {block_mask.data.device}")
         if block_mask.kv_length != kv_length:
             wanted = f"over the {kv_length} keys of `key{end}`"
             raise ValueError(f"`block_mask{end}` must be {wanted}, got one over {block_mask.kv_length}")
-        if rows not in (1, kv_batch):
-            wanted = f"1 row, or {kv_batch} like the batch of `key{end}` (`kv_batch={kv_batch}`)"
-            raise ValueError(f"`block_mask{end}` must have {wanted}, got {rows}")
+        if rows != expected_rows:
+            wanted = f"that of `attn_mask{end}` for `kv_batch={kv_batch}`, of {expected_rows} rows"
+            raise ValueError(f"`block_mask{end}` must be {wanted}, got one of {rows}")
     return block_mask.data
 
 

@@ -240,6 +240,8 @@ def check_mask_alone(attn_mask: Tensor, kv_batch: int | None) -> None:
         wanted = "[batch, q_heads, q_length, kv_length]"
         raise ValueError(f"`attn_mask` must broadcast to {wanted}, got shape {tuple(attn_mask.shape)}")
     batch = attn_mask.shape[0] if attn_mask.dim() == 4 else 1
+    if not isinstance(kv_batch, int | torch.SymInt | None):
+        raise TypeError(f"`kv_batch` must be an int, got {type(kv_batch).__name__}")
     if kv_batch is not None and (kv_batch < 1 or (batch != 1 and batch % kv_batch)):
         wanted = "positive" if batch == 1 else f"a divisor of `attn_mask`'s batch {batch}"
         raise ValueError(f"`kv_batch` must be {wanted}, got {kv_batch}")

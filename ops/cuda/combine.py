@@ -20,7 +20,7 @@ INTERPRETED = not isinstance(_combine_kernel, triton.JITFunction)
 
 @dataclass(frozen=True)
 class TileSpace:
-    """The tile space of a launch, which tells the combine of its partials where they lie.
+    """The tile space of a launch, from which the combine finds its partials.
 
     Attributes:
         groups: what has a length of its own: each kv_row, or all of them together.
@@ -71,7 +71,7 @@ class TileSpace:
 
 
 class Partials(NamedTuple):
-    """The states of whole work tiles, the partial states of the others, and what tells how many there are."""
+    """The states of whole work tiles, the partial states of the others, and what determines how many there are."""
 
     out: Tensor
     lse: Tensor

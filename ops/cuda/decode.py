@@ -1,4 +1,4 @@
-"""Planning a launch of the decode kernel: its tiles, its grid and where its states lie. Call the plan to launch it."""
+"""Plans of launches of the decode kernel: tiles, grid and outputs. Calling a plan launches it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Providers of plain decode attention on CUDA: our kernels, and others' that return the lse; which is chosen for what.
+"""Providers of plain decode attention on CUDA: tatten's kernels, others that return the lse, and the choice.
 
 The choice needs sizes and dtypes only, so the op and the report make it with the same function.
 """
@@ -15,8 +15,7 @@ from torch import Tensor
 from tatten.ops.cuda.heuristics import capability, device_name
 from tatten.ops.cuda.tuning import Table, table_of
 from tatten.ops.layout import pack_gqa
-
-State = tuple[Tensor, Tensor]
+from tatten.ops.states import State
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from tatten.ops.cuda.heuristics import Tiles, capability, multiprocessors, packe
 from tatten.ops.cuda.merge_states import MergePair, plan_merge_pair
 from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.sizes import ceil_div
-
-State = tuple[Tensor, Tensor]
+from tatten.ops.states import State
 
 # Short kv_rows beside the prefix kernel: several small programs are under way on an SM.
 SHORT_ROWS = Tiles(16, 64, 2, 2, 4)

@@ -14,8 +14,7 @@ from torch import Tensor
 from tatten.ops.distributed.communicator import Communicator, Workspace, connect, connected
 from tatten.ops.distributed.push_layout import CHANNEL_BYTES, ROW_BYTES, PushPlan, plan_push
 from tatten.ops.sizes import power_of_2
-
-State = tuple[Tensor, Tensor]
+from tatten.ops.states import State
 
 
 def push_unsupported_reason(out: Tensor, lse: Tensor, group: str) -> str | None:
@@ -127,7 +126,7 @@ def _agree_on_plan(communicator: Communicator, key: tuple[object, ...], out: Ten
     """The plan for a shape at its first use, once all ranks have found that they have the same one."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "tatten.tree_merge, strategy 'push', can't be captured in a CUDA graph the first time it gets a shape: "
+            "tatten.tree_merge, strategy 'push', can't be captured in a CUDA graph at its first call for a shape: "
             f"run it once before capture (`out` {tuple(out.shape)}, {out.dtype}, group {communicator.name!r})"
         )
     programs = torch.cuda.get_device_properties(out.device).multi_processor_count

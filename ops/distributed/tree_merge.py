@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tatten.ops.distributed.collectives import all_gather, all_reduce, all_to_all, group_size_and_rank, reduce_scatter
 from tatten.ops.distributed.push import push_unsupported_reason
-from tatten.ops.states import NEG_INF, merge
+from tatten.ops.states import NEG_INF, State, merge
 from tatten.ops.validation import check_states, check_tensors
 
 STRATEGIES = ("auto", "all_reduce", "all_gather", "push")
@@ -28,8 +28,6 @@ PUSH_BYTES = 6_000_000
 # against 67 for 2.1 MB, and 95 us against 85 for 8.4 MB. Larger states are gathered only if that sends no more bytes
 # than reducing them, as with 2 ranks (measured: 43 us against 119 for 8.5 MB) and up to 4 in bfloat16 (not measured).
 GATHER_BYTES = 6_000_000
-
-State = tuple[Tensor, Tensor]
 
 
 def tree_merge(

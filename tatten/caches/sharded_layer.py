@@ -149,13 +149,13 @@ class ShardedLayer:
         """Make sequence i what sequence `indices[i]` was, in the same memory unless the batch changes."""
         if self.keys is None or self.values is None:
             return
-        keys, values = (tensor.index_select(0, indices.to(tensor.device)) for tensor in (self.keys, self.values))
-        if keys.shape == self.keys.shape:
-            self.keys.copy_(keys)
-            self.values.copy_(values)
+        indices = indices.to(self.keys.device)
+        if len(indices) == self.keys.shape[0]:
+            for tensor in (self.keys, self.values):  # one after the other: each needs a copy of its size
+                tensor.copy_(tensor.index_select(0, indices))
         else:
-            self.keys, self.values = keys, values
-            mark_static(keys, values)
+            self.keys, self.values = (tensor.index_select(0, indices) for tensor in (self.keys, self.values))
+            mark_static(self.keys, self.values)
 
     def clear(self) -> None:
         """Forget all tokens; their memory stays allocated."""

@@ -118,7 +118,7 @@ def test_columns_of_spans() -> None:
         (
             {"batch": 3},
             ValueError,
-            r"`block_mask` must have 1 row, or 2 like the batch of `key` \(`kv_batch=2`\), got 3",
+            "`block_mask` must be that of `attn_mask` for `kv_batch=2`, of 2 rows, got one of 3",
         ),
         ({"device": "meta"}, ValueError, "`block_mask` must be on the device of `key`, cpu, got meta"),
     ],
@@ -145,12 +145,29 @@ def test_ones_that_do_not_fit_segments_are_errors() -> None:
         attend(masks, found[0])
     with pytest.raises(ValueError, match="`block_masks` must have one entry for each of the 2 `keys`, got 1"):
         attend(masks, found[:1])
-    with pytest.raises(ValueError, match=r"`block_masks\[0\]` must have 1 row, or 2 like .* \(`kv_batch=2`\), got 4"):
+    with pytest.raises(ValueError, match=r"`block_masks\[0\]` must be .* `kv_batch=2`, of 2 rows, got one of 4"):
         attend(masks, found)
     with pytest.raises(ValueError, match=r"`block_masks\[1\]` must come with the `attn_masks\[1\]`"):
         attend([masks[0], None], [None, found[1]])
     with pytest.raises(TypeError, match=r"`block_masks\[0\]` must be what tatten.block_mask returns, got Tensor"):
         attend(masks, [found[0].data, None])
+
+
+@pytest.mark.parametrize("wrong", ["one sequence", "kv_batch"])
+def test_a_block_mask_of_other_rows_is_an_error(wrong: str) -> None:
+    """It would leave out keys of the others, or let each attend to what any of them does."""
+    query, (key, value) = torch.randn(4, 2, 1, 8), torch.randn(2, 4, 2, 200, 8)
+    mask = torch.rand(4, 1, 1, 200) > 0.5
+    found = tatten.block_mask(mask[:1]) if wrong == "one sequence" else tatten.block_mask(mask, kv_batch=1)
+    with pytest.raises(ValueError, match="must be that of `attn_mask` for `kv_batch=4`, of 4 rows, got one of 1"):
+        tatten.decode_attention(query, key, value, attn_mask=mask, block_mask=found)
+
+
+def test_block_masks_are_compared_by_identity() -> None:
+    mask = torch.rand(2, 1, 1, 9) > 0.5
+    found = tatten.block_mask(mask)
+    assert found == found
+    assert found != tatten.block_mask(mask)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +179,8 @@ def test_ones_that_do_not_fit_segments_are_errors() -> None:
         (torch.ones(1, 1, 1, 1, 5), None, ValueError, r"got shape \(1, 1, 1, 1, 5\)"),
         (torch.ones(4, 1, 1, 5), 3, ValueError, "`kv_batch` must be a divisor of `attn_mask`'s batch 4, got 3"),
         (torch.ones(5), 0, ValueError, "`kv_batch` must be positive, got 0"),
+        (torch.ones(5), "2", TypeError, "`kv_batch` must be an int, got str"),
+        (torch.ones(4, 1, 1, 5), 1.5, TypeError, "`kv_batch` must be an int, got float"),
     ],
 )
 def test_what_is_no_mask_is_an_error(mask: object, kv_batch: int | None, error: type[Exception], message: str) -> None:
