@@ -27,5 +27,5 @@ def test_code_in_a_page(code: str) -> None:
     said = re.findall(r"print\(.*\)(?:  # |\n# )([^:\n]*)", code)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(code, {"__name__": "page"})
+        exec(code, {"__name__": "__main__"})  # Dynamo imports the module of that name
     assert not said or printed.getvalue().splitlines() == said
