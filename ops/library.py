@@ -16,6 +16,7 @@ from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
 from tatten.ops.masks import block_list, key_spans, mask_rows
+from tatten.ops.sizes import ceil_div
 from tatten.ops.states import State, accumulator_dtype
 from tatten.ops.validation import BLOCK_KEYS, check_decode_no_grad, check_segments_no_grad, check_state_pair
 from tatten.ops.variant import AttentionVariant
@@ -104,10 +105,12 @@ def _fake_decode_attention(
     provider: str,
 ) -> State:
     check_decode_no_grad(query, key, value, attn_mask, variant)
-    batch, q_heads, q_len, _ = query.shape
-    out = query.new_empty((batch, q_heads, q_len, value.shape[3]))
-    lse = query.new_empty((batch, q_heads, q_len), dtype=accumulator_dtype(query.dtype))
-    return out, lse
+    return _fake_state(query, value)
+
+
+def _fake_state(query: Tensor, value: Tensor) -> State:
+    shape = query.shape[:3]
+    return query.new_empty((*shape, value.shape[3])), query.new_empty(shape, dtype=accumulator_dtype(query.dtype))
 
 
 torch.library.register_fake("tatten::decode_attention", decode_kernel(_fake_decode_attention), lib=_library)
@@ -123,30 +126,27 @@ def _(
     scale: float | None = None,
 ) -> State:
     check_segments_no_grad(query, keys, values, attn_masks)
-    batch, q_heads, q_len, _ = query.shape
-    out = query.new_empty((batch, q_heads, q_len, values[0].shape[3]))
-    lse = query.new_empty((batch, q_heads, q_len), dtype=accumulator_dtype(query.dtype))
-    return out, lse
+    return _fake_state(query, values[0])
 
 
 @torch.library.register_fake("tatten::block_list", lib=_library)
 def _(attn_mask: Tensor, kv_batch: int) -> Tensor:
-    n_blocks = (attn_mask.shape[-1] + BLOCK_KEYS - 1) // BLOCK_KEYS
+    n_blocks = ceil_div(attn_mask.shape[-1], BLOCK_KEYS)
     return attn_mask.new_empty((mask_rows(attn_mask, kv_batch), n_blocks + 1, 2), dtype=torch.int64)
 
 
 @torch.library.register_fake("tatten::merge_states", lib=_library)
-def _(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _(out: Tensor, lse: Tensor) -> State:
     return out.new_empty(out.shape[1:]), lse.new_empty(lse.shape[1:])
 
 
 @torch.library.register_fake("tatten::merge_state", lib=_library)
-def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
 @torch.library.register_fake("tatten::push_merge", lib=_library)
-def _(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> tuple[Tensor, Tensor]:
+def _(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> State:
     if not scatter_heads:
         return out.new_empty(out.shape), lse.new_empty(lse.shape)
     heads = out.shape[1] // group_of(group).size()
@@ -154,13 +154,13 @@ def _(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> tuple[Tensor
     return out.new_empty((batch, heads, *rest)), lse.new_empty((batch, heads, *rest[:-1]))
 
 
-def _push_merge(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> tuple[Tensor, Tensor]:
+def _push_merge(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> State:
     from tatten.ops.distributed.push import push_merge
 
     return push_merge(out, lse, group, scatter_heads)
 
 
-def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
     check_state_pair(out_a, lse_a, out_b, lse_b)
     out, lse = torch.ops.tatten.merge_states.default(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))
     return out, lse
