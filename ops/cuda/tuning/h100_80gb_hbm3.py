@@ -1,0 +1,18 @@
+"""Which provider decodes fastest: written by `python benchmarks/calibrate.py --write` on NVIDIA H100 80GB HBM3."""
+
+DEVICE, CAPABILITY = "NVIDIA H100 80GB HBM3", (9, 0)
+
+# For each number of (sequence, kv head) pairs: from how many keys on a provider is the fastest.
+FASTEST = {
+    1: {256: "triton", 65536: "cudnn"},
+    2: {256: "triton", 32768: "cudnn"},
+    4: {256: "triton", 32768: "cudnn"},
+    8: {256: "triton", 65536: "cudnn"},
+    16: {256: "triton", 32768: "cudnn", 131072: "triton"},
+    32: {256: "triton", 16384: "cudnn", 65536: "triton"},
+    64: {256: "cudnn", 1024: "triton", 4096: "cudnn", 8192: "triton"},
+    128: {256: "cudnn", 4096: "triton", 32768: "cudnn"},
+    256: {256: "triton"},
+    512: {256: "triton", 512: "cudnn", 1024: "triton"},
+    1024: {256: "cudnn", 1024: "triton"},
+}
