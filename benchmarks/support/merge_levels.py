@@ -18,9 +18,7 @@ def _states_at(sequence, kv_head, in_group, seqs_per_node, strides, LEVEL: tl.co
     """Where a level's states of some heads of a sequence begin."""
     n = seqs_per_node[LEVEL].to(tl.int32)
     at = sequence // n * strides[DIMS * LEVEL].to(tl.int32) + sequence % n * strides[DIMS * LEVEL + 1].to(tl.int32)
-    return (
-        at + kv_head * strides[DIMS * LEVEL + 2].to(tl.int32) + in_group * strides[DIMS * LEVEL + 3].to(tl.int32)
-    )
+    return at + kv_head * strides[DIMS * LEVEL + 2].to(tl.int32) + in_group * strides[DIMS * LEVEL + 3].to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["q_heads"])

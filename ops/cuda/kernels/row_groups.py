@@ -1,7 +1,7 @@
-"""The row groups kernel: sorts sequences by the row that they read and numbers their groups, in one program.
+"""The row groups kernel: sorts sequences by the row that they read, and numbers their groups.
 
 `tatten.ops.row_groups.row_groups_reference` says what it computes. Each number is a count of sequences that come
-before, so that nothing is sorted: B * B comparisons.
+before, so that programs need nothing of each other, and nothing is sorted.
 """
 
 from __future__ import annotations
@@ -17,53 +17,53 @@ def _rows(rows, at, batch, kv_batch):
     return tl.where(at < batch, tl.minimum(tl.maximum(row, 0), kv_batch - 1), kv_batch).to(tl.int32)
 
 
+@triton.jit
+def _count(x, axis: tl.constexpr):
+    return tl.sum(x.to(tl.int32), axis=axis)
+
+
 @triton.jit(do_not_specialize=["batch", "kv_batch", "size"])
-def _row_groups_kernel(rows, ranks, row_groups, batch, kv_batch, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _row_groups_kernel(rows, row_groups, batch, kv_batch, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Write `BLOCK` columns, and the entries of those groups that these sequences begin."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     kv_rows, starts = row_groups, row_groups + batch + 1
     order, places = starts + batch + 1, starts + 2 * (batch + 1)
-
-    for i in range(0, batch, BLOCK):
-        mine = i + tl.arange(0, BLOCK)
-        row = _rows(rows, mine, batch, kv_batch)
-        rank = tl.zeros([BLOCK], tl.int32)  # among the sequences of the row
-        position = tl.zeros([BLOCK], tl.int32)  # among all sequences, sorted by row
-        for j in range(0, batch, BLOCK):
-            others = j + tl.arange(0, BLOCK)
-            other_row = _rows(rows, others, batch, kv_batch)
-            before = (other_row[None, :] == row[:, None]) & (others[None, :] < mine[:, None])
-            rank += tl.sum(before.to(tl.int32), axis=1)
-            position += tl.sum((before | (other_row[None, :] < row[:, None])).to(tl.int32), axis=1)
-        ok = mine < batch
-        tl.store(ranks + mine, rank, mask=ok)
-        tl.store(ranks + batch + mine, position, mask=ok)
-        tl.store(order + position, mine, mask=ok)
-        tl.store(kv_rows + mine, tl.zeros([BLOCK], tl.int32), mask=ok)
-        tl.store(starts + mine, batch + tl.zeros([BLOCK], tl.int32), mask=mine <= batch)
-    tl.debug_barrier()  # what one thread stored above, others load and overwrite below
-
+    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = _rows(rows, mine, batch, kv_batch)
+    rank = tl.zeros([BLOCK], tl.int32)  # among the sequences of the row
+    position = tl.zeros([BLOCK], tl.int32)  # among all sequences, sorted by row
+    groups_before = tl.zeros([BLOCK], tl.int32)  # those of lower rows
     n_groups = 0
-    for i in range(0, batch, BLOCK):
-        mine = i + tl.arange(0, BLOCK)
-        ok = mine < batch
-        row = _rows(rows, mine, batch, kv_batch)
-        rank = tl.load(ranks + mine, mask=ok, other=0)
-        group = rank // size
-        for j in range(0, batch, BLOCK):
-            others = j + tl.arange(0, BLOCK)
-            other_rank = tl.load(ranks + others, mask=others < batch, other=1)
-            leads = (others < batch) & (other_rank % size == 0)  # the first sequence of a group
-            lower = _rows(rows, others, batch, kv_batch)[None, :] < row[:, None]
-            group += tl.sum((lower & leads[None, :]).to(tl.int32), axis=1)
-        first = ok & (rank % size == 0)
-        n_groups += tl.sum(first.to(tl.int32), axis=0)
-        tl.store(places + mine, group * size + rank % size, mask=ok)
-        tl.store(kv_rows + group, row, mask=first)
-        tl.store(starts + group, tl.load(ranks + batch + mine, mask=ok, other=0), mask=first)
-    tl.store(kv_rows + batch, n_groups)
-    if batch % BLOCK == 0:  # the loops above end before the last column
-        tl.store(starts + batch, batch)
-    tl.store(order + batch, 0)
-    tl.store(places + batch, 0)
+    for j in range(0, batch, BLOCK):
+        others = j + tl.arange(0, BLOCK)
+        other_row = _rows(rows, others, batch, kv_batch)
+        other_rank = tl.zeros([BLOCK], tl.int32)
+        for i in range(0, batch, BLOCK):
+            third = i + tl.arange(0, BLOCK)
+            same = _rows(rows, third, batch, kv_batch)[:, None] == other_row[None, :]
+            other_rank += _count(same & (third[:, None] < others[None, :]), 0)
+        begins = (others < batch) & (other_rank % size == 0)
+        lower = other_row[None, :] < row[:, None]
+        before = (other_row[None, :] == row[:, None]) & (others[None, :] < mine[:, None])
+        rank += _count(before, 1)
+        position += _count(before | lower, 1)
+        groups_before += _count(lower & begins[None, :], 1)
+        n_groups += _count(begins, 0)
+
+    ok = mine < batch
+    group = groups_before + rank // size
+    begins_here = ok & (rank % size == 0)
+    tl.store(kv_rows + group, row, mask=begins_here)
+    tl.store(starts + group, position, mask=begins_here)
+    tl.store(order + position, mine, mask=ok)
+    tl.store(places + mine, group * size + rank % size, mask=ok)
+    # No sequence begins the groups from `n_groups` on, so that nobody else writes these.
+    nothing = tl.zeros([BLOCK], tl.int32)
+    tl.store(kv_rows + mine, nothing, mask=ok & (mine >= n_groups))
+    tl.store(starts + mine, nothing + batch, mask=(mine <= batch) & (mine >= n_groups))
+    last = mine == batch
+    tl.store(kv_rows + mine, nothing + n_groups, mask=last)
+    tl.store(order + mine, nothing, mask=last)
+    tl.store(places + mine, nothing, mask=last)
