@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import asdict
@@ -108,23 +109,21 @@ def cascaded(p: Problem) -> Calls:
     return lambda copy: attention(p.q[copy], pages[copy])
 
 
+def alone(p: Problem, level: int, name: str) -> float:
+    """Microseconds of one kernel at one level; infinite where it is not there or fails, which its composition says."""
+    try:
+        attend = LEVELS[name](p.tree, level, p.device)
+        if attend is None:
+            return math.inf
+        step = p.step(lambda copy: attend(p.q[copy], p.keys[copy][level], p.values[copy][level])[0])
+        return min(p.microseconds(step) for _ in range(3))
+    except Exception:
+        return math.inf
+
+
 def fastest(p: Problem) -> tuple[str, ...]:
     """The kernel that is fastest alone at each level."""
-    found = []
-    for i in range(p.tree.levels):
-        us = {}
-        for name, make in LEVELS.items():
-            try:
-                level = make(p.tree, i, p.device)
-                if level is not None:
-                    step = p.step(lambda copy, i=i, f=level: f(p.q[copy], p.keys[copy][i], p.values[copy][i])[0])
-                    us[name] = min(p.microseconds(step) for _ in range(3))
-            except Exception:  # whatever a peer may raise; its composition says what
-                continue
-        if not us:
-            raise RuntimeError(f"no kernel runs for level {i}")
-        found.append(min(us, key=us.__getitem__))
-    return tuple(found)
+    return tuple(min(LEVELS, key=functools.partial(alone, p, level)) for level in range(p.tree.levels))
 
 
 def candidates(p: Problem) -> dict[str, Callable[[], Calls]]:
