@@ -239,8 +239,8 @@ def main() -> None:
     with torch.no_grad():
         for section in args.section:
             rows += SECTIONS[section](ranks, args)
-    if args.json and ranks.rank == 0:
-        results.write(args.json, args.device, rows, bytes_per_second=args.rate)
+            if args.json and ranks.rank == 0:
+                results.write(args.json, args.device, rows, bytes_per_second=args.rate)
     dist.destroy_process_group()
 
 

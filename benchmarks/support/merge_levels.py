@@ -64,6 +64,11 @@ def _merge_levels_kernel(
     )
 
 
+def index_strides(x: Tensor) -> list[int]:
+    """The strides of nodes, sequences, kv heads and group; 0 where there is one, whose stride may be anything."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape[:4], x.stride(), strict=False)]
+
+
 def merge_levels(states: Sequence[State]) -> Tensor:
     """`[batch, q_heads, 1, d]` from each level's `out` `[nodes, sequences, kv_heads, group, d]`, and lse without d."""
     outs, lses = zip(*states, strict=True)
@@ -71,9 +76,10 @@ def merge_levels(states: Sequence[State]) -> Tensor:
     batch, q_heads = outs[0].shape[0] * outs[0].shape[1], kv_heads * group
     if len(states) == 1:
         return outs[0].reshape(batch, q_heads, 1, dim)
-    strides = [x.stride() for x in (*outs, *lses)]
-    assert all(out.stride(4) == 1 and not any(s % dim for s in out.stride()[:4]) for out in outs), strides
-    assert max(map(max, strides)) < MAX_STRIDE, strides
+    assert all(out.stride(4) == 1 for out in outs)
+    out_rows = [stride / dim for out in outs for stride in index_strides(out)]
+    lse_strides = [float(stride) for lse in lses for stride in index_strides(lse)]
+    assert all(x == int(x) < MAX_STRIDE for x in (*out_rows, *lse_strides)), (out_rows, lse_strides)
     merged = torch.empty(batch, q_heads, 1, dim, dtype=outs[0].dtype, device=outs[0].device)
     block = min(8, triton.next_power_of_2(q_heads))
     # Sizes are passed as floats, on which Triton does not specialise: otherwise each tree would be compiled anew.
@@ -82,8 +88,8 @@ def merge_levels(states: Sequence[State]) -> Tensor:
         outs,
         lses,
         tuple(float(out.shape[1]) for out in outs),
-        tuple(s / dim for out in outs for s in out.stride()[:4]),
-        tuple(float(s) for lse in lses for s in lse.stride()),
+        tuple(out_rows),
+        tuple(lse_strides),
         merged,
         q_heads,
         LEVELS=len(states),

@@ -24,7 +24,7 @@ KV = list[tuple[Tensor, Tensor]]  # keys and values of each layer
 
 @dataclass(frozen=True)
 class Samples:
-    """`batch` samples of one prompt, of which the last of `suffix` tokens is decoded."""
+    """`batch` samples of one prompt, of which the last of `suffix` tokens, a multiple of the ranks, is decoded."""
 
     prefix: int
     batch: int
