@@ -68,8 +68,9 @@ def tiles_for(
     if q_rows <= 16 and float8:
         per_sm = 3 if dim <= 64 else 2
         return Tiles(16, 64, 4, 4, per_sm) if has_block_list or masked else Tiles(16, 128, 4, 3, per_sm)
-    if q_rows <= 16 and kv_len <= 64 and not has_block_list and not masked:
-        return Tiles(16, 32, 1, 2, 8)  # 33 us for 512 sequences of 32 keys and 8 heads, where 4 warps take 80
+    if kv_len <= 64 and not (has_block_list or masked or float8):
+        # 33 us for 512 sequences of 32 keys and 8 heads, where 4 warps take 80
+        return Tiles(16, 32, 1, 2, 8) if q_rows <= 16 else Tiles(min(at_most, 64), 32, 4, 2, 4)
     if q_rows <= 16:
         stages = 3 if dim <= 64 else 2  # at 64, 2 take 7% longer
         return Tiles(16, 64, 4, 2, 2) if masked and not has_block_list else Tiles(16, 128, 4, stages, 2)

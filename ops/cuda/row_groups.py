@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,10 @@ from tatten.ops.cuda.combine import INTERPRETED
 from tatten.ops.cuda.heuristics import capability
 from tatten.ops.cuda.kernels.row_groups import _row_groups_kernel
 from tatten.ops.cuda.launcher import Launch
-from tatten.ops.row_groups import group_size
-from tatten.ops.sizes import ceil_div, power_of_2
+from tatten.ops.row_groups import group_size, row_groups_reference
+from tatten.ops.sizes import power_of_2
+
+MOST_SORTED = 1024  # sequences that one program sorts
 
 
 @dataclass(frozen=True)
@@ -27,18 +30,21 @@ class FindRowGroups:
         return row_groups
 
 
-def plan_row_groups(rows: Tensor, kv_batch: int, queries: int) -> FindRowGroups:
+def plan_row_groups(rows: Tensor, kv_batch: int, queries: int) -> Callable[[Tensor], Tensor]:
     """Plan for checked integers `[B]`; the other arguments are those of `tatten.ops.row_groups.group_size`."""
-    pdl = not INTERPRETED and capability(rows.device) >= (9, 0)
     batch = rows.shape[0]
-    block = min(128, max(16, power_of_2(batch)))
+    size = group_size(batch, kv_batch, queries)
+    if batch > MOST_SORTED:
+        return lambda rows: row_groups_reference(rows, kv_batch, size)
+    pdl = not INTERPRETED and capability(rows.device) >= (9, 0)
+    block = max(16, power_of_2(batch))
     launch = Launch(
         _row_groups_kernel,
-        (ceil_div(batch + 1, block),),
-        {"num_warps": 8, "launch_pdl": pdl},
+        (1,),
+        {"num_warps": max(1, block // 128), "launch_pdl": pdl},
         batch=batch,
         kv_batch=kv_batch,
-        size=group_size(batch, kv_batch, queries),
+        size=size,
         BLOCK=block,
         PDL=pdl,
     )

@@ -169,11 +169,13 @@ def _plan_launches(
 
 
 def _takes_prefix_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
-    """Whether the prefix kernel can compute this, and is faster, which it is even with most of its 128 rows empty."""
+    """Whether the prefix kernel can compute this, and is faster: with many keys even half empty."""
     dim = query.shape[3]
+    packed = packed_q_rows(query, x.key, x.row_groups is not None)
     return (
         x.attn_mask is None
-        and packed_q_rows(query, x.key, x.row_groups is not None) > 32
+        and packed > 32
+        and x.key.shape[2] > (64 if packed > 64 else 2048)
         and dim == x.value.shape[3]
         and dim in (64, 128)
         and query.is_cuda
