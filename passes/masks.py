@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tatten.ops.layout import BATCH, LENGTH
+from tatten.ops.layout import BATCH, HEADS, LENGTH
 from tatten.passes.autocast import autocast_dtype
 from tatten.passes.calls import op_name
 from tatten.passes.mutation import written_between
@@ -26,7 +26,8 @@ class Masks:
         self._made: dict[object, Node] = {}
         self._cast: dict[tuple[object, torch.dtype], tuple[Node, Node]] = {}
         self._columns: dict[tuple[Node, str], list[Node]] = {}
-        self._block_masks: dict[tuple[Node, str], tuple[Node, Node]] = {}
+        self._block_masks: dict[tuple[object, ...], tuple[Node, Node]] = {}
+        self._row_groups: dict[tuple[object, ...], tuple[Node, Node]] = {}
 
     def once(self, key: object, make: Callable[[], Node]) -> Node:
         """The node made for `key`; made now if there is none yet."""
@@ -65,7 +66,32 @@ class Masks:
                 self._columns[key] = [graph.call_function(operator.getitem, (split, i)) for i in range(len(segments))]
         return list(self._columns[key])
 
-    def block_mask(self, call: SdpaCall, columns: Node | None, segment: Stored | None = None) -> Node | None:
+    def row_groups(self, call: SdpaCall, segment: Stored) -> Node | None:
+        """The node that groups the queries of a segment by the stored rows that they read: once for all layers.
+
+        None where the sequences of each stored row are neighbours, as many for each.
+        """
+        query = tensor_of(call.query)
+        if segment.rows is None or query is None:
+            return None
+        stored = segment.size(BATCH)
+        queries = constant(query.shape[1] // segment.size(HEADS) * query.shape[2])
+        key = segment.rows.key, str(stored), queries
+        found, unwritten = self._row_groups.get(key, (None, None))
+        read = [tensor for tensor in map(tensor_of, segment.rows.read) if tensor is not None]
+        if found is None or unwritten is None or written_between(read, unwritten, call.node) is not None:
+            graph = call.node.graph
+            with graph.inserting_before(call.node):
+                size = _size(segment, BATCH)
+                args = segment.rows.insert(graph, size), size, queries
+                found = graph.call_function(torch.ops.tatten.row_groups.default, args)
+            found.meta["stack_trace"] = call.node.meta.get("stack_trace")
+        self._row_groups[key] = found, call.node.prev
+        return found
+
+    def block_mask(
+        self, call: SdpaCall, columns: Node | None, segment: Stored | None = None, row_groups: Node | None = None
+    ) -> Node | None:
         """The node that tells which keys of a segment the mask, or `columns` of it, leaves: once for all layers.
 
         None without a mask, or if it broadcasts over keys.
@@ -75,16 +101,18 @@ class Masks:
             return None
         if not known_equal(mask.shape[-1], key.shape[2]):
             return None
-        shared = segment is not None and not known_equal(segment.size(BATCH), query.shape[0])
-        rows = str(segment.size(BATCH)) if segment is not None and shared else ""
-        found, unwritten = self._block_masks.get((columns, rows), (None, None))
+        one_to_one = segment is None or (row_groups is None and known_equal(segment.size(BATCH), query.shape[0]))
+        made_for = columns, "" if segment is None or one_to_one else str(segment.size(BATCH)), row_groups
+        found, unwritten = self._block_masks.get(made_for, (None, None))
         if found is None or unwritten is None or written_between([mask], unwritten, call.node) is not None:
             with call.node.graph.inserting_before(call.node):
-                kv_batch = () if segment is None or not shared else (_size(segment, BATCH),)
-                found = call.node.graph.call_function(torch.ops.tatten.block_mask.default, (columns, *kv_batch))
+                kv_batch = () if segment is None or one_to_one else (_size(segment, BATCH),)
+                groups = () if row_groups is None else (row_groups,)
+                args = (columns, *kv_batch, *groups)
+                found = call.node.graph.call_function(torch.ops.tatten.block_mask.default, args)
             found.meta["stack_trace"] = call.node.meta.get("stack_trace")
         # The call itself is about to be replaced, and what takes its place writes nothing.
-        self._block_masks[columns, rows] = found, call.node.prev
+        self._block_masks[made_for] = found, call.node.prev
         return found
 
 
