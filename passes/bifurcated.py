@@ -36,7 +36,7 @@ def match_bifurcated(
 ) -> BifurcatedMatch | Decline | None:
     """Match a call that `check_call` found eligible, given its segments.
 
-    Changes nothing; adds a guard only where keys and values have two or more lengths that can't be proven equal.
+    Changes nothing; adds a guard only where keys and values have two or more lengths, or stored rows, that can't be proven equal.
 
     Returns:
         A match, the reason why there is none, or None where key and value are one segment each that is not shared.
@@ -67,13 +67,14 @@ def match_bifurcated(
 
 
 def _correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...]) -> bool:
-    """Whether keys and values have the same segments. Under dynamic shapes one length may have two symbols."""
+    """Whether keys and values have the same segments. Under dynamic shapes one size may have two symbols."""
     if len(keys) != len(values):
         return False
     pairs = list(zip(keys, values, strict=True))
     if not all(
         k.repeats == v.repeats
-        and all(known_equal(k.size(d), v.size(d)) for d in (BATCH, HEADS))
+        and known_equal(k.size(HEADS), v.size(HEADS))
+        and (known_equal(k.size(BATCH), v.size(BATCH)) or k.rows is not None)
         and _key_of(k.rows) == _key_of(v.rows)
         for k, v in pairs
     ):
@@ -82,7 +83,8 @@ def _correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...]) -> bool:
     if any(known_different(k, v) for k, v in unproven):
         return False
     # The sums are equal, as SDPA requires: the last length follows from the others.
-    return all(guard_equal(k, v) for k, v in unproven[1:])
+    unproven = unproven[1:] + [(k.size(BATCH), v.size(BATCH)) for k, v in pairs]
+    return all(guard_equal(k, v) for k, v in unproven)
 
 
 def _key_of(rows: Rows | None) -> object:
@@ -99,8 +101,9 @@ def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     with call.node.graph.inserting_before(call.node):
         keys, values = ([x.as_attention_takes_it() for x in stored] for stored in (match.keys, match.values))
     columns = masks.columns(call, match.keys)
-    groups = [masks.row_groups(call, segment) for segment in match.keys]
-    found = zip(columns, match.keys, groups, strict=True)
-    block_masks = [masks.block_mask(call, mask, segment, rows) for mask, segment, rows in found]
+    rows = [masks.rows(call, segment) for segment in match.keys]
+    groups = [masks.row_groups(call, segment, own) for segment, own in zip(match.keys, rows, strict=True)]
+    made_for = zip(columns, match.keys, rows, strict=True)
+    block_masks = [masks.block_mask(call, mask, segment, own) for mask, segment, own in made_for]
     args = (call.query, keys, values, columns, block_masks, scale_of(call), *([groups] if any(groups) else []))
     return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args)

@@ -27,7 +27,7 @@ class Masks:
         self._cast: dict[tuple[object, torch.dtype], tuple[Node, Node]] = {}
         self._columns: dict[tuple[Node, str], list[Node]] = {}
         self._block_masks: dict[tuple[object, ...], tuple[Node, Node]] = {}
-        self._row_groups: dict[tuple[object, ...], tuple[Node, Node]] = {}
+        self._rows: dict[tuple[object, ...], tuple[Node, Node]] = {}
 
     def once(self, key: object, make: Callable[[], Node]) -> Node:
         """The node made for `key`; made now if there is none yet."""
@@ -66,31 +66,37 @@ class Masks:
                 self._columns[key] = [graph.call_function(operator.getitem, (split, i)) for i in range(len(segments))]
         return list(self._columns[key])
 
-    def row_groups(self, call: SdpaCall, segment: Stored) -> Node | None:
-        """The node that groups the queries of a segment by the stored rows that they read: once for all layers.
-
-        None where the sequences of each stored row are neighbours, as many for each.
-        """
-        query = tensor_of(call.query)
-        if segment.rows is None or query is None:
+    def rows(self, call: SdpaCall, segment: Stored) -> Node | None:
+        """The stored row of a segment that each sequence reads; None if each row is read by neighbours, as many."""
+        if segment.rows is None:
             return None
-        stored = segment.size(BATCH)
-        queries = constant(query.shape[1] // segment.size(HEADS) * query.shape[2])
-        key = segment.rows.key, str(stored), queries
-        found, unwritten = self._row_groups.get(key, (None, None))
+        key = segment.rows.key, str(segment.size(BATCH))
+        rows, unwritten = self._rows.get(key, (None, None))
         read = [tensor for tensor in map(tensor_of, segment.rows.read) if tensor is not None]
-        if found is None or unwritten is None or written_between(read, unwritten, call.node) is not None:
-            graph = call.node.graph
-            with graph.inserting_before(call.node):
-                size = _size(segment, BATCH)
-                args = segment.rows.insert(graph, size), size, queries
-                found = graph.call_function(torch.ops.tatten.row_groups.default, args)
-            found.meta["stack_trace"] = call.node.meta.get("stack_trace")
-        self._row_groups[key] = found, call.node.prev
-        return found
+        if rows is None or unwritten is None or written_between(read, unwritten, call.node) is not None:
+            with call.node.graph.inserting_before(call.node):
+                rows = segment.rows.insert(call.node.graph, _size(segment, BATCH))
+        self._rows[key] = rows, call.node.prev
+        return rows
+
+    def row_groups(self, call: SdpaCall, segment: Stored, rows: Node | None) -> Node | None:
+        """The groups of sequences that read one row of a segment, given the row of each: once for all layers."""
+        query, stored = tensor_of(call.query), segment.size(BATCH)
+        if rows is None or query is None:
+            return None
+        queries = constant(query.shape[1] // segment.size(HEADS) * query.shape[2])
+
+        def insert() -> Node:
+            with call.node.graph.inserting_before(call.node):
+                args = rows, _size(segment, BATCH), queries
+                groups = call.node.graph.call_function(torch.ops.tatten.row_groups.default, args)
+            groups.meta["stack_trace"] = call.node.meta.get("stack_trace")
+            return groups
+
+        return self.once((rows, str(stored), queries), insert)
 
     def block_mask(
-        self, call: SdpaCall, columns: Node | None, segment: Stored | None = None, row_groups: Node | None = None
+        self, call: SdpaCall, columns: Node | None, segment: Stored | None = None, rows: Node | None = None
     ) -> Node | None:
         """The node that tells which keys of a segment the mask, or `columns` of it, leaves: once for all layers.
 
@@ -101,14 +107,13 @@ class Masks:
             return None
         if not known_equal(mask.shape[-1], key.shape[2]):
             return None
-        one_to_one = segment is None or (row_groups is None and known_equal(segment.size(BATCH), query.shape[0]))
-        made_for = columns, "" if segment is None or one_to_one else str(segment.size(BATCH)), row_groups
+        one_to_one = segment is None or (rows is None and known_equal(segment.size(BATCH), query.shape[0]))
+        made_for = columns, "" if segment is None or one_to_one else str(segment.size(BATCH)), rows
         found, unwritten = self._block_masks.get(made_for, (None, None))
         if found is None or unwritten is None or written_between([mask], unwritten, call.node) is not None:
             with call.node.graph.inserting_before(call.node):
                 kv_batch = () if segment is None or one_to_one else (_size(segment, BATCH),)
-                groups = () if row_groups is None else (row_groups,)
-                args = (columns, *kv_batch, *groups)
+                args = (columns, *kv_batch, *(() if rows is None else (rows,)))
                 found = call.node.graph.call_function(torch.ops.tatten.block_mask.default, args)
             found.meta["stack_trace"] = call.node.meta.get("stack_trace")
         # The call itself is about to be replaced, and what takes its place writes nothing.

@@ -149,7 +149,7 @@ def _reorder(walk: Walk, source: Node, name: str) -> Walk | None:
 
 
 def _stretch(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
-    """Undo `expand` and the like: dims of size 1 grow, and new ones may be added in front."""
+    """Undo `expand` and the like: dims of size 1 grow, larger ones are tiled, and new ones may be added in front."""
     new = len(after) - len(before)
     if new < 0:
         return None
@@ -158,13 +158,22 @@ def _stretch(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[S
     for dim, (part, size) in enumerate(zip(walk.parts, after, strict=True)):
         old = before[dim - new] if dim >= new else 1
         if not known_equal(old, size):
-            if part is None or not known_equal(old, 1):
+            if part is None:
                 return None
-            stretched.append((part, size))
-            part = None
+            if known_equal(old, 1):
+                stretched.append((part, size))
+                part = None
+            else:
+                tile, part = _tile(part, old, size)
+                stretched.append(tile)
         if dim >= new:
             parts.append(part)
     return walk.step(source, parts, *stretched)
+
+
+def _tile(part: Part, before: Size, after: Size) -> tuple[tuple[Part, Size], Part]:
+    """The part that tiles a dim of size `before`, and that of the dim itself."""
+    return ((*part, 0), after // before), (*part, 1)
 
 
 def _interleave(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
@@ -184,7 +193,7 @@ def _interleave(walk: Walk, source: Node, before: Sequence[Size], after: Sequenc
 
 
 def _copies_of_one(walk: Walk, source: Node, before: Tensor, after: Tensor) -> Walk | None:
-    """Undo `stack([x] * n)`, or `cat([x] * n)` over a dim of size 1."""
+    """Undo `stack([x] * n)` or `cat([x] * n)`."""
     tensors = argument(walk.here, 0, "tensors")
     dim = argument(walk.here, 1, "dim", walk.here.kwargs.get("axis", 0))
     if not all(x is source for x in tensors) or not isinstance(dim, int):
@@ -195,8 +204,9 @@ def _copies_of_one(walk: Walk, source: Node, before: Tensor, after: Tensor) -> W
         del parts[dim]
     elif known_equal(before.shape[dim], 1):
         parts[dim] = None
-    else:
-        return None
+    elif part is not None:
+        tile, parts[dim] = _tile(part, before.shape[dim], after.shape[dim])
+        return walk.step(source, parts, tile)
     return walk.step(source, parts, *([] if part is None else [(part, after.shape[dim])]))
 
 
