@@ -36,7 +36,8 @@ def match_bifurcated(
 ) -> BifurcatedMatch | Decline | None:
     """Match a call that `check_call` found eligible, given its segments.
 
-    Changes nothing; adds a guard only where keys and values have two or more lengths, or stored rows, that can't be proven equal.
+    Changes nothing; adds a guard only where keys and values have two or more lengths, or numbers of rows that an index
+    selects from, that can't be proven equal.
 
     Returns:
         A match, the reason why there is none, or None where key and value are one segment each that is not shared.

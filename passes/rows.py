@@ -7,6 +7,7 @@ told the row of each sequence: what the ops do to the rows of `x`, done to a ten
 from __future__ import annotations
 
 import builtins
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +92,7 @@ class Rows:
         for step in self.steps:
             match step:
                 case Select(index, True):
-                    rows = graph.call_method("__getitem__", (so_far(), index))
+                    rows = graph.call_function(operator.getitem, (so_far(), index))
                 case Select(index, False):
                     rows = index if rows is None else graph.call_method("index_select", (rows, 0, index))
                 case Counts(index, total):
