@@ -23,7 +23,13 @@ from tatten.passes.symbolic import guard_equal, known_different, known_equal, te
 
 @dataclass(frozen=True)
 class BifurcatedMatch(Match):
-    """An SDPA call that `tatten::bifurcated_attention` answers: its segments of keys and of values correspond."""
+    """An SDPA call that `tatten::bifurcated_attention` answers: its segments of keys and of values correspond.
+
+    Attributes:
+        columns: those of the mask for each segment; None where the lengths of the segments tell.
+    """
+
+    columns: tuple[Node | None, ...] | None = None
 
     @property
     def unpaid(self) -> Decline | None:
@@ -86,7 +92,7 @@ def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     call = masks.cast(match.call)
     with call.node.graph.inserting_before(call.node):
         keys, values = ([x.as_attention_takes_it() for x in stored] for stored in (match.keys, match.values))
-    columns = masks.columns(call, match.keys)
+    columns = masks.columns(call, match.keys) if match.columns is None else match.columns
     block_masks = [masks.block_mask(call, mask, segment) for mask, segment in zip(columns, match.keys, strict=True)]
     args = (call.query, keys, values, columns, block_masks, scale_of(call))
     return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args)

@@ -20,7 +20,6 @@ from tatten.passes.plain import PlainCall
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import replace_call
 from tatten.passes.sdpa import SdpaCall, find_sdpa
-from tatten.passes.segments import find_segments, in_one
 from tatten.passes.source_location import source_location
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import LocalPart, hint, tensor_of
@@ -52,12 +51,14 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
 def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence[Node]) -> Rewritten | Declined:
     """Decide about one call, then change the graph. The report is read off first: nodes may be erased."""
     given = find_sharded(call) or PlainCall(call)
+    if isinstance(given, Decline):
+        return _declined(call, given)
     found = _find(given, max_q_len, moving)
     if isinstance(found, Decline):
         return _declined(call, found)
     match, note = found
     location, shapes = source_location(call.node), _shapes(call, *(_bases(x) for x in (match.keys, match.values)))
-    cost, doubt = (match.cost, match.doubt) if given.weighed else (None, "")
+    cost, doubt = (match.cost, match.doubt) if given.weighs(match) else (None, "")
     match = given.insert(match, masks)
     state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
     replace_call(call, given.output(state), match.path)
@@ -79,16 +80,17 @@ def _find(
     if mover is not None:
         return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
     seen = given.seen()
-    segments = [(x, find_segments(x)) for x in (call.key, call.value)]
-    bifurcated = match_bifurcated(seen, *(given.seen_segments(x, found) for x, found in segments))
+    keys, values = given.segments(call.key), given.segments(call.value)
+    bifurcated = match_bifurcated(seen, keys, values)
     if isinstance(bifurcated, BifurcatedMatch):
-        small = bifurcated.unpaid if given.weighed else None
+        small = bifurcated.unpaid if given.weighs(bifurcated) else None
         if small is None:
             return bifurcated, ""
         bifurcated = small
-    (key,), (value,) = (given.seen_segments(x, (in_one(x, found),)) for x, found in segments)
-    decode = match_decode(seen, key, value)
-    if isinstance(decode, DecodeMatch) and given.weighed:
+    if bifurcated is not None and not given.in_one_piece:
+        return bifurcated
+    decode = match_decode(seen, given.in_one(call.key, keys), given.in_one(call.value, values))
+    if isinstance(decode, DecodeMatch) and given.weighs(decode):
         decode = decode.unpaid or decode
     if isinstance(decode, Decline):
         return bifurcated or decode
