@@ -92,7 +92,7 @@ def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     call = masks.cast(match.call)
     with call.node.graph.inserting_before(call.node):
         keys, values = ([x.as_attention_takes_it() for x in stored] for stored in (match.keys, match.values))
-    columns = masks.columns(call, match.keys) if match.columns is None else match.columns
+    columns = masks.columns(call, match.keys) if match.columns is None else list(match.columns)
     block_masks = [masks.block_mask(call, mask, segment) for mask, segment in zip(columns, match.keys, strict=True)]
     args = (call.query, keys, values, columns, block_masks, scale_of(call))
     return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args)
