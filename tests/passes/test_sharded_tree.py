@@ -28,7 +28,7 @@ from sharded_tree import (
     place,
     spread,
 )
-from slow import slow_after, slow_but
+from slow import slow_after
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -40,6 +40,9 @@ from tatten.passes import Declined, Rewritten, cost
 from tatten.passes.reasons import Reason
 from tatten.passes.rewrite import rewrite
 
+# With keys that PyTorch has gathered, Dynamo asks PyTorch's rules for SDPA on a CPU, of which torch 2.11 has none.
+traced = pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch has no rule for SDPA over DTensors on a CPU")
+FORMS = ["locals", pytest.param("dtensors", marks=(traced, pytest.mark.slow))]
 STATE = B * HQ * (D + 1) * 4  # bytes of one rank
 BIFURCATED = ["bifurcated_attention"]
 
@@ -113,6 +116,7 @@ def dtensors_of(shape: tuple[int, ...], query: list[Any], segments: list[list[An
     return found
 
 
+@traced
 @pytest.mark.parametrize(
     "shape, segments, merges",
     slow_after(
@@ -145,7 +149,7 @@ def sent(of: str, length: int) -> list[tuple[str, int]]:
     return outcome(of_dtensors, place(tree, mesh, [R], [[S2], [R]]), tree.whole()).collectives
 
 
-@pytest.mark.parametrize("of", slow_but(["dtensors"], ["locals", "dtensors"]))
+@pytest.mark.parametrize("of", FORMS)
 def test_bytes_do_not_depend_on_the_prefix(of: str) -> None:
     assert run_ranks(2, sent, of, 1024) == run_ranks(2, sent, of, 65536) == [gathers(2)] * 2
 
@@ -166,8 +170,9 @@ def selected(form: str) -> Outcome:
     return outcome(lambda *args: fn(of_dtensors, *args), place(tree, mesh, [R], [[S2], [S2]]), mixed.whole())
 
 
-def test_selected_suffixes() -> None:
-    for found in run_ranks(2, selected, "locals"):
+@pytest.mark.parametrize("form", FORMS)
+def test_selected_suffixes(form: str) -> None:
+    for found in run_ranks(2, selected, form):
         assert found.error < 1e-6
         assert found.ops == BIFURCATED
         assert found.collectives == gathers(2)
@@ -193,7 +198,7 @@ def growing(form: str) -> tuple[int, float]:
     return len(report.graphs), max(errors)
 
 
-@pytest.mark.parametrize("form", slow_but(["locals"], ["locals", "dtensors"]))
+@pytest.mark.parametrize("form", FORMS)
 def test_lengths_are_dynamic(form: str) -> None:
     for graphs, error in run_ranks(2, growing, form):
         assert graphs == 1
@@ -212,7 +217,8 @@ def rewritten(form: str) -> str:
         columns = DTensor.from_local(mask, mesh, [S3])
         gm = capture(of_locals(mesh, [S2]), query, pairs, columns)
     rewrite(gm)
-    return listing(gm).replace(f"'{mesh.get_group().group_name}'", "group")
+    text = listing(gm).replace("from_local_2", "from_local")  # torch 2.11 gives fewer names away
+    return text.replace(f"'{mesh.get_group().group_name}'", "group")
 
 
 class TestGraphs(TestCase):
@@ -222,21 +228,23 @@ class TestGraphs(TestCase):
         self.assertExpectedInline(
             run_ranks(2, rewritten, "locals")[1],
             """\
-to_local_1 = to_local(l_mask_)
-to_local_2 = to_local(l_query_)
-split = split(to_local_1, [4, 2], -1)
+to_local = to_local(l_mask_)
+to_local_1 = to_local(l_query_)
+split = split(to_local, [4, 2], -1)
 getitem = getitem(split, 0)
 getitem_1 = getitem(split, 1)
 block_mask_default = block_mask.default(getitem, 1)
 block_mask_default_1 = block_mask.default(getitem_1)
-bifurcated_attention_default = bifurcated_attention.default(to_local_2, [l_pairs_0_0_, l_pairs_1_0_], [l_pairs_0_1_, l_pairs_1_1_], [getitem, getitem_1], [block_mask_default, block_mask_default_1], None)
+bifurcated_attention_default = bifurcated_attention.default(to_local_1, [l_pairs_0_0_, l_pairs_1_0_], [l_pairs_0_1_, l_pairs_1_1_], [getitem, getitem_1], [block_mask_default, block_mask_default_1], None)
 getitem_2 = getitem(bifurcated_attention_default, 0)
 getitem_3 = getitem(bifurcated_attention_default, 1)
 tree_merge_default = tree_merge.default(getitem_2, getitem_3, group, 2, 1, 'all_gather')
 getitem_4 = getitem(tree_merge_default, 0)
-return (getitem_4)""",
+from_local = from_local(getitem_4)
+return (from_local)""",
         )
 
+    @traced
     def test_dtensors(self) -> None:
         self.assertExpectedInline(
             run_ranks(2, rewritten, "dtensors")[1],
@@ -287,7 +295,7 @@ def layers(form: str) -> tuple[int, int, float]:
     return found[0], found[1], outcome(fn, args, again.whole()).error
 
 
-@pytest.mark.parametrize("form", slow_but(["dtensors"], ["locals", "dtensors"]))
+@pytest.mark.parametrize("form", FORMS)
 def test_layers_share_the_columns_of_a_mask(form: str) -> None:
     for splits, block_masks, error in run_ranks(2, layers, form):
         assert splits == 1
@@ -478,6 +486,7 @@ def written_dtensor() -> tuple[str, str]:
     return finding.decline.reason.value, finding.decline.detail
 
 
+@traced
 def test_a_write_to_a_sharded_segment_is_seen() -> None:
     reason, detail = run_ranks(2, written_dtensor)[0]
     assert reason == Reason.WRITTEN.value
@@ -496,6 +505,6 @@ def other_ranks_matter() -> list[str]:
     return [x.op for x in rewrite(gm).findings if isinstance(x, Rewritten)]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo keeps it in a closure")
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo keeps it in a closure")
 def test_a_checked_from_local_is_not_looked_behind() -> None:
     assert run_ranks(2, other_ranks_matter)[0] == ["tatten.decode_attention.default"]

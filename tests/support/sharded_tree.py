@@ -81,7 +81,10 @@ def attend(query: Any, key: Any, value: Any, mask: Any = None) -> Any:
 
 
 def of_locals(mesh: DeviceMesh, placements: Sequence[Placement]) -> Callable[..., Tensor]:
-    """Attention to `from_local` of a `cat` of plain tensors, as caches hand it over."""
+    """Attention to `from_local` of a `cat` of plain tensors, as caches hand it over.
+
+    Query and mask may be DTensors, and the result is then one.
+    """
     queries = [placement if placement == S1 else R for placement in placements]
 
     def fn(query: Tensor, pairs: list[Pair], mask: Tensor | None) -> Tensor:
@@ -89,13 +92,13 @@ def of_locals(mesh: DeviceMesh, placements: Sequence[Placement]) -> Callable[...
             DTensor.from_local(torch.cat([spread(x) for x in xs], dim=2), mesh, placements, run_check=False)
             for xs in zip(*pairs, strict=True)
         )
-        if mask is not None and not isinstance(mask, DTensor):
+        if isinstance(query, DTensor):
+            return attend(query, key, value, mask)
+        local = DTensor.from_local(query, mesh, queries, run_check=False)
+        if mask is not None:
             columns = [Shard(mask.dim() - 1) if placement == S2 else R for placement in placements]
             mask = DTensor.from_local(mask, mesh, columns, run_check=False)
-        if not isinstance(query, DTensor):
-            query = DTensor.from_local(query, mesh, queries, run_check=False)
-        out: DTensor = attend(query, key, value, mask)
-        return out.to_local()
+        return attend(local, key, value, mask).to_local()
 
     return fn
 
