@@ -30,7 +30,7 @@ class PrefixAttention:
     launch: Launch
     key_tiles: Tiling
     value_tiles: Tiling
-    programs: int
+    slots: int  # for partial states
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, row_groups: Tensor | None = None
@@ -38,15 +38,22 @@ class PrefixAttention:
         dim = query.shape[3]
         out = query.new_empty(query.shape, dtype=torch.float32)
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        partial_out = query.new_empty((2 * self.programs, BLOCK_M, dim), dtype=torch.float32)
-        partial_lse = query.new_empty((2 * self.programs, BLOCK_M), dtype=torch.float32)
+        partial_out = query.new_empty((self.slots, BLOCK_M, dim), dtype=torch.float32)
+        partial_lse = query.new_empty((self.slots, BLOCK_M), dtype=torch.float32)
         groups = query if row_groups is None else row_groups
         self.launch(query, self.key_tiles(key), self.value_tiles(value), groups, out, lse, partial_out, partial_lse)
         return out, lse, partial_out, partial_lse
 
 
 def plan_prefix_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int, row_groups: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    programs: int,
+    row_groups: Tensor | None = None,
+    *,
+    split: bool = True,
 ) -> PrefixAttention:
     """Plan the states of work tiles that one program does whole, and the partial states of those that several share.
 
@@ -63,6 +70,8 @@ def plan_prefix_attention(
         programs: how many are launched, at least 1. An SM runs one at a time.
         row_groups: what `tatten::row_groups` returned, dense, for keys of which each sequence reads any row; kv_batch
             then is any number.
+        split: whether several programs may share a work tile, as `TileSpace.split` says; else there is no memory for
+            partial states.
 
     Returns:
         A plan to call with query, key, value and row_groups of this layout. It returns `out` `[batch, q_heads,
@@ -108,4 +117,4 @@ def plan_prefix_attention(
         ALIGNED=aligned,
         ROWS=row_groups is not None,
     )
-    return PrefixAttention(launch, _tiling(key), _tiling(value), programs)
+    return PrefixAttention(launch, _tiling(key), _tiling(value), 2 * programs if split else 0)

@@ -238,5 +238,7 @@ def plan_prefix_segment(
         else:
             programs = whole_programs(work_tiles, n_tiles, most)
     sizes = 1, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs, BLOCK_M, BLOCK_N
-    attend = plan_prefix_attention(query, key, value, scale, programs, row_groups)
-    return PrefixSegment(TileSpace(*sizes, has_row_groups=has_row_groups), attend)
+    space = TileSpace(*sizes, has_row_groups=has_row_groups)
+    return PrefixSegment(
+        space, plan_prefix_attention(query, key, value, scale, programs, row_groups, split=space.split)
+    )

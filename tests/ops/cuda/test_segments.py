@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
 from tatten.ops.cuda import decode, segments
 from tatten.ops.cuda.combine import TileSpace
-from tatten.ops.cuda.segments import PrefixSegment, Segments, plan_segments
+from tatten.ops.cuda.prefix_sm90 import PrefixAttention
+from tatten.ops.cuda.segments import PrefixSegment, Segments, plan_prefix_segment, plan_segments
 
 SMS = 132
 
@@ -65,6 +68,22 @@ def test_prefix_kernels_come_first_and_others_run_beside_what_came_before() -> N
     assert [isinstance(launch, PrefixSegment) for launch in planned.launches] == [False, True, False, True]
     assert planned.order == (1, 3, 0, 2)
     assert all(planned.launches[i].launch.arguments["WAIT_LAST"] for i in (0, 2))
+
+
+@pytest.mark.parametrize("rows, split", [(64, False), (4, True)])
+def test_the_prefix_kernel_has_memory_for_partial_states_only_where_there_are_some(rows: int, split: bool) -> None:
+    """512 short work tiles get a program each: two slots for each would be several times the result."""
+    query = torch.empty(16 * rows, 32, 1, 64, dtype=torch.bfloat16)
+    key = torch.empty(rows, 8, 300, 64, dtype=torch.bfloat16)
+    planned = plan_prefix_segment(query, key, key, 0.1)
+    assert isinstance(planned.attend, PrefixAttention)
+    assert planned.tile_space.split == split
+    left = dataclasses.replace(planned, attend=dataclasses.replace(planned.attend, launch=lambda *_: None))(
+        query, key, key
+    )
+    slots = 2 * planned.tile_space.programs if split else 0
+    assert left.partial_out.shape == (slots, 128, 64)
+    assert left.partial_lse.shape == (slots, 128)
 
 
 def test_one_segment_is_never_the_prefix_kernels() -> None:
