@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tatten.caches.shared_prefix_layer import SharedPrefixLayer, expand_to_batch, prefix_rows, select_rows
+from tatten.caches.prompts import Prompts
+from tatten.caches.refill import check_refill, refill
+from tatten.caches.selection import Selection, expand_to_batch
+from tatten.caches.shared_prefix_layer import Kept, SharedPrefixLayer, is_recorded
+
+T = TypeVar("T")
 
 
 class SharedPrefixCache:
@@ -23,8 +28,11 @@ class SharedPrefixCache:
         num_layers: layers of the model.
         prompt_mask: bool `[G, P]`, True for real tokens and False for padding, on either side; None for no padding.
             P is the length of the prompts. The prefill may leave out their last tokens.
+        prompt_lens: int32 or int64 `[G]`, for prompts of unequal length, instead of a mask: the number of tokens of
+            each prompt that take part. What the prefill holds beyond them counts for nothing, and positions go on from
+            the length. All tokens before the first fork are the prompts'.
         device: the device of `mask` and `positions` for the prefill; later it is that of the keys. Default: the device
-            of `prompt_mask`, or torch's default.
+            of `prompt_mask` or `prompt_lens`, or torch's default.
 
     Raises:
         ValueError, TypeError: an argument is not as above.
@@ -43,15 +51,18 @@ class SharedPrefixCache:
         3
     """
 
-    def __init__(self, num_layers: int, prompt_mask: Tensor | None = None, device: torch.device | str | None = None):
+    def __init__(
+        self,
+        num_layers: int,
+        prompt_mask: Tensor | None = None,
+        device: torch.device | str | None = None,
+        *,
+        prompt_lens: Tensor | None = None,
+    ):
         check_positive("num_layers", num_layers)
-        if prompt_mask is not None and prompt_mask.dtype != torch.bool:
-            raise TypeError(f"`prompt_mask` must be bool, got {prompt_mask.dtype}")
-        if prompt_mask is not None and prompt_mask.dim() != 2:
-            raise ValueError(f"`prompt_mask` must be [prompts, length], got shape {tuple(prompt_mask.shape)}")
         self.layers = [SharedPrefixLayer() for _ in range(num_layers)]
-        self.prompt_mask = prompt_mask
-        self.device = prompt_mask.device if device is None and prompt_mask is not None else device
+        self.prompts = Prompts(prompt_mask, prompt_lens)
+        self.device = self.prompts.device if device is None else device
 
     @property
     def batch_size(self) -> int:
@@ -80,7 +91,7 @@ class SharedPrefixCache:
 
         Raises:
             IndexError: there is no such layer.
-            ValueError, TypeError: the tensors do not fit each other, the cache, its capacity or `prompt_mask`. Nothing
+            ValueError, TypeError: the tensors do not fit each other, the cache, its capacity or the prompts. Nothing
                 has been written.
         """
         if not 0 <= layer < len(self.layers):
@@ -89,7 +100,7 @@ class SharedPrefixCache:
             self._check_prompt(self.layers[layer], key)
         return self.layers[layer].append(key, value)
 
-    def fork(self, n: int, capacity: int) -> SharedPrefixCache:
+    def fork(self, n: int, capacity: int, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
         """Make a cache with `n` children of each sequence: child i of sequence j is sequence `j * n + i`.
 
         Copies nothing: all tokens so far become the shared prefix. Reads the number of used slots on the host.
@@ -97,35 +108,87 @@ class SharedPrefixCache:
         Args:
             n: children of each sequence.
             capacity: number of tokens that each child can add.
+            into: a fork that is no longer needed, of the same shapes. The prefix is copied into its memory and it is
+                returned as the new fork, so that graphs which were captured over it stay valid. Whatever else reads
+                that memory is overwritten, too: the cache that `into` was forked from, and other forks of it.
 
         Raises:
-            ValueError, TypeError: `n` or `capacity` is not an int of at least 1, or the call comes before the prefill
-                or in the middle of a step.
+            ValueError, TypeError: `n` or `capacity` is not an int of at least 1, the call comes before the prefill or
+                in the middle of a step, or `into` does not fit. Nothing has been written.
         """
         check_positive("n", n)
         check_positive("capacity", capacity)
-        used = self._used()
-        return self._of([layer.fork(n, capacity, used) for layer in self.layers], self.prompt_mask)
+        used = self._used("fork")
+        rows = self._on_each_device(lambda layer: layer.inherited_rows(n, used))
+        if into is not None:
+            if not isinstance(into, SharedPrefixCache):
+                raise TypeError(f"`into` must be a SharedPrefixCache, got {type(into).__name__}")
+            segments = [layer.inherited(used) for layer in self.layers]
+            new_rows = [rows[layer.device] for layer in self.layers]
+            check_refill(into, segments, new_rows, self.prompts, (self.batch_size * n, capacity))
+            return refill(into, segments, new_rows, self.prompts)
+        layers = [layer.fork(n, capacity, used, rows[layer.device]) for layer in self.layers]
+        return self._of(layers, self.prompts.map(torch.clone))
 
     def select(self, indices: Sequence[int] | Tensor) -> SharedPrefixCache:
         """Make a cache of the sequences `indices`, in that order; one may occur several times.
 
-        Copies the suffixes. A prefix is shared with this cache if the new batch needs consecutive rows of it, and
-        copied otherwise.
+        Copies the suffixes and never a prefix: each sequence remembers the row of it that it reads. So sequences that
+        finished can be dropped whenever few enough are left for the next smaller batch of, say, 128, 96 and 64:
+
+            running_first = finished.argsort(stable=True)  # bool [batch], on the device
+            cache = cache.select(running_first[:96])  # shapes change with the batch: one graph for each size
 
         Args:
-            indices: ints, or an integer tensor with one dimension, which is read on the host.
+            indices: ints, or an integer tensor with one dimension. A tensor on an accelerator is never read on the
+                host, and not checked. Where the host knows the indices, and rows of a prefix are read by equally many
+                consecutive sequences, the new cache keeps those rows alone, as a view.
 
         Raises:
             IndexError: there is no such sequence.
-            ValueError: `indices` is empty.
+            ValueError: `indices` is empty or has another number of dimensions.
             TypeError: `indices` holds something other than integers.
         """
-        rows = sequence_indices(indices, self.batch_size)
-        prompt_mask = self.prompt_mask
-        if prompt_mask is not None:
-            prompt_mask = select_rows(prompt_mask, prefix_rows(rows, self.batch_size // prompt_mask.shape[0]))
-        return self._of([layer.select(rows) for layer in self.layers], prompt_mask)
+        selection = Selection(indices, self.batch_size)
+        kept = self._on_each_device(lambda layer: layer.selected_rows(selection, narrow=True))
+        layers = [layer.select(selection, kept[layer.device]) for layer in self.layers]
+        return self._of(layers, self._selected_prompts(selection, kept))
+
+    def select_(self, indices: Sequence[int] | Tensor) -> None:
+        """Select in place, as beam search does at each step. Memory stays where it is while the batch does.
+
+        Raises the errors of `select`.
+        """
+        selection = Selection(indices, self.batch_size)
+        stays = len(selection) == self.batch_size
+        kept = self._on_each_device(lambda layer: layer.selected_rows(selection, narrow=not stays))
+        self.prompts = self._selected_prompts(selection, kept)
+        if stays and self.layers[0].forked:
+            held = self._on_each_device(lambda layer: layer.rows)
+            kept = {device: _in_place(held[device], new) for device, new in kept.items()}
+        for layer in self.layers:
+            layer.select_(selection, kept[layer.device])
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last `tokens` tokens of each sequence, in place, such as drafts that were not accepted.
+
+        Raises:
+            ValueError: `tokens` is negative or exceeds the tokens since the fork, of which those that forks of this
+                cache read have to stay, too. Not checked while a graph is captured.
+            TypeError: `tokens` is not an int.
+        """
+        if tokens == 0:
+            return
+        check_positive("tokens", tokens)
+        last = self.layers[-1]
+        if not (last.forked and is_recorded(last.length)):
+            used = self._used("crop") if last.forked else last.prefix_length
+            if tokens > used - last.frozen:
+                raise ValueError(
+                    f"`tokens` must be at most {used - last.frozen}, as many as came since the last fork, got {tokens}"
+                )
+        for layer in self.layers:
+            layer.crop(tokens)
 
     def mask(self, q_len: int = 1) -> Tensor:
         """Bool mask of the current step, True where a query attends to a key. Call it before the last layer's update.
@@ -140,10 +203,8 @@ class SharedPrefixCache:
         """
         tokens, total = self._step(q_len)
         visible = (torch.arange(total, device=tokens.device) <= tokens[:, None])[None, None]
-        if self.prompt_mask is None:
-            return visible
-        real = F.pad(self.prompt_mask, (0, total - self.prompt_mask.shape[1]), value=True)
-        return visible & expand_to_batch(real, self.batch_size or real.shape[0])[:, None, None]
+        real = self._real(total)
+        return visible if real is None else visible & self._of_each_sequence(real)[:, None, None]
 
     def positions(self, q_len: int = 1) -> Tensor:
         """Position ids of the step's tokens, int64 `[1 or batch, q_len]`, not counting padding.
@@ -151,11 +212,10 @@ class SharedPrefixCache:
         Raises the errors of `mask`.
         """
         tokens, total = self._step(q_len)
-        if self.prompt_mask is None:
+        real = self._real(total)
+        if real is None:
             return tokens[None]
-        real = F.pad(self.prompt_mask, (0, total - self.prompt_mask.shape[1]), value=True)
-        positions = (real.cumsum(1) - 1).clamp(min=0).index_select(1, tokens)
-        return expand_to_batch(positions, self.batch_size or real.shape[0])
+        return self._of_each_sequence((real.cumsum(1) - 1).clamp(min=0).index_select(1, tokens))
 
     def _step(self, q_len: int) -> tuple[Tensor, int]:
         """Indices of the step's tokens, `[q_len]`, and `total`.
@@ -172,58 +232,55 @@ class SharedPrefixCache:
         held = self.layers[0].tensors
         return torch.arange(prefix, prefix + q_len, device=held[0].device if held else self.device), prefix + q_len
 
-    def _used(self) -> int:
+    def _used(self, name: str) -> int:
         """Used slots of the suffixes, read with one synchronisation for all layers; 0 before a fork."""
         empty = [index for index, layer in enumerate(self.layers) if not layer.segments]
         if empty:
-            raise ValueError(f"`fork` needs a prefill of all {len(self.layers)} layers, got none in layers {empty}")
+            raise ValueError(f"`{name}` needs a prefill of all {len(self.layers)} layers, got none in layers {empty}")
         lengths = [layer.prefix_length for layer in self.layers]
         if self.layers[0].forked:
             device = self.layers[0].length.device
             lengths = torch.stack([layer.length.to(device) for layer in self.layers]).tolist()
         if len(set(lengths)) > 1:
-            raise ValueError(f"`fork` must come between steps, with as many tokens in each layer, got {lengths}")
+            raise ValueError(f"`{name}` must come between steps, with as many tokens in each layer, got {lengths}")
         return lengths[0] if self.layers[0].forked else 0
 
     def _check_prompt(self, layer: SharedPrefixLayer, key: Tensor) -> None:
-        """Check a prefill against the other layers and the mask."""
+        """Check a prefill against the other layers and what is known of the prompts."""
         if not layer.segments and self.batch_size not in (0, key.shape[0]):
             raise ValueError(f"`key` must have batch {self.batch_size}, as in layer 0, got {key.shape[0]}")
-        if self.prompt_mask is None:
-            return
-        prompts, prompt_length = self.prompt_mask.shape
-        if not layer.segments and prompts != key.shape[0]:
-            raise ValueError(f"`prompt_mask` must have batch {key.shape[0]}, as `key`, got {prompts}")
-        if self.prompt_mask.device != key.device:
-            raise ValueError(f"`prompt_mask` must be on {key.device}, as `key`, got {self.prompt_mask.device}")
-        start, end = layer.prefix_length, layer.prefix_length + key.shape[2]
-        if start < prompt_length < end:
-            raise ValueError(
-                f"`prompt_mask` must cover all or none of tokens {start} to {end - 1}, got {prompt_length}"
-            )
+        self.prompts.check(key, layer.prefix_length)
 
-    def _of(self, layers: list[SharedPrefixLayer], prompt_mask: Tensor | None) -> SharedPrefixCache:
-        cache = SharedPrefixCache(len(layers), prompt_mask, self.device)
+    def _real(self, total: int) -> Tensor | None:
+        last = self.layers[-1]
+        return self.prompts.real(last.segments[0][0].shape[2] if last.forked else total, total)
+
+    def _of_each_sequence(self, of_prompts: Tensor) -> Tensor:
+        """`[batch, ...]` of what `[G, ...]` says of the prompts."""
+        rows = self.layers[0].rows[0] if self.layers[0].forked else None
+        return expand_to_batch(of_prompts, self.batch_size or of_prompts.shape[0], rows)
+
+    def _selected_prompts(self, selection: Selection, kept: dict[torch.device, Kept]) -> Prompts:
+        """Prompts in the order of the root's rows: after a fork those that are kept, before it the chosen ones."""
+        first = self.layers[0]
+        return self.prompts.map((lambda x: x[kept[first.device][0][0]]) if first.forked else selection.take)
+
+    def _on_each_device(self, compute: Callable[[SharedPrefixLayer], T]) -> dict[torch.device, T]:
+        """What layers have in common, computed once for each device."""
+        return {device: compute(layer) for device, layer in {layer.device: layer for layer in self.layers}.items()}
+
+    def _of(self, layers: list[SharedPrefixLayer], prompts: Prompts) -> SharedPrefixCache:
+        cache = SharedPrefixCache(len(layers), prompts.mask, self.device, prompt_lens=prompts.lens)
         cache.layers = layers
         return cache
 
 
-def sequence_indices(indices: Sequence[int] | Tensor, batch: int) -> list[int]:
-    """Return `indices` as a list, checked against the number of sequences."""
-    if isinstance(indices, Tensor):
-        if indices.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-            raise TypeError(f"`indices` must be integers, got a tensor of {indices.dtype}")
-        if indices.dim() != 1:
-            raise ValueError(f"`indices` must have one dimension, got shape {tuple(indices.shape)}")
-        indices = indices.tolist()
-    for index in indices:
-        if not isinstance(index, int) or isinstance(index, bool):
-            raise TypeError(f"`indices` must be integers, got {index!r}")
-        if not 0 <= index < batch:
-            raise IndexError(f"`indices` must be 0 to {batch - 1}, as the cache holds {batch} sequences, got {index}")
-    if not indices:
-        raise ValueError("`indices` must name at least one sequence, got none")
-    return list(indices)
+def _in_place(held: Sequence[Tensor | None], new: Kept) -> Kept:
+    """Write new rows into the tensors of the old ones, where there are any."""
+    return [
+        (stored, rows if old is None or rows is None else old.copy_(rows))
+        for old, (stored, rows) in zip(held, new, strict=True)
+    ]
 
 
 def check_positive(name: str, value: int) -> None:

@@ -16,8 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from tatten.caches import sharded as sharded_cache
+from tatten.caches.selection import sequence_indices
 from tatten.caches.sharded_layer import Interleaved, ShardedLayer
-from tatten.caches.shared_prefix import sequence_indices
 from tatten.dtensor_sdpa import merged_attention
 from tatten.integrations.transformers.config import attention_implementation, count_layers
 

@@ -10,7 +10,6 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from tatten.caches import shared_prefix
-from tatten.caches.shared_prefix import sequence_indices
 from tatten.caches.shared_prefix_layer import SharedPrefixLayer
 from tatten.integrations.transformers.config import count_layers
 
@@ -96,44 +95,50 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         """Bytes of keys and values, each prefix once; see `tatten.SharedPrefixCache.nbytes`."""
         return self._cache.nbytes
 
-    def fork(self, n: int, capacity: int) -> SharedPrefixCache:
+    def fork(self, n: int, capacity: int, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
         """Make a cache with `n` children of each sequence, each of which can add `capacity` tokens.
 
         Child i of sequence j is sequence `j * n + i`, as `num_return_sequences=n` and `num_beams=n` expect. See
-        `tatten.SharedPrefixCache.fork`.
+        `tatten.SharedPrefixCache.fork`, also for `into`.
         """
-        return self._of(self._cache.fork(n, capacity))
+        if into is None:
+            return self._of(self._cache.fork(n, capacity))
+        if not isinstance(into, SharedPrefixCache):
+            raise TypeError(f"`into` must be a SharedPrefixCache of this module, got {type(into).__name__}")
+        self._cache.fork(n, capacity, into=into._cache)
+        return into
 
     def select(self, indices: Sequence[int] | Tensor) -> SharedPrefixCache:
         """Make a cache of the sequences `indices`; see `tatten.SharedPrefixCache.select`."""
         return self._of(self._cache.select(indices))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select in place, for beam search. Reads `beam_idx` on the host, to keep prefixes that do not change."""
-        self._select_(beam_idx)
+        """Select in place, for beam search; see `tatten.SharedPrefixCache.select_`."""
+        self._cache.select_(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Select in place."""
-        self._select_(indices)
+        """Select in place; see `tatten.SharedPrefixCache.select_`."""
+        self._cache.select_(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence in place, without copying prefixes."""
-        self._select_([index for index in range(self._cache.batch_size) for _ in range(repeats)])
+        self._cache.select_([index for index in range(self._cache.batch_size) for _ in range(repeats)])
 
-    def crop(self, tokens_to_remove: int) -> NoReturn:
-        """Not supported: other forks may share what it would remove."""
-        raise NotImplementedError(
-            "SharedPrefixCache cannot be cropped, as other forks may share its tokens: fork it earlier instead"
-        )
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, as assisted decoding does with rejected candidates.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive, or there are not as many tokens since the last fork.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`tokens_to_remove` must be 0 or negative, as transformers has it, got {tokens_to_remove}"
+            )
+        self._cache.crop(-tokens_to_remove)
 
     def reset(self) -> NoReturn:
-        """Not supported, as `crop`."""
+        """Not supported: other forks may share what it would remove."""
         raise NotImplementedError("SharedPrefixCache cannot be reset: make a new one, or a new fork")
-
-    def _select_(self, indices: Sequence[int] | Tensor) -> None:
-        rows = sequence_indices(indices, self._cache.batch_size)
-        for layer in self.layers:
-            layer.kv.select_(rows)
 
     @classmethod
     def _of(cls, cache: shared_prefix.SharedPrefixCache) -> SharedPrefixCache:
