@@ -75,6 +75,11 @@ class SharedPrefixCache:
         return self.layers[0].capacity
 
     @property
+    def length(self) -> int:
+        """Number of tokens of each sequence, read on the host. Raises ValueError in the middle of a step."""
+        return self._used("length") + self.layers[0].prefix_length if self.batch_size else 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys and values in all layers: each prefix once, and of a parent's suffix only the part in use."""
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)

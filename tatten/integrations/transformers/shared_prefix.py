@@ -15,7 +15,12 @@ from tatten.integrations.transformers.config import count_layers
 
 
 class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A `SharedPrefixLayer` for transformers: dynamic before a fork; static, hence compileable, after it."""
+    """A `SharedPrefixLayer` for transformers: dynamic before a fork; static, hence compileable, after it.
+
+    Attributes:
+        repeated: how many tokens that are held already the next update begins with. The queries of that step start at
+            position 0, as in an empty cache.
+    """
 
     is_sliding = False
 
@@ -23,6 +28,7 @@ class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.kv = kv
         self.is_initialized = bool(kv.segments)
+        self.repeated = 0
 
     @property
     def is_compileable(self) -> bool:
@@ -32,20 +38,31 @@ class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.repeated:
+            key_states, value_states = key_states[:, :, self.repeated :], value_states[:, :, self.repeated :]
         keys, values = self.kv.append(key_states, value_states)
+        self.repeated = 0
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return keys, values
 
     def get_seq_length(self) -> int | Tensor:
+        if self.repeated:
+            return 0
         return self.kv.prefix_length + self.kv.length if self.kv.forked else self.kv.prefix_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.repeated >= max(query_length, 1):
+            raise ValueError(
+                f"assisted decoding must get the whole text as `input_ids`, of which the cache holds {self.repeated} "
+                f"tokens, got {query_length} with the candidates"
+            )
+        new = query_length - self.repeated
         if not self.kv.forked:
-            return self.kv.prefix_length + query_length, 0
+            return self.kv.prefix_length + new, 0
         # `generate` asks on the host, ahead of a compiled forward that cannot check.
         if self.kv.length.device.type == "cpu":
-            self.kv.check_room(query_length)
+            self.kv.check_room(new)
         return self.kv.prefix_length + self.kv.capacity, 0
 
     def get_max_length(self) -> int:
@@ -66,7 +83,9 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
 
     `position_ids` can be omitted without padding. With padding, a model called without them would count it, and the
     positions of `generate` would not follow. With beam search n is `num_beams`. Each `generate` needs a fork of its
-    own. To `generate`, a fork is a static cache: compileable, and for the models that support one.
+    own, or one `into` that of the last. To `generate`, a fork is a static cache: compileable, and for the models that
+    support one. Assisted decoding (`assistant_model=`) computes the prompt again, as it does with any cache; candidates
+    need room in the suffix.
 
     Args:
         config: the config of the model, or its number of layers. Attention may be full, sliding or chunked; every
@@ -123,6 +142,15 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence in place, without copying prefixes."""
         self._cache.select_([index for index in range(self._cache.batch_size) for _ in range(repeats)])
+
+    def activate_past_recording(self) -> None:
+        """Expect all tokens of the text next, those that are held included.
+
+        Assisted decoding announces itself by this call. Its first step passes the whole text, whatever a cache holds.
+        """
+        held = self._cache.length
+        for layer in self.layers:
+            layer.repeated = held
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, as assisted decoding does with rejected candidates.

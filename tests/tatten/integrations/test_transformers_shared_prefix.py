@@ -164,24 +164,42 @@ def test_beams_across_forks() -> None:
     )
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_assisted_decoding(do_sample: bool) -> None:
-    """Rejected candidates are cropped from the suffix, step after step."""
-    model, (ids, mask) = build("llama"), prompts(False)
+def slightly_wrong() -> transformers.PreTrainedModel:
     assistant = build("llama")
+    torch.manual_seed(1)
     with torch.no_grad():
-        assistant.lm_head.weight.add_(torch.randn_like(assistant.lm_head.weight), alpha=0.005)  # right now and then
-    kwargs = {"assistant_model": assistant, "do_sample": do_sample, "max_new_tokens": 16}
+        assistant.lm_head.weight.add_(torch.randn_like(assistant.lm_head.weight), alpha=0.005)
+    return assistant
+
+
+@pytest.mark.parametrize("start", ["empty", "root", "fork", "used fork"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_assisted_decoding(do_sample: bool, start: str) -> None:
+    """Rejected candidates are cropped from the suffix, step after step, and what is held is not added again."""
+    model, (ids, mask) = build("llama"), prompts(False)
+    kwargs = {"do_sample": do_sample, "max_new_tokens": 16}
+    cache = SharedPrefixCache(model.config) if start == "empty" else prefilled(model, ids, mask)
+    cache = cache.fork(1, 48) if "fork" in start else cache
+    if start == "used fork":
+        ids, mask = continued(model, cache, ids, mask)
     cropped = []
+    crop = cache.crop
+    cache.crop = lambda tokens: (cropped.append(-tokens), crop(tokens))
+    results = []
+    for past in (cache, None):
+        torch.manual_seed(0)
+        more = {"assistant_model": slightly_wrong(), "past_key_values": past} if past is not None or do_sample else {}
+        results.append(model.generate(ids, attention_mask=mask, **kwargs, **more))
+    assert torch.equal(*results)
+    assert do_sample or sum(cropped) > 0
+    assert int(cache.get_seq_length()) == results[0].shape[1] - 1
+
+
+def test_assisted_decoding_needs_the_whole_text() -> None:
+    model, (ids, mask) = build("llama"), prompts(False)
     fork = prefilled(model, ids, mask).fork(1, 32)
-    crop = fork.crop
-    fork.crop = lambda tokens: (cropped.append(-tokens), crop(tokens))
-    torch.manual_seed(0)
-    got = model.generate(ids, attention_mask=mask, past_key_values=fork, **kwargs)
-    torch.manual_seed(0)
-    assert torch.equal(got, model.generate(ids, attention_mask=mask, **kwargs))
-    assert sum(cropped) > 0
-    assert int(fork.get_seq_length()) == got.shape[1] - 1
+    with pytest.raises(ValueError, match="the whole text as `input_ids`, of which the cache holds 11 tokens, got"):
+        model.generate(ids[:, -1:], past_key_values=fork, assistant_model=slightly_wrong(), max_new_tokens=4)
 
 
 @pytest.mark.parametrize("mode", MODES)
