@@ -27,7 +27,7 @@ class TileSpace:
         work_tiles: the work tiles of each group: kv_rows times kv heads times blocks of packed queries.
         kv_len: the number of keys, where no shorter length is given.
         kv_heads: the heads of K and V.
-        seqs_per_kv: the sequences that share a kv_row.
+        seqs_per_kv: the sequences that share a kv_row, or at most those of a row group.
         q_blocks: the blocks of packed queries of a kv_row and kv head.
         programs: the number of programs launched.
         block_m: the packed queries of a work tile.
@@ -35,6 +35,8 @@ class TileSpace:
         window: the sliding window, if any, that the tiles are narrowed to.
         has_lens: each group has its own length in `kv_lens`.
         has_block_list: the tiles of a group are those blocks of a mask that are listed.
+        has_row_groups: row groups take the place of kv_rows. They are counted on the device: `groups` is how many there
+            can be if each has a block list of its own, and else 1 with `work_tiles` those of one row group.
         max_and_sum: partial states have maximum and sum instead of their lse, as
             `tatten.ops.cuda.kernels.online_softmax.store_lse` says.
     """
@@ -51,23 +53,31 @@ class TileSpace:
     window: int | None = None
     has_lens: bool = False
     has_block_list: bool = False
+    has_row_groups: bool = False
     max_and_sum: bool = False
+
+    @property
+    def even(self) -> bool:
+        """Whether all work tiles have equally many tiles, and how many there are is known from shapes."""
+        return self.groups == 1 and not self.has_block_list and not self.has_row_groups
 
     @property
     def split(self) -> bool:
         """Whether several programs may share a work tile."""
-        return self.groups > 1 or self.has_block_list or self.work_tiles % self.programs != 0
+        return not self.even or self.work_tiles % self.programs != 0
 
-    @property
-    def int64_tiles(self) -> bool:
-        """Whether the number of tiles, times programs, needs 64 bits."""
-        total_tiles = self.groups * self.work_tiles * max(1, ceil_div(self.kv_len, self.block_n))
+    def int64_tiles(self, batch: int) -> bool:
+        """Whether the number of tiles of `batch` sequences, times programs, needs 64 bits."""
+        groups = batch if self.has_row_groups else self.groups
+        total_tiles = groups * self.work_tiles * max(1, ceil_div(self.kv_len, self.block_n))
         return total_tiles * self.programs >= 1 << 31
 
     @property
     def block_list_stride(self) -> int:
-        """The distance between the block lists of two groups."""
-        return 2 * (ceil_div(self.kv_len, BLOCK_KEYS) + 1) if self.has_block_list else 0
+        """The distance between the block lists of two groups, or of two kv_rows if there are row groups."""
+        if not self.has_block_list or (self.has_row_groups and self.groups == 1):
+            return 0
+        return 2 * (ceil_div(self.kv_len, BLOCK_KEYS) + 1)
 
 
 class Partials(NamedTuple):
@@ -79,6 +89,7 @@ class Partials(NamedTuple):
     partial_lse: Tensor
     kv_lens: Tensor | None = None
     block_list: Tensor | None = None
+    row_groups: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,7 @@ def plan_combine(
     block_dv = max(16, power_of_2(value_dim))
     pdl = pdl and not INTERPRETED and capability(query.device) >= (9, 0)
     # In a ragged batch one work tile may have all partials.
-    most = max(32 if x.groups > 1 else x.programs // x.work_tiles + 2 for x in (a, b))
+    most = max(32 if x.groups > 1 or x.has_row_groups else x.programs // x.work_tiles + 2 for x in (a, b))
     partials = min(64, power_of_2(most))
     launch = Launch(
         _combine_kernel,
@@ -147,6 +158,7 @@ def plan_combine(
         **_sizes(a, "a"),
         **_sizes(b, "b"),
         window=a.window or 0,
+        batch=batch,
         VALUE_DIM=value_dim,
         BLOCK_DV=block_dv,
         BLOCK_M_A=a.block_m,
@@ -154,15 +166,17 @@ def plan_combine(
         GROUPS_A=power_of_2(a.groups),
         HAS_LENS_A=a.has_lens,
         HAS_BLOCK_LIST_A=a.has_block_list,
+        ROWS_A=a.has_row_groups,
         MAX_AND_SUM_A=a.max_and_sum,
         BLOCK_M_B=b.block_m,
         BLOCK_N_B=b.block_n,
         GROUPS_B=power_of_2(b.groups),
         HAS_LENS_B=b.has_lens,
         HAS_BLOCK_LIST_B=b.has_block_list,
+        ROWS_B=b.has_row_groups,
         MAX_AND_SUM_B=b.max_and_sum,
         WINDOW=a.window is not None,
-        INT64_TILES=a.int64_tiles or b.int64_tiles,
+        INT64_TILES=a.int64_tiles(batch) or b.int64_tiles(batch),
         HAS_SECOND=second is not None,
         MAX_AND_SUM_OUT=max_and_sum,
         PARTIALS=partials,

@@ -14,8 +14,8 @@ from tatten.ops.cuda.heuristics import (
     capability,
     has_large_shared_memory,
     multiprocessors,
-    packed_q_rows,
     programs_for,
+    seqs_and_rows,
     tiles_for,
 )
 from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, NO_MASK, _decode_kernel
@@ -52,11 +52,13 @@ class Segment:
         kv_lens: Tensor | None = None,
         block_mask: Tensor | None = None,
         variant: AttentionVariant = PLAIN,
+        row_groups: Tensor | None = None,
     ) -> Partials:
         _, _, sinks, key_scale, value_scale = variant
         # The kernels take these to be contiguous. A copy is one more launch.
-        kv_lens, block_mask, sinks, key_scale, value_scale = [
-            None if x is None else x.contiguous() for x in (kv_lens, block_mask, sinks, key_scale, value_scale)
+        kv_lens, block_mask, row_groups, sinks, key_scale, value_scale = [
+            None if x is None else x.contiguous()
+            for x in (kv_lens, block_mask, row_groups, sinks, key_scale, value_scale)
         ]
         mask, block_mask = self.mask(attn_mask, kv_lens, block_mask)
         space = self.tile_space
@@ -73,6 +75,7 @@ class Segment:
             query if mask is None else mask,
             query if kv_lens is None else kv_lens,
             query if block_mask is None else block_mask,
+            query if row_groups is None else row_groups,
             query if sinks is None else sinks,
             query if key_scale is None else key_scale,
             query if value_scale is None else value_scale,
@@ -81,7 +84,8 @@ class Segment:
             partial_out,
             partial_lse,
         )
-        return Partials(out, lse, partial_out, partial_lse, kv_lens if space.has_lens else None, block_mask)
+        lens = kv_lens if space.has_lens else None
+        return Partials(out, lse, partial_out, partial_lse, lens, block_mask, row_groups)
 
 
 def _constant_stride(x: Tensor) -> int:
@@ -105,6 +109,7 @@ def plan_segment(
     scale: float,
     block_mask: Tensor | None = None,
     variant: AttentionVariant = PLAIN,
+    row_groups: Tensor | None = None,
     *,
     whole: bool = True,
     max_and_sum: bool = False,
@@ -117,7 +122,8 @@ def plan_segment(
 
     Args:
         query, key, value, attn_mask, kv_lens, scale, variant: as `tatten.decode_attention` takes them.
-        block_mask: the block list of `attn_mask`, if it was found before.
+        block_mask: the block list of `attn_mask`, if it was found before, as it always is with `row_groups`.
+        row_groups: what `tatten::row_groups` returned, for keys of which each sequence reads any row.
         whole: there are no other segments, so that whole work tiles are final.
         max_and_sum: partial states have maximum and sum instead of their lse, because of an additive mask elsewhere.
         follows: the launch just before wrote nothing that this one reads, and nothing on the stream did since. Then the
@@ -127,13 +133,18 @@ def plan_segment(
     """
     batch, q_heads, q_len, head_dim = query.shape
     kv_batch, kv_heads, kv_len, value_dim = *key.shape[:3], value.shape[3]
-    packed = packed_q_rows(query, key)
+    has_row_groups = row_groups is not None
+    seqs_per_kv, most_kv_rows = seqs_and_rows(query, key, has_row_groups)
+    packed = q_heads // kv_heads * seqs_per_kv * q_len
     window, softcap, sinks, key_scale, value_scale = variant
     window = None if window is None else min(window, kv_len + q_len)  # a longer one is the same, and could overflow
 
-    mask = plan_mask(query, key, attn_mask, kv_lens, block_mask, window)
+    mask = plan_mask(query, key, attn_mask, kv_lens, block_mask, window, has_row_groups)
     has_block_list, groups = mask.has_block_list, mask.groups
-    follows = follows and mask.find_blocks is None and (block_mask is None or block_mask.is_contiguous())
+    if has_row_groups and groups > 1:
+        groups = most_kv_rows
+    copies = any(x is not None and not x.is_contiguous() for x in (block_mask, row_groups))
+    follows = follows and mask.find_blocks is None and not copies
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
     float8 = key.element_size() == 1
     masked = mask.kind != NO_MASK or window is not None or (float8 and kv_lens is not None)
@@ -148,18 +159,19 @@ def plan_segment(
     )
     block_n = BLOCK_KEYS if has_block_list else tiles.block_n
     q_blocks = ceil_div(packed, tiles.block_m)
-    work_tiles = kv_batch // groups * kv_heads * q_blocks
+    work_tiles = (1 if has_row_groups else kv_batch // groups) * kv_heads * q_blocks
     if programs is None:
         most = tiles.per_sm * multiprocessors(query.device)
         n_tiles = max(1, ceil_div(kv_len, block_n))
         # Ragged lengths have no even shares; the block lists of a mask are often equally long.
-        programs = most if kv_lens is not None else programs_for(groups * work_tiles, n_tiles, most)
+        uneven = kv_lens is not None or has_row_groups
+        programs = most if uneven else programs_for(groups * work_tiles, n_tiles, most)
     space = TileSpace(
         groups,
         work_tiles,
         kv_len,
         kv_heads,
-        batch // kv_batch,
+        seqs_per_kv,
         q_blocks,
         programs,
         tiles.block_m,
@@ -167,6 +179,7 @@ def plan_segment(
         window=None if has_block_list else window,
         has_lens=kv_lens is not None and not has_block_list,
         has_block_list=has_block_list,
+        has_row_groups=has_row_groups,
         max_and_sum=max_and_sum or mask.kind == ADDITIVE_MASK,
     )
     # TMA reads whole tiles, so it is used where every key counts: without a mask, or in its run of full blocks.
@@ -192,12 +205,13 @@ def plan_segment(
         kv_len=kv_len,
         n_groups=groups,
         work_tiles=work_tiles,
-        seqs_per_kv=space.seqs_per_kv,
+        seqs_per_kv=seqs_per_kv,
         kv_heads=kv_heads,
         heads_per_kv=q_heads // kv_heads,
         q_len=q_len,
         q_blocks=q_blocks,
         programs=programs,
+        batch=batch,
         KEY_S=_constant_stride(key),
         VALUE_S=_constant_stride(value),
         HEAD_DIM=head_dim,
@@ -212,6 +226,7 @@ def plan_segment(
         HAS_LENS=kv_lens is not None,
         HAS_BLOCK_LIST=has_block_list,
         WINDOW=window is not None,
+        ROWS=has_row_groups,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         KEY_SCALE=key_scale is not None,
@@ -220,7 +235,7 @@ def plan_segment(
         FINAL=whole,
         POSITIVE_SCALE=scale > 0,
         INT64_OFFSETS=max(x.stride(3) * x.shape[3] for x in (query, key, value)) >= 1 << 31,
-        INT64_TILES=space.int64_tiles,
+        INT64_TILES=space.int64_tiles(batch),
         TMA=tma,
         PDL=pdl,
         WAIT_LAST=follows,

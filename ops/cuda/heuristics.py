@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tatten.ops.row_groups import group_size, most_groups
 from tatten.ops.sizes import ceil_div, power_of_2
 
 
@@ -100,10 +101,19 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_available()
 
 
-def packed_q_rows(query: Tensor, key: Tensor) -> int:
-    """Count the queries that read one kv_row and kv head: query heads, times sequences, times positions."""
+def seqs_and_rows(query: Tensor, key: Tensor, has_row_groups: bool = False) -> tuple[int, int]:
+    """Count the sequences that share a kv_row, and the kv_rows: at most, for row groups in the place of kv_rows."""
     batch, q_heads, q_len, _ = query.shape
-    return q_heads // key.shape[1] * (batch // key.shape[0]) * q_len
+    kv_batch, kv_heads = key.shape[:2]
+    if not has_row_groups:
+        return batch // kv_batch, kv_batch
+    size = group_size(batch, kv_batch, q_heads // kv_heads * q_len)
+    return size, most_groups(batch, kv_batch, size)
+
+
+def packed_q_rows(query: Tensor, key: Tensor, has_row_groups: bool = False) -> int:
+    """Count the queries that read one kv_row and kv head: query heads, times sequences, times positions."""
+    return query.shape[1] // key.shape[1] * seqs_and_rows(query, key, has_row_groups)[0] * query.shape[2]
 
 
 def programs_for(work_tiles: int, tiles: int, most: int) -> int:

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from tatten.ops.cuda.combine import Combine, Partials, TileSpace, plan_combine
 from tatten.ops.cuda.decode import Segment, plan_segment
-from tatten.ops.cuda.heuristics import Tiles, capability, multiprocessors, packed_q_rows, programs_for, tiles_for
+from tatten.ops.cuda.heuristics import (
+    Tiles,
+    capability,
+    multiprocessors,
+    packed_q_rows,
+    programs_for,
+    seqs_and_rows,
+    tiles_for,
+)
 from tatten.ops.cuda.merge_states import MergePair, plan_merge_pair
 from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.sizes import ceil_div
@@ -29,10 +37,12 @@ class PrefixSegment:
     """A launch of the prefix kernel, for plain shared keys and many packed queries."""
 
     tile_space: TileSpace
-    attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+    attend: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Partials:
-        return Partials(*self.attend(query, key, value))
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: object, row_groups: Tensor | None = None
+    ) -> Partials:
+        return Partials(*self.attend(query, key, value, row_groups), row_groups=row_groups)
 
 
 class Inputs(NamedTuple):
@@ -42,6 +52,7 @@ class Inputs(NamedTuple):
     value: Tensor
     attn_mask: Tensor | None
     block_mask: Tensor | None
+    row_groups: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,7 @@ class SegmentPair:
     def __call__(self, query: Tensor, pair: Sequence[Inputs]) -> State:
         return self.combine(
             *[
-                launch(query, x.key, x.value, x.attn_mask, None, x.block_mask)
+                launch(query, x.key, x.value, x.attn_mask, None, x.block_mask, row_groups=x.row_groups)
                 for launch, x in zip(self.launches, pair, strict=True)
             ]
         )
@@ -74,8 +85,10 @@ class Segments:
         values: Sequence[Tensor],
         attn_masks: Sequence[Tensor | None],
         block_masks: Sequence[Tensor | None],
+        row_groups: Sequence[Tensor | None] | None = None,
     ) -> State:
-        pairs = zip(self.pairs, _in_pairs(keys, values, attn_masks, block_masks), strict=True)
+        row_groups = row_groups or [None] * len(keys)
+        pairs = zip(self.pairs, _in_pairs(keys, values, attn_masks, block_masks, row_groups), strict=True)
         state, *others = [launch(query, pair) for launch, pair in pairs]
         for merge, other in zip(self.merges, others, strict=True):
             state = merge(*state, *other)
@@ -89,10 +102,12 @@ def plan_segments(
     attn_masks: Sequence[Tensor | None],
     block_masks: Sequence[Tensor | None],
     scale: float,
+    row_groups: Sequence[Tensor | None] | None = None,
 ) -> Segments:
     """Plan the launches for checked inputs."""
+    row_groups = row_groups or [None] * len(keys)
     additive = any(mask is not None and mask.dtype != torch.bool for mask in attn_masks)
-    pairs = _in_pairs(keys, values, attn_masks, block_masks)
+    pairs = _in_pairs(keys, values, attn_masks, block_masks, row_groups)
     final = len(pairs) == 1
     planned = [_plan_pair(query, pair, scale, final=final, max_and_sum=additive) for pair in pairs]
     n_states, value_dim = query.shape[0] * query.shape[1] * query.shape[2], values[0].shape[3]
@@ -119,7 +134,7 @@ def _plan_pair(query: Tensor, pair: Sequence[Inputs], scale: float, *, final: bo
     def plan(x: Inputs, **options: Any) -> Segment:
         whole = final and len(pair) == 1
         given = query, x.key, x.value, x.attn_mask, None, scale, x.block_mask
-        return plan_segment(*given, whole=whole, max_and_sum=max_and_sum, **options)
+        return plan_segment(*given, row_groups=x.row_groups, whole=whole, max_and_sum=max_and_sum, **options)
 
     first, second = pair[0], pair[1] if len(pair) == 2 else None
     launches: tuple[Segment | PrefixSegment, ...]
@@ -128,12 +143,13 @@ def _plan_pair(query: Tensor, pair: Sequence[Inputs], scale: float, *, final: bo
     elif not _takes_prefix_kernel(query, first, scale):
         launches = plan(first), plan(second, follows=True)
     else:
-        sms, sms_left = multiprocessors(query.device), _sms_beside_prefix(query, first.key, second)
+        sms, sms_left = multiprocessors(query.device), _sms_beside_prefix(query, first, second)
         beside: dict[str, Any] = {}
         if sms_left:
             tiles = SHORT_ROWS if second.key.shape[2] <= 512 else tiles_for(1, second.key.shape[3], 2)
             beside = {"tiles": tiles, "programs": sms_left * tiles.per_sm}
-        prefix = plan_prefix_segment(query, first.key, first.value, scale, sms - sms_left if sms_left else None)
+        programs = sms - sms_left if sms_left else None
+        prefix = plan_prefix_segment(query, first.key, first.value, scale, programs, first.row_groups)
         launches = prefix, plan(second, follows=True, **beside)
     spaces = [launch.tile_space for launch in launches]
     dtype, merged = query.dtype if final else None, max_and_sum and not final
@@ -146,7 +162,7 @@ def _takes_prefix_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
     dim = query.shape[3]
     return (
         x.attn_mask is None
-        and packed_q_rows(query, x.key) > 32
+        and packed_q_rows(query, x.key, x.row_groups is not None) > 32
         and dim == x.value.shape[3]
         and dim in (64, 128)
         and query.is_cuda
@@ -158,17 +174,20 @@ def _takes_prefix_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
     )
 
 
-def _sms_beside_prefix(query: Tensor, key: Tensor, beside: Inputs) -> int:
+def _sms_beside_prefix(query: Tensor, prefix: Inputs, beside: Inputs) -> int:
     """The number of SMs to leave to the segment `beside` the one of the prefix kernel, or 0 to run one after the other.
 
     The prefix kernel is bound by arithmetic and fills an SM; the other segment is bound by memory. On an H200 they take
     125 us side by side and 144 us one after the other (256 sequences, 32/8 heads, 8192 and 256 keys). A few SMs are not
     worth the partials that they leave.
     """
-    kv_batch, kv_heads, kv_len, head_dim = key.shape
-    if beside.attn_mask is not None or packed_q_rows(query, beside.key) > 16:
+    _, kv_heads, kv_len, head_dim = prefix.key.shape
+    if beside.attn_mask is not None or beside.row_groups is not None or packed_q_rows(query, beside.key) > 16:
         return 0
-    tiles = ceil_div(packed_q_rows(query, key), 128) * kv_batch * kv_heads * ceil_div(kv_len, 128)
+    has_row_groups = prefix.row_groups is not None
+    _, kv_rows = seqs_and_rows(query, prefix.key, has_row_groups)
+    q_blocks = ceil_div(packed_q_rows(query, prefix.key, has_row_groups), 128)
+    tiles = q_blocks * kv_rows * kv_heads * ceil_div(kv_len, 128)
     prefix_us = tiles * head_dim / 128 * PREFIX_TILE_US
     beside_us = 2 * beside.key.numel() * beside.key.element_size() / SM_BYTES_PER_US
     sms = multiprocessors(query.device)
@@ -177,15 +196,24 @@ def _sms_beside_prefix(query: Tensor, key: Tensor, beside: Inputs) -> int:
 
 
 def plan_prefix_segment(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    programs: int | None = None,
+    row_groups: Tensor | None = None,
 ) -> PrefixSegment:
     """Plan a segment as `plan_segment` does, for plain shared keys that the prefix kernel takes."""
     from tatten.ops.cuda.prefix_sm90 import BLOCK_M, BLOCK_N, plan_prefix_attention
 
-    kv_batch, kv_heads, kv_len, _ = key.shape
-    q_blocks = ceil_div(packed_q_rows(query, key), BLOCK_M)
-    work_tiles = kv_batch * kv_heads * q_blocks
-    programs = programs or programs_for(work_tiles, ceil_div(kv_len, BLOCK_N), multiprocessors(query.device))
-    seqs_per_kv = query.shape[0] // kv_batch
-    tile_space = TileSpace(1, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs, BLOCK_M, BLOCK_N)
-    return PrefixSegment(tile_space, plan_prefix_attention(query, key, value, scale, programs))
+    _, kv_heads, kv_len, _ = key.shape
+    has_row_groups = row_groups is not None
+    seqs_per_kv, kv_rows = seqs_and_rows(query, key, has_row_groups)
+    q_blocks = ceil_div(packed_q_rows(query, key, has_row_groups), BLOCK_M)
+    work_tiles = (1 if has_row_groups else kv_rows) * kv_heads * q_blocks
+    if programs is None:
+        most = multiprocessors(query.device)
+        programs = most if has_row_groups else programs_for(work_tiles, ceil_div(kv_len, BLOCK_N), most)
+    sizes = 1, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs, BLOCK_M, BLOCK_N
+    attend = plan_prefix_attention(query, key, value, scale, programs, row_groups)
+    return PrefixSegment(TileSpace(*sizes, has_row_groups=has_row_groups), attend)

@@ -22,30 +22,37 @@ def _find_partials(
     q_heads,
     q_len,
     window,
+    batch,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_LENS: tl.constexpr,
     HAS_BLOCK_LIST: tl.constexpr,
     WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
     INT64_TILES: tl.constexpr,
 ):
     """Find the slots of the partial states of some output states: of the first one, of the others, and how many."""
     block_list_stride, n_groups, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs = sizes
-    tiles, ends = tile_space(
+    if ROWS:
+        sequence = tl.load(partials.row_groups + 3 * (batch + 1) + sequence)  # its place
+    tiles, ends, work_tiles = tile_space(
         partials.kv_lens,
         partials.block_list,
+        partials.row_groups,
         block_list_stride,
         n_groups,
         work_tiles,
         kv_len,
         window,
         q_len,
+        batch,
         BLOCK_N,
         GROUPS,
         HAS_LENS,
         HAS_BLOCK_LIST,
         WINDOW,
+        ROWS,
     )
     total_tiles = tl.max(ends, axis=0)
     active_programs = tl.minimum(programs, total_tiles)
@@ -116,7 +123,9 @@ def _fold_partials(
 _SIZES = ["block_list_stride", "n_groups", "work_tiles", "kv_len", "kv_heads", "seqs_per_kv", "q_blocks", "programs"]
 
 
-@triton.jit(do_not_specialize=["q_heads", "q_len", "window", *[f"{size}_{x}" for x in "ab" for size in _SIZES]])
+@triton.jit(
+    do_not_specialize=["q_heads", "q_len", "window", "batch", *[f"{size}_{x}" for x in "ab" for size in _SIZES]]
+)
 def _combine_kernel(
     out,
     lse,
@@ -141,6 +150,7 @@ def _combine_kernel(
     q_blocks_b,
     programs_b,
     window,
+    batch,
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M_A: tl.constexpr,
@@ -148,12 +158,14 @@ def _combine_kernel(
     GROUPS_A: tl.constexpr,
     HAS_LENS_A: tl.constexpr,
     HAS_BLOCK_LIST_A: tl.constexpr,
+    ROWS_A: tl.constexpr,
     MAX_AND_SUM_A: tl.constexpr,
     BLOCK_M_B: tl.constexpr,
     BLOCK_N_B: tl.constexpr,
     GROUPS_B: tl.constexpr,
     HAS_LENS_B: tl.constexpr,
     HAS_BLOCK_LIST_B: tl.constexpr,
+    ROWS_B: tl.constexpr,
     MAX_AND_SUM_B: tl.constexpr,
     WINDOW: tl.constexpr,
     INT64_TILES: tl.constexpr,
@@ -178,12 +190,14 @@ def _combine_kernel(
         q_heads,
         q_len,
         window,
+        batch,
         BLOCK_M_A,
         BLOCK_N_A,
         GROUPS_A,
         HAS_LENS_A,
         HAS_BLOCK_LIST_A,
         WINDOW,
+        ROWS_A,
         INT64_TILES,
     )
     if HAS_SECOND:
@@ -206,12 +220,14 @@ def _combine_kernel(
             q_heads,
             q_len,
             window,
+            batch,
             BLOCK_M_B,
             BLOCK_N_B,
             GROUPS_B,
             HAS_LENS_B,
             HAS_BLOCK_LIST_B,
             False,
+            ROWS_B,
             INT64_TILES,
         )
     else:

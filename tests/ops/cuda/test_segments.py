@@ -17,7 +17,9 @@ SMS = 132
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU whose prefix kernel takes all plain keys that sequences share."""
 
-    def plan_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int | None) -> PrefixSegment:
+    def plan_prefix(
+        query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int | None, *_: object
+    ) -> PrefixSegment:
         space = TileSpace(1, 8, key.shape[2], 8, query.shape[0], 1, programs or SMS, 128, 128)
         return PrefixSegment(space, lambda *_: (query,) * 4)
 
