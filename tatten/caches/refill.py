@@ -12,65 +12,60 @@ from tatten.caches.prompts import Prompts
 
 if TYPE_CHECKING:
     from tatten.caches.shared_prefix import SharedPrefixCache
-    from tatten.caches.shared_prefix_layer import Rows, Segment
+    from tatten.caches.shared_prefix_layer import Inherited, SharedPrefixLayer
 
 
-def check_refill(
-    into: SharedPrefixCache,
-    segments: Sequence[tuple[Segment, ...]],
-    rows: Sequence[Rows],
-    prompts: Prompts,
-    suffix: tuple[int, int],
-) -> None:
-    """Raise ValueError unless `into` is a fork of just these shapes, whose memory nothing of this is in.
-
-    Args:
-        segments, rows: of each layer.
-        suffix: batch and capacity.
-    """
-    _same("a cache with as many layers", len(into.layers), len(segments))
-    _same("a fork with the same batch and capacity", (into.batch_size, into.capacity), suffix)
-    _same("a fork with as many levels", len(into.layers[0].segments), len(segments[0]))
-    describe = {name: (tuple(x.shape), x.dtype, str(x.device)) for name, x in prompts.given.items()}
-    held = {name: (tuple(x.shape), x.dtype, str(x.device)) for name, x in into.prompts.given.items()}
-    _same("a fork with prompts of the same kind", held, describe)
-    for index, (layer, new, new_rows) in enumerate(zip(into.layers, segments, rows, strict=True)):
-        for level, (old_segment, segment) in enumerate(zip(layer.segments, new, strict=True)):
-            for name, old, tensor in zip(("keys", "values"), old_segment, segment, strict=True):
-                want = tuple(tensor.shape), tensor.dtype, str(tensor.device)
-                what = f"a fork with the same {name} in level {level} of layer {index}"
-                _same(what, (tuple(old.shape), old.dtype, str(old.device)), want)
-                if any(_share(tensor, x) and not (x is old and x.is_set_to(tensor)) for x in layer.tensors):
-                    raise ValueError(
-                        f"`into` must have memory of its own, got one that shares rows or slots with the {name} to be "
-                        f"copied into level {level} of layer {index}"
-                    )
-            if layer.rows[level] is None and new_rows[level] is not None:
-                raise ValueError(f"`into` must have rows in level {level}, as the sequences to fork, got none")
+def check_refill(into: SharedPrefixCache, inherited: Sequence[Inherited], prompts: Prompts) -> None:
+    """Raise ValueError unless `into` is a fork of just these shapes, whose memory nothing of this is in."""
+    _same("a cache with as many layers", len(into.layers), len(inherited))
+    held = {name: _kind(tensor) for name, tensor in into.prompts.given.items()}
+    _same("a fork with prompts of the same kind", held, {name: _kind(tensor) for name, tensor in prompts.given.items()})
+    for index, (layer, new) in enumerate(zip(into.layers, inherited, strict=True)):
+        _check_layer(index, layer, new)
 
 
-def refill(
-    into: SharedPrefixCache, segments: Sequence[tuple[Segment, ...]], rows: Sequence[Rows], prompts: Prompts
-) -> SharedPrefixCache:
+def refill(into: SharedPrefixCache, inherited: Sequence[Inherited], prompts: Prompts) -> SharedPrefixCache:
     """Copy segments, rows and prompts into the tensors of `into`, empty its suffixes, and return it."""
-    for layer, new, new_rows in zip(into.layers, segments, rows, strict=True):
-        for old_segment, segment, old_rows, row in zip(layer.segments, new, layer.rows, new_rows, strict=True):
-            for old, tensor in zip(old_segment, segment, strict=True):
+    for layer, new in zip(into.layers, inherited, strict=True):
+        for held, segment in zip(layer.segments, new.segments, strict=True):
+            for old, tensor in zip(held, segment, strict=True):
                 if not old.is_set_to(tensor):
                     old.copy_(tensor)
+        for level, (old_rows, rows) in enumerate(zip(layer.rows, new.rows, strict=True)):
             if old_rows is not None:
-                old_rows.copy_(_aligned(layer.batch_size, segment[0]) if row is None else row)
+                old_rows.copy_(_aligned(new.batch, new.segments[level][0]) if rows is None else rows)
         for tensor in (layer.keys, layer.values, layer.length):
             tensor.zero_()
         layer.frozen = 0
-    for name, held in into.prompts.given.items():
-        held.copy_(prompts.given[name])
+    for name, held_prompts in into.prompts.given.items():
+        held_prompts.copy_(prompts.given[name])
     return into
+
+
+def _check_layer(index: int, layer: SharedPrefixLayer, new: Inherited) -> None:
+    sizes = (layer.keys.shape[0], layer.keys.shape[2]) if layer.forked else (layer.batch_size, 0)
+    _same("a fork with the same batch and capacity", sizes, (new.batch, new.slots))
+    _same("a fork with levels of the same lengths", layer.lengths, new.lengths)
+    for level, (held, segment) in enumerate(zip(layer.segments, new.segments, strict=True)):
+        for name, old, tensor in zip(("keys", "values"), held, segment, strict=True):
+            where = f"level {level} of layer {index}"
+            _same(f"a fork with the same {name} in {where}", _kind(old), _kind(tensor))
+            if any(_share(tensor, x) and not (x is old and x.is_set_to(tensor)) for x in layer.tensors):
+                raise ValueError(
+                    f"`into` must have memory of its own, got one that shares rows or slots with the {name} to be "
+                    f"copied into {where}"
+                )
+        if layer.rows[level] is None and new.rows[level] is not None:
+            raise ValueError(f"`into` must have rows in level {level}, as the sequences to fork, got none")
 
 
 def _aligned(batch: int, stored: Tensor) -> Tensor:
     """The rows of aligned blocks."""
     return torch.arange(batch, device=stored.device) // (batch // stored.shape[0])
+
+
+def _kind(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, str]:
+    return tuple(tensor.shape), tensor.dtype, str(tensor.device)
 
 
 def _share(a: Tensor, b: Tensor) -> bool:

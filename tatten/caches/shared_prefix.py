@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from tatten.caches import shared_prefix_layers
 from tatten.caches.prompts import Prompts
 from tatten.caches.refill import check_refill, refill
 from tatten.caches.selection import Selection, expand_to_batch
-from tatten.caches.shared_prefix_layer import Kept, SharedPrefixLayer, is_recorded
+from tatten.caches.shared_prefix_layer import SharedPrefixLayer, is_recorded
+from tatten.caches.shared_prefix_layers import inherit, used_slots
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from tatten.caches.agreement import Agreement
+    from tatten.caches.sharded_layer import Interleaved
 
 
 class SharedPrefixCache:
@@ -31,6 +38,10 @@ class SharedPrefixCache:
         prompt_lens: int32 or int64 `[G]`, for prompts of unequal length, instead of a mask: the number of tokens of
             each prompt that take part. What the prefill holds beyond them counts for nothing, and positions go on from
             the length. All tokens before the first fork are the prompts'.
+        mesh: a mesh with named dims, on the device of keys and values, that contains this rank; None for one device.
+            Prefix and suffixes are then sharded over the sequence: of the n ranks that share one, rank `p % n` stores
+            position p. Every rank has to be given the same, which is checked for prompts, forks and selections.
+        sequence, heads: names of dims of the mesh, as for `tatten.ShardedKVCache`.
         device: the device of `mask` and `positions` for the prefill; later it is that of the keys. Default: the device
             of `prompt_mask` or `prompt_lens`, or torch's default.
 
@@ -58,11 +69,22 @@ class SharedPrefixCache:
         device: torch.device | str | None = None,
         *,
         prompt_lens: Tensor | None = None,
+        mesh: DeviceMesh | None = None,
+        sequence: str | Sequence[str] = "kv",
+        heads: str | None = None,
     ):
         check_positive("num_layers", num_layers)
-        self.layers = [SharedPrefixLayer() for _ in range(num_layers)]
         self.prompts = Prompts(prompt_mask, prompt_lens)
         self.device = self.prompts.device if device is None else device
+        self.layout: Interleaved | None = None
+        self.agreement: Agreement | None = None
+        self.layers = [SharedPrefixLayer() for _ in range(num_layers)]
+        if mesh is not None:
+            from tatten.caches.sharded_prefix import sharded_prefix_layers  # imports DTensor, which takes seconds
+
+            self.layout, self.agreement, layers = sharded_prefix_layers(num_layers, mesh, sequence, heads, self.prompts)
+            self.layers = [*layers]
+            self.device = torch.device(mesh.device_type)
 
     @property
     def batch_size(self) -> int:
@@ -77,7 +99,7 @@ class SharedPrefixCache:
     @property
     def length(self) -> int:
         """Number of tokens of each sequence, read on the host. Raises ValueError in the middle of a step."""
-        return self._used("length") + self.layers[0].prefix_length if self.batch_size else 0
+        return used_slots(self.layers, "length") + self.layers[0].prefix_length if self.batch_size else 0
 
     @property
     def nbytes(self) -> int:
@@ -121,18 +143,18 @@ class SharedPrefixCache:
             ValueError, TypeError: `n` or `capacity` is not an int of at least 1, the call comes before the prefill or
                 in the middle of a step, or `into` does not fit. Nothing has been written.
         """
+        used = used_slots(self.layers, "fork")
+        if self.agreement is not None:
+            self.agreement.check_fork(n, capacity, self.batch_size, used)
         check_positive("n", n)
         check_positive("capacity", capacity)
-        used = self._used("fork")
-        rows = self._on_each_device(lambda layer: layer.inherited_rows(n, used))
+        if into is not None and not isinstance(into, SharedPrefixCache):
+            raise TypeError(f"`into` must be a SharedPrefixCache, got {type(into).__name__}")
+        inherited = inherit(self.layers, n, capacity, used)
         if into is not None:
-            if not isinstance(into, SharedPrefixCache):
-                raise TypeError(f"`into` must be a SharedPrefixCache, got {type(into).__name__}")
-            segments = [layer.inherited(used) for layer in self.layers]
-            new_rows = [rows[layer.device] for layer in self.layers]
-            check_refill(into, segments, new_rows, self.prompts, (self.batch_size * n, capacity))
-            return refill(into, segments, new_rows, self.prompts)
-        layers = [layer.fork(n, capacity, used, rows[layer.device]) for layer in self.layers]
+            check_refill(into, inherited, self.prompts)
+            return refill(into, inherited, self.prompts)
+        layers = [layer.fork(what) for layer, what in zip(self.layers, inherited, strict=True)]
         return self._of(layers, self.prompts.map(torch.clone))
 
     def select(self, indices: Sequence[int] | Tensor) -> SharedPrefixCache:
@@ -154,25 +176,18 @@ class SharedPrefixCache:
             ValueError: `indices` is empty or has another number of dimensions.
             TypeError: `indices` holds something other than integers.
         """
-        selection = Selection(indices, self.batch_size)
-        kept = self._on_each_device(lambda layer: layer.selected_rows(selection, narrow=True))
-        layers = [layer.select(selection, kept[layer.device]) for layer in self.layers]
-        return self._of(layers, self._selected_prompts(selection, kept))
+        selection = self._selection(indices)
+        layers, root = shared_prefix_layers.select(self.layers, selection)
+        return self._of(layers, self._selected_prompts(selection, root))
 
     def select_(self, indices: Sequence[int] | Tensor) -> None:
         """Select in place, as beam search does at each step. Memory stays where it is while the batch does.
 
         Raises the errors of `select`.
         """
-        selection = Selection(indices, self.batch_size)
-        stays = len(selection) == self.batch_size
-        kept = self._on_each_device(lambda layer: layer.selected_rows(selection, narrow=not stays))
-        self.prompts = self._selected_prompts(selection, kept)
-        if stays and self.layers[0].forked:
-            held = self._on_each_device(lambda layer: layer.rows)
-            kept = {device: _in_place(held[device], new) for device, new in kept.items()}
-        for layer in self.layers:
-            layer.select_(selection, kept[layer.device])
+        selection = self._selection(indices)
+        root = shared_prefix_layers.select_(self.layers, selection)
+        self.prompts = self._selected_prompts(selection, root)
 
     def crop(self, tokens: int) -> None:
         """Forget the last `tokens` tokens of each sequence, in place, such as drafts that were not accepted.
@@ -187,7 +202,7 @@ class SharedPrefixCache:
         check_positive("tokens", tokens)
         last = self.layers[-1]
         if not (last.forked and is_recorded(last.length)):
-            used = self._used("crop") if last.forked else last.prefix_length
+            used = used_slots(self.layers, "crop") if last.forked else last.prefix_length
             if tokens > used - last.frozen:
                 raise ValueError(
                     f"`tokens` must be at most {used - last.frozen}, as many as came since the last fork, got {tokens}"
@@ -207,9 +222,13 @@ class SharedPrefixCache:
             TypeError: `q_len` is not an int.
         """
         tokens, total = self._step(q_len)
-        visible = (torch.arange(total, device=tokens.device) <= tokens[:, None])[None, None]
+        layout = self.layout if self.layers[-1].segments else None  # the first tokens attend as on one device
+        own = slice(None) if layout is None else layout.own
+        visible = (torch.arange(total, device=tokens.device)[own] <= tokens[:, None])[None, None]
         real = self._real(total)
-        return visible if real is None else visible & self._of_each_sequence(real)[:, None, None]
+        if real is not None:
+            visible = visible & self._of_each_sequence(real[:, own])[:, None, None]
+        return visible if layout is None else layout.mask(visible)
 
     def positions(self, q_len: int = 1) -> Tensor:
         """Position ids of the step's tokens, int64 `[1 or batch, q_len]`, not counting padding.
@@ -221,6 +240,18 @@ class SharedPrefixCache:
         if real is None:
             return tokens[None]
         return self._of_each_sequence((real.cumsum(1) - 1).clamp(min=0).index_select(1, tokens))
+
+    def _selection(self, indices: Sequence[int] | Tensor) -> Selection:
+        """Check indices, on a mesh also against those of other ranks."""
+        try:
+            selection = Selection(indices, self.batch_size)
+        except (ValueError, TypeError, IndexError):
+            if self.agreement is not None:
+                self.agreement.check_selection(None, self.batch_size)
+            raise
+        if self.agreement is not None:
+            self.agreement.check_selection(selection, self.batch_size)
+        return selection
 
     def _step(self, q_len: int) -> tuple[Tensor, int]:
         """Indices of the step's tokens, `[q_len]`, and `total`.
@@ -237,19 +268,6 @@ class SharedPrefixCache:
         held = self.layers[0].tensors
         return torch.arange(prefix, prefix + q_len, device=held[0].device if held else self.device), prefix + q_len
 
-    def _used(self, name: str) -> int:
-        """Used slots of the suffixes, read with one synchronisation for all layers; 0 before a fork."""
-        empty = [index for index, layer in enumerate(self.layers) if not layer.segments]
-        if empty:
-            raise ValueError(f"`{name}` needs a prefill of all {len(self.layers)} layers, got none in layers {empty}")
-        lengths = [layer.prefix_length for layer in self.layers]
-        if self.layers[0].forked:
-            device = self.layers[0].length.device
-            lengths = torch.stack([layer.length.to(device) for layer in self.layers]).tolist()
-        if len(set(lengths)) > 1:
-            raise ValueError(f"`{name}` must come between steps, with as many tokens in each layer, got {lengths}")
-        return lengths[0] if self.layers[0].forked else 0
-
     def _check_prompt(self, layer: SharedPrefixLayer, key: Tensor) -> None:
         """Check a prefill against the other layers and what is known of the prompts."""
         if not layer.segments and self.batch_size not in (0, key.shape[0]):
@@ -258,34 +276,21 @@ class SharedPrefixCache:
 
     def _real(self, total: int) -> Tensor | None:
         last = self.layers[-1]
-        return self.prompts.real(last.segments[0][0].shape[2] if last.forked else total, total)
+        return self.prompts.real(last.lengths[0] if last.forked else total, total)
 
     def _of_each_sequence(self, of_prompts: Tensor) -> Tensor:
         """`[batch, ...]` of what `[G, ...]` says of the prompts."""
         rows = self.layers[0].rows[0] if self.layers[0].forked else None
         return expand_to_batch(of_prompts, self.batch_size or of_prompts.shape[0], rows)
 
-    def _selected_prompts(self, selection: Selection, kept: dict[torch.device, Kept]) -> Prompts:
+    def _selected_prompts(self, selection: Selection, root: slice) -> Prompts:
         """Prompts in the order of the root's rows: after a fork those that are kept, before it the chosen ones."""
-        first = self.layers[0]
-        return self.prompts.map((lambda x: x[kept[first.device][0][0]]) if first.forked else selection.take)
-
-    def _on_each_device(self, compute: Callable[[SharedPrefixLayer], T]) -> dict[torch.device, T]:
-        """What layers have in common, computed once for each device."""
-        return {device: compute(layer) for device, layer in {layer.device: layer for layer in self.layers}.items()}
+        return self.prompts.map((lambda prompts: prompts[root]) if self.layers[0].forked else selection.take)
 
     def _of(self, layers: list[SharedPrefixLayer], prompts: Prompts) -> SharedPrefixCache:
-        cache = SharedPrefixCache(len(layers), prompts.mask, self.device, prompt_lens=prompts.lens)
-        cache.layers = layers
+        cache = copy.copy(self)
+        cache.layers, cache.prompts = layers, prompts
         return cache
-
-
-def _in_place(held: Sequence[Tensor | None], new: Kept) -> Kept:
-    """Write new rows into the tensors of the old ones, where there are any."""
-    return [
-        (stored, rows if old is None or rows is None else old.copy_(rows))
-        for old, (stored, rows) in zip(held, new, strict=True)
-    ]
 
 
 def check_positive(name: str, value: int) -> None:

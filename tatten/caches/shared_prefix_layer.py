@@ -6,6 +6,8 @@ Eager PyTorch materializes it; `torch.compile(backend="tatten")` reads each pref
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,19 @@ from tatten.caches.static_address import mark_static
 
 Segment = tuple[Tensor, Tensor]
 Rows = tuple[Tensor | None, ...]
+Suffix = tuple[Tensor, Tensor, Tensor]  # keys, values, length
 Kept = list[tuple[slice, Tensor | None]]  # for each segment what `Selection.rows` says
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """What a fork takes over: segments with their lengths and rows, for a batch with as many slots each."""
+
+    segments: tuple[Segment, ...]
+    lengths: tuple[int, ...]
+    rows: Rows
+    batch: int
+    slots: int
 
 
 class SharedPrefixLayer:
@@ -23,6 +37,7 @@ class SharedPrefixLayer:
     Attributes:
         segments: pairs `(key, value)`, root first, each `[B_i, kv_heads, len_i, head_dim]`. Before the first fork there
             is only the root, which grows.
+        lengths: the number of tokens of each segment.
         rows: for each segment int32 `[batch]`, the row of it that each sequence reads; or None for aligned blocks,
             where row j is read by the sequences `j * batch / B_i ... (j + 1) * batch / B_i - 1`. The layers on one
             device have the same tensors.
@@ -37,9 +52,14 @@ class SharedPrefixLayer:
     length: Tensor
 
     def __init__(
-        self, segments: tuple[Segment, ...] = (), rows: Rows = (), suffix: tuple[Tensor, Tensor, Tensor] | None = None
+        self,
+        segments: tuple[Segment, ...] = (),
+        lengths: tuple[int, ...] = (),
+        rows: Rows = (),
+        suffix: Suffix | None = None,
     ):
         self.segments = segments
+        self.lengths = lengths
         self.rows = rows
         self.forked = suffix is not None
         self.frozen = 0
@@ -62,7 +82,7 @@ class SharedPrefixLayer:
     @property
     def prefix_length(self) -> int:
         """Number of tokens in the segments."""
-        return sum(key.shape[2] for key, _ in self.segments)
+        return sum(self.lengths)
 
     @property
     def capacity(self) -> int:
@@ -89,16 +109,14 @@ class SharedPrefixLayer:
         if not self.forked:
             # The first pair is copied, too: it may be a view of something larger.
             past_key, past_value = self.segments[0] if self.segments else (key[:, :, :0], value[:, :, :0])
-            self.segments = ((torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)),)
-            self.rows = (None,)
+            new_key, new_value = self._own(key), self._own(value)
+            self.segments = ((torch.cat([past_key, new_key], dim=2), torch.cat([past_value, new_value], dim=2)),)
+            self.lengths, self.rows = (self.prefix_length + key.shape[2],), (None,)
             return self.segments[0]
 
-        q_len = key.shape[2]
-        self.check_room(q_len)
-        slots = self.length + torch.arange(q_len, device=key.device)
-        self.keys.index_copy_(2, slots, key)
-        self.values.index_copy_(2, slots, value)
-        self.length.add_(q_len)
+        self.check_room(key.shape[2])
+        self._write(key, value)
+        self.length.add_(key.shape[2])
         keys, values = (self._shared(i) for i in (0, 1))
         return torch.cat([*keys, self.keys], dim=2), torch.cat([*values, self.values], dim=2)
 
@@ -121,27 +139,32 @@ class SharedPrefixLayer:
             self.length.sub_(tokens)
         else:
             kept = self.prefix_length - tokens
-            self.segments = tuple((key[:, :, :kept], value[:, :, :kept]) for key, value in self.segments)
-
-    def inherited(self, used: int) -> tuple[Segment, ...]:
-        """The segments of children: those of this layer, and the `used` slots of its suffix as a view."""
-        if not used:
-            return self.segments
-        return (*self.segments, (self.keys[:, :, :used], self.values[:, :, :used]))
+            slots = self._slots(0, kept)
+            self.segments = tuple((key[:, :, :slots], value[:, :, :slots]) for key, value in self.segments)
+            self.lengths = (kept,)
 
     def inherited_rows(self, n: int, used: int) -> Rows:
-        """The rows of `inherited`, for `n` children of each sequence."""
+        """The rows of the segments of a fork, for `n` children of each sequence."""
         rows = tuple(None if row is None else row.repeat_interleave(n) for row in self.rows)
         return (*rows, None) if used else rows
 
-    def fork(self, n: int, capacity: int, used: int, rows: Rows) -> SharedPrefixLayer:
-        """A layer with `n` children of each sequence, which read `rows`. Copies nothing."""
+    def inherited(self, n: int, capacity: int, used: int, rows: Rows) -> Inherited:
+        """What `n` children of each sequence inherit. The `used` tokens of the suffix are a segment, as a view."""
+        segments, lengths = self.segments, self.lengths
+        if used:
+            slots = self._slots(self.prefix_length, used)
+            segments = (*segments, (self.keys[:, :, :slots], self.values[:, :, :slots]))
+            lengths = (*lengths, used)
         self.frozen = max(self.frozen, used)
-        key, value = self.segments[0]
-        shape = self.batch_size * n, key.shape[1], capacity
+        return Inherited(segments, lengths, rows, self.batch_size * n, self._slots_for(capacity))
+
+    def fork(self, inherited: Inherited) -> SharedPrefixLayer:
+        """A layer of children, with an empty suffix."""
+        key, value = inherited.segments[0]
+        shape = inherited.batch, key.shape[1], inherited.slots
         length = torch.zeros((), dtype=torch.int64, device=key.device)
         suffix = key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3]), length
-        return SharedPrefixLayer(self.inherited(used), rows, suffix)
+        return self._with(inherited.segments, inherited.lengths, inherited.rows, suffix)
 
     def selected_rows(self, selection: Selection, narrow: bool) -> Kept:
         """What to keep of each segment, see `Selection.rows`."""
@@ -151,16 +174,15 @@ class SharedPrefixLayer:
     def select(self, selection: Selection, kept: Kept) -> SharedPrefixLayer:
         """A layer of the chosen sequences, which read the rows `kept` of the segments. Copies the suffix."""
         if not self.forked:
-            return SharedPrefixLayer(
-                tuple((selection.take(key), selection.take(value)) for key, value in self.segments), self.rows
-            )
+            chosen = tuple((selection.take(key), selection.take(value)) for key, value in self.segments)
+            return self._with(chosen, self.lengths, self.rows, None)
         segments = tuple(
             (key, value) if stored == slice(0, key.shape[0]) else (key[stored], value[stored])
             for (key, value), (stored, _) in zip(self.segments, kept, strict=True)
         )
         index = selection.on(self.keys.device)
         suffix = self.keys.index_select(0, index), self.values.index_select(0, index), self.length.clone()
-        return SharedPrefixLayer(segments, tuple(rows for _, rows in kept), suffix)
+        return self._with(segments, self.lengths, tuple(rows for _, rows in kept), suffix)
 
     def select_(self, selection: Selection, kept: Kept) -> None:
         """Select in place. The suffix keeps its memory unless the batch changes or children read it."""
@@ -177,6 +199,30 @@ class SharedPrefixLayer:
         """Keys (0) or values (1) of the segments, as each sequence reads them."""
         segments = zip(self.segments, self.rows, strict=True)
         return [expand_to_batch(segment[which], self.batch_size, rows) for segment, rows in segments]
+
+    def _own(self, new: Tensor) -> Tensor:
+        """What is stored of new tokens of the root."""
+        return new
+
+    def _slots(self, start: int, tokens: int) -> int:
+        """How many of `tokens` tokens from position `start` on are stored."""
+        return tokens
+
+    def _slots_for(self, capacity: int) -> int:
+        """Number of slots to allocate for `capacity` tokens."""
+        return capacity
+
+    def _write(self, key: Tensor, value: Tensor) -> None:
+        """Write new tokens into the suffix."""
+        slots = self.length + torch.arange(key.shape[2], device=key.device)
+        self.keys.index_copy_(2, slots, key)
+        self.values.index_copy_(2, slots, value)
+
+    def _with(
+        self, segments: tuple[Segment, ...], lengths: tuple[int, ...], rows: Rows, suffix: Suffix | None
+    ) -> SharedPrefixLayer:
+        """A layer of the same kind."""
+        return SharedPrefixLayer(segments, lengths, rows, suffix)
 
     def _check_fit(self, key: Tensor, value: Tensor) -> None:
         if key.dim() != 4:

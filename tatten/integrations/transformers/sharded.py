@@ -101,13 +101,7 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
         sequence: str | Sequence[str] = "kv",
         heads: str | None = None,
     ):
-        if not isinstance(config, int):
-            found = attention_implementation(config)
-            if found not in (None, "tatten"):
-                raise ValueError(
-                    f'`config` must be of a model with attn_implementation="tatten", got {found!r}: nothing else can '
-                    'attend to a sharded cache; call `model.set_attn_implementation("tatten")`'
-                )
+        check_attention(config)
         num_layers = config if isinstance(config, int) else count_layers(config)
         self._cache = sharded_cache.ShardedKVCache(num_layers, mesh, capacity, sequence=sequence, heads=heads)
         super().__init__(layers=[ShardedCacheLayer(kv) for kv in self._cache.layers])
@@ -144,6 +138,16 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
         raise NotImplementedError(
             "ShardedKVCache cannot be cropped, as assisted decoding and contrastive search do: generate without them, "
             "or with a DynamicCache"
+        )
+
+
+def check_attention(config: PreTrainedConfig | int) -> None:
+    """Raise ValueError if the config is of a model that calls another attention than "tatten"."""
+    found = None if isinstance(config, int) else attention_implementation(config)
+    if found not in (None, "tatten"):
+        raise ValueError(
+            f'`config` must be of a model with attn_implementation="tatten", got {found!r}: nothing else can '
+            'attend to a sharded cache; call `model.set_attn_implementation("tatten")`'
         )
 
 

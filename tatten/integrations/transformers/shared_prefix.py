@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
@@ -12,6 +12,9 @@ from transformers.cache_utils import CacheLayerMixin
 from tatten.caches import shared_prefix
 from tatten.caches.shared_prefix_layer import SharedPrefixLayer
 from tatten.integrations.transformers.config import count_layers
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -90,14 +93,30 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
     Args:
         config: the config of the model, or its number of layers. Attention may be full, sliding or chunked; every
             layer keeps all tokens, and the masks of the model apply windows.
+        mesh, sequence, heads: as for `tatten.SharedPrefixCache`, on every rank, for a model with
+            `attn_implementation="tatten"`. Each rank computes the whole prefill and keeps its share of it. A cache over
+            a mesh has to be forked before a model is called with single tokens.
 
     Raises:
-        ValueError: a layer holds anything other than keys and values, or none of its own.
+        ValueError: a layer holds anything other than keys and values, or none of its own; or over a mesh, the model has
+            another `attn_implementation`.
+        ValueError, TypeError: as for `tatten.SharedPrefixCache`.
     """
 
-    def __init__(self, config: PreTrainedConfig | int):
+    def __init__(
+        self,
+        config: PreTrainedConfig | int,
+        *,
+        mesh: DeviceMesh | None = None,
+        sequence: str | Sequence[str] = "kv",
+        heads: str | None = None,
+    ):
+        if mesh is not None:
+            from tatten.integrations.transformers.sharded import check_attention  # imports DTensor
+
+            check_attention(config)
         num_layers = config if isinstance(config, int) else count_layers(config)
-        self._adopt(shared_prefix.SharedPrefixCache(num_layers))
+        self._adopt(shared_prefix.SharedPrefixCache(num_layers, mesh=mesh, sequence=sequence, heads=heads))
 
     @property
     def batch_size(self) -> int:
@@ -152,17 +171,16 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.repeated = held
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forget the last `-tokens_to_remove` tokens, as assisted decoding does with rejected candidates.
 
         Raises:
             ValueError: `tokens_to_remove` is positive, or there are not as many tokens since the last fork.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"`tokens_to_remove` must be 0 or negative, as transformers has it, got {tokens_to_remove}"
-            )
-        self._cache.crop(-tokens_to_remove)
+        tokens = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
+        if tokens < 0:
+            raise ValueError(f"`tokens_to_remove` must be 0 or negative, as transformers has it, got {-tokens}")
+        self._cache.crop(tokens)
 
     def reset(self) -> NoReturn:
         """Not supported: other forks may share what it would remove."""
