@@ -19,8 +19,8 @@
 
 On a GPU each candidate is a captured CUDA graph that goes round copies of keys and values that the L2 cannot hold. All
 are held to float32 before they are timed, take turns, and medians are shown in microseconds per call. The floor is each
-key, value, query and output once at the bandwidth of a plain read, or the products at the rate of a large matrix product,
-whichever takes longer.
+key, value, query and output once at the bandwidth of a plain read, or the products at the rate of a large matrix
+product, whichever takes longer.
 """
 
 from __future__ import annotations
@@ -63,12 +63,14 @@ def show_end(section: str, rows: list[dict]) -> None:
 
 def measure_trees(section: str, device: str, rates: tuple[float, float], args: argparse.Namespace) -> list[dict]:
     names = (f"{c:>9}" for c in COLUMNS)
-    print(f"\n{section}\n{'nodes_tokens by level':44} heads |{''.join(names)}     floor | ratio to the best", flush=True)
+    print(
+        f"\n{section}\n{'nodes_tokens by level':44} heads |{''.join(names)}     floor | ratio to the best", flush=True
+    )
     found = []
     for tree in trees(section, device):
         if args.heads and f"{tree.q_heads}/{tree.kv_heads}" not in args.heads:
             continue
-        row = measure(tree, device, COLUMNS, args.rounds)
+        row = measure(tree, device, [c for c in COLUMNS if not args.only or c in args.only], args.rounds)
         row["floor_us"] = max(tree.bytes / rates[0], tree.flops / rates[1])
         found.append({"section": section, **row})
         show_tree(found[-1])
@@ -83,7 +85,9 @@ def measure_groups(device: str, rates: tuple[float, float], rounds: int) -> list
     print(f"\ngroups: {sizes}")
     found = [{"section": "groups", **r} for r in grouped_rows.measure(sizes, device, rates, rounds)]
     for r in found:
-        shown = f"{r['us']:9.1f} us {r['over_regular']:7.3f} x regular {r['added_us']:+8.1f} us, floor {r['floor_us']:.1f}"
+        shown = (
+            f"{r['us']:9.1f} us {r['over_regular']:7.3f} x regular {r['added_us']:+8.1f} us, floor {r['floor_us']:.1f}"
+        )
         print(f"{r['batch']:4} {r['groups']:8} {r['given']:7} {shown}", flush=True)
     worst = grouped_rows.replay(sizes, device)
     print(f"one graph over changing rows: largest error {worst:.1e}", flush=True)
@@ -94,6 +98,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--section", nargs="*", default=SECTIONS, choices=SECTIONS)
     parser.add_argument("--heads", nargs="*", help="only trees with these heads, such as 32/8; default: all")
+    parser.add_argument("--only", type=lambda x: x.split(","), help="which candidates, with commas; default: all")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     device = args.device
@@ -108,8 +113,8 @@ def main() -> None:
             else:
                 rows += measure_trees(section, device, rates, args)
             print(f"{section}: {time.perf_counter() - start:.0f} s", flush=True)
-    if args.json:
-        results.write(args.json, device, rows, bytes_per_us=rates[0], flops_per_us=rates[1])
+            if args.json:
+                results.write(args.json, device, rows, bytes_per_us=rates[0], flops_per_us=rates[1])
 
 
 if __name__ == "__main__":

@@ -78,21 +78,30 @@ def _find(
     mover = mover_of(call.node, moving)
     if mover is not None:
         return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
-    seen = given.seen()
+    copied = ""
     segments = [(x, find_segments(x)) for x in (call.key, call.value)]
-    bifurcated = match_bifurcated(seen, *(given.seen_segments(x, found) for x, found in segments))
+    bifurcated = _match_segments(given, segments)
+    if isinstance(bifurcated, Decline) and any(x.rows for _, found in segments for x in found):
+        copied = f"selected rows are copied [{bifurcated.reason.value}]: {bifurcated.detail}"
+        segments = [(x, find_segments(x, rows=False)) for x in (call.key, call.value)]
+        bifurcated = _match_segments(given, segments)
     if isinstance(bifurcated, BifurcatedMatch):
-        small = bifurcated.unpaid if given.weighed else None
-        if small is None:
-            return bifurcated, ""
-        bifurcated = small
+        return bifurcated, copied
     (key,), (value,) = (given.seen_segments(x, (in_one(x, found),)) for x, found in segments)
-    decode = match_decode(seen, key, value)
+    decode = match_decode(given.seen(), key, value)
     if isinstance(decode, DecodeMatch) and given.weighed:
         decode = decode.unpaid or decode
     if isinstance(decode, Decline):
         return bifurcated or decode
-    return decode, "" if bifurcated is None else f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}"
+    return decode, copied if bifurcated is None else f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}"
+
+
+def _match_segments(
+    given: PlainCall, segments: Sequence[tuple[Node, tuple[Stored, ...]]]
+) -> BifurcatedMatch | Decline | None:
+    """Match segments that a rewrite would read where they are stored, if that pays."""
+    match = match_bifurcated(given.seen(), *(given.seen_segments(x, found) for x, found in segments))
+    return (match.unpaid or match) if isinstance(match, BifurcatedMatch) and given.weighed else match
 
 
 def _declined(call: SdpaCall, decline: Decline) -> Declined:

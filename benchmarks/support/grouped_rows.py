@@ -91,7 +91,7 @@ class Problem:
         return math.sqrt(wrong / size)
 
 
-def attend(query: Tensor, keys: list[Tensor], values: list[Tensor], row_groups: list[Tensor | None]) -> Tensor:
+def attend(query: Tensor, keys: list[Tensor], values: list[Tensor], row_groups: list[Tensor | None] | None) -> Tensor:
     """The op as a layer of a compiled model calls it: groups were found once for all layers."""
     none = [None] * len(keys)
     op = torch.ops.tatten.bifurcated_attention.default
@@ -102,14 +102,14 @@ def calls(p: Problem) -> Iterator[tuple[str, str, list[int], Callable[[], Tensor
     """Groups, how they are given, the prompts of the sequences, and the call."""
     s, of = p.sizes, groups(p.sizes)
     blocks = p.segments(s.batch)
-    yield "regular", "blocks", of["regular"], lambda: attend(*blocks, [])
+    yield "regular", "blocks", of["regular"], lambda: attend(*blocks, None)
     for name, prompts in of.items():
         inputs, rows = p.segments(len(prompts)), p.rows(prompts)
         found = torch.ops.tatten.row_groups.default(rows, s.prompts, s.q_heads // s.kv_heads)
         yield name, "groups", prompts, lambda x=inputs, found=found: attend(*x, [found, None])
         yield name, "rows", prompts, lambda x=inputs, rows=rows: tatten.bifurcated_attention(*x, rows=[rows, None])
     copied = p.segments(len(of["dropped"]), p.rows(of["dropped"]))
-    yield "dropped", "copied", of["dropped"], lambda: attend(*copied, [])
+    yield "dropped", "copied", of["dropped"], lambda: attend(*copied, None)
 
 
 def checked(p: Problem, prompts: list[int], call: Callable[[], Tensor]) -> tuple[Callable[[], Tensor], float]:

@@ -1,4 +1,4 @@
-"""One kernel that merges the attention states of all levels of a tree, whatever strides their kernels left them with."""
+"""One kernel that merges the attention states of all levels of a tree, whatever their strides."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ MAX_STRIDE = 1 << 24  # floats hold integers up to here
 
 
 @triton.jit
-def _states_at(sequence, kv_head, in_group, seqs_per_node, strides, LEVEL: tl.constexpr, DIMS: tl.constexpr):
-    """Where a level's states of some heads of a sequence begin."""
-    n = seqs_per_node[LEVEL].to(tl.int32)
-    at = sequence // n * strides[DIMS * LEVEL].to(tl.int32) + sequence % n * strides[DIMS * LEVEL + 1].to(tl.int32)
+def _states_at(sequence, kv_head, in_group, seqs_per_node, strides, LEVEL: tl.constexpr):
+    """Where a level's states of some heads of a sequence begin, in units of the strides."""
+    n = tl.cast(seqs_per_node[LEVEL], tl.int32)
+    at = sequence // n * tl.cast(strides[4 * LEVEL], tl.int32) + sequence % n * tl.cast(
+        strides[4 * LEVEL + 1], tl.int32
+    )
     return (
-        at + kv_head * strides[DIMS * LEVEL + 2].to(tl.int32) + in_group * strides[DIMS * LEVEL + 3].to(tl.int32)
+        at + kv_head * tl.cast(strides[4 * LEVEL + 2], tl.int32) + in_group * tl.cast(strides[4 * LEVEL + 3], tl.int32)
     )
 
 
@@ -45,43 +47,49 @@ def _merge_levels_kernel(
 
     lse_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
     for level in tl.static_range(LEVELS):
-        at = _states_at(sequence, kv_head, in_group, seqs_per_node, lse_strides, level, 4)
+        at = _states_at(sequence, kv_head, in_group, seqs_per_node, lse_strides, level)
         lse_max = tl.maximum(lse_max, tl.load(lses[level] + at, mask=head_ok, other=0.0))
     acc = tl.zeros([BLOCK_H, DIM], tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     for level in tl.static_range(LEVELS):
-        at = _states_at(sequence, kv_head, in_group, seqs_per_node, lse_strides, level, 4)
+        at = _states_at(sequence, kv_head, in_group, seqs_per_node, lse_strides, level)
         weight = tl.exp(tl.load(lses[level] + at, mask=head_ok, other=0.0) - lse_max)
-        at = _states_at(sequence, kv_head, in_group, seqs_per_node, out_strides, level, 4)
-        at = tl.multiple_of(at, 16)
+        at = _states_at(sequence, kv_head, in_group, seqs_per_node, out_strides, level) * DIM
         out = tl.load(outs[level] + at[:, None] + dims[None, :], mask=head_ok[:, None], other=0.0)
         acc += weight[:, None] * out.to(tl.float32)
         total += weight
     at = (sequence * q_heads + head) * DIM
-    at = tl.multiple_of(at, 16)
     tl.store(
         merged + at[:, None] + dims[None, :], (acc / total[:, None]).to(merged.dtype.element_ty), mask=head_ok[:, None]
     )
 
 
+def index_strides(x: Tensor) -> list[int]:
+    """The strides of nodes, sequences, kv heads and group; 0 where there is one, whose stride may be anything."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape[:4], x.stride(), strict=False)]
+
+
 def merge_levels(states: Sequence[State]) -> Tensor:
-    """`[batch, q_heads, 1, d]` from `out` `[nodes, sequences, kv_heads, group, d]` and `lse` without d of each level."""
+    """`[batch, q_heads, 1, d]` from each level's `out` `[nodes, sequences, kv_heads, group, d]`, and lse without d."""
     outs, lses = zip(*states, strict=True)
     kv_heads, group, dim = outs[0].shape[2:]
     batch, q_heads = outs[0].shape[0] * outs[0].shape[1], kv_heads * group
     if len(states) == 1:
         return outs[0].reshape(batch, q_heads, 1, dim)
-    strides = [x.stride() for x in (*outs, *lses)]
-    assert all(out.stride(4) == 1 for out in outs) and max(map(max, strides)) < MAX_STRIDE, strides
+    assert all(out.stride(4) == 1 for out in outs)
+    out_rows = [stride / dim for out in outs for stride in index_strides(out)]
+    lse_strides = [float(stride) for lse in lses for stride in index_strides(lse)]
+    assert all(x == int(x) < MAX_STRIDE for x in (*out_rows, *lse_strides)), (out_rows, lse_strides)
     merged = torch.empty(batch, q_heads, 1, dim, dtype=outs[0].dtype, device=outs[0].device)
     block = min(8, triton.next_power_of_2(q_heads))
     # Sizes are passed as floats, on which Triton does not specialise: otherwise each tree would be compiled anew.
+    # Strides of `out` are in rows, so that the compiler knows their alignment.
     _merge_levels_kernel[batch, triton.cdiv(q_heads, block)](
         outs,
         lses,
         tuple(float(out.shape[1]) for out in outs),
-        tuple(float(s) for out in outs for s in out.stride()[:4]),
-        tuple(float(s) for lse in lses for s in lse.stride()),
+        tuple(out_rows),
+        tuple(lse_strides),
         merged,
         q_heads,
         LEVELS=len(states),

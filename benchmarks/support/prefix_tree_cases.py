@@ -1,8 +1,8 @@
 """The trees of prefixes that PAT and FastTree publish: nodes and tokens of a node by level, and pairs of heads.
 
-PAT (arXiv 2511.22333): benchmark/run_kernel_bench.sh of github.com/flashserve/PAT, commit fdd6176. FastTree (MLSys 2025):
-kernel_bench/run_benchmark.sh of github.com/PanZaifeng/FastTree-Artifact, commit 6e5db75; there in float16. Each leaf is
-the KV of one sequence, and the nodes of a level have equal numbers of children.
+PAT (arXiv 2511.22333): benchmark/run_kernel_bench.sh of github.com/flashserve/PAT, commit fdd6176.
+FastTree (MLSys 2025): kernel_bench/run_benchmark.sh of github.com/PanZaifeng/FastTree-Artifact, commit 6e5db75; there
+in float16. Each leaf is the KV of one sequence, and the nodes of a level have equal numbers of children.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def compose(levels: Sequence[Level]) -> Callable[[Tensor, list[Tensor], list[Ten
 
 
 def pages_of(tree: Tree, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """`[pages, 2, PAGE, kv_heads, d]`: those of the first level's nodes, then of the next one's; the last may be cut."""
+    """`[pages, 2, PAGE, kv_heads, d]`: those of the first level's nodes, then the next one's, each node padded."""
     levels = []
     for length, *kv in zip(tree.lengths, keys, values, strict=True):
         pad = -length % peers.PAGE

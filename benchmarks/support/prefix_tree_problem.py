@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
@@ -108,44 +109,48 @@ def cascaded(p: Problem) -> Calls:
     return lambda copy: attention(p.q[copy], pages[copy])
 
 
-def fastest(p: Problem) -> tuple[str, ...]:
-    """The kernel that is fastest alone at each level."""
-    found = []
-    for i in range(p.tree.levels):
-        us = {}
-        for name, make in LEVELS.items():
-            try:
-                level = make(p.tree, i, p.device)
-                if level is not None:
-                    step = p.step(lambda copy, i=i, f=level: f(p.q[copy], p.keys[copy][i], p.values[copy][i])[0])
-                    us[name] = min(p.microseconds(step) for _ in range(3))
-            except Exception:  # whatever a peer may raise; its composition says what
-                continue
-        if not us:
-            raise RuntimeError(f"no kernel runs for level {i}")
-        found.append(min(us, key=us.__getitem__))
-    return tuple(found)
+def alone(p: Problem, level: int, name: str) -> float:
+    """Microseconds of one kernel at one level; infinite where it is not there or fails, which its composition says."""
+    try:
+        attend = LEVELS[name](p.tree, level, p.device)
+        if attend is None:
+            return math.inf
+        step = p.step(lambda copy: attend(p.q[copy], p.keys[copy][level], p.values[copy][level])[0])
+        return min(p.microseconds(step) for _ in range(3))
+    except Exception:
+        return math.inf
 
 
-def candidates(p: Problem) -> dict[str, Callable[[], Calls]]:
-    """What makes each candidate: `picked` has the kernel at each level that is fastest there."""
+def fastest(p: Problem, kernels: Sequence[str]) -> tuple[str, ...]:
+    """The one of these kernels that is fastest alone at each level."""
+    return tuple(min(kernels, key=functools.partial(alone, p, level)) for level in range(p.tree.levels))
+
+
+def candidates(p: Problem, names: Sequence[str]) -> dict[str, Callable[[], Calls]]:
+    """What makes each of these candidates: `picked` has the kernel at each level that is fastest there."""
+    kernels = [name for name in LEVELS if name in names]
     uniform = {name: (lambda name=name: composed(p, (name,) * p.tree.levels)) for name in LEVELS}
-    return {OURS: lambda: ours(p), **uniform, "picked": lambda: composed(p, fastest(p)), "cascade": lambda: cascaded(p)}
+    picked = lambda: composed(p, fastest(p, kernels))
+    made = {OURS: lambda: ours(p), **uniform, "picked": picked, "cascade": lambda: cascaded(p)}
+    return {name: make for name, make in made.items() if name in names}
+
+
+def attempt(p: Problem, make: Callable[[], Calls]) -> tuple[Step, float] | str:
+    """A step and its error, or why not."""
+    try:
+        return p.checked(make())
+    except Exception as e:  # whatever a peer may raise
+        return first_line(e)
 
 
 def measure(tree: Tree, device: str, names: list[str], rounds: int) -> dict[str, object]:
     """Microseconds a call and errors of each candidate, and why others are left out. What ours raises is raised."""
     p = Problem(tree, device)
-    steps, errors, left_out = {}, {}, {}
-    for name, make in candidates(p).items():
-        if name not in names:
-            continue
-        try:
-            steps[name], errors[name] = p.checked(make())
-        except Exception as e:
-            if name == OURS:
-                raise
-            left_out[name] = first_line(e)
+    made = candidates(p, names)
+    tried = {name: p.checked(make()) if name == OURS else attempt(p, make) for name, make in made.items()}
+    left_out = {name: x for name, x in tried.items() if isinstance(x, str)}
+    steps = {name: x[0] for name, x in tried.items() if not isinstance(x, str)}
+    errors = {name: x[1] for name, x in tried.items() if not isinstance(x, str)}
     once = {name: p.microseconds(step) * p.copies for name, step in steps.items()}
     us = in_turns(steps, rounds, lambda name, step: p.microseconds(step, max(1, min(20, int(2e3 / once[name])))))
     others = {name: x for name, x in us.items() if name != OURS}

@@ -16,7 +16,9 @@ from tatten.ops.cuda.heuristics import (
     multiprocessors,
     programs_for,
     seqs_and_rows,
+    splitting_pays,
     tiles_for,
+    whole_programs,
 )
 from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, NO_MASK, _decode_kernel
 from tatten.ops.cuda.launcher import Launch
@@ -26,6 +28,8 @@ from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.validation import BLOCK_KEYS
 from tatten.ops.variant import PLAIN, AttentionVariant
+
+BYTES_PER_US = 4.4e6  # that an H200 reads
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ class Segment:
         space = self.tile_space
         out = query.new_empty(self.out_shape, dtype=self.out_dtype)
         lse = query.new_empty(self.lse_shape, dtype=self.acc_dtype)
-        partial_out = query.new_empty((2 * space.programs, space.block_m, self.out_shape[3]), dtype=self.acc_dtype)
+        slots = 2 * space.programs if space.split else 0
+        partial_out = query.new_empty((slots, space.block_m, self.out_shape[3]), dtype=self.acc_dtype)
         partial_lse = query.new_empty(self.partial_lse_shape, dtype=self.acc_dtype)
         self.launch(
             query,
@@ -152,6 +157,7 @@ def plan_segment(
         packed,
         max(block_d, block_dv),
         query.element_size(),
+        kv_len,
         has_block_list=has_block_list,
         masked=masked,
         float8=float8,
@@ -164,8 +170,14 @@ def plan_segment(
         most = tiles.per_sm * multiprocessors(query.device)
         n_tiles = max(1, ceil_div(kv_len, block_n))
         # Ragged lengths have no even shares; the block lists of a mask are often equally long.
+        tile_us = most * block_n * (head_dim + value_dim) * key.element_size() / BYTES_PER_US
         uneven = kv_lens is not None or has_row_groups
-        programs = most if uneven else programs_for(groups * work_tiles, n_tiles, most)
+        if uneven:
+            programs = most
+        elif whole or has_block_list or splitting_pays(work_tiles, n_tiles, tile_us, batch * q_heads * q_len, most):
+            programs = programs_for(groups * work_tiles, n_tiles, most)
+        else:
+            programs = whole_programs(work_tiles, n_tiles, most)
     space = TileSpace(
         groups,
         work_tiles,
@@ -246,7 +258,7 @@ def plan_segment(
         launch,
         out_shape=(batch, q_heads, q_len, value_dim),
         lse_shape=(batch, q_heads, q_len, *(() if whole else pair)),
-        partial_lse_shape=(2 * programs, tiles.block_m, *pair),
+        partial_lse_shape=(2 * programs if space.split else 0, tiles.block_m, *pair),
         out_dtype=query.dtype if whole else acc_dtype,
         acc_dtype=acc_dtype,
         mask=mask,
@@ -272,7 +284,8 @@ class DecodeAttention:
         block_mask: Tensor | None = None,
         variant: AttentionVariant = PLAIN,
     ) -> tuple[Tensor, Tensor]:
-        return self.combine(self.segment(query, key, value, attn_mask, kv_lens, block_mask, variant))
+        state = self.combine(self.segment(query, key, value, attn_mask, kv_lens, block_mask, variant))
+        return state.out, state.lse
 
 
 def plan_attention(

@@ -33,7 +33,7 @@ from tatten.ops.validation import (
     check_segments_no_grad,
     check_stack,
 )
-from tatten.ops.variant import AttentionVariant
+from tatten.ops.variant import PLAIN, AttentionVariant
 
 
 def decode_attention(
@@ -126,6 +126,9 @@ def _plan_bifurcated(
     check_bifurcated_attention(query, keys, values, attn_masks, block_masks, row_groups)
     check_cuda_head_dims(query, values[0])
     scale = query.shape[3] ** -0.5 if scale is None else scale
+    if len(keys) == 1 and keys[0].shape[0] == query.shape[0] and row_groups[0] is None and attn_masks[0] is None:
+        attend = _plan_decode(query, keys[0], values[0], None, None, scale, None, PLAIN, "auto")
+        return lambda q, ks, vs, *_: attend(q, ks[0], vs[0], None, None, None, PLAIN)
     if choose_provider(Workload.of(query, keys[0], values[0], plain=False)) == "reference":
         return lambda q, ks, vs, masks, _, groups: _dense(
             bifurcated_attention_reference(

@@ -1,6 +1,7 @@
-"""The combine kernel: adds up what launches of the decode or prefix kernel left of one or two segments.
+"""The combine kernel: adds up what launches of the decode or prefix kernel left of segments.
 
-Each output state finds its own partial states: the schedule is arithmetic, so only the lengths have to be read.
+Of one or two segments it takes partial states, and of any number of others whole states. Each output state finds its
+own partial states: the schedule is arithmetic, so only the lengths have to be read.
 """
 
 from __future__ import annotations
@@ -124,15 +125,25 @@ _SIZES = ["block_list_stride", "n_groups", "work_tiles", "kv_len", "kv_heads", "
 
 
 @triton.jit(
-    do_not_specialize=["q_heads", "q_len", "window", "batch", *[f"{size}_{x}" for x in "ab" for size in _SIZES]]
+    do_not_specialize=[
+        "q_heads",
+        "q_len",
+        "n_states",
+        "window",
+        "batch",
+        *[f"{size}_{x}" for x in "ab" for size in _SIZES],
+    ]
 )
 def _combine_kernel(
     out,
     lse,
     partials_a,
     partials_b,
+    whole_outs,
+    whole_lses,
     q_heads,
     q_len,
+    n_states,
     block_list_stride_a,
     n_groups_a,
     work_tiles_a,
@@ -169,38 +180,56 @@ def _combine_kernel(
     MAX_AND_SUM_B: tl.constexpr,
     WINDOW: tl.constexpr,
     INT64_TILES: tl.constexpr,
-    HAS_SECOND: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WHOLES: tl.constexpr,
+    WHOLES_MAX_AND_SUM: tl.constexpr,
     MAX_AND_SUM_OUT: tl.constexpr,
     PARTIALS: tl.constexpr,
+    BLOCK_STATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    state = tl.program_id(0) + tl.arange(0, 1)
-    ok = state >= 0
+    # Whole states of a single segment are in place already.
+    FOLD_WHOLE: tl.constexpr = SEGMENTS + WHOLES > 1
+    state = tl.program_id(0) * BLOCK_STATES + tl.arange(0, BLOCK_STATES)
+    ok = state < n_states
+    state = tl.minimum(state, n_states - 1)
     position = state % q_len
     head = state // q_len % q_heads
     sequence = state // q_len // q_heads
     state = state.to(tl.int64)
-    sizes_a = block_list_stride_a, n_groups_a, work_tiles_a, kv_len_a, kv_heads_a, seqs_per_kv_a, q_blocks_a, programs_a
-    found_a = _find_partials(
-        sequence,
-        head,
-        position,
-        partials_a,
-        sizes_a,
-        q_heads,
-        q_len,
-        window,
-        batch,
-        BLOCK_M_A,
-        BLOCK_N_A,
-        GROUPS_A,
-        HAS_LENS_A,
-        HAS_BLOCK_LIST_A,
-        WINDOW,
-        ROWS_A,
-        INT64_TILES,
-    )
-    if HAS_SECOND:
+    if SEGMENTS > 0:
+        sizes_a = (
+            block_list_stride_a,
+            n_groups_a,
+            work_tiles_a,
+            kv_len_a,
+            kv_heads_a,
+            seqs_per_kv_a,
+            q_blocks_a,
+            programs_a,
+        )
+        found_a = _find_partials(
+            sequence,
+            head,
+            position,
+            partials_a,
+            sizes_a,
+            q_heads,
+            q_len,
+            window,
+            batch,
+            BLOCK_M_A,
+            BLOCK_N_A,
+            GROUPS_A,
+            HAS_LENS_A,
+            HAS_BLOCK_LIST_A,
+            WINDOW,
+            ROWS_A,
+            INT64_TILES,
+        )
+        if not FOLD_WHOLE:
+            ok = ok & (found_a[2] > 1)
+    if SEGMENTS > 1:
         sizes_b = (
             block_list_stride_b,
             n_groups_b,
@@ -230,31 +259,31 @@ def _combine_kernel(
             ROWS_B,
             INT64_TILES,
         )
-    else:
-        ok = ok & (found_a[2] > 1)  # whole states are in place already
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    row_max = tl.full([1], float("-inf"), tl.float32)
-    row_sum = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_DV], tl.float32)
-    acc, row_max, row_sum = _fold_partials(
-        acc,
-        row_max,
-        row_sum,
-        state,
-        ok,
-        partials_a,
-        found_a,
-        VALUE_DIM,
-        BLOCK_DV,
-        BLOCK_M_A,
-        PARTIALS,
-        HAS_SECOND,
-        MAX_AND_SUM_A,
-    )
-    if HAS_SECOND:
+    row_max = tl.full([BLOCK_STATES], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_STATES], tl.float32)
+    acc = tl.zeros([BLOCK_STATES, BLOCK_DV], tl.float32)
+    dims = tl.arange(0, BLOCK_DV)
+    if SEGMENTS > 0:
+        acc, row_max, row_sum = _fold_partials(
+            acc,
+            row_max,
+            row_sum,
+            state,
+            ok,
+            partials_a,
+            found_a,
+            VALUE_DIM,
+            BLOCK_DV,
+            BLOCK_M_A,
+            PARTIALS,
+            FOLD_WHOLE,
+            MAX_AND_SUM_A,
+        )
+    if SEGMENTS > 1:
         acc, row_max, row_sum = _fold_partials(
             acc,
             row_max,
@@ -267,11 +296,23 @@ def _combine_kernel(
             BLOCK_DV,
             BLOCK_M_B,
             PARTIALS,
-            HAS_SECOND,
+            FOLD_WHOLE,
             MAX_AND_SUM_B,
         )
+    for i in tl.static_range(WHOLES):
+        acc, row_max, row_sum = fold_states(
+            acc,
+            row_max,
+            row_sum,
+            whole_outs[i],
+            whole_lses[i],
+            state[None, :],
+            ok[None, :],
+            dims,
+            VALUE_DIM,
+            ((WHOLES_MAX_AND_SUM >> i) & 1) == 1,
+        )
     acc, log_sum = finish_state(acc, row_max, row_sum)
-    dims = tl.arange(0, BLOCK_DV)
     store_lse(lse, state, log_sum, row_max, row_sum, ok, MAX_AND_SUM_OUT)
     tl.store(
         out + state[:, None] * VALUE_DIM + dims[None, :],
