@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedConfig
+from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from tatten.caches import sharded as sharded_cache
 from tatten.caches.selection import sequence_indices
@@ -191,7 +190,3 @@ def attention(
         )
     assert isinstance(out, DTensor)
     return out.to_local().transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register("tatten", attention)
-AttentionMaskInterface.register("tatten", sdpa_mask)  # without it, `attention_mask` would be None

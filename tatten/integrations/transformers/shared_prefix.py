@@ -21,8 +21,8 @@ class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """A `SharedPrefixLayer` for transformers: dynamic before a fork; static, hence compileable, after it.
 
     Attributes:
-        repeated: how many tokens that are held already the next update begins with. The queries of that step start at
-            position 0, as in an empty cache.
+        repeated: how many tokens that are held already the next update begins with. To transformers that step is one
+            of an empty cache.
     """
 
     is_sliding = False
@@ -42,9 +42,10 @@ class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.repeated:
-            key_states, value_states = key_states[:, :, self.repeated :], value_states[:, :, self.repeated :]
+            self.kv.append(key_states[:, :, self.repeated :], value_states[:, :, self.repeated :])
+            self.repeated = 0
+            return key_states, value_states
         keys, values = self.kv.append(key_states, value_states)
-        self.repeated = 0
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return keys, values
@@ -55,17 +56,18 @@ class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.kv.prefix_length + self.kv.length if self.kv.forked else self.kv.prefix_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.repeated >= max(query_length, 1):
-            raise ValueError(
-                f"assisted decoding must get the whole text as `input_ids`, of which the cache holds {self.repeated} "
-                f"tokens, got {query_length} with the candidates"
-            )
-        new = query_length - self.repeated
+        if self.repeated:
+            if query_length <= self.repeated:
+                raise ValueError(
+                    f"assisted decoding must get the whole text as `input_ids`, of which the cache holds "
+                    f"{self.repeated} tokens, got {query_length} with the candidates"
+                )
+            return query_length, 0
         if not self.kv.forked:
-            return self.kv.prefix_length + new, 0
+            return self.kv.prefix_length + query_length, 0
         # `generate` asks on the host, ahead of a compiled forward that cannot check.
         if self.kv.length.device.type == "cpu":
-            self.kv.check_room(new)
+            self.kv.check_room(query_length)
         return self.kv.prefix_length + self.kv.capacity, 0
 
     def get_max_length(self) -> int:
