@@ -35,7 +35,7 @@ class Agreement:
         self._sharing = [dim for dim, placement in placements if placement.is_shard()]  # heads of one text, too
         hashes = [fingerprint(tensor) for tensor in prompts.given.values()]
         self._prompts = (hashes or [torch.zeros(1, dtype=torch.int64)])[0].to(self._device)
-        self._unread: list[Tensor] = []
+        self._unread: Tensor | None = None  # the first table in which ranks disagree, or else the last one
 
     def check_prompt(self, key: Tensor, start: int) -> None:
         """Raise ValueError unless ranks add the same tokens to the prompts, whose keys in the first layer are `key`.
@@ -71,7 +71,7 @@ class Agreement:
         """
         if selection is None:
             self._tell(SELECT, batch, -1)
-            self._unread.clear()
+            self._unread = None
             return
         indices = selection.on(self._device)
         shown = F.pad(indices[:SHOWN], (0, SHOWN - min(SHOWN, len(indices))), value=-1)
@@ -81,24 +81,26 @@ class Agreement:
 
     def settle(self) -> None:
         """Raise ValueError if ranks turned out to disagree. Waits for the device if there is anything new."""
-        while self._unread:
-            rows = [tuple(row) for row in self._unread.pop().tolist()]
-            if len(set(rows)) > 1:
-                self._unread.clear()
-                kinds = {row[0] for row in rows}
-                ranks = self._ranks(self._sharing)
-                name = ARGUMENTS[kinds.pop()] if len(kinds) == 1 else "calls"
-                calls = {row: [r for r, other in zip(ranks, rows, strict=True) if other == row] for row in rows}
-                raise ValueError(
-                    f"{name} must be the same on all ranks that share a cache, got "
-                    f"{' and '.join(f'{_describe(row)} on ranks {who}' for row, who in calls.items())}"
-                )
+        table, self._unread = self._unread, None
+        rows = [] if table is None else [tuple(row) for row in table.tolist()]
+        if len(set(rows)) > 1:
+            kinds = {row[0] for row in rows}
+            name = ARGUMENTS[kinds.pop()] if len(kinds) == 1 else "calls"
+            ranks = self._ranks(self._sharing)
+            calls = {row: [r for r, other in zip(ranks, rows, strict=True) if other == row] for row in rows}
+            raise ValueError(
+                f"{name} must be the same on all ranks that share a cache, got "
+                f"{' and '.join(f'{_describe(row)} on ranks {who}' for row, who in calls.items())}"
+            )
 
     def _tell(self, *facts: int, last: Tensor | None = None) -> None:
         """Let all ranks know of a call; `last` is what the host does not know of it."""
         known = torch.tensor(facts, device=self._device)
         row = known if last is None else torch.cat([known, last])
-        self._unread.append(self._gather(F.pad(row, (0, FACTS - len(row))), self._sharing))
+        table = self._gather(F.pad(row, (0, FACTS - len(row))), self._sharing)
+        if self._unread is not None:
+            table = torch.where((self._unread == self._unread[0]).all(), table, self._unread)
+        self._unread = table
 
     def _gather(self, tensor: Tensor, dims: Sequence[int]) -> Tensor:
         """`[ranks of these mesh dims, ...]`, in order of their coordinates."""

@@ -3,43 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tatten.caches.prompts import Prompts
-
-if TYPE_CHECKING:
-    from tatten.caches.shared_prefix import SharedPrefixCache
-    from tatten.caches.shared_prefix_layer import Inherited, SharedPrefixLayer
+from tatten.caches.shared_prefix_layer import Inherited, SharedPrefixLayer
 
 
-def check_refill(into: SharedPrefixCache, inherited: Sequence[Inherited], prompts: Prompts) -> None:
-    """Raise ValueError unless `into` is a fork of just these shapes, whose memory nothing of this is in."""
-    _same("a cache with as many layers", len(into.layers), len(inherited))
-    held = {name: _kind(tensor) for name, tensor in into.prompts.given.items()}
-    _same("a fork with prompts of the same kind", held, {name: _kind(tensor) for name, tensor in prompts.given.items()})
-    for index, (layer, new) in enumerate(zip(into.layers, inherited, strict=True)):
+def refill(
+    layers: Sequence[SharedPrefixLayer], held: Prompts, inherited: Sequence[Inherited], prompts: Prompts
+) -> None:
+    """Make the layers and prompts of an old fork, `into`, those of a new one that inherits this.
+
+    Raises:
+        ValueError: the old fork has other shapes, or some of this is in its memory. Nothing has been written.
+    """
+    _same("a cache with as many layers", len(layers), len(inherited))
+    kinds = ({name: _kind(tensor) for name, tensor in given.given.items()} for given in (held, prompts))
+    _same("a fork with prompts of the same kind", *kinds)
+    for index, (layer, new) in enumerate(zip(layers, inherited, strict=True)):
         _check_layer(index, layer, new)
+    for layer, new in zip(layers, inherited, strict=True):
+        _refill_layer(layer, new)
+    for name, tensor in held.given.items():
+        tensor.copy_(prompts.given[name])
 
 
-def refill(into: SharedPrefixCache, inherited: Sequence[Inherited], prompts: Prompts) -> SharedPrefixCache:
-    """Copy segments, rows and prompts into the tensors of `into`, empty its suffixes, and return it."""
-    for layer, new in zip(into.layers, inherited, strict=True):
-        for held, segment in zip(layer.segments, new.segments, strict=True):
-            for old, tensor in zip(held, segment, strict=True):
-                if not old.is_set_to(tensor):
-                    old.copy_(tensor)
-        for level, (old_rows, rows) in enumerate(zip(layer.rows, new.rows, strict=True)):
-            if old_rows is not None:
-                old_rows.copy_(_aligned(new.batch, new.segments[level][0]) if rows is None else rows)
-        for tensor in (layer.keys, layer.values, layer.length):
-            tensor.zero_()
-        layer.frozen = 0
-    for name, held_prompts in into.prompts.given.items():
-        held_prompts.copy_(prompts.given[name])
-    return into
+def _refill_layer(layer: SharedPrefixLayer, new: Inherited) -> None:
+    """Copy segments and rows into the tensors of a layer, and empty its suffix."""
+    for held, segment in zip(layer.segments, new.segments, strict=True):
+        for old, tensor in zip(held, segment, strict=True):
+            if not old.is_set_to(tensor):
+                old.copy_(tensor)
+    for level, (old_rows, rows) in enumerate(zip(layer.rows, new.rows, strict=True)):
+        if old_rows is not None:
+            old_rows.copy_(_aligned(new.batch, new.segments[level][0]) if rows is None else rows)
+    for tensor in (layer.keys, layer.values, layer.length):
+        tensor.zero_()
+    layer.frozen = 0
 
 
 def _check_layer(index: int, layer: SharedPrefixLayer, new: Inherited) -> None:

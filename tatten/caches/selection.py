@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+from tatten.caches.arguments import check_indices, sequence_indices
 
 
 class Selection:
@@ -24,7 +24,7 @@ class Selection:
         self.known: list[int] | None = None
         self._tensors: dict[torch.device, Tensor] = {}
         if isinstance(indices, Tensor) and indices.device.type != "cpu":
-            self._device_indices = _checked(indices)
+            self._device_indices = check_indices(indices)
         else:
             self.known = sequence_indices(indices, batch)
 
@@ -79,30 +79,6 @@ def equal_blocks(rows: Sequence[int]) -> list[int]:
     """Cut `rows` into as few blocks of one size as possible, each of equal entries, and return one entry of each."""
     changes = [i for i in range(1, len(rows)) if rows[i] != rows[i - 1]]
     return list(rows[:: math.gcd(len(rows), *changes)])
-
-
-def sequence_indices(indices: Sequence[int] | Tensor, batch: int) -> list[int]:
-    """Return `indices` as a list, checked against the number of sequences."""
-    if isinstance(indices, Tensor):
-        indices = _checked(indices).tolist()
-    for index in indices:
-        if not isinstance(index, int) or isinstance(index, bool):
-            raise TypeError(f"`indices` must be integers, got {index!r}")
-        if not 0 <= index < batch:
-            raise IndexError(f"`indices` must be 0 to {batch - 1}, as the cache holds {batch} sequences, got {index}")
-    if not indices:
-        raise ValueError("`indices` must name at least one sequence, got none")
-    return list(indices)
-
-
-def _checked(indices: Tensor) -> Tensor:
-    if indices.dtype not in INTEGERS:
-        raise TypeError(f"`indices` must be integers, got a tensor of {indices.dtype}")
-    if indices.dim() != 1:
-        raise ValueError(f"`indices` must have one dimension, got shape {tuple(indices.shape)}")
-    if not len(indices):
-        raise ValueError("`indices` must name at least one sequence, got none")
-    return indices
 
 
 def _consecutive(indices: Sequence[int]) -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tatten.caches.arguments import check_positive
 from tatten.caches.sharded_layer import Interleaved, ShardedLayer, placements
-from tatten.caches.shared_prefix import check_positive
 from tatten.dtensor_sdpa import enable_dtensor_sdpa
 
 

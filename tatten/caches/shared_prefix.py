@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tatten.caches import shared_prefix_layers
+from tatten.caches.arguments import check_positive
 from tatten.caches.prompts import Prompts
-from tatten.caches.refill import check_refill, refill
+from tatten.caches.refill import refill
 from tatten.caches.selection import Selection, expand_to_batch
 from tatten.caches.shared_prefix_layer import SharedPrefixLayer, is_recorded
-from tatten.caches.shared_prefix_layers import inherit, used_slots
+from tatten.caches.shared_prefix_layers import inherit, select_layers, select_layers_, used_slots
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,8 +36,7 @@ class SharedPrefixCache:
         prompt_mask: bool `[G, P]`, True for real tokens and False for padding, on either side; None for no padding.
             P is the length of the prompts. The prefill may leave out their last tokens.
         prompt_lens: int32 or int64 `[G]`, for prompts of unequal length, instead of a mask: the number of tokens of
-            each prompt that take part. What the prefill holds beyond them counts for nothing, and positions go on from
-            the length. All tokens before the first fork are the prompts'.
+            each prompt that take part. Positions go on from there. All tokens before the first fork are the prompts'.
         mesh: a mesh with named dims, on the device of keys and values, that contains this rank; None for one device.
             Prefix and suffixes are then sharded over the sequence: of the n ranks that share one, rank `p % n` stores
             position p. Every rank has to be given the same, which is checked for prompts, forks and selections.
@@ -103,7 +102,7 @@ class SharedPrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values in all layers: each prefix once, and of a parent's suffix only the part in use."""
+        """Bytes of keys and values, over a mesh this rank's: each prefix once, and what is used of a parent's suffix."""
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +113,8 @@ class SharedPrefixCache:
             key, value: `[batch, kv_heads, q_len, head_dim]`; head_dim may differ between them.
 
         Returns:
-            `(keys, values)`, `[batch, kv_heads, total, head_dim]` with `total` as in `mask`.
+            `(keys, values)`, `[batch, kv_heads, total, head_dim]` with `total` as in `mask`. Over a mesh they are
+            DTensors that are sharded over the sequence, but for the very first tokens, which are returned as given.
 
         Raises:
             IndexError: there is no such layer.
@@ -135,9 +135,9 @@ class SharedPrefixCache:
         Args:
             n: children of each sequence.
             capacity: number of tokens that each child can add.
-            into: a fork that is no longer needed, of the same shapes. The prefix is copied into its memory and it is
-                returned as the new fork, so that graphs which were captured over it stay valid. Whatever else reads
-                that memory is overwritten, too: the cache that `into` was forked from, and other forks of it.
+            into: a fork of the same shapes that is no longer needed. The prefix is copied into its memory and it is
+                returned as the new fork: graphs that were captured over it stay valid. Whatever else reads that memory
+                is overwritten, too: the cache that `into` was forked from, and other forks of it.
 
         Raises:
             ValueError, TypeError: `n` or `capacity` is not an int of at least 1, the call comes before the prefill or
@@ -150,21 +150,25 @@ class SharedPrefixCache:
         check_positive("capacity", capacity)
         if into is not None and not isinstance(into, SharedPrefixCache):
             raise TypeError(f"`into` must be a SharedPrefixCache, got {type(into).__name__}")
+        if into is not None and into._mesh != self._mesh:
+            raise ValueError(f"`into` must be sharded as {self._mesh}, got {into._mesh}")
         inherited = inherit(self.layers, n, capacity, used)
-        if into is not None:
-            check_refill(into, inherited, self.prompts)
-            return refill(into, inherited, self.prompts)
-        layers = [layer.fork(what) for layer, what in zip(self.layers, inherited, strict=True)]
-        return self._of(layers, self.prompts.map(torch.clone))
+        if into is None:
+            layers = [layer.fork(what) for layer, what in zip(self.layers, inherited, strict=True)]
+            into = self._of(layers, self.prompts.map(torch.clone))
+        else:
+            refill(into.layers, into.prompts, inherited, self.prompts)
+        for layer in self.layers:
+            layer.frozen = max(layer.frozen, used)
+        return into
 
     def select(self, indices: Sequence[int] | Tensor) -> SharedPrefixCache:
         """Make a cache of the sequences `indices`, in that order; one may occur several times.
 
-        Copies the suffixes and never a prefix: each sequence remembers the row of it that it reads. So sequences that
-        finished can be dropped whenever few enough are left for the next smaller batch of, say, 128, 96 and 64:
+        Copies the suffixes and never a prefix: each sequence remembers the row of it that it reads. Sequences that
+        finished can be dropped as soon as few enough are left for the next smaller batch of, say, 128, 96 and 64:
 
-            running_first = finished.argsort(stable=True)  # bool [batch], on the device
-            cache = cache.select(running_first[:96])  # shapes change with the batch: one graph for each size
+            cache = cache.select(finished.argsort(stable=True)[:96])  # bool [batch]; one graph for each batch size
 
         Args:
             indices: ints, or an integer tensor with one dimension. A tensor on an accelerator is never read on the
@@ -177,7 +181,7 @@ class SharedPrefixCache:
             TypeError: `indices` holds something other than integers.
         """
         selection = self._selection(indices)
-        layers, root = shared_prefix_layers.select(self.layers, selection)
+        layers, root = select_layers(self.layers, selection)
         return self._of(layers, self._selected_prompts(selection, root))
 
     def select_(self, indices: Sequence[int] | Tensor) -> None:
@@ -186,18 +190,17 @@ class SharedPrefixCache:
         Raises the errors of `select`.
         """
         selection = self._selection(indices)
-        root = shared_prefix_layers.select_(self.layers, selection)
-        self.prompts = self._selected_prompts(selection, root)
+        self.prompts = self._selected_prompts(selection, select_layers_(self.layers, selection))
 
     def crop(self, tokens: int) -> None:
         """Forget the last `tokens` tokens of each sequence, in place, such as drafts that were not accepted.
 
         Raises:
-            ValueError: `tokens` is negative or exceeds the tokens since the fork, of which those that forks of this
-                cache read have to stay, too. Not checked while a graph is captured.
+            ValueError: `tokens` is negative, or there are not as many since the fork of this cache and, as these stay,
+                since the last one from it. Not checked while a graph is captured.
             TypeError: `tokens` is not an int.
         """
-        if tokens == 0:
+        if tokens == 0:  # at each step of some loops, which should not wait
             return
         check_positive("tokens", tokens)
         last = self.layers[-1]
@@ -222,12 +225,13 @@ class SharedPrefixCache:
             TypeError: `q_len` is not an int.
         """
         tokens, total = self._step(q_len)
+        places, real = torch.arange(total, device=tokens.device), self._real(total)
         layout = self.layout if self.layers[-1].segments else None  # the first tokens attend as on one device
-        own = slice(None) if layout is None else layout.own
-        visible = (torch.arange(total, device=tokens.device)[own] <= tokens[:, None])[None, None]
-        real = self._real(total)
+        if layout is not None:
+            places, real = places[layout.own], None if real is None else real[:, layout.own]
+        visible = (places <= tokens[:, None])[None, None]
         if real is not None:
-            visible = visible & self._of_each_sequence(real[:, own])[:, None, None]
+            visible = visible & self._of_each_sequence(real)[:, None, None]
         return visible if layout is None else layout.mask(visible)
 
     def positions(self, q_len: int = 1) -> Tensor:
@@ -236,10 +240,13 @@ class SharedPrefixCache:
         Raises the errors of `mask`.
         """
         tokens, total = self._step(q_len)
-        real = self._real(total)
-        if real is None:
+        if (real := self._real(total)) is None:
             return tokens[None]
         return self._of_each_sequence((real.cumsum(1) - 1).clamp(min=0).index_select(1, tokens))
+
+    @property
+    def _mesh(self) -> object:
+        return None if self.layout is None else (self.layout.mesh, self.layout.placements)
 
     def _selection(self, indices: Sequence[int] | Tensor) -> Selection:
         """Check indices, on a mesh also against those of other ranks."""
@@ -291,11 +298,3 @@ class SharedPrefixCache:
         cache = copy.copy(self)
         cache.layers, cache.prompts = layers, prompts
         return cache
-
-
-def check_positive(name: str, value: int) -> None:
-    """Raise unless `value` is an int of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"`{name}` must be at least 1, got {value}")

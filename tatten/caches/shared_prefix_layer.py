@@ -155,7 +155,6 @@ class SharedPrefixLayer:
             slots = self._slots(self.prefix_length, used)
             segments = (*segments, (self.keys[:, :, :slots], self.values[:, :, :slots]))
             lengths = (*lengths, used)
-        self.frozen = max(self.frozen, used)
         return Inherited(segments, lengths, rows, self.batch_size * n, self._slots_for(capacity))
 
     def fork(self, inherited: Inherited) -> SharedPrefixLayer:

@@ -39,13 +39,13 @@ def inherit(layers: Layers, n: int, capacity: int, used: int) -> list[Inherited]
     return [layer.inherited(n, capacity, used, rows[layer.device]) for layer in layers]
 
 
-def select(layers: Layers, selection: Selection) -> tuple[Layers, slice]:
+def select_layers(layers: Layers, selection: Selection) -> tuple[Layers, slice]:
     """Layers of the chosen sequences, and which rows of the root they keep."""
     kept = _on_each_device(layers, lambda layer: layer.selected_rows(selection, narrow=True))
     return [layer.select(selection, kept[layer.device]) for layer in layers], kept[layers[0].device][0][0]
 
 
-def select_(layers: Layers, selection: Selection) -> slice:
+def select_layers_(layers: Layers, selection: Selection) -> slice:
     """Select in place; returns which rows of the root are kept. Rows stay where they are while the batch does."""
     stays = len(selection) == layers[0].batch_size
     kept = _on_each_device(layers, lambda layer: layer.selected_rows(selection, narrow=not stays))

@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tatten.caches import sharded as sharded_cache
-from tatten.caches.selection import sequence_indices
+from tatten.caches.arguments import sequence_indices
 from tatten.caches.sharded_layer import Interleaved, ShardedLayer
 from tatten.dtensor_sdpa import merged_attention
 from tatten.integrations.transformers.config import attention_implementation, count_layers

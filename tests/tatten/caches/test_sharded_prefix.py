@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tatten.caches.selection import Selection
 from tatten.caches.shared_prefix import SharedPrefixCache
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 4, 2, 8, 23
@@ -266,6 +267,29 @@ def disagree(what: str, names: tuple[str, ...] = ("kv",)) -> str:
     return "fine"
 
 
+def check_deferred(names: tuple[str, ...]) -> None:
+    """Selections that the host does not know are compared when the cache reads the host anyway; memory stays."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=names)
+    cache = SharedPrefixCache(1, mesh=mesh)
+    key = torch.ones(2, KV_HEADS, 5, HEAD_DIM)
+    cache.update(0, key, key)
+    for odd_step in range(3):
+        fork = cache.fork(2, 4)
+        for step in range(4):
+            picked = [1, 0, 3, 2 if dist.get_rank() or step != odd_step else 0]
+            selection = Selection(picked, 4)
+            selection.on(torch.device("cpu"))
+            selection.known = None
+            fork.agreement.check_selection(selection, 4)
+        with pytest.raises(ValueError, match=r"\[1, 0, 3, 0\] on ranks \[0\] and \[1, 0, 3, 2\] on ranks \[1\]"):
+            fork.update(0, key.repeat(2, 1, 1, 1)[:, :, :1], key.repeat(2, 1, 1, 1)[:, :, :1])
+        assert int(fork.layers[0].length) == 0
+
+
+def test_selections_on_the_device() -> None:
+    run_ranks(2, check_deferred, ("kv",))
+
+
 @pytest.mark.parametrize("names", [("kv",), ("node", "gpu")], ids=str)
 @pytest.mark.parametrize(
     "what, messages",
@@ -316,7 +340,9 @@ def bad_meshes() -> list[str]:
     cache, key = SharedPrefixCache(1, mesh=mesh), torch.zeros(1, 1, 3, 4)
     said.append(said_by(lambda: cache.update(0, cache.layout.keys(key), key)))
     cache.update(0, key, key)
-    return [*said, said_by(lambda: cache.fork(1, 2, into=cache))]
+    whole = SharedPrefixCache(1)
+    whole.update(0, key, key)
+    return [*said, said_by(lambda: cache.fork(1, 2, into=cache)), said_by(lambda: whole.fork(1, 2, into=cache))]
 
 
 def test_bad_input() -> None:
@@ -330,6 +356,7 @@ def test_bad_input() -> None:
             "`mesh` must be a DeviceMesh, got int",
             "`key` must be a plain tensor with this rank's heads, got a DTensor",
             "`into` must be a fork with the same batch and capacity, (1, 2), got (1, 0)",
+            "`into` must be sharded as None, got (DeviceMesh",
         ],
         said,
         strict=True,

@@ -438,6 +438,10 @@ def test_a_fork_into_an_old_one_says_what_differs() -> None:
     with pytest.raises(ValueError, match="memory of its own, got one that shares rows or slots with the keys"):
         tree.select([0]).fork(1, 3, into=tree.select([1]))
     assert all(torch.equal(a, b) for a, b in zip(before, state(old), strict=True))
+    used = step_once(cache.fork(1, 3))
+    with pytest.raises(ValueError, match="`into` must"):
+        used.fork(2, 3, into=old)
+    used.crop(1)  # no child reads it
 
 
 def step_once(cache: SharedPrefixCache) -> SharedPrefixCache:
