@@ -19,8 +19,9 @@ from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
 from tatten.ops.masks import block_list, key_spans, mask_of_rows, mask_rows
 from tatten.ops.sizes import ceil_div
+from tatten.ops.state_validation import check_state_pair
 from tatten.ops.states import State, accumulator_dtype
-from tatten.ops.validation import BLOCK_KEYS, check_decode_no_grad, check_segments_no_grad, check_state_pair
+from tatten.ops.validation import BLOCK_KEYS, check_decode_no_grad, check_segments_no_grad
 from tatten.ops.variant import AttentionVariant
 
 Kernel = Callable[..., Any]

@@ -24,7 +24,13 @@ from tatten.passes.symbolic import constant, guard_equal, known_different, known
 
 @dataclass(frozen=True)
 class BifurcatedMatch(Match):
-    """An SDPA call that `tatten::bifurcated_attention` answers: its segments of keys and of values correspond."""
+    """An SDPA call that `tatten::bifurcated_attention` answers: its segments of keys and of values correspond.
+
+    Attributes:
+        columns: those of the mask for each segment; None where the lengths of the segments tell.
+    """
+
+    columns: tuple[Node | None, ...] | None = None
 
     @property
     def unpaid(self) -> Decline | None:
@@ -101,7 +107,7 @@ def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     call = masks.cast(match.call)
     with call.node.graph.inserting_before(call.node):
         keys, values = ([x.as_attention_takes_it() for x in stored] for stored in (match.keys, match.values))
-    columns = masks.columns(call, match.keys)
+    columns = masks.columns(call, match.keys) if match.columns is None else list(match.columns)
     rows = [masks.rows(call, segment) for segment in match.keys]
     groups = [masks.row_groups(call, segment, own) for segment, own in zip(match.keys, rows, strict=True)]
     made_for = zip(columns, match.keys, rows, strict=True)

@@ -13,6 +13,7 @@ from tatten.passes.match import Match
 from tatten.passes.reasons import Decline
 from tatten.passes.replace import output_of
 from tatten.passes.sdpa import SdpaCall
+from tatten.passes.segments import find_segments, in_one
 from tatten.passes.stored import Stored
 
 AnyMatch = TypeVar("AnyMatch", bound=Match)
@@ -23,7 +24,7 @@ class PlainCall:
     """An SDPA call on plain tensors, which the matchers see as they are; `tatten.passes.tree` has DTensors."""
 
     call: SdpaCall
-    weighed: ClassVar[bool] = True  # whether a rewrite has to pay
+    in_one_piece: ClassVar[bool] = True  # whether an op may read key and value as they are
 
     @property
     def note(self) -> str:
@@ -38,9 +39,20 @@ class PlainCall:
         """Return the call with the tensors that the matchers see."""
         return self.call
 
-    def seen_segments(self, whole: Node, segments: tuple[Stored, ...]) -> tuple[Stored, ...]:
-        """Return what the matchers see of the segments of `whole`, the call's key or value."""
-        return segments
+    def segments(self, whole: Node, rows: bool = True) -> tuple[Stored, ...]:
+        """Return the segments of `whole`, the call's key or value, that the matchers see.
+
+        Without `rows`, what an index selected is read as a copy.
+        """
+        return find_segments(whole, rows)
+
+    def in_one(self, whole: Node, segments: tuple[Stored, ...]) -> Stored:
+        """Return what the matchers see of `whole` before its heads were repeated; `segments` are those of it."""
+        return in_one(whole, segments)
+
+    def weighs(self, match: Match) -> bool:
+        """Whether a rewrite has to pay."""
+        return True
 
     def insert(self, match: AnyMatch, masks: Masks) -> AnyMatch:
         """Insert nodes for the tensors that the matchers saw, and return the match on those."""

@@ -20,7 +20,6 @@ from tatten.passes.plain import PlainCall
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import replace_call
 from tatten.passes.sdpa import SdpaCall, find_sdpa
-from tatten.passes.segments import find_segments, in_one
 from tatten.passes.source_location import source_location
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import LocalPart, hint, tensor_of
@@ -52,12 +51,14 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
 def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence[Node]) -> Rewritten | Declined:
     """Decide about one call, then change the graph. The report is read off first: nodes may be erased."""
     given = find_sharded(call) or PlainCall(call)
+    if isinstance(given, Decline):
+        return _declined(call, given)
     found = _find(given, max_q_len, moving)
     if isinstance(found, Decline):
         return _declined(call, found)
     match, note = found
     location, shapes = source_location(call.node), _shapes(call, *(_bases(x) for x in (match.keys, match.values)))
-    cost, doubt = (match.cost, match.doubt) if given.weighed else (None, "")
+    cost, doubt = (match.cost, match.doubt) if given.weighs(match) else (None, "")
     match = given.insert(match, masks)
     state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
     replace_call(call, given.output(state), match.path)
@@ -79,17 +80,18 @@ def _find(
     if mover is not None:
         return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
     copied = ""
-    segments = [(x, find_segments(x)) for x in (call.key, call.value)]
-    bifurcated = _match_segments(given, segments)
-    if isinstance(bifurcated, Decline) and any(x.rows for _, found in segments for x in found):
+    keys, values = given.segments(call.key), given.segments(call.value)
+    bifurcated = _match_segments(given, keys, values)
+    if isinstance(bifurcated, Decline) and any(x.rows for x in (*keys, *values)):
         copied = f"selected rows are copied [{bifurcated.reason.value}]: {bifurcated.detail}"
-        segments = [(x, find_segments(x, rows=False)) for x in (call.key, call.value)]
-        bifurcated = _match_segments(given, segments)
+        keys, values = given.segments(call.key, rows=False), given.segments(call.value, rows=False)
+        bifurcated = _match_segments(given, keys, values)
     if isinstance(bifurcated, BifurcatedMatch):
         return bifurcated, copied
-    (key,), (value,) = (given.seen_segments(x, (in_one(x, found),)) for x, found in segments)
-    decode = match_decode(given.seen(), key, value)
-    if isinstance(decode, DecodeMatch) and given.weighed:
+    if bifurcated is not None and not given.in_one_piece:
+        return bifurcated
+    decode = match_decode(given.seen(), given.in_one(call.key, keys), given.in_one(call.value, values))
+    if isinstance(decode, DecodeMatch) and given.weighs(decode):
         decode = decode.unpaid or decode
     if isinstance(decode, Decline):
         return bifurcated or decode
@@ -97,11 +99,11 @@ def _find(
 
 
 def _match_segments(
-    given: PlainCall, segments: Sequence[tuple[Node, tuple[Stored, ...]]]
+    given: PlainCall, keys: tuple[Stored, ...], values: tuple[Stored, ...]
 ) -> BifurcatedMatch | Decline | None:
     """Match segments that a rewrite would read where they are stored, if that pays."""
-    match = match_bifurcated(given.seen(), *(given.seen_segments(x, found) for x, found in segments))
-    return (match.unpaid or match) if isinstance(match, BifurcatedMatch) and given.weighed else match
+    match = match_bifurcated(given.seen(), keys, values)
+    return (match.unpaid or match) if isinstance(match, BifurcatedMatch) and given.weighs(match) else match
 
 
 def _declined(call: SdpaCall, decline: Decline) -> Declined:

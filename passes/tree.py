@@ -1,8 +1,8 @@
 """The tree pass: SDPA over DTensors whose sequence is sharded becomes local attention and a merge over ranks.
 
-The pass wraps the others. They match the local parts of query, keys and values as plain tensors; the parts that a match
-needs are then inserted into the graph, an op attends to them, and its state is merged over the mesh dims that shard the
-sequence.
+The pass wraps the others. They match the local parts of query, keys and values as plain tensors, or segments that are
+DTensors of several placements; the parts that a match needs are then inserted into the graph, an op attends to them,
+and its state is merged over the mesh dims that shard the sequence.
 """
 
 from __future__ import annotations
@@ -13,43 +13,62 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
 from tatten.ops.distributed.collectives import group_size_and_rank
 from tatten.ops.distributed.tree_merge import fastest
+from tatten.ops.layout import LENGTH
 from tatten.ops.states import accumulator_dtype
+from tatten.passes.bifurcated import BifurcatedMatch
 from tatten.passes.calls import op_name
+from tatten.passes.local import FromLocal, chunk, local_input, local_mask, local_part, stripe, to_local
 from tatten.passes.masks import Masks, same_view
+from tatten.passes.match import Match
 from tatten.passes.plain import AnyMatch, PlainCall
+from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import with_strides_of
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.stored import Stored
-from tatten.passes.symbolic import FakeTensor, LocalPart, held, tensor_of
+from tatten.passes.segments import find_segments, segments_behind
+from tatten.passes.stored import Stored, peel_heads
+from tatten.passes.symbolic import FakeTensor, LocalPart, held, known_equal, tensor_of
 
 if TYPE_CHECKING:
-    from tatten.ops.distributed.placement import Sharding
+    from tatten.ops.distributed.placement import Segment, Sharding
 
 
-def find_sharded(call: SdpaCall) -> ShardedCall | None:
-    """Return the call with its sharding, or None for plain tensors and for DTensors that are left to PyTorch."""
+def find_sharded(call: SdpaCall) -> MergedCall | Decline | None:
+    """Return the call with its sharding, or None for plain tensors and for DTensors that are left to PyTorch.
+
+    A Decline says why segments of several placements are left to PyTorch.
+    """
     query, key, value, mask = (tensor_of(x) for x in (call.query, call.key, call.value, call.attn_mask))
     if query is None or key is None or value is None or (mask is None) != (call.attn_mask is None):
         return None
     if all(isinstance(x, FakeTensor) for x in (query, key, value)):
         return None
-    from tatten.ops.distributed.placement import find_sharding  # imports DTensor, which takes seconds
+    from tatten.ops.distributed.placement import find_segment_sharding, find_sharding  # DTensor takes seconds to import
 
     sharding = find_sharding(query, key, value, mask)
-    return None if sharding is None else ShardedCall(call, sharding)
+    if sharding is not None:
+        return ShardedCall(call, sharding)
+    keys, values = find_segments(call.key), find_segments(call.value)
+    if len(keys) == 1 or len(keys) != len(values):
+        return None
+    result = tensor_of(call.node)
+    assert result is not None
+    found = find_segment_sharding(query, result, _placed(keys), _placed(values), mask)
+    return Decline(Reason.PLACEMENT, found) if isinstance(found, str) else SegmentedCall(call, found, keys, values)
+
+
+def _placed(segments: tuple[Stored, ...]) -> list[Segment]:
+    return [(tensor, x.dims) for x in segments if (tensor := tensor_of(x.base)) is not None]
 
 
 @dataclass(frozen=True)
-class ShardedCall(PlainCall):
-    """An SDPA call on DTensors; the matchers see their local parts."""
+class MergedCall(PlainCall):
+    """An SDPA call on DTensors that becomes local attention, merged over ranks."""
 
     sharding: Sharding
-    weighed: ClassVar[bool] = False  # the alternative is to gather the keys of all ranks
 
     @property
     def note(self) -> str:
@@ -58,37 +77,14 @@ class ShardedCall(PlainCall):
         return f"local, then merged over mesh dim{'s' * (len(self.sharding.merge_dims) > 1)} {dims}"
 
     def check(self) -> None:
-        """Return None: `find_sharding` has checked the call."""
+        """Return None: `find_sharded` has checked the call."""
 
-    def seen(self) -> SdpaCall:
-        query, key, value = (_local_part(x) for x in (self.call.query, self.call.key, self.call.value))
-        return dataclasses.replace(self.call, query=query, key=key, value=value)
-
-    def seen_segments(self, whole: Node, segments: tuple[Stored, ...]) -> tuple[Stored, ...]:
-        """Return the local part of a single segment that is sharded as `whole` is, else the local part of `whole`."""
-        from tatten.ops.distributed.placement import same_sharding
-
-        tensor, base = tensor_of(whole), tensor_of(segments[0].base)
-        assert tensor is not None
-        assert base is not None
-        if len(segments) == 1 and same_sharding(tensor, base, segments[0].dims):
-            return (dataclasses.replace(segments[0], base=_local_part(segments[0].base)),)
-        return (Stored(_local_part(whole)),)
-
-    def insert(self, match: AnyMatch, masks: Masks) -> AnyMatch:
-        """Insert `to_local` of the query, the segments and the mask; layers that share a mask share its node."""
+    def insert_mask(self, masks: Masks) -> Node | None:
+        """Insert the local part of the mask; layers that share a mask share its node."""
         mask = self.call.attn_mask
-        with self.call.node.graph.inserting_before(self.call.node):
-            if mask is not None:
-                key = same_view(mask), self.sharding
-                mask = masks.once(key, lambda: _local_mask(self.call.attn_mask, self.sharding))
-            query = _to_local(match.call.query)
-            keys, values = (
-                tuple(dataclasses.replace(x, base=_to_local(x.base)) for x in stored)
-                for stored in (match.keys, match.values)
-            )
-        call = dataclasses.replace(match.call, query=query, attn_mask=mask)
-        return dataclasses.replace(match, call=call, keys=keys, values=values)
+        if mask is None:
+            return None
+        return masks.once((same_view(mask), self.sharding), lambda: local_mask(mask, self.sharding))
 
     def output(self, state: Node) -> Node:
         """Insert a merge over each mesh dim, the last (inner) one first, and return the output, placed as SDPA's was.
@@ -117,61 +113,115 @@ class ShardedCall(PlainCall):
         return out
 
 
-def _local_part(dtensor: Any) -> LocalPart:
-    return LocalPart(dtensor, held(tensor_of(dtensor)))
+@dataclass(frozen=True)
+class ShardedCall(MergedCall):
+    """An SDPA call whose keys are sharded over the sequence; the matchers see local parts."""
+
+    def seen(self) -> SdpaCall:
+        query, key, value = (local_part(x) for x in (self.call.query, self.call.key, self.call.value))
+        return dataclasses.replace(self.call, query=query, key=key, value=value)
+
+    def segments(self, whole: Node, rows: bool = True) -> tuple[Stored, ...]:
+        """Return the segments of the local part of `whole`: as the graph made it, if it did, else one."""
+        best, *others = find_segments(whole, rows)
+        stored = Stored(local_part(whole)) if others else _local(best, whole)
+        local = local_input(stored.base.dtensor) if isinstance(stored.base, LocalPart) and not stored.shared else None
+        return (stored,) if local is None else segments_behind(stored, local, rows)
+
+    def in_one(self, whole: Node, segments: tuple[Stored, ...]) -> Stored:
+        return _local(peel_heads(whole), whole)
+
+    def weighs(self, match: Match) -> bool:
+        """Whether another rewrite reads the local part; PyTorch would gather the keys of all ranks."""
+        return all(isinstance(x.base, Node) for x in match.keys)
+
+    def insert(self, match: AnyMatch, masks: Masks) -> AnyMatch:
+        """Insert `to_local` of the query, the mask, and the segments that are parts of DTensors."""
+        with self.call.node.graph.inserting_before(self.call.node):
+            mask = self.insert_mask(masks)
+            query = to_local(match.call.query)
+            keys, values = (
+                tuple(dataclasses.replace(x, base=x.base if isinstance(x.base, Node) else to_local(x.base)) for x in xs)
+                for xs in (match.keys, match.values)
+            )
+        call = dataclasses.replace(match.call, query=query, attn_mask=mask)
+        return dataclasses.replace(match, call=call, keys=keys, values=values)
 
 
-def _to_local(x: Any) -> Node:
-    """Insert `to_local` of a DTensor or local part."""
-    part = x if isinstance(x, LocalPart) else _local_part(x)
-    node = part.dtensor.graph.call_method("to_local", (part.dtensor,))
-    node.meta["example_value"] = part.tensor
-    return node
+@dataclass(frozen=True)
+class SegmentedCall(MergedCall):
+    """An SDPA call whose keys are concatenated of DTensors, of which some are sharded over the sequence.
+
+    PyTorch gathers those to concatenate them. Here each rank attends to its part of each segment instead. A segment
+    that is replicated over a mesh dim where others are sharded is divided among its ranks: each key counts once.
+    """
+
+    keys: tuple[Stored, ...]
+    values: tuple[Stored, ...]
+    in_one_piece: ClassVar[bool] = False
+
+    def segments(self, whole: Node, rows: bool = True) -> tuple[Stored, ...]:
+        return self.keys if whole is self.call.key else self.values
+
+    def weighs(self, match: Match) -> bool:
+        return False
+
+    def insert(self, match: AnyMatch, masks: Masks) -> AnyMatch:
+        """Insert the local parts of the query, the segments, and the columns of the mask for them."""
+        assert isinstance(match, BifurcatedMatch)
+        with self.call.node.graph.inserting_before(self.call.node):
+            mask = self.insert_mask(masks)
+            query = to_local(self.call.query)
+        call = masks.cast(dataclasses.replace(self.call, query=query, attn_mask=mask))
+        columns = masks.columns(call, self.keys)
+        with self.call.node.graph.inserting_before(self.call.node):
+            columns = [self._own_columns(call, x, stored, masks) for x, stored in zip(columns, self.keys, strict=True)]
+            keys, values = (tuple(map(self._own, stored)) for stored in (self.keys, self.values))
+        return dataclasses.replace(match, call=call, keys=keys, values=values, columns=tuple(columns))
+
+    def _own(self, stored: Stored) -> Stored:
+        """Insert this rank's part of a segment."""
+        local = dataclasses.replace(stored, base=to_local(stored.base)).as_attention_takes_it()
+        return Stored(stripe(local, LENGTH, *self._divided(stored)), path=stored.path)
+
+    def _own_columns(self, call: SdpaCall, columns: Node | None, stored: Stored, masks: Masks) -> Node | None:
+        """Insert the columns of the mask for this rank's part of a segment; layers that share a mask share them."""
+        mask, base = tensor_of(call.attn_mask), tensor_of(stored.base)
+        if columns is None or mask is None or known_equal(mask.shape[-1], 1):
+            return columns
+        columns.meta.setdefault("example_value", mask.new_empty((*mask.shape[:-1], stored.size(LENGTH))))
+        placements, whole = base.placements, columns  # type: ignore[union-attr]
+
+        def make() -> Node:
+            node, mesh = whole, self.sharding.mesh
+            for dim in sorted(self.sharding.merge_dims):
+                if placements[dim].is_shard():
+                    node = chunk(node, mask.dim() - 1, mesh.size(dim), mesh.get_local_rank(dim))
+            return stripe(node, mask.dim() - 1, *self._divided(stored))
+
+        return masks.once((columns, placements, self.sharding), make)
+
+    def _divided(self, stored: Stored) -> tuple[int, int]:
+        """Among how many ranks a segment is divided, though each of them holds it; and which of them this one is."""
+        tensor: Any = tensor_of(stored.base)
+        mesh, ranks, rank = self.sharding.mesh, 1, 0
+        for dim in sorted(self.sharding.merge_dims):
+            if tensor.placements[dim].is_replicate():
+                ranks, rank = ranks * mesh.size(dim), rank * mesh.size(dim) + mesh.get_local_rank(dim)
+        return ranks, rank
+
+
+def _local(stored: Stored, whole: Node) -> Stored:
+    """The local part of what is stored, if it is sharded as `whole` is, else that of `whole`."""
+    from tatten.ops.distributed.placement import same_sharding
+
+    tensor, base = tensor_of(whole), tensor_of(stored.base)
+    assert tensor is not None
+    assert base is not None
+    if same_sharding(tensor, base, stored.dims):
+        return dataclasses.replace(stored, base=local_part(stored.base))
+    return Stored(local_part(whole))
 
 
 def _item(state: Node, index: int) -> Node:
     return state.graph.call_function(operator.getitem, (state, index))
-
-
-def _local_mask(mask: Node, sharding: Sharding) -> Node:
-    """Insert the local part of a mask. A replicated mask is cut where the scores are sharded, as by `torch.chunk`."""
-    tensor: Any = tensor_of(mask)
-    node = _to_local(mask)
-    assert sharding.mask is not None
-    for mesh_dim, (have, want) in enumerate(zip(tensor.placements, sharding.mask, strict=True)):
-        if have != want:
-            node = _cut(node, want.dim, sharding.mesh.size(mesh_dim), sharding.mesh.get_local_rank(mesh_dim))  # type: ignore[attr-defined]
-    return node
-
-
-def _cut(node: Node, dim: int, parts: int, index: int) -> Node:
-    whole = tensor_of(node)
-    assert whole is not None
-    size = whole.shape[dim]
-    each = (size + parts - 1) // parts
-    begin = torch.sym_min(index * each, size)
-    example = whole.narrow(dim, begin, torch.sym_min(each, size - begin))
-    if isinstance(size, int):
-        cut = node.graph.call_function(torch.narrow, (node, dim, begin, example.shape[dim]))
-    else:  # not torch.chunk, which may make less than `parts` of it
-        call = node.graph.call_function
-        size_node = node.graph.call_method("size", (node, dim))
-        each_node = call(operator.floordiv, (call(operator.add, (size_node, parts - 1)), parts))
-        begin_node = call(torch.sym_min, (call(operator.mul, (each_node, index)), size_node))
-        length = call(torch.sym_min, (each_node, call(operator.sub, (size_node, begin_node))))
-        cut = call(torch.narrow, (node, dim, begin_node, length))
-    cut.meta["example_value"] = example
-    return cut
-
-
-@dataclass(frozen=True)
-class FromLocal:
-    """`DTensor.from_local` for one sharding, as a callable: a graph takes no meshes or placements as arguments."""
-
-    sharding: Sharding
-    __name__ = "from_local"
-
-    def __call__(self, local: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(local, self.sharding.mesh, self.sharding.out, run_check=False)

@@ -23,14 +23,9 @@ from tatten.ops.layout import (
     squeeze_broadcast,
 )
 from tatten.ops.masks import Span, key_spans
+from tatten.ops.state_validation import check_stack
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, merge
-from tatten.ops.validation import (
-    check_block_mask,
-    check_decode_attention,
-    check_kv_lens,
-    check_provider,
-    check_stack,
-)
+from tatten.ops.validation import check_block_mask, check_decode_attention, check_kv_lens, check_provider
 from tatten.ops.variant import AttentionVariant
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, bool], State]  # like `attend`

@@ -76,6 +76,13 @@ class TileSpace:
         total_tiles = groups * self.work_tiles * max(1, ceil_div(self.kv_len, self.block_n))
         return total_tiles * self.programs >= 1 << 31
 
+    def most_partials(self, batch: int) -> int:
+        """Estimate how many partial states one work tile of `batch` sequences has at most."""
+        if self.groups > 1:
+            return 32  # of ragged ones it may have all
+        least = ceil_div(batch, self.seqs_per_kv) if self.has_row_groups else 1
+        return self.programs // (least * self.work_tiles) + 2
+
     @property
     def block_list_stride(self) -> int:
         """The distance between the block lists of two groups, or of two kv_rows if there are row groups."""
@@ -165,9 +172,7 @@ def plan_combine(
     a, b = (*spaces, _NOTHING, _NOTHING)[:2]
     block_dv = max(16, power_of_2(value_dim))
     pdl = pdl and not INTERPRETED and capability(query.device) >= (9, 0)
-    # In a ragged batch one work tile may have all partials.
-    most = max([32 if x.groups > 1 or x.has_row_groups else x.programs // x.work_tiles + 2 for x in spaces] or [1])
-    partials = min(64, power_of_2(most))
+    partials = min(64, power_of_2(max([x.most_partials(batch) for x in spaces] or [1])))
     # Of whole states a program takes several, if there are many: one alone would mostly wait for its loads.
     states = 1 if spaces or n_states < MANY_STATES else max(1, 1024 // block_dv)
     launch = Launch(

@@ -197,6 +197,8 @@ def _sms_beside_prefix(query: Tensor, prefix: Inputs, beside: Inputs) -> int:
     _, kv_heads, kv_len, head_dim = prefix.key.shape
     if beside.attn_mask is not None or beside.row_groups is not None or packed_q_rows(query, beside.key) > 16:
         return 0
+    if beside.key.shape[2] <= 64:
+        return 0  # bound by latency rather than by memory
     has_row_groups = prefix.row_groups is not None
     seqs, kv_rows = seqs_and_rows(query, prefix.key, has_row_groups)
     if has_row_groups:  # about how many there are, where `kv_rows` is how many there can be

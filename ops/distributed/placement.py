@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tatten.ops.layout import BATCH, HEADS, LENGTH
 
+# A tensor that is stored, and its dims for the roles batch, heads, length and head_dim: None where it has none.
+Segment = tuple[Tensor, Sequence[int | None]]
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -78,6 +81,76 @@ def find_sharding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     if not _needs_no_communication(mask.placements, wanted):
         return None
     return Sharding(mesh, tuple(reversed(merge_dims)), query.placements, tuple(wanted))
+
+
+def find_segment_sharding(
+    query: Tensor, result: Tensor, keys: Sequence[Segment], values: Sequence[Segment], mask: Tensor | None
+) -> Sharding | str:
+    """Return the sharding of a call whose keys and values are in segments, or why it is left to PyTorch's own rules.
+
+    On at least one mesh dim, some segments have `Shard` of their sequence; the others, the query and the mask are
+    replicated there. On other mesh dims all may be replicated, or sharded over the batch or the heads into equal parts,
+    except that one row, or one head, for all is replicated.
+
+    Args:
+        result: what PyTorch's rules make of the call; it has to be placed as the query is.
+        keys, values: the segments, of which key i and value i belong together.
+    """
+    segments = {f"segment {i} of key": segment for i, segment in enumerate(keys)}
+    segments |= {f"segment {i} of value": segment for i, segment in enumerate(values)}
+    given = {"query": query, "result": result, **({} if mask is None else {"attn_mask": mask})}
+    mesh = getattr(query, "device_mesh", None)
+    for name, x in (given | {name: x for name, (x, _) in segments.items()}).items():
+        if type(x) is not DTensor or x.device_mesh != mesh or not _in_mesh_order(x):
+            return f"{name} is not a DTensor on {mesh}, the mesh of query, sharded by its dims in order"
+    assert isinstance(query, DTensor)
+    if query.device_mesh.get_coordinate() is None:
+        return f"this rank is not in {mesh}"
+    if _placements(result) != query.placements:
+        return f"the result is placed as {_placements(result)}, query as {query.placements}"
+    merge_dims: list[int] = []
+    wanted: list[Placement] = []
+    for dim, q in enumerate(query.placements):
+        for name, (x, dims) in segments.items():
+            if not _fits(x, dims, dim, query):
+                return f"{name} is placed as {_placements(x)}, query as {query.placements}"
+        whole, of_values = ([_placements(x)[dim].is_replicate() for x, _ in xs] for xs in (keys, values))
+        if whole != of_values:
+            return f"segments of key and of value are placed in different ways on mesh dim {dim}"
+        if isinstance(q, Shard):
+            wanted.append(_mask_placement(mask, q.dim - 4, query.shape[q.dim]))
+        else:
+            wanted.append(q)
+            if not all(whole):
+                merge_dims.append(dim)
+    if not merge_dims:
+        return "no segment is sharded over the sequence"
+    if mask is not None and not _needs_no_communication(_placements(mask), wanted):
+        return f"attn_mask is placed as {_placements(mask)}, which cannot be cut to {tuple(wanted)}"
+    return Sharding(
+        query.device_mesh, tuple(reversed(merge_dims)), query.placements, None if mask is None else tuple(wanted)
+    )
+
+
+def _fits(segment: Tensor, dims: Sequence[int | None], mesh_dim: int, query: DTensor) -> bool:
+    """Whether each rank's part of a segment belongs to its part of the query, as far as this mesh dim goes."""
+    assert isinstance(segment, DTensor)
+    have, q = segment.placements[mesh_dim], query.placements[mesh_dim]
+    role = next((role for role in (BATCH, HEADS) if q == Shard(role)), LENGTH)
+    dim = dims[role]
+    sharded = dim is not None and have == Shard(dim)
+    if role == LENGTH:
+        return q == Replicate() and (sharded or have == Replicate())
+    if not _even(query, role):
+        return False
+    if have == Replicate():
+        return dim is None or segment.shape[dim] == 1
+    return sharded and _even(segment, dim or 0)
+
+
+def _placements(x: Tensor) -> tuple[Placement, ...]:
+    assert isinstance(x, DTensor)
+    return x.placements
 
 
 def same_sharding(whole: Tensor, base: Tensor, dims: Sequence[int | None]) -> bool:

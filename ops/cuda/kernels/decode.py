@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_tile, scores_of, store_lse, upcast
-from tatten.ops.cuda.kernels.tile_scheduler import first_tile, tile_space
+from tatten.ops.cuda.kernels.tile_scheduler import first_tile, sequences_of, tile_space
 
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
 
@@ -163,11 +163,7 @@ def _decode_kernel(
         position = (q_row % q_len).to(tl.int64)
         if ROWS:
             # So far `kv_row` is a row group, which may have fewer sequences than there is room for.
-            starts = row_groups + batch + 1
-            start, end = tl.load(starts + kv_row), tl.load(starts + kv_row + 1)
-            in_order = start + q_row // q_len % seqs_per_kv
-            q_ok = q_ok & (in_order < end)
-            sequence = tl.load(starts + batch + 1 + in_order, mask=q_ok, other=0).to(tl.int64)
+            sequence, q_ok = sequences_of(row_groups, batch, kv_row, q_row // q_len % seqs_per_kv, q_ok)
             kv_row = tl.load(row_groups + kv_row).to(tl.int64)
         else:
             sequence = kv_row * seqs_per_kv + q_row // q_len % seqs_per_kv

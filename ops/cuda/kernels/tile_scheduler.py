@@ -61,6 +61,15 @@ def tile_space(
 
 
 @triton.jit
+def sequences_of(row_groups, batch, group, slot, ok):
+    """Find the sequences in slots of a row group that are `ok`, and in which of these there is one."""
+    starts = row_groups + batch + 1
+    start, end = tl.load(starts + group), tl.load(starts + group + 1)
+    ok = ok & (start + slot < end)
+    return tl.load(starts + batch + 1 + start + slot, mask=ok, other=0).to(tl.int64), ok
+
+
+@triton.jit
 def first_tile(program, total_tiles, active_programs, INT64_TILES: tl.constexpr):
     """The first tile of a program: `total_tiles * program // active_programs`; the end of the tile space if idle."""
     program = tl.minimum(program, active_programs)
