@@ -81,6 +81,11 @@ def one(key: str, value: object, figure: Callable[[Row], float]) -> Callable[[li
     return found
 
 
+def one_call(groups: str, given: str, figure: str) -> Callable[[list[Row]], float]:
+    """A figure of `prefix_trees.py`'s groups, by which they are and how they are given."""
+    return lambda rows: one("given", given, lambda r: r[figure])([r for r in rows if r["groups"] == groups])
+
+
 def those(only: Callable[[Row], bool], figure: Callable[[list[Row]], float]) -> Callable[[list[Row]], float]:
     return lambda rows: figure([r for r in rows if only(r)])
 
@@ -297,6 +302,66 @@ CLAIMS = [
         ),
         "5 times as fast as with the ring",
         at_least=5,
+    ),
+    Claim(
+        "trees, worst",
+        "prefix_trees",
+        125,
+        largest(lambda r: r["ratio"]),
+        "each tree at most 1.0 times as long as the best of the others",
+        at_most=1.0,
+    ),
+    Claim(
+        "trees, mean",
+        "prefix_trees",
+        125,
+        geomean(lambda r: r["ratio"]),
+        "0.8 times in geometric mean over all trees",
+        at_most=0.8,
+    ),
+    Claim(
+        "groups, samples dropped",
+        "prefix_groups",
+        8,
+        one_call("dropped", "groups", "over_regular"),
+        "115 of the 128 at most 1.06 times as long as all of them",
+        at_most=1.06,
+    ),
+    Claim(
+        "groups, aligned rows",
+        "prefix_groups",
+        8,
+        one_call("regular", "groups", "added_us"),
+        "aligned groups that are given as rows at most 2 us longer than as blocks",
+        at_most=2,
+        within=0.15,
+    ),
+    Claim(
+        "what the merge adds to a sharded prefix",
+        "sharded_prefix",
+        2,
+        one("prefix", 131072, lambda r: r["over_local"]),
+        "at most 8 us longer than a rank's part alone",
+        at_most=8,
+        within=0.15,
+    ),
+    Claim(
+        "ranks of a sharded prefix",
+        "sharded_prefix",
+        2,
+        one("prefix", 1 << 20, lambda r: r["spread"]),
+        "ranks within 3% of each other",
+        at_most=1.03,
+        within=0,
+    ),
+    Claim(
+        "a step over a sharded prefix",
+        "sharded_step",
+        4,
+        those(lambda r: r["prefix"] >= 32 << 10, least(lambda r: r["faster"])),
+        "faster than one GPU from a prefix of 32k on",
+        at_least=1,
+        within=0,
     ),
     Claim(
         "model step on a CPU, worst",

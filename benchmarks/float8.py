@@ -1,9 +1,9 @@
-"""Decode attention of keys and values in float8, beside the same in 16 bits and beside widening them for SDPA.
+"""Decode attention of keys and values in float8, beside the same in 16 bits and beside upcasting them for SDPA.
 
     python benchmarks/float8.py --device cuda
 
 One query for each sequence. `float8` is `tatten.decode_attention` with factors for each head, `16 bits` the same on
-keys and values in the dtype of the query, `widened` is SDPA after `key.to(dtype) * scale` under `torch.compile`, as a
+keys and values in the dtype of the query, `upcast` is SDPA after `key.to(dtype) * scale` under `torch.compile`, as a
 PyTorch user would write it. Captured CUDA graphs go round copies that exceed the L2 cache, in turns; medians in
 microseconds. The floor is each key and value in float8 once, at the best rate of a plain read or copy.
 """
@@ -30,7 +30,7 @@ SHAPES = [  # batch, query heads, kv heads, keys, head_dim
 
 
 @torch.compile(dynamic=False)
-def widened(query: Tensor, key: Tensor, value: Tensor, key_scale: Tensor, value_scale: Tensor) -> Tensor:
+def upcast(query: Tensor, key: Tensor, value: Tensor, key_scale: Tensor, value_scale: Tensor) -> Tensor:
     key, value = (x.to(query.dtype) * f[:, None, None] for x, f in ((key, key_scale), (value, value_scale)))
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
@@ -53,7 +53,7 @@ def measure(shape: tuple[int, int, int, int, int], dtype: torch.dtype, rounds: i
     runs = {
         "float8": (narrow, float8),
         "16 bits": (wide, lambda k, v: tatten.decode_attention(query, k, v)),
-        "widened": (narrow, lambda k, v: widened(query, k, v, *half)),
+        "upcast": (narrow, lambda k, v: upcast(query, k, v, *half)),
     }
     k, v = (x[-1:].double() * f[:, None, None] for x, f in zip(narrow[0], scales, strict=True))
     want = F.scaled_dot_product_attention(query[-1:].double(), k, v, enable_gqa=True)
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("needs a GPU: on a CPU float8 is widened before anything is computed")
+        print("needs a GPU: on a CPU float8 is upcast before anything is computed")
         return
     rate = read_rate("cuda")
     print(f"{machine(args.device)}, reads {rate / 1e12:.3f} TB/s")

@@ -1,7 +1,7 @@
 """Record the figures of docs/benchmarks.md: each benchmark in turn, each with a time limit, into one folder of JSON.
 
-    python benchmarks/record.py one                   # all that one GPU measures, in at most 9 minutes
-    python benchmarks/record.py two                   # what two GPUs measure, in at most 4 minutes
+    python benchmarks/record.py one                   # all that one GPU measures, in at most 14 minutes
+    python benchmarks/record.py two                   # what two GPUs measure, in at most 7 minutes
     python benchmarks/record.py eight                 # the merge on the eight GPUs of a node, in at most 2 minutes
     python benchmarks/record.py cpu                   # what is said of a CPU; about 10 minutes of an idle machine
     python benchmarks/record.py one --steps lean_paper decode_grid --out folder
@@ -59,6 +59,18 @@ STEPS = {
             1.5,
             "lean_paper.py --figures 7a 9 --rounds 1",
         ),
+        Step(
+            "prefix_groups",
+            "prefix_trees.py --device cuda --section groups",
+            1.5,
+            "prefix_trees.py --section groups --rounds 1",
+        ),
+        Step(
+            "prefix_trees",
+            "prefix_trees.py --device cuda --section pat fasttree",
+            5,
+            "prefix_trees.py --section pat fasttree --rounds 1",
+        ),
         Step("decode_grid", "decode.py --device cuda --section grid", 4, "decode.py --section grid --rounds 1"),
     ],
     "two": [
@@ -76,6 +88,20 @@ STEPS = {
             "tree_vs_ring.py --device cuda --section table1 --lengths 131072",
             2,
             "tree_vs_ring.py --section table1 --trials 1",
+            2,
+        ),
+        Step(
+            "sharded_prefix",
+            "sharded_prefix.py --device cuda --section op",
+            1.5,
+            "sharded_prefix.py --section op --rounds 1",
+            2,
+        ),
+        Step(
+            "sharded_step",
+            "sharded_prefix.py --device cuda --section step",
+            3,
+            "sharded_prefix.py --section step --rounds 1",
             2,
         ),
     ],
@@ -97,7 +123,7 @@ STEPS = {
         ),
     ],
 }
-MINUTES = {"one": 9.0, "two": 4.0, "eight": 2.0, "cpu": 24.0}
+MINUTES = {"one": 14.0, "two": 7.0, "eight": 2.0, "cpu": 24.0}
 
 
 def line(step: Step, quick: bool, path: Path) -> list[str]:

@@ -11,10 +11,10 @@ from torch import Tensor
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
 from tatten.ops.keywords import names_keywords
 from tatten.ops.masks import BlockList, BlockMask, KeySpans, data_of
-from tatten.ops.validation import check_mask_alone, check_segments, check_tensors
+from tatten.ops.validation import check_mask_alone, check_rows_fit, check_segments, check_tensors
 
 
-def block_mask(attn_mask: Tensor, *, kv_batch: int | None = None) -> BlockMask:
+def block_mask(attn_mask: Tensor, *, kv_batch: int | None = None, rows: Tensor | None = None) -> BlockMask:
     """Find the keys that a mask leaves to attend to, once for all layers that share the mask.
 
     Without it, each call of `decode_attention` with a mask searches it again, which takes two small kernels on CUDA and
@@ -25,6 +25,7 @@ def block_mask(attn_mask: Tensor, *, kv_batch: int | None = None) -> BlockMask:
             last dimension must be kv_length, not 1.
         kv_batch: the batch of the segment, for `bifurcated_attention`; it divides the batch of the mask. Default: the
             batch of the mask.
+        rows: the `rows` of the segment, if it has them; `kv_batch` then is any number.
 
     Returns:
         A `BlockMask` on the device of the mask.
@@ -41,9 +42,9 @@ def block_mask(attn_mask: Tensor, *, kv_batch: int | None = None) -> BlockMask:
         ...     query = tatten.decode_attention(query, key, value, attn_mask=mask, block_mask=blocks)
     """
     check_tensors(attn_mask=attn_mask)
-    check_mask_alone(attn_mask, kv_batch)
+    check_mask_alone(attn_mask, kv_batch, rows)
     kind = KeySpans if attn_mask.device.type == "cpu" else BlockList
-    return kind(torch.ops.tatten.block_mask.default(attn_mask, kv_batch), attn_mask.shape[-1])
+    return kind(torch.ops.tatten.block_mask.default(attn_mask, kv_batch, rows), attn_mask.shape[-1])
 
 
 @overload
@@ -179,6 +180,7 @@ def bifurcated_attention(
     *,
     attn_masks: Sequence[Tensor | None] | None = None,
     block_masks: Sequence[BlockMask | None] | None = None,
+    rows: Sequence[Tensor | None] | None = None,
     scale: float | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -190,6 +192,7 @@ def bifurcated_attention(
     *,
     attn_masks: Sequence[Tensor | None] | None = None,
     block_masks: Sequence[BlockMask | None] | None = None,
+    rows: Sequence[Tensor | None] | None = None,
     scale: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -201,6 +204,7 @@ def bifurcated_attention(
     *,
     attn_masks: Sequence[Tensor | None] | None = None,
     block_masks: Sequence[BlockMask | None] | None = None,
+    rows: Sequence[Tensor | None] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -208,8 +212,9 @@ def bifurcated_attention(
 
     Segment `i` has a batch `B_i` that divides the query's `B`; its row `j` serves the sequences `j * B // B_i` to
     `(j + 1) * B // B_i - 1`: one prompt for all (`B_i = 1`), a tree of prefixes (1, 4, 16, ...), or a KV of its own for
-    each (`B_i = B`). All queries that share a row are in one matrix product, so that the row is read once. The result
-    is that of attention over the concatenated segments, each repeated for its sequences.
+    each (`B_i = B`). With `rows[i]` sequence `b` reads row `rows[i][b]` instead, so that groups may have any sizes. All
+    queries that share a row are in one matrix product, so that the row is read once. The result is that of attention
+    over the concatenated segments, each repeated for its sequences.
 
     Bifurcated Attention (arXiv 2403.08845), with any number of levels as in FlashInfer's cascade (arXiv 2501.01005).
 
@@ -221,7 +226,12 @@ def bifurcated_attention(
         attn_masks: for each segment None, or a mask that broadcasts to `[B, q_heads, q_length, length_i]` or, one for
             each row of the segment, `[B_i, q_heads, q_length, length_i]`; bool (True takes part) or additive, in
             float32 or `query`'s dtype. Keys before the first and after the last one that it allows are never read.
-        block_masks: for each segment None, or what `tatten.block_mask` returned for its mask with `kv_batch=B_i`.
+            Beside `rows[i]` a mask of batch `B` is one for each sequence, even where `B_i = B`.
+        block_masks: for each segment None, or what `tatten.block_mask` returned for its mask with `kv_batch=B_i` and
+            `rows=rows[i]`.
+        rows: for each segment None, or an int32 or int64 tensor `[B]` on the device of `query`: the row of the segment
+            that each sequence reads. Any order, and any number of rows; those that nothing reads may hold anything.
+            Values outside `[0, B_i)` are an error on a CPU; on a GPU, which is never synchronised, they are clamped.
         scale: factor of the scores. Default: `head_dim ** -0.5`.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
@@ -255,5 +265,22 @@ def bifurcated_attention(
         check_segments(keys, attn_masks=masks, block_masks=block_masks)
         for i, (found, mask, key) in enumerate(zip(block_masks, masks, keys, strict=True)):
             data[i] = None if found is None else data_of(found, mask, key, i)
-    out, lse = torch.ops.tatten.bifurcated_attention.default(query, list(keys), list(values), masks, data, scale)
+    groups = None if rows is None else _row_groups(query, keys, rows)
+    op = torch.ops.tatten.bifurcated_attention.default
+    out, lse = op(query, list(keys), list(values), masks, data, scale, groups)
     return (out, lse) if return_lse else out
+
+
+def _row_groups(query: Tensor, keys: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Check the rows of each segment and arrange the sequences by them."""
+    if isinstance(rows, Tensor):
+        raise TypeError(f"`rows` must be a sequence of Tensors, got {type(rows).__name__}")
+    check_segments(keys, rows=rows)
+    groups: list[Tensor | None] = [None] * len(keys)
+    for i, (key, own) in enumerate(zip(keys, rows, strict=True)):
+        if own is not None:
+            check_tensors(**{f"rows[{i}]": own})
+            check_rows_fit(own, query, key, f"rows[{i}]")
+            queries = query.shape[1] // key.shape[1] * query.shape[2]
+            groups[i] = torch.ops.tatten.row_groups.default(own, key.shape[0], queries)
+    return groups

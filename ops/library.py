@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cpu import attention as cpu
+from tatten.ops.cpu.bifurcated import bifurcated_attention as bifurcated_on_cpu
+from tatten.ops.cpu.rows import row_groups as row_groups_on_cpu
 from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
-from tatten.ops.masks import block_list, key_spans, mask_rows
+from tatten.ops.masks import block_list, key_spans, mask_of_rows, mask_rows
 from tatten.ops.sizes import ceil_div
+from tatten.ops.state_validation import check_state_pair
 from tatten.ops.states import State, accumulator_dtype
-from tatten.ops.validation import BLOCK_KEYS, check_decode_no_grad, check_segments_no_grad, check_state_pair
+from tatten.ops.validation import BLOCK_KEYS, check_decode_no_grad, check_segments_no_grad
 from tatten.ops.variant import AttentionVariant
 
 Kernel = Callable[..., Any]
@@ -47,10 +50,16 @@ _library.define(
 )
 _library.define(
     "bifurcated_attention(Tensor query, Tensor[] keys, Tensor[] values, Tensor?[] attn_masks, Tensor?[] block_masks, "
-    "float? scale=None) -> (Tensor out, Tensor lse)",
+    "float? scale=None, Tensor?[]? row_groups=None) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_library.define("block_mask(Tensor attn_mask, SymInt? kv_batch=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    "row_groups(Tensor rows, SymInt kv_batch, SymInt queries) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_library.define(
+    "block_mask(Tensor attn_mask, SymInt? kv_batch=None, Tensor? rows=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 _library.define("block_list(Tensor attn_mask, SymInt kv_batch) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define("merge_states(Tensor out, Tensor lse) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
@@ -124,9 +133,15 @@ def _(
     attn_masks: Sequence[Tensor | None],
     block_masks: Sequence[Tensor | None],
     scale: float | None = None,
+    row_groups: Sequence[Tensor | None] | None = None,
 ) -> State:
     check_segments_no_grad(query, keys, values, attn_masks)
     return _fake_state(query, values[0])
+
+
+@torch.library.register_fake("tatten::row_groups", lib=_library)
+def _(rows: Tensor, kv_batch: int, queries: int) -> Tensor:
+    return rows.new_empty((4, rows.shape[0] + 1), dtype=torch.int32)
 
 
 @torch.library.register_fake("tatten::block_list", lib=_library)
@@ -166,8 +181,10 @@ def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     return out, lse
 
 
-def _block_mask(attn_mask: Tensor, kv_batch: int | None = None) -> Tensor:
+def _block_mask(attn_mask: Tensor, kv_batch: int | None = None, rows: Tensor | None = None) -> Tensor:
     """Find the `data` of a `BlockMask`: on a CPU in plain PyTorch, which Inductor fuses; on CUDA by one opaque op."""
+    if rows is not None and kv_batch is not None and attn_mask.dim() == 4 and attn_mask.shape[0] == rows.shape[0]:
+        attn_mask = mask_of_rows(attn_mask, kv_batch, rows)
     if attn_mask.device.type == "cpu":
         return key_spans(attn_mask, kv_batch)
     data: Tensor = torch.ops.tatten.block_list.default(attn_mask, mask_rows(attn_mask, kv_batch))
@@ -176,6 +193,8 @@ def _block_mask(attn_mask: Tensor, kv_batch: int | None = None) -> Tensor:
 
 _library.impl("block_mask", _block_mask, "CompositeImplicitAutograd")
 _library.impl("tree_merge", tree_merge_op, "CompositeImplicitAutograd")
+_library.impl("row_groups", row_groups_on_cpu, "CPU")
+_library.impl("row_groups", cuda.row_groups, "CUDA")
 _library.impl("block_list", block_list, "CPU")
 _library.impl("block_list", cuda.block_list, "CUDA")
 _KERNELS: dict[str, dict[str, Kernel]] = {
@@ -183,7 +202,7 @@ _KERNELS: dict[str, dict[str, Kernel]] = {
         "CPU": decode_kernel(cpu.decode_attention),
         "CUDA": decode_kernel(cuda.decode_attention),
     },
-    "bifurcated_attention": {"CPU": cpu.bifurcated_attention, "CUDA": cuda.bifurcated_attention},
+    "bifurcated_attention": {"CPU": bifurcated_on_cpu, "CUDA": cuda.bifurcated_attention},
     "merge_states": {"CPU": cpu.merge_states, "CUDA": cuda.merge_states},
     "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},
     "push_merge": {"CUDA": _push_merge},

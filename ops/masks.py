@@ -152,6 +152,19 @@ def used_and_plain(mask: Tensor) -> tuple[Tensor, Tensor]:
     return used.any(dim=1), (mask == 0).all(dim=1)
 
 
+def mask_of_rows(attn_mask: Tensor, kv_batch: int, rows: Tensor) -> Tensor:
+    """Make a mask for each stored row of one for each sequence: bool `[kv_batch, 1, 2, kv_length]`.
+
+    The first of its two queries attends to the keys that count for any sequence that reads the row, the second to those
+    that count for all of them with no bias: so its `BlockMask` is that of all masks of the row together.
+    """
+    used, plain = used_and_plain(attn_mask.flatten(1, 2))
+    rows = rows.to(torch.int64).clamp(0, kv_batch - 1)
+    counts = torch.zeros((2, kv_batch, used.shape[1]), dtype=torch.int32, device=used.device)
+    some, not_all = counts.index_add(1, rows, torch.stack((used, ~plain)).to(torch.int32)) > 0
+    return torch.stack((some, some & ~not_all), dim=1).unsqueeze(1)
+
+
 def mask_rows(attn_mask: Tensor, kv_batch: int | None) -> int:
     """Number of rows of a mask's `BlockMask`. Depends on shapes alone, so it is known while tracing."""
     if attn_mask.dim() < 4 or attn_mask.shape[0] == 1:

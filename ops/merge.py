@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
+from tatten.ops.state_validation import check_stack, check_state_pair
 from tatten.ops.states import merge
-from tatten.ops.validation import check_stack, check_state_pair, check_tensors
+from tatten.ops.validation import check_tensors
 
 
 def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,20 +76,23 @@ def bifurcated_attention_reference(
     values: Sequence[Tensor],
     attn_masks: Sequence[Tensor | None] | None = None,
     scale: float | None = None,
+    rows: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of `tatten::bifurcated_attention`, both float64: each sequence gets a copy of all its segments."""
     batch, q_heads, q_len, _ = query.shape
     attn_masks = [None] * len(keys) if attn_masks is None else attn_masks
+    rows = [None] * len(keys) if rows is None else rows
     whole: dict[str, list[Tensor]] = {"key": [], "value": [], "mask": []}
-    for key, value, mask in zip(keys, values, attn_masks, strict=True):
+    for key, value, mask, own_rows in zip(keys, values, attn_masks, rows, strict=True):
+        if own_rows is None:  # aligned blocks of sequences
+            own_rows = torch.arange(batch, device=query.device) // (batch // key.shape[0])
         for name, x in (("key", key), ("value", value)):
-            x = x.repeat_interleave(batch // x.shape[0], dim=0)
-            whole[name].append(x.repeat_interleave(q_heads // x.shape[1], dim=1))
+            whole[name].append(x.index_select(0, own_rows).repeat_interleave(q_heads // x.shape[1], dim=1))
         bias = torch.zeros((), dtype=torch.float64, device=query.device)
         if mask is not None:
             bias = torch.where(mask, 0.0, NEG_INF).double() if mask.dtype == torch.bool else mask.double()
             if bias.dim() == 4 and bias.shape[0] not in (1, batch):
-                bias = bias.repeat_interleave(batch // bias.shape[0], dim=0)
+                bias = bias.index_select(0, own_rows)
         whole["mask"].append(bias.expand(batch, q_heads, q_len, key.shape[2]))
     key, value, mask = (torch.cat(parts, dim=-1 if name == "mask" else 2) for name, parts in whole.items())
     return decode_attention_reference(query, key, value, mask, scale=scale)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tatten.ops.sizes import ceil_div
-from tatten.ops.states import accumulator_dtype
 from tatten.ops.variant import AttentionVariant
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -172,18 +171,26 @@ def check_bifurcated_attention(
     values: Sequence[Tensor],
     attn_masks: Sequence[Tensor | None],
     block_masks: Sequence[Tensor | None],
+    row_groups: Sequence[Tensor | None],
 ) -> None:
     """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::bifurcated_attention`."""
-    check_segments(keys, values=values, attn_masks=attn_masks, block_masks=block_masks)
+    check_segments(keys, values=values, attn_masks=attn_masks, block_masks=block_masks, row_groups=row_groups)
     if not keys:
         raise ValueError("`keys` must hold at least one segment, got none")
     _check_query(query)
     batch, q_heads, q_len, _ = query.shape
     check_segments_no_grad(query, keys, values, attn_masks)
     for i, (key, value, mask) in enumerate(zip(keys, values, attn_masks, strict=True)):
-        rows = key.shape[0] if key.dim() == 4 else batch
-        if rows == 0 or batch % rows:
-            raise ValueError(f"`keys[{i}]` must have a batch that divides `query`'s {batch}, got {rows}")
+        rows, groups = key.shape[0] if key.dim() == 4 else batch, row_groups[i]
+        if groups is not None:
+            _check_row_groups(groups, batch, f"row_groups[{i}]")
+            if rows == 0:
+                raise ValueError(f"`keys[{i}]` must have a batch of at least 1, got {rows}")
+        elif rows == 0 or batch % rows:
+            raise ValueError(
+                f"`keys[{i}]` must have a batch that divides `query`'s {batch}, got {rows}: "
+                f"or give `rows[{i}]`, the row that each sequence reads"
+            )
         _check_key_value(query, key, value, f"keys[{i}]", f"values[{i}]")
         if value.shape[3] != values[0].shape[3]:
             want = values[0].shape[3]
@@ -194,6 +201,39 @@ def check_bifurcated_attention(
         if mask is not None:
             served = rows if mask.dim() == 4 and mask.shape[0] == rows else batch
             check_mask(mask, query, (served, q_heads, q_len, key.shape[2]), f"attn_masks[{i}]")
+
+
+def check_rows(rows: Tensor, batch: int | None = None, name: str = "rows") -> None:
+    """Raise unless `rows` holds one row for each sequence. Their values are left to `check_row_values`."""
+    if rows.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"`{name}` must be int32 or int64, got {rows.dtype}")
+    if rows.dim() != 1 or rows.shape[0] == 0 or (batch is not None and rows.shape[0] != batch):
+        wanted = "[batch]" if batch is None else f"[{batch}], the batch of `query`"
+        raise ValueError(f"`{name}` must have shape {wanted}, got {tuple(rows.shape)}")
+
+
+def check_rows_fit(rows: Tensor, query: Tensor, key: Tensor, name: str) -> None:
+    """Raise unless `rows` can say which row of `key` each sequence of `query` reads."""
+    for other, tensor in (("query", query), ("key", key)):
+        if tensor.dim() != 4 or 0 in tensor.shape[:2]:
+            raise ValueError(f"`{other}` must be [batch, heads, length, head_dim], got shape {tuple(tensor.shape)}")
+    check_rows(rows, query.shape[0], name)
+    check_devices(query, **{name: rows})
+
+
+def check_row_values(rows: Tensor, kv_batch: int) -> None:
+    """Raise ValueError unless each row lies in [0, kv_batch). Reads the tensor: CPU only."""
+    low, high = rows.min().item(), rows.max().item()
+    if low < 0 or high >= kv_batch:
+        raise ValueError(
+            f"`rows` must lie between 0 and {kv_batch - 1}, as {kv_batch} rows are stored, got {low} to {high}"
+        )
+
+
+def _check_row_groups(row_groups: Tensor, batch: int, name: str) -> None:
+    if row_groups.dtype != torch.int32 or row_groups.shape != (4, batch + 1):
+        wanted = f"int32 of shape {(4, batch + 1)}"
+        raise ValueError(f"`{name}` must be {wanted}, got {row_groups.dtype} of shape {tuple(row_groups.shape)}")
 
 
 def check_block_mask(
@@ -232,7 +272,7 @@ def check_mask(attn_mask: Tensor, query: Tensor, scores: tuple[int, int, int, in
         )
 
 
-def check_mask_alone(attn_mask: Tensor, kv_batch: int | None) -> None:
+def check_mask_alone(attn_mask: Tensor, kv_batch: int | None, rows: Tensor | None) -> None:
     """Raise unless `attn_mask` is a mask over a KV of which `kv_batch` is the batch."""
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOAT_DTYPES:
         raise TypeError(f"`attn_mask` must be bool, float16, bfloat16, float32 or float64, got {attn_mask.dtype}")
@@ -242,7 +282,17 @@ def check_mask_alone(attn_mask: Tensor, kv_batch: int | None) -> None:
     batch = attn_mask.shape[0] if attn_mask.dim() == 4 else 1
     if not isinstance(kv_batch, int | torch.SymInt | None):
         raise TypeError(f"`kv_batch` must be an int, got {type(kv_batch).__name__}")
-    if kv_batch is not None and (kv_batch < 1 or (batch != 1 and batch % kv_batch)):
+    if rows is not None:
+        check_tensors(rows=rows)
+        check_rows(rows)
+        if kv_batch is None or kv_batch < 1:
+            raise ValueError(f"`kv_batch` must be given with `rows`, at least 1, got {kv_batch}")
+        if batch not in (1, kv_batch, rows.shape[0]):
+            wanted = f"1, {kv_batch} as `kv_batch`, or {rows.shape[0]} as `rows`"
+            raise ValueError(f"`attn_mask` must have a batch of {wanted}, got {batch}")
+        if rows.device != attn_mask.device:
+            raise ValueError(f"`rows` must be on the device of `attn_mask`, {attn_mask.device}, got {rows.device}")
+    elif kv_batch is not None and (kv_batch < 1 or (batch != 1 and batch % kv_batch)):
         wanted = "positive" if batch == 1 else f"a divisor of `attn_mask`'s batch {batch}"
         raise ValueError(f"`kv_batch` must be {wanted}, got {kv_batch}")
 
@@ -254,41 +304,3 @@ def check_kv_lens(kv_lens: Tensor, kv_len: int) -> list[int]:
         if not 0 <= n <= kv_len:
             raise ValueError(f"`kv_lens` must lie between 0 and `key`'s length {kv_len}, got {n}")
     return lens
-
-
-def check_states(op: str, out: Tensor, lse: Tensor, out_name: str = "out", lse_name: str = "lse") -> None:
-    """Raise unless `(out, lse)` is a state or a stack of states: `[..., head_dim]` and `[...]`."""
-    check_no_grad(op, **{out_name: out, lse_name: lse})
-    if out.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"`{out_name}` must be float16, bfloat16, float32 or float64, got {out.dtype}")
-    lse_dtype = accumulator_dtype(out.dtype)
-    if lse.dtype != lse_dtype:
-        raise TypeError(f"`{lse_name}` must be {lse_dtype} for `{out_name}` in {out.dtype}, got {lse.dtype}")
-    if lse.device != out.device:
-        raise ValueError(f"`{lse_name}` must be on the device of `{out_name}`, {out.device}, got {lse.device}")
-    if out.dim() == 0 or lse.shape != out.shape[:-1]:
-        raise ValueError(
-            f"`{lse_name}` must have `{out_name}`'s shape without its last dimension, "
-            f"{tuple(out.shape[:-1])}, got {tuple(lse.shape)}"
-        )
-
-
-def check_stack(out: Tensor, lse: Tensor) -> None:
-    """Raise unless `(out, lse)` is a stack of at least one state."""
-    check_states("merge_states", out, lse)
-    if out.dim() < 2:
-        raise ValueError(f"`out` must be states stacked on dim 0, [n, ..., head_dim], got shape {tuple(out.shape)}")
-    if out.shape[0] == 0:
-        raise ValueError(f"`out` must hold at least one state, got shape {tuple(out.shape)}")
-
-
-def check_state_pair(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    """Raise unless both are states and agree in shape, dtype and device."""
-    check_states("merge_state", out_a, lse_a, "out_a", "lse_a")
-    check_states("merge_state", out_b, lse_b, "out_b", "lse_b")
-    if out_b.dtype != out_a.dtype:
-        raise TypeError(f"`out_b` must have the dtype of `out_a`, {out_a.dtype}, got {out_b.dtype}")
-    if out_b.shape != out_a.shape:
-        raise ValueError(f"`out_b` must have the shape of `out_a`, {tuple(out_a.shape)}, got {tuple(out_b.shape)}")
-    if out_b.device != out_a.device:
-        raise ValueError(f"`out_b` must be on the device of `out_a`, {out_a.device}, got {out_b.device}")

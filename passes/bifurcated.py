@@ -16,9 +16,10 @@ from tatten.passes.masks import Masks
 from tatten.passes.match import Match
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import insert_op, scale_of
+from tatten.passes.rows import Rows
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import guard_equal, known_different, known_equal, tensor_of
+from tatten.passes.symbolic import constant, guard_equal, known_different, known_equal, tensor_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ def match_bifurcated(
 ) -> BifurcatedMatch | Decline | None:
     """Match a call that `check_call` found eligible, given its segments.
 
-    Changes nothing; adds a guard only where keys and values have two or more lengths that can't be proven equal.
+    Changes nothing; adds a guard only where keys and values have two or more lengths, or numbers of rows that an index
+    selects from, that can't be proven equal.
 
     Returns:
         A match, the reason why there is none, or None where key and value are one segment each that is not shared.
@@ -59,28 +61,41 @@ def match_bifurcated(
     if not _correspond(keys, values):
         shown = " and ".join(f"{name} in {_describe(x)}" for name, x in (("key", keys), ("value", values)))
         return Decline(Reason.SEGMENTS, f"{shown} (batch x heads x length)")
+    if any(x.rows and constant(query.shape[1] // x.size(HEADS)) is None for x in keys):
+        return Decline(Reason.HEADS, f"rows are selected, and {query.shape[1]} query heads are no constant")
     for name, segments in (("key", keys), ("value", values)):
         for segment in segments:
             writer = segment.written_before(call.node)
             if writer is not None:
-                return Decline(Reason.WRITTEN, f"{name} is written by `{writer}` after it was expanded or concatenated")
+                return Decline(
+                    Reason.WRITTEN, f"{name} is written by `{writer}` after it was expanded, selected or concatenated"
+                )
     return BifurcatedMatch(call, keys, values)
 
 
 def _correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...]) -> bool:
-    """Whether keys and values have the same segments. Under dynamic shapes one length may have two symbols."""
+    """Whether keys and values have the same segments. Under dynamic shapes one size may have two symbols."""
     if len(keys) != len(values):
         return False
     pairs = list(zip(keys, values, strict=True))
     if not all(
-        k.repeats == v.repeats and all(known_equal(k.size(d), v.size(d)) for d in (BATCH, HEADS)) for k, v in pairs
+        k.repeats == v.repeats
+        and known_equal(k.size(HEADS), v.size(HEADS))
+        and (known_equal(k.size(BATCH), v.size(BATCH)) or k.rows is not None)
+        and _key_of(k.rows) == _key_of(v.rows)
+        for k, v in pairs
     ):
         return False
     unproven = [(k.size(LENGTH), v.size(LENGTH)) for k, v in pairs if not known_equal(k.size(LENGTH), v.size(LENGTH))]
     if any(known_different(k, v) for k, v in unproven):
         return False
     # The sums are equal, as SDPA requires: the last length follows from the others.
-    return all(guard_equal(k, v) for k, v in unproven[1:])
+    unproven = unproven[1:] + [(k.size(BATCH), v.size(BATCH)) for k, v in pairs]
+    return all(guard_equal(k, v) for k, v in unproven)
+
+
+def _key_of(rows: Rows | None) -> object:
+    return None if rows is None else rows.key
 
 
 def _describe(segments: tuple[Stored, ...]) -> str:
@@ -93,6 +108,9 @@ def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     with call.node.graph.inserting_before(call.node):
         keys, values = ([x.as_attention_takes_it() for x in stored] for stored in (match.keys, match.values))
     columns = masks.columns(call, match.keys) if match.columns is None else list(match.columns)
-    block_masks = [masks.block_mask(call, mask, segment) for mask, segment in zip(columns, match.keys, strict=True)]
-    args = (call.query, keys, values, columns, block_masks, scale_of(call))
+    rows = [masks.rows(call, segment) for segment in match.keys]
+    groups = [masks.row_groups(call, segment, own) for segment, own in zip(match.keys, rows, strict=True)]
+    made_for = zip(columns, match.keys, rows, strict=True)
+    block_masks = [masks.block_mask(call, mask, segment, own) for mask, segment, own in made_for]
+    args = (call.query, keys, values, columns, block_masks, scale_of(call), *([groups] if any(groups) else []))
     return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args)

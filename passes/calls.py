@@ -5,8 +5,10 @@ Functions are compared by identity: neither `mylib::to` nor a user's function na
 
 from __future__ import annotations
 
+import builtins
 import functools
 import operator
+from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
@@ -54,6 +56,12 @@ def overloads(node: Node) -> tuple[OpOverload, ...]:
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     """An argument of a call, positional or by keyword; `position` counts the tensor itself."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def only_adds_dims(index: Any) -> bool:
+    """Whether `x[index]` is all of `x`, in order."""
+    parts: Sequence[Any] = index if isinstance(index, (list, tuple)) else (index,)
+    return all(part is None or part is builtins.Ellipsis or part == slice(None) for part in parts)
 
 
 @functools.cache

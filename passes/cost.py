@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import SymInt
+
 from tatten.ops.layout import BATCH
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
@@ -27,7 +29,7 @@ class Cost:
     """An estimate of the microseconds that a rewrite saves, and of those that it adds."""
 
     moved: int  # bytes of K and V, by SDPA and by the ops that repeat and concatenate them for it
-    read: int  # bytes of K and V as they are stored, each once
+    read: int  # bytes of K and V as they are stored, each once; of rows that an index selects, at most
     segments: int
     saved_us: float
     extra_us: float
@@ -54,7 +56,7 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored]) ->
     for node, segments in ((call.key, keys), (call.value, values)):
         whole = tensor_of(node)
         assert whole is not None
-        stored = [_bytes_read(segment) for segment in segments]
+        stored = [_bytes_read(segment, whole.shape[0]) for segment in segments]
         batch, rows, q_heads, kv_heads = (
             hint(x) for x in (query.shape[0], whole.shape[0], query.shape[1], whole.shape[1])
         )
@@ -73,7 +75,13 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored]) ->
     return Cost(moved, read, len(keys), (moved - read) / rates.bytes_per_us, len(keys) * rates.segment_us)
 
 
-def _bytes_read(stored: Stored) -> int | None:
-    base, rows = tensor_of(stored.base), stored.dims[BATCH]
+def _bytes_read(stored: Stored, batch: int | SymInt) -> int | None:
+    """The bytes of a segment that are read, each row once; of selected rows at most, as some may be the same."""
+    base, dim = tensor_of(stored.base), stored.dims[BATCH]
     assert base is not None
-    return bytes_of(base.narrow(rows, 0, 1) if stored.overlaid and rows is not None else base)
+    if dim is None or not (stored.overlaid or stored.rows is not None):
+        return bytes_of(base)
+    row, rows, selected = bytes_of(base.narrow(dim, 0, 1)), hint(base.shape[dim]), hint(batch)
+    if row is None or rows is None or selected is None:
+        return None
+    return row if stored.overlaid else row * min(rows, selected)

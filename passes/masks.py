@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tatten.ops.layout import BATCH, LENGTH
+from tatten.ops.layout import BATCH, HEADS, LENGTH
 from tatten.passes.autocast import autocast_dtype
 from tatten.passes.calls import op_name
 from tatten.passes.mutation import written_between
@@ -26,7 +26,8 @@ class Masks:
         self._made: dict[object, Node] = {}
         self._cast: dict[tuple[object, torch.dtype], tuple[Node, Node]] = {}
         self._columns: dict[tuple[Node, str], list[Node]] = {}
-        self._block_masks: dict[tuple[Node, str], tuple[Node, Node]] = {}
+        self._block_masks: dict[tuple[object, ...], tuple[Node, Node]] = {}
+        self._rows: dict[tuple[object, ...], tuple[Node, Node]] = {}
 
     def once(self, key: object, make: Callable[[], Node]) -> Node:
         """The node made for `key`; made now if there is none yet."""
@@ -65,7 +66,38 @@ class Masks:
                 self._columns[key] = [graph.call_function(operator.getitem, (split, i)) for i in range(len(segments))]
         return list(self._columns[key])
 
-    def block_mask(self, call: SdpaCall, columns: Node | None, segment: Stored | None = None) -> Node | None:
+    def rows(self, call: SdpaCall, segment: Stored) -> Node | None:
+        """The stored row of a segment that each sequence reads; None if each row is read by neighbours, as many."""
+        if segment.rows is None:
+            return None
+        key = segment.rows.key, str(segment.size(BATCH))
+        rows, unwritten = self._rows.get(key, (None, None))
+        read = [tensor for tensor in map(tensor_of, segment.rows.read) if tensor is not None]
+        if rows is None or unwritten is None or written_between(read, unwritten, call.node) is not None:
+            with call.node.graph.inserting_before(call.node):
+                rows = segment.rows.insert(call.node.graph, _size(segment, BATCH))
+        self._rows[key] = rows, call.node.prev
+        return rows
+
+    def row_groups(self, call: SdpaCall, segment: Stored, rows: Node | None) -> Node | None:
+        """The groups of sequences that read one row of a segment, given the row of each: once for all layers."""
+        query, stored = tensor_of(call.query), segment.size(BATCH)
+        if rows is None or query is None:
+            return None
+        queries = constant(query.shape[1] // segment.size(HEADS) * query.shape[2])
+
+        def insert() -> Node:
+            with call.node.graph.inserting_before(call.node):
+                args = rows, _size(segment, BATCH), queries
+                groups = call.node.graph.call_function(torch.ops.tatten.row_groups.default, args)
+            groups.meta["stack_trace"] = call.node.meta.get("stack_trace")
+            return groups
+
+        return self.once((rows, str(stored), queries), insert)
+
+    def block_mask(
+        self, call: SdpaCall, columns: Node | None, segment: Stored | None = None, rows: Node | None = None
+    ) -> Node | None:
         """The node that tells which keys of a segment the mask, or `columns` of it, leaves: once for all layers.
 
         None without a mask, or if it broadcasts over keys.
@@ -75,16 +107,17 @@ class Masks:
             return None
         if not known_equal(mask.shape[-1], key.shape[2]):
             return None
-        shared = segment is not None and not known_equal(segment.size(BATCH), query.shape[0])
-        rows = str(segment.size(BATCH)) if segment is not None and shared else ""
-        found, unwritten = self._block_masks.get((columns, rows), (None, None))
+        one_to_one = segment is None or (rows is None and known_equal(segment.size(BATCH), query.shape[0]))
+        made_for = columns, "" if segment is None or one_to_one else str(segment.size(BATCH)), rows
+        found, unwritten = self._block_masks.get(made_for, (None, None))
         if found is None or unwritten is None or written_between([mask], unwritten, call.node) is not None:
             with call.node.graph.inserting_before(call.node):
-                kv_batch = () if segment is None or not shared else (_size(segment, BATCH),)
-                found = call.node.graph.call_function(torch.ops.tatten.block_mask.default, (columns, *kv_batch))
+                kv_batch = () if segment is None or one_to_one else (_size(segment, BATCH),)
+                args = (columns, *kv_batch, *(() if rows is None else (rows,)))
+                found = call.node.graph.call_function(torch.ops.tatten.block_mask.default, args)
             found.meta["stack_trace"] = call.node.meta.get("stack_trace")
         # The call itself is about to be replaced, and what takes its place writes nothing.
-        self._block_masks[columns, rows] = found, call.node.prev
+        self._block_masks[made_for] = found, call.node.prev
         return found
 
 

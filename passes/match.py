@@ -39,4 +39,6 @@ class Match:
     @property
     def path(self) -> set[Node]:
         """The nodes between the stored tensors and SDPA, which may have no users after a rewrite."""
-        return {node for stored in (*self.keys, *self.values) for node in stored.path}
+        segments = (*self.keys, *self.values)
+        views = set[Node]().union(*(stored.rows.views for stored in segments if stored.rows is not None))
+        return views | {node for stored in segments for node in stored.path}

@@ -39,9 +39,9 @@ class PlainCall:
         """Return the call with the tensors that the matchers see."""
         return self.call
 
-    def segments(self, whole: Node) -> tuple[Stored, ...]:
-        """Return the segments of `whole`, the call's key or value, that the matchers see."""
-        return find_segments(whole)
+    def segments(self, whole: Node, rows: bool = True) -> tuple[Stored, ...]:
+        """Return the segments of `whole`, the call's key or value, that the matchers see; `rows` as `find_segments`."""
+        return find_segments(whole, rows)
 
     def in_one(self, whole: Node, segments: tuple[Stored, ...]) -> Stored:
         """Return what the matchers see of `whole` before its heads were repeated; `segments` are those of it."""

@@ -79,22 +79,31 @@ def _find(
     mover = mover_of(call.node, moving)
     if mover is not None:
         return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
-    seen = given.seen()
+    copied = ""
     keys, values = given.segments(call.key), given.segments(call.value)
-    bifurcated = match_bifurcated(seen, keys, values)
+    bifurcated = _match_segments(given, keys, values)
+    if isinstance(bifurcated, Decline) and any(x.rows for x in (*keys, *values)):
+        copied = f"selected rows are copied [{bifurcated.reason.value}]: {bifurcated.detail}"
+        keys, values = given.segments(call.key, rows=False), given.segments(call.value, rows=False)
+        bifurcated = _match_segments(given, keys, values)
     if isinstance(bifurcated, BifurcatedMatch):
-        small = bifurcated.unpaid if given.weighs(bifurcated) else None
-        if small is None:
-            return bifurcated, ""
-        bifurcated = small
+        return bifurcated, copied
     if bifurcated is not None and not given.in_one_piece:
         return bifurcated
-    decode = match_decode(seen, given.in_one(call.key, keys), given.in_one(call.value, values))
+    decode = match_decode(given.seen(), given.in_one(call.key, keys), given.in_one(call.value, values))
     if isinstance(decode, DecodeMatch) and given.weighs(decode):
         decode = decode.unpaid or decode
     if isinstance(decode, Decline):
         return bifurcated or decode
-    return decode, "" if bifurcated is None else f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}"
+    return decode, copied if bifurcated is None else f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}"
+
+
+def _match_segments(
+    given: PlainCall, keys: tuple[Stored, ...], values: tuple[Stored, ...]
+) -> BifurcatedMatch | Decline | None:
+    """Match segments that a rewrite would read where they are stored, if that pays."""
+    match = match_bifurcated(given.seen(), keys, values)
+    return (match.unpaid or match) if isinstance(match, BifurcatedMatch) and given.weighs(match) else match
 
 
 def _declined(call: SdpaCall, decline: Decline) -> Declined:

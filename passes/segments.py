@@ -20,12 +20,12 @@ from tatten.passes.views import CATS, Part, Walk, begin, way_back
 MAX_DEPTH = 8
 
 
-def find_segments(node: Node) -> tuple[Stored, ...]:
-    """The segments of SDPA's key or value, in order."""
-    return _segments(begin(node)) or (Stored(node),)
+def find_segments(node: Node, rows: bool = True) -> tuple[Stored, ...]:
+    """The segments of SDPA's key or value, in order; without `rows`, what an index selected is read as a copy."""
+    return _segments(begin(node), rows) or (Stored(node),)
 
 
-def segments_behind(stored: Stored, node: Node) -> tuple[Stored, ...]:
+def segments_behind(stored: Stored, node: Node, rows: bool = True) -> tuple[Stored, ...]:
     """The segments of SDPA's key or value where one was found, but `node` is its base by another name."""
     assert isinstance(stored.base, LocalPart)
     tensor = tensor_of(node)
@@ -36,7 +36,7 @@ def segments_behind(stored: Stored, node: Node) -> tuple[Stored, ...]:
         if dim is not None:
             parts[dim] = (role, 0) if role == HEADS and repeated else (role,)
     stretched = (((HEADS, 1), stored.repeats),) if repeated else ()
-    return _segments(Walk(node, tuple(parts), stretched, (*stored.path, stored.base.dtensor))) or (stored,)
+    return _segments(Walk(node, tuple(parts), stretched, (*stored.path, stored.base.dtensor)), rows) or (stored,)
 
 
 def in_one(node: Node, segments: tuple[Stored, ...]) -> Stored:
@@ -47,29 +47,31 @@ def in_one(node: Node, segments: tuple[Stored, ...]) -> Stored:
     return best
 
 
-def _segments(walk: Walk, depth: int = 0) -> tuple[Stored, ...] | None:
-    """The segments of the tensor at this place; None if no stored tensor can be found."""
-    places = []
-    for place in way_back(walk):
-        places.append(place)
-        parts = _parts(place) if depth < MAX_DEPTH else None
+def _segments(start: Walk, rows: bool, depth: int = 0) -> tuple[Stored, ...] | None:
+    """The segments of the tensor that a walk has reached; None if no stored tensor can be found."""
+    walks = []
+    for walk in way_back(start):
+        if walk.rows and not rows:
+            break
+        walks.append(walk)
+        parts = _parts(walk) if depth < MAX_DEPTH else None
         if parts is not None:
-            found = [_segments(part, depth + 1) for part in parts]
+            found = [_segments(part, rows, depth + 1) for part in parts]
             flat = tuple(segment for segments in found if segments is not None for segment in segments)
             # If others use the concatenated tensor, it exists anyway: segments of equal batch are read from it.
-            ours_alone = all(len(node.users) == 1 for node in (*place.path, place.here))
+            ours_alone = all(len(node.users) == 1 for node in (*walk.path, walk.here))
             if None not in found and (
                 ours_alone or any(not known_equal(x.size(BATCH), flat[0].size(BATCH)) for x in flat)
             ):
                 return flat
-    best = next(stored_among(places), None)
-    first = best if best is not None and best.base is place.here else stored_at(place)
+    best, last = next(stored_among(walks), None), walks[-1]
+    first = best if best is not None and best.base is last.here else stored_at(last)
     best = _overlaid(first) or best
     return None if best is None else (best,)
 
 
 def _parts(walk: Walk) -> list[Walk] | None:
-    """The places of the tensors that this one concatenates over the sequence; None if it doesn't."""
+    """Walks to the tensors that the one at hand concatenates over the sequence; None if it doesn't."""
     if op_name(walk.here) not in CATS or writes(walk.here):
         return None
     tensors = argument(walk.here, 0, "tensors")
@@ -86,7 +88,7 @@ def _parts(walk: Walk) -> list[Walk] | None:
             return None
         if tensor.dim() == 1 and known_equal(tensor.shape[0], 0):
             continue  # an empty cache starts so
-        parts.append(Walk(node, walk.parts, walk.stretched, (*walk.path, walk.here)))
+        parts.append(dataclasses.replace(walk, here=node, path=(*walk.path, walk.here)))
     return parts
 
 
@@ -98,4 +100,4 @@ def _overlaid(stored: Stored | None) -> Stored | None:
     dim = stored.dims[BATCH] or 0
     if known_equal(tensor.shape[dim], 1) or not known_equal(held(tensor).stride(dim), 0):
         return None
-    return dataclasses.replace(stored, shared=True, overlaid=True)
+    return dataclasses.replace(stored, shared=True, rows=None, overlaid=True)

@@ -1,6 +1,7 @@
-"""Keys and values as they are stored, before heads were repeated and rows were shared.
+"""Keys and values as they are stored, before heads were repeated and rows were shared or selected.
 
-A role can be read off a dim of the stored tensor if the stretched dims are the minor ones: `x[j] == base[j // n]`.
+A role can be read off a dim of the stored tensor if the stretched dims are the minor ones: `x[j] == base[j // n]`. Rows
+that an index selected may have been repeated in any order: `x[j] == base[rows[j]]`.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ from torch.fx import Node
 
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.passes.mutation import written_between
+from tatten.passes.rows import Rows
 from tatten.passes.symbolic import LocalPart, constant, known_equal, tensor_of
 from tatten.passes.views import ROLES, Size, Walk, begin, way_back
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The storage of keys or values `x`: `x[b, h, s, d] == base[b // n, h // repeats, s, d]`, in the order of `dims`.
+    """The storage of keys or values `x`: `x[b, h, s, d] == base[row, h // repeats, s, d]`, in the order of `dims`.
 
     Attributes:
         base: the tensor that is stored.
         dims: the dim of `base` for each of the roles batch, heads, length and head_dim; None where it has none, for a
             size of 1.
         repeats: how many neighbouring heads of `x` are one head of `base`.
-        shared: whether several sequences read one row of `base` (n > 1).
+        shared: whether several sequences may read one row of `base`.
+        rows: the row that each sequence reads; if None, each row is read by the next n sequences.
         overlaid: whether the rows of `base` are one in memory, with stride 0.
         path: the nodes from SDPA's key or value to the one that reads `base`.
     """
@@ -35,6 +38,7 @@ class Stored:
     dims: tuple[int | None, ...] = (BATCH, HEADS, LENGTH, HEAD_DIM)
     repeats: int = 1
     shared: bool = False
+    rows: Rows | None = None
     overlaid: bool = False
     path: tuple[Node, ...] = ()
 
@@ -67,11 +71,13 @@ class Stored:
         return node
 
     def written_before(self, call: Node) -> Node | None:
-        """The first node before `call` that may write to `base`, or to a copy of it on the path, after it was read."""
+        """The first node before `call` that may write to `base`, a copy of it on the path, or an index, once used."""
         if not self.path:
             return None
-        tensors = [tensor for tensor in map(tensor_of, (self.base, *self.path)) if tensor is not None]
-        return written_between(tensors, self.path[-1], call)
+        read = {*self.path, *(self.rows.read if self.rows is not None else ())}
+        tensors = [tensor for tensor in map(tensor_of, (self.base, *read)) if tensor is not None]
+        first = min(node for node in read if node.op != "placeholder")
+        return written_between(tensors, first, call)
 
 
 def _call(node: Node, method: str, *args: Any) -> Node:
@@ -81,7 +87,7 @@ def _call(node: Node, method: str, *args: Any) -> Node:
 
 
 def stored_at(walk: Walk) -> Stored | None:
-    """The tensor at this place as storage, if each role can be read off one of its dims; else None."""
+    """The tensor that a walk has reached as storage, if each role can be read off one of its dims; else None."""
     tensor = tensor_of(walk.here)
     if tensor is None:
         return None
@@ -97,6 +103,8 @@ def stored_at(walk: Walk) -> Stored | None:
     factors: dict[int, Size] = dict.fromkeys(ROLES, 1)
     for part, times in walk.stretched:
         factors[part[0]] *= times
+        if part[0] == BATCH and walk.rows:
+            continue
         if part[0] in found and (walk.parts[found[part[0]]] or ()) > part:
             return None  # `x.repeat(n, 1, 1, 1)`: index j reads row j % rows, not a block
     spare = iter(ones)
@@ -104,15 +112,22 @@ def stored_at(walk: Walk) -> Stored | None:
     repeats = constant(factors[HEADS])
     if repeats is None or not known_equal(factors[LENGTH], 1) or not known_equal(factors[HEAD_DIM], 1):
         return None
-    return Stored(walk.here, dims, repeats, not known_equal(factors[BATCH], 1), path=walk.path)
+    if not walk.rows or BATCH not in found:  # any index selects the one row
+        return Stored(walk.here, dims, repeats, bool(walk.rows) or not known_equal(factors[BATCH], 1), path=walk.path)
+    repeated = walk.repeated_rows(found[BATCH])
+    return (
+        None
+        if repeated is None
+        else Stored(walk.here, dims, repeats, True, Rows((*repeated, *walk.rows)), path=walk.path)
+    )
 
 
-def stored_among(places: Iterable[Walk]) -> Iterator[Stored]:
-    """The places of one walk that can be read as storage, best first: most undone, and of equals the nearest."""
-    for place in sorted(places, key=lambda walk: walk.undone, reverse=True):
-        here = stored_at(place)
-        if here is not None:
-            yield here
+def stored_among(walks: Iterable[Walk]) -> Iterator[Stored]:
+    """The tensors on one way back that can be read as storage, best first: most undone, and of equals the nearest."""
+    for walk in sorted(walks, key=lambda walk: walk.undone, reverse=True):
+        stored = stored_at(walk)
+        if stored is not None:
+            yield stored
 
 
 def peel_heads(node: Node) -> Stored:

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from tatten.ops.distributed.collectives import group_size_and_rank
 from tatten.ops.distributed.tree_merge import fastest
-from tatten.ops.layout import LENGTH
+from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.states import accumulator_dtype
 from tatten.passes.bifurcated import BifurcatedMatch
 from tatten.passes.calls import op_name
@@ -121,12 +121,12 @@ class ShardedCall(MergedCall):
         query, key, value = (local_part(x) for x in (self.call.query, self.call.key, self.call.value))
         return dataclasses.replace(self.call, query=query, key=key, value=value)
 
-    def segments(self, whole: Node) -> tuple[Stored, ...]:
+    def segments(self, whole: Node, rows: bool = True) -> tuple[Stored, ...]:
         """Return the segments of the local part of `whole`: as the graph made it, if it did, else one."""
-        best, *others = find_segments(whole)
+        best, *others = find_segments(whole, rows)
         stored = Stored(local_part(whole)) if others else _local(best, whole)
         local = local_input(stored.base.dtensor) if isinstance(stored.base, LocalPart) and not stored.shared else None
-        return (stored,) if local is None else segments_behind(stored, local)
+        return (stored,) if local is None else segments_behind(stored, local, rows)
 
     def in_one(self, whole: Node, segments: tuple[Stored, ...]) -> Stored:
         return _local(peel_heads(whole), whole)
@@ -160,7 +160,7 @@ class SegmentedCall(MergedCall):
     values: tuple[Stored, ...]
     in_one_piece: ClassVar[bool] = False
 
-    def segments(self, whole: Node) -> tuple[Stored, ...]:
+    def segments(self, whole: Node, rows: bool = True) -> tuple[Stored, ...]:
         return self.keys if whole is self.call.key else self.values
 
     def weighs(self, match: Match) -> bool:
@@ -182,7 +182,8 @@ class SegmentedCall(MergedCall):
     def _own(self, stored: Stored) -> Stored:
         """Insert this rank's part of a segment."""
         local = dataclasses.replace(stored, base=to_local(stored.base)).as_attention_takes_it()
-        return Stored(stripe(local, LENGTH, *self._divided(stored)), path=stored.path)
+        base = stripe(local, LENGTH, *self._divided(stored))
+        return dataclasses.replace(stored, base=base, dims=(BATCH, HEADS, LENGTH, HEAD_DIM), overlaid=False)
 
     def _own_columns(self, call: SdpaCall, columns: Node | None, stored: Stored, masks: Masks) -> Node | None:
         """Insert the columns of the mask for this rank's part of a segment; layers that share a mask share them."""

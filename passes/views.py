@@ -8,18 +8,21 @@ reshapes only merge neighbours or move dims of size 1. `tatten.passes.stored` de
 
 from __future__ import annotations
 
-import builtins
+import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import torch.nn.functional as F
 from torch import SymInt, Tensor
 from torch.fx import Node
 
-from tatten.passes.calls import argument, op_name
+from tatten.ops.layout import BATCH
+from tatten.passes.calls import argument, only_adds_dims, op_name
 from tatten.passes.mutation import writes
-from tatten.passes.symbolic import known_equal, known_shape, tensor_of, value_of
+from tatten.passes.rows import SELECTS, Counts, Repeat, Select, Selection, selection_of
+from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of, value_of
 
 ROLES = range(4)  # the dims of keys and values, as `tatten.ops.layout` names them
 
@@ -28,7 +31,7 @@ RESHAPES = {"reshape", "view", "flatten", "unflatten", "reshape_as", "view_as", 
 COPIES = {"contiguous", "clone", "alias", "to"}
 REORDERS = {"transpose", "swapaxes", "swapdims", "permute"}
 CATS = {"cat", "concat", "concatenate"}
-WALKED = STRETCHES | RESHAPES | COPIES | REORDERS | CATS | {"stack", "repeat_interleave", "index_select", "getitem"}
+WALKED = STRETCHES | RESHAPES | COPIES | REORDERS | CATS | SELECTS | {"stack"}
 
 # A role and the position within it, major to minor: the parts of one role sort in the order of its index.
 Part = tuple[int, ...]
@@ -37,28 +40,45 @@ Size = int | SymInt
 
 @dataclass(frozen=True)
 class Walk:
-    """A place on a walk back.
+    """A walk back, as far as it went.
 
     Attributes:
-        here: the tensor at this place.
+        here: the tensor that it has reached.
         parts: the part of a role that each dim of `here` holds; None for a dim of size 1.
         stretched: the parts that were stretched on the way, and how often.
         path: the nodes from where the walk began to the one that reads `here`.
+        rows: what selected rows of the batch on the way, from that of `here` on; the batch's parts start anew there.
     """
 
     here: Node
     parts: tuple[Part | None, ...]
     stretched: tuple[tuple[Part, Size], ...] = ()
     path: tuple[Node, ...] = ()
+    rows: tuple[Select | Counts | Repeat, ...] = ()
 
     @property
-    def undone(self) -> tuple[int, bool]:
-        """A rank of places: more stretched dims undone is better, and of equals a tensor of rank 4."""
-        return len(self.stretched), len(self.parts) == 4
+    def undone(self) -> tuple[int, int, bool]:
+        """A rank of walks: more selections, then more stretched dims undone is better, then a tensor of rank 4."""
+        return len(self.rows), len(self.stretched), len(self.parts) == 4
 
     def step(self, source: Node, parts: Sequence[Part | None], *stretched: tuple[Part, Size]) -> Walk:
         grown = tuple((part, size) for part, size in stretched if not known_equal(size, 1))
-        return Walk(source, tuple(parts), self.stretched + grown, (*self.path, self.here))
+        return Walk(source, tuple(parts), self.stretched + grown, (*self.path, self.here), self.rows)
+
+    def repeated_rows(self, dim: int) -> tuple[Repeat, ...] | None:
+        """How the rows along `dim` of `here` were repeated since; None if that isn't known, or other dims hold rows."""
+        part, tensor = self.parts[dim] or (BATCH,), tensor_of(self.here)
+        assert tensor is not None
+        others = (size for d, size in enumerate(tensor.shape) if d != dim and _is_batch(self.parts[d]))
+        if not _is_batch(part) or not all(known_equal(size, 1) for size in others):
+            return None
+        minor, major = (
+            constant(math.prod(size for p, size in self.stretched if _is_batch(p) and (p < part) == is_major))
+            for is_major in (False, True)
+        )
+        if minor is None or major is None:
+            return None
+        return () if minor == major == 1 else (Repeat(minor, major),)
 
 
 def begin(node: Node) -> Walk:
@@ -81,27 +101,28 @@ def step_back(walk: Walk) -> Walk | None:
         return _reorder(walk, source, name)
     if name in STRETCHES:
         return _stretch(walk, source, before.shape, after.shape)
-    if name == "repeat_interleave":
-        return _interleave(walk, source, before.shape, after.shape)
     if name == "stack" or name in CATS:
         return _copies_of_one(walk, source, before, after)
-    if name == "index_select":
-        dim = argument(walk.here, 1, "dim")
-        return _index(walk, source, before.shape, after.shape, dim) if isinstance(dim, int) else None
-    if name == "getitem":
-        index = walk.here.args[1]
-        if not _only_adds_dims(index):
-            is_rows = (
-                isinstance(index, Node)
-                and (rows := tensor_of(index)) is not None
-                and rows.dtype in (torch.int32, torch.int64)
-            )
-            return _index(walk, source, before.shape, after.shape, 0) if is_rows else None
-    return _reshape(walk, source, before.shape, after.shape)
+    if name in SELECTS:
+        selection = selection_of(walk.here, before)
+        if selection is not None:
+            return _select(walk, (walk.here,), source, before.shape, after.shape, selection)
+    if name == "repeat_interleave":
+        return _interleave(walk, source, before.shape, after.shape)
+    if name in SELECTS and not (name == "getitem" and only_adds_dims(walk.here.args[1])):
+        return None
+    return _reshape(walk, source, before.shape, after.shape) or _flattened(walk, source)
+
+
+def _is_batch(part: Part | None) -> bool:
+    return part is not None and part[0] == BATCH
 
 
 def source_of(node: Node) -> Node | None:
     """The tensor that a view-like node reads: its first argument, or the first item of that."""
+    if node.target is F.embedding:
+        weight = argument(node, 1, "weight")
+        return weight if isinstance(weight, Node) else None
     first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self", node.kwargs.get("tensors")))
     if isinstance(first, (list, tuple)) and first:
         first = first[0]
@@ -128,7 +149,7 @@ def _reorder(walk: Walk, source: Node, name: str) -> Walk | None:
 
 
 def _stretch(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
-    """Undo `expand` and the like: dims of size 1 grow, and new ones may be added in front."""
+    """Undo `expand` and the like: dims of size 1 grow, larger ones are tiled, and new ones may be added in front."""
     new = len(after) - len(before)
     if new < 0:
         return None
@@ -137,13 +158,22 @@ def _stretch(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[S
     for dim, (part, size) in enumerate(zip(walk.parts, after, strict=True)):
         old = before[dim - new] if dim >= new else 1
         if not known_equal(old, size):
-            if part is None or not known_equal(old, 1):
+            if part is None:
                 return None
-            stretched.append((part, size))
-            part = None
+            if known_equal(old, 1):
+                stretched.append((part, size))
+                part = None
+            else:
+                tile, part = _tile(part, old, size)
+                stretched.append(tile)
         if dim >= new:
             parts.append(part)
     return walk.step(source, parts, *stretched)
+
+
+def _tile(part: Part, before: Size, after: Size) -> tuple[tuple[Part, Size], Part]:
+    """The part that tiles a dim of size `before`, and that of the dim itself."""
+    return ((*part, 0), after // before), (*part, 1)
 
 
 def _interleave(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
@@ -163,7 +193,7 @@ def _interleave(walk: Walk, source: Node, before: Sequence[Size], after: Sequenc
 
 
 def _copies_of_one(walk: Walk, source: Node, before: Tensor, after: Tensor) -> Walk | None:
-    """Undo `stack([x] * n)`, or `cat([x] * n)` over a dim of size 1."""
+    """Undo `stack([x] * n)` or `cat([x] * n)`."""
     tensors = argument(walk.here, 0, "tensors")
     dim = argument(walk.here, 1, "dim", walk.here.kwargs.get("axis", 0))
     if not all(x is source for x in tensors) or not isinstance(dim, int):
@@ -174,21 +204,57 @@ def _copies_of_one(walk: Walk, source: Node, before: Tensor, after: Tensor) -> W
         del parts[dim]
     elif known_equal(before.shape[dim], 1):
         parts[dim] = None
-    else:
-        return None
+    elif part is not None:
+        tile, parts[dim] = _tile(part, before.shape[dim], after.shape[dim])
+        return walk.step(source, parts, tile)
     return walk.step(source, parts, *([] if part is None else [(part, after.shape[dim])]))
 
 
-def _index(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size], dim: int) -> Walk | None:
-    """Undo `x[rows]` or `x.index_select(dim, rows)` where `x` has one row, which any valid index selects."""
-    dim %= len(before)
-    if len(before) != len(after) or not known_equal(before[dim], 1):
-        return None
+def _select(
+    walk: Walk, path: Sequence[Node], source: Node, before: Sequence[Size], after: Sequence[Size], selection: Selection
+) -> Walk | None:
+    """Undo a selection of rows of the batch; in any dim, one of a single row, which any valid index selects."""
+    dim = selection.dim
     if not known_shape((*before[:dim], *before[dim + 1 :]), (*after[:dim], *after[dim + 1 :])):
         return None
-    part = walk.parts[dim]
-    parts = (*walk.parts[:dim], None, *walk.parts[dim + 1 :])
-    return walk.step(source, parts, *([] if part is None else [(part, after[dim])]))
+    path = (*walk.path, *path)
+    if known_equal(before[dim], 1):
+        part = walk.parts[dim]
+        parts = (*walk.parts[:dim], None, *walk.parts[dim + 1 :])
+        return dataclasses.replace(walk.step(source, parts, *([] if part is None else [(part, after[dim])])), path=path)
+    repeated = walk.repeated_rows(dim)
+    if repeated is None:
+        return None
+    return Walk(
+        source,
+        tuple((BATCH,) if d == dim else None if _is_batch(part) else part for d, part in enumerate(walk.parts)),
+        tuple((part, size) for part, size in walk.stretched if not _is_batch(part)),
+        path,
+        (selection.step, *repeated, *walk.rows),
+    )
+
+
+def _flattened(walk: Walk, selected: Node) -> Walk | None:
+    """Undo a selection of flattened rows, `F.embedding(index, x.flatten(1)).view(-1, *x.shape[1:])`, in one step."""
+    source = source_of(selected) if op_name(selected) in SELECTS and not writes(selected) else None
+    after, chosen, flat = tensor_of(walk.here), tensor_of(selected), tensor_of(source)
+    if source is None or after is None or chosen is None or flat is None or chosen.dim() != flat.dim():
+        return None
+    selection = selection_of(selected, flat)
+    if selection is None or selection.dim != 0 or not known_equal(after.shape[0], chosen.shape[0]):
+        return None
+    if not known_shape(chosen.shape[1:], flat.shape[1:]):
+        return None
+    path = [walk.here, selected]
+    shape = flat.shape[0], *after.shape[1:]
+    while not known_shape(flat.shape, shape):
+        reshaped = source_of(source) if op_name(source) in RESHAPES and not writes(source) else None
+        unflattened = tensor_of(reshaped)
+        if reshaped is None or unflattened is None or unflattened.dtype != flat.dtype:
+            return None
+        path.append(source)
+        source, flat = reshaped, unflattened
+    return _select(walk, path, source, shape, after.shape, selection)
 
 
 def _reshape(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
@@ -214,13 +280,8 @@ def _reshape(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[S
     return walk.step(source, parts)
 
 
-def _only_adds_dims(index: Any) -> bool:
-    parts: Sequence[Any] = index if isinstance(index, (list, tuple)) else (index,)
-    return all(part is None or part is builtins.Ellipsis or part == slice(None) for part in parts)
-
-
 def way_back(walk: Walk | None) -> Iterator[Walk]:
-    """This place and all places further back, in order."""
+    """This walk and all that go further back, in order."""
     while walk is not None:
         yield walk
         walk = step_back(walk)

@@ -114,7 +114,7 @@ def flashinfer_paged(
 
     Takes `q` `[batch, q_heads, d]`, and `k` and `v` `[pages, PAGE, kv_heads, d]`.
     """
-    if not _flashinfer():
+    if not has_flashinfer():
         return None
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
@@ -122,7 +122,7 @@ def flashinfer_paged(
     pages = (used + PAGE - 1) // PAGE
     start = torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)])
     indices = torch.arange(int(start[-1]), dtype=torch.int32, device="cuda")
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", use_tensor_cores=tensor_cores)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", use_tensor_cores=tensor_cores)
     last = used - (pages - 1) * PAGE
     wrapper.plan(start, indices, last, q_heads, kv_heads, head_dim, PAGE, q_data_type=dtype, kv_data_type=dtype)
     return lambda q, k, v: wrapper.run(q, (k, v))
@@ -130,17 +130,17 @@ def flashinfer_paged(
 
 def flashinfer_single() -> Callable[..., Tensor] | None:
     """FlashInfer's decode of one request: `q` `[q_heads, d]`, `k` and `v` `[length, kv_heads, d]`."""
-    if not _flashinfer():
+    if not has_flashinfer():
         return None
     from flashinfer import single_decode_with_kv_cache
 
     return lambda q, k, v: single_decode_with_kv_cache(q, k, v, "NHD")
 
 
-def _flashinfer() -> bool:
+def has_flashinfer() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None
 
 
 @functools.cache
-def _workspace() -> Tensor:
+def workspace() -> Tensor:
     return torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")

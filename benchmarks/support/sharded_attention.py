@@ -15,7 +15,7 @@ from support.ring import attend, ring_decode
 from support.together import Ranks
 from tatten.ops.reference import decode_attention_reference
 
-CHUNK = 32 << 10  # keys that are widened to float64 at a time
+CHUNK = 32 << 10  # keys that are upcast to float64 at a time
 
 
 @dataclass(frozen=True)

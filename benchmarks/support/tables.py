@@ -81,6 +81,10 @@ def fa3_best(r: Row) -> str:
     return number(min(found, default=None), 0)
 
 
+def tree_ratio(r: Row) -> str:
+    return "-" if r["ratio"] is None else f"{r['ratio']:.2f} of {r['best']}"
+
+
 MERGE = {
     "rows (queries times heads)": "rows",
     "three all-reduces": us("all_reduce"),
@@ -122,7 +126,7 @@ TABLES = {
             "heads": heads,
             "head_dim": "head_dim",
             "keys": "keys",
-            "widened": us("widened", 0),
+            "upcast": us("upcast", 0),
             "16 bits": us("16 bits", 0),
             "float8": us("float8", 0),
             "floor": us("floor", 0),
@@ -157,6 +161,35 @@ TABLES = {
             "floor": figure("floor_us"),
         },
     ),
+    "prefix_trees": Table(
+        "prefix_trees",
+        {
+            "from": lambda r: {"pat": "PAT", "fasttree": "FastTree"}[r["source"]],
+            "nodes": lambda r: ", ".join(map(str, r["nodes"])),
+            "tokens of a node": lambda r: ", ".join(map(str, r["lengths"])),
+            "heads": heads,
+            "FA3": us("fa3"),
+            "cuDNN": us("cudnn"),
+            "flash": us("flash"),
+            "picked": us("picked"),
+            "cascade": us("cascade"),
+            "tatten": us("tatten"),
+            "floor": figure("floor_us"),
+            "tatten to the best": tree_ratio,
+        },
+    ),
+    "prefix_groups": Table(
+        "prefix_groups",
+        {
+            "sequences": "batch",
+            "groups": "groups",
+            "given as": "given",
+            "us": figure("us"),
+            "floor": figure("floor_us"),
+            "to regular blocks": figure("over_regular", 3),
+            "us more": figure("added_us"),
+        },
+    ),
     "shared_prefix_cpu": Table(
         "shared_prefix_cpu",
         {
@@ -189,6 +222,33 @@ TABLES = {
             "arm": "arm",
             "bytes, as collectives are called": figure("bytes", 0),
             "bytes, by NVLink's counters": figure("nvlink_bytes", 0),
+        },
+    ),
+    "sharded_prefix": Table(
+        "sharded_prefix",
+        {
+            "batch": "batch",
+            "heads": heads,
+            "prefix": "prefix",
+            "suffix": "suffix",
+            "all on one GPU": us("one"),
+            "a rank's part": us("local"),
+            "sharded": us("sharded"),
+            "floor of a part": figure("floor_us"),
+            "merge adds": figure("over_local"),
+            "part on each rank": lambda r: ", ".join(number(x) for x in r["rank_us"]),
+        },
+    ),
+    "sharded_step": Table(
+        "sharded_step",
+        {
+            "prefix": "prefix",
+            "n": "batch",
+            **{
+                f"{shown} ms (floor)": lambda r, arm=arm: f"{number(r['ms'][arm], 2)} ({number(r['floor_ms'][arm], 2)})"
+                for arm, shown in (("one", "one GPU"), ("sequence", "sequence sharded"), ("heads", "heads sharded"))
+            },
+            "times as fast as one GPU": figure("faster", 2),
         },
     ),
     "tree_table1": Table(

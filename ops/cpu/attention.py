@@ -10,31 +10,22 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from tatten.ops.cpu import thresholds
-from tatten.ops.cpu.flash import additive, attend, coarse_sequences, empty_state
+from tatten.ops.cpu.flash import additive, attend, empty_state
 from tatten.ops.layout import (
-    fold_mask,
-    fold_sequences,
     pack_gqa,
     pack_mask,
     squeeze_broadcast,
-    unfold_sequences,
 )
 from tatten.ops.masks import Span, key_spans
-from tatten.ops.states import NEG_INF, State, accumulator_dtype, combine_partials, merge
-from tatten.ops.validation import (
-    check_bifurcated_attention,
-    check_block_mask,
-    check_decode_attention,
-    check_kv_lens,
-    check_provider,
-    check_stack,
-)
+from tatten.ops.state_validation import check_stack
+from tatten.ops.states import NEG_INF, State, accumulator_dtype, merge
+from tatten.ops.validation import check_block_mask, check_decode_attention, check_kv_lens, check_provider
 from tatten.ops.variant import AttentionVariant
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, bool], State]  # like `attend`
@@ -72,46 +63,14 @@ def decode_attention(
         reach, spans = _reach(lens, q_len, key.shape[2], variant.window)
         if mask is not None:
             reach = mask & reach if mask.dtype == torch.bool else torch.where(reach, mask, NEG_INF)
-            spans = _spans(reach, key.shape[2])
+            spans = spans_of(reach, key.shape[2])
         mask = reach
     elif mask is not None:
-        spans = _spans(mask, kv_len, block_mask)
-    out, lse = _attend_keys(query, key, value, mask, spans, scale, _kernel(variant, upcasts=key.dtype != dtype))
+        spans = spans_of(mask, kv_len, block_mask)
+    out, lse = attend_keys(query, key, value, mask, spans, scale, _kernel(variant, upcasts=key.dtype != dtype))
     if variant.sinks is not None:
         out, lse = _merge_sinks(out, lse, variant.sinks)
     return out.to(dtype).contiguous(), lse.contiguous()
-
-
-def bifurcated_attention(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    attn_masks: Sequence[Tensor | None],
-    block_masks: Sequence[Tensor | None],
-    scale: float | None = None,
-) -> State:
-    check_bifurcated_attention(query, keys, values, attn_masks, block_masks)
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    batch = query.shape[0]
-    outs, lses = [], []
-    for key, value, mask, block_mask in zip(keys, values, attn_masks, block_masks, strict=True):
-        kv_batch, kv_len = key.shape[0], key.shape[2]
-        spans = None
-        if kv_len == 0:
-            mask = None
-        if mask is not None:
-            mask = fold_mask(mask.expand(*mask.shape[:-1], kv_len), query, kv_batch)
-            spans = _spans(mask, kv_len, block_mask)
-        out, lse = _attend_keys(fold_sequences(query, kv_batch), key, value, mask, spans, scale)
-        outs.append(unfold_sequences(out, batch))
-        lses.append(unfold_sequences(lse, batch))
-    out, lse = combine_partials(outs, lses)
-    if len(keys) > 1 and any(mask is not None and mask.dtype != torch.bool for mask in attn_masks):
-        for b in coarse_sequences(lse):
-            at = slice(b, b + 1)
-            key, value, mask = _concatenate(query, keys, values, attn_masks, b)
-            out[at], lse[at] = _attend_keys(query[at], key, value, mask, _spans(mask, key.shape[2]), scale)
-    return out.contiguous(), lse.contiguous()
 
 
 def merge_states(out: Tensor, lse: Tensor) -> State:
@@ -119,33 +78,7 @@ def merge_states(out: Tensor, lse: Tensor) -> State:
     return merge(out, lse)
 
 
-def _concatenate(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], attn_masks: Sequence[Tensor | None], b: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All segments of sequence `b` as one key, one value and one additive mask, each with a batch of one.
-
-    Each segment gives only the span that its mask leaves over: what lies outside may be NaN.
-    """
-    batch, q_heads, q_len, _ = query.shape
-    dtype, kv_heads = accumulator_dtype(query.dtype), math.lcm(*(key.shape[1] for key in keys))
-    own_keys, own_values, biases = [], [], []
-    for key, value, mask in zip(keys, values, attn_masks, strict=True):
-        kv_row = b * key.shape[0] // batch
-        bias = query.new_zeros((1, 1, 1, 1), dtype=dtype)
-        if mask is not None:
-            mask = mask[(None,) * (4 - mask.dim())]
-            at = 0 if mask.shape[0] == 1 else b if mask.shape[0] == batch else kv_row
-            bias = additive(mask[at : at + 1], query.dtype)
-        bias = bias.to(dtype).expand(1, q_heads, q_len, key.shape[2])
-        (span,) = _spans(bias, key.shape[2])
-        repeats = kv_heads // key.shape[1]
-        own_keys.append(key[kv_row, :, span.start : span.stop].repeat_interleave(repeats, dim=0))
-        own_values.append(value[kv_row, :, span.start : span.stop].repeat_interleave(repeats, dim=0))
-        biases.append(bias[..., span.start : span.stop])
-    return torch.cat(own_keys, dim=1)[None], torch.cat(own_values, dim=1)[None], torch.cat(biases, dim=3)
-
-
-def _spans(mask: Tensor, kv_len: int, block_mask: Tensor | None = None) -> list[Span]:
+def spans_of(mask: Tensor, kv_len: int, block_mask: Tensor | None = None) -> list[Span]:
     """The span that a mask leaves of each row of the KV; `block_mask` is what was found in it before."""
     data = key_spans(mask.expand(*mask.shape[:-1], kv_len)) if block_mask is None else block_mask
     return list(map(Span._make, data.tolist()))
@@ -161,7 +94,7 @@ def _reach(lens: list[int], q_len: int, kv_len: int, window: int | None) -> tupl
     return (behind >= 0) & (behind < window), spans
 
 
-def _attend_keys(
+def attend_keys(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from tatten.ops.cuda.launcher import Launch
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.validation import BLOCK_KEYS
 
+MANY_STATES = 1024
+
 INTERPRETED = not isinstance(_combine_kernel, triton.JITFunction)
 
 
@@ -27,7 +30,7 @@ class TileSpace:
         work_tiles: the work tiles of each group: kv_rows times kv heads times blocks of packed queries.
         kv_len: the number of keys, where no shorter length is given.
         kv_heads: the heads of K and V.
-        seqs_per_kv: the sequences that share a kv_row.
+        seqs_per_kv: the sequences that share a kv_row, or at most those of a row group.
         q_blocks: the blocks of packed queries of a kv_row and kv head.
         programs: the number of programs launched.
         block_m: the packed queries of a work tile.
@@ -35,6 +38,8 @@ class TileSpace:
         window: the sliding window, if any, that the tiles are narrowed to.
         has_lens: each group has its own length in `kv_lens`.
         has_block_list: the tiles of a group are those blocks of a mask that are listed.
+        has_row_groups: row groups take the place of kv_rows. They are counted on the device: `groups` is how many there
+            can be if each has a block list of its own, and else 1 with `work_tiles` those of one row group.
         max_and_sum: partial states have maximum and sum instead of their lse, as
             `tatten.ops.cuda.kernels.online_softmax.store_lse` says.
     """
@@ -51,23 +56,39 @@ class TileSpace:
     window: int | None = None
     has_lens: bool = False
     has_block_list: bool = False
+    has_row_groups: bool = False
     max_and_sum: bool = False
+
+    @property
+    def even(self) -> bool:
+        """Whether all work tiles have equally many tiles, and how many there are is known from shapes."""
+        return self.groups == 1 and not self.has_block_list and not self.has_row_groups
 
     @property
     def split(self) -> bool:
         """Whether several programs may share a work tile."""
-        return self.groups > 1 or self.has_block_list or self.work_tiles % self.programs != 0
+        divides = self.even and self.work_tiles % self.programs == 0
+        return self.kv_len > self.block_n and not divides
 
-    @property
-    def int64_tiles(self) -> bool:
-        """Whether the number of tiles, times programs, needs 64 bits."""
-        total_tiles = self.groups * self.work_tiles * max(1, ceil_div(self.kv_len, self.block_n))
+    def int64_tiles(self, batch: int) -> bool:
+        """Whether the number of tiles of `batch` sequences, times programs, needs 64 bits."""
+        groups = batch if self.has_row_groups else self.groups
+        total_tiles = groups * self.work_tiles * max(1, ceil_div(self.kv_len, self.block_n))
         return total_tiles * self.programs >= 1 << 31
+
+    def most_partials(self, batch: int) -> int:
+        """Estimate how many partial states one work tile of `batch` sequences has at most."""
+        if self.groups > 1:
+            return 32  # of ragged ones it may have all
+        least = ceil_div(batch, self.seqs_per_kv) if self.has_row_groups else 1
+        return self.programs // (least * self.work_tiles) + 2
 
     @property
     def block_list_stride(self) -> int:
-        """The distance between the block lists of two groups."""
-        return 2 * (ceil_div(self.kv_len, BLOCK_KEYS) + 1) if self.has_block_list else 0
+        """The distance between the block lists of two groups, or of two kv_rows if there are row groups."""
+        if not self.has_block_list or (self.has_row_groups and self.groups == 1):
+            return 0
+        return 2 * (ceil_div(self.kv_len, BLOCK_KEYS) + 1)
 
 
 class Partials(NamedTuple):
@@ -79,28 +100,37 @@ class Partials(NamedTuple):
     partial_lse: Tensor
     kv_lens: Tensor | None = None
     block_list: Tensor | None = None
+    row_groups: Tensor | None = None
+
+
+_NOTHING = TileSpace(1, 1, 0, 1, 1, 1, 1, 16, 16)
 
 
 @dataclass(frozen=True)
 class Combine:
-    """Combines the partials of one or two launches. The states of two get `dtype`, by default that of the partials.
+    """Combines the partials of up to two launches with whole states of others; those of several get `dtype`.
 
     `max_and_sum`: the states are to be merged with others, so they have maximum and sum instead of their lse.
     """
 
     launch: Launch | None
+    several: bool
     dtype: torch.dtype | None
     max_and_sum: bool = False
 
-    def __call__(self, first: Partials, second: Partials | None = None) -> tuple[Tensor, Tensor]:
-        out, lse = first.out, first.lse
+    def __call__(self, *partials: Partials, wholes: Sequence[Partials] = ()) -> Partials:
+        """Combine the partials of the launches planned for; of `wholes` only their `out` and `lse` count."""
+        some = (*partials, *wholes)[0]
         if self.launch is None:
-            return out, lse
-        if second is not None:
+            return some
+        out, lse = some.out, some.lse
+        if self.several:
             shape = (*out.shape[:3], 2) if self.max_and_sum else out.shape[:3]
             out, lse = out.new_empty(out.shape, dtype=self.dtype), lse.new_empty(shape)
-        self.launch(out, lse, _pointers(first), _pointers(second or first))
-        return out, lse
+        outs, lses = ([x.out for x in wholes], [x.lse for x in wholes]) if wholes else ([out], [lse])
+        first, second = (_pointers(x) for x in (*partials, some, some)[:2])
+        self.launch(out, lse, first, second, tuple(outs), tuple(lses))
+        return some._replace(out=out, lse=lse)
 
 
 def _pointers(x: Partials) -> Partials:
@@ -112,7 +142,9 @@ def _sizes(x: TileSpace, suffix: str) -> dict[str, int]:
     return {f"{'n_groups' if name == 'groups' else name}_{suffix}": getattr(x, name) for name in names}
 
 
-def _warps(partials: int, dim: int) -> int:
+def _warps(partials: int, states: int, dim: int) -> int:
+    if states > 1:
+        return 4
     if dim > 128:  # limits what a thread holds
         return min(8, max(1, partials * dim // 1024))
     return 1 if partials <= 8 else 2
@@ -121,32 +153,39 @@ def _warps(partials: int, dim: int) -> int:
 def plan_combine(
     query: Tensor,
     value_dim: int,
-    first: TileSpace,
-    second: TileSpace | None = None,
-    *,
+    *spaces: TileSpace,
+    wholes: Sequence[bool] = (),
     dtype: torch.dtype | None = None,
     max_and_sum: bool = False,
     pdl: bool = True,
 ) -> Combine:
-    """Plan the combine of a launch on `first` and, if given, one on `second`, for values of head_dim `value_dim`."""
-    if second is None and not first.split:
-        return Combine(None, dtype, max_and_sum)
+    """Plan the combine of launches on `spaces`, two at most, and of whole states, for values of head_dim `value_dim`.
+
+    `wholes` says of each of the others whether it has maximum and sum instead of its lse. By default `dtype` is that of
+    the partials.
+    """
+    several = len(spaces) + len(wholes) > 1
+    if not several and not (spaces and spaces[0].split):
+        return Combine(None, several, dtype, max_and_sum)
     batch, q_heads, q_len, _ = query.shape
-    a, b = first, second or first
+    n_states = batch * q_heads * q_len
+    a, b = (*spaces, _NOTHING, _NOTHING)[:2]
     block_dv = max(16, power_of_2(value_dim))
     pdl = pdl and not INTERPRETED and capability(query.device) >= (9, 0)
-    # In a ragged batch one work tile may have all partials.
-    most = max(32 if x.groups > 1 else x.programs // x.work_tiles + 2 for x in (a, b))
-    partials = min(64, power_of_2(most))
+    partials = min(64, power_of_2(max([x.most_partials(batch) for x in spaces] or [1])))
+    # Of whole states a program takes several, if there are many: one alone would mostly wait for its loads.
+    states = 1 if spaces or n_states < MANY_STATES else max(1, 1024 // block_dv)
     launch = Launch(
         _combine_kernel,
-        (batch * q_heads * q_len,),
-        {"num_warps": _warps(partials, block_dv), "launch_pdl": pdl},
+        (ceil_div(n_states, states),),
+        {"num_warps": _warps(partials, states, block_dv), "launch_pdl": pdl},
         q_heads=q_heads,
         q_len=q_len,
+        n_states=n_states,
         **_sizes(a, "a"),
         **_sizes(b, "b"),
         window=a.window or 0,
+        batch=batch,
         VALUE_DIM=value_dim,
         BLOCK_DV=block_dv,
         BLOCK_M_A=a.block_m,
@@ -154,18 +193,23 @@ def plan_combine(
         GROUPS_A=power_of_2(a.groups),
         HAS_LENS_A=a.has_lens,
         HAS_BLOCK_LIST_A=a.has_block_list,
+        ROWS_A=a.has_row_groups,
         MAX_AND_SUM_A=a.max_and_sum,
         BLOCK_M_B=b.block_m,
         BLOCK_N_B=b.block_n,
         GROUPS_B=power_of_2(b.groups),
         HAS_LENS_B=b.has_lens,
         HAS_BLOCK_LIST_B=b.has_block_list,
+        ROWS_B=b.has_row_groups,
         MAX_AND_SUM_B=b.max_and_sum,
         WINDOW=a.window is not None,
-        INT64_TILES=a.int64_tiles or b.int64_tiles,
-        HAS_SECOND=second is not None,
+        INT64_TILES=a.int64_tiles(batch) or b.int64_tiles(batch),
+        SEGMENTS=len(spaces),
+        WHOLES=len(wholes),
+        WHOLES_MAX_AND_SUM=sum(pair << i for i, pair in enumerate(wholes)),
         MAX_AND_SUM_OUT=max_and_sum,
         PARTIALS=partials,
+        BLOCK_STATES=states,
         PDL=pdl,
     )
-    return Combine(launch, dtype, max_and_sum)
+    return Combine(launch, several, dtype, max_and_sum)

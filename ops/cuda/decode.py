@@ -14,9 +14,11 @@ from tatten.ops.cuda.heuristics import (
     capability,
     has_large_shared_memory,
     multiprocessors,
-    packed_q_rows,
     programs_for,
+    seqs_and_rows,
+    splitting_pays,
     tiles_for,
+    whole_programs,
 )
 from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, NO_MASK, _decode_kernel
 from tatten.ops.cuda.launcher import Launch
@@ -26,6 +28,8 @@ from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.validation import BLOCK_KEYS
 from tatten.ops.variant import PLAIN, AttentionVariant
+
+BYTES_PER_US = 4.4e6  # that an H200 reads
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,20 @@ class Segment:
         kv_lens: Tensor | None = None,
         block_mask: Tensor | None = None,
         variant: AttentionVariant = PLAIN,
+        row_groups: Tensor | None = None,
     ) -> Partials:
         _, _, sinks, key_scale, value_scale = variant
         # The kernels take these to be contiguous. A copy is one more launch.
-        kv_lens, block_mask, sinks, key_scale, value_scale = [
-            None if x is None else x.contiguous() for x in (kv_lens, block_mask, sinks, key_scale, value_scale)
+        kv_lens, block_mask, row_groups, sinks, key_scale, value_scale = [
+            None if x is None else x.contiguous()
+            for x in (kv_lens, block_mask, row_groups, sinks, key_scale, value_scale)
         ]
         mask, block_mask = self.mask(attn_mask, kv_lens, block_mask)
         space = self.tile_space
         out = query.new_empty(self.out_shape, dtype=self.out_dtype)
         lse = query.new_empty(self.lse_shape, dtype=self.acc_dtype)
-        partial_out = query.new_empty((2 * space.programs, space.block_m, self.out_shape[3]), dtype=self.acc_dtype)
+        slots = 2 * space.programs if space.split else 0
+        partial_out = query.new_empty((slots, space.block_m, self.out_shape[3]), dtype=self.acc_dtype)
         partial_lse = query.new_empty(self.partial_lse_shape, dtype=self.acc_dtype)
         self.launch(
             query,
@@ -73,6 +80,7 @@ class Segment:
             query if mask is None else mask,
             query if kv_lens is None else kv_lens,
             query if block_mask is None else block_mask,
+            query if row_groups is None else row_groups,
             query if sinks is None else sinks,
             query if key_scale is None else key_scale,
             query if value_scale is None else value_scale,
@@ -81,7 +89,8 @@ class Segment:
             partial_out,
             partial_lse,
         )
-        return Partials(out, lse, partial_out, partial_lse, kv_lens if space.has_lens else None, block_mask)
+        lens = kv_lens if space.has_lens else None
+        return Partials(out, lse, partial_out, partial_lse, lens, block_mask, row_groups)
 
 
 def _constant_stride(x: Tensor) -> int:
@@ -105,6 +114,7 @@ def plan_segment(
     scale: float,
     block_mask: Tensor | None = None,
     variant: AttentionVariant = PLAIN,
+    row_groups: Tensor | None = None,
     *,
     whole: bool = True,
     max_and_sum: bool = False,
@@ -117,7 +127,8 @@ def plan_segment(
 
     Args:
         query, key, value, attn_mask, kv_lens, scale, variant: as `tatten.decode_attention` takes them.
-        block_mask: the block list of `attn_mask`, if it was found before.
+        block_mask: the block list of `attn_mask`, if it was found before, as it always is with `row_groups`.
+        row_groups: what `tatten::row_groups` returned, for keys of which each sequence reads any row.
         whole: there are no other segments, so that whole work tiles are final.
         max_and_sum: partial states have maximum and sum instead of their lse, because of an additive mask elsewhere.
         follows: the launch just before wrote nothing that this one reads, and nothing on the stream did since. Then the
@@ -127,13 +138,18 @@ def plan_segment(
     """
     batch, q_heads, q_len, head_dim = query.shape
     kv_batch, kv_heads, kv_len, value_dim = *key.shape[:3], value.shape[3]
-    packed = packed_q_rows(query, key)
+    has_row_groups = row_groups is not None
+    seqs_per_kv, most_kv_rows = seqs_and_rows(query, key, has_row_groups)
+    packed = q_heads // kv_heads * seqs_per_kv * q_len
     window, softcap, sinks, key_scale, value_scale = variant
     window = None if window is None else min(window, kv_len + q_len)  # a longer one is the same, and could overflow
 
-    mask = plan_mask(query, key, attn_mask, kv_lens, block_mask, window)
+    mask = plan_mask(query, key, attn_mask, kv_lens, block_mask, window, has_row_groups)
     has_block_list, groups = mask.has_block_list, mask.groups
-    follows = follows and mask.find_blocks is None and (block_mask is None or block_mask.is_contiguous())
+    if has_row_groups and groups > 1:
+        groups = most_kv_rows
+    copies = any(x is not None and not x.is_contiguous() for x in (block_mask, row_groups))
+    follows = follows and mask.find_blocks is None and not copies
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
     float8 = key.element_size() == 1
     masked = mask.kind != NO_MASK or window is not None or (float8 and kv_lens is not None)
@@ -141,6 +157,7 @@ def plan_segment(
         packed,
         max(block_d, block_dv),
         query.element_size(),
+        kv_len,
         has_block_list=has_block_list,
         masked=masked,
         float8=float8,
@@ -148,18 +165,25 @@ def plan_segment(
     )
     block_n = BLOCK_KEYS if has_block_list else tiles.block_n
     q_blocks = ceil_div(packed, tiles.block_m)
-    work_tiles = kv_batch // groups * kv_heads * q_blocks
+    work_tiles = (1 if has_row_groups else kv_batch // groups) * kv_heads * q_blocks
     if programs is None:
         most = tiles.per_sm * multiprocessors(query.device)
         n_tiles = max(1, ceil_div(kv_len, block_n))
         # Ragged lengths have no even shares; the block lists of a mask are often equally long.
-        programs = most if kv_lens is not None else programs_for(groups * work_tiles, n_tiles, most)
+        tile_us = most * block_n * (head_dim + value_dim) * key.element_size() / BYTES_PER_US
+        uneven = kv_lens is not None or has_row_groups
+        if uneven:
+            programs = most
+        elif whole or has_block_list or splitting_pays(work_tiles, n_tiles, tile_us, batch * q_heads * q_len, most):
+            programs = programs_for(groups * work_tiles, n_tiles, most)
+        else:
+            programs = whole_programs(work_tiles, n_tiles, most)
     space = TileSpace(
         groups,
         work_tiles,
         kv_len,
         kv_heads,
-        batch // kv_batch,
+        seqs_per_kv,
         q_blocks,
         programs,
         tiles.block_m,
@@ -167,6 +191,7 @@ def plan_segment(
         window=None if has_block_list else window,
         has_lens=kv_lens is not None and not has_block_list,
         has_block_list=has_block_list,
+        has_row_groups=has_row_groups,
         max_and_sum=max_and_sum or mask.kind == ADDITIVE_MASK,
     )
     # TMA reads whole tiles, so it is used where every key counts: without a mask, or in its run of full blocks.
@@ -192,12 +217,13 @@ def plan_segment(
         kv_len=kv_len,
         n_groups=groups,
         work_tiles=work_tiles,
-        seqs_per_kv=space.seqs_per_kv,
+        seqs_per_kv=seqs_per_kv,
         kv_heads=kv_heads,
         heads_per_kv=q_heads // kv_heads,
         q_len=q_len,
         q_blocks=q_blocks,
         programs=programs,
+        batch=batch,
         KEY_S=_constant_stride(key),
         VALUE_S=_constant_stride(value),
         HEAD_DIM=head_dim,
@@ -212,6 +238,7 @@ def plan_segment(
         HAS_LENS=kv_lens is not None,
         HAS_BLOCK_LIST=has_block_list,
         WINDOW=window is not None,
+        ROWS=has_row_groups,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         KEY_SCALE=key_scale is not None,
@@ -220,7 +247,7 @@ def plan_segment(
         FINAL=whole,
         POSITIVE_SCALE=scale > 0,
         INT64_OFFSETS=max(x.stride(3) * x.shape[3] for x in (query, key, value)) >= 1 << 31,
-        INT64_TILES=space.int64_tiles,
+        INT64_TILES=space.int64_tiles(batch),
         TMA=tma,
         PDL=pdl,
         WAIT_LAST=follows,
@@ -231,7 +258,7 @@ def plan_segment(
         launch,
         out_shape=(batch, q_heads, q_len, value_dim),
         lse_shape=(batch, q_heads, q_len, *(() if whole else pair)),
-        partial_lse_shape=(2 * programs, tiles.block_m, *pair),
+        partial_lse_shape=(2 * programs if space.split else 0, tiles.block_m, *pair),
         out_dtype=query.dtype if whole else acc_dtype,
         acc_dtype=acc_dtype,
         mask=mask,
@@ -257,7 +284,8 @@ class DecodeAttention:
         block_mask: Tensor | None = None,
         variant: AttentionVariant = PLAIN,
     ) -> tuple[Tensor, Tensor]:
-        return self.combine(self.segment(query, key, value, attn_mask, kv_lens, block_mask, variant))
+        state = self.combine(self.segment(query, key, value, attn_mask, kv_lens, block_mask, variant))
+        return state.out, state.lse
 
 
 def plan_attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +18,8 @@ from tatten.ops.cuda.providers import (
     unsupported_reason,
 )
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
+from tatten.ops.row_groups import rows_of
+from tatten.ops.state_validation import check_stack
 from tatten.ops.states import State, merge
 from tatten.ops.validation import (
     check_bifurcated_attention,
@@ -27,10 +30,10 @@ from tatten.ops.validation import (
     check_devices,
     check_no_grad,
     check_provider,
+    check_rows,
     check_segments_no_grad,
-    check_stack,
 )
-from tatten.ops.variant import AttentionVariant
+from tatten.ops.variant import PLAIN, AttentionVariant
 
 
 def decode_attention(
@@ -96,10 +99,14 @@ def bifurcated_attention(
     attn_masks: Sequence[Tensor | None],
     block_masks: Sequence[Tensor | None],
     scale: float | None = None,
+    row_groups: Sequence[Tensor | None] | None = None,
 ) -> State:
     check_segments_no_grad(query, keys, values, attn_masks)
-    attend = _plan_bifurcated(query, keys, values, attn_masks, block_masks, scale)
-    return on_device_of(query, attend, query, keys, values, attn_masks, block_masks)
+    row_groups = row_groups or [None] * len(keys)
+    if any(x is not None for x in row_groups):
+        block_masks = [*map(functools.partial(_block_mask_of_rows, query), keys, attn_masks, block_masks, row_groups)]
+    attend = _plan_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, scale)
+    return on_device_of(query, attend, query, keys, values, attn_masks, block_masks, row_groups)
 
 
 @by_layout
@@ -109,20 +116,52 @@ def _plan_bifurcated(
     values: Sequence[Tensor],
     attn_masks: Sequence[Tensor | None],
     block_masks: Sequence[Tensor | None],
+    row_groups: Sequence[Tensor | None],
     scale: float | None,
 ) -> Callable[..., State]:
-    """Plan a function of query, keys, values, attn_masks and block_masks that computes the op."""
-    for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks), ("block_masks", block_masks)):
+    """Plan a function of query, keys, values, attn_masks, block_masks and row_groups that computes the op."""
+    given = {"keys": keys, "values": values, "attn_masks": attn_masks, "block_masks": block_masks}
+    for name, tensors in {**given, "row_groups": row_groups}.items():
         check_devices(query, **{f"{name}[{i}]": x for i, x in enumerate(tensors)})
-    check_bifurcated_attention(query, keys, values, attn_masks, block_masks)
+    check_bifurcated_attention(query, keys, values, attn_masks, block_masks, row_groups)
     check_cuda_head_dims(query, values[0])
     scale = query.shape[3] ** -0.5 if scale is None else scale
+    if len(keys) == 1 and keys[0].shape[0] == query.shape[0] and row_groups[0] is None and attn_masks[0] is None:
+        attend = _plan_decode(query, keys[0], values[0], None, None, scale, None, PLAIN, "auto")
+        return lambda q, ks, vs, *_: attend(q, ks[0], vs[0], None, None, None, PLAIN)
     if choose_provider(Workload.of(query, keys[0], values[0], plain=False)) == "reference":
-        return lambda q, ks, vs, masks, _: _dense(bifurcated_attention_reference(q, ks, vs, masks, scale))
+        return lambda q, ks, vs, masks, _, groups: _dense(
+            bifurcated_attention_reference(
+                q, ks, vs, masks, scale, [g if g is None else rows_of(g, q, k) for k, g in zip(ks, groups, strict=True)]
+            )
+        )
 
     from tatten.ops.cuda.segments import plan_segments
 
-    return plan_segments(query, keys, values, attn_masks, block_masks, scale)
+    return plan_segments(query, keys, values, attn_masks, block_masks, scale, row_groups)
+
+
+def _block_mask_of_rows(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, block_mask: Tensor | None, row_groups: Tensor | None
+) -> Tensor | None:
+    """Find the block mask of a segment with row groups, if it needs one and has none."""
+    if attn_mask is None or row_groups is None or block_mask is not None:
+        return block_mask
+    mask = attn_mask.expand(*attn_mask.shape[:-1], key.shape[2])
+    found: Tensor = torch.ops.tatten.block_mask.default(mask, key.shape[0], rows_of(row_groups, query, key))
+    return found
+
+
+def row_groups(rows: Tensor, kv_batch: int, queries: int) -> Tensor:
+    return on_device_of(rows, _plan_row_groups(rows, kv_batch, queries), rows)
+
+
+@by_layout
+def _plan_row_groups(rows: Tensor, kv_batch: int, queries: int) -> Callable[[Tensor], Tensor]:
+    check_rows(rows)
+    from tatten.ops.cuda.row_groups import plan_row_groups
+
+    return plan_row_groups(rows, kv_batch, queries)
 
 
 def _dense(state: State) -> State:

@@ -48,8 +48,12 @@ def plan_mask(
     kv_lens: Tensor | None,
     block_mask: Tensor | None,
     window: int | None,
+    has_row_groups: bool = False,
 ) -> MaskPlan:
-    """Plan for checked inputs. A `block_mask` is given only where neither lengths nor a window narrow the mask."""
+    """Plan for checked inputs. A `block_mask` is given only where neither lengths nor a window narrow the mask.
+
+    `has_row_groups`: any sequence may read any row, and `block_mask` is given.
+    """
     batch, q_heads, q_len, _ = query.shape
     kv_batch, _, kv_len, _ = key.shape
     groups = block_mask.shape[0] if block_mask is not None else 1 if kv_lens is None else kv_batch
@@ -60,10 +64,11 @@ def plan_mask(
     if block_mask is None:
         find_blocks = plan_block_list(mask, kv_batch, kv_len=kv_len, kv_lens=kv_lens, q_len=q_len, window=window)
         groups = find_blocks.kv_rows
-    one_for_all = batch == kv_batch or mask.shape[0] != batch  # of the sequences that share a kv_row
+    per_sequence = mask.shape[0] == batch and (has_row_groups or batch != kv_batch)
+    one_for_all = mask.shape[0] == 1 or not per_sequence  # of the sequences that share a kv_row
     if mask.dtype == torch.bool and mask.shape[1] == 1 and mask.shape[2] == 1 and one_for_all:
         return MaskPlan(groups, True, find_blocks)  # the bits of the list are the whole mask
     b, h, n, s = mask.expand(mask.shape[0], q_heads, q_len, kv_len).stride()
-    kv_rows, sequences = (0, 0) if mask.shape[0] == 1 else (b, 0) if mask.shape[0] == kv_batch else (0, b)
+    kv_rows, sequences = (0, 0) if mask.shape[0] == 1 else (0, b) if per_sequence else (b, 0)
     kind = BOOL_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
     return MaskPlan(groups, True, find_blocks, kind, (kv_rows, sequences, h, n, s))

@@ -1,15 +1,14 @@
-"""Planning merges of attention states, one launch each: of N stacked ones, and of two that lie apart."""
+"""Planning merges of attention states, one launch each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from tatten.ops.cuda.kernels.merge_states import _merge_pair_kernel, _merge_states_kernel
+from tatten.ops.cuda.kernels.merge_states import _merge_states_kernel
 from tatten.ops.cuda.launcher import Launch
-from tatten.ops.sizes import ceil_div, power_of_2
+from tatten.ops.sizes import power_of_2
 
 
 @dataclass(frozen=True)
@@ -38,42 +37,3 @@ def plan_merge_states(out: Tensor, lse: Tensor) -> MergeStates:
         BLOCK_N=8,
     )
     return MergeStates(launch)
-
-
-@dataclass(frozen=True)
-class MergePair:
-    """Merges two dense states of one shape to `dtype`, by default theirs. NaN in a state comes from NaN in keys.
-
-    `max_and_sum`: the states have maximum and sum instead of their lse, and so has the result unless it is `final`.
-    """
-
-    launch: Launch
-    dtype: torch.dtype | None
-    max_and_sum: bool = False
-    final: bool = True
-
-    def __call__(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-        shape = lse_a.shape[:-1] if self.max_and_sum and self.final else lse_a.shape
-        out, lse = out_a.new_empty(out_a.shape, dtype=self.dtype), lse_a.new_empty(shape)
-        self.launch(out_a, lse_a, out_b, lse_b, out, lse)
-        return out, lse
-
-
-def plan_merge_pair(
-    n_states: int, dim: int, dtype: torch.dtype | None = None, *, max_and_sum: bool = False, final: bool = True
-) -> MergePair:
-    """Plan the merge of two times `n_states` float32 states of head_dim `dim`."""
-    block_d = power_of_2(dim)
-    block_states = max(1, 1024 // block_d)
-    launch = Launch(
-        _merge_pair_kernel,
-        (ceil_div(n_states, block_states),),
-        {"num_warps": 2},
-        n_states=n_states,
-        DIM=dim,
-        BLOCK_D=block_d,
-        BLOCK_STATES=block_states,
-        MAX_AND_SUM=max_and_sum,
-        FINAL=final,
-    )
-    return MergePair(launch, dtype, max_and_sum, final)

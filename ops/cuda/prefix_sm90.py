@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tatten.ops.cuda.heuristics import seqs_and_rows
 from tatten.ops.cuda.kernels.prefix_sm90 import BLOCK_M, BLOCK_N, START_REGS, _prefix_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.tma import Tiling
@@ -31,17 +32,22 @@ class PrefixAttention:
     value_tiles: Tiling
     programs: int
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, row_groups: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dim = query.shape[3]
         out = query.new_empty(query.shape, dtype=torch.float32)
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         partial_out = query.new_empty((2 * self.programs, BLOCK_M, dim), dtype=torch.float32)
         partial_lse = query.new_empty((2 * self.programs, BLOCK_M), dtype=torch.float32)
-        self.launch(query, self.key_tiles(key), self.value_tiles(value), out, lse, partial_out, partial_lse)
+        groups = query if row_groups is None else row_groups
+        self.launch(query, self.key_tiles(key), self.value_tiles(value), groups, out, lse, partial_out, partial_lse)
         return out, lse, partial_out, partial_lse
 
 
-def plan_prefix_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int) -> PrefixAttention:
+def plan_prefix_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int, row_groups: Tensor | None = None
+) -> PrefixAttention:
     """Plan the states of work tiles that one program does whole, and the partial states of those that several share.
 
     This is FlashAttention-3 (arXiv 2407.08608) on the schedule of `tatten.ops.cuda.schedule`, whose work tiles have
@@ -55,26 +61,29 @@ def plan_prefix_attention(query: Tensor, key: Tensor, value: Tensor, scale: floa
         value: as `key`, with strides of its own.
         scale: factor of the scores, above 0.
         programs: how many are launched, at least 1. An SM runs one at a time.
+        row_groups: what `tatten::row_groups` returned, dense, for keys of which each sequence reads any row; kv_batch
+            then is any number.
 
     Returns:
-        A plan to call with query, key and value of this layout. It returns `out` `[batch, q_heads, q_length, head_dim]`
-        and `lse` `[batch, q_heads, q_length]`, written for whole work tiles only, and for the others `partial_out`
-        `[2 * programs, BLOCK_M, head_dim]` and `partial_lse` `[2 * programs, BLOCK_M]` in the slots of the schedule's
-        visits; all float32, the rest uninitialised.
+        A plan to call with query, key, value and row_groups of this layout. It returns `out` `[batch, q_heads,
+        q_length, head_dim]` and `lse` `[batch, q_heads, q_length]`, written for whole work tiles only, and for the
+        others `partial_out` `[2 * programs, BLOCK_M, head_dim]` and `partial_lse` `[2 * programs, BLOCK_M]` in the
+        slots of the schedule's visits; all float32, the rest uninitialised.
 
     Raises:
         ValueError: dtypes, head_dim or a stride of head_dim that the kernel does not take, or `scale` not above 0.
         AssertionError: `key` or `value` is empty or not aligned (from Triton).
     """
     batch, q_heads, q_len, dim = query.shape
-    kv_batch, kv_heads, kv_len, _ = key.shape
+    _, kv_heads, kv_len, _ = key.shape
     if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"expected bfloat16 or float16 for all, got {query.dtype}, {key.dtype} and {value.dtype}")
     if dim not in (64, 128) or key.shape[3] != dim or value.shape != key.shape or query.stride(3) != 1:
         raise ValueError(f"expected dense head_dim 64 or 128, got {query.shape}, {key.shape} and {value.shape}")
     if not scale > 0:
         raise ValueError(f"`scale` must be above 0, got {scale}")
-    heads_per_kv, seqs_per_kv = q_heads // kv_heads, batch // kv_batch
+    heads_per_kv = q_heads // kv_heads
+    seqs_per_kv, kv_rows = seqs_and_rows(query, key, row_groups is not None)
     q_blocks = ceil_div(heads_per_kv * seqs_per_kv * q_len, BLOCK_M)
     strides = [0 if size == 1 else stride for size, stride in zip(query.shape[:3], query.stride()[:3], strict=True)]
     aligned = 8 if all(stride % 8 == 0 for stride in strides) else 1
@@ -87,14 +96,16 @@ def plan_prefix_attention(query: Tensor, key: Tensor, value: Tensor, scale: floa
         query_l=strides[2] // aligned,
         scale=scale,
         kv_len=kv_len,
-        work_tiles=kv_batch * kv_heads * q_blocks,
+        work_tiles=(kv_rows if row_groups is None else 1) * kv_heads * q_blocks,
         seqs_per_kv=seqs_per_kv,
         kv_heads=kv_heads,
         heads_per_kv=heads_per_kv,
         q_len=q_len,
         q_blocks=q_blocks,
         programs=programs,
+        batch=batch,
         DIM=dim,
         ALIGNED=aligned,
+        ROWS=row_groups is not None,
     )
     return PrefixAttention(launch, _tiling(key), _tiling(value), programs)

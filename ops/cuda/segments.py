@@ -1,4 +1,4 @@
-"""Planning attention to segments: a launch of the decode or prefix kernel for each, and one combine for every two."""
+"""Planning attention to segments: a launch of the decode or prefix kernel for each, and their combine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from torch import Tensor
 
 from tatten.ops.cuda.combine import Combine, Partials, TileSpace, plan_combine
 from tatten.ops.cuda.decode import Segment, plan_segment
-from tatten.ops.cuda.heuristics import Tiles, capability, multiprocessors, packed_q_rows, programs_for, tiles_for
-from tatten.ops.cuda.merge_states import MergePair, plan_merge_pair
+from tatten.ops.cuda.heuristics import (
+    Tiles,
+    capability,
+    multiprocessors,
+    packed_q_rows,
+    programs_for,
+    seqs_and_rows,
+    splitting_pays,
+    tiles_for,
+    whole_programs,
+)
 from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.sizes import ceil_div
 from tatten.ops.states import State
@@ -29,10 +38,12 @@ class PrefixSegment:
     """A launch of the prefix kernel, for plain shared keys and many packed queries."""
 
     tile_space: TileSpace
-    attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+    attend: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Partials:
-        return Partials(*self.attend(query, key, value))
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: object, row_groups: Tensor | None = None
+    ) -> Partials:
+        return Partials(*self.attend(query, key, value, row_groups), row_groups=row_groups)
 
 
 class Inputs(NamedTuple):
@@ -42,30 +53,26 @@ class Inputs(NamedTuple):
     value: Tensor
     attn_mask: Tensor | None
     block_mask: Tensor | None
-
-
-@dataclass(frozen=True)
-class SegmentPair:
-    """Launches for two segments, or for a last one alone, and the combine of their partials."""
-
-    launches: tuple[Segment | PrefixSegment, ...]
-    combine: Combine
-
-    def __call__(self, query: Tensor, pair: Sequence[Inputs]) -> State:
-        return self.combine(
-            *[
-                launch(query, x.key, x.value, x.attn_mask, None, x.block_mask)
-                for launch, x in zip(self.launches, pair, strict=True)
-            ]
-        )
+    row_groups: Tensor | None
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Computes `tatten::bifurcated_attention` for tensors of the layout that it was planned for."""
+    """Computes `tatten::bifurcated_attention` for tensors of the layout that it was planned for.
 
-    pairs: tuple[SegmentPair, ...]
-    merges: tuple[MergePair, ...]  # each merges what there is so far with the state of the next pair
+    Attributes:
+        launches: one for each segment.
+        order: that of the launches.
+        split: the segments of which there are partial states, as each combine takes them: two or fewer.
+        whole: the other segments.
+        combines: the last one takes whole states as well, those that the combines before it make included.
+    """
+
+    launches: tuple[Segment | PrefixSegment, ...]
+    order: tuple[int, ...]
+    split: tuple[tuple[int, ...], ...]
+    whole: tuple[int, ...]
+    combines: tuple[Combine, ...]
 
     def __call__(
         self,
@@ -74,12 +81,19 @@ class Segments:
         values: Sequence[Tensor],
         attn_masks: Sequence[Tensor | None],
         block_masks: Sequence[Tensor | None],
+        row_groups: Sequence[Tensor | None] | None = None,
     ) -> State:
-        pairs = zip(self.pairs, _in_pairs(keys, values, attn_masks, block_masks), strict=True)
-        state, *others = [launch(query, pair) for launch, pair in pairs]
-        for merge, other in zip(self.merges, others, strict=True):
-            state = merge(*state, *other)
-        return state
+        inputs = _inputs(keys, values, attn_masks, block_masks, row_groups)
+        left: dict[int, Partials] = {}
+        for i in self.order:
+            x = inputs[i]
+            left[i] = self.launches[i](query, x.key, x.value, x.attn_mask, None, x.block_mask, row_groups=x.row_groups)
+        wholes = [left[i] for i in self.whole]
+        *before, last = zip(self.combines, self.split, strict=True)
+        wholes += [combine(*[left[i] for i in split]) for combine, split in before]
+        combine, split = last
+        state = combine(*[left[i] for i in split], wholes=wholes)
+        return state.out, state.lse
 
 
 def plan_segments(
@@ -89,64 +103,79 @@ def plan_segments(
     attn_masks: Sequence[Tensor | None],
     block_masks: Sequence[Tensor | None],
     scale: float,
+    row_groups: Sequence[Tensor | None] | None = None,
 ) -> Segments:
     """Plan the launches for checked inputs."""
-    additive = any(mask is not None and mask.dtype != torch.bool for mask in attn_masks)
-    pairs = _in_pairs(keys, values, attn_masks, block_masks)
-    final = len(pairs) == 1
-    planned = [_plan_pair(query, pair, scale, final=final, max_and_sum=additive) for pair in pairs]
-    n_states, value_dim = query.shape[0] * query.shape[1] * query.shape[2], values[0].shape[3]
-    merges = []
-    for i in range(1, len(pairs)):
-        final = i == len(pairs) - 1
-        dtype = query.dtype if final else None
-        merges.append(plan_merge_pair(n_states, value_dim, dtype, max_and_sum=additive, final=final))
-    return Segments(tuple(planned), tuple(merges))
-
-
-def _in_pairs(*of_segments: Sequence[Tensor | None]) -> list[list[Inputs]]:
-    inputs = [Inputs(*x) for x in zip(*of_segments, strict=True)]  # type: ignore[arg-type]
-    return [inputs[i : i + 2] for i in range(0, len(inputs), 2)]
-
-
-def _plan_pair(query: Tensor, pair: Sequence[Inputs], scale: float, *, final: bool, max_and_sum: bool) -> SegmentPair:
-    """Plan the launches for two segments, or for a last one alone, and their combine.
-
-    `final`: there are no other pairs to merge its result with. `max_and_sum`: partial states, and those to be merged,
-    have maximum and sum instead of their lse.
-    """
-
-    def plan(x: Inputs, **options: Any) -> Segment:
-        whole = final and len(pair) == 1
-        given = query, x.key, x.value, x.attn_mask, None, scale, x.block_mask
-        return plan_segment(*given, whole=whole, max_and_sum=max_and_sum, **options)
-
-    first, second = pair[0], pair[1] if len(pair) == 2 else None
-    launches: tuple[Segment | PrefixSegment, ...]
-    if second is None:
-        launches = (plan(first),)
-    elif not _takes_prefix_kernel(query, first, scale):
-        launches = plan(first), plan(second, follows=True)
-    else:
-        sms, sms_left = multiprocessors(query.device), _sms_beside_prefix(query, first.key, second)
-        beside: dict[str, Any] = {}
-        if sms_left:
-            tiles = SHORT_ROWS if second.key.shape[2] <= 512 else tiles_for(1, second.key.shape[3], 2)
-            beside = {"tiles": tiles, "programs": sms_left * tiles.per_sm}
-        prefix = plan_prefix_segment(query, first.key, first.value, scale, sms - sms_left if sms_left else None)
-        launches = prefix, plan(second, follows=True, **beside)
+    inputs = _inputs(keys, values, attn_masks, block_masks, row_groups)
+    max_and_sum = any(x.attn_mask is not None and x.attn_mask.dtype != torch.bool for x in inputs)
+    launches, order = _plan_launches(query, inputs, scale, max_and_sum)
     spaces = [launch.tile_space for launch in launches]
-    dtype, merged = query.dtype if final else None, max_and_sum and not final
-    combine = plan_combine(query, first.value.shape[3], *spaces, dtype=dtype, max_and_sum=merged)
-    return SegmentPair(launches, combine)
+    alone = len(spaces) == 1
+    uneven = [i for i, space in enumerate(spaces) if space.split or alone]
+    split = tuple(tuple(uneven[i : i + 2]) for i in range(0, len(uneven), 2)) or ((),)
+    whole = tuple(i for i in range(len(spaces)) if i not in uneven)
+    combines = []
+    for number, own in enumerate(split):
+        final = number == len(split) - 1
+        wholes = [spaces[i].max_and_sum for i in whole] + [max_and_sum] * (len(split) - 1) if final else []
+        combines.append(
+            plan_combine(
+                query,
+                values[0].shape[3],
+                *[spaces[i] for i in own],
+                wholes=wholes,
+                dtype=query.dtype if final else None,
+                max_and_sum=max_and_sum and not final,
+            )
+        )
+    return Segments(launches, order, split, whole, tuple(combines))
+
+
+def _inputs(*of_segments: Sequence[Tensor | None] | None) -> list[Inputs]:
+    given = [[None] * len(of_segments[0] or ()) if x is None else x for x in of_segments]
+    return [Inputs(*x) for x in zip(*given, strict=True)]  # type: ignore[arg-type]
+
+
+def _plan_launches(
+    query: Tensor, inputs: Sequence[Inputs], scale: float, max_and_sum: bool
+) -> tuple[tuple[Segment | PrefixSegment, ...], tuple[int, ...]]:
+    """Plan a launch for each segment, and their order: the prefix kernel waits for what came before, so it is first."""
+    wide = [i for i, x in enumerate(inputs) if _takes_prefix_kernel(query, x, scale)] if len(inputs) > 1 else []
+    order = tuple(sorted(range(len(inputs)), key=lambda i: i not in wide))
+    programs: int | None = None
+    beside: dict[str, Any] = {}
+    if len(inputs) == 2 and len(wide) == 1:
+        prefix, other = (inputs[i] for i in order)
+        sms, sms_left = multiprocessors(query.device), _sms_beside_prefix(query, prefix, other)
+        if sms_left:
+            programs = sms - sms_left
+            tiles = SHORT_ROWS if other.key.shape[2] <= 512 else tiles_for(1, other.key.shape[3], 2)
+            beside = {"tiles": tiles, "programs": sms_left * tiles.per_sm}
+    launches: dict[int, Segment | PrefixSegment] = {}
+    for i in order:
+        x = inputs[i]
+        if i in wide:
+            launches[i] = plan_prefix_segment(query, x.key, x.value, scale, programs, x.row_groups)
+        else:
+            launches[i] = plan_segment(
+                *(query, x.key, x.value, x.attn_mask, None, scale, x.block_mask),
+                row_groups=x.row_groups,
+                whole=len(inputs) == 1,
+                max_and_sum=max_and_sum,
+                follows=i != order[0],
+                **beside,
+            )
+    return tuple(launches[i] for i in range(len(inputs))), order
 
 
 def _takes_prefix_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
-    """Whether the prefix kernel can compute this, and is faster, which it is even with most of its 128 rows empty."""
+    """Whether the prefix kernel can compute this, and is faster: with many keys even half empty."""
     dim = query.shape[3]
+    packed = packed_q_rows(query, x.key, x.row_groups is not None)
     return (
         x.attn_mask is None
-        and packed_q_rows(query, x.key) > 32
+        and packed > 32
+        and x.key.shape[2] > (64 if packed > 64 else 2048)
         and dim == x.value.shape[3]
         and dim in (64, 128)
         and query.is_cuda
@@ -158,17 +187,24 @@ def _takes_prefix_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
     )
 
 
-def _sms_beside_prefix(query: Tensor, key: Tensor, beside: Inputs) -> int:
+def _sms_beside_prefix(query: Tensor, prefix: Inputs, beside: Inputs) -> int:
     """The number of SMs to leave to the segment `beside` the one of the prefix kernel, or 0 to run one after the other.
 
     The prefix kernel is bound by arithmetic and fills an SM; the other segment is bound by memory. On an H200 they take
     125 us side by side and 144 us one after the other (256 sequences, 32/8 heads, 8192 and 256 keys). A few SMs are not
     worth the partials that they leave.
     """
-    kv_batch, kv_heads, kv_len, head_dim = key.shape
-    if beside.attn_mask is not None or packed_q_rows(query, beside.key) > 16:
+    _, kv_heads, kv_len, head_dim = prefix.key.shape
+    if beside.attn_mask is not None or beside.row_groups is not None or packed_q_rows(query, beside.key) > 16:
         return 0
-    tiles = ceil_div(packed_q_rows(query, key), 128) * kv_batch * kv_heads * ceil_div(kv_len, 128)
+    if beside.key.shape[2] <= 64:
+        return 0  # bound by latency rather than by memory
+    has_row_groups = prefix.row_groups is not None
+    seqs, kv_rows = seqs_and_rows(query, prefix.key, has_row_groups)
+    if has_row_groups:  # about how many there are, where `kv_rows` is how many there can be
+        kv_rows = max(prefix.key.shape[0], ceil_div(query.shape[0], seqs))
+    q_blocks = ceil_div(packed_q_rows(query, prefix.key, has_row_groups), 128)
+    tiles = q_blocks * kv_rows * kv_heads * ceil_div(kv_len, 128)
     prefix_us = tiles * head_dim / 128 * PREFIX_TILE_US
     beside_us = 2 * beside.key.numel() * beside.key.element_size() / SM_BYTES_PER_US
     sms = multiprocessors(query.device)
@@ -177,15 +213,30 @@ def _sms_beside_prefix(query: Tensor, key: Tensor, beside: Inputs) -> int:
 
 
 def plan_prefix_segment(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    programs: int | None = None,
+    row_groups: Tensor | None = None,
 ) -> PrefixSegment:
     """Plan a segment as `plan_segment` does, for plain shared keys that the prefix kernel takes."""
     from tatten.ops.cuda.prefix_sm90 import BLOCK_M, BLOCK_N, plan_prefix_attention
 
-    kv_batch, kv_heads, kv_len, _ = key.shape
-    q_blocks = ceil_div(packed_q_rows(query, key), BLOCK_M)
-    work_tiles = kv_batch * kv_heads * q_blocks
-    programs = programs or programs_for(work_tiles, ceil_div(kv_len, BLOCK_N), multiprocessors(query.device))
-    seqs_per_kv = query.shape[0] // kv_batch
-    tile_space = TileSpace(1, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs, BLOCK_M, BLOCK_N)
-    return PrefixSegment(tile_space, plan_prefix_attention(query, key, value, scale, programs))
+    _, kv_heads, kv_len, _ = key.shape
+    has_row_groups = row_groups is not None
+    seqs_per_kv, kv_rows = seqs_and_rows(query, key, has_row_groups)
+    q_blocks = ceil_div(packed_q_rows(query, key, has_row_groups), BLOCK_M)
+    work_tiles = (1 if has_row_groups else kv_rows) * kv_heads * q_blocks
+    if programs is None:
+        most, n_tiles = multiprocessors(query.device), ceil_div(kv_len, BLOCK_N)
+        n_states = query.shape[0] * query.shape[1] * query.shape[2]
+        if has_row_groups:
+            programs = most
+        elif splitting_pays(work_tiles, n_tiles, PREFIX_TILE_US, n_states, most):
+            programs = programs_for(work_tiles, n_tiles, most)
+        else:
+            programs = whole_programs(work_tiles, n_tiles, most)
+    sizes = 1, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs, BLOCK_M, BLOCK_N
+    attend = plan_prefix_attention(query, key, value, scale, programs, row_groups)
+    return PrefixSegment(TileSpace(*sizes, has_row_groups=has_row_groups), attend)

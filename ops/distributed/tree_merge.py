@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tatten.ops.distributed.collectives import all_gather, all_reduce, all_to_all, group_size_and_rank, reduce_scatter
 from tatten.ops.distributed.push import push_unsupported_reason
+from tatten.ops.state_validation import check_states
 from tatten.ops.states import NEG_INF, State, merge
-from tatten.ops.validation import check_states, check_tensors
+from tatten.ops.validation import check_tensors
 
 STRATEGIES = ("auto", "all_reduce", "all_gather", "push")
 

@@ -296,8 +296,6 @@ OTHERS = {
     "tiled": lambda p: p.repeat(B // G, 1, 1, 1),  # sequence j reads row j % G
     "stack_first": lambda p: torch.stack([p] * (B // G)).flatten(0, 1),
     "cat": lambda p: torch.cat([p] * (B // G)),
-    "indexed": lambda p: p[torch.arange(B) // (B // G)],
-    "counts": lambda p: p.repeat_interleave(torch.tensor([3, 1]), dim=0, output_size=B),
     "scaled": lambda p: p.repeat_interleave(B // G, dim=0) * 2,
     "wrong_merge": lambda p: p[:, None].expand(-1, B // G, -1, -1, -1).transpose(0, 1).reshape(B, HKV, P, D),
     "other_heads": lambda p: p.unsqueeze(1).expand(-1, B // G, -1, -1, -1).reshape(B, HKV, D, P).reshape(B, HKV, P, D),

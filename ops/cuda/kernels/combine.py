@@ -1,6 +1,7 @@
-"""The combine kernel: adds up what launches of the decode or prefix kernel left of one or two segments.
+"""The combine kernel: adds up what launches of the decode or prefix kernel left of segments.
 
-Each output state finds its own partial states: the schedule is arithmetic, so only the lengths have to be read.
+Of one or two segments it takes partial states, and of any number of others whole states. Each output state finds its
+own partial states: the schedule is arithmetic, so only the lengths have to be read.
 """
 
 from __future__ import annotations
@@ -9,121 +10,31 @@ import triton
 import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_states, store_lse
-from tatten.ops.cuda.kernels.tile_scheduler import first_tile, program_of, tile_space
-
-
-@triton.jit
-def _find_partials(
-    sequence,
-    head,
-    position,
-    partials,
-    sizes,
-    q_heads,
-    q_len,
-    window,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HAS_LENS: tl.constexpr,
-    HAS_BLOCK_LIST: tl.constexpr,
-    WINDOW: tl.constexpr,
-    INT64_TILES: tl.constexpr,
-):
-    """Find the slots of the partial states of some output states: of the first one, of the others, and how many."""
-    block_list_stride, n_groups, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs = sizes
-    tiles, ends = tile_space(
-        partials.kv_lens,
-        partials.block_list,
-        block_list_stride,
-        n_groups,
-        work_tiles,
-        kv_len,
-        window,
-        q_len,
-        BLOCK_N,
-        GROUPS,
-        HAS_LENS,
-        HAS_BLOCK_LIST,
-        WINDOW,
-    )
-    total_tiles = tl.max(ends, axis=0)
-    active_programs = tl.minimum(programs, total_tiles)
-    heads_per_kv = q_heads // kv_heads
-    q_row = (head % heads_per_kv * seqs_per_kv + sequence % seqs_per_kv) * q_len + position
-    work_tile = (sequence // seqs_per_kv * kv_heads + head // heads_per_kv) * q_blocks + q_row // BLOCK_M
-    if GROUPS == 1:
-        n_tiles = tl.max(tiles, axis=0)
-        start = work_tile * n_tiles
-    else:
-        in_group = tl.arange(0, GROUPS)[None, :] == (work_tile // work_tiles)[:, None]
-        n_tiles = tl.sum(tl.where(in_group, tiles[None, :], 0), axis=1)
-        group_end = tl.sum(tl.where(in_group, ends[None, :], 0), axis=1)
-        start = group_end - (work_tiles - work_tile % work_tiles) * n_tiles
-    first = program_of(start, total_tiles, active_programs, INT64_TILES)
-    owners = program_of(start + n_tiles - 1, total_tiles, active_programs, INT64_TILES) - first + 1
-    # If the first owner began in another work tile, this is its second slot. The others began in this one.
-    later = (start > first_tile(first, total_tiles, active_programs, INT64_TILES)).to(tl.int32)
-    at = q_row % BLOCK_M
-    return (2 * first + later) * BLOCK_M + at, 2 * first * BLOCK_M + at, owners
-
-
-@triton.jit
-def _fold_partials(
-    acc,
-    row_max,
-    row_sum,
-    state,
-    ok,
-    partials,
-    found,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    FOLD_WHOLE: tl.constexpr,
-    MAX_AND_SUM: tl.constexpr,
-):
-    """Add a segment's states, whole or in partials that were `found`, to the running ones."""
-    first_slot, other_slots, owners = found
-    dims = tl.arange(0, BLOCK_DV)
-    if FOLD_WHOLE:
-        whole = ok & (owners == 1)
-        if tl.max(whole.to(tl.int32), axis=0) > 0:
-            acc, row_max, row_sum = fold_states(
-                acc,
-                row_max,
-                row_sum,
-                partials.out,
-                partials.lse,
-                state[None, :],
-                whole[None, :],
-                dims,
-                VALUE_DIM,
-                MAX_AND_SUM,
-            )
-    most = tl.max(tl.where(ok & (owners > 1), owners, 0), axis=0)
-    for i in range(0, most, PARTIALS):
-        nth = (i + tl.arange(0, PARTIALS))[:, None]
-        at = tl.where(nth == 0, first_slot[None, :], other_slots[None, :] + 2 * BLOCK_M * nth).to(tl.int64)
-        here = (ok & (owners > 1))[None, :] & (nth < owners[None, :])
-        acc, row_max, row_sum = fold_states(
-            acc, row_max, row_sum, partials.partial_out, partials.partial_lse, at, here, dims, VALUE_DIM, MAX_AND_SUM
-        )
-    return acc, row_max, row_sum
-
+from tatten.ops.cuda.kernels.partials import find_partials, fold_partials
 
 _SIZES = ["block_list_stride", "n_groups", "work_tiles", "kv_len", "kv_heads", "seqs_per_kv", "q_blocks", "programs"]
 
 
-@triton.jit(do_not_specialize=["q_heads", "q_len", "window", *[f"{size}_{x}" for x in "ab" for size in _SIZES]])
+@triton.jit(
+    do_not_specialize=[
+        "q_heads",
+        "q_len",
+        "n_states",
+        "window",
+        "batch",
+        *[f"{size}_{x}" for x in "ab" for size in _SIZES],
+    ]
+)
 def _combine_kernel(
     out,
     lse,
     partials_a,
     partials_b,
+    whole_outs,
+    whole_lses,
     q_heads,
     q_len,
+    n_states,
     block_list_stride_a,
     n_groups_a,
     work_tiles_a,
@@ -141,6 +52,7 @@ def _combine_kernel(
     q_blocks_b,
     programs_b,
     window,
+    batch,
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M_A: tl.constexpr,
@@ -148,45 +60,67 @@ def _combine_kernel(
     GROUPS_A: tl.constexpr,
     HAS_LENS_A: tl.constexpr,
     HAS_BLOCK_LIST_A: tl.constexpr,
+    ROWS_A: tl.constexpr,
     MAX_AND_SUM_A: tl.constexpr,
     BLOCK_M_B: tl.constexpr,
     BLOCK_N_B: tl.constexpr,
     GROUPS_B: tl.constexpr,
     HAS_LENS_B: tl.constexpr,
     HAS_BLOCK_LIST_B: tl.constexpr,
+    ROWS_B: tl.constexpr,
     MAX_AND_SUM_B: tl.constexpr,
     WINDOW: tl.constexpr,
     INT64_TILES: tl.constexpr,
-    HAS_SECOND: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WHOLES: tl.constexpr,
+    WHOLES_MAX_AND_SUM: tl.constexpr,
     MAX_AND_SUM_OUT: tl.constexpr,
     PARTIALS: tl.constexpr,
+    BLOCK_STATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    state = tl.program_id(0) + tl.arange(0, 1)
-    ok = state >= 0
+    # Whole states of a single segment are in place already.
+    FOLD_WHOLE: tl.constexpr = SEGMENTS + WHOLES > 1
+    state = tl.program_id(0) * BLOCK_STATES + tl.arange(0, BLOCK_STATES)
+    ok = state < n_states
+    state = tl.minimum(state, n_states - 1)
     position = state % q_len
     head = state // q_len % q_heads
     sequence = state // q_len // q_heads
     state = state.to(tl.int64)
-    sizes_a = block_list_stride_a, n_groups_a, work_tiles_a, kv_len_a, kv_heads_a, seqs_per_kv_a, q_blocks_a, programs_a
-    found_a = _find_partials(
-        sequence,
-        head,
-        position,
-        partials_a,
-        sizes_a,
-        q_heads,
-        q_len,
-        window,
-        BLOCK_M_A,
-        BLOCK_N_A,
-        GROUPS_A,
-        HAS_LENS_A,
-        HAS_BLOCK_LIST_A,
-        WINDOW,
-        INT64_TILES,
-    )
-    if HAS_SECOND:
+    if SEGMENTS > 0:
+        sizes_a = (
+            block_list_stride_a,
+            n_groups_a,
+            work_tiles_a,
+            kv_len_a,
+            kv_heads_a,
+            seqs_per_kv_a,
+            q_blocks_a,
+            programs_a,
+        )
+        found_a = find_partials(
+            sequence,
+            head,
+            position,
+            partials_a,
+            sizes_a,
+            q_heads,
+            q_len,
+            window,
+            batch,
+            BLOCK_M_A,
+            BLOCK_N_A,
+            GROUPS_A,
+            HAS_LENS_A,
+            HAS_BLOCK_LIST_A,
+            WINDOW,
+            ROWS_A,
+            INT64_TILES,
+        )
+        if not FOLD_WHOLE:
+            ok = ok & (found_a[2] > 1)
+    if SEGMENTS > 1:
         sizes_b = (
             block_list_stride_b,
             n_groups_b,
@@ -197,7 +131,7 @@ def _combine_kernel(
             q_blocks_b,
             programs_b,
         )
-        found_b = _find_partials(
+        found_b = find_partials(
             sequence,
             head,
             position,
@@ -206,40 +140,42 @@ def _combine_kernel(
             q_heads,
             q_len,
             window,
+            batch,
             BLOCK_M_B,
             BLOCK_N_B,
             GROUPS_B,
             HAS_LENS_B,
             HAS_BLOCK_LIST_B,
             False,
+            ROWS_B,
             INT64_TILES,
         )
-    else:
-        ok = ok & (found_a[2] > 1)  # whole states are in place already
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    row_max = tl.full([1], float("-inf"), tl.float32)
-    row_sum = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_DV], tl.float32)
-    acc, row_max, row_sum = _fold_partials(
-        acc,
-        row_max,
-        row_sum,
-        state,
-        ok,
-        partials_a,
-        found_a,
-        VALUE_DIM,
-        BLOCK_DV,
-        BLOCK_M_A,
-        PARTIALS,
-        HAS_SECOND,
-        MAX_AND_SUM_A,
-    )
-    if HAS_SECOND:
-        acc, row_max, row_sum = _fold_partials(
+    row_max = tl.full([BLOCK_STATES], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_STATES], tl.float32)
+    acc = tl.zeros([BLOCK_STATES, BLOCK_DV], tl.float32)
+    dims = tl.arange(0, BLOCK_DV)
+    if SEGMENTS > 0:
+        acc, row_max, row_sum = fold_partials(
+            acc,
+            row_max,
+            row_sum,
+            state,
+            ok,
+            partials_a,
+            found_a,
+            VALUE_DIM,
+            BLOCK_DV,
+            BLOCK_M_A,
+            PARTIALS,
+            FOLD_WHOLE,
+            MAX_AND_SUM_A,
+        )
+    if SEGMENTS > 1:
+        acc, row_max, row_sum = fold_partials(
             acc,
             row_max,
             row_sum,
@@ -251,11 +187,23 @@ def _combine_kernel(
             BLOCK_DV,
             BLOCK_M_B,
             PARTIALS,
-            HAS_SECOND,
+            FOLD_WHOLE,
             MAX_AND_SUM_B,
         )
+    for i in tl.static_range(WHOLES):
+        acc, row_max, row_sum = fold_states(
+            acc,
+            row_max,
+            row_sum,
+            whole_outs[i],
+            whole_lses[i],
+            state[None, :],
+            ok[None, :],
+            dims,
+            VALUE_DIM,
+            ((WHOLES_MAX_AND_SUM >> i) & 1) == 1,
+        )
     acc, log_sum = finish_state(acc, row_max, row_sum)
-    dims = tl.arange(0, BLOCK_DV)
     store_lse(lse, state, log_sum, row_max, row_sum, ok, MAX_AND_SUM_OUT)
     tl.store(
         out + state[:, None] * VALUE_DIM + dims[None, :],

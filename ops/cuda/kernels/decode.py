@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_tile, scores_of, store_lse, upcast
-from tatten.ops.cuda.kernels.tile_scheduler import first_tile, tile_space
+from tatten.ops.cuda.kernels.tile_scheduler import first_tile, sequences_of, tile_space
 
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
 
@@ -33,6 +33,7 @@ _SIZES = [
     "q_len",
     "q_blocks",
     "programs",
+    "batch",
 ]
 
 
@@ -46,6 +47,7 @@ def _decode_kernel(
     mask,
     kv_lens,
     block_list,
+    row_groups,
     sinks,
     key_scale,
     value_scale,
@@ -70,6 +72,7 @@ def _decode_kernel(
     q_len,
     q_blocks,
     programs,
+    batch,
     KEY_S: tl.constexpr,
     VALUE_S: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -84,6 +87,7 @@ def _decode_kernel(
     HAS_LENS: tl.constexpr,
     HAS_BLOCK_LIST: tl.constexpr,
     WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     KEY_SCALE: tl.constexpr,
@@ -110,20 +114,23 @@ def _decode_kernel(
         if not WAIT_LAST:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tiles, ends = tile_space(
+    tiles, ends, work_tiles = tile_space(
         kv_lens,
         block_list,
+        row_groups,
         block_list_stride,
         n_groups,
         work_tiles,
         kv_len,
         window,
         q_len,
+        batch,
         BLOCK_N,
         GROUPS,
         HAS_LENS,
         HAS_BLOCK_LIST,
         WINDOW,
+        ROWS,
     )
     groups = tl.arange(0, GROUPS)
     program = tl.program_id(0)
@@ -154,7 +161,12 @@ def _decode_kernel(
         q_row = work_tile % q_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
         q_ok = q_row < heads_per_kv * seqs_per_kv * q_len
         position = (q_row % q_len).to(tl.int64)
-        sequence = kv_row * seqs_per_kv + q_row // q_len % seqs_per_kv
+        if ROWS:
+            # So far `kv_row` is a row group, which may have fewer sequences than there is room for.
+            sequence, q_ok = sequences_of(row_groups, batch, kv_row, q_row // q_len % seqs_per_kv, q_ok)
+            kv_row = tl.load(row_groups + kv_row).to(tl.int64)
+        else:
+            sequence = kv_row * seqs_per_kv + q_row // q_len % seqs_per_kv
         head = kv_head * heads_per_kv + q_row // (q_len * seqs_per_kv)
         q = tl.load(
             query
@@ -193,7 +205,7 @@ def _decode_kernel(
         block = first
         if HAS_BLOCK_LIST:
             # First comes the run of consecutive blocks where all queries attend to all keys. It needs no mask or bits.
-            group_blocks = block_list + group * block_list_stride
+            group_blocks = block_list + (kv_row if ROWS else group) * block_list_stride
             count = tl.load(group_blocks).to(tl.int32)  # an empty one has a tile, but no block
             run = tl.load(group_blocks + 1).to(tl.int32)
             run_start = (tl.load(group_blocks + 2, mask=run > 0, other=0).to(tl.int32) + first) * BLOCK_N

@@ -1,11 +1,9 @@
-"""Kernels that merge attention states: N stacked ones, and two that lie apart."""
+"""The kernel that merges stacked attention states."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from tatten.ops.cuda.kernels.online_softmax import store_lse
 
 
 @triton.jit(do_not_specialize=["n_stacked", "n_states"])
@@ -57,40 +55,3 @@ def _merge_states_kernel(
     tl.store(
         merged_lse + state, tl.where(filled, lse_max_all + tl.log(tl.where(filled, weight_sum, 1.0)), float("-inf"))
     )
-
-
-@triton.jit(do_not_specialize=["n_states"])
-def _merge_pair_kernel(
-    out_a,
-    lse_a,
-    out_b,
-    lse_b,
-    out,
-    lse,
-    n_states,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_STATES: tl.constexpr,
-    MAX_AND_SUM: tl.constexpr,
-    FINAL: tl.constexpr,
-):
-    state = tl.program_id(0).to(tl.int64) * BLOCK_STATES + tl.arange(0, BLOCK_STATES)
-    dims = tl.arange(0, BLOCK_D)
-    ok = state < n_states
-    at, value_ok = (state * DIM)[:, None] + dims[None, :], ok[:, None] & (dims < DIM)[None, :]
-    lse_at = state * 2 if MAX_AND_SUM else state
-    log_a, log_b = tl.load(lse_a + lse_at, mask=ok, other=0.0), tl.load(lse_b + lse_at, mask=ok, other=0.0)
-    a, b = tl.load(out_a + at, mask=value_ok, other=0.0), tl.load(out_b + at, mask=value_ok, other=0.0)
-    row_max = tl.maximum(log_a, log_b)
-    base = tl.where(row_max == float("-inf"), 0.0, row_max)
-    weight_a, weight_b = tl.exp(log_a - base), tl.exp(log_b - base)
-    if MAX_AND_SUM:
-        weight_a *= tl.load(lse_a + lse_at + 1, mask=ok, other=0.0)
-        weight_b *= tl.load(lse_b + lse_at + 1, mask=ok, other=0.0)
-    row_sum = weight_a + weight_b
-    filled = row_sum != 0  # true for NaN, which must come out
-    divisor = tl.where(filled, row_sum, 1.0)
-    merged = (a.to(tl.float32) * weight_a[:, None] + b.to(tl.float32) * weight_b[:, None]) / divisor[:, None]
-    tl.store(out + at, merged.to(out.dtype.element_ty), mask=value_ok)
-    log_sum = tl.where(filled, row_max + tl.log(divisor), float("-inf"))
-    store_lse(lse, state, log_sum, row_max, row_sum, ok, MAX_AND_SUM and not FINAL)

@@ -38,7 +38,7 @@ _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 
 
 @gluon.jit
-def _produce(tensors, buffers, sizes):
+def _produce(tensors, row_groups, buffers, sizes, ROWS: gl.constexpr):
     """Load K of each tile of all visits together with V of the tile before it.
 
     That is one pair more than there are tiles: the first one lacks V, and the last one K.
@@ -55,6 +55,8 @@ def _produce(tensors, buffers, sizes):
         first = tile - work_tile * n_tiles
         stop = gl.minimum(n_tiles, first + program_end - tile)
         kv_row = work_tile // (kv_heads * q_blocks)
+        if ROWS:
+            kv_row = gl.load(row_groups + kv_row)
         head = work_tile // q_blocks % kv_heads
         for i in range(first, stop):
             first_key = (first + stop - 1 - i) * _BLOCK_N
@@ -79,12 +81,32 @@ def _produce(tensors, buffers, sizes):
 
 
 @gluon.jit
-def _consume(tensors, queries, buffers, strides, scale, sizes, HALF: gl.constexpr, ALIGNED: gl.constexpr):
+def _sequences(row_groups, batch, group, slot):
+    """Find the sequences in slots of a row group; -1 in those that are empty."""
+    starts = row_groups + batch + 1
+    start, end = gl.load(starts + group), gl.load(starts + group + 1)
+    in_order = start + slot
+    return gl.load(starts + batch + 1 + in_order, mask=in_order < end, other=-1)
+
+
+@gluon.jit
+def _consume(
+    tensors,
+    row_groups,
+    queries,
+    buffers,
+    strides,
+    scale,
+    sizes,
+    HALF: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    ROWS: gl.constexpr,
+):
     """Attend to the tiles of all visits with the packed queries `[HALF * 64, (HALF + 1) * 64)` of each work tile."""
     query, out, lse, partial_out, partial_lse = tensors
     keys, values, full, empty = buffers
     query_b, query_h, query_l = strides
-    program_start, program_end, n_tiles, kv_len, seqs_per_kv, kv_heads, heads_per_kv, q_len, q_blocks = sizes
+    program_start, program_end, n_tiles, kv_len, seqs_per_kv, kv_heads, heads_per_kv, q_len, q_blocks, batch = sizes
     STAGES: gl.constexpr = keys.shape[0]
     DIM: gl.constexpr = queries.shape[2]
     DTYPE: gl.constexpr = queries.dtype
@@ -112,10 +134,15 @@ def _consume(tensors, queries, buffers, strides, scale, sizes, HALF: gl.constexp
 
         q_row = q_row_start + gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, load_layout))
         dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, load_layout))
-        sequence = kv_row * seqs_per_kv + q_row // q_len % seqs_per_kv
+        mask = q_row < heads_per_kv * seqs_per_kv * q_len
+        if ROWS:
+            found = _sequences(row_groups, batch, kv_row, q_row // q_len % seqs_per_kv)
+            sequence = found.to(gl.int64)
+            mask = mask & (found >= 0)
+        else:
+            sequence = kv_row * seqs_per_kv + q_row // q_len % seqs_per_kv
         head = kv_head * heads_per_kv + q_row // (q_len * seqs_per_kv)
         at = (sequence * query_b + head * query_h + (q_row % q_len) * query_l) * ALIGNED
-        mask = q_row < heads_per_kv * seqs_per_kv * q_len
         q = gl.load(query + at[:, None] + dims[None, :], mask=mask[:, None], other=0.0)
         _barrier()  # all warps are done with the queries of the visit before
         q_shared.store(q)
@@ -178,7 +205,12 @@ def _consume(tensors, queries, buffers, strides, scale, sizes, HALF: gl.constexp
         ok = q_row_out < heads_per_kv * seqs_per_kv * q_len
         work_tile_start = tile - first
         if stop - first == n_tiles:
-            state = (kv_row * seqs_per_kv + q_row_out // q_len % seqs_per_kv) * (kv_heads * heads_per_kv)
+            if ROWS:
+                found_out = _sequences(row_groups, batch, kv_row, q_row_out // q_len % seqs_per_kv)
+                ok = ok & (found_out >= 0)
+                state = found_out.to(gl.int64) * (kv_heads * heads_per_kv)
+            else:
+                state = (kv_row * seqs_per_kv + q_row_out // q_len % seqs_per_kv) * (kv_heads * heads_per_kv)
             state = (state + kv_head * heads_per_kv + q_row_out // (q_len * seqs_per_kv)) * q_len + q_row_out % q_len
             gl.store(lse + state, log_sum, mask=ok)
             gl.store(out + (state * DIM)[:, None] + out_dims[None, :], acc, mask=ok[:, None])
@@ -193,13 +225,14 @@ def _consume(tensors, queries, buffers, strides, scale, sizes, HALF: gl.constexp
 @gluon.jit(
     do_not_specialize=[
         *("query_b", "query_h", "query_l", "kv_len", "work_tiles", "seqs_per_kv", "kv_heads", "heads_per_kv"),
-        *("q_len", "q_blocks", "programs"),
+        *("q_len", "q_blocks", "programs", "batch"),
     ]
 )
 def _prefix_kernel(
     query,
     key,
     value,
+    row_groups,
     out,
     lse,
     partial_out,
@@ -216,8 +249,10 @@ def _prefix_kernel(
     q_len,
     q_blocks,
     programs,
+    batch,
     DIM: gl.constexpr,
     ALIGNED: gl.constexpr,
+    ROWS: gl.constexpr,
 ):
     """Attend to one segment. Strides of `query` are in units of `ALIGNED` elements, to make their alignment known."""
     DTYPE: gl.constexpr = query.dtype.element_ty
@@ -242,6 +277,8 @@ def _prefix_kernel(
 
     # The 64-bit divisions are done here, where registers abound; in the producer they would spill.
     n_tiles = (kv_len + _BLOCK_N - 1) // _BLOCK_N
+    if ROWS:
+        work_tiles = work_tiles * gl.load(row_groups + batch)  # those of one row group, times how many there are
     total_tiles = n_tiles.to(gl.int64) * work_tiles
     active_programs = gl.minimum(total_tiles, programs)
     program = gl.program_id(0).to(gl.int64)
@@ -250,14 +287,14 @@ def _prefix_kernel(
     tensors = (query, out, lse, partial_out, partial_lse)
     buffers = (keys, values, full, empty)
     strides = (query_b, query_h, query_l)
-    sizes = (program_start, program_end, n_tiles, kv_len, seqs_per_kv, kv_heads, heads_per_kv, q_len, q_blocks)
+    sizes = (program_start, program_end, n_tiles, kv_len, seqs_per_kv, kv_heads, heads_per_kv, q_len, q_blocks, batch)
     loads = (program_start, program_end, n_tiles, kv_heads, q_blocks)
     # Constants are passed directly: in a tuple that a variable holds they would become tensors.
     gl.warp_specialize(
         [
-            (_consume, (tensors, queries, buffers, strides, scale, sizes, FIRST, ALIGNED)),
-            (_consume, (tensors, queries, buffers, strides, scale, sizes, SECOND, ALIGNED)),
-            (_produce, ((key, value), buffers, loads)),
+            (_consume, (tensors, row_groups, queries, buffers, strides, scale, sizes, FIRST, ALIGNED, ROWS)),
+            (_consume, (tensors, row_groups, queries, buffers, strides, scale, sizes, SECOND, ALIGNED, ROWS)),
+            (_produce, ((key, value), row_groups, buffers, loads, ROWS)),
         ],
         [4, 1],
         [_CONSUMER_REGS, _PRODUCER_REGS],

@@ -15,25 +15,39 @@ import triton.language as tl
 def tile_space(
     kv_lens,
     blocks,
+    row_groups,
     blocks_group,
     n_groups,
     work_tiles,
     kv_len,
     window,
     q_len,
+    batch,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_LENS: tl.constexpr,
     HAS_BLOCK_LIST: tl.constexpr,
     WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """Count the tiles of a work tile of each group, and find where the group ends in the tile space.
 
-    A group is what has one length: a kv_row, or all of them. It has `work_tiles` work tiles.
+    A group is what has one length: a kv_row, or all of them. It has `work_tiles` work tiles, which is returned, too,
+    because with row groups (`ROWS`), which take the place of kv_rows, only the device knows how many these are.
     """
     groups = tl.arange(0, GROUPS)
+    if ROWS:
+        n_row_groups = tl.load(row_groups + batch)
+        if GROUPS == 1:
+            work_tiles = work_tiles * n_row_groups
+        else:
+            n_groups = n_row_groups
     if HAS_BLOCK_LIST:
-        tiles = tl.load(blocks + groups * blocks_group, mask=groups < n_groups, other=0).to(tl.int32)
+        lists = groups
+        if ROWS:  # noqa: SIM102 (known when this is compiled)
+            if GROUPS > 1:
+                lists = tl.load(row_groups + groups, mask=groups < n_groups, other=0)
+        tiles = tl.load(blocks + lists * blocks_group, mask=groups < n_groups, other=0).to(tl.int32)
     else:
         lens = kv_len + tl.zeros([GROUPS], tl.int32)
         if HAS_LENS:
@@ -43,7 +57,16 @@ def tile_space(
         if WINDOW:
             tiles -= tl.maximum(lens - q_len - window + 1, 0) // BLOCK_N
     tiles = tl.where(groups < n_groups, tl.maximum(tiles, 1), 0)  # the output of an empty kv_row is written too
-    return tiles, tl.cumsum(tiles * work_tiles, axis=0)
+    return tiles, tl.cumsum(tiles * work_tiles, axis=0), work_tiles
+
+
+@triton.jit
+def sequences_of(row_groups, batch, group, slot, ok):
+    """Find the sequences in slots of a row group that are `ok`, and in which of these there is one."""
+    starts = row_groups + batch + 1
+    start, end = tl.load(starts + group), tl.load(starts + group + 1)
+    ok = ok & (start + slot < end)
+    return tl.load(starts + batch + 1 + start + slot, mask=ok, other=0).to(tl.int64), ok
 
 
 @triton.jit

@@ -22,7 +22,9 @@ from tatten.ops.cuda import segments
 from tatten.ops.cuda import block_mask
 from tatten.ops.variant import AttentionVariant
 
-def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, sm90=False, float8=False, **options):
+def attend(
+    dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, sm90=False, float8=False, indexed=False, **options
+):
     dtype, kv_len = getattr(torch, dtype), 4096
     kv_dtype = torch.float8_e4m3fn if float8 else dtype
     def empty(*shape, dtype=dtype):
@@ -30,8 +32,10 @@ def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, sm9
     query = empty(2, 2 * rows, 1, dim)
     key, value = (empty(2, 2, kv_len, dim, dtype=kv_dtype) for _ in "kv")
     scales = (empty(2, dtype=torch.float32),) * 2 if float8 else (None, None)
+    groups = empty(4, 3, dtype=torch.int32) if indexed else None
     if sm90:
-        return segments.plan_prefix_segment(query, key, value, 0.1)(query, key, value)
+        segment = segments.plan_prefix_segment(query, key, value, 0.1, None, groups)
+        return segment(query, key, value, row_groups=groups)
     if mask is not None:
         mask = empty(*mask[1:], kv_len, dtype=getattr(torch, mask[0]))
     lens = empty(2, dtype=torch.int64) if lens else None
@@ -40,8 +44,11 @@ def attend(dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, sm9
         chosen.append(getattr(segments, tiles))
         options["tiles"] = chosen[0]
     variant = AttentionVariant(options.pop("window", None), options.pop("softcap", None), sinks, *scales)
-    segment = decode.plan_segment(query, key, value, mask, lens, 0.1, None, variant, **options)
-    partials = segment(query, key, value, mask, lens, None, variant)
+    blocks = None
+    if indexed and mask is not None:
+        blocks = empty(2, kv_len // 64 + 1, 2, dtype=torch.int64)
+    segment = decode.plan_segment(query, key, value, mask, lens, 0.1, blocks, variant, groups, **options)
+    partials = segment(query, key, value, mask, lens, blocks, variant, groups)
     twice = 1 if options.get("whole", True) else 2
     combine.plan_combine(query, dim, *[segment.tile_space] * twice, dtype=dtype)(*[partials] * twice)
 
@@ -104,6 +111,11 @@ GROUPS: dict[str, list[Variant]] = {
         *shapes("bfloat16", (128,), (4, 64), {"whole": False}, {"whole": False, "follows": True}),
         *shapes("bfloat16", (64, 128), (4,), {"whole": False, "follows": True, "tiles": "SHORT_ROWS"}),
         *shapes("bfloat16", (64, 128), (128,), {"sm90": True}),
+    ],
+    "rows": [
+        *shapes("bfloat16", (128,), (4, 64), {"indexed": True}, {"indexed": True, **PER_SEQUENCE}),
+        *shapes("bfloat16", (128,), (4,), {"indexed": True, "follows": True, "whole": False}),
+        *shapes("bfloat16", (64, 128), (128,), {"indexed": True, "sm90": True}),
     ],
 }
 

@@ -61,7 +61,8 @@ def launch_and_merge(inputs: dict, **options) -> tuple[Any, tuple[Tensor, Tensor
     given = with_variant(inputs)
     segment = plan_segment(**given, **options, pdl=False)
     parts = segment(**{name: x for name, x in given.items() if name != "scale"})
-    return parts, plan_combine(inputs["query"], inputs["value"].shape[3], segment.tile_space, pdl=False)(parts)
+    state = plan_combine(inputs["query"], inputs["value"].shape[3], segment.tile_space, pdl=False)(parts)
+    return parts, (state.out, state.lse)
 
 
 def triton_segments(query: Tensor, *given: Sequence) -> tuple[Tensor, Tensor]:
@@ -455,21 +456,29 @@ def test_merge(n_states: int, dim: int) -> None:
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("many_states", [1, 4096])
+@pytest.mark.parametrize("wholes", [2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_merge_pair(dtype: torch.dtype) -> None:
-    """States that were merged from segments, some empty."""
-    from tatten.ops.cuda.merge_states import plan_merge_pair
+def test_combine_of_whole_states(
+    dtype: torch.dtype, wholes: int, many_states: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States of segments, some empty, several to a program or one."""
+    from tatten.ops.cuda import combine
 
-    outs, lses = torch.randn(2, 6, 4, 3, 24), torch.randn(2, 6, 4, 3) * 5
+    monkeypatch.setattr(combine, "MANY_STATES", many_states)
+    outs, lses = torch.randn(wholes, 3, 4, 3, 24), torch.randn(wholes, 3, 4, 3) * 5
     for states in ((0, 0), (1, 1), (slice(None), 2)):
         outs[states][..., 0, 0, :], lses[states][..., 0, 0] = 0, float("-inf")
-    outs[1, 5, 3, 2] = lses[1, 5, 3, 2] = float("nan")  # of NaN in keys that count
-    got = plan_merge_pair(72, 24, dtype)(outs[0], lses[0], outs[1], lses[1])
+    outs[1, 2, 3, 2] = lses[1, 2, 3, 2] = float("nan")  # of NaN in keys that count
+    none = torch.empty(0)
+    partials = [combine.Partials(out, lse, none, none) for out, lse in zip(outs, lses, strict=True)]
+    plan = combine.plan_combine(torch.empty(3, 4, 3, 16), 24, wholes=[False] * wholes, dtype=dtype)
+    got = plan(wholes=partials)
     out, lse = combine_partials(outs, lses)
-    assert got[0].dtype == dtype
-    assert got[0].is_contiguous()
-    assert got[0].isnan().any()
-    torch.testing.assert_close(got, (out.to(dtype), lse), equal_nan=True)
+    assert got.out.dtype == dtype
+    assert got.out.is_contiguous()
+    assert got.out.isnan().any()
+    torch.testing.assert_close((got.out, got.lse), (out.to(dtype), lse), equal_nan=True, rtol=1e-3, atol=1e-3)
 
 
 def test_lengths_and_sinks_may_be_strided() -> None:

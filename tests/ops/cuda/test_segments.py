@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tatten.ops.cuda import segments
+from tatten.ops.cuda import decode, segments
 from tatten.ops.cuda.combine import TileSpace
 from tatten.ops.cuda.segments import PrefixSegment, Segments, plan_segments
 
@@ -17,11 +17,14 @@ SMS = 132
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU whose prefix kernel takes all plain keys that sequences share."""
 
-    def plan_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int | None) -> PrefixSegment:
+    def plan_prefix(
+        query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int | None, *_: object
+    ) -> PrefixSegment:
         space = TileSpace(1, 8, key.shape[2], 8, query.shape[0], 1, programs or SMS, 128, 128)
         return PrefixSegment(space, lambda *_: (query,) * 4)
 
-    monkeypatch.setattr(segments, "multiprocessors", lambda device: SMS)
+    for module in (segments, decode):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: SMS)
     monkeypatch.setattr(segments, "plan_prefix_segment", plan_prefix)
     monkeypatch.setattr(
         segments, "_takes_prefix_kernel", lambda query, x, scale: x.key.shape[0] == 1 and x.attn_mask is None
@@ -40,35 +43,54 @@ def plan(*shapes: tuple[int, int], masks: dict[int, torch.dtype] | None = None) 
     return plan_segments(empty(256, 32, 1, 128), keys, keys, attn_masks, [None] * len(keys), 0.1)
 
 
-def programs(plan: Segments) -> list[list[int]]:
-    return [[launch.tile_space.programs for launch in pair.launches] for pair in plan.pairs]
+def programs(plan: Segments) -> list[int]:
+    return [launch.tile_space.programs for launch in plan.launches]
 
 
 def test_a_short_segment_has_sms_beside_the_prefix_kernel() -> None:
-    ((prefix, beside),) = programs(plan((1, 8192), (256, 256)))
+    prefix, beside = programs(plan((1, 8192), (256, 256)))
     assert 0 < SMS - prefix < SMS
     assert beside == (SMS - prefix) * segments.SHORT_ROWS.per_sm
+    assert programs(plan((256, 256), (1, 8192))) == [beside, prefix]
 
 
-def test_each_pair_is_planned_as_if_alone() -> None:
-    alone = programs(plan((1, 8192), (256, 256)))
-    assert programs(plan((1, 8192), (256, 256), (1, 8192), (256, 256))) == alone * 2
-    assert programs(plan((1, 8192), (256, 256), (256, 300)))[:1] == alone
-    assert programs(plan((256, 300), (256, 256), (1, 8192), (256, 256)))[1:] == alone
+def test_more_segments_have_all_sms_each() -> None:
+    planned = plan((1, 8192), (256, 256), (256, 300))
+    assert programs(planned)[0] == SMS
+    assert all(n > SMS for n in programs(planned)[1:])
 
 
-def test_a_last_segment_alone_and_a_second_one_are_never_the_prefix_kernels() -> None:
-    planned = plan((256, 300), (1, 8192), (1, 8192))
-    assert not any(isinstance(launch, PrefixSegment) for pair in planned.pairs for launch in pair.launches)
+def test_prefix_kernels_come_first_and_others_run_beside_what_came_before() -> None:
+    planned = plan((256, 300), (1, 8192), (256, 256), (1, 100))
+    assert [isinstance(launch, PrefixSegment) for launch in planned.launches] == [False, True, False, True]
+    assert planned.order == (1, 3, 0, 2)
+    assert all(planned.launches[i].launch.arguments["WAIT_LAST"] for i in (0, 2))
+
+
+def test_one_segment_is_never_the_prefix_kernels() -> None:
+    (launch,) = plan((1, 8192)).launches
+    assert not isinstance(launch, PrefixSegment)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_states_have_maximum_and_sum_only_where_they_are_merged_beside_a_bias(number: int, dtype: torch.dtype) -> None:
-    planned = plan(*[(256, 100)] * number, masks={0: dtype})
+    """All are split here: masks have lists of their own lengths."""
+    planned = plan(*[(256, 100)] * number, masks=dict.fromkeys(range(number), dtype))
     additive = dtype == torch.float32
-    assert len(planned.pairs) == len(planned.merges) + 1 == (number + 1) // 2
-    assert all(x.tile_space.max_and_sum == additive for pair in planned.pairs for x in pair.launches)
-    assert all(pair.combine.max_and_sum == (additive and number > 2) for pair in planned.pairs)
-    assert all(merge.max_and_sum == additive for merge in planned.merges)
-    assert [merge.final for merge in planned.merges] == [i == len(planned.merges) for i in range(1, len(planned.pairs))]
+    assert planned.split == tuple(tuple(range(number))[i : i + 2] for i in range(0, number, 2))
+    assert planned.whole == ()
+    assert all(x.tile_space.max_and_sum == additive for x in planned.launches)
+    *before, last = planned.combines
+    assert all(combine.max_and_sum == additive for combine in before)
+    assert not last.max_and_sum
+    if before:
+        assert last.launch.arguments["WHOLES"] == len(before)
+        assert last.launch.arguments["WHOLES_MAX_AND_SUM"] == (2 ** len(before) - 1 if additive else 0)
+
+
+def test_whole_states_are_not_searched_for() -> None:
+    planned = plan((256, 64), (256, 100), (256, 40))  # a program does 16 whole work tiles of 2048
+    assert planned.split == ((),)
+    assert planned.whole == (0, 1, 2)
+    assert planned.combines[-1].launch.arguments["SEGMENTS"] == 0

@@ -40,6 +40,13 @@ FOR_GROUPS: Sequence[str] = (
     "{x}[torch.arange({x}.size(0)).repeat_interleave({n})]",
     "{x}.index_select(0, torch.arange({x}.size(0) * {n}) % {x}.size(0))",
     "{x}[torch.arange({x}.size(0) * {n}) // {n}]",
+    "{x}[torch.arange({x}.size(0) * {n}) // {n} - {x}.size(0)]",
+    "{x}.gather(0, (torch.arange({x}.size(0) * {n}) % {x}.size(0)).view(-1, 1, 1, 1).expand(-1, *{x}.shape[1:]))",
+    "torch.take_along_dim({x}, torch.arange({x}.size(0) * {n})[:, None, None, None] // {n}, 0)",
+    "F.embedding(torch.arange({x}.size(0) * {n}) % {x}.size(0), {x}.flatten(1)).view(-1, *{x}.shape[1:])",
+    "{x}.repeat_interleave(torch.full(({x}.size(0),), {n}), dim=0, output_size={x}.size(0) * {n})",
+    "{x}[torch.arange({x}.size(0)).flip(0)].repeat_interleave({n}, 0)",
+    "{x}.repeat_interleave({n}, 0)[torch.arange({x}.size(0) * {n}).flip(0)]",
 )
 FOR_HEADS: Sequence[str] = (
     "{x}.repeat_interleave({n}, dim=1)",

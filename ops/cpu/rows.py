@@ -1,0 +1,61 @@
+"""Rows on a CPU: runs of stored rows whose sequences, padded to the largest number of them, make aligned blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tatten.ops.row_groups import group_size, row_groups_reference
+from tatten.ops.validation import check_row_values, check_rows
+
+# Queries of a run, padding included, at most, for each that is real. One call for all rows took 0.6 of the time of a
+# copy of the rows where it padded 115 sequences to 128, and a call for each row 2.2 of it (2 cores).
+MOST_PADDED = 2.0
+
+
+class Run(NamedTuple):
+    """Stored rows `start` to `stop - 1`, which some sequences read.
+
+    Attributes:
+        sequences: `[stop - start, n]`, those that read each row, filled up with its first one to equally many.
+        real: bool, of the same shape: whether a sequence is not there to fill up.
+    """
+
+    start: int
+    stop: int
+    sequences: Tensor
+    real: Tensor
+
+
+def row_groups(rows: Tensor, kv_batch: int, queries: int) -> Tensor:
+    """`tatten::row_groups` on a CPU."""
+    check_rows(rows)
+    check_row_values(rows, kv_batch)
+    return row_groups_reference(rows, kv_batch, group_size(rows.shape[0], kv_batch, queries))
+
+
+def runs_of(rows: Tensor, kv_batch: int) -> Iterator[Run]:
+    """Find few runs of consecutive rows that hold all sequences, without much padding; rows of none are in no run."""
+    order = torch.argsort(rows, stable=True)
+    counts = torch.bincount(rows, minlength=kv_batch)
+    starts = counts.cumsum(0) - counts
+    for start, stop in _spans(counts.tolist()):
+        own = counts[start:stop, None]
+        slots = torch.arange(int(own.max()))
+        real = slots < own
+        yield Run(start, stop, order[starts[start:stop, None] + torch.where(real, slots, 0)], real)
+
+
+def _spans(counts: list[int]) -> Iterator[tuple[int, int]]:
+    start, most, total = 0, 0, 0
+    for row, count in enumerate([*counts, 0]):
+        larger = max(most, count)
+        if count == 0 or larger * (row + 1 - start) > MOST_PADDED * (total + count):
+            if total:
+                yield start, row
+            start, most, total = row + (count == 0), count, count
+        else:
+            most, total = larger, total + count

@@ -1,0 +1,117 @@
+"""Partial states: where those of an output state lie, and adding them to a running state."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tatten.ops.cuda.kernels.online_softmax import fold_states
+from tatten.ops.cuda.kernels.tile_scheduler import first_tile, program_of, tile_space
+
+
+@triton.jit
+def find_partials(
+    sequence,
+    head,
+    position,
+    partials,
+    sizes,
+    q_heads,
+    q_len,
+    window,
+    batch,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+    HAS_BLOCK_LIST: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    INT64_TILES: tl.constexpr,
+):
+    """Find the slots of the partial states of some output states: of the first one, of the others, and how many."""
+    block_list_stride, n_groups, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs = sizes
+    if ROWS:
+        sequence = tl.load(partials.row_groups + 3 * (batch + 1) + sequence)  # its place
+    tiles, ends, work_tiles = tile_space(
+        partials.kv_lens,
+        partials.block_list,
+        partials.row_groups,
+        block_list_stride,
+        n_groups,
+        work_tiles,
+        kv_len,
+        window,
+        q_len,
+        batch,
+        BLOCK_N,
+        GROUPS,
+        HAS_LENS,
+        HAS_BLOCK_LIST,
+        WINDOW,
+        ROWS,
+    )
+    total_tiles = tl.max(ends, axis=0)
+    active_programs = tl.minimum(programs, total_tiles)
+    heads_per_kv = q_heads // kv_heads
+    q_row = (head % heads_per_kv * seqs_per_kv + sequence % seqs_per_kv) * q_len + position
+    work_tile = (sequence // seqs_per_kv * kv_heads + head // heads_per_kv) * q_blocks + q_row // BLOCK_M
+    if GROUPS == 1:
+        n_tiles = tl.max(tiles, axis=0)
+        start = work_tile * n_tiles
+    else:
+        in_group = tl.arange(0, GROUPS)[None, :] == (work_tile // work_tiles)[:, None]
+        n_tiles = tl.sum(tl.where(in_group, tiles[None, :], 0), axis=1)
+        group_end = tl.sum(tl.where(in_group, ends[None, :], 0), axis=1)
+        start = group_end - (work_tiles - work_tile % work_tiles) * n_tiles
+    first = program_of(start, total_tiles, active_programs, INT64_TILES)
+    owners = program_of(start + n_tiles - 1, total_tiles, active_programs, INT64_TILES) - first + 1
+    # If the first owner began in another work tile, this is its second slot. The others began in this one.
+    later = (start > first_tile(first, total_tiles, active_programs, INT64_TILES)).to(tl.int32)
+    at = q_row % BLOCK_M
+    return (2 * first + later) * BLOCK_M + at, 2 * first * BLOCK_M + at, owners
+
+
+@triton.jit
+def fold_partials(
+    acc,
+    row_max,
+    row_sum,
+    state,
+    ok,
+    partials,
+    found,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    FOLD_WHOLE: tl.constexpr,
+    MAX_AND_SUM: tl.constexpr,
+):
+    """Add a segment's states, whole or in partials that were `found`, to the running ones."""
+    first_slot, other_slots, owners = found
+    dims = tl.arange(0, BLOCK_DV)
+    if FOLD_WHOLE:
+        whole = ok & (owners == 1)
+        if tl.max(whole.to(tl.int32), axis=0) > 0:
+            acc, row_max, row_sum = fold_states(
+                acc,
+                row_max,
+                row_sum,
+                partials.out,
+                partials.lse,
+                state[None, :],
+                whole[None, :],
+                dims,
+                VALUE_DIM,
+                MAX_AND_SUM,
+            )
+    most = tl.max(tl.where(ok & (owners > 1), owners, 0), axis=0)
+    for i in range(0, most, PARTIALS):
+        nth = (i + tl.arange(0, PARTIALS))[:, None]
+        at = tl.where(nth == 0, first_slot[None, :], other_slots[None, :] + 2 * BLOCK_M * nth).to(tl.int64)
+        here = (ok & (owners > 1))[None, :] & (nth < owners[None, :])
+        acc, row_max, row_sum = fold_states(
+            acc, row_max, row_sum, partials.partial_out, partials.partial_lse, at, here, dims, VALUE_DIM, MAX_AND_SUM
+        )
+    return acc, row_max, row_sum

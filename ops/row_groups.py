@@ -1,0 +1,78 @@
+"""Row groups: which stored row of a segment each sequence reads, arranged so that kernels read a row once for many.
+
+`rows[b]` is the row that sequence b reads. A *row group* is up to `group_size` sequences that read one row. Groups are
+numbered by row, and slot `s` of group `g` is place `g * group_size + s`: with sequences in that order, the groups are a
+segment whose rows all serve `group_size` sequences, except that some places are empty. How many groups there are is
+known on the device alone, and how many there can be, `most_groups`, from shapes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tatten.ops.sizes import ceil_div
+
+
+def group_size(batch: int, kv_batch: int, queries: int) -> int:
+    """Return how many sequences a row group has at most: as many as fill a kernel's block of packed queries.
+
+    Larger blocks would be empty for most rows, and smaller ones would read a row more often.
+
+    Args:
+        batch: the number of sequences.
+        kv_batch: the number of stored rows.
+        queries: of a sequence that read one kv head: query heads of it, times q_length.
+    """
+    average = ceil_div(batch, kv_batch) * queries
+    block = 16 if average <= 16 else 32 if average <= 32 else 64 if average <= 64 else 128
+    return max(1, block // queries)
+
+
+def most_groups(batch: int, kv_batch: int, size: int) -> int:
+    """Return how many row groups there can be: each is full, or the last one of its row."""
+    return min(batch, kv_batch + batch // size)
+
+
+def row_groups_reference(rows: Tensor, kv_batch: int, size: int) -> Tensor:
+    """Compute `tatten::row_groups` in plain PyTorch, without a host sync.
+
+    Args:
+        rows: integers `[B]`. Those outside `[0, kv_batch)` are clamped.
+        kv_batch: the number of stored rows.
+        size: the largest number of sequences in a group.
+
+    Returns:
+        int32 `[4, B + 1]`:
+        - `[0, :B]` the stored row of each group, `[0, B]` how many groups there are;
+        - `[1]` the position in `[2]` where each group begins, and B from the last group on;
+        - `[2, :B]` the sequences, sorted by row;
+        - `[3, :B]` the place of each sequence.
+        All other entries are 0.
+    """
+    batch = rows.shape[0]
+    rows = rows.to(torch.int64).clamp(0, kv_batch - 1)
+    each = torch.arange(batch, device=rows.device)
+    order = torch.argsort(rows, stable=True)
+    counts = rows.new_zeros(kv_batch).index_add(0, rows, torch.ones_like(rows))
+    groups = (counts + size - 1) // size
+    position = torch.empty_like(order).index_copy(0, order, each)
+    rank = position - (counts.cumsum(0) - counts)[rows]
+    group = (groups.cumsum(0) - groups)[rows] + rank // size
+    # The first sequence of each group writes its entries; the others write to a column that is cut off.
+    leads = torch.where(rank % size == 0, group, batch + 1)
+    found = rows.new_zeros(4, batch + 2)
+    found[1] = batch
+    found[0, batch] = groups.sum()
+    found[0].index_copy_(0, leads, rows)
+    found[1].index_copy_(0, leads, position)
+    found[2, :batch], found[3, :batch] = order, group * size + rank % size
+    return found[:, : batch + 1].to(torch.int32)
+
+
+def rows_of(row_groups: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return the row of `key` that each sequence of `query` reads, int64 `[B]`, from its row groups."""
+    batch, q_heads, q_len, _ = query.shape
+    size = group_size(batch, key.shape[0], q_heads // key.shape[1] * q_len)
+    places = row_groups[3, :-1].to(torch.int64)
+    return row_groups[0].index_select(0, places // size).to(torch.int64)
