@@ -65,7 +65,7 @@ TREES: dict[str, tuple[tuple[tuple[int, int], ...], str]] = {
     "36": (((1, 36), (B, 8)), "shared"),
     "three levels": (((1, 17), (2, 6), (B, 5)), "bool"),
     "groups": (((2, 9), (B, 4)), "2-D"),
-    "less than a token for each rank": (((1, 1), (B, 1)), "bool"),
+    "a prefix of one rank": (((1, 1), (B, 3)), "bool"),
 }
 
 
