@@ -102,7 +102,7 @@ class SharedPrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, on this rank of a mesh: each prefix once, and the used part of a parent's suffix."""
+        """Bytes of keys and values on this rank: each prefix once, and of a parent's suffix what is in use."""
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
