@@ -1,7 +1,7 @@
 """Samples of one prompt whose keys and values are sharded over ranks, and stored once: the tokens of one process.
 
     torchrun --nproc-per-node 2 examples/sharded_samples.py
-    torchrun --nproc-per-node 2 examples/sharded_samples.py --device cuda --dtype bfloat16 --prompt-len 65536 --n 64
+    torchrun --nproc-per-node 2 examples/sharded_samples.py --device cuda --dtype bfloat16 --prompt-len 65536 --samples 64
     python examples/sharded_samples.py
 
 Each rank stores every n-th token of the prompt and of each sample. The states of the ranks are merged once a layer, and
@@ -54,21 +54,21 @@ def build(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def sample(model: LlamaForCausalLM, prompt: Tensor, cache: SharedPrefixCache, args: argparse.Namespace) -> Tensor:
-    """Draw `args.n` samples with the same seed on all ranks, then go on greedily from some of them."""
+    """Draw `args.samples` samples with the same seed on all ranks, then go on greedily from some of them."""
     # On an accelerator `generate` compiles the step if the cache has a fixed size.
     options = {} if args.device == "cpu" else {"compile_config": CompileConfig(backend="tatten")}
     model(prompt[:, :-1], past_key_values=cache)
-    fork = cache.fork(args.n, capacity=2 * args.new_tokens)
+    fork = cache.fork(args.samples, capacity=2 * args.new_tokens)
     torch.manual_seed(1)
     drawn = model.generate(
         prompt,
         past_key_values=fork,
         do_sample=True,
-        num_return_sequences=args.n,
+        num_return_sequences=args.samples,
         max_new_tokens=args.new_tokens,
         **options,
     )
-    best = drawn[:, prompt.shape[1] :].sum(1).topk(args.n // 3).indices  # any score will do here
+    best = drawn[:, prompt.shape[1] :].sum(1).topk(args.samples // 3).indices  # any score will do here
     return model.generate(
         drawn[best],
         past_key_values=fork.select(best),
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--prompt-len", type=int, default=2001)
-    parser.add_argument("--n", type=int, default=12, help="samples, of which a third goes on")
+    parser.add_argument("--samples", type=int, default=12, help="of which a third goes on")
     parser.add_argument("--new-tokens", type=int, default=8)
     args = parser.parse_args()
     args.dtype = getattr(torch, args.dtype)
