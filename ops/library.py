@@ -183,7 +183,7 @@ def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 def _block_mask(attn_mask: Tensor, kv_batch: int | None = None, rows: Tensor | None = None) -> Tensor:
     """Find the `data` of a `BlockMask`: on a CPU in plain PyTorch, which Inductor fuses; on CUDA by one opaque op."""
-    if rows is not None and kv_batch is not None and attn_mask.dim() == 4 and attn_mask.shape[0] == rows.shape[0]:
+    if rows is not None and kv_batch is not None and attn_mask.dim() == 4 and 1 != attn_mask.shape[0] == rows.shape[0]:
         attn_mask = mask_of_rows(attn_mask, kv_batch, rows)
     if attn_mask.device.type == "cpu":
         return key_spans(attn_mask, kv_batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,16 +24,27 @@ class Masks:
 
     def __init__(self) -> None:
         self._made: dict[object, Node] = {}
-        self._cast: dict[tuple[object, torch.dtype], tuple[Node, Node]] = {}
         self._columns: dict[tuple[Node, str], list[Node]] = {}
-        self._block_masks: dict[tuple[object, ...], tuple[Node, Node]] = {}
-        self._rows: dict[tuple[object, ...], tuple[Node, Node]] = {}
+        self._unwritten: dict[object, tuple[Node, Node]] = {}
 
     def once(self, key: object, make: Callable[[], Node]) -> Node:
         """The node made for `key`; made now if there is none yet."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+    def once_unless_written(
+        self, key: object, call: SdpaCall, read: Iterable[object], make: Callable[[], Node]
+    ) -> Node:
+        """The node made for `key`, inserted before the call; made anew if any of `read` was written since."""
+        node, unwritten = self._unwritten.get(key, (None, None))
+        tensors = [tensor for tensor in map(tensor_of, read) if tensor is not None]
+        if node is None or unwritten is None or written_between(tensors, unwritten, call.node) is not None:
+            with call.node.graph.inserting_before(call.node):
+                node = make()
+        # The call itself is about to be replaced, and what takes its place writes nothing.
+        self._unwritten[key] = node, call.node.prev
+        return node
 
     def cast(self, call: SdpaCall) -> SdpaCall:
         """The call with its mask cast as autocast, where it is on, casts SDPA's arguments."""
@@ -43,13 +54,13 @@ class Masks:
         dtype = autocast_dtype(call.node, mask.device.type)
         if dtype is None or dtype == mask.dtype:
             return call
-        key = same_view(call.attn_mask), dtype
-        cast, unwritten = self._cast.get(key, (None, None))
-        if cast is None or unwritten is None or written_between([mask], unwritten, call.node) is not None:
-            with call.node.graph.inserting_before(call.node):
-                cast = call.node.graph.call_method("to", (call.attn_mask, dtype))
+
+        def insert() -> Node:
+            cast = call.node.graph.call_method("to", (call.attn_mask, dtype))
             cast.meta.update(stack_trace=call.node.meta.get("stack_trace"), example_value=mask.to(dtype))
-        self._cast[key] = cast, call.node.prev
+            return cast
+
+        cast = self.once_unless_written((same_view(call.attn_mask), dtype), call, (call.attn_mask,), insert)
         return dataclasses.replace(call, attn_mask=cast)
 
     def columns(self, call: SdpaCall, segments: Sequence[Stored]) -> list[Node | None]:
@@ -70,14 +81,10 @@ class Masks:
         """The stored row of a segment that each sequence reads; None if each row is read by neighbours, as many."""
         if segment.rows is None:
             return None
-        key = segment.rows.key, str(segment.size(BATCH))
-        rows, unwritten = self._rows.get(key, (None, None))
-        read = [tensor for tensor in map(tensor_of, segment.rows.read) if tensor is not None]
-        if rows is None or unwritten is None or written_between(read, unwritten, call.node) is not None:
-            with call.node.graph.inserting_before(call.node):
-                rows = segment.rows.insert(call.node.graph, _size(segment, BATCH))
-        self._rows[key] = rows, call.node.prev
-        return rows
+        chosen, key = segment.rows, (segment.rows.key, str(segment.size(BATCH)))
+        return self.once_unless_written(
+            key, call, chosen.read, lambda: chosen.insert(call.node.graph, _size(segment, BATCH))
+        )
 
     def row_groups(self, call: SdpaCall, segment: Stored, rows: Node | None) -> Node | None:
         """The groups of sequences that read one row of a segment, given the row of each: once for all layers."""
@@ -87,13 +94,12 @@ class Masks:
         queries = constant(query.shape[1] // segment.size(HEADS) * query.shape[2])
 
         def insert() -> Node:
-            with call.node.graph.inserting_before(call.node):
-                args = rows, _size(segment, BATCH), queries
-                groups = call.node.graph.call_function(torch.ops.tatten.row_groups.default, args)
+            args = rows, _size(segment, BATCH), queries
+            groups = call.node.graph.call_function(torch.ops.tatten.row_groups.default, args)
             groups.meta["stack_trace"] = call.node.meta.get("stack_trace")
             return groups
 
-        return self.once((rows, str(stored), queries), insert)
+        return self.once_unless_written((rows, str(stored), queries), call, (rows,), insert)
 
     def block_mask(
         self, call: SdpaCall, columns: Node | None, segment: Stored | None = None, rows: Node | None = None
@@ -109,16 +115,15 @@ class Masks:
             return None
         one_to_one = segment is None or (rows is None and known_equal(segment.size(BATCH), query.shape[0]))
         made_for = columns, "" if segment is None or one_to_one else str(segment.size(BATCH)), rows
-        found, unwritten = self._block_masks.get(made_for, (None, None))
-        if found is None or unwritten is None or written_between([mask], unwritten, call.node) is not None:
-            with call.node.graph.inserting_before(call.node):
-                kv_batch = () if segment is None or one_to_one else (_size(segment, BATCH),)
-                args = (columns, *kv_batch, *(() if rows is None else (rows,)))
-                found = call.node.graph.call_function(torch.ops.tatten.block_mask.default, args)
+
+        def insert() -> Node:
+            kv_batch = () if segment is None or one_to_one else (_size(segment, BATCH),)
+            args = (columns, *kv_batch, *(() if rows is None else (rows,)))
+            found = call.node.graph.call_function(torch.ops.tatten.block_mask.default, args)
             found.meta["stack_trace"] = call.node.meta.get("stack_trace")
-        # The call itself is about to be replaced, and what takes its place writes nothing.
-        self._block_masks[made_for] = found, call.node.prev
-        return found
+            return found
+
+        return self.once_unless_written(made_for, call, (call.attn_mask, rows), insert)
 
 
 def same_view(node: Node) -> object:

@@ -147,7 +147,7 @@ def plan_segment(
     mask = plan_mask(query, key, attn_mask, kv_lens, block_mask, window, has_row_groups)
     has_block_list, groups = mask.has_block_list, mask.groups
     if has_row_groups and groups > 1:
-        groups = most_kv_rows
+        groups = max(2, most_kv_rows)  # 1 would be one list for all rows
     copies = any(x is not None and not x.is_contiguous() for x in (block_mask, row_groups))
     follows = follows and mask.find_blocks is None and not copies
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))

@@ -133,6 +133,7 @@ CASES = [
     ),
     Ragged(((6, 70, "random"), (6, 70, "each its own")), mask="sequences"),
     Ragged(((6, 130, "random"),), mask="additive"),
+    *(Ragged(((3, 70, "all one"), (1, 5, None)), batch=1, mask=mask) for mask in ("one", "additive", "stored")),
 ]
 
 
@@ -155,8 +156,9 @@ def test_aligned_rows_give_what_blocks_give(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mask", ["one", "stored", "sequences", "holes", "additive"])
-def test_a_block_mask_found_before(mask: str, device: str) -> None:
-    given = Ragged(((3, 140, "random"), (6, 5, None)), mask=mask).inputs(device)
+@pytest.mark.parametrize("batch", [6, 1])
+def test_a_block_mask_found_before(batch: int, mask: str, device: str) -> None:
+    given = Ragged(((3, 140, "random"), (batch, 5, None)), batch=batch, mask=mask).inputs(device)
     found = [
         tatten.block_mask(m, kv_batch=k.shape[0], rows=rows)
         for m, k, rows in zip(given["attn_masks"], given["keys"], given["rows"], strict=True)
@@ -181,6 +183,7 @@ def test_a_block_mask_found_before(mask: str, device: str) -> None:
             Ragged(((5, 40, "random"), (2, 20, "random"), (6, 5, None)), head_dim=16, value_dim=24, mask="sequences"),
             Ragged(((3, 0, "random"), (4, 9, None)), head_dim=16, batch=4),
             Ragged(((3, 70, "each its own"),), head_dim=16, batch=1),
+            Ragged(((3, 70, "all one"),), head_dim=16, batch=1, mask="stored"),
         ],
     ),
     ids=str,

@@ -354,21 +354,23 @@ def test_an_index_that_is_written_between_keys_and_values() -> None:
     copies_are_read(fn, *inputs(), ROWS.int(), reason="written_between")
 
 
-def test_an_index_that_is_written_between_layers() -> None:
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("form", ["indexed", "index_select"])
+def test_an_index_that_is_written_between_layers(form: str, masked: bool) -> None:
     """Each layer reads the rows that the index held then."""
 
-    def fn(q, pk, pv, sk, sv, i):
+    def fn(q, pk, pv, sk, sv, i, mask):
         for _ in range(3):
-            k, v = (torch.cat([p[i], s], 2) for p, s in ((pk, sk), (pv, sv)))
-            q = sdpa(q, k, v, enable_gqa=True)
+            k, v = (torch.cat([BY_INDEX[form](p, i), s], 2) for p, s in ((pk, sk), (pv, sv)))
+            q = sdpa(q, k, v, attn_mask=mask, enable_gqa=True)
             i.copy_((i + 1) % R)
         return q
 
-    args = inputs()
-    gm = capture(fn, *args, ROWS.clone())
+    args, mask = inputs(), torch.rand(B, 1, 1, P + S) > 0.3 if masked else None
+    gm = capture(fn, *args, ROWS.clone(), mask)
     assert all(not x.note for x in rewrite(gm).findings)
     assert len(gm.graph.find_nodes(op="call_function", target=GROUPS)) == 3
-    torch.testing.assert_close(compiled(fn, *args, ROWS.clone()), fn(*args, ROWS.clone()))
+    torch.testing.assert_close(compiled(fn, *args, ROWS.clone(), mask), fn(*args, ROWS.clone(), mask))
 
 
 PLAIN_COPIES = {  # Not a selection of rows that can be read where they are.
