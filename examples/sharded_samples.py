@@ -1,7 +1,7 @@
 """Samples of one prompt whose keys and values are sharded over ranks, and stored once: the tokens of one process.
 
     torchrun --nproc-per-node 2 examples/sharded_samples.py
-    torchrun --nproc-per-node 2 examples/sharded_samples.py --device cuda --dtype bfloat16 --prompt-len 65536 --samples 64
+    torchrun --nproc-per-node 2 examples/sharded_samples.py --device cuda --dtype bfloat16 --prompt-len 65536
     python examples/sharded_samples.py
 
 Each rank stores every n-th token of the prompt and of each sample. The states of the ranks are merged once a layer, and

@@ -96,5 +96,5 @@ def test_tree_decode_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sharded_samples() -> None:
     example = EXAMPLES / "sharded_samples.py"
-    out = run_torchrun(2, str(example), *["--prompt-len", "65", "--n", "6", "--new-tokens", "3"])
+    out = run_torchrun(2, str(example), *["--prompt-len", "65", "--samples", "6", "--new-tokens", "3"])
     assert "tokens: identical on all ranks and in one process" in out
