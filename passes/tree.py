@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from tatten.ops.distributed.collectives import group_size_and_rank
 from tatten.ops.distributed.tree_merge import fastest
-from tatten.ops.layout import LENGTH
+from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.states import accumulator_dtype
 from tatten.passes.bifurcated import BifurcatedMatch
 from tatten.passes.calls import op_name
@@ -182,7 +182,8 @@ class SegmentedCall(MergedCall):
     def _own(self, stored: Stored) -> Stored:
         """Insert this rank's part of a segment."""
         local = dataclasses.replace(stored, base=to_local(stored.base)).as_attention_takes_it()
-        return Stored(stripe(local, LENGTH, *self._divided(stored)), path=stored.path)
+        base = stripe(local, LENGTH, *self._divided(stored))
+        return dataclasses.replace(stored, base=base, dims=(BATCH, HEADS, LENGTH, HEAD_DIM), overlaid=False)
 
     def _own_columns(self, call: SdpaCall, columns: Node | None, stored: Stored, masks: Masks) -> Node | None:
         """Insert the columns of the mask for this rank's part of a segment; layers that share a mask share them."""

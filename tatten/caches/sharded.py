@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from tatten.caches.sharded_layer import Interleaved, ShardedLayer
-from tatten.caches.shared_prefix import check_positive
+from tatten.caches.arguments import check_positive
+from tatten.caches.sharded_layer import Interleaved, ShardedLayer, placements
 from tatten.dtensor_sdpa import enable_dtensor_sdpa
 
 
@@ -261,20 +261,3 @@ class ShardedKVCache:
             raise ValueError(
                 f"`prompt_mask` must be on {self.length.device}, the device of the mesh, got {prompt_mask.device}"
             )
-
-
-def placements(mesh: DeviceMesh, sequence: str | Sequence[str], heads: str | None) -> list[Placement]:
-    """The placements of keys and values on each dim of `mesh`."""
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"`mesh` must be a DeviceMesh, got {type(mesh).__name__}")
-    names = mesh.mesh_dim_names
-    if names is None:
-        raise ValueError("`mesh` must have named dims, got none: use init_device_mesh(..., mesh_dim_names=...)")
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"`mesh` must contain this rank, got {mesh}")
-    shared = [sequence] if isinstance(sequence, str) else list(sequence)
-    if not shared or shared != [name for name in names if name in shared]:
-        raise ValueError(f"`sequence` must name dims of the mesh, {names}, in their order, got {sequence!r}")
-    if heads is not None and (heads not in names or heads in shared):
-        raise ValueError(f"`heads` must name a dim of the mesh, {names}, other than {shared}, got {heads!r}")
-    return [Shard(2) if name in shared else Shard(1) if name == heads else Replicate() for name in names]

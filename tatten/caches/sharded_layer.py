@@ -122,12 +122,7 @@ class ShardedLayer:
         self._check_fit(key, value)
         q_len = key.shape[2]
         self.check_room(q_len)
-        ranks, rank = self.layout.ranks, self.layout.rank
-        # This rank's share of the new tokens. Shapes are the same on all ranks, so some have one token too many at the
-        # end (not `real`): these write back what their slot holds.
-        tokens = (rank - self.length) % ranks + ranks * torch.arange(math.ceil(q_len / ranks), device=key.device)
-        slots, real = (self.length + tokens) // ranks, tokens < q_len
-        slots, tokens = torch.where(real, slots, slots % self.slots), tokens.clamp(max=q_len - 1)
+        tokens, slots, real = own_slots(self.layout, 0, self.length, q_len, self.slots)
         storage = self._storage(key, value)
         for held, new in zip(storage, (key, value), strict=True):
             written = torch.where(real[:, None], new.index_select(2, tokens), held.index_select(2, slots))
@@ -180,9 +175,7 @@ class ShardedLayer:
         mark_static(self.keys, self.values)
 
     def _check_fit(self, key: Tensor, value: Tensor) -> None:
-        for name, tensor in (("key", key), ("value", value)):
-            if isinstance(tensor, DTensor):
-                raise TypeError(f"`{name}` must be a plain tensor with this rank's heads, got a DTensor")
+        check_plain(key, value)
         if key.dim() != 4 or not key.shape[2]:
             raise ValueError(f"`key` must be [batch, kv_heads, q_len, head_dim], got shape {tuple(key.shape)}")
         if value.dim() != 4 or value.shape[:3] != key.shape[:3]:
@@ -202,3 +195,46 @@ class ShardedLayer:
             want = (*held.shape[:2], tensor.shape[2], held.shape[3])
             if tensor.shape != want:
                 raise ValueError(f"`{name}` must have shape {want} to join the cache, got {tuple(tensor.shape)}")
+
+
+def own_slots(layout: Interleaved, first: int, length: Tensor, q_len: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where this rank's share of `q_len` new tokens goes.
+
+    Args:
+        first: position of the first token that all ranks together hold in these slots.
+        length: number of tokens that they hold.
+        slots: number of slots of each rank.
+
+    Returns:
+        Which of the new tokens this rank stores, the slot of each, and whether it is real. Shapes are the same on all
+        ranks, so some have one token too many at the end: these have to write back what their slot holds.
+    """
+    ranks = layout.ranks
+    start = (layout.rank - first) % ranks  # the token in this rank's first slot
+    tokens = (start - length) % ranks + ranks * torch.arange(math.ceil(q_len / ranks), device=length.device)
+    found, real = (length + tokens - start) // ranks, tokens < q_len
+    return tokens.clamp(max=q_len - 1), torch.where(real, found, found % slots), real
+
+
+def check_plain(key: Tensor, value: Tensor) -> None:
+    """Raise TypeError for a DTensor."""
+    for name, tensor in (("key", key), ("value", value)):
+        if isinstance(tensor, DTensor):
+            raise TypeError(f"`{name}` must be a plain tensor with this rank's heads, got a DTensor")
+
+
+def placements(mesh: DeviceMesh, sequence: str | Sequence[str], heads: str | None) -> list[Placement]:
+    """The placements of keys and values on each dim of `mesh`."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"`mesh` must be a DeviceMesh, got {type(mesh).__name__}")
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError("`mesh` must have named dims, got none: use init_device_mesh(..., mesh_dim_names=...)")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"`mesh` must contain this rank, got {mesh}")
+    shared = [sequence] if isinstance(sequence, str) else list(sequence)
+    if not shared or shared != [name for name in names if name in shared]:
+        raise ValueError(f"`sequence` must name dims of the mesh, {names}, in their order, got {sequence!r}")
+    if heads is not None and (heads not in names or heads in shared):
+        raise ValueError(f"`heads` must name a dim of the mesh, {names}, other than {shared}, got {heads!r}")
+    return [Shard(2) if name in shared else Shard(1) if name == heads else Replicate() for name in names]

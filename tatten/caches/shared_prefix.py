@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tatten.caches.shared_prefix_layer import SharedPrefixLayer, expand_to_batch, prefix_rows, select_rows
+from tatten.caches.arguments import check_positive
+from tatten.caches.prompts import Prompts
+from tatten.caches.refill import refill
+from tatten.caches.selection import Selection, expand_to_batch
+from tatten.caches.shared_prefix_layer import SharedPrefixLayer, is_recorded
+from tatten.caches.shared_prefix_layers import inherit, select_layers, select_layers_, used_slots
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from tatten.caches.agreement import Agreement
+    from tatten.caches.sharded_layer import Interleaved
 
 
 class SharedPrefixCache:
@@ -23,8 +35,14 @@ class SharedPrefixCache:
         num_layers: layers of the model.
         prompt_mask: bool `[G, P]`, True for real tokens and False for padding, on either side; None for no padding.
             P is the length of the prompts. The prefill may leave out their last tokens.
+        prompt_lens: int32 or int64 `[G]`, for prompts of unequal length, instead of a mask: the number of tokens of
+            each prompt that take part. Positions go on from there. All tokens before the first fork are the prompts'.
+        mesh: a mesh with named dims, on the device of keys and values, that contains this rank; None for one device.
+            Prefix and suffixes are then sharded over the sequence: of the n ranks that share one, rank `p % n` stores
+            position p. Every rank has to be given the same, which is checked for prompts, forks and selections.
+        sequence, heads: names of dims of the mesh, as for `tatten.ShardedKVCache`.
         device: the device of `mask` and `positions` for the prefill; later it is that of the keys. Default: the device
-            of `prompt_mask`, or torch's default.
+            of `prompt_mask` or `prompt_lens`, or torch's default.
 
     Raises:
         ValueError, TypeError: an argument is not as above.
@@ -43,15 +61,29 @@ class SharedPrefixCache:
         3
     """
 
-    def __init__(self, num_layers: int, prompt_mask: Tensor | None = None, device: torch.device | str | None = None):
+    def __init__(
+        self,
+        num_layers: int,
+        prompt_mask: Tensor | None = None,
+        device: torch.device | str | None = None,
+        *,
+        prompt_lens: Tensor | None = None,
+        mesh: DeviceMesh | None = None,
+        sequence: str | Sequence[str] = "kv",
+        heads: str | None = None,
+    ):
         check_positive("num_layers", num_layers)
-        if prompt_mask is not None and prompt_mask.dtype != torch.bool:
-            raise TypeError(f"`prompt_mask` must be bool, got {prompt_mask.dtype}")
-        if prompt_mask is not None and prompt_mask.dim() != 2:
-            raise ValueError(f"`prompt_mask` must be [prompts, length], got shape {tuple(prompt_mask.shape)}")
+        self.prompts = Prompts(prompt_mask, prompt_lens)
+        self.device = self.prompts.device if device is None else device
+        self.layout: Interleaved | None = None
+        self.agreement: Agreement | None = None
         self.layers = [SharedPrefixLayer() for _ in range(num_layers)]
-        self.prompt_mask = prompt_mask
-        self.device = prompt_mask.device if device is None and prompt_mask is not None else device
+        if mesh is not None:
+            from tatten.caches.sharded_prefix import sharded_prefix_layers  # imports DTensor, which takes seconds
+
+            self.layout, self.agreement, layers = sharded_prefix_layers(num_layers, mesh, sequence, heads, self.prompts)
+            self.layers = [*layers]
+            self.device = torch.device(mesh.device_type)
 
     @property
     def batch_size(self) -> int:
@@ -64,8 +96,13 @@ class SharedPrefixCache:
         return self.layers[0].capacity
 
     @property
+    def length(self) -> int:
+        """Number of tokens of each sequence, read on the host. Raises ValueError in the middle of a step."""
+        return used_slots(self.layers, "length") + self.layers[0].prefix_length if self.batch_size else 0
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of keys and values in all layers: each prefix once, and of a parent's suffix only the part in use."""
+        """Bytes of keys and values on this rank: each prefix once, and of a parent's suffix what is in use."""
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,11 +113,12 @@ class SharedPrefixCache:
             key, value: `[batch, kv_heads, q_len, head_dim]`; head_dim may differ between them.
 
         Returns:
-            `(keys, values)`, `[batch, kv_heads, total, head_dim]` with `total` as in `mask`.
+            `(keys, values)`, `[batch, kv_heads, total, head_dim]` with `total` as in `mask`. Over a mesh they are
+            DTensors that are sharded over the sequence, but for the very first tokens, which are returned as given.
 
         Raises:
             IndexError: there is no such layer.
-            ValueError, TypeError: the tensors do not fit each other, the cache, its capacity or `prompt_mask`. Nothing
+            ValueError, TypeError: the tensors do not fit each other, the cache, its capacity or the prompts. Nothing
                 has been written.
         """
         if not 0 <= layer < len(self.layers):
@@ -89,7 +127,7 @@ class SharedPrefixCache:
             self._check_prompt(self.layers[layer], key)
         return self.layers[layer].append(key, value)
 
-    def fork(self, n: int, capacity: int) -> SharedPrefixCache:
+    def fork(self, n: int, capacity: int, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
         """Make a cache with `n` children of each sequence: child i of sequence j is sequence `j * n + i`.
 
         Copies nothing: all tokens so far become the shared prefix. Reads the number of used slots on the host.
@@ -97,35 +135,83 @@ class SharedPrefixCache:
         Args:
             n: children of each sequence.
             capacity: number of tokens that each child can add.
+            into: a fork of the same shapes that is no longer needed. The prefix is copied into its memory and it is
+                returned as the new fork: graphs that were captured over it stay valid. Whatever else reads that memory
+                is overwritten, too: the cache that `into` was forked from, and other forks of it.
 
         Raises:
-            ValueError, TypeError: `n` or `capacity` is not an int of at least 1, or the call comes before the prefill
-                or in the middle of a step.
+            ValueError, TypeError: `n` or `capacity` is not an int of at least 1, the call comes before the prefill or
+                in the middle of a step, or `into` does not fit. Nothing has been written.
         """
+        used = used_slots(self.layers, "fork")
+        if self.agreement is not None:
+            self.agreement.check_fork(n, capacity, self.batch_size, used)
         check_positive("n", n)
         check_positive("capacity", capacity)
-        used = self._used()
-        return self._of([layer.fork(n, capacity, used) for layer in self.layers], self.prompt_mask)
+        if into is not None and not isinstance(into, SharedPrefixCache):
+            raise TypeError(f"`into` must be a SharedPrefixCache, got {type(into).__name__}")
+        if into is not None and into._mesh != self._mesh:
+            raise ValueError(f"`into` must be sharded as {self._mesh}, got {into._mesh}")
+        inherited = inherit(self.layers, n, capacity, used)
+        if into is None:
+            layers = [layer.fork(what) for layer, what in zip(self.layers, inherited, strict=True)]
+            into = self._of(layers, self.prompts.map(torch.clone))
+        else:
+            refill(into.layers, into.prompts, inherited, self.prompts)
+        for layer in self.layers:
+            layer.frozen = max(layer.frozen, used)
+        return into
 
     def select(self, indices: Sequence[int] | Tensor) -> SharedPrefixCache:
         """Make a cache of the sequences `indices`, in that order; one may occur several times.
 
-        Copies the suffixes. A prefix is shared with this cache if the new batch needs consecutive rows of it, and
-        copied otherwise.
+        Copies the suffixes and never a prefix: each sequence remembers the row of it that it reads. Sequences that
+        finished can be dropped as soon as few enough are left for the next smaller batch of, say, 128, 96 and 64:
+
+            cache = cache.select(finished.argsort(stable=True)[:96])  # bool [batch]; one graph for each batch size
 
         Args:
-            indices: ints, or an integer tensor with one dimension, which is read on the host.
+            indices: ints, or an integer tensor with one dimension. A tensor on an accelerator is never read on the
+                host, and not checked. Where the host knows the indices, and rows of a prefix are read by equally many
+                consecutive sequences, the new cache keeps those rows alone, as a view.
 
         Raises:
             IndexError: there is no such sequence.
-            ValueError: `indices` is empty.
+            ValueError: `indices` is empty or has another number of dimensions.
             TypeError: `indices` holds something other than integers.
         """
-        rows = sequence_indices(indices, self.batch_size)
-        prompt_mask = self.prompt_mask
-        if prompt_mask is not None:
-            prompt_mask = select_rows(prompt_mask, prefix_rows(rows, self.batch_size // prompt_mask.shape[0]))
-        return self._of([layer.select(rows) for layer in self.layers], prompt_mask)
+        selection = self._selection(indices)
+        layers, root = select_layers(self.layers, selection)
+        return self._of(layers, self._selected_prompts(selection, root))
+
+    def select_(self, indices: Sequence[int] | Tensor) -> None:
+        """Select in place, as beam search does at each step. Memory stays where it is while the batch does.
+
+        Raises the errors of `select`.
+        """
+        selection = self._selection(indices)
+        self.prompts = self._selected_prompts(selection, select_layers_(self.layers, selection))
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last `tokens` tokens of each sequence, in place, such as drafts that were not accepted.
+
+        Raises:
+            ValueError: `tokens` is negative, or there are not as many since the fork of this cache and, as these stay,
+                since the last one from it. Not checked while a graph is captured.
+            TypeError: `tokens` is not an int.
+        """
+        if tokens == 0:  # at each step of some loops, which should not wait
+            return
+        check_positive("tokens", tokens)
+        last = self.layers[-1]
+        if not (last.forked and is_recorded(last.length)):
+            used = used_slots(self.layers, "crop") if last.forked else last.prefix_length
+            if tokens > used - last.frozen:
+                raise ValueError(
+                    f"`tokens` must be at most {used - last.frozen}, as many as came since the last fork, got {tokens}"
+                )
+        for layer in self.layers:
+            layer.crop(tokens)
 
     def mask(self, q_len: int = 1) -> Tensor:
         """Bool mask of the current step, True where a query attends to a key. Call it before the last layer's update.
@@ -139,11 +225,14 @@ class SharedPrefixCache:
             TypeError: `q_len` is not an int.
         """
         tokens, total = self._step(q_len)
-        visible = (torch.arange(total, device=tokens.device) <= tokens[:, None])[None, None]
-        if self.prompt_mask is None:
-            return visible
-        real = F.pad(self.prompt_mask, (0, total - self.prompt_mask.shape[1]), value=True)
-        return visible & expand_to_batch(real, self.batch_size or real.shape[0])[:, None, None]
+        places, real = torch.arange(total, device=tokens.device), self._real(total)
+        layout = self.layout if self.layers[-1].segments else None  # the first tokens attend as on one device
+        if layout is not None:
+            places, real = places[layout.own], None if real is None else real[:, layout.own]
+        visible = (places <= tokens[:, None])[None, None]
+        if real is not None:
+            visible = visible & self._of_each_sequence(real)[:, None, None]
+        return visible if layout is None else layout.mask(visible)
 
     def positions(self, q_len: int = 1) -> Tensor:
         """Position ids of the step's tokens, int64 `[1 or batch, q_len]`, not counting padding.
@@ -151,11 +240,25 @@ class SharedPrefixCache:
         Raises the errors of `mask`.
         """
         tokens, total = self._step(q_len)
-        if self.prompt_mask is None:
+        if (real := self._real(total)) is None:
             return tokens[None]
-        real = F.pad(self.prompt_mask, (0, total - self.prompt_mask.shape[1]), value=True)
-        positions = (real.cumsum(1) - 1).clamp(min=0).index_select(1, tokens)
-        return expand_to_batch(positions, self.batch_size or real.shape[0])
+        return self._of_each_sequence((real.cumsum(1) - 1).clamp(min=0).index_select(1, tokens))
+
+    @property
+    def _mesh(self) -> object:
+        return None if self.layout is None else (self.layout.mesh, self.layout.placements)
+
+    def _selection(self, indices: Sequence[int] | Tensor) -> Selection:
+        """Check indices, on a mesh also against those of other ranks."""
+        try:
+            selection = Selection(indices, self.batch_size)
+        except (ValueError, TypeError, IndexError):
+            if self.agreement is not None:
+                self.agreement.check_selection(None, self.batch_size)
+            raise
+        if self.agreement is not None:
+            self.agreement.check_selection(selection, self.batch_size)
+        return selection
 
     def _step(self, q_len: int) -> tuple[Tensor, int]:
         """Indices of the step's tokens, `[q_len]`, and `total`.
@@ -172,63 +275,26 @@ class SharedPrefixCache:
         held = self.layers[0].tensors
         return torch.arange(prefix, prefix + q_len, device=held[0].device if held else self.device), prefix + q_len
 
-    def _used(self) -> int:
-        """Used slots of the suffixes, read with one synchronisation for all layers; 0 before a fork."""
-        empty = [index for index, layer in enumerate(self.layers) if not layer.segments]
-        if empty:
-            raise ValueError(f"`fork` needs a prefill of all {len(self.layers)} layers, got none in layers {empty}")
-        lengths = [layer.prefix_length for layer in self.layers]
-        if self.layers[0].forked:
-            device = self.layers[0].length.device
-            lengths = torch.stack([layer.length.to(device) for layer in self.layers]).tolist()
-        if len(set(lengths)) > 1:
-            raise ValueError(f"`fork` must come between steps, with as many tokens in each layer, got {lengths}")
-        return lengths[0] if self.layers[0].forked else 0
-
     def _check_prompt(self, layer: SharedPrefixLayer, key: Tensor) -> None:
-        """Check a prefill against the other layers and the mask."""
+        """Check a prefill against the other layers and what is known of the prompts."""
         if not layer.segments and self.batch_size not in (0, key.shape[0]):
             raise ValueError(f"`key` must have batch {self.batch_size}, as in layer 0, got {key.shape[0]}")
-        if self.prompt_mask is None:
-            return
-        prompts, prompt_length = self.prompt_mask.shape
-        if not layer.segments and prompts != key.shape[0]:
-            raise ValueError(f"`prompt_mask` must have batch {key.shape[0]}, as `key`, got {prompts}")
-        if self.prompt_mask.device != key.device:
-            raise ValueError(f"`prompt_mask` must be on {key.device}, as `key`, got {self.prompt_mask.device}")
-        start, end = layer.prefix_length, layer.prefix_length + key.shape[2]
-        if start < prompt_length < end:
-            raise ValueError(
-                f"`prompt_mask` must cover all or none of tokens {start} to {end - 1}, got {prompt_length}"
-            )
+        self.prompts.check(key, layer.prefix_length)
 
-    def _of(self, layers: list[SharedPrefixLayer], prompt_mask: Tensor | None) -> SharedPrefixCache:
-        cache = SharedPrefixCache(len(layers), prompt_mask, self.device)
-        cache.layers = layers
+    def _real(self, total: int) -> Tensor | None:
+        last = self.layers[-1]
+        return self.prompts.real(last.lengths[0] if last.forked else total, total)
+
+    def _of_each_sequence(self, of_prompts: Tensor) -> Tensor:
+        """`[batch, ...]` of what `[G, ...]` says of the prompts."""
+        rows = self.layers[0].rows[0] if self.layers[0].forked else None
+        return expand_to_batch(of_prompts, self.batch_size or of_prompts.shape[0], rows)
+
+    def _selected_prompts(self, selection: Selection, root: slice) -> Prompts:
+        """Prompts in the order of the root's rows: after a fork those that are kept, before it the chosen ones."""
+        return self.prompts.map((lambda prompts: prompts[root]) if self.layers[0].forked else selection.take)
+
+    def _of(self, layers: list[SharedPrefixLayer], prompts: Prompts) -> SharedPrefixCache:
+        cache = copy.copy(self)
+        cache.layers, cache.prompts = layers, prompts
         return cache
-
-
-def sequence_indices(indices: Sequence[int] | Tensor, batch: int) -> list[int]:
-    """Return `indices` as a list, checked against the number of sequences."""
-    if isinstance(indices, Tensor):
-        if indices.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-            raise TypeError(f"`indices` must be integers, got a tensor of {indices.dtype}")
-        if indices.dim() != 1:
-            raise ValueError(f"`indices` must have one dimension, got shape {tuple(indices.shape)}")
-        indices = indices.tolist()
-    for index in indices:
-        if not isinstance(index, int) or isinstance(index, bool):
-            raise TypeError(f"`indices` must be integers, got {index!r}")
-        if not 0 <= index < batch:
-            raise IndexError(f"`indices` must be 0 to {batch - 1}, as the cache holds {batch} sequences, got {index}")
-    if not indices:
-        raise ValueError("`indices` must name at least one sequence, got none")
-    return list(indices)
-
-
-def check_positive(name: str, value: int) -> None:
-    """Raise unless `value` is an int of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"`{name}` must be at least 1, got {value}")

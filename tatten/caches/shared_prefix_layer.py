@@ -1,30 +1,50 @@
 """One layer of a shared-prefix cache: segments that sequences share, and a suffix for each sequence.
 
-Attention gets a plain PyTorch expression, `cat([prefix expanded over the batch, ..., suffix])`. Eager PyTorch
-materializes it; `torch.compile(backend="tatten")` reads each prefix once instead.
+Attention gets a plain PyTorch expression, `cat([prefix expanded over the batch or indexed by rows, ..., suffix])`.
+Eager PyTorch materializes it; `torch.compile(backend="tatten")` reads each prefix once instead.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tatten.caches.selection import Selection, expand_to_batch
 from tatten.caches.static_address import mark_static
+
+Segment = tuple[Tensor, Tensor]
+Rows = tuple[Tensor | None, ...]
+Suffix = tuple[Tensor, Tensor, Tensor]  # keys, values, length
+Kept = list[tuple[slice, Tensor | None]]  # for each segment what `Selection.rows` says
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """What a fork takes over: segments with their lengths and rows, for a batch with as many slots each."""
+
+    segments: tuple[Segment, ...]
+    lengths: tuple[int, ...]
+    rows: Rows
+    batch: int
+    slots: int
 
 
 class SharedPrefixLayer:
     """Keys and values of one layer: read-only segments that sequences share, and a suffix for each sequence.
 
     Attributes:
-        segments: pairs `(key, value)`, root first, each `[B_i, kv_heads, len_i, head_dim]`. B_i divides the batch, and
-            entry j is shared by the sequences `j * batch / B_i ... (j + 1) * batch / B_i - 1`. Before the first fork
-            there is only the root, which grows.
+        segments: pairs `(key, value)`, root first, each `[B_i, kv_heads, len_i, head_dim]`. Before the first fork there
+            is only the root, which grows.
+        lengths: the number of tokens of each segment.
+        rows: for each segment int32 `[batch]`, the row of it that each sequence reads; or None for aligned blocks,
+            where row j is read by the sequences `j * batch / B_i ... (j + 1) * batch / B_i - 1`. The layers on one
+            device have the same tensors.
         forked: whether there is a suffix, which the following attributes describe.
-        keys, values: the suffix, `[batch, kv_heads, capacity, head_dim]`; unused slots are zero.
+        keys, values: the suffix, `[batch, kv_heads, capacity, head_dim]`; unused slots are finite.
         length: int64 tensor without dimensions, the number of used slots, on the device of `keys`.
+        frozen: number of slots that children read, so that they must not change.
     """
 
     keys: Tensor
@@ -32,14 +52,20 @@ class SharedPrefixLayer:
     length: Tensor
 
     def __init__(
-        self, segments: tuple[tuple[Tensor, Tensor], ...] = (), suffix: tuple[Tensor, Tensor, Tensor] | None = None
+        self,
+        segments: tuple[Segment, ...] = (),
+        lengths: tuple[int, ...] = (),
+        rows: Rows = (),
+        suffix: Suffix | None = None,
     ):
         self.segments = segments
+        self.lengths = lengths
+        self.rows = rows
         self.forked = suffix is not None
-        self._read_by_children = False
+        self.frozen = 0
         if suffix is not None:
             self.keys, self.values, self.length = suffix
-            mark_static(*self.tensors, self.length)
+            mark_static(*self.tensors, self.length, *(row for row in rows if row is not None))
 
     @property
     def batch_size(self) -> int:
@@ -49,9 +75,14 @@ class SharedPrefixLayer:
         return self.segments[0][0].shape[0] if self.segments else 0
 
     @property
+    def device(self) -> torch.device:
+        """The device of keys and values; there have to be some."""
+        return self.segments[0][0].device
+
+    @property
     def prefix_length(self) -> int:
         """Number of tokens in the segments."""
-        return sum(key.shape[2] for key, _ in self.segments)
+        return sum(self.lengths)
 
     @property
     def capacity(self) -> int:
@@ -78,25 +109,23 @@ class SharedPrefixLayer:
         if not self.forked:
             # The first pair is copied, too: it may be a view of something larger.
             past_key, past_value = self.segments[0] if self.segments else (key[:, :, :0], value[:, :, :0])
-            self.segments = ((torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)),)
+            new_key, new_value = self._own(key), self._own(value)
+            self.segments = ((torch.cat([past_key, new_key], dim=2), torch.cat([past_value, new_value], dim=2)),)
+            self.lengths, self.rows = (self.prefix_length + key.shape[2],), (None,)
             return self.segments[0]
 
-        batch, q_len = key.shape[0], key.shape[2]
-        self.check_room(q_len)
-        slots = self.length + torch.arange(q_len, device=key.device)
-        self.keys.index_copy_(2, slots, key)
-        self.values.index_copy_(2, slots, value)
-        self.length.add_(q_len)
-        prefix_keys = [expand_to_batch(segment_key, batch) for segment_key, _ in self.segments]
-        prefix_values = [expand_to_batch(segment_value, batch) for _, segment_value in self.segments]
-        return torch.cat([*prefix_keys, self.keys], dim=2), torch.cat([*prefix_values, self.values], dim=2)
+        self.check_room(key.shape[2])
+        self._write(key, value)
+        self.length.add_(key.shape[2])
+        keys, values = (self._shared(i) for i in (0, 1))
+        return torch.cat([*keys, self.keys], dim=2), torch.cat([*values, self.values], dim=2)
 
     def check_room(self, q_len: int) -> None:
         """Raise ValueError if the suffix has fewer than `q_len` free slots. Reads `length` on the host.
 
         Checks nothing while a graph is traced or captured, when there is no length to read.
         """
-        if torch.compiler.is_compiling() or (self.length.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if is_recorded(self.length):
             return
         used = int(self.length)
         if used + q_len > self.capacity:
@@ -104,43 +133,95 @@ class SharedPrefixLayer:
                 f"`capacity` must hold {used} used and {q_len} new slots, got {self.capacity}: fork with a larger one"
             )
 
-    def fork(self, n: int, capacity: int, used: int) -> SharedPrefixLayer:
-        """A layer with `n` children of each sequence. The `used` slots of the suffix become a segment, as a view."""
-        segments = self.segments
+    def crop(self, tokens: int) -> None:
+        """Forget the last `tokens` tokens: of the suffix, whose slots are not cleared, or of the root before a fork."""
+        if self.forked:
+            self.length.sub_(tokens)
+        else:
+            kept = self.prefix_length - tokens
+            slots = self._slots(0, kept)
+            self.segments = tuple((key[:, :, :slots], value[:, :, :slots]) for key, value in self.segments)
+            self.lengths = (kept,)
+
+    def inherited_rows(self, n: int, used: int) -> Rows:
+        """The rows of the segments of a fork, for `n` children of each sequence."""
+        rows = tuple(None if row is None else row.repeat_interleave(n) for row in self.rows)
+        return (*rows, None) if used else rows
+
+    def inherited(self, n: int, capacity: int, used: int, rows: Rows) -> Inherited:
+        """What `n` children of each sequence inherit. The `used` tokens of the suffix are a segment, as a view."""
+        segments, lengths = self.segments, self.lengths
         if used:
-            segments = (*segments, (self.keys[:, :, :used], self.values[:, :, :used]))
-            self._read_by_children = True
-        key, value = segments[0]
-        shape = self.batch_size * n, key.shape[1], capacity
+            slots = self._slots(self.prefix_length, used)
+            segments = (*segments, (self.keys[:, :, :slots], self.values[:, :, :slots]))
+            lengths = (*lengths, used)
+        return Inherited(segments, lengths, rows, self.batch_size * n, self._slots_for(capacity))
+
+    def fork(self, inherited: Inherited) -> SharedPrefixLayer:
+        """A layer of children, with an empty suffix."""
+        key, value = inherited.segments[0]
+        shape = inherited.batch, key.shape[1], inherited.slots
         length = torch.zeros((), dtype=torch.int64, device=key.device)
-        return SharedPrefixLayer(
-            segments, (key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3]), length)
-        )
+        suffix = key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3]), length
+        return self._with(inherited.segments, inherited.lengths, inherited.rows, suffix)
 
-    def select(self, indices: Sequence[int]) -> SharedPrefixLayer:
-        """A layer of the sequences `indices`. Shares segments where the indices allow it, and copies the suffix."""
+    def selected_rows(self, selection: Selection, narrow: bool) -> Kept:
+        """What to keep of each segment, see `Selection.rows`."""
+        segments = zip(self.segments, self.rows, strict=True)
+        return [selection.rows(rows, key.shape[0], key.device, narrow) for (key, _), rows in segments]
+
+    def select(self, selection: Selection, kept: Kept) -> SharedPrefixLayer:
+        """A layer of the chosen sequences, which read the rows `kept` of the segments. Copies the suffix."""
         if not self.forked:
-            return SharedPrefixLayer(
-                tuple((select_rows(key, indices), select_rows(value, indices)) for key, value in self.segments)
-            )
-        segments = []
-        for key, value in self.segments:
-            rows = prefix_rows(indices, seqs_per_kv=self.batch_size // key.shape[0])
-            segments.append((select_rows(key, rows), select_rows(value, rows)))
-        index = torch.tensor(indices, device=self.keys.device)
+            chosen = tuple((selection.take(key), selection.take(value)) for key, value in self.segments)
+            return self._with(chosen, self.lengths, self.rows, None)
+        segments = tuple(
+            (key, value) if stored == slice(0, key.shape[0]) else (key[stored], value[stored])
+            for (key, value), (stored, _) in zip(self.segments, kept, strict=True)
+        )
+        index = selection.on(self.keys.device)
         suffix = self.keys.index_select(0, index), self.values.index_select(0, index), self.length.clone()
-        return SharedPrefixLayer(tuple(segments), suffix)
+        return self._with(segments, self.lengths, tuple(rows for _, rows in kept), suffix)
 
-    def select_(self, indices: Sequence[int]) -> None:
+    def select_(self, selection: Selection, kept: Kept) -> None:
         """Select in place. The suffix keeps its memory unless the batch changes or children read it."""
-        selected = self.select(indices)
-        if self.forked and len(indices) == self.batch_size and not self._read_by_children:
+        selected = self.select(selection, kept)
+        if self.forked and len(selection) == self.batch_size and not self.frozen:
             self.keys.copy_(selected.keys)
             self.values.copy_(selected.values)
         elif self.forked:
             self.keys, self.values = selected.keys, selected.values
-            self._read_by_children = False
-        self.segments = selected.segments
+            self.frozen = 0
+        self.segments, self.rows = selected.segments, selected.rows
+
+    def _shared(self, which: int) -> list[Tensor]:
+        """Keys (0) or values (1) of the segments, as each sequence reads them."""
+        segments = zip(self.segments, self.rows, strict=True)
+        return [expand_to_batch(segment[which], self.batch_size, rows) for segment, rows in segments]
+
+    def _own(self, new: Tensor) -> Tensor:
+        """What is stored of new tokens of the root."""
+        return new
+
+    def _slots(self, start: int, tokens: int) -> int:
+        """How many of `tokens` tokens from position `start` on are stored."""
+        return tokens
+
+    def _slots_for(self, capacity: int) -> int:
+        """Number of slots to allocate for `capacity` tokens."""
+        return capacity
+
+    def _write(self, key: Tensor, value: Tensor) -> None:
+        """Write new tokens into the suffix."""
+        slots = self.length + torch.arange(key.shape[2], device=key.device)
+        self.keys.index_copy_(2, slots, key)
+        self.values.index_copy_(2, slots, value)
+
+    def _with(
+        self, segments: tuple[Segment, ...], lengths: tuple[int, ...], rows: Rows, suffix: Suffix | None
+    ) -> SharedPrefixLayer:
+        """A layer of the same kind."""
+        return SharedPrefixLayer(segments, lengths, rows, suffix)
 
     def _check_fit(self, key: Tensor, value: Tensor) -> None:
         if key.dim() != 4:
@@ -165,23 +246,6 @@ class SharedPrefixLayer:
                     raise ValueError(f"`{name}` must have shape {want} to join the cache, got {tuple(tensor.shape)}")
 
 
-def expand_to_batch(shared: Tensor, batch: int) -> Tensor:
-    """Repeat each entry of `[B_i, ...]` for the sequences that share it, as a view if possible: `[batch, ...]`."""
-    return shared.unsqueeze(1).expand(-1, batch // shared.shape[0], *[-1] * (shared.dim() - 1)).flatten(0, 1)
-
-
-def prefix_rows(indices: Sequence[int], seqs_per_kv: int) -> list[int]:
-    """The rows of a prefix for the sequences `indices`, where `seqs_per_kv` consecutive sequences shared each row.
-
-    There are as few as possible, each for a block of equally many consecutive indices.
-    """
-    rows = [index // seqs_per_kv for index in indices]
-    changes = [i for i in range(1, len(rows)) if rows[i] != rows[i - 1]]
-    return rows[:: math.gcd(len(rows), *changes)]
-
-
-def select_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return `tensor[rows]`, as a view if the rows are consecutive."""
-    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
-        return tensor[rows[0] : rows[0] + len(rows)]
-    return tensor.index_select(0, torch.tensor(rows, device=tensor.device))
+def is_recorded(length: Tensor) -> bool:
+    """Whether a graph is traced or captured, so that there is no length to read."""
+    return torch.compiler.is_compiling() or (length.is_cuda and torch.cuda.is_current_stream_capturing())

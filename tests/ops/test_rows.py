@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -327,3 +328,35 @@ def test_one_cuda_graph_over_changing_rows(stored: int, batch: int, mask: str) -
         rows.copy_(DRAWS[list(DRAWS)[seed % len(DRAWS)]](batch, stored))
         graph.replay()
         assert_state(out, lse, expanded(given))
+
+
+def random_tree(seed: int) -> Ragged:
+    """One to five levels whose groups have 1 to 64 sequences, in any order; what is last may be each sequence's own."""
+    rng = random.Random(seed)
+    batch = rng.choice((1, 2, 7, 24, 64))
+    segments: list[tuple[int, int, str | None]] = []
+    for _ in range(rng.randint(1, 5)):
+        stored = rng.randint(1, max(1, batch))
+        draws = [*DRAWS, None] if batch % stored == 0 else [*DRAWS]
+        segments.append((stored, rng.choice((0, 1, 5, 31, 64, 90)), rng.choice(draws)))
+    kv_heads = rng.choice((1, 2, 3))
+    return Ragged(
+        tuple(segments),
+        batch=batch,
+        q_heads=kv_heads * rng.choice((1, 2, 5)),
+        kv_heads=kv_heads,
+        q_len=rng.choice((1, 1, 3)),
+        head_dim=rng.choice((16, 24)),
+        value_dim=rng.choice((None, 40)),
+        dtype=rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float64)),
+        mask=rng.choice(("none", "none", "one", "stored", "sequences", "holes", "additive")),
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", slow_after(25, range(200)))
+def test_random_trees(seed: int, device: str) -> None:
+    case = random_tree(seed)
+    given = case.inputs(device)
+    assert_state(*tatten.bifurcated_attention(**given, return_lse=True), expanded(given))

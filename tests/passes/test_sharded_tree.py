@@ -31,7 +31,7 @@ from sharded_tree import (
 from slow import slow_after
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx import Graph, GraphModule, Node
 
@@ -65,7 +65,7 @@ TREES: dict[str, tuple[tuple[tuple[int, int], ...], str]] = {
     "36": (((1, 36), (B, 8)), "shared"),
     "three levels": (((1, 17), (2, 6), (B, 5)), "bool"),
     "groups": (((2, 9), (B, 4)), "2-D"),
-    "less than a token for each rank": (((1, 1), (B, 1)), "bool"),
+    "a prefix of one rank": (((1, 1), (B, 3)), "bool"),
 }
 
 
@@ -154,28 +154,36 @@ def test_bytes_do_not_depend_on_the_prefix(of: str) -> None:
     assert run_ranks(2, sent, of, 1024) == run_ranks(2, sent, of, 65536) == [gathers(2)] * 2
 
 
-def selected(form: str) -> Outcome:
-    """Half of the rows are dropped, and the others read their suffix by an index."""
+def selected(form: str) -> tuple[Outcome, bool]:
+    """Sequences that read a prefix of three rows, and their suffixes, by indexes; and whether the prefix is a copy."""
     mesh = a_mesh(2)
-    tree = Tree.of((1, 13), (B, 6), mask="bool")
-    rows = torch.tensor([3, 1, 0, 3])
-    mixed = Tree(tree.query, [tree.segments[0], tuple(x[rows] for x in tree.segments[1])], tree.mask)  # type: ignore[list-item]
+    tree = Tree.of((B, 13), (B, 6), mask="bool")
+    rows = [torch.tensor([0, 0, 2, 1]), torch.tensor([3, 1, 0, 3])]
+    chosen = [(key[own], value[own]) for (key, value), own in zip(tree.segments, rows, strict=True)]
 
-    def fn(attention: Callable[..., Any], query: Any, pairs: Any, mask: Any) -> Any:
-        return attention(query, [pairs[0], tuple(x.index_select(0, rows) for x in pairs[1])], mask)
+    def fn(query: Any, pairs: Any, mask: Any, rows: Any) -> Any:
+        pairs = [tuple(x.index_select(0, own) for x in pair) for pair, own in zip(pairs, rows, strict=True)]
+        return attention(query, pairs, mask)
 
     if form == "locals":
-        args = tree.own(mesh, [S2])
-        return outcome(lambda *args: fn(of_locals(mesh, [S2]), *args), args, mixed.whole())
-    return outcome(lambda *args: fn(of_dtensors, *args), place(tree, mesh, [R], [[S2], [S2]]), mixed.whole())
+        attention, args = of_locals(mesh, [S2]), tree.own(mesh, [S2])
+    else:
+        attention, args = of_dtensors, place(tree, mesh, [R], [[S2], [S2]])
+        rows = [distribute_tensor(x, mesh, [R]) for x in rows]
+    cost.RATES["cpu"] = cost.Rates(bytes_per_us=1.0, segment_us=0.0)
+    gm = capture(fn, *args, rows)
+    rewrite(gm)
+    copied = [node for node in gm.graph.nodes if "index_select" in str(node.target)]
+    return outcome(fn, (*args, rows), Tree(tree.query, chosen, tree.mask).whole()), bool(copied)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_selected_suffixes(form: str) -> None:
-    for found in run_ranks(2, selected, form):
+def test_selected_rows(form: str) -> None:
+    for found, copied in run_ranks(2, selected, form):
         assert found.error < 1e-6
         assert found.ops == BIFURCATED
         assert found.collectives == gathers(2)
+        assert copied == (form == "dtensors")  # each rank copies its own part
 
 
 def growing(form: str) -> tuple[int, float]:

@@ -25,6 +25,33 @@ def keys_and_values(tokens: Sequence[Sequence[int]], layer: int) -> tuple[Tensor
     return base + torch.arange(HEAD_DIM), -(base + torch.arange(VALUE_DIM))
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """Rows of keys and values that sequences share.
+
+    Attributes:
+        stored: number of rows.
+        length: tokens of each.
+        read: the row that each sequence reads.
+        aligned: whether the cache is to know that these are blocks of consecutive sequences.
+    """
+
+    stored: int
+    length: int
+    read: tuple[int, ...]
+    aligned: bool = True
+
+    def select(self, indices: Sequence[int], narrow: bool) -> Prefix:
+        """Keep the rows of blocks alone where these are consecutive, and all rows otherwise."""
+        read = tuple(self.read[i] for i in indices)
+        rows = fewest_rows(read)
+        first = min(read)
+        blocks = read == tuple(first + i // (len(read) // rows) for i in range(len(read)))
+        if self.aligned and blocks and (narrow or rows == self.stored):
+            return Prefix(rows, self.length, tuple(row - first for row in read))
+        return replace(self, read=read, aligned=False)
+
+
 @dataclass
 class Model:
     """A cache of sequences that share prefixes.
@@ -32,16 +59,18 @@ class Model:
     Attributes:
         tokens: of each sequence, padding included.
         padding: of each sequence, which of the first ones are padding; none where it is empty.
-        prefixes: `(rows, length)` of what is stored once for `batch / rows` sequences each.
+        prefixes: what is stored of earlier levels.
         capacity: slots of a suffix; 0 before a fork.
         used: slots of it that are taken.
+        frozen: slots of it that children read.
     """
 
     tokens: list[list[int]]
     padding: list[list[bool]]
-    prefixes: list[tuple[int, int]] = field(default_factory=list)
+    prefixes: list[Prefix] = field(default_factory=list)
     capacity: int = 0
     used: int = 0
+    frozen: int = 0
 
     @property
     def length(self) -> int:
@@ -50,7 +79,7 @@ class Model:
     @property
     def nbytes(self) -> int:
         """Each prefix once, and every slot of the suffixes."""
-        return TOKEN_BYTES * (sum(rows * n for rows, n in self.prefixes) + len(self.tokens) * self.capacity)
+        return TOKEN_BYTES * (sum(x.stored * x.length for x in self.prefixes) + len(self.tokens) * self.capacity)
 
     def is_real(self, sequence: int, place: int) -> bool:
         padding = self.padding[sequence]
@@ -66,19 +95,30 @@ class Model:
         if self.capacity:
             self.used += len(new[0])
         else:
-            self.prefixes = [(len(self.tokens), self.length)]
+            self.prefixes = [Prefix(len(self.tokens), self.length, tuple(range(len(self.tokens))))]
 
     def fork(self, n: int, capacity: int) -> Model:
-        suffix = [(len(self.tokens), self.used)] if self.used else []
+        self.frozen = max(self.frozen, self.used)
+        suffix = [Prefix(len(self.tokens), self.used, tuple(range(len(self.tokens))))] if self.used else []
         children = [i for i in range(len(self.tokens)) for _ in range(n)]
-        return replace(self._of(children), prefixes=[*self.prefixes, *suffix], capacity=capacity, used=0)
+        prefixes = [replace(x, read=tuple(x.read[i] for i in children)) for x in (*self.prefixes, *suffix)]
+        return replace(self._of(children), prefixes=prefixes, capacity=capacity, used=0, frozen=0)
 
-    def select(self, indices: Sequence[int]) -> Model:
-        """Before a fork each sequence has a row; after it a prefix has the fewest that serve equal blocks."""
+    def select(self, indices: Sequence[int], in_place: bool = False) -> Model:
+        """Select sequences. Before a fork each has a row of its own; after it no prefix is copied."""
         if not self.capacity:
-            return replace(self._of(indices), prefixes=[(len(indices), self.length)])
-        kept = [(fewest_rows([i // (len(self.tokens) // rows) for i in indices]), n) for rows, n in self.prefixes]
-        return replace(self._of(indices), prefixes=kept)
+            rows = tuple(range(len(indices)))
+            return replace(self._of(indices), prefixes=[Prefix(len(indices), self.length, rows)])
+        narrow = not in_place or len(indices) != len(self.tokens)
+        return replace(self._of(indices), prefixes=[x.select(indices, narrow) for x in self.prefixes], frozen=0)
+
+    def crop(self, tokens: int) -> None:
+        for text in self.tokens:
+            del text[len(text) - tokens :]
+        if self.capacity:
+            self.used -= tokens
+        else:
+            self.prefixes = [replace(self.prefixes[0], length=self.length)]
 
     def _of(self, indices: Sequence[int]) -> Model:
         return replace(self, tokens=[[*self.tokens[i]] for i in indices], padding=[self.padding[i] for i in indices])

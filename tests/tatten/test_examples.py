@@ -92,3 +92,9 @@ def test_tree_decode_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(SystemExit, match="must have a GPU for each rank, got 3 ranks and 2 GPUs"):
         connect("cuda")
+
+
+def test_sharded_samples() -> None:
+    example = EXAMPLES / "sharded_samples.py"
+    out = run_torchrun(2, str(example), *["--prompt-len", "65", "--samples", "6", "--new-tokens", "3"])
+    assert "tokens: identical on all ranks and in one process" in out

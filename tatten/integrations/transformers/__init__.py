@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from tatten.integrations.transformers import registration  # noqa: F401
 from tatten.integrations.transformers.shared_prefix import SharedPrefixCache
 
 if TYPE_CHECKING:

@@ -10,14 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedConfig
+from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from tatten.caches import sharded as sharded_cache
+from tatten.caches.arguments import sequence_indices
 from tatten.caches.sharded_layer import Interleaved, ShardedLayer
-from tatten.caches.shared_prefix import sequence_indices
 from tatten.dtensor_sdpa import merged_attention
 from tatten.integrations.transformers.config import attention_implementation, count_layers
 
@@ -101,13 +100,7 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
         sequence: str | Sequence[str] = "kv",
         heads: str | None = None,
     ):
-        if not isinstance(config, int):
-            found = attention_implementation(config)
-            if found not in (None, "tatten"):
-                raise ValueError(
-                    f'`config` must be of a model with attn_implementation="tatten", got {found!r}: nothing else can '
-                    'attend to a sharded cache; call `model.set_attn_implementation("tatten")`'
-                )
+        check_attention(config)
         num_layers = config if isinstance(config, int) else count_layers(config)
         self._cache = sharded_cache.ShardedKVCache(num_layers, mesh, capacity, sequence=sequence, heads=heads)
         super().__init__(layers=[ShardedCacheLayer(kv) for kv in self._cache.layers])
@@ -144,6 +137,16 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
         raise NotImplementedError(
             "ShardedKVCache cannot be cropped, as assisted decoding and contrastive search do: generate without them, "
             "or with a DynamicCache"
+        )
+
+
+def check_attention(config: PreTrainedConfig | int) -> None:
+    """Raise ValueError if the config is of a model that calls another attention than "tatten"."""
+    found = None if isinstance(config, int) else attention_implementation(config)
+    if found not in (None, "tatten"):
+        raise ValueError(
+            f'`config` must be of a model with attn_implementation="tatten", got {found!r}: nothing else can '
+            'attend to a sharded cache; call `model.set_attn_implementation("tatten")`'
         )
 
 
@@ -187,7 +190,3 @@ def attention(
         )
     assert isinstance(out, DTensor)
     return out.to_local().transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register("tatten", attention)
-AttentionMaskInterface.register("tatten", sdpa_mask)  # without it, `attention_mask` would be None

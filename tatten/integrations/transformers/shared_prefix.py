@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from tatten.caches import shared_prefix
-from tatten.caches.shared_prefix import sequence_indices
 from tatten.caches.shared_prefix_layer import SharedPrefixLayer
 from tatten.integrations.transformers.config import count_layers
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A `SharedPrefixLayer` for transformers: dynamic before a fork; static, hence compileable, after it."""
+    """A `SharedPrefixLayer` for transformers: dynamic before a fork; static, hence compileable, after it.
+
+    Attributes:
+        repeated: how many tokens that are held already the next update begins with. To transformers that step is one
+            of an empty cache.
+    """
 
     is_sliding = False
 
@@ -24,6 +31,7 @@ class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.kv = kv
         self.is_initialized = bool(kv.segments)
+        self.repeated = 0
 
     @property
     def is_compileable(self) -> bool:
@@ -33,15 +41,28 @@ class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.repeated:
+            self.kv.append(key_states[:, :, self.repeated :], value_states[:, :, self.repeated :])
+            self.repeated = 0
+            return key_states, value_states
         keys, values = self.kv.append(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return keys, values
 
     def get_seq_length(self) -> int | Tensor:
+        if self.repeated:
+            return 0
         return self.kv.prefix_length + self.kv.length if self.kv.forked else self.kv.prefix_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.repeated:
+            if query_length <= self.repeated:
+                raise ValueError(
+                    f"assisted decoding must get the whole text as `input_ids`, of which the cache holds "
+                    f"{self.repeated} tokens, got {query_length} with the candidates"
+                )
+            return query_length, 0
         if not self.kv.forked:
             return self.kv.prefix_length + query_length, 0
         # `generate` asks on the host, ahead of a compiled forward that cannot check.
@@ -67,19 +88,37 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
 
     `position_ids` can be omitted without padding. With padding, a model called without them would count it, and the
     positions of `generate` would not follow. With beam search n is `num_beams`. Each `generate` needs a fork of its
-    own. To `generate`, a fork is a static cache: compileable, and for the models that support one.
+    own, or one `into` that of the last. To `generate`, a fork is a static cache: compileable, and for the models that
+    support one. Assisted decoding (`assistant_model=`) computes the prompt again, as it does with any cache; candidates
+    need room in the suffix.
 
     Args:
         config: the config of the model, or its number of layers. Attention may be full, sliding or chunked; every
             layer keeps all tokens, and the masks of the model apply windows.
+        mesh, sequence, heads: as for `tatten.SharedPrefixCache`, on every rank, for a model with
+            `attn_implementation="tatten"`. Each rank computes the whole prefill and keeps its share of it. A cache over
+            a mesh has to be forked before a model is called with single tokens.
 
     Raises:
-        ValueError: a layer holds anything other than keys and values, or none of its own.
+        ValueError: a layer holds anything other than keys and values, or none of its own; or over a mesh, the model has
+            another `attn_implementation`.
+        ValueError, TypeError: as for `tatten.SharedPrefixCache`.
     """
 
-    def __init__(self, config: PreTrainedConfig | int):
+    def __init__(
+        self,
+        config: PreTrainedConfig | int,
+        *,
+        mesh: DeviceMesh | None = None,
+        sequence: str | Sequence[str] = "kv",
+        heads: str | None = None,
+    ):
+        if mesh is not None:
+            from tatten.integrations.transformers.sharded import check_attention  # imports DTensor
+
+            check_attention(config)
         num_layers = config if isinstance(config, int) else count_layers(config)
-        self._adopt(shared_prefix.SharedPrefixCache(num_layers))
+        self._adopt(shared_prefix.SharedPrefixCache(num_layers, mesh=mesh, sequence=sequence, heads=heads))
 
     @property
     def batch_size(self) -> int:
@@ -96,44 +135,58 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         """Bytes of keys and values, each prefix once; see `tatten.SharedPrefixCache.nbytes`."""
         return self._cache.nbytes
 
-    def fork(self, n: int, capacity: int) -> SharedPrefixCache:
+    def fork(self, n: int, capacity: int, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
         """Make a cache with `n` children of each sequence, each of which can add `capacity` tokens.
 
         Child i of sequence j is sequence `j * n + i`, as `num_return_sequences=n` and `num_beams=n` expect. See
-        `tatten.SharedPrefixCache.fork`.
+        `tatten.SharedPrefixCache.fork`, also for `into`.
         """
-        return self._of(self._cache.fork(n, capacity))
+        if into is None:
+            return self._of(self._cache.fork(n, capacity))
+        if not isinstance(into, SharedPrefixCache):
+            raise TypeError(f"`into` must be a SharedPrefixCache of this module, got {type(into).__name__}")
+        self._cache.fork(n, capacity, into=into._cache)
+        return into
 
     def select(self, indices: Sequence[int] | Tensor) -> SharedPrefixCache:
         """Make a cache of the sequences `indices`; see `tatten.SharedPrefixCache.select`."""
         return self._of(self._cache.select(indices))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select in place, for beam search. Reads `beam_idx` on the host, to keep prefixes that do not change."""
-        self._select_(beam_idx)
+        """Select in place, for beam search; see `tatten.SharedPrefixCache.select_`."""
+        self._cache.select_(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Select in place."""
-        self._select_(indices)
+        """Select in place; see `tatten.SharedPrefixCache.select_`."""
+        self._cache.select_(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence in place, without copying prefixes."""
-        self._select_([index for index in range(self._cache.batch_size) for _ in range(repeats)])
+        self._cache.select_([index for index in range(self._cache.batch_size) for _ in range(repeats)])
 
-    def crop(self, tokens_to_remove: int) -> NoReturn:
-        """Not supported: other forks may share what it would remove."""
-        raise NotImplementedError(
-            "SharedPrefixCache cannot be cropped, as other forks may share its tokens: fork it earlier instead"
-        )
+    def activate_past_recording(self) -> None:
+        """Expect all tokens of the text next, those that are held included.
+
+        Assisted decoding announces itself by this call. Its first step passes the whole text, whatever a cache holds.
+        """
+        held = self._cache.length
+        for layer in self.layers:
+            layer.repeated = held
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Forget the last `-tokens_to_remove` tokens, as assisted decoding does with rejected candidates.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive, or there are not as many tokens since the last fork.
+        """
+        tokens = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
+        if tokens < 0:
+            raise ValueError(f"`tokens_to_remove` must be 0 or negative, as transformers has it, got {-tokens}")
+        self._cache.crop(tokens)
 
     def reset(self) -> NoReturn:
-        """Not supported, as `crop`."""
+        """Not supported: other forks may share what it would remove."""
         raise NotImplementedError("SharedPrefixCache cannot be reset: make a new one, or a new fork")
-
-    def _select_(self, indices: Sequence[int] | Tensor) -> None:
-        rows = sequence_indices(indices, self._cache.batch_size)
-        for layer in self.layers:
-            layer.kv.select_(rows)
 
     @classmethod
     def _of(cls, cache: shared_prefix.SharedPrefixCache) -> SharedPrefixCache:

@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tatten.caches import shared_prefix
+from tatten.caches.selection import Selection
 from tatten.caches.shared_prefix import SharedPrefixCache
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 4, 2, 8, 23
@@ -62,11 +65,16 @@ def prefill(prompts: int = 2, length: int = 5, padding: str | None = None) -> tu
     real = torch.ones(prompts, length, dtype=torch.bool)
     if padding:
         real[0, :2] = False
-        real = real.flip(1) if padding == "right" else real
-    cache = SharedPrefixCache(LAYERS, real if padding else None)
+        real = real if padding == "left" else real.flip(1)
+    lens = real.sum(1) if padding == "lengths" else None
+    cache = SharedPrefixCache(LAYERS, real if padding in ("left", "right") else None, prompt_lens=lens)
     for chunk in tokens.split(3, dim=1):
         MODEL(chunk, cache)
     return cache, [row[mask].tolist() for row, mask in zip(tokens, real, strict=True)]
+
+
+def memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def state(cache: SharedPrefixCache) -> list[Tensor]:
@@ -79,10 +87,11 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("padding", [None, "left", "right", "lengths"])
 def test_levels(padding: str | None) -> None:
     cache, texts = prefill(2, 5, padding)
-    texts = step(cache, texts)  # a root that goes on after its prompts
+    if padding != "lengths":
+        texts = step(cache, texts)  # a root that goes on after its prompts
     for n in (3, 1, 2):
         cache, texts = cache.fork(n, 4), [text for text in texts for _ in range(n)]
         for q_len in (1, 2, 1):
@@ -102,31 +111,40 @@ def test_last_prompt_token_after_the_fork() -> None:
     torch.testing.assert_close(got, want.repeat_interleave(2, 0))
 
 
-@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("padding", [None, "left", "lengths"])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_forks_selections_and_steps(seed: int, padding: str | None) -> None:
     """Caches derived from each other are independent: whatever happens to one, the others continue their own texts."""
     choose = random.Random(seed)
     caches = [prefill(2, 5, padding)]
+    if padding == "lengths":
+        caches = [(caches[0][0].fork(1, 3), caches[0][1])]
     for _ in range(24):
         index = choose.randrange(len(caches))
         cache, texts = caches[index]
-        action = choose.choice(["step", "step", "fork", "select", "select_"])
+        action = choose.choice(["step", "step", "fork", "select", "select_", "crop", "into"])
         room = cache.capacity - int(cache.layers[0].length) if cache.capacity else 9
         if action == "step" and room:
             caches[index] = cache, step(cache, texts, choose.randint(1, min(2, room)))
         elif action == "fork" and len(texts) <= 6:
             n = choose.randint(1, 3)
             caches.append((cache.fork(n, choose.randint(1, 4)), [text for text in texts for _ in range(n)]))
+        elif action == "into" and len(texts) <= 6:
+            n, capacity = choose.randint(1, 3), choose.randint(1, 4)
+            old = copy.deepcopy(cache.select(range(len(texts)))).fork(n, capacity)
+            caches.append((cache.fork(n, capacity, into=old), [text for text in texts for _ in range(n)]))
+        elif action == "crop" and cache.capacity:
+            tokens = choose.randint(0, int(cache.layers[0].length) - cache.layers[0].frozen)
+            cache.crop(tokens)
+            caches[index] = cache, [text[: len(text) - tokens] for text in texts]
         elif action.startswith("select"):
             picked = [choose.randrange(len(texts)) for _ in range(choose.randint(1, 6))]
             if choose.random() < 0.5:
                 picked.sort()
             if action == "select":
                 caches.append((cache.select(picked), [texts[i] for i in picked]))
-            elif padding is None:
-                for layer in cache.layers:
-                    layer.select_(picked)
+            else:
+                cache.select_(picked)
                 caches[index] = cache, [texts[i] for i in picked]
     for cache, texts in caches:
         if not cache.capacity or int(cache.layers[0].length) < cache.capacity:
@@ -205,27 +223,30 @@ def test_prefill_is_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    "indices, rows, shared",
+    "indices, stored, rows",
     [
-        ([0, 1, 2, 3, 4, 5], [2, 6], True),
-        ([1, 0, 2, 5, 4, 3], [2, 6], True),  # beams within their prompts: only the second level moves
-        ([0, 0, 4, 4], [2, 2], True),  # duplicates become a block
-        ([3], [1, 1], True),
-        ([3, 4, 5], [1, 3], True),  # consecutive rows are a view
-        ([5, 0], [2, 2], False),
-        ([0, 1, 2, 3], [4, 4], False),  # uneven: three of one prompt and one of the other
+        ([0, 1, 2, 3, 4, 5], [2, 6], [None, None]),
+        ([1, 0, 2, 5, 4, 3], [2, 6], [None, [1, 0, 2, 5, 4, 3]]),  # beams within their prompts
+        ([0, 0, 4, 4], [2, 6], [None, [0, 0, 4, 4]]),
+        ([4, 4, 5, 5], [1, 2], [None, None]),  # consecutive rows, for equal blocks, are a view
+        ([3], [1, 1], [None, None]),
+        ([3, 4, 5], [1, 3], [None, None]),
+        ([5, 0], [2, 6], [[1, 0], [5, 0]]),
+        ([0, 1, 2, 3], [2, 4], [[0, 0, 0, 1], None]),  # three of one prompt and one of the other
     ],
 )
-def test_select_keeps_few_rows(indices: list[int], rows: list[int], shared: bool) -> None:
+def test_select_copies_no_prefix(indices: list[int], stored: list[int], rows: list[list[int] | None]) -> None:
     cache, texts = prefill(2, 5)
     cache, texts = cache.fork(3, 2), [text for text in texts for _ in range(3)]
     texts = step(cache, texts)
     cache = cache.fork(1, 2)
     for picked in (indices, torch.tensor(indices, dtype=torch.int32)):
         chosen = cache.select(picked)
-        assert [key.shape[0] for key, _ in chosen.layers[0].segments] == rows
-        for new, old in zip(chosen.layers[0].segments[0], cache.layers[0].segments[0], strict=True):
-            assert (new.untyped_storage().data_ptr() == old.untyped_storage().data_ptr()) == shared
+        assert [key.shape[0] for key, _ in chosen.layers[0].segments] == stored
+        assert [None if x is None else x.tolist() for x in chosen.layers[0].rows] == rows
+        assert all(x is y for x, y in zip(chosen.layers[0].rows, chosen.layers[1].rows, strict=True))
+        for new, old in zip(chosen.layers[0].segments, cache.layers[0].segments, strict=True):
+            assert all(memory(a) == memory(b) for a, b in zip(new, old, strict=True))
         assert chosen.layers[0].keys.data_ptr() != cache.layers[0].keys.data_ptr()
         step(chosen, [texts[i] for i in indices])
 
@@ -243,16 +264,197 @@ def test_select_in_place_keeps_addresses_but_not_those_that_children_read() -> N
     texts = step(cache, texts)
     address = cache.layers[0].keys.data_ptr()
     for order in ([2, 0, 1], [1, 1, 0]):
-        for layer in cache.layers:
-            layer.select_(order)
+        cache.select_(order)
         texts = step(cache, [texts[i] for i in order])
     assert cache.layers[0].keys.data_ptr() == address
     child = cache.fork(1, 1)
-    for layer in cache.layers:
-        layer.select_([2, 1, 0])
+    cache.select_([2, 1, 0])
     assert child.layers[0].segments[1][0].data_ptr() == address
     step(child, texts)
     step(cache, texts[::-1])
+
+
+def test_rows_stay_where_they_are() -> None:
+    """What a graph reads moves neither in the reorderings of a beam search nor from a fork to the next."""
+    graphs = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        graphs.append(gm)
+        return gm
+
+    torch._dynamo.reset()
+    compiled = torch.compile(MODEL, fullgraph=True, backend=backend)
+    old = None
+    for _ in range(3):
+        cache, texts = prefill(2, 3)
+        cache, texts = cache.fork(2, 1), [text for text in texts for _ in range(2)]
+        texts = step(cache, texts)
+        cache = cache.fork(2, 4, into=old)
+        texts = [text for text in texts for _ in range(2)]
+        for order in ([7, 1, 2, 3, 4, 5, 6, 0], [1, 1, 0, 2, 3, 4, 5, 7], [0, 1, 2, 3, 4, 5, 6, 7]):
+            cache.select_(order)
+            texts = step(cache, [texts[i] for i in order], forward=compiled)
+        old = cache
+    assert len(graphs) == 1
+    calls = [node.target for node in graphs[0].graph.nodes if node.op.startswith("call")]
+    assert calls.count("index_select") == 2 * 2 * LAYERS
+    assert not any(str(target) == "expand" for target in calls)
+
+
+@pytest.mark.parametrize("kind", ["list", "tensor"])
+def test_any_selection_leaves_prefixes_at_their_size(kind: str) -> None:
+    """Drops, duplicates and permutations, each of a selection of the last one."""
+    choose = random.Random(0)
+    cache, texts = prefill(4, 5, "left")
+    cache, texts = cache.fork(4, 2), [text for text in texts for _ in range(4)]
+    texts = step(cache, texts)
+    cache, texts = cache.fork(2, 8), [text for text in texts for _ in range(2)]
+    prefix = sum(tensor.nbytes for segment in cache.layers[0].segments for tensor in segment)
+    addresses = [[memory(tensor) for tensor in segment] for segment in cache.layers[0].segments]
+    for batch in (32, 24, 16, 7, 7, 3):
+        picked = [choose.randrange(len(texts)) for _ in range(batch)]
+        indices = picked if kind == "list" else torch.tensor(picked, dtype=torch.int32)
+        cache, texts = cache.select(indices), [texts[i] for i in picked]
+        assert sum(tensor.nbytes for segment in cache.layers[0].segments for tensor in segment) <= prefix
+        assert [[memory(tensor) for tensor in segment] for segment in cache.layers[0].segments] == addresses
+        texts = step(cache, texts)
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses what waits for the device."""
+
+    def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        assert not (func is torch.ops.aten._to_copy.default and kwargs.get("device", args[0].device).type == "cpu")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("prompts", [{}, {"prompt_lens": [1, 3]}, {"prompt_mask": [[True] * 3, [False, True, True]]}])
+@pytest.mark.parametrize("forked", [False, True])
+def test_indices_on_the_device_are_not_read(forked: bool, prompts: dict) -> None:
+    """Meta tensors have no values to read."""
+    with torch.device("meta"):
+        cache = SharedPrefixCache(2, **{name: torch.tensor(x) for name, x in prompts.items()})
+        for layer in range(2):
+            cache.update(layer, *tensors(2, 2, 3, 8))
+        cache = cache.fork(3, 2) if forked else cache
+        batch = cache.batch_size
+        indices = torch.zeros(batch, dtype=torch.int32)
+        with NoHostReads():
+            for chosen in (cache.select(indices), cache.select(indices[:1]).select(indices[:1].repeat(5))):
+                chosen.select_(torch.zeros(chosen.batch_size, dtype=torch.int64))
+                assert all(tensor.is_meta for tensor in chosen.layers[0].tensors)
+                assert len({id(layer.rows[0]) for layer in chosen.layers}) == 1
+                if forked:
+                    rows = chosen.layers[0].rows[0]
+                    assert (rows.dtype, tuple(rows.shape), rows.is_meta) == (torch.int32, (chosen.batch_size,), True)
+                    chosen.select_(torch.zeros(chosen.batch_size, dtype=torch.int64))
+                    assert chosen.layers[1].rows[0] is rows
+
+
+def test_selecting_by_the_device_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU would run, on a CPU: a selection that the host does not know."""
+    cache, texts = prefill(2, 5, "lengths")
+    cache, texts = cache.fork(3, 6), [text for text in texts for _ in range(3)]
+    texts = step(cache, texts)
+    for picked in ([5, 0, 0, 4], [3, 3, 1, 0, 2, 2], [1, 0]):
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_prefix, "Selection", unknown_selection)
+            cache = cache.select(picked)
+        assert [rows.dtype for rows in cache.layers[0].rows] == [torch.int32]
+        texts = step(cache, [texts[i] for i in picked])
+    cache, texts = cache.fork(2, 2), [text for text in texts for _ in range(2)]
+    step(cache, texts)
+
+
+def unknown_selection(picked: list[int], batch: int) -> Selection:
+    selection = Selection(picked, batch)
+    selection.on(torch.device("cpu"))
+    selection._device_indices, selection.known = torch.tensor(picked), None
+    return selection
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_lengths_of_prompts(q_len: int) -> None:
+    """Positions go on from each prompt's length, and the tokens beyond it are nobody's."""
+    cache = SharedPrefixCache(1, prompt_lens=torch.tensor([2, 4, 1], dtype=torch.int32))
+    assert cache.positions(4).tolist() == [[0, 1, 1, 1], [0, 1, 2, 3], [0, 0, 0, 0]]
+    cache.update(0, *tensors(3, 1, 4, 2))
+    cache = cache.fork(2, 5).select([0, 5, 2])
+    assert cache.positions(q_len)[:, -1].tolist() == [q_len + 1, q_len, q_len + 3]
+    assert cache.mask(q_len)[:, 0, -1].sum(-1).tolist() == [q_len + 2, q_len + 1, q_len + 4]
+    assert cache.mask(q_len)[1, 0, -1, :5].tolist() == [True, False, False, False, True]
+
+
+def test_crop_frees_slots_but_not_those_of_children() -> None:
+    cache, texts = prefill(1, 3)
+    cache, texts = cache.fork(2, 4), texts * 2
+    texts = step(cache, texts, 3)
+    cache.crop(2)
+    texts = step(cache, [text[:-2] for text in texts], 2)
+    child, its_texts = cache.fork(1, 1), [*texts]
+    texts = step(cache, texts)
+    cache.crop(0)
+    cache.crop(1)
+    texts = [text[:-1] for text in texts]
+    with pytest.raises(ValueError, match="`tokens` must be at most 0, as many as came since the last fork, got 1"):
+        cache.crop(1)
+    step(child, its_texts)
+    step(cache, texts)
+    root, texts = prefill(1, 5)
+    root.crop(2)
+    step(root, [text[:-2] for text in texts])
+
+
+def test_a_fork_into_an_old_one_says_what_differs() -> None:
+    cache, _ = prefill(2, 4)
+    old = prefill(2, 4)[0].fork(2, 3)
+    longer, wider = prefill(2, 5)[0], prefill(3, 4)[0]
+    padded = prefill(2, 4, "left")[0]
+    one_layer = SharedPrefixCache(1)
+    one_layer.update(0, *tensors(2, 2, 4, 8))
+    halves = SharedPrefixCache(2)
+    for layer in range(2):
+        halves.update(layer, *torch.zeros(2, 2, KV_HEADS, 4, HEAD_DIM))
+    before = state(old)
+    for parent, n, capacity, message in [
+        (cache, 3, 3, r"the same batch and capacity, \(6, 3\), got \(4, 3\)"),
+        (cache, 2, 4, r"the same batch and capacity, \(4, 4\), got \(4, 3\)"),
+        (wider, 2, 3, r"the same batch and capacity, \(6, 3\), got \(4, 3\)"),
+        (longer, 2, 3, r"levels of the same lengths, \(5,\), got \(4,\)"),
+        (one_layer, 2, 3, "as many layers, 1, got 2"),
+        (halves, 2, 3, "the same keys in level 0 of layer 0, .*float32.*got .*float64"),
+        (padded, 2, 3, r"prompts of the same kind, .*'prompt_mask': \(\(2, 4\), torch.bool, 'cpu'\).*got \{\}"),
+        (cache.fork(1, 3).select([1, 0]), 2, 3, "have rows in level 0, as the sequences to fork, got none"),
+        (step_once(cache.fork(1, 3)), 2, 3, r"levels of the same lengths, \(4, 1\), got \(4,\)"),
+    ]:
+        with pytest.raises(ValueError, match=f"`into` must .*{message}"):
+            parent.fork(n, capacity, into=old)
+    with pytest.raises(TypeError, match="`into` must be a SharedPrefixCache, got int"):
+        cache.fork(2, 3, into=1)
+    with pytest.raises(ValueError, match=r"the same batch and capacity, \(4, 3\), got \(2, 0\)"):
+        cache.fork(2, 3, into=longer)
+    tree = prefill(3, 4)[0].fork(1, 3)
+    with pytest.raises(ValueError, match="memory of its own, got one that shares rows or slots with the keys"):
+        tree.select([0]).fork(1, 3, into=tree.select([1]))
+    assert all(torch.equal(a, b) for a, b in zip(before, state(old), strict=True))
+    used = step_once(cache.fork(1, 3))
+    with pytest.raises(ValueError, match="`into` must"):
+        used.fork(2, 3, into=old)
+    used.crop(1)  # no child reads it
+
+
+def step_once(cache: SharedPrefixCache) -> SharedPrefixCache:
+    MODEL(torch.zeros(cache.batch_size, 1, dtype=torch.int64), cache)
+    return cache
+
+
+def test_a_fork_into_an_old_one_of_the_same_parent_copies_nothing() -> None:
+    cache, texts = prefill(1, 3)
+    fork = cache.fork(2, 2)
+    step(fork, texts * 2)
+    assert cache.fork(2, 2, into=fork) is fork
+    step(fork, texts * 2, 2)
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -351,6 +553,9 @@ BAD = {
     "no index": (lambda c: c.select([]), ValueError, "at least one"),
     "float index": (lambda c: c.select([0.0]), TypeError, "got 0.0"),
     "bool indices": (lambda c: c.select(torch.ones(6, dtype=torch.bool)), TypeError, "torch.bool"),
+    "crop": (lambda c: c.crop(2), ValueError, "`tokens` must be at most 1, as many as came since the last fork, got 2"),
+    "negative crop": (lambda c: c.crop(-1), ValueError, "`tokens` must be at least 1, got -1"),
+    "float crop": (lambda c: c.crop(1.0), TypeError, "`tokens` must be an int, got 1.0"),
     "2-D indices": (lambda c: c.select(torch.zeros(1, 1, dtype=torch.int64)), ValueError, r"shape \(1, 1\)"),
 }
 
@@ -404,6 +609,22 @@ def test_a_full_cache_can_be_forked_but_not_written() -> None:
 def test_bad_prompt_mask(real: Tensor, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         SharedPrefixCache(2, real).update(0, *tensors(2, 2, 3, 8))
+
+
+@pytest.mark.parametrize(
+    "lens, error, message",
+    [
+        (torch.ones(2), TypeError, "`prompt_lens` must be int32 or int64, got torch.float32"),
+        (torch.ones(2, 1, dtype=torch.int64), ValueError, r"must be \[prompts\], got shape \(2, 1\)"),
+        (torch.ones(1, dtype=torch.int64), ValueError, "`prompt_lens` must have batch 2, as `key`, got 1"),
+        (torch.ones(2, dtype=torch.int64, device="meta"), ValueError, "must be on cpu, as `key`, got meta"),
+    ],
+)
+def test_bad_prompt_lens(lens: Tensor, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SharedPrefixCache(2, prompt_lens=lens).update(0, *tensors(2, 2, 3, 8))
+    with pytest.raises(ValueError, match="`prompt_lens` must be None where `prompt_mask` is given, got both"):
+        SharedPrefixCache(2, torch.ones(2, 3, dtype=torch.bool), prompt_lens=lens)
 
 
 def test_layers_of_one_cache_hold_one_batch() -> None:

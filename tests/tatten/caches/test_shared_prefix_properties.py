@@ -7,15 +7,15 @@ import io
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 import torch
 from cache_model import LAYERS, History, Model, assert_step, keys_and_values, must_raise
 from fuzz import settings
 from hypothesis.stateful import initialize, invariant, rule
 from torch import Tensor
 
+from tatten.caches.selection import expand_to_batch
 from tatten.caches.shared_prefix import SharedPrefixCache
-from tatten.caches.shared_prefix_layer import SharedPrefixLayer, expand_to_batch
+from tatten.caches.shared_prefix_layer import SharedPrefixLayer
 from tatten.integrations import transformers as integration
 
 MOST_SEQUENCES, MOST_CACHES = 12, 6
@@ -36,6 +36,31 @@ class PrefixHistory(History):
         rows = [[*padding[i]] if len(padding) >= prompts else [] for i in range(prompts)]
         self.caches = [(self.make(rows), Model([[] for _ in rows], rows))]
         self.step(0, 1)
+
+    @rule(pick=picks, tokens=widths, then=steps)
+    def crop(self, pick: int, tokens: int, then: list[int]) -> None:
+        cache, model = self.pick(pick)
+        if tokens > (model.used - model.frozen if model.capacity else model.length):
+            must_raise(lambda: self.remove(cache, tokens))
+        elif model.capacity or tokens < model.length:
+            self.remove(cache, tokens)
+            model.crop(tokens)
+            for q_len in then:
+                self.step(pick, q_len)
+
+    @rule(pick=picks, n=widths, capacity=st.integers(1, 12), used=widths, then=steps)
+    def fork_into_an_old_one(self, pick: int, n: int, capacity: int, used: int, then: list[int]) -> None:
+        cache, model = self.pick(pick)
+        if len(model.tokens) * n <= MOST_SEQUENCES:
+            old = copy.deepcopy(cache).fork(n, capacity)
+            tensors = [x for layer in self.layers(old) for x in (*layer.tensors, layer.length, *layer.rows)]
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor.fill_(min(used, capacity))
+            addresses = [x.data_ptr() for layer in self.layers(old) for x in (*layer.tensors, layer.length)]
+            assert cache.fork(n, capacity, into=old) is old
+            assert addresses == [x.data_ptr() for layer in self.layers(old) for x in (*layer.tensors, layer.length)]
+            self.keep(old, model.fork(n, capacity), then)
 
     def pick(self, pick: int) -> tuple[Any, Model]:
         """Choose a cache, more often a new one than an old one."""
@@ -105,13 +130,15 @@ class PrefixHistory(History):
             assert cache.capacity == model.capacity
             assert cache.nbytes == model.nbytes
             for index, layer in enumerate(self.layers(cache)):
-                assert [key.shape[::2] for key, _ in layer.segments] == model.prefixes
-                parts = [[expand_to_batch(x, layer.batch_size) for x in segment] for segment in layer.segments]
+                assert [key.shape[::2] for key, _ in layer.segments] == [(x.stored, x.length) for x in model.prefixes]
+                assert [rows is None for rows in layer.rows] == [x.aligned for x in model.prefixes]
+                segments = zip(layer.segments, layer.rows, strict=True)
+                parts = [[expand_to_batch(x, layer.batch_size, rows) for x in segment] for segment, rows in segments]
                 if layer.forked:
                     assert int(layer.length) == model.used
                     parts.append([layer.keys[:, :, : model.used], layer.values[:, :, : model.used]])
-                    assert not layer.keys[:, :, model.used :].any()
-                    assert not layer.values[:, :, model.used :].any()
+                    assert layer.keys.isfinite().all()
+                    assert layer.values.isfinite().all()
                 for got, want in zip(zip(*parts, strict=True), keys_and_values(model.tokens, index), strict=True):
                     assert torch.equal(torch.cat(got, dim=2), want)
 
@@ -131,10 +158,13 @@ class SharedPrefixHistory(PrefixHistory):
     def update(self, cache: Any, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return cache.update(layer, key, value)
 
+    def remove(self, cache: Any, tokens: int) -> None:
+        cache.crop(tokens)
+
 
 @settings(60, stateful_step_count=15)
 class TransformersHistory(PrefixHistory):
-    """The cache that `generate` uses: it selects in place, removes no tokens, and knows of no padding."""
+    """The cache that `generate` uses: it selects in place, and knows of no padding."""
 
     def make(self, padding: list[list[bool]]) -> Any:
         padding[:] = [[] for _ in padding]
@@ -151,12 +181,15 @@ class TransformersHistory(PrefixHistory):
     def update(self, cache: Any, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return cache.update(key, value, layer)
 
+    def remove(self, cache: Any, tokens: int) -> None:
+        cache.crop(-tokens)
+
     @rule(pick=picks, indices=lists, times=widths, in_order=st.booleans(), then=steps)
     def batch_select_indices(self, pick: int, indices: list[int], times: int, in_order: bool, then: list[int]) -> None:
         cache, model = self.pick(pick)
         rows = self.rows(model, indices, times, in_order)
         cache.batch_select_indices(torch.tensor(rows))
-        self.replace(pick, cache, model.select(rows), then)
+        self.replace(pick, cache, model.select(rows, in_place=True), then)
 
     @rule(pick=picks, shift=picks, stride=widths, then=steps)
     def reorder_cache(self, pick: int, shift: int, stride: int, then: list[int]) -> None:
@@ -165,7 +198,7 @@ class TransformersHistory(PrefixHistory):
         batch = len(model.tokens)
         rows = [(shift + stride * i) % batch for i in range(batch)]
         cache.reorder_cache(torch.tensor(rows))
-        self.replace(pick, cache, model.select(rows), then)
+        self.replace(pick, cache, model.select(rows, in_place=True), then)
 
     @rule(pick=picks, times=widths, then=steps)
     def batch_repeat_interleave(self, pick: int, times: int, then: list[int]) -> None:
@@ -173,19 +206,12 @@ class TransformersHistory(PrefixHistory):
         if len(model.tokens) * times <= MOST_SEQUENCES:
             cache.batch_repeat_interleave(times)
             rows = [i for i in range(len(model.tokens)) for _ in range(times)]
-            self.replace(pick, cache, model.select(rows), then)
+            self.replace(pick, cache, model.select(rows, in_place=True), then)
 
     def replace(self, pick: int, cache: Any, model: Model, then: list[int]) -> None:
         self.caches[-1 - pick % len(self.caches)] = cache, model
         for q_len in then:
             self.step(pick, q_len)
-
-    @rule(pick=picks)
-    def takes_nothing_away(self, pick: int) -> None:
-        cache, _ = self.pick(pick)
-        for refused in (lambda: cache.crop(1), cache.reset):
-            with pytest.raises(NotImplementedError):
-                refused()
 
 
 TestSharedPrefix = SharedPrefixHistory.TestCase

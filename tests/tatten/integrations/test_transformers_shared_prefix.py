@@ -157,10 +157,95 @@ def test_beams_across_forks() -> None:
     fork.batch_repeat_interleave(2)
     twice, ones = many.repeat_interleave(2, 0), ones.repeat_interleave(2, 0)
     assert [key.shape[0] for key, _ in fork.layers[0].kv.segments] == [1, 3]
+    assert fork.layers[0].kv.rows == (None, None)
     assert torch.equal(
         generate(model, twice, ones, past_key_values=fork, do_sample=False),
         generate(model, twice, ones, do_sample=False),
     )
+
+
+def slightly_wrong() -> transformers.PreTrainedModel:
+    assistant = build("llama")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        assistant.lm_head.weight.add_(torch.randn_like(assistant.lm_head.weight), alpha=0.005)
+    return assistant
+
+
+@pytest.mark.parametrize("start", ["empty", "root", "fork", "used fork"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_assisted_decoding(do_sample: bool, start: str) -> None:
+    """Rejected candidates are cropped from the suffix, step after step, and what is held is not added again."""
+    model, (ids, mask) = build("llama"), prompts(False)
+    kwargs = {"do_sample": do_sample, "max_new_tokens": 16}
+    cache = SharedPrefixCache(model.config) if start == "empty" else prefilled(model, ids, mask)
+    cache = cache.fork(1, 48) if "fork" in start else cache
+    if start == "used fork":
+        ids, mask = continued(model, cache, ids, mask)
+    cropped = []
+    crop = cache.crop
+    cache.crop = lambda tokens: (cropped.append(-tokens), crop(tokens))
+    results = []
+    for past in (cache, None):
+        torch.manual_seed(0)
+        more = {"assistant_model": slightly_wrong(), "past_key_values": past} if past is not None or do_sample else {}
+        results.append(model.generate(ids, attention_mask=mask, **kwargs, **more))
+    assert torch.equal(*results)
+    assert do_sample or sum(cropped) > 0
+    assert int(cache.get_seq_length()) == results[0].shape[1] - 1
+
+
+def test_assisted_decoding_needs_the_whole_text() -> None:
+    model, (ids, mask) = build("llama"), prompts(False)
+    fork = prefilled(model, ids, mask).fork(1, 32)
+    with pytest.raises(ValueError, match="the whole text as `input_ids`, of which the cache holds 11 tokens, got"):
+        model.generate(ids[:, -1:], past_key_values=fork, assistant_model=slightly_wrong(), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_fork_into_an_old_one(mode: str) -> None:
+    """A second rollout, in the memory of the first."""
+    model = build("llama")
+    n, kwargs = MODES[mode]
+    fork = None
+    for shift in (0, 5):
+        ids, mask = prompts(True)
+        ids = (ids + shift) % 40
+        old, fork = fork, prefilled(model, ids, mask).fork(n, NEW, into=fork)
+        assert old in (None, fork)
+        got = generate(model, ids, mask, past_key_values=fork, **kwargs)
+        assert torch.equal(got, generate(model, ids, mask, **kwargs))
+
+
+def test_finished_sequences_are_dropped() -> None:
+    """Dropping any of the samples of unequal prompts copies no prefix, and the others go on as if nothing was."""
+    model, (ids, mask) = build("llama"), prompts(True)
+    root = prefilled(model, ids, mask)
+    child = root.fork(4, capacity=8)
+    ids, mask = continued(model, child, ids.repeat_interleave(4, 0), mask.repeat_interleave(4, 0))
+    for left in ([0, 1, 3, 4, 8, 9, 11], [1, 2, 6], [2, 0]):
+        left = torch.tensor(left)
+        child = child.select(left)
+        ids, mask = ids[left], mask[left]
+        token = root.nbytes // (3 * (PROMPT - 1))
+        assert child.nbytes == root.nbytes + token * len(left) * 8
+        ids, mask = continued(model, child, ids, mask)
+        want = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits[:, -2]
+        best = want.topk(child.batch_size).indices.gather(1, torch.arange(child.batch_size)[:, None])
+        assert torch.equal(ids[:, -1:], best)
+
+
+def test_prompts_padded_between_their_last_tokens() -> None:
+    """`generate` wants the last token of each prompt at the end; the padding of unequal prompts may be before it."""
+    model, (left_ids, left_mask) = build("llama"), prompts(True)
+    ids, mask = torch.zeros_like(left_ids), torch.zeros_like(left_mask)
+    for row in range(3):
+        real = left_ids[row, left_mask[row].bool()]
+        ids[row, : len(real) - 1], mask[row, : len(real) - 1] = real[:-1], 1
+        ids[row, -1], mask[row, -1] = real[-1], 1
+    got = generate(model, ids, mask, past_key_values=prefilled(model, ids, mask).fork(1, NEW), do_sample=False)
+    want = generate(model, left_ids, left_mask, do_sample=False)
+    assert torch.equal(got[:, PROMPT:], want[:, PROMPT:])
 
 
 def test_an_unforked_cache_grows_as_a_dynamic_one() -> None:
@@ -185,9 +270,16 @@ def test_answers_to_transformers() -> None:
     assert (root.get_mask_sizes(3, 0), fork.get_mask_sizes(3, 0)) == ((PROMPT + 2, 0), (PROMPT + 3, 0))
     assert (fork.get_max_length(), fork.batch_size, fork.capacity) == (PROMPT + 3, 6, 4)
     assert isinstance(fork.get_seq_length(), Tensor)
-    for call in (fork.reset, root.reset, lambda: fork.crop(-1)):
+    for call in (fork.reset, root.reset):
         with pytest.raises(NotImplementedError, match="SharedPrefixCache cannot be"):
             call()
+    fork.crop(0)
+    with pytest.raises(ValueError, match="`tokens` must be at most 0, as many as came since the last fork, got 1"):
+        fork.crop(-1)
+    with pytest.raises(ValueError, match="`tokens_to_remove` must be 0 or negative, as transformers has it, got 12"):
+        fork.crop(12)
+    with pytest.raises(TypeError, match="`into` must be a SharedPrefixCache of this module, got int"):
+        root.fork(1, 1, into=1)
 
 
 @pytest.mark.parametrize("compiled", slow_but([False], [False, True]))

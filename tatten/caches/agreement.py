@@ -1,0 +1,161 @@
+"""Whether the ranks that share a cache were given the same: otherwise attention would mix their texts.
+
+A call on a cache is described by a few integers, which all ranks gather. Every rank sees the same table, so either all
+of them raise, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tatten.caches.prompts import Prompts
+from tatten.caches.selection import Selection
+from tatten.caches.sharded_layer import Interleaved
+
+PROMPT, FORK, SELECT = 1, 2, 3
+ARGUMENTS = {PROMPT: "`key`, `prompt_mask` and `prompt_lens`", FORK: "`n` and `capacity`", SELECT: "`indices`"}
+FACTS, SHOWN = 8, 4  # integers that describe a call, and indices of a selection among them
+PROJECTIONS = 4
+TOLERANCE = 0.03  # of the norm of a token's keys: well above the rounding of bfloat16, well below other tokens' keys
+
+
+class Agreement:
+    """Compares calls on one cache, and on what is forked or selected from it. Not for graphs that are recorded."""
+
+    def __init__(self, layout: Interleaved, prompts: Prompts):
+        self._mesh = layout.mesh
+        self._device = torch.device(layout.mesh.device_type)
+        placements = list(enumerate(layout.placements))
+        self._sequence = [dim for dim, placement in placements if placement.is_shard(2)]
+        self._sharing = [dim for dim, placement in placements if placement.is_shard()]  # heads of one text, too
+        hashes = [fingerprint(tensor) for tensor in prompts.given.values()]
+        self._prompts = (hashes or [torch.zeros(1, dtype=torch.int64)])[0].to(self._device)
+        self._unread: Tensor | None = None  # the first table in which ranks disagree, or else the last one
+
+    def check_prompt(self, key: Tensor, start: int) -> None:
+        """Raise ValueError unless ranks add the same tokens to the prompts, whose keys in the first layer are `key`.
+
+        Shapes, masks and lengths have to be equal; keys may differ by rounding.
+        """
+        shape = (*key.shape, 0, 0, 0, 0)[:4]
+        self._tell(PROMPT, start, *shape, 0, last=self._prompts)
+        self.settle()
+        if key.dim() != 4 or not key.numel():
+            return
+        table = self._gather(_projections(key), self._sequence)
+        norm = torch.linalg.vector_norm(key, dim=(1, 3), dtype=torch.float32)[..., None]
+        differ = ((table - table[0]).abs() > TOLERANCE * norm).any(-1).flatten(1)
+        if differ.any():
+            first = int(differ.any(0).int().argmax())
+            prompt, token = divmod(first, key.shape[2])
+            ranks = zip(self._ranks(self._sequence), differ[:, first].tolist(), strict=True)
+            raise ValueError(
+                "prompts must be the same on all ranks that share a sequence, got others on ranks "
+                f"{[rank for rank, other in ranks if other]} from token {start + token} of prompt {prompt} on"
+            )
+
+    def check_fork(self, n: object, capacity: object, batch: int, used: int) -> None:
+        """Raise ValueError unless ranks fork alike."""
+        self._tell(FORK, *(x if isinstance(x, int) else -1 for x in (n, capacity)), batch, used)
+        self.settle()
+
+    def check_selection(self, selection: Selection | None, batch: int) -> None:
+        """Compare what ranks select from `batch` sequences; None for indices that are none.
+
+        Raises ValueError at once if the host knows the indices, and otherwise when `settle` is called.
+        """
+        if selection is None:
+            self._tell(SELECT, batch, -1)
+            self._unread = None
+            return
+        indices = selection.on(self._device)
+        shown = F.pad(indices[:SHOWN], (0, SHOWN - min(SHOWN, len(indices))), value=-1)
+        self._tell(SELECT, batch, len(indices), last=torch.cat([shown, fingerprint(indices)]))
+        if selection.known is not None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Raise ValueError if ranks turned out to disagree. Waits for the device if there is anything new."""
+        table, self._unread = self._unread, None
+        rows = [] if table is None else [tuple(row) for row in table.tolist()]
+        if len(set(rows)) > 1:
+            kinds = {row[0] for row in rows}
+            name = ARGUMENTS[kinds.pop()] if len(kinds) == 1 else "calls"
+            ranks = self._ranks(self._sharing)
+            calls = {row: [r for r, other in zip(ranks, rows, strict=True) if other == row] for row in rows}
+            raise ValueError(
+                f"{name} must be the same on all ranks that share a cache, got "
+                f"{' and '.join(f'{_describe(row)} on ranks {who}' for row, who in calls.items())}"
+            )
+
+    def _tell(self, *facts: int, last: Tensor | None = None) -> None:
+        """Let all ranks know of a call; `last` is what the host does not know of it."""
+        known = torch.tensor(facts, device=self._device)
+        row = known if last is None else torch.cat([known, last])
+        table = self._gather(F.pad(row, (0, FACTS - len(row))), self._sharing)
+        if self._unread is not None:
+            table = torch.where((self._unread == self._unread[0]).all(), table, self._unread)
+        self._unread = table
+
+    def _gather(self, tensor: Tensor, dims: Sequence[int]) -> Tensor:
+        """`[ranks of these mesh dims, ...]`, in order of their coordinates."""
+        shape = tensor.shape
+        for dim in reversed(dims):
+            gathered = tensor.new_empty(self._mesh.size(dim), *tensor.shape)
+            dist.all_gather(list(gathered), tensor.contiguous(), group=self._mesh.get_group(dim))
+            tensor = gathered
+        return tensor.reshape(-1, *shape)
+
+    def _ranks(self, dims: Sequence[int]) -> list[int]:
+        """Global ranks in the order of `_gather`."""
+        own = self._mesh.get_coordinate()
+        assert own is not None
+        ranks: list[int] = (
+            self._mesh.mesh[tuple(slice(None) if dim in dims else place for dim, place in enumerate(own))]
+            .flatten()
+            .tolist()
+        )
+        return ranks
+
+
+def fingerprint(values: Tensor) -> Tensor:
+    """A 64-bit hash of integers or bools and of their order, int64 `[1]`, on their device."""
+    values = values.flatten()
+    if values.dtype == torch.bool:  # eight at a time
+        values = F.pad(values.to(torch.uint8), (0, -len(values) % 8)).view(torch.int64)
+    mixed = values.to(torch.int64) + torch.arange(1, len(values) + 1, device=values.device) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):  # as splitmix64 does
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return (mixed ^ (mixed >> 31)).sum().reshape(1)
+
+
+def _projections(key: Tensor) -> Tensor:
+    """Each token's keys along a few fixed directions, float32 `[batch, tokens, directions]`."""
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(key.shape[1], key.shape[3], PROJECTIONS, generator=generator)
+    plain = key if key.dtype.itemsize > 1 else key.to(torch.bfloat16)
+    return (plain @ directions.to(plain)).float().sum(1)
+
+
+def _describe(row: Sequence[int]) -> str:
+    kind, *facts = row
+    if kind == PROMPT:
+        return f"keys of shape {tuple(facts[1:5])} from token {facts[0]} on (prompts {_short(facts[6])})"
+    if kind == FORK:
+        return f"fork({facts[0]}, {facts[1]}) of {facts[2]} sequences with {facts[3]} tokens since the last fork"
+    if facts[1] < 0:
+        return f"other things than indices of {facts[0]} sequences"
+    shown = [str(index) for index in facts[2 : 2 + min(SHOWN, facts[1])]]
+    if facts[1] <= SHOWN:
+        return f"[{', '.join(shown)}]"
+    return f"[{', '.join(shown)}, ...] ({facts[1]} indices, {_short(facts[2 + SHOWN])})"
+
+
+def _short(fingerprint: int) -> str:
+    """Enough of a fingerprint to tell it from another."""
+    return f"#{fingerprint % 2**32:08x}" if fingerprint else "whole"

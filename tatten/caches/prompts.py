@@ -1,0 +1,73 @@
+"""Which tokens of the prompts of a cache take part in attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Prompts:
+    """All tokens of the prompts, those of a mask, or as many as each prompt's length says.
+
+    Attributes:
+        mask: bool `[G, P]`, True for real tokens; or None.
+        lens: int32 or int64 `[G]`, the number of real tokens, which come first; or None.
+    """
+
+    def __init__(self, mask: Tensor | None = None, lens: Tensor | None = None):
+        if mask is not None and lens is not None:
+            raise ValueError("`prompt_lens` must be None where `prompt_mask` is given, got both")
+        if mask is not None and mask.dtype != torch.bool:
+            raise TypeError(f"`prompt_mask` must be bool, got {mask.dtype}")
+        if mask is not None and mask.dim() != 2:
+            raise ValueError(f"`prompt_mask` must be [prompts, length], got shape {tuple(mask.shape)}")
+        if lens is not None and lens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"`prompt_lens` must be int32 or int64, got {lens.dtype}")
+        if lens is not None and lens.dim() != 1:
+            raise ValueError(f"`prompt_lens` must be [prompts], got shape {tuple(lens.shape)}")
+        self.mask, self.lens = mask, lens
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        """What was given, by the name of the argument: one tensor, or none."""
+        tensors = {"prompt_mask": self.mask, "prompt_lens": self.lens}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of what was given; None for all tokens."""
+        return next((tensor.device for tensor in self.given.values()), None)
+
+    def real(self, prompt_length: int, total: int) -> Tensor | None:
+        """Bool `[G, total]`, True for tokens that take part, all after the prompts included; None for all of them.
+
+        Args:
+            prompt_length: tokens of the prompts, where lengths are given; a mask has its own length.
+        """
+        if self.mask is not None:
+            return F.pad(self.mask, (0, total - self.mask.shape[1]), value=True)
+        if self.lens is not None:
+            places = torch.arange(total, device=self.lens.device)
+            return (places < self.lens[:, None]) | (places >= prompt_length)
+        return None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Prompts:
+        """Apply a function of tensors `[G, ...]` to what was given."""
+        mask, lens = (None if tensor is None else change(tensor) for tensor in (self.mask, self.lens))
+        return Prompts(mask, lens)
+
+    def check(self, key: Tensor, start: int) -> None:
+        """Raise ValueError unless these can be the prompts of keys `[batch, kv_heads, q_len, ...]` from `start` on."""
+        for name, tensor in self.given.items():
+            if not start and tensor.shape[0] != key.shape[0]:
+                raise ValueError(f"`{name}` must have batch {key.shape[0]}, as `key`, got {tensor.shape[0]}")
+            if tensor.device != key.device:
+                raise ValueError(f"`{name}` must be on {key.device}, as `key`, got {tensor.device}")
+        end = start + key.shape[2]
+        if self.mask is not None and start < self.mask.shape[1] < end:
+            raise ValueError(
+                f"`prompt_mask` must cover all or none of tokens {start} to {end - 1}, got {self.mask.shape[1]}"
+            )

@@ -1,0 +1,69 @@
+"""What the layers of a shared-prefix cache do together: rows and lengths are computed once for all of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tatten.caches.selection import Selection
+from tatten.caches.shared_prefix_layer import Inherited, Kept, SharedPrefixLayer
+
+T = TypeVar("T")
+Layers = list[SharedPrefixLayer]
+
+
+def used_slots(layers: Layers, name: str) -> int:
+    """Used slots of the suffixes, read with one synchronisation for all layers; 0 before a fork.
+
+    Raises:
+        ValueError: `name` was called before the prefill or in the middle of a step.
+    """
+    empty = [index for index, layer in enumerate(layers) if not layer.segments]
+    if empty:
+        raise ValueError(f"`{name}` needs a prefill of all {len(layers)} layers, got none in layers {empty}")
+    lengths = [layer.prefix_length for layer in layers]
+    if layers[0].forked:
+        device = layers[0].length.device
+        lengths = torch.stack([layer.length.to(device) for layer in layers]).tolist()
+    if len(set(lengths)) > 1:
+        raise ValueError(f"`{name}` must come between steps, with as many tokens in each layer, got {lengths}")
+    return lengths[0] if layers[0].forked else 0
+
+
+def inherit(layers: Layers, n: int, capacity: int, used: int) -> list[Inherited]:
+    """What `n` children of each sequence inherit in each layer."""
+    rows = _on_each_device(layers, lambda layer: layer.inherited_rows(n, used))
+    return [layer.inherited(n, capacity, used, rows[layer.device]) for layer in layers]
+
+
+def select_layers(layers: Layers, selection: Selection) -> tuple[Layers, slice]:
+    """Layers of the chosen sequences, and which rows of the root they keep."""
+    kept = _on_each_device(layers, lambda layer: layer.selected_rows(selection, narrow=True))
+    return [layer.select(selection, kept[layer.device]) for layer in layers], kept[layers[0].device][0][0]
+
+
+def select_layers_(layers: Layers, selection: Selection) -> slice:
+    """Select in place; returns which rows of the root are kept. Rows stay where they are while the batch does."""
+    stays = len(selection) == layers[0].batch_size
+    kept = _on_each_device(layers, lambda layer: layer.selected_rows(selection, narrow=not stays))
+    if stays and layers[0].forked:
+        held = _on_each_device(layers, lambda layer: layer.rows)
+        kept = {device: _in_place(held[device], new) for device, new in kept.items()}
+    for layer in layers:
+        layer.select_(selection, kept[layer.device])
+    return kept[layers[0].device][0][0]
+
+
+def _on_each_device(layers: Layers, compute: Callable[[SharedPrefixLayer], T]) -> dict[torch.device, T]:
+    return {device: compute(layer) for device, layer in {layer.device: layer for layer in layers}.items()}
+
+
+def _in_place(held: Sequence[Tensor | None], new: Kept) -> Kept:
+    """Write new rows into the tensors of the old ones, where there are any."""
+    return [
+        (stored, rows if old is None or rows is None else old.copy_(rows))
+        for old, (stored, rows) in zip(held, new, strict=True)
+    ]
