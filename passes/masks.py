@@ -20,7 +20,7 @@ from tatten.passes.symbolic import constant, known_equal, tensor_of
 
 
 class Masks:
-    """Nodes computed from masks so far, while the calls of a graph are rewritten in order."""
+    """Nodes computed from masks and from rows so far, while the calls of a graph are rewritten in order."""
 
     def __init__(self) -> None:
         self._made: dict[object, Node] = {}

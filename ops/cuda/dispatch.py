@@ -145,7 +145,7 @@ def _block_mask_of_rows(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, block_mask: Tensor | None, row_groups: Tensor | None
 ) -> Tensor | None:
     """Find the block mask of a segment with row groups, if it needs one and has none."""
-    if attn_mask is None or row_groups is None or block_mask is not None:
+    if attn_mask is None or row_groups is None or block_mask is not None or key.shape[2] == 0:
         return block_mask
     mask = attn_mask.expand(*attn_mask.shape[:-1], key.shape[2])
     found: Tensor = torch.ops.tatten.block_mask.default(mask, key.shape[0], rows_of(row_groups, query, key))

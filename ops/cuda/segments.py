@@ -43,6 +43,8 @@ class PrefixSegment:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *_: object, row_groups: Tensor | None = None
     ) -> Partials:
+        if row_groups is not None:
+            row_groups = row_groups.contiguous()
         return Partials(*self.attend(query, key, value, row_groups), row_groups=row_groups)
 
 
