@@ -141,12 +141,15 @@ def _inputs(*of_segments: Sequence[Tensor | None] | None) -> list[Inputs]:
 def _plan_launches(
     query: Tensor, inputs: Sequence[Inputs], scale: float, max_and_sum: bool
 ) -> tuple[tuple[Segment | PrefixSegment, ...], tuple[int, ...]]:
-    """Plan a launch for each segment, and their order: the prefix kernel waits for what came before, so it is first."""
-    wide = [i for i, x in enumerate(inputs) if _takes_prefix_kernel(query, x, scale)] if len(inputs) > 1 else []
-    order = tuple(sorted(range(len(inputs)), key=lambda i: i not in wide))
+    """Plan a launch for each segment, and their order: the prefix kernel waits for what came before, so it is first.
+
+    Side by side run only two segments, of which the prefix kernel takes one.
+    """
+    prefixes = [i for i, x in enumerate(inputs) if _takes_prefix_kernel(query, x, scale)] if len(inputs) > 1 else []
+    order = tuple(sorted(range(len(inputs)), key=lambda i: i not in prefixes))
     programs: int | None = None
     beside: dict[str, Any] = {}
-    if len(inputs) == 2 and len(wide) == 1:
+    if len(inputs) == 2 and len(prefixes) == 1:
         prefix, other = (inputs[i] for i in order)
         sms, sms_left = multiprocessors(query.device), _sms_beside_prefix(query, prefix, other)
         if sms_left:
@@ -156,7 +159,7 @@ def _plan_launches(
     launches: dict[int, Segment | PrefixSegment] = {}
     for i in order:
         x = inputs[i]
-        if i in wide:
+        if i in prefixes:
             launches[i] = plan_prefix_segment(query, x.key, x.value, scale, programs, x.row_groups)
         else:
             launches[i] = plan_segment(
