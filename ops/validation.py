@@ -146,8 +146,13 @@ def _check_key_value(
     if v[:3] != k[:3] or v[3] == 0:
         like = f"[{batch}, {kv_heads}, {kv_len}, head_dim] like `{key_name}`"
         raise ValueError(f"`{value_name}` must be {like}, got shape {tuple(v)}")
-    if kv_heads == 0 or q[1] % kv_heads:
-        raise ValueError(f"`{key_name}` must have a number of heads that divides `query`'s {q[1]}, got {kv_heads}")
+    _check_kv_heads(query, key, key_name)
+
+
+def _check_kv_heads(query: Tensor, key: Tensor, name: str) -> None:
+    q_heads, kv_heads = query.shape[1], key.shape[1]
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ValueError(f"`{name}` must have a number of heads that divides `query`'s {q_heads}, got {kv_heads}")
 
 
 def _check_kv_scale(scale: Tensor, key: Tensor, name: str) -> None:
@@ -204,11 +209,14 @@ def check_bifurcated_attention(
             check_mask(mask, query, (served, q_heads, q_len, key.shape[2]), f"attn_masks[{i}]")
 
 
-def check_rows_fit(rows: Tensor, query: Tensor, key: Tensor, name: str) -> None:
-    """Raise unless `rows` can say which row of `key` each sequence of `query` reads."""
-    for other, tensor in (("query", query), ("key", key)):
-        if tensor.dim() != 4 or 0 in tensor.shape[:2]:
-            raise ValueError(f"`{other}` must be [batch, heads, length, head_dim], got shape {tuple(tensor.shape)}")
+def check_rows_fit(rows: Tensor, query: Tensor, key: Tensor, segment: int) -> None:
+    """Raise unless `rows` can say which row of `key`, that of a segment, each sequence of `query` reads."""
+    _check_query(query)
+    shape, name = tuple(key.shape), f"rows[{segment}]"
+    if len(shape) != 4 or shape[0] == 0:
+        wanted = "[batch, heads, length, head_dim] with a batch of at least 1"
+        raise ValueError(f"`keys[{segment}]` must be {wanted}, got shape {shape}")
+    _check_kv_heads(query, key, f"keys[{segment}]")
     check_rows(rows, query.shape[0], name)
     check_devices(query, **{name: rows})
 

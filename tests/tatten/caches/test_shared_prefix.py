@@ -615,6 +615,7 @@ def test_bad_prompt_mask(real: Tensor, error: type[Exception], message: str) -> 
     "lens, error, message",
     [
         (torch.ones(2), TypeError, "`prompt_lens` must be int32 or int64, got torch.float32"),
+        ([3, 2], TypeError, "`prompt_lens` must be a Tensor, got list"),
         (torch.ones(2, 1, dtype=torch.int64), ValueError, r"must be \[prompts\], got shape \(2, 1\)"),
         (torch.ones(1, dtype=torch.int64), ValueError, "`prompt_lens` must have batch 2, as `key`, got 1"),
         (torch.ones(2, dtype=torch.int64, device="meta"), ValueError, "must be on cpu, as `key`, got meta"),
