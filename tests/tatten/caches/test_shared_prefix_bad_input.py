@@ -44,6 +44,8 @@ BAD = {
     "float children": (lambda c: c.fork(2.0, 1), TypeError, "`n` must be an int, got 2.0"),
     "index": (lambda c: c.select([0, 6]), IndexError, "must be 0 to 5, as the cache holds 6 sequences, got 6"),
     "negative index": (lambda c: c.select([-1]), IndexError, "got -1"),
+    "one index": (lambda c: c.select(5), TypeError, "`indices` must be a sequence of integers or a tensor, got 5"),
+    "bool crop": (lambda c: c.crop(False), TypeError, "`tokens` must be an int, got False"),
     "no index": (lambda c: c.select([]), ValueError, "at least one"),
     "float index": (lambda c: c.select([0.0]), TypeError, "got 0.0"),
     "bool indices": (lambda c: c.select(torch.ones(6, dtype=torch.bool)), TypeError, "torch.bool"),
@@ -139,3 +141,12 @@ def test_keys_that_want_gradients_are_refused_by_a_suffix() -> None:
     assert all(map(torch.equal, state(child), before))
     with torch.no_grad():
         child.update(0, key, key)
+
+
+def test_what_needs_something_else() -> None:
+    with pytest.raises(
+        ValueError, match="`heads` must come with `mesh`, a dim of which it names, got 'tp' without one"
+    ):
+        SharedPrefixCache(1, heads="tp")
+    with pytest.raises(ValueError, match="`indices` must come after a prefill"):
+        SharedPrefixCache(1).select([0])
