@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import NEG_INF, Case
+from slow import slow_after
 from torch import Tensor
 
 import tatten
@@ -71,7 +72,7 @@ def test_segments_that_share_them_give_the_same(device: str) -> None:
         assert_equal(tatten.bifurcated_attention(query, keys, values, **given, return_lse=True), want)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_after(2, ["eager", "aot_eager", "inductor"]))
 def test_compiled(backend: str) -> None:
     """Made inside of what is compiled, and outside; for another length, too."""
     inputs = [Case(mask="causal", kv_len=n).inputs() for n in (33, 50)]

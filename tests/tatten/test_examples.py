@@ -94,6 +94,7 @@ def test_tree_decode_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         connect("cuda")
 
 
+@pytest.mark.slow
 def test_sharded_samples() -> None:
     example = EXAMPLES / "sharded_samples.py"
     out = run_torchrun(2, str(example), *["--prompt-len", "65", "--samples", "6", "--new-tokens", "3"])

@@ -46,6 +46,7 @@ def test_results_come_in_the_order_of_ranks() -> None:
     assert run_ranks(2, dist.get_rank) == [0, 1]
 
 
+@pytest.mark.slow
 def test_torchrun_ends_in_time(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -138,8 +138,13 @@ def check_compiled(options: dict[str, Any] | None, padded: bool) -> tuple[int, s
     return len(graphs), str(report)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
-@pytest.mark.parametrize("options", [None, {"inner": "aot_eager"}], ids=["dynamo", "tatten"])
+@pytest.mark.parametrize(
+    "options, padded",
+    slow_but(
+        [({"inner": "aot_eager"}, False)], [(x, y) for x in (None, {"inner": "aot_eager"}) for y in (False, True)]
+    ),
+    ids=str,
+)
 def test_compiled_generate(options: dict[str, Any] | None, padded: bool) -> None:
     """One graph for all steps, and for the next fork."""
     for graphs, report in run_ranks(2, check_compiled, options, padded):
