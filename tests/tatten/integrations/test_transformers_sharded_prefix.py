@@ -138,6 +138,9 @@ def check_compiled(options: dict[str, Any] | None, padded: bool) -> tuple[int, s
     return len(graphs), str(report)
 
 
+AOT = {"inner": "aot_eager"}
+
+
 @pytest.mark.parametrize(
     "options, padded",
     slow_but(
