@@ -332,7 +332,7 @@ CLAIMS = [
         "prefix_groups",
         8,
         one_call("regular", "groups", "added_us"),
-        "aligned groups that are given as rows at most 2 us longer than as blocks",
+        "aligned groups whose rows are arranged beforehand at most 2 us longer than blocks",
         at_most=2,
         within=0.15,
     ),

@@ -68,7 +68,7 @@ def sample(model: LlamaForCausalLM, prompt: Tensor, cache: SharedPrefixCache, ar
         max_new_tokens=args.new_tokens,
         **options,
     )
-    best = drawn[:, prompt.shape[1] :].sum(1).topk(args.samples // 3).indices  # any score will do here
+    best = drawn[:, prompt.shape[1] :].sum(1).topk(max(1, args.samples // 3)).indices  # any score will do here
     return model.generate(
         drawn[best],
         past_key_values=fork.select(best),

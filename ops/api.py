@@ -280,7 +280,7 @@ def _row_groups(query: Tensor, keys: Sequence[Tensor], rows: Sequence[Tensor | N
     for i, (key, own) in enumerate(zip(keys, rows, strict=True)):
         if own is not None:
             check_tensors(**{f"rows[{i}]": own})
-            check_rows_fit(own, query, key, f"rows[{i}]")
+            check_rows_fit(own, query, key, i)
             queries = query.shape[1] // key.shape[1] * query.shape[2]
             groups[i] = torch.ops.tatten.row_groups.default(own, key.shape[0], queries)
     return groups

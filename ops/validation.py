@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tatten.ops.row_validation import check_row_groups, check_rows
 from tatten.ops.sizes import ceil_div
 from tatten.ops.variant import AttentionVariant
 
@@ -145,8 +146,13 @@ def _check_key_value(
     if v[:3] != k[:3] or v[3] == 0:
         like = f"[{batch}, {kv_heads}, {kv_len}, head_dim] like `{key_name}`"
         raise ValueError(f"`{value_name}` must be {like}, got shape {tuple(v)}")
-    if kv_heads == 0 or q[1] % kv_heads:
-        raise ValueError(f"`{key_name}` must have a number of heads that divides `query`'s {q[1]}, got {kv_heads}")
+    _check_kv_heads(query, key, key_name)
+
+
+def _check_kv_heads(query: Tensor, key: Tensor, name: str) -> None:
+    q_heads, kv_heads = query.shape[1], key.shape[1]
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ValueError(f"`{name}` must have a number of heads that divides `query`'s {q_heads}, got {kv_heads}")
 
 
 def _check_kv_scale(scale: Tensor, key: Tensor, name: str) -> None:
@@ -183,7 +189,7 @@ def check_bifurcated_attention(
     for i, (key, value, mask) in enumerate(zip(keys, values, attn_masks, strict=True)):
         rows, groups = key.shape[0] if key.dim() == 4 else batch, row_groups[i]
         if groups is not None:
-            _check_row_groups(groups, batch, f"row_groups[{i}]")
+            check_row_groups(groups, batch, f"row_groups[{i}]")
             if rows == 0:
                 raise ValueError(f"`keys[{i}]` must have a batch of at least 1, got {rows}")
         elif rows == 0 or batch % rows:
@@ -203,37 +209,16 @@ def check_bifurcated_attention(
             check_mask(mask, query, (served, q_heads, q_len, key.shape[2]), f"attn_masks[{i}]")
 
 
-def check_rows(rows: Tensor, batch: int | None = None, name: str = "rows") -> None:
-    """Raise unless `rows` holds one row for each sequence. Their values are left to `check_row_values`."""
-    if rows.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"`{name}` must be int32 or int64, got {rows.dtype}")
-    if rows.dim() != 1 or rows.shape[0] == 0 or (batch is not None and rows.shape[0] != batch):
-        wanted = "[batch]" if batch is None else f"[{batch}], the batch of `query`"
-        raise ValueError(f"`{name}` must have shape {wanted}, got {tuple(rows.shape)}")
-
-
-def check_rows_fit(rows: Tensor, query: Tensor, key: Tensor, name: str) -> None:
-    """Raise unless `rows` can say which row of `key` each sequence of `query` reads."""
-    for other, tensor in (("query", query), ("key", key)):
-        if tensor.dim() != 4 or 0 in tensor.shape[:2]:
-            raise ValueError(f"`{other}` must be [batch, heads, length, head_dim], got shape {tuple(tensor.shape)}")
+def check_rows_fit(rows: Tensor, query: Tensor, key: Tensor, segment: int) -> None:
+    """Raise unless `rows` can say which row of `key`, that of a segment, each sequence of `query` reads."""
+    _check_query(query)
+    shape, name = tuple(key.shape), f"rows[{segment}]"
+    if len(shape) != 4 or shape[0] == 0:
+        wanted = "[batch, heads, length, head_dim] with a batch of at least 1"
+        raise ValueError(f"`keys[{segment}]` must be {wanted}, got shape {shape}")
+    _check_kv_heads(query, key, f"keys[{segment}]")
     check_rows(rows, query.shape[0], name)
     check_devices(query, **{name: rows})
-
-
-def check_row_values(rows: Tensor, kv_batch: int) -> None:
-    """Raise ValueError unless each row lies in [0, kv_batch). Reads the tensor: CPU only."""
-    low, high = rows.min().item(), rows.max().item()
-    if low < 0 or high >= kv_batch:
-        raise ValueError(
-            f"`rows` must lie between 0 and {kv_batch - 1}, as {kv_batch} rows are stored, got {low} to {high}"
-        )
-
-
-def _check_row_groups(row_groups: Tensor, batch: int, name: str) -> None:
-    if row_groups.dtype != torch.int32 or row_groups.shape != (4, batch + 1):
-        wanted = f"int32 of shape {(4, batch + 1)}"
-        raise ValueError(f"`{name}` must be {wanted}, got {row_groups.dtype} of shape {tuple(row_groups.shape)}")
 
 
 def check_block_mask(

@@ -1,4 +1,4 @@
-"""The masks of a graph: casts, columns and block masks are computed once for all layers that share a mask."""
+"""Masks and rows of a graph: what is computed from them is computed once for all layers that share them."""
 
 from __future__ import annotations
 

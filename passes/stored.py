@@ -71,7 +71,7 @@ class Stored:
         return node
 
     def written_before(self, call: Node) -> Node | None:
-        """The first node before `call` that may write to `base`, a copy of it on the path, or an index, once used."""
+        """The first node before `call` that may write to `base`, or to a copy of it or an index that was read."""
         if not self.path:
             return None
         read = {*self.path, *(self.rows.read if self.rows is not None else ())}

@@ -132,7 +132,10 @@ class ShardedCall(MergedCall):
         return _local(peel_heads(whole), whole)
 
     def weighs(self, match: Match) -> bool:
-        """Whether another rewrite reads the local part; PyTorch would gather the keys of all ranks."""
+        """Whether a rewrite has to pay: one of tensors behind the local part does, which another can read as it is.
+
+        One of the local part itself does not: PyTorch would gather the keys of all ranks.
+        """
         return all(isinstance(x.base, Node) for x in match.keys)
 
     def insert(self, match: AnyMatch, masks: Masks) -> AnyMatch:

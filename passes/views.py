@@ -1,9 +1,10 @@
-"""The walk back from a tensor through ops that only copy, reorder and repeat, towards the tensor that is stored.
+"""The walk back from a tensor through ops that only copy, reorder, repeat and select, to the tensor that is stored.
 
 Each dim of the tensor where a walk begins has a role: batch, heads, length or head_dim. On the way back a role may
-split into several dims, some of them stretched: `[G, 1, ...].expand(G, n, ...).reshape(G * n, ...)`. Each step is
-justified by what the op does to shapes, never by how its arguments are written: stretches only grow dims of size 1, and
-reshapes only merge neighbours or move dims of size 1. `tatten.passes.stored` decides where a walk can end.
+split into several dims, some of them stretched: `[G, 1, ...].expand(G, n, ...).reshape(G * n, ...)`. Each such step is
+justified by what the op does to shapes, never by how its arguments are written: stretches only grow dims of size 1,
+and reshapes only merge neighbours or move dims of size 1. What an index selects is left to `tatten.passes.rows`, and
+where a walk can end to `tatten.passes.stored`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def begin(node: Node) -> Walk:
 
 
 def step_back(walk: Walk) -> Walk | None:
-    """Go one op further back; None where `here` is not its source copied, reordered or repeated."""
+    """Go one op further back; None where `here` is not its source copied, reordered, repeated or selected."""
     source, name = source_of(walk.here), op_name(walk.here)
     if source is None or name not in WALKED or writes(walk.here):
         return None

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tatten.inner_compiler import Compiled, inductor_compiler, plain_compiler, reset_cudagraphs
+from tatten.inner_compiler import Compiled, inner_compiler, reset_inner
 from tatten.options import split_options
 from tatten.passes import rewrite
 from tatten.report import publish
@@ -26,23 +26,18 @@ def tatten(
     Args:
         gm: a graph from Dynamo, which is rewritten in place.
         example_inputs: fake or real inputs of the graph.
-        mode: a mode of `torch.compile`, passed on to Inductor.
-        options: options of tatten (`tatten.options.Options`) and of Inductor, together.
+        mode: a mode of `torch.compile`, passed on to the inner backend.
+        options: options of tatten (`tatten.options.Options`) and of the inner backend, together.
 
     Raises:
-        ValueError, TypeError: neither tatten nor Inductor has such a mode or option, or it has another type.
+        ValueError, TypeError: there is no such inner backend, or neither tatten nor that one has such a mode or option,
+            or it has another type.
+        ImportError: the inner backend needs a package that is not installed.
     """
     own, rest = split_options(options)
-    if own.inner == "inductor":
-        compiler = inductor_compiler(mode, rest)
-    elif rest:
-        raise ValueError(
-            f"`options` must have none for Inductor if option `inner` is {own.inner!r}, got {sorted(rest)}"
-        )
-    else:
-        compiler = plain_compiler(own.inner)
+    compiler = inner_compiler(own.inner, mode, rest)
     publish(rewrite(gm, own.max_q_len))
     return compiler(gm, example_inputs)
 
 
-tatten.reset = reset_cudagraphs  # type: ignore[attr-defined]
+tatten.reset = reset_inner  # type: ignore[attr-defined]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,11 +14,16 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tatten.options import valid_names
+from tatten.passes.mutation import writes
 
 Compiled = Callable[..., Any]
+Compiler = Callable[..., Compiled]  # of a graph and its inputs
+
+TENSORRT = ("torch_tensorrt", "tensorrt", "aot_torch_tensorrt_aten")  # the names that torch_tensorrt registers
+_used: dict[str, Compiler] = {}
 
 
-def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Callable[[GraphModule, list[Tensor]], Compiled]:
+def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
     """Inductor as `torch.compile` sets it up, with modes expanded and the names and types of options checked.
 
     Raises:
@@ -34,18 +41,82 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Callable[[Gr
     return wrapper  # type: ignore[no-any-return]
 
 
-def plain_compiler(name: str) -> Callable[[GraphModule, list[Tensor]], Compiled]:
-    """The backend "eager" or "aot_eager" of Dynamo."""
-    from torch._dynamo.backends.registry import lookup_backend
+def named_compiler(name: str, mode: str | None, options: dict[str, Any]) -> Compiler:
+    """A backend that Dynamo knows by name, given mode and options as `torch.compile` gives them.
 
-    return lookup_backend(name)
+    Raises:
+        ValueError: Dynamo knows no such backend, or the backend would ignore or drop the mode or the options.
+        ImportError: torch_tensorrt, which registers its backends, can't be imported.
+    """
+    compiler = _look_up(name)
+    given: dict[str, Any] = {"mode": mode} if mode not in (None, "default") else {}
+    if options:
+        given["options"] = options
+    if given and _is_dynamos(compiler):
+        wanted = "`mode` and `options` must have none for the inner backend"
+        raise ValueError(f"{wanted} {name!r}, which takes none, got {mode!r} and {sorted(options)}")
+    _used[name] = compiler
+    if name not in TENSORRT:
+        return functools.partial(compiler, **given)
+    if "mode" in given:
+        raise ValueError(f"`mode` must be None or 'default' for the inner backend {name!r}, got {mode!r}")
+    return functools.partial(_tensorrt, compiler, options)
 
 
-def reset_cudagraphs() -> None:
-    """Drop the CUDA graphs that Inductor recorded, as its own wrapper does on `torch._dynamo.reset()`."""
+def _look_up(name: str) -> Compiler:
+    from torch._dynamo.backends.registry import list_backends, lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+
+    if name in TENSORRT:
+        try:
+            importlib.import_module("torch_tensorrt")  # registers its backends
+        except ImportError as error:
+            raise ImportError(
+                f"option `inner` {name!r} needs torch_tensorrt, which can't be imported: {error}"
+            ) from error
+    known = [other for other in list_backends(None) if other != "tatten"]
+    if name in known:
+        try:
+            return lookup_backend(name)  # type: ignore[no-any-return]
+        except InvalidBackend:
+            pass
+    raise ValueError(f"option `inner` must be one of {known}, got {name!r}")
+
+
+def _is_dynamos(compiler: Compiler) -> bool:
+    """Whether a backend is one of PyTorch's own, of which none but Inductor takes a mode or options."""
+    return (getattr(getattr(compiler, "func", compiler), "__module__", None) or "").startswith("torch._dynamo.")
+
+
+def _tensorrt(compiler: Compiler, options: dict[str, Any], gm: GraphModule, inputs: list[Tensor]) -> Compiled:
+    """Call torch_tensorrt, which takes options but no mode.
+
+    Its plain trace refuses graphs that write to their inputs, as to a static cache, and then runs all of the graph
+    eagerly. The other trace, named after its first use, goes through AOTAutograd, which makes writes outputs.
+    """
+    if any(writes(node) for node in gm.graph.nodes):
+        options = {"use_distributed_mode_trace": True, **options}
+    return compiler(gm, inputs, **({"options": options} if options else {}))
+
+
+def inner_compiler(name: str, mode: str | None, options: dict[str, Any]) -> Compiler:
+    """The compiler of the rewritten graph; raises the errors of `inductor_compiler` and `named_compiler`."""
+    return inductor_compiler(mode, options) if name == "inductor" else named_compiler(name, mode, options)
+
+
+def reset_inner() -> None:
+    """Do what `torch._dynamo.reset()` does for the inner backends that were used.
+
+    For Inductor that is to drop the CUDA graphs that it recorded, as its own wrapper does.
+    """
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is not None:
         trees.reset_cudagraph_trees()
+    for compiler in _used.values():
+        reset = getattr(compiler, "reset", None)
+        if reset is not None:
+            reset()
+    _used.clear()
 
 
 def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:

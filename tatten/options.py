@@ -1,4 +1,4 @@
-"""Options of `torch.compile(..., backend="tatten", options={...})`: tatten's own, and all others for Inductor."""
+"""Options of `torch.compile(..., backend="tatten", options={...})`: tatten's own, and others for the inner backend."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import Any
 
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
 
-INNER = ("inductor", "aot_eager", "eager")
-
 
 @dataclass(frozen=True)
 class Options:
     """Options of tatten itself.
 
     Attributes:
-        inner: the backend that compiles the rewritten graph: "inductor", "aot_eager" or "eager".
+        inner: the backend that compiles the rewritten graph: "inductor", or any that Dynamo knows.
         max_q_len: an SDPA call with more queries than this per sequence counts as a prefill and is left unchanged.
     """
 
@@ -25,9 +23,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, str):
-            raise TypeError(f"option `inner` must be a str, one of {list(INNER)}, got {self.inner!r}")
-        if self.inner not in INNER:
-            raise ValueError(f"option `inner` must be one of {list(INNER)}, got {self.inner!r}")
+            raise TypeError(f"option `inner` must be a str, the name of a backend, got {self.inner!r}")
         if not isinstance(self.max_q_len, int) or isinstance(self.max_q_len, bool):
             raise TypeError(f"option `max_q_len` must be an int, got {self.max_q_len!r}")
         if self.max_q_len < 1:
@@ -35,7 +31,7 @@ class Options:
 
 
 def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
-    """Split the options into tatten's own and those for Inductor."""
+    """Split the options into tatten's own and those for the inner backend."""
     own = {field.name for field in fields(Options)}
     given = dict(options or {})
     return Options(**{name: given.pop(name) for name in own & given.keys()}), given

@@ -1,4 +1,4 @@
-"""The ops on a CPU: PyTorch's own flash kernel, given packed query heads and only the keys that count.
+"""Attention on a CPU: PyTorch's own flash kernel, given packed query heads and only the keys that count.
 
 All queries that read a kv head are rows of one call, so that keys and values are read once per kv head: not once per
 query head, nor once per sequence where sequences share them. Of the keys it gets the span between the first and the
@@ -17,11 +17,7 @@ from torch import Tensor
 
 from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.flash import additive, attend, empty_state
-from tatten.ops.layout import (
-    pack_gqa,
-    pack_mask,
-    squeeze_broadcast,
-)
+from tatten.ops.layout import pack_gqa, pack_mask, squeeze_broadcast
 from tatten.ops.masks import Span, key_spans
 from tatten.ops.state_validation import check_stack
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, merge

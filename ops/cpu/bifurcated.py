@@ -73,7 +73,7 @@ def _attend_rows(
     scale: float,
     rows: Tensor,
 ) -> State:
-    """The state of each sequence over the row of a segment that it reads: aligned blocks of some of the rows each."""
+    """The state of each sequence over the row of a segment that it reads, a run of rows at a time."""
     batch, kv_batch = query.shape[0], key.shape[0]
     out = query.new_empty((*query.shape[:3], value.shape[3]))
     lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.row_groups import group_size, row_groups_reference
-from tatten.ops.validation import check_row_values, check_rows
+from tatten.ops.row_validation import check_row_values, check_rows
 
 # Queries of a run, padding included, at most, for each that is real. One call for all rows took 0.6 of the time of a
 # copy of the rows where it padded 115 sequences to 128, and a call for each row 2.2 of it (2 cores).

@@ -16,7 +16,7 @@ from tatten.ops.cuda.launcher import Launch
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.validation import BLOCK_KEYS
 
-MANY_STATES = 1024
+MANY_STATES = 1024  # output states, from which on a program takes several
 
 INTERPRETED = not isinstance(_combine_kernel, triton.JITFunction)
 

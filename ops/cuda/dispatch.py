@@ -19,6 +19,7 @@ from tatten.ops.cuda.providers import (
 )
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
 from tatten.ops.row_groups import rows_of
+from tatten.ops.row_validation import check_rows
 from tatten.ops.state_validation import check_stack
 from tatten.ops.states import State, merge
 from tatten.ops.validation import (
@@ -30,7 +31,6 @@ from tatten.ops.validation import (
     check_devices,
     check_no_grad,
     check_provider,
-    check_rows,
     check_segments_no_grad,
 )
 from tatten.ops.variant import PLAIN, AttentionVariant

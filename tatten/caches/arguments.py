@@ -22,6 +22,10 @@ def sequence_indices(indices: Sequence[int] | Tensor, batch: int) -> list[int]:
     """Return `indices` as a list, checked against the number of sequences."""
     if isinstance(indices, Tensor):
         indices = check_indices(indices).tolist()
+    if not isinstance(indices, Sequence):
+        raise TypeError(f"`indices` must be a sequence of integers or a tensor, got {indices!r}")
+    if not batch:
+        raise ValueError("`indices` must come after a prefill, got a cache without sequences")
     for index in indices:
         if not isinstance(index, int) or isinstance(index, bool):
             raise TypeError(f"`indices` must be integers, got {index!r}")

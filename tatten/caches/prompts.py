@@ -20,6 +20,9 @@ class Prompts:
     def __init__(self, mask: Tensor | None = None, lens: Tensor | None = None):
         if mask is not None and lens is not None:
             raise ValueError("`prompt_lens` must be None where `prompt_mask` is given, got both")
+        for name, given in (("prompt_mask", mask), ("prompt_lens", lens)):
+            if given is not None and not isinstance(given, Tensor):
+                raise TypeError(f"`{name}` must be a Tensor, got {type(given).__name__}")
         if mask is not None and mask.dtype != torch.bool:
             raise TypeError(f"`prompt_mask` must be bool, got {mask.dtype}")
         if mask is not None and mask.dim() != 2:

@@ -84,6 +84,8 @@ class SharedPrefixCache:
             self.layout, self.agreement, layers = sharded_prefix_layers(num_layers, mesh, sequence, heads, self.prompts)
             self.layers = [*layers]
             self.device = torch.device(mesh.device_type)
+        elif heads is not None:
+            raise ValueError(f"`heads` must come with `mesh`, a dim of which it names, got {heads!r} without one")
 
     @property
     def batch_size(self) -> int:
@@ -200,7 +202,7 @@ class SharedPrefixCache:
                 since the last one from it. Not checked while a graph is captured.
             TypeError: `tokens` is not an int.
         """
-        if tokens == 0:  # at each step of some loops, which should not wait
+        if tokens == 0 and not isinstance(tokens, bool):  # at each step of some loops, which should not wait
             return
         check_positive("tokens", tokens)
         last = self.layers[-1]

@@ -12,9 +12,12 @@ from fuzz import settings, small_shapes
 from hypothesis import given
 from hypothesis import strategies as st
 from op_bounds import assert_within_bound
-from op_calls import Call, draw_call, together
+from op_calls import Call, draw_call, row_groups, together
 from poison import fresh_memory_is_poison
 from slow import slow_but
+from torch import Tensor
+
+from tatten.ops.masks import block_list, mask_of_rows
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -61,6 +64,18 @@ def test_triton_interpreted(call: Call, programs: int) -> None:
             attend = plan_attention(**{**arguments, "scale": scale}, programs=programs)
             out, lse = attend(**{name: x for name, x in arguments.items() if name != "scale"})
         else:
-            lists = [inputs[name] for name in ("keys", "values", "attn_masks")] + [[None] * len(call.segments)]
-            out, lse = plan_segments(query, *lists, scale)(query, *lists)
+            keys, values, masks, rows = (inputs[name] for name in ("keys", "values", "attn_masks", "rows"))
+            groups = [row_groups(query, *x) for x in zip(keys, rows, strict=True)]
+            lists = [_lists(*x) for x in zip(keys, masks, rows, strict=True)]
+            attend = plan_segments(query, keys, values, masks, lists, scale, groups)
+            out, lse = attend(query, keys, values, masks, lists, groups)
     assert_within_bound(out, lse, together(inputs), parts=programs + len(call.segments))
+
+
+def _lists(key: Tensor, mask: Tensor | None, rows: Tensor | None) -> Tensor | None:
+    """The block list of a mask beside rows, which the op finds before it plans; kernels find the others themselves."""
+    if mask is None or rows is None or key.shape[2] == 0:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, key.shape[2])
+    per_sequence = mask.shape[0] == rows.shape[0] > 1
+    return block_list(mask_of_rows(mask, key.shape[0], rows) if per_sequence else mask, key.shape[0])

@@ -288,6 +288,21 @@ def test_bad_rows(rows: object, error: type[Exception], message: str, device: st
         tatten.bifurcated_attention(**{**given, "rows": rows})
 
 
+@pytest.mark.parametrize(
+    "query, key, message",
+    [
+        ((6, 2, 1, 16), (3, 4, 8, 16), r"`keys\[1\]` must have a number of heads that divides `query`'s 2, got 4"),
+        ((6, 2, 0, 16), (3, 2, 8, 16), r"`query` must have no dimension of size 0, got shape \(6, 2, 0, 16\)"),
+        ((6, 2, 1, 16), (0, 2, 8, 16), r"`keys\[1\]` must be .* a batch of at least 1, got shape \(0, 2, 8, 16\)"),
+        ((6, 2, 1, 16), (2, 8, 16), r"`keys\[1\]` must be \[batch, heads, .* got shape \(2, 8, 16\)"),
+    ],
+)
+def test_rows_of_bad_keys(query: tuple[int, ...], key: tuple[int, ...], message: str) -> None:
+    keys = [torch.randn(6, 1, 8, 16), torch.randn(key)]
+    with pytest.raises(ValueError, match=message):
+        tatten.bifurcated_attention(torch.randn(query), keys, keys, rows=[None, torch.zeros(6, dtype=torch.int64)])
+
+
 @pytest.mark.parametrize("rows, seen", [([0, 1, 2, 3, 0, 0], "0 to 3"), ([0, 1, -1, 0, 0, 0], "-1 to 1")])
 def test_rows_out_of_range_on_a_cpu(rows: list[int], seen: str) -> None:
     given = Ragged(((3, 33, None), (6, 5, None))).inputs()

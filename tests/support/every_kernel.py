@@ -35,13 +35,16 @@ def compile_tests() -> ModuleType:
 
 def attend(
     dtype: Any, dim: int, rows: int, mask: Any = None, lens: bool = False, sinks: bool = False, tiles: str = "",
-    sm90: bool = False, float8: bool = False, **options: Any,
+    sm90: bool = False, float8: bool = False, indexed: bool = False, **options: Any,
 ) -> None:  # fmt: skip
     dtype = getattr(torch, dtype)
     query = torch.randn(2, 2 * rows, 1, dim, device="cuda").to(dtype)
     key, value = (torch.randn(2, 2, KV_LEN, dim, device="cuda").to(dtype) for _ in "kv")
+    groups = blocks = None
+    if indexed:
+        groups = torch.ops.tatten.row_groups.default(torch.tensor([1, 0], device="cuda"), 2, rows)
     if sm90:
-        segments.plan_prefix_segment(query, key, value, 0.1)(query, key, value)
+        segments.plan_prefix_segment(query, key, value, 0.1, None, groups)(query, key, value, row_groups=groups)
         return
     if float8:
         key, value = (x.to(torch.float8_e4m3fn) for x in (key, value))
@@ -50,6 +53,8 @@ def attend(
         mask = shown if mask[0] == "bool" else torch.where(shown, 0.5, float("-inf")).to(getattr(torch, mask[0]))
         want = block_list(mask, 2)
         assert torch.equal(torch.ops.tatten.block_list.default(mask, 2), want)
+        if indexed:
+            blocks = torch.ops.tatten.block_mask.default(mask, 2, torch.tensor([1, 0], device="cuda"))
     kv_lens = torch.tensor([KV_LEN, 70], device="cuda") if lens else None
     variant = AttentionVariant(
         options.pop("window", None),
@@ -60,8 +65,8 @@ def attend(
     )
     if tiles:
         options["tiles"] = getattr(segments, tiles)
-    plan = decode.plan_segment(query, key, value, mask, kv_lens, 0.1, None, variant, **options)
-    partials = plan(query, key, value, mask, kv_lens, None, variant)
+    plan = decode.plan_segment(query, key, value, mask, kv_lens, 0.1, blocks, variant, groups, **options)
+    partials = plan(query, key, value, mask, kv_lens, blocks, variant, groups)
     twice = 1 if options.get("whole", True) else 2
     combine.plan_combine(query, dim, *[plan.tile_space] * twice, dtype=dtype)(*[partials] * twice)
 

@@ -24,13 +24,17 @@ FLOORS = (NEG_INF, -1e4, -1e9, "min")
 
 @dataclass(frozen=True)
 class Segment:
-    """Keys and values that `batch // rows` sequences share, with their mask; `mask_rows` if it has batch."""
+    """Keys and values that `batch // rows` sequences share, with their mask; `mask_rows` if it has batch.
+
+    `indexed`: each sequence reads any of the rows instead.
+    """
 
     rows: int
     kv_len: int
     mask: Mask | None = None
     mask_rows: int = 1
     layouts: tuple[str, str] = ("dense", "dense")
+    indexed: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Call:
 
     @property
     def is_decode(self) -> bool:
-        return len(self.segments) == 1 and self.segments[0].rows == self.batch
+        return len(self.segments) == 1 and self.segments[0].rows == self.batch and not self.segments[0].indexed
 
     @property
     def split_bytes(self) -> int:
@@ -102,8 +106,9 @@ class Call:
         lens = None
         if self.lens is not None:
             lens = torch.randint(0, self.segments[0].kv_len + 1, (self.batch,), generator=generator).to(self.lens)
-        keys, values, masks = [], [], []
+        keys, values, masks, rows = [], [], [], []
         for segment in self.segments:
+            own_rows = torch.randint(segment.rows, (self.batch,), generator=generator) if segment.indexed else None
             sizes = (self.batch, self.q_heads, self.q_len, segment.kv_len)
             mask = None if segment.mask is None else segment.mask.make(sizes, segment.mask_rows, generator)
             shape = (segment.rows, self.kv_heads, segment.kv_len)
@@ -111,14 +116,15 @@ class Call:
                 randn(*shape, dim, factor=factor)
                 for dim, factor in zip((self.head_dim, self.value_dim), self.factors, strict=True)
             ]
-            unread = ~self._span(segment, mask, lens)
+            unread = ~self._span(segment, mask, lens, own_rows)
             for x, layout, held in zip(pair, segment.layouts, (keys, values), strict=True):
                 blank = unread.all(dim=0, keepdim=True) if layout == "one_batch" else unread
                 x = x.masked_fill(blank[:, None, :, None] & self.poison, float("nan"))
                 held.append(placed(x.to(torch.float8_e4m3fn) if self.float8 else x, layout))
             masks.append(None if mask is None else segment.mask.lay_out(mask.to(device), sizes))
+            rows.append(None if own_rows is None else own_rows.to(device))
         if not self.is_decode:
-            return given | {"keys": keys, "values": values, "attn_masks": masks}
+            return given | {"keys": keys, "values": values, "attn_masks": masks, "rows": rows}
         given |= {"key": keys[0], "value": values[0], "attn_mask": masks[0]}
         given["kv_lens"] = None if lens is None else lens.to(device)
         if self.sinks:
@@ -131,14 +137,15 @@ class Call:
             given["key_scale"], given["value_scale"] = scales.unbind()
         return given | {"window": self.window, "softcap": self.softcap}
 
-    def _span(self, segment: Segment, mask: Tensor | None, lens: Tensor | None) -> Tensor:
+    def _span(self, segment: Segment, mask: Tensor | None, lens: Tensor | None, rows: Tensor | None) -> Tensor:
         """bool `[rows, kv_len]`: keys between the first and the last that any sequence of a row attends to."""
         reach = places_in_reach(lens, self.batch, self.q_len, segment.kv_len, self.window)
         if mask is not None:
-            repeat = self.batch // mask.shape[0] if mask.shape[0] > 1 else 1
             visible = mask if mask.dtype == torch.bool else mask != NEG_INF
-            reach = reach & visible.repeat_interleave(repeat, dim=0)
-        used = reach.flatten(1, 2).any(dim=1).unflatten(0, (segment.rows, -1)).any(dim=1)
+            reach = reach & for_each_sequence(visible, self.batch, rows)
+        used = reach.flatten(1, 2).any(dim=1)
+        read = torch.arange(self.batch) * segment.rows // self.batch if rows is None else rows
+        used = torch.zeros(segment.rows, segment.kv_len).index_add(0, read, used.expand(self.batch, -1).float()) > 0
         return (used.cumsum(1) > 0) & (used.flip(1).cumsum(1).flip(1) > 0)
 
     def run(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -149,18 +156,31 @@ class Call:
         query, scale = inputs["query"], inputs["scale"]
         if not self.is_decode:
             lists = [inputs[name] for name in ("keys", "values", "attn_masks")]
-            found = [_found(key, mask) for key, mask in zip(lists[0], lists[2], strict=True)]
-            return torch.ops.tatten.bifurcated_attention.default(query, *lists, found, scale)
+            found = [_found(*x) for x in zip(lists[0], lists[2], inputs["rows"], strict=True)]
+            groups = [row_groups(query, *x) for x in zip(lists[0], inputs["rows"], strict=True)]
+            return torch.ops.tatten.bifurcated_attention.default(query, *lists, found, scale, groups)
         names = ("query", "key", "value", "attn_mask", "kv_lens")
         extras = {name: x for name, x in inputs.items() if name not in (*names, "scale")}
         found = _found(inputs["key"], inputs["attn_mask"])
         return torch.ops.tatten.decode_attention.default(*[inputs[name] for name in names], scale, found, **extras)
 
 
-def _found(key: Tensor, mask: Tensor | None) -> Tensor | None:
+def _found(key: Tensor, mask: Tensor | None, rows: Tensor | None = None) -> Tensor | None:
     if mask is None or mask.shape[-1] != key.shape[2]:
         return None
-    return torch.ops.tatten.block_mask.default(mask, key.shape[0])
+    return torch.ops.tatten.block_mask.default(mask, key.shape[0], rows)
+
+
+def row_groups(query: Tensor, key: Tensor, rows: Tensor | None) -> Tensor | None:
+    queries = query.shape[1] // key.shape[1] * query.shape[2]
+    return None if rows is None else torch.ops.tatten.row_groups.default(rows, key.shape[0], queries)
+
+
+def for_each_sequence(x: Tensor, batch: int, rows: Tensor | None) -> Tensor:
+    """What has one entry for all, one for each stored row or one for each sequence, as the latter or as it is."""
+    if x.dim() < 4 or x.shape[0] in (1, batch):
+        return x
+    return x.repeat_interleave(batch // x.shape[0], dim=0) if rows is None else x[rows]
 
 
 def together(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -170,14 +190,16 @@ def together(inputs: dict[str, Any]) -> dict[str, Any]:
     query = inputs["query"]
     exact = torch.promote_types(query.dtype, torch.float32)  # for masks of either dtype
     parts: dict[str, list[Tensor]] = {"key": [], "value": [], "attn_mask": []}
-    for key, value, mask in zip(inputs["keys"], inputs["values"], inputs["attn_masks"], strict=True):
+    for key, value, mask, rows in zip(
+        inputs["keys"], inputs["values"], inputs["attn_masks"], inputs["rows"], strict=True
+    ):
         for name, x in (("key", key), ("value", value)):
-            parts[name].append(x.repeat_interleave(query.shape[0] // x.shape[0], dim=0))
+            copies = x.repeat_interleave(query.shape[0] // x.shape[0], dim=0) if rows is None else x[rows]
+            parts[name].append(copies)
         bias = torch.zeros((), dtype=exact, device=query.device) if mask is None else mask
         if bias.dtype == torch.bool:
             bias = torch.where(bias, 0.0, NEG_INF)
-        if bias.dim() == 4 and bias.shape[0] not in (1, query.shape[0]):
-            bias = bias.repeat_interleave(query.shape[0] // bias.shape[0], dim=0)
+        bias = for_each_sequence(bias, query.shape[0], rows)
         parts["attn_mask"].append(bias.to(exact).expand(*query.shape[:3], key.shape[2]))
     whole = {name: torch.cat(x, dim=3 if name == "attn_mask" else 2) for name, x in parts.items()}
     return {"query": query, **whole, "scale": inputs["scale"]}
@@ -193,10 +215,12 @@ def draw_call(choose: Choose, tiny: bool = False) -> Call:
     infinities = [False, False, False, True]
 
     def segment() -> Segment:
-        rows = choose(divisors)
+        indexed = not decode and choose([False, True])
+        rows = choose(range(1, batch + 2)) if indexed else choose(divisors)
         masked = choose([False, True, True])
         mask = draw_mask(choose, dtype, FLOORS, infinities) if masked else None
-        return Segment(rows, choose(kv_lens), mask, choose(sorted({rows, batch})), (choose(LAYOUTS), choose(LAYOUTS)))
+        layouts = choose(LAYOUTS), choose(LAYOUTS)
+        return Segment(rows, choose(kv_lens), mask, choose(sorted({rows, batch})), layouts, indexed)
 
     segments = tuple(segment() for _ in range(1 if decode else choose([2, 1, 3] if tiny else [2, 1, 3, 4, 5])))
     common = {

@@ -70,12 +70,14 @@ def test_modes(mode: str) -> None:
     ("kwargs", "error", "says"),
     [
         ({"options": {"iner": "eager"}}, ValueError, ["iner", "inner, max_q_len"]),
-        ({"options": {"inner": "onnx"}}, ValueError, ["`inner`", "['inductor', 'aot_eager', 'eager']", "'onnx'"]),
+        ({"options": {"inner": "onnx"}}, ValueError, ["`inner`", "'aot_eager'", "'inductor'", "'onnx'"]),
+        ({"options": {"inner": "tatten"}}, ValueError, ["`inner` must be one of", "got 'tatten'"]),
         ({"options": {"inner": 3}}, TypeError, ["`inner`", "got 3"]),
         ({"options": {"max_q_len": 0}}, ValueError, ["`max_q_len`", "at least 1", "got 0"]),
         ({"options": {"max_q_len": "8"}}, TypeError, ["`max_q_len`", "int", "got '8'"]),
         ({"options": {"max_autotune": "yes"}}, TypeError, ["max_autotune", "inner, max_q_len"]),
-        ({"options": {"inner": "eager", "max_autotune": True}}, ValueError, ["max_autotune", "`inner` is 'eager'"]),
+        ({"options": {"inner": "eager", "max_autotune": True}}, ValueError, ["max_autotune", "'eager'"]),
+        ({"options": {"inner": "torch_tensorrt"}}, ImportError, ["`inner` 'torch_tensorrt'", "can't be imported"]),
         ({"mode": "fastest"}, ValueError, ["`mode`", "'fastest'", "reduce-overhead"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""The caches as `transformers.Cache`s, and attention over the sharded one."""
+"""The caches as `transformers.Cache`s, and attention over those that are sharded."""
 
 from typing import TYPE_CHECKING
 
