@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from tatten.ops.cuda.heuristics import (
     tiles_for,
     whole_programs,
 )
+from tatten.ops.cuda.levels import LevelsLaunch, choose_levels, plan_levels
 from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.sizes import ceil_div
 from tatten.ops.states import State
@@ -48,6 +49,9 @@ class PrefixSegment:
         return Partials(*self.attend(query, key, value, row_groups), row_groups=row_groups)
 
 
+AnyLaunch = Segment | PrefixSegment | LevelsLaunch
+
+
 class Inputs(NamedTuple):
     """The tensors of one segment."""
 
@@ -63,15 +67,15 @@ class Segments:
     """Computes `tatten::bifurcated_attention` for tensors of the layout that it was planned for.
 
     Attributes:
-        launches: one for each segment.
-        order: that of the launches.
-        split: the segments of which there are partial states, as each combine takes them: two or fewer.
-        whole: the other segments.
+        launches: in the order that they start in.
+        takes: the segments of each launch.
+        split: the launches that leave partial states, as each combine takes them: two or fewer.
+        whole: the other launches.
         combines: the last one takes whole states as well, those that the combines before it make included.
     """
 
-    launches: tuple[Segment | PrefixSegment, ...]
-    order: tuple[int, ...]
+    launches: tuple[AnyLaunch, ...]
+    takes: tuple[tuple[int, ...], ...]
     split: tuple[tuple[int, ...], ...]
     whole: tuple[int, ...]
     combines: tuple[Combine, ...]
@@ -86,10 +90,10 @@ class Segments:
         row_groups: Sequence[Tensor | None] | None = None,
     ) -> State:
         inputs = _inputs(keys, values, attn_masks, block_masks, row_groups)
-        left: dict[int, Partials] = {}
-        for i in self.order:
-            x = inputs[i]
-            left[i] = self.launches[i](query, x.key, x.value, x.attn_mask, None, x.block_mask, row_groups=x.row_groups)
+        left = [
+            _start(launch, query, [inputs[i] for i in own])
+            for launch, own in zip(self.launches, self.takes, strict=True)
+        ]
         wholes = [left[i] for i in self.whole]
         *before, last = zip(self.combines, self.split, strict=True)
         wholes += [combine(*[left[i] for i in split]) for combine, split in before]
@@ -110,7 +114,7 @@ def plan_segments(
     """Plan the launches for checked inputs."""
     inputs = _inputs(keys, values, attn_masks, block_masks, row_groups)
     max_and_sum = any(x.attn_mask is not None and x.attn_mask.dtype != torch.bool for x in inputs)
-    launches, order = _plan_launches(query, inputs, scale, max_and_sum)
+    takes, launches = zip(*_plan_launches(query, inputs, scale, max_and_sum), strict=True)
     spaces = [launch.tile_space for launch in launches]
     alone = len(spaces) == 1
     uneven = [i for i, space in enumerate(spaces) if space.split or alone]
@@ -130,7 +134,7 @@ def plan_segments(
                 max_and_sum=max_and_sum and not final,
             )
         )
-    return Segments(launches, order, split, whole, tuple(combines))
+    return Segments(launches, takes, split, whole, tuple(combines))
 
 
 def _inputs(*of_segments: Sequence[Tensor | None] | None) -> list[Inputs]:
@@ -138,39 +142,61 @@ def _inputs(*of_segments: Sequence[Tensor | None] | None) -> list[Inputs]:
     return [Inputs(*x) for x in zip(*given, strict=True)]  # type: ignore[arg-type]
 
 
+def _start(launch: AnyLaunch, query: Tensor, own: Sequence[Inputs]) -> Partials:
+    if isinstance(launch, LevelsLaunch):
+        return launch(query, [x.key for x in own], [x.value for x in own])
+    (x,) = own
+    return launch(query, x.key, x.value, x.attn_mask, None, x.block_mask, row_groups=x.row_groups)
+
+
 def _plan_launches(
     query: Tensor, inputs: Sequence[Inputs], scale: float, max_and_sum: bool
-) -> tuple[tuple[Segment | PrefixSegment, ...], tuple[int, ...]]:
-    """Plan a launch for each segment, and their order: the prefix kernel waits for what came before, so it is first.
-
-    Side by side run only two segments, of which the prefix kernel takes one.
-    """
-    prefixes = [i for i, x in enumerate(inputs) if _takes_prefix_kernel(query, x, scale)] if len(inputs) > 1 else []
-    order = tuple(sorted(range(len(inputs)), key=lambda i: i not in prefixes))
+) -> Iterator[tuple[tuple[int, ...], AnyLaunch]]:
+    """Plan launches in order, with their segments. The prefix kernel waits for what came before, so it comes first."""
+    levels = choose_levels(query, {i: x.key for i, x in enumerate(inputs) if _takes_levels_kernel(query, x, scale)})
+    alone = [i for i in range(len(inputs)) if i not in levels]
+    wide = [i for i in alone if _takes_prefix_kernel(query, inputs[i], scale)] if len(inputs) > 1 else []
+    narrow = [i for i in alone if i not in wide]
     programs: int | None = None
     beside: dict[str, Any] = {}
-    if len(inputs) == 2 and len(prefixes) == 1:
-        prefix, other = (inputs[i] for i in order)
+    if len(inputs) == 2 and len(wide) == 1:
+        prefix, other = inputs[wide[0]], inputs[narrow[0]]
         sms, sms_left = multiprocessors(query.device), _sms_beside_prefix(query, prefix, other)
         if sms_left:
             programs = sms - sms_left
             tiles = SHORT_ROWS if other.key.shape[2] <= 512 else tiles_for(1, other.key.shape[3], 2)
             beside = {"tiles": tiles, "programs": sms_left * tiles.per_sm}
-    launches: dict[int, Segment | PrefixSegment] = {}
-    for i in order:
+    for i in wide:
         x = inputs[i]
-        if i in prefixes:
-            launches[i] = plan_prefix_segment(query, x.key, x.value, scale, programs, x.row_groups)
-        else:
-            launches[i] = plan_segment(
+        yield (i,), plan_prefix_segment(query, x.key, x.value, scale, programs, x.row_groups)
+    if levels:
+        keys, values = ([getattr(inputs[i], name) for i in levels] for name in ("key", "value"))
+        yield levels, plan_levels(query, keys, values, scale, max_and_sum=max_and_sum, follows=bool(wide))
+    for i in narrow:
+        x = inputs[i]
+        yield (
+            (i,),
+            plan_segment(
                 *(query, x.key, x.value, x.attn_mask, None, scale, x.block_mask),
                 row_groups=x.row_groups,
                 whole=len(inputs) == 1,
                 max_and_sum=max_and_sum,
-                follows=i != order[0],
+                follows=i != narrow[0] or bool(wide or levels),
                 **beside,
-            )
-    return tuple(launches[i] for i in range(len(inputs))), order
+            ),
+        )
+
+
+def _takes_levels_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
+    """Whether the levels kernel can compute this."""
+    return (
+        x.attn_mask is None
+        and x.row_groups is None
+        and x.key.shape[2] > 0
+        and max(query.shape[3], x.value.shape[3]) <= 128
+        and query.element_size() == 2
+        and scale > 0
+    )
 
 
 def _takes_prefix_kernel(query: Tensor, x: Inputs, scale: float) -> bool:

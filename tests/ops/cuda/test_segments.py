@@ -28,6 +28,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (segments, decode):
         monkeypatch.setattr(module, "multiprocessors", lambda device: SMS)
+    monkeypatch.setattr(segments, "choose_levels", lambda query, keys: ())
     monkeypatch.setattr(segments, "plan_prefix_segment", plan_prefix)
     monkeypatch.setattr(
         segments, "_takes_prefix_kernel", lambda query, x, scale: x.key.shape[0] == 1 and x.attn_mask is None
@@ -54,7 +55,7 @@ def test_a_short_segment_has_sms_beside_the_prefix_kernel() -> None:
     prefix, beside = programs(plan((1, 8192), (256, 256)))
     assert 0 < SMS - prefix < SMS
     assert beside == (SMS - prefix) * segments.SHORT_ROWS.per_sm
-    assert programs(plan((256, 256), (1, 8192))) == [beside, prefix]
+    assert programs(plan((256, 256), (1, 8192))) == [prefix, beside]
 
 
 def test_more_segments_have_all_sms_each() -> None:
@@ -65,9 +66,9 @@ def test_more_segments_have_all_sms_each() -> None:
 
 def test_prefix_kernels_come_first_and_others_run_beside_what_came_before() -> None:
     planned = plan((256, 300), (1, 8192), (256, 256), (1, 100))
-    assert [isinstance(launch, PrefixSegment) for launch in planned.launches] == [False, True, False, True]
-    assert planned.order == (1, 3, 0, 2)
-    assert all(planned.launches[i].launch.arguments["WAIT_LAST"] for i in (0, 2))
+    assert [isinstance(launch, PrefixSegment) for launch in planned.launches] == [True, True, False, False]
+    assert planned.takes == ((1,), (3,), (0,), (2,))
+    assert all(launch.launch.arguments["WAIT_LAST"] for launch in planned.launches[2:])
 
 
 @pytest.mark.parametrize("rows, split", [(64, False), (4, True)])
