@@ -15,11 +15,28 @@ from tatten.ops.cuda.launcher import Launch
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
 
-# Estimates for an H200, in units per us: products of the levels kernel and of one for a level alone, bytes of the L2
-# and of memory. And what a launch takes beyond them: to start, to wait for its first loads, and to store.
-LEVELS_FLOPS, LEVEL_FLOPS, L2_BYTES, BYTES = 450e6, 700e6, 5e6, 4.4e6
-LAUNCH_US, BLOCK_US = 5.0, 0.6  # BLOCK_US: of `BLOCK_N` keys, one block after the other
-BLOCK_M, BLOCK_N, PER_SM = 64, 32, 2
+LAUNCH_US = 5.0  # of one more launch: to start, to wait for its first loads, and to store
+LEVEL_FLOPS, BYTES = 700e6, 4.4e6  # an H200's, per us: products of a launch for a level alone, and bytes of memory
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of the levels kernel, and estimates for it on an H200: per us, products and bytes of the L2.
+
+    `block_us` is what a block of `block_n` keys takes after the one before it, `level_us` the first one's loads.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    per_sm: int
+    flops: float
+    l2_bytes: float
+    block_us: float
+    level_us: float
+
+
+TILES = Tile(64, 32, 4, 2, 450e6, 5e6, 0.6, 0.0), Tile(128, 64, 8, 2, 700e6, 8e6, 0.8, 3.0)
 LEAST_QUERIES = 32  # that share a row of the finest level: with fewer, ancestors are read again for too few
 
 
@@ -47,6 +64,7 @@ def plan_levels(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     scale: float,
+    tile: Tile = TILES[0],
     *,
     max_and_sum: bool = False,
     follows: bool = False,
@@ -57,20 +75,21 @@ def plan_levels(
     Args:
         query, keys, values, scale: as `tatten.bifurcated_attention` takes them, without masks; `scale` is above 0, and
             all levels have equally many kv heads.
+        tile: as `choose_levels` found it.
         max_and_sum, follows, pdl: as for `tatten.ops.cuda.decode.plan_segment`.
     """
     batch, q_heads, q_len, head_dim = query.shape
     rows, kv_heads, value_dim = keys[-1].shape[0], keys[-1].shape[1], values[-1].shape[3]
     packed = packed_q_rows(query, keys[-1])
-    block_m = min(BLOCK_M, max(16, power_of_2(packed)))
+    block_m, block_n = _block_m(packed, tile), tile.block_n
     q_blocks = ceil_div(packed, block_m)
     pdl = pdl and not INTERPRETED and capability(query.device) >= (9, 0)
     work_tiles = rows * kv_heads * q_blocks
-    sizes = 1, work_tiles, 0, kv_heads, batch // rows, q_blocks, work_tiles, block_m, BLOCK_N
+    sizes = 1, work_tiles, 0, kv_heads, batch // rows, q_blocks, work_tiles, block_m, block_n
     launch = Launch(
         _levels_kernel,
         (work_tiles,),
-        {"num_warps": 4, "num_stages": 3, "launch_pdl": pdl},
+        {"num_warps": tile.warps, "num_stages": 3, "launch_pdl": pdl},
         query_strides=query.stride(),
         key_strides=tuple(key.stride() for key in keys),
         value_strides=tuple(value.stride() for value in values),
@@ -88,7 +107,7 @@ def plan_levels(
         BLOCK_D=max(16, power_of_2(head_dim)),
         BLOCK_DV=max(16, power_of_2(value_dim)),
         BLOCK_M=block_m,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=block_n,
         MAX_AND_SUM=max_and_sum,
         PDL=pdl,
         WAIT_LAST=follows,
@@ -105,50 +124,71 @@ def plan_levels(
     )
 
 
-def choose_levels(query: Tensor, keys: dict[int, Tensor]) -> tuple[int, ...]:
-    """Choose segments for one launch, coarse to fine, so that the estimate for all is least; none if that is no gain.
+@dataclass(frozen=True)
+class Levels:
+    """Segments for one launch, coarse to fine, by their numbers."""
+
+    segments: tuple[int, ...]
+    tile: Tile
+
+
+def choose_levels(query: Tensor, keys: dict[int, Tensor]) -> Levels | None:
+    """Choose levels and a tile so that the estimate for all segments is least; none if one launch is no gain.
 
     `keys` are those of the segments that the kernel can take, by the number of each.
     """
-    best: tuple[int, ...] = ()
-    gain = 0.0
+    best, most = None, 0.0
     by_rows = sorted(keys, key=lambda i: keys[i].shape[0])
-    for n, i in enumerate(by_rows):
+    enough = [i for i in by_rows if packed_q_rows(query, keys[i]) >= LEAST_QUERIES]
+    for n, i in enumerate(enough):
         finest = keys[i]
-        if packed_q_rows(query, finest) < LEAST_QUERIES:
-            break
-        chosen: tuple[int, ...] = (i,)
-        saved = _alone_us(query, finest) - _together_us(query, finest, finest)
-        for j in reversed(by_rows[:n]):
-            nested = keys[chosen[0]].shape[0] % keys[j].shape[0] == 0 and keys[j].shape[1] == finest.shape[1]
-            more = _alone_us(query, keys[j]) - _together_us(query, keys[j], finest)
-            if nested and more > 0:
-                chosen, saved = (j, *chosen), saved + more
-        if len(chosen) > 1 and saved > gain:
-            best, gain = chosen, saved
+        for tile in _tiles(packed_q_rows(query, finest)):
+            chosen: tuple[int, ...] = (i,)
+            saved = _alone_us(query, finest) - _together_us(query, finest, finest, tile) - _launch_us(query)
+            for j in reversed(enough[:n]):
+                nested = keys[chosen[0]].shape[0] % keys[j].shape[0] == 0 and keys[j].shape[1] == finest.shape[1]
+                more = _alone_us(query, keys[j]) - _together_us(query, keys[j], finest, tile)
+                if nested and more > 0:
+                    chosen, saved = (j, *chosen), saved + more
+            if len(chosen) > 1 and saved > most:
+                best, most = Levels(chosen, tile), saved
     return best
 
 
-def _flops(query: Tensor, key: Tensor) -> float:
+def _block_m(packed: int, tile: Tile) -> int:
+    return min(tile.block_m, max(16, power_of_2(packed)))
+
+
+def _tiles(packed: int) -> list[Tile]:
+    """The tiles that `packed` queries fill; the first one shrinks with them."""
+    return [tile for tile in TILES if tile is TILES[0] or tile.block_m <= packed]
+
+
+def _flops(query: Tensor, kv_len: int) -> float:
     """Those of all queries; values are taken to be as wide as keys."""
     batch, q_heads, q_len, head_dim = query.shape
-    return 4.0 * batch * q_heads * q_len * head_dim * key.shape[2]
+    return 4.0 * batch * q_heads * q_len * head_dim * kv_len
+
+
+def _launch_us(query: Tensor) -> float:
+    """Estimate what a launch takes beside its keys: its states are written and read again."""
+    return LAUNCH_US + 8 * query.numel() / BYTES
 
 
 def _alone_us(query: Tensor, key: Tensor) -> float:
-    """Estimate a launch for one level, its states and reading them again included."""
-    states = 8 * query.numel()
-    return (
-        max(_flops(query, key) / LEVEL_FLOPS, 2 * key.numel() * key.element_size() / BYTES) + states / BYTES + LAUNCH_US
-    )
+    """Estimate a launch for one level."""
+    read = 2 * key.numel() * key.element_size() / BYTES
+    return max(_flops(query, key.shape[2]) / LEVEL_FLOPS, read) + _launch_us(query)
 
 
-def _together_us(query: Tensor, key: Tensor, finest: Tensor) -> float:
-    """Estimate what a level adds to a launch for levels down to `finest`; that one itself brings the launch."""
+def _together_us(query: Tensor, key: Tensor, finest: Tensor, tile: Tile) -> float:
+    """Estimate what a level adds to a launch for levels down to `finest`."""
     _, kv_heads, kv_len, head_dim = key.shape
-    work_tiles = finest.shape[0] * kv_heads * ceil_div(packed_q_rows(query, finest), BLOCK_M)
+    packed, blocks = packed_q_rows(query, finest), ceil_div(kv_len, tile.block_n)
+    block_m = _block_m(packed, tile)
+    q_blocks = ceil_div(packed, block_m)
+    work_tiles = finest.shape[0] * kv_heads * q_blocks
+    products = _flops(query, blocks * tile.block_n) * q_blocks * block_m / packed
     read = 2 * work_tiles * kv_len * head_dim * key.element_size()
-    waves = ceil_div(work_tiles, PER_SM * multiprocessors(query.device))
-    one_by_one = waves * ceil_div(kv_len, BLOCK_N) * BLOCK_US
-    launch = LAUNCH_US + 8 * query.numel() / BYTES if key is finest else 0.0
-    return max(_flops(query, key) / LEVELS_FLOPS, read / L2_BYTES, one_by_one) + launch
+    waves = ceil_div(work_tiles, tile.per_sm * multiprocessors(query.device))
+    return max(products / tile.flops, read / tile.l2_bytes, waves * blocks * tile.block_us) + waves * tile.level_us

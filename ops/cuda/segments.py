@@ -154,7 +154,8 @@ def _plan_launches(
 ) -> Iterator[tuple[tuple[int, ...], AnyLaunch]]:
     """Plan launches in order, with their segments. The prefix kernel waits for what came before, so it comes first."""
     levels = choose_levels(query, {i: x.key for i, x in enumerate(inputs) if _takes_levels_kernel(query, x, scale)})
-    alone = [i for i in range(len(inputs)) if i not in levels]
+    together = levels.segments if levels else ()
+    alone = [i for i in range(len(inputs)) if i not in together]
     wide = [i for i in alone if _takes_prefix_kernel(query, inputs[i], scale)] if len(inputs) > 1 else []
     narrow = [i for i in alone if i not in wide]
     programs: int | None = None
@@ -170,8 +171,11 @@ def _plan_launches(
         x = inputs[i]
         yield (i,), plan_prefix_segment(query, x.key, x.value, scale, programs, x.row_groups)
     if levels:
-        keys, values = ([getattr(inputs[i], name) for i in levels] for name in ("key", "value"))
-        yield levels, plan_levels(query, keys, values, scale, max_and_sum=max_and_sum, follows=bool(wide))
+        keys, values = ([getattr(inputs[i], name) for i in together] for name in ("key", "value"))
+        yield (
+            together,
+            plan_levels(query, keys, values, scale, levels.tile, max_and_sum=max_and_sum, follows=bool(wide)),
+        )
     for i in narrow:
         x = inputs[i]
         yield (
@@ -181,7 +185,7 @@ def _plan_launches(
                 row_groups=x.row_groups,
                 whole=len(inputs) == 1,
                 max_and_sum=max_and_sum,
-                follows=i != narrow[0] or bool(wide or levels),
+                follows=i != narrow[0] or bool(wide or together),
                 **beside,
             ),
         )

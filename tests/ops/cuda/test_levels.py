@@ -12,7 +12,7 @@ from poison import fresh_memory_is_poison
 from torch import Tensor
 
 from tatten.ops.cuda import levels, segments
-from tatten.ops.cuda.levels import choose_levels, plan_levels
+from tatten.ops.cuda.levels import TILES, Levels, Tile, choose_levels, plan_levels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs = pytest.mark.skipif(
@@ -32,10 +32,18 @@ def question(query: Tensor, keys: list[Tensor], values: list[Tensor], scale: flo
     def whole(xs: list[Tensor]) -> Tensor:
         return torch.cat([x.repeat_interleave(batch // x.shape[0], 0) for x in xs], 2).repeat_interleave(group, 1)
 
-    return {"query": query, "key": whole(keys), "value": whole(values), "attn_mask": None, "kv_lens": None, "scale": scale}
+    return {
+        "query": query,
+        "key": whole(keys),
+        "value": whole(values),
+        "attn_mask": None,
+        "kv_lens": None,
+        "scale": scale,
+    }
 
 
 @runs
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("max_and_sum", [False, True])
 @pytest.mark.parametrize(
     "tree, batch, heads, q_len, dims",
@@ -46,13 +54,13 @@ def question(query: Tensor, keys: list[Tensor], values: list[Tensor], scale: flo
         (((1, 5), (2, 2), (4, 31), (8, 1)), 8, (14, 1), 1, (16, 80)),
     ],
 )
-def test_states(tree: tuple, batch: int, heads: tuple, q_len: int, dims: tuple, max_and_sum: bool) -> None:
+def test_states(tree: tuple, batch: int, heads: tuple, q_len: int, dims: tuple, max_and_sum: bool, tile: Tile) -> None:
     torch.manual_seed(0)
     query = randn(batch, heads[0], q_len, dims[0])
     keys, values = ([randn(rows, heads[1], n, dim) for rows, n in tree] for dim in dims)
     keys[0] = keys[0].transpose(1, 2).contiguous().transpose(1, 2)
     with fresh_memory_is_poison():
-        got = plan_levels(query, keys, values, 0.3, max_and_sum=max_and_sum)(query, keys, values)
+        got = plan_levels(query, keys, values, 0.3, tile, max_and_sum=max_and_sum)(query, keys, values)
     lse = got.lse[..., 0] + got.lse[..., 1].log() if max_and_sum else got.lse
     assert got.out.dtype == torch.float32
     assert_state(got.out.to(HALF), lse, question(query, keys, values, 0.3))
@@ -61,7 +69,7 @@ def test_states(tree: tuple, batch: int, heads: tuple, q_len: int, dims: tuple, 
 @runs
 @pytest.mark.parametrize("chosen", [(0, 1), (0, 1, 2), (1, 2), ()])
 def test_beside_other_segments(chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "choose_levels", lambda query, keys: chosen)
+    monkeypatch.setattr(segments, "choose_levels", lambda query, keys: Levels(chosen, TILES[0]) if chosen else None)
     torch.manual_seed(0)
     query = randn(8, 4, 1, 16)
     tree = ((1, 40), (2, 33), (4, 7), (8, 20))
@@ -80,7 +88,8 @@ def choice(nodes: tuple[int, ...], lengths: tuple[int, ...], heads: tuple[int, i
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
     keys = {i: empty(rows, heads[1], n, 128) for i, (rows, n) in enumerate(zip(nodes, lengths, strict=True))}
-    return choose_levels(empty(nodes[-1], heads[0], 1, 128), keys)
+    chosen = choose_levels(empty(nodes[-1], heads[0], 1, 128), keys)
+    return chosen.segments if chosen else ()
 
 
 def test_short_levels_of_many_queries_are_done_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,20 +112,21 @@ levels._levels_kernel = Recorder(levels._levels_kernel, launches)
 dim = int(sys.argv[1])
 def empty(*shape):
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-for heads, follows in ((64, False), (32, True)):
+for heads, follows, tile in ((64, False, levels.TILES[0]), (32, True, levels.TILES[0]), (64, True, levels.TILES[1])):
     query, keys = empty(1024, heads, 1, dim), [empty(rows, 8, n, dim) for rows, n in ((1, 256), (8, 128), (128, 32))]
-    levels.plan_levels(query, keys, keys, 0.1, follows=follows)(query, keys, keys)
+    levels.plan_levels(query, keys, keys, 0.1, tile, follows=follows)(query, keys, keys)
 print(json.dumps([compile_launch(*launch) for launch in launches]))
 """
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_compiles_for_sm_90(dim: int) -> None:
-    for built, follows in zip(compile_in_subprocess(SCRIPT, dim), (False, True), strict=True):
+    tiles = TILES[0], TILES[0], TILES[1]
+    for built, tile, follows in zip(compile_in_subprocess(SCRIPT, dim), tiles, (False, True, True), strict=True):
         ptx = built["ptx"]
         assert built["stack"] == 0, "registers spill to local memory"
-        assert built["registers"] * built["threads"] * levels.PER_SM <= 65536
-        assert built["shared"] * levels.PER_SM <= 227 << 10
+        assert built["registers"] * built["threads"] * tile.per_sm <= 65536
+        assert built["shared"] * tile.per_sm <= 227 << 10
         assert "wgmma.mma_async" in ptx or "mma.sync" in ptx
         assert "cp.async.cg" in ptx, "the loop is not pipelined"
         wait, release = (ptx.find(x) for x in ("griddepcontrol.wait", "griddepcontrol.launch"))

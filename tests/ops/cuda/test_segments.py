@@ -28,7 +28,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (segments, decode):
         monkeypatch.setattr(module, "multiprocessors", lambda device: SMS)
-    monkeypatch.setattr(segments, "choose_levels", lambda query, keys: ())
+    monkeypatch.setattr(segments, "choose_levels", lambda query, keys: None)
     monkeypatch.setattr(segments, "plan_prefix_segment", plan_prefix)
     monkeypatch.setattr(
         segments, "_takes_prefix_kernel", lambda query, x, scale: x.key.shape[0] == 1 and x.attn_mask is None
