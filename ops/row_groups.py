@@ -8,6 +8,8 @@ known on the device alone, and how many there can be, `most_groups`, from shapes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -68,6 +70,13 @@ def row_groups_reference(rows: Tensor, kv_batch: int, size: int) -> Tensor:
     found[1].index_copy_(0, leads, position)
     found[2, :batch], found[3, :batch] = order, group * size + rank % size
     return found[:, : batch + 1].to(torch.int32)
+
+
+def rows_of_segments(row_groups: Sequence[Tensor | None], query: Tensor, keys: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the rows of each segment, or None where its rows serve aligned blocks."""
+    return [
+        None if groups is None else rows_of(groups, query, key) for groups, key in zip(row_groups, keys, strict=True)
+    ]
 
 
 def rows_of(row_groups: Tensor, query: Tensor, key: Tensor) -> Tensor:

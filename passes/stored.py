@@ -115,11 +115,9 @@ def stored_at(walk: Walk) -> Stored | None:
     if not walk.rows or BATCH not in found:  # any index selects the one row
         return Stored(walk.here, dims, repeats, bool(walk.rows) or not known_equal(factors[BATCH], 1), path=walk.path)
     repeated = walk.repeated_rows(found[BATCH])
-    return (
-        None
-        if repeated is None
-        else Stored(walk.here, dims, repeats, True, Rows((*repeated, *walk.rows)), path=walk.path)
-    )
+    if repeated is None:
+        return None
+    return Stored(walk.here, dims, repeats, True, Rows((*repeated, *walk.rows)), path=walk.path)
 
 
 def stored_among(walks: Iterable[Walk]) -> Iterator[Stored]:

@@ -12,7 +12,7 @@ from tatten.ops.cpu.attention import attend_keys, spans_of
 from tatten.ops.cpu.flash import additive, coarse_sequences
 from tatten.ops.cpu.rows import runs_of
 from tatten.ops.layout import fold_mask, fold_sequences, unfold_sequences
-from tatten.ops.row_groups import rows_of
+from tatten.ops.row_groups import rows_of_segments
 from tatten.ops.states import State, accumulator_dtype, combine_partials
 from tatten.ops.validation import check_bifurcated_attention
 
@@ -29,9 +29,7 @@ def bifurcated_attention(
     row_groups = row_groups or [None] * len(keys)
     check_bifurcated_attention(query, keys, values, attn_masks, block_masks, row_groups)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    rows = [
-        None if groups is None else rows_of(groups, query, key) for key, groups in zip(keys, row_groups, strict=True)
-    ]
+    rows = rows_of_segments(row_groups, query, keys)
     outs, lses = [], []
     for key, value, mask, block_mask, own_rows in zip(keys, values, attn_masks, block_masks, rows, strict=True):
         if key.shape[2] == 0:

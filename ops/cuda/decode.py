@@ -68,8 +68,7 @@ class Segment:
         space = self.tile_space
         out = query.new_empty(self.out_shape, dtype=self.out_dtype)
         lse = query.new_empty(self.lse_shape, dtype=self.acc_dtype)
-        slots = 2 * space.programs if space.split else 0
-        partial_out = query.new_empty((slots, space.block_m, self.out_shape[3]), dtype=self.acc_dtype)
+        partial_out = query.new_empty((*self.partial_lse_shape[:2], self.out_shape[3]), dtype=self.acc_dtype)
         partial_lse = query.new_empty(self.partial_lse_shape, dtype=self.acc_dtype)
         self.launch(
             query,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,7 +17,7 @@ from tatten.ops.cuda.providers import (
     unsupported_reason,
 )
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
-from tatten.ops.row_groups import rows_of
+from tatten.ops.row_groups import rows_of, rows_of_segments
 from tatten.ops.row_validation import check_rows
 from tatten.ops.state_validation import check_stack
 from tatten.ops.states import State, merge
@@ -104,7 +103,8 @@ def bifurcated_attention(
     check_segments_no_grad(query, keys, values, attn_masks)
     row_groups = row_groups or [None] * len(keys)
     if any(x is not None for x in row_groups):
-        block_masks = [*map(functools.partial(_block_mask_of_rows, query), keys, attn_masks, block_masks, row_groups)]
+        of_segments = zip(keys, attn_masks, block_masks, row_groups, strict=True)
+        block_masks = [_block_mask_of_rows(query, *segment) for segment in of_segments]
     attend = _plan_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, scale)
     return on_device_of(query, attend, query, keys, values, attn_masks, block_masks, row_groups)
 
@@ -131,9 +131,7 @@ def _plan_bifurcated(
         return lambda q, ks, vs, *_: attend(q, ks[0], vs[0], None, None, None, PLAIN)
     if choose_provider(Workload.of(query, keys[0], values[0], plain=False)) == "reference":
         return lambda q, ks, vs, masks, _, groups: _dense(
-            bifurcated_attention_reference(
-                q, ks, vs, masks, scale, [g if g is None else rows_of(g, q, k) for k, g in zip(ks, groups, strict=True)]
-            )
+            bifurcated_attention_reference(q, ks, vs, masks, scale, rows_of_segments(groups, q, ks))
         )
 
     from tatten.ops.cuda.segments import plan_segments

@@ -45,3 +45,12 @@ def check_indices(indices: Tensor) -> Tensor:
     if not len(indices):
         raise ValueError("`indices` must name at least one sequence, got none")
     return indices
+
+
+def check_alike(key: Tensor, value: Tensor) -> None:
+    """Raise unless `value` is `[batch, kv_heads, q_len, head_dim]` with the first three sizes of `key`."""
+    if value.dim() != 4 or value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"`value` must have the batch, heads and length of `key`, {tuple(key.shape[:3])}, "
+            f"got shape {tuple(value.shape)}"
+        )

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from tatten.caches.arguments import check_alike
+from tatten.caches.recording import is_recorded
 from tatten.caches.static_address import mark_static
 
 
@@ -100,8 +102,7 @@ class ShardedLayer:
             ValueError, TypeError: as for `append`, or there are tokens already. Nothing has been written.
         """
         self._check_fit(key, value)
-        used = self._used()
-        if used:
+        if used := int(self.length):
             raise ValueError(f"`prefill` needs an empty cache, got one with {used} tokens: use `append`")
         self.check_room(key.shape[2])
         for held, new in zip(self._storage(key, value), (key, value), strict=True):
@@ -122,11 +123,8 @@ class ShardedLayer:
         self._check_fit(key, value)
         q_len = key.shape[2]
         self.check_room(q_len)
-        tokens, slots, real = own_slots(self.layout, 0, self.length, q_len, self.slots)
         storage = self._storage(key, value)
-        for held, new in zip(storage, (key, value), strict=True):
-            written = torch.where(real[:, None], new.index_select(2, tokens), held.index_select(2, slots))
-            held.index_copy_(2, slots, written)
+        write_own(self.layout, 0, self.length, storage, (key, value))
         self.length.add_(q_len)
         keys, values = map(self.layout.keys, storage)
         return keys, values
@@ -136,8 +134,10 @@ class ShardedLayer:
 
         Checks nothing while a graph is traced or captured, when there is no length to read.
         """
-        used = self._used()
-        if used is not None and used + q_len > self.capacity:
+        if is_recorded(self.length):
+            return
+        used = int(self.length)
+        if used + q_len > self.capacity:
             raise ValueError(f"`capacity` must hold {used} used and {q_len} new slots, got {self.capacity}")
 
     def select(self, indices: Tensor) -> None:
@@ -157,11 +157,6 @@ class ShardedLayer:
         for tensor in (*self.tensors, self.length):
             tensor.zero_()
 
-    def _used(self) -> int | None:
-        if torch.compiler.is_compiling() or (self.length.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return None
-        return int(self.length)
-
     def _storage(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if self.keys is None or self.values is None:
             self._allocate(key, value)
@@ -178,11 +173,7 @@ class ShardedLayer:
         check_plain(key, value)
         if key.dim() != 4 or not key.shape[2]:
             raise ValueError(f"`key` must be [batch, kv_heads, q_len, head_dim], got shape {tuple(key.shape)}")
-        if value.dim() != 4 or value.shape[:3] != key.shape[:3]:
-            raise ValueError(
-                f"`value` must have the batch, heads and length of `key`, {tuple(key.shape[:3])}, "
-                f"got shape {tuple(value.shape)}"
-            )
+        check_alike(key, value)
         for name, tensor, held in zip(("key", "value"), (key, value), self.tensors or (key, value), strict=True):
             if torch.is_grad_enabled() and tensor.requires_grad:
                 raise ValueError(f"`{name}` must not require grad to be written into the cache: use torch.no_grad()")
@@ -197,23 +188,26 @@ class ShardedLayer:
                 raise ValueError(f"`{name}` must have shape {want} to join the cache, got {tuple(tensor.shape)}")
 
 
-def own_slots(layout: Interleaved, first: int, length: Tensor, q_len: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where this rank's share of `q_len` new tokens goes.
+def write_own(
+    layout: Interleaved, first: int, length: Tensor, storage: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]
+) -> None:
+    """Write this rank's share of new tokens.
+
+    Shapes are the same on all ranks, so some have one token too many at the end: these write back what its slot holds.
 
     Args:
         first: position of the first token that all ranks together hold in these slots.
         length: number of tokens that they hold.
-        slots: number of slots of each rank.
-
-    Returns:
-        Which of the new tokens this rank stores, the slot of each, and whether it is real. Shapes are the same on all
-        ranks, so some have one token too many at the end: these have to write back what their slot holds.
+        storage: keys and values, `[batch, kv_heads, slots, head_dim]`.
+        new: keys and values, `[batch, kv_heads, q_len, head_dim]`.
     """
-    ranks = layout.ranks
+    ranks, q_len, slots = layout.ranks, new[0].shape[2], storage[0].shape[2]
     start = (layout.rank - first) % ranks  # the token in this rank's first slot
     tokens = (start - length) % ranks + ranks * torch.arange(math.ceil(q_len / ranks), device=length.device)
     found, real = (length + tokens - start) // ranks, tokens < q_len
-    return tokens.clamp(max=q_len - 1), torch.where(real, found, found % slots), real
+    tokens, at = tokens.clamp(max=q_len - 1), torch.where(real, found, found % slots)
+    for held, tensor in zip(storage, new, strict=True):
+        held.index_copy_(2, at, torch.where(real[:, None], tensor.index_select(2, tokens), held.index_select(2, at)))
 
 
 def check_plain(key: Tensor, value: Tensor) -> None:

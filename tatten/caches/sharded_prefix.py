@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tatten.caches.agreement import Agreement
 from tatten.caches.prompts import Prompts
-from tatten.caches.sharded_layer import Interleaved, check_plain, own_slots, placements
-from tatten.caches.shared_prefix_layer import Rows, Segment, SharedPrefixLayer, Suffix, is_recorded
+from tatten.caches.recording import is_recorded
+from tatten.caches.sharded_layer import Interleaved, check_plain, placements, write_own
+from tatten.caches.shared_prefix_layer import Rows, Segment, SharedPrefixLayer, Suffix
 from tatten.dtensor_sdpa import enable_dtensor_sdpa
 
 
@@ -91,10 +92,7 @@ class ShardedPrefixLayer(SharedPrefixLayer):
         return -(-capacity // self.layout.ranks)
 
     def _write(self, key: Tensor, value: Tensor) -> None:
-        tokens, slots, real = own_slots(self.layout, self.prefix_length, self.length, key.shape[2], self.keys.shape[2])
-        for held, new in ((self.keys, key), (self.values, value)):
-            written = torch.where(real[:, None], new.index_select(2, tokens), held.index_select(2, slots))
-            held.index_copy_(2, slots, written)
+        write_own(self.layout, self.prefix_length, self.length, (self.keys, self.values), (key, value))
 
     def _with(
         self, segments: tuple[Segment, ...], lengths: tuple[int, ...], rows: Rows, suffix: Suffix | None

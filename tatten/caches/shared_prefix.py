@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tatten.caches.arguments import check_positive
 from tatten.caches.prompts import Prompts
+from tatten.caches.recording import is_recorded
 from tatten.caches.refill import refill
 from tatten.caches.selection import Selection, expand_to_batch
-from tatten.caches.shared_prefix_layer import SharedPrefixLayer, is_recorded
+from tatten.caches.shared_prefix_layer import SharedPrefixLayer
 from tatten.caches.shared_prefix_layers import inherit, select_layers, select_layers_, used_slots
 
 if TYPE_CHECKING:

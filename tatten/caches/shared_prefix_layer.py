@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tatten.caches.arguments import check_alike
+from tatten.caches.recording import is_recorded
 from tatten.caches.selection import Selection, expand_to_batch
 from tatten.caches.static_address import mark_static
 
@@ -226,11 +228,7 @@ class SharedPrefixLayer:
     def _check_fit(self, key: Tensor, value: Tensor) -> None:
         if key.dim() != 4:
             raise ValueError(f"`key` must be [batch, kv_heads, q_len, head_dim], got shape {tuple(key.shape)}")
-        if value.dim() != 4 or value.shape[:3] != key.shape[:3]:
-            raise ValueError(
-                f"`value` must have the batch, heads and length of `key`, {tuple(key.shape[:3])}, "
-                f"got shape {tuple(value.shape)}"
-            )
+        check_alike(key, value)
         if self.forked and torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             name = "key" if key.requires_grad else "value"
             raise ValueError(f"`{name}` must not require grad to be written into the suffix: use torch.no_grad()")
@@ -244,8 +242,3 @@ class SharedPrefixLayer:
                 want = (self.batch_size, like.shape[1], tensor.shape[2], like.shape[3])
                 if tensor.shape != want:
                     raise ValueError(f"`{name}` must have shape {want} to join the cache, got {tuple(tensor.shape)}")
-
-
-def is_recorded(length: Tensor) -> bool:
-    """Whether a graph is traced or captured, so that there is no length to read."""
-    return torch.compiler.is_compiling() or (length.is_cuda and torch.cuda.is_current_stream_capturing())

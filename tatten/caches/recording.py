@@ -1,0 +1,11 @@
+"""Whether a step runs now, or is recorded to run later."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_recorded(length: Tensor) -> bool:
+    """Whether a graph is traced or captured, so that there is no length to read."""
+    return torch.compiler.is_compiling() or (length.is_cuda and torch.cuda.is_current_stream_capturing())
