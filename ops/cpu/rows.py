@@ -11,9 +11,9 @@ from torch import Tensor
 from tatten.ops.row_groups import group_size, row_groups_reference
 from tatten.ops.row_validation import check_row_values, check_rows
 
-# Queries of a run, padding included, at most, for each that is real: padding is work, and each run is a call. 115 samples
-# of 32 prompts of 128 tokens took 4.7 ms with 1, 2.3 with 2 and with 4; with all but 31 from one prompt 3.4, 2.8 and 4.1
-# (8/2 heads of 64, 2 cores; copies of the prompts 2.8).
+# Queries of a run, padding included, at most, for each that is real: padding is work, and each run is a call. 115
+# samples of 32 prompts of 128 tokens took 4.7 ms with 1, 2.3 with 2 and 2.2 with 4; with all but 31 from one prompt
+# 3.4, 2.8 and 4.1 (8/2 heads of 64, 2 cores; copies of the prompts 2.8).
 MOST_PADDED = 2.0
 
 
