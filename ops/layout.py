@@ -17,7 +17,7 @@ def pack_gqa(query: Tensor, kv_heads: int) -> Tensor:
 
 def squeeze_broadcast(mask: Tensor) -> Tensor:
     """Narrow every stride-0 dimension of a mask to size 1, so that no element is read twice. The result is 4-D."""
-    mask = mask[(None,) * (4 - mask.dim())]
+    mask = mask.expand(*(1,) * (4 - mask.dim()), *mask.shape)
     for dim in range(3):
         if mask.shape[dim] != 1 and mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)

@@ -207,6 +207,15 @@ _KERNELS: dict[str, dict[str, Kernel]] = {
     "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},
     "push_merge": {"CUDA": _push_merge},
 }
+
+
+def cuda_implementations() -> dict[Any, Kernel]:
+    """The ops that launch kernels on a GPU without waiting for other GPUs, and their implementations."""
+    own: dict[str, Kernel] = {"row_groups": cuda.row_groups, "block_list": cuda.block_list}
+    own |= {name: _KERNELS[name]["CUDA"] for name in ("decode_attention", "bifurcated_attention", "merge_states")}
+    return {getattr(torch.ops.tatten, name).default: kernel for name, kernel in own.items()}
+
+
 for _name, _kernels in _KERNELS.items():
     for _device, _kernel in _kernels.items():
         _library.impl(_name, _kernel, _device)

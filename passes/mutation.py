@@ -15,8 +15,8 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tatten.ops.watch import Watch
 from tatten.passes.calls import OpOverload, op_name, overloads
 from tatten.passes.symbolic import held, hint, same_storage, value_of
 
@@ -151,21 +151,6 @@ def _written_by_schema(known: tuple[OpOverload, ...]) -> tuple[tuple[int | None,
     return tuple(found)
 
 
-class _Watch(TorchDispatchMode):
-    """A mode that records the tensors that ops write to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: list[Tensor] = []
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self.written += _all_of(Tensor, _written((func,), args, kwargs))
-        return func(*args, **kwargs)
-
-
 def _written_in_trial(node: Node) -> Iterator[Node]:
     """Yield the inputs that are written to when the node runs on meta tensors; all of them if it can't be run so."""
     inputs = node.all_input_nodes
@@ -175,7 +160,12 @@ def _written_in_trial(node: Node) -> Iterator[Node]:
         return
     args = map_arg(node.args, stand_ins.__getitem__)
     kwargs = map_arg(node.kwargs, stand_ins.__getitem__)
-    watch = _Watch()
+    written: list[Tensor] = []
+
+    def called(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        written.extend(_all_of(Tensor, _written((func,), args, kwargs)))
+
+    watch = Watch(called)
     try:
         with torch.no_grad(), watch:
             function = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
@@ -183,7 +173,7 @@ def _written_in_trial(node: Node) -> Iterator[Node]:
     except Exception:  # of any kind: meta tensors have no values, and the node's code is unknown
         yield from inputs
         return
-    yield from (x for x in inputs if _holds(stand_ins[x], watch.written))
+    yield from (x for x in inputs if _holds(stand_ins[x], written))
 
 
 def _may_run(node: Node) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from torch.fx import GraphModule
 from tatten.options import valid_names
 from tatten.passes.mutation import writes
 
+log = logging.getLogger("tatten")
 Compiled = Callable[..., Any]
 Compiler = Callable[..., Compiled]  # of a graph and its inputs
 
@@ -38,7 +40,29 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
         raise (ValueError if unknown else TypeError)(
             f"`options` must be of tatten ({valid_names()}) or of Inductor, which says: {error}"
         ) from error
-    return wrapper  # type: ignore[no-any-return]
+
+    def compiler(gm: GraphModule, inputs: list[Tensor]) -> Compiled:
+        if any(x.is_cuda for x in inputs if isinstance(x, Tensor)) and lowerings_problem() is None:
+            from tatten.ops.inductor.version import with_lowerings
+
+            wrapper.config = with_lowerings(wrapper.config)
+        return wrapper(gm, inputs)  # type: ignore[no-any-return]
+
+    return compiler
+
+
+@functools.cache
+def lowerings_problem() -> str | None:
+    """Have Inductor launch the kernels of tatten's ops itself; or say why it will call the ops instead."""
+    try:
+        from tatten.ops.inductor.lowering import register_lowerings
+
+        register_lowerings()
+    except (ImportError, AttributeError) as error:
+        problem = f"Inductor calls the ops instead of launching their kernels: {error}"
+        log.warning("%s", problem)
+        return problem
+    return None
 
 
 def named_compiler(name: str, mode: str | None, options: dict[str, Any]) -> Compiler:

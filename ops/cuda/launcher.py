@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tatten.ops.cuda.recording import recorder
+
 T = TypeVar("T")
 MOST_PLANS = 1024  # for each function: a cache that grows is planned anew at each length
 
@@ -27,6 +29,8 @@ def by_layout(plan: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(plan)
     def planned(*args: Any) -> T:
+        if recorder.get() is not None:  # fake tensors, which have no address
+            return plan(*args)
         at = tuple([_layout(x) if isinstance(x, (Tensor, list, tuple)) else x for x in args])
         found = made.get(at)
         if found is None:
@@ -76,6 +80,9 @@ class Launch:
         self._in_order = tuple([arguments[name] for name in names])
 
     def __call__(self, *tensors: Any) -> None:
+        if (recording := recorder.get()) is not None:
+            recording.launches.append((self, tensors))
+            return
         if self._run is not None:
             self._run(*[_address(x) for x in tensors], *self._in_order)
             return

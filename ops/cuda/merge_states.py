@@ -25,7 +25,7 @@ class MergeStates:
 
 def plan_merge_states(out: Tensor, lse: Tensor) -> MergeStates:
     """Plan the merge of checked `out` `[n, ..., d]`, not empty, and `lse` `[n, ...]` in float32."""
-    dim, n_states = out.shape[-1], lse[0].numel()
+    dim, n_states = out.shape[-1], lse.numel() // lse.shape[0]
     launch = Launch(
         _merge_states_kernel,
         (n_states,),

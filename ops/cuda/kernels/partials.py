@@ -31,12 +31,13 @@ def find_partials(
 ):
     """Find the slots of the partial states of some output states: of the first one, of the others, and how many."""
     block_list_stride, n_groups, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs = sizes
+    _, _, _, _, kv_lens, block_list, row_groups = partials
     if ROWS:
-        sequence = tl.load(partials.row_groups + 3 * (batch + 1) + sequence)  # its place
+        sequence = tl.load(row_groups + 3 * (batch + 1) + sequence)  # its place
     tiles, ends, work_tiles = tile_space(
-        partials.kv_lens,
-        partials.block_list,
-        partials.row_groups,
+        kv_lens,
+        block_list,
+        row_groups,
         block_list_stride,
         n_groups,
         work_tiles,
@@ -90,6 +91,7 @@ def fold_partials(
 ):
     """Add a segment's states, whole or in partials that were `found`, to the running ones."""
     first_slot, other_slots, owners = found
+    out, lse, partial_out, partial_lse, _, _, _ = partials
     dims = tl.arange(0, BLOCK_DV)
     if FOLD_WHOLE:
         whole = ok & (owners == 1)
@@ -98,8 +100,8 @@ def fold_partials(
                 acc,
                 row_max,
                 row_sum,
-                partials.out,
-                partials.lse,
+                out,
+                lse,
                 state[None, :],
                 whole[None, :],
                 dims,
@@ -112,6 +114,6 @@ def fold_partials(
         at = tl.where(nth == 0, first_slot[None, :], other_slots[None, :] + 2 * BLOCK_M * nth).to(tl.int64)
         here = (ok & (owners > 1))[None, :] & (nth < owners[None, :])
         acc, row_max, row_sum = fold_states(
-            acc, row_max, row_sum, partials.partial_out, partials.partial_lse, at, here, dims, VALUE_DIM, MAX_AND_SUM
+            acc, row_max, row_sum, partial_out, partial_lse, at, here, dims, VALUE_DIM, MAX_AND_SUM
         )
     return acc, row_max, row_sum

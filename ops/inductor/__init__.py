@@ -1,0 +1,1 @@
+"""How Inductor launches the kernels of the ops itself."""

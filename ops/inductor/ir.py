@@ -1,0 +1,144 @@
+"""Inductor's intermediate representation: all use of its private API for lowering is in this file."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch._higher_order_ops import triton_kernel_wrap
+from torch._inductor import ir, lowering
+from torch._inductor.virtualized import V
+from torch.utils._pytree import tree_leaves
+
+from tatten.ops.cuda.bound_kernel import BoundLaunch
+
+Boxes = ir.TensorBox
+
+
+def register(op: Any, lower: Callable[..., Any]) -> None:
+    """Have Inductor call `lower` for an op."""
+    lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def fallback(op: Any) -> Callable[..., Any]:
+    """What Inductor does for an op that it knows nothing of: it calls it."""
+    return lowering.fallback_handler(op, add_to_fallback_set=False)  # type: ignore[no-any-return]
+
+
+def boxes_of(args: Any, kwargs: Any) -> list[Any]:
+    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Boxes)]
+
+
+def is_static(box: Any) -> bool:
+    """Whether sizes, strides and the offset are known integers."""
+    layout = box.maybe_get_layout()
+    sizes = [*box.get_size(), *(box.maybe_get_stride() or ()), getattr(layout, "offset", 0)]
+    return all(isinstance(x, int) or getattr(x, "is_Integer", False) for x in sizes)
+
+
+def realize(args: Any, kwargs: Any) -> Any:
+    """Give each box the strides that it has in the graph, in memory."""
+    node = V.graph.current_node
+
+    def in_memory(box: Any, at: Any) -> Any:
+        if not isinstance(box, Boxes):
+            return box
+        return ir.ExternKernel.require_exact_strides(box, at.meta["val"].stride())
+
+    def walk(x: Any, at: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return [walk(y, z) for y, z in zip(x, at, strict=True)]
+        return in_memory(x, at)
+
+    return (
+        tuple(walk(x, at) for x, at in zip(args, node.args, strict=True)),
+        {name: walk(x, node.kwargs[name]) for name, x in kwargs.items()},
+    )
+
+
+def needs_no_python() -> bool:
+    """Whether the generated code is C++."""
+    return bool(V.graph.cpp_wrapper)
+
+
+def fake_mode() -> Any:
+    """The mode in which the graph was traced: tensors made in it are fake."""
+    return V.fake_mode
+
+
+def fake_of(box: Any) -> Tensor:
+    """A fake tensor of the layout of a box, for `fake_mode`."""
+    sizes, strides = ([int(x) for x in xs] for xs in (box.get_size(), box.get_stride()))
+    return torch.empty_strided(sizes, strides, dtype=box.get_dtype(), device=box.get_device())
+
+
+def allocate(like: Tensor) -> Any:
+    """A buffer that Inductor allocates."""
+    return lowering.empty_strided([*like.shape], [*like.stride()], dtype=like.dtype, device=like.device)
+
+
+class BoundKernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
+    """A launch of which it is known what it writes, and which may start before the launch before it ends.
+
+    Inductor's own constructor reads writes off Triton's IR, and takes all that a kernel hands to a function for
+    written; and it has no way to say that a user's kernel is launched with programmatic dependent launch.
+    """
+
+    def __init__(
+        self, launch: BoundLaunch, tensors: dict[str, Any], writes: Sequence[str], after: Sequence[Any]
+    ) -> None:
+        given = {name: _input(box) for name, box in tensors.items()}
+        floats = launch.floats
+        names = {x.get_name() for x in given.values()}
+        others = [x for x in map(_input, after) if x.get_name() not in names]
+        self.device = next(iter(given.values())).get_device()
+        layout = ir.NoneLayout(device=self.device)
+        ir.ExternKernel.__init__(
+            self, None, layout, [*given.values(), *others], tuple(floats.values()), {**given, **floats}
+        )
+        self.ordered_kwargs_for_cpp_kernel = [*tensors, *floats]
+        options = {name: launch.options[name] for name in ("num_warps", "num_stages") if name in launch.options}
+        tuned = triton.autotune(configs=[triton.Config({}, **options)], key=[])(launch.kernel)
+        self.kernel_idx = triton_kernel_wrap.kernel_side_table.add_kernel(tuned)
+        self.grid = [(*launch.grid, 1, 1)[:3]]
+        self.pdl = launch.options.get("launch_pdl", False)
+        self.mutable_args = [tensors[name] for name in writes]
+        self.mutation_outputs = [ir.MutationOutput(layout, box, self) for box in self.mutable_args]
+        V.graph.register_operation(self)
+
+    def can_fuse_epilogue(self) -> bool:
+        return False
+
+    def codegen(self, wrapper: Any) -> None:
+        define = wrapper.define_kernel
+
+        @functools.wraps(define)
+        def with_pdl(name: str, body: str, *args: Any, **kwargs: Any) -> Any:
+            return define(name, body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1), *args, **kwargs)
+
+        if self.pdl:
+            wrapper.define_kernel = with_pdl
+        try:
+            super().codegen(wrapper)
+        finally:
+            vars(wrapper).pop("define_kernel", None)
+
+
+def _input(box: Any) -> Any:
+    return ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.realize_input(box))
+
+
+def launch_kernel(launch: BoundLaunch, tensors: dict[str, Any], writes: Sequence[str], after: Sequence[Any]) -> None:
+    """Add a launch to the graph.
+
+    Args:
+        launch: the kernel, its grid and options.
+        tensors: a box for each parameter.
+        writes: the parameters that it writes.
+        after: boxes that have to be in memory before the launch, and stay there until it is done.
+    """
+    BoundKernel(launch, tensors, writes, after)

@@ -1,0 +1,92 @@
+"""Launches as kernels of tensors and floats: they compile for Hopper to what the kernels themselves compile to."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+from compiled import compile_in_subprocess
+
+SCRIPT = """
+import json, sys
+import torch
+from compiled import compile_launch
+from tatten.ops.cuda import block_mask, combine, decode, heuristics, levels, merge_states, row_groups, segments
+from tatten.ops.cuda.bound_kernel import bind
+from tatten.ops.cuda.recording import record
+from tatten.ops.variant import PLAIN, AttentionVariant
+
+for module in (decode, combine, row_groups, levels, segments):
+    module.capability = lambda device: (9, 0)
+    module.multiprocessors = lambda device: 132
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+def attend(mask=None, lens=None, variant=PLAIN, dtype=torch.bfloat16, dim=128):
+    query, (key, value) = empty(2, 32, 1, dim, dtype=dtype), (empty(2, 8, 4096, dim, dtype=dtype) for _ in "kv")
+    def call(*args):
+        return decode.plan_attention(query, key, value, mask, lens, 0.1, None, variant)(*args)
+    return call, query, key, value, mask, lens, None, variant
+
+def trees():
+    query = empty(8, 8, 1, 64)
+    keys = [empty(n, 8, 300, 64) for n in (1, 2, 8)]
+    none = [None] * 3
+    def call(*args):
+        return segments.plan_segments(*args, 0.1)(*args)
+    return call, query, keys, keys, none, none
+
+def groups():
+    rows = empty(40, dtype=torch.int32)
+    return row_groups.plan_row_groups(rows, 5, 4), rows
+
+def merge():
+    out, lse = empty(4, 2, 8, 1, 64), empty(4, 2, 8, 1, dtype=torch.float32)
+    return merge_states.plan_merge_states(out, lse), out, lse
+
+cases = {
+    "plain": attend,
+    "bool mask": lambda: attend(empty(2, 1, 1, 4096, dtype=torch.bool)),
+    "bool mask of queries": lambda: attend(empty(2, 1, 1, 4096, dtype=torch.bool).expand(2, 32, 1, 4096).contiguous()),
+    "bias": lambda: attend(empty(1, 32, 1, 4096)),
+    "lens": lambda: attend(lens=empty(2, dtype=torch.int32)),
+    "variant": lambda: attend(variant=AttentionVariant(900, 30.0, empty(32, dtype=torch.float32), None, None)),
+    "trees": trees,
+    "row groups": groups,
+    "merge": merge,
+}
+op, *args = cases[json.loads(sys.argv[1])]()
+found, _ = record(op, *args)
+built = []
+for launch, tensors in found.launches:
+    bound = bind(found, launch, tensors)
+    here = compile_launch(bound.kernel, (*bound.tensors.values(), *bound.floats.values()), bound.options)
+    real = compile_launch(launch.kernel, tensors, {**launch.arguments, **launch.options})
+    built.append((here, real, len(bound.tensors), bound.options.get("launch_pdl", False)))
+print(json.dumps(built))
+"""
+
+
+@pytest.mark.parametrize(
+    "case", ["plain", "bool mask", "bool mask of queries", "bias", "lens", "variant", "trees", "row groups", "merge"]
+)
+def test_compiles_for_sm_90(case: str) -> None:
+    built = compile_in_subprocess(SCRIPT, case)
+    assert built
+    for here, real, params, pdl in built:
+        assert here["stack"] == 0, "registers spill to local memory"
+        assert here["registers"] <= max(real["registers"] + 8, 32)
+        assert here["shared"] <= real["shared"]
+        arithmetic = [
+            re.findall(r"\b(?:fma|mul|add|sub|div|ex2|lg2|max|neg)\.[a-z.]*f32", x["ptx"]) for x in (here, real)
+        ]
+        assert Counter(arithmetic[0]) == Counter(arithmetic[1])
+        assert len(re.findall(r"^\s*\.param", here["ptx"], re.M)) <= params + 4, (
+            "two floats, and two pointers of Triton's"
+        )
+        assert here["ptx"].count("griddepcontrol") == real["ptx"].count("griddepcontrol")
+        assert (here["ptx"].count("griddepcontrol") > 0) == pdl
+        for unit in ("wgmma.mma_async", "cp.async.cg"):
+            assert (unit in here["ptx"]) == (unit in real["ptx"])

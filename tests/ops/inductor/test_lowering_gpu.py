@@ -1,0 +1,142 @@
+"""On a GPU: what Inductor launches itself gives bit for bit what the ops give, in each mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ops = torch.ops.tatten
+MODES = {"default": None, "reduce-overhead": None, "cpp_wrapper": {"cpp_wrapper": True}}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def kv(*shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    return randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
+
+
+def plain() -> tuple:
+    return ops.decode_attention.default, (randn(2, 32, 1, 128), *kv(2, 8, 3000, 128)), {}
+
+
+def short_and_whole() -> tuple:
+    return (
+        ops.decode_attention.default,
+        (randn(1, 4, 2, 64, dtype=torch.float16), *kv(1, 4, 16, 64, dtype=torch.float16)),
+        {},
+    )
+
+
+def odd_dims() -> tuple:
+    return ops.decode_attention.default, (randn(3, 6, 3, 80), randn(3, 2, 1001, 80), randn(3, 2, 1001, 40)), {}
+
+
+def lengths() -> tuple:
+    lens = torch.tensor([0, 17, 4096], device="cuda", dtype=torch.int32)
+    return ops.decode_attention.default, (randn(3, 32, 1, 128), *kv(3, 8, 4096, 128), None, lens), {}
+
+
+def bool_mask() -> tuple:
+    mask = torch.arange(4096, device="cuda") < torch.tensor([1000, 4000], device="cuda")[:, None, None, None]
+    return ops.decode_attention.default, (randn(2, 32, 1, 128), *kv(2, 8, 4096, 128), mask), {}
+
+
+def bool_mask_of_queries() -> tuple:
+    mask = torch.rand(2, 1, 3, 700, device="cuda") < 0.5
+    return ops.decode_attention.default, (randn(2, 8, 3, 128), *kv(2, 8, 700, 128), mask), {}
+
+
+def bias() -> tuple:
+    return ops.decode_attention.default, (randn(2, 8, 1, 64), *kv(2, 8, 700, 64), randn(1, 8, 1, 700)), {}
+
+
+def variant() -> tuple:
+    given = {"window": 900, "softcap": 30.0, "sinks": randn(32, dtype=torch.float32)}
+    return ops.decode_attention.default, (randn(2, 32, 1, 128), *kv(2, 8, 4096, 128)), given
+
+
+def float8() -> tuple:
+    key, value = (x.to(torch.float8_e4m3fn) for x in kv(2, 8, 2048, 128))
+    given = {"key_scale": randn(8, dtype=torch.float32).abs(), "value_scale": randn(8, dtype=torch.float32)}
+    return ops.decode_attention.default, (randn(2, 32, 1, 128), key, value), given
+
+
+def three_segments() -> tuple:
+    segments = [kv(n, 8, length, 64) for n, length in ((1, 1000), (2, 77), (8, 300))]
+    keys, values = map(list, zip(*segments, strict=True))
+    return ops.bifurcated_attention.default, (randn(8, 8, 1, 64), keys, values, [None] * 3, [None] * 3), {}
+
+
+def masked_segments() -> tuple:
+    (k, v), (k2, v2) = kv(2, 8, 500, 64), kv(8, 8, 300, 64)
+    mask = torch.rand(8, 1, 1, 300, device="cuda") < 0.5
+    return ops.bifurcated_attention.default, (randn(8, 8, 1, 64), [k, k2], [v, v2], [None, mask], [None] * 2), {}
+
+
+def rows() -> tuple:
+    (k, v), (k2, v2) = kv(3, 8, 500, 64), kv(7, 8, 300, 64)
+    groups = ops.row_groups.default(torch.tensor([0, 2, 2, 0, 0, 2, 2], device="cuda", dtype=torch.int32), 3, 1)
+    return (
+        ops.bifurcated_attention.default,
+        (randn(7, 8, 1, 64), [k, k2], [v, v2], [None] * 2, [None] * 2, None, [groups, None]),
+        {},
+    )
+
+
+def find_rows() -> tuple:
+    return ops.row_groups.default, (torch.randint(5, (40,), device="cuda", dtype=torch.int32), 5, 4), {}
+
+
+def find_blocks() -> tuple:
+    return ops.block_mask.default, (torch.rand(2, 1, 1, 4096, device="cuda") < 0.01,), {}
+
+
+def merge() -> tuple:
+    return ops.merge_states.default, (randn(4, 2, 8, 1, 64), randn(4, 2, 8, 1, dtype=torch.float32)), {}
+
+
+CASES = [
+    plain, short_and_whole, odd_dims, lengths, bool_mask, bool_mask_of_queries, bias, variant, float8, three_segments,
+    masked_segments, rows, find_rows, find_blocks, merge,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("case", CASES)
+def test_bitwise(case: Callable[[], tuple], mode: str) -> None:
+    torch.manual_seed(0)
+    op, args, kwargs = case()
+    first, *rest = args
+
+    def twice(first: Tensor) -> tuple[Tensor, ...]:
+        """Two calls, so that memory is used again; the second depends on the first."""
+        a = op(first, *rest, **kwargs)
+        a = a if isinstance(a, tuple) else (a,)
+        b = (
+            op(first + 0 * a[0].flatten()[0].to(first.dtype).nan_to_num(), *rest, **kwargs)
+            if first.is_floating_point()
+            else a
+        )
+        return (*a, *(b if isinstance(b, tuple) else (b,)))
+
+    torch._dynamo.reset()
+    options = MODES[mode]
+    compiled = torch.compile(
+        twice, backend="tatten", mode=None if options else mode, options=options, dynamic=False, fullgraph=True
+    )
+    with torch.no_grad():
+        want = twice(first)
+        got, code = run_and_get_code(compiled, first)
+        for _ in range(3):
+            got = compiled(first)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+    assert "torch.ops.tatten" not in code[0].split("def call")[-1]
+    assert "tatten::" not in code[0]
