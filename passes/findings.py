@@ -41,7 +41,8 @@ class Declined:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """The findings of one graph in order, and the time that the passes took."""
+    """The findings of one graph in order, the time that the passes took, and a note on the whole graph."""
 
     findings: tuple[Rewritten | Declined, ...]
     milliseconds: float
+    note: str = ""

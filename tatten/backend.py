@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tatten.inner_compiler import Compiled, inner_compiler, reset_inner
+from tatten.inner_compiler import Compiled, inner_compiler, launch_note, reset_inner
 from tatten.options import split_options
 from tatten.passes import rewrite
 from tatten.report import publish
@@ -36,7 +37,8 @@ def tatten(
     """
     own, rest = split_options(options)
     compiler = inner_compiler(own.inner, mode, rest)
-    publish(rewrite(gm, own.max_q_len))
+    report = rewrite(gm, own.max_q_len)
+    publish(dataclasses.replace(report, note=launch_note(own.inner, example_inputs)))
     return compiler(gm, example_inputs)
 
 

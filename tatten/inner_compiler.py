@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,7 +16,6 @@ from torch.fx import GraphModule
 from tatten.options import valid_names
 from tatten.passes.mutation import writes
 
-log = logging.getLogger("tatten")
 Compiled = Callable[..., Any]
 Compiler = Callable[..., Compiled]  # of a graph and its inputs
 
@@ -42,7 +40,7 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
         ) from error
 
     def compiler(gm: GraphModule, inputs: list[Tensor]) -> Compiled:
-        if any(x.is_cuda for x in inputs if isinstance(x, Tensor)) and lowerings_problem() is None:
+        if _on_cuda(inputs) and _lowerings_problem() is None:
             from tatten.ops.inductor.version import with_lowerings
 
             wrapper.config = with_lowerings(wrapper.config)
@@ -51,18 +49,26 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
     return compiler
 
 
+def launch_note(name: str, inputs: list[Tensor]) -> str:
+    """What a report says of how the kernels of tatten's ops are launched: nothing, unless Inductor can't do it."""
+    problem = _lowerings_problem() if name == "inductor" and _on_cuda(inputs) else None
+    return f"Inductor calls the ops instead of launching their kernels: {problem}" if problem else ""
+
+
 @functools.cache
-def lowerings_problem() -> str | None:
-    """Have Inductor launch the kernels of tatten's ops itself; or say why it will call the ops instead."""
+def _lowerings_problem() -> str | None:
+    """Have Inductor launch the kernels of tatten's ops itself; or say why it can't."""
     try:
         from tatten.ops.inductor.lowering import register_lowerings
 
         register_lowerings()
     except (ImportError, AttributeError) as error:
-        problem = f"Inductor calls the ops instead of launching their kernels: {error}"
-        log.warning("%s", problem)
-        return problem
+        return f"{type(error).__name__}: {error}"
     return None
+
+
+def _on_cuda(inputs: list[Tensor]) -> bool:
+    return any(x.is_cuda for x in inputs if isinstance(x, Tensor))
 
 
 def named_compiler(name: str, mode: str | None, options: dict[str, Any]) -> Compiler:

@@ -73,6 +73,7 @@ class Report:
         for i, graph in enumerate(self.graphs):
             if graph.findings:
                 lines.append(f"graph {i}: {_rewritten(graph.findings)} in {graph.milliseconds:.1f} ms")
+                lines += [f"  note: {graph.note}"] if graph.note else []
                 lines += (f"  {line}" for group in _groups(graph) for line in _describe(group))
             else:
                 empty.append(i)

@@ -196,7 +196,7 @@ def plan_segment(
     # TMA reads whole tiles, so it is used where every key counts: without a mask, or in its run of full blocks.
     every_key = has_block_list or (kv_lens is None and window is None)
     hopper = not INTERPRETED and capability(query.device) >= (9, 0)
-    tma = hopper and every_key and takes_tma(key) and takes_tma(value)
+    tma = hopper and every_key and all([takes_tma(key), takes_tma(value)])
     run_n = max(tiles.block_n, block_n)
     pdl = pdl and hopper
     acc_dtype = accumulator_dtype(query.dtype)

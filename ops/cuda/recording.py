@@ -50,7 +50,7 @@ class Recorder:
         """Note an operator that was called."""
         if func in _ALLOCATIONS:
             self.allocated.append(out)
-        elif func._schema.returns and func._schema.returns[0].alias_info is not None and isinstance(out, Tensor):
+        elif _is_view(func) and isinstance(out, Tensor):
             base = self.base(args[0])
             if out.storage_offset() != base.storage_offset():
                 raise NotRecordableError(f"a view that begins elsewhere, of {func}")
@@ -58,6 +58,11 @@ class Recorder:
             self._alive.append(out)
         elif isinstance(out, Tensor):
             raise NotRecordableError(f"calls {func}")
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
 @contextlib.contextmanager

@@ -42,6 +42,7 @@ MOST_BYTES_WITHOUT_TMA = 500e6
 
 def lower(op: Any, implementation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Lower a call of `op`, whose implementation on CUDA is given, with Inductor's boxes among its arguments."""
+    args, kwargs = realize(args, kwargs)
     reason = _why_opaque(boxes_of(args, kwargs))
     if reason is None:
         try:
@@ -70,7 +71,6 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         boxes[id(tensor)] = box
         return tensor
 
-    args, kwargs = realize(args, kwargs)
     with fake_mode():
         fake_args, fake_kwargs = tree_map_only(Boxes, fake, (args, kwargs))
         found, result = record(implementation, *fake_args, **fake_kwargs)
@@ -83,11 +83,18 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     # Launches of one call may run side by side, which assumes that nothing comes between them, and that none writes to
     # what another reads: so each of them depends on all that any of them reads.
     read = [box for i, box in boxes.items() if i not in allocated]
-    for launch in launches:
-        given = {name: boxes[id(x)] for name, x in launch.tensors.items()}
+
+    def box_of(x: Tensor) -> Any:
+        if id(found.base(x)) not in boxes:
+            raise NotRecordableError(f"uses a tensor of unknown origin, {tuple(x.shape)}")
+        return boxes[id(found.base(x))]
+
+    every = [{name: box_of(x) for name, x in launch.tensors.items()} for launch in launches]
+    result = tree_map_only(Tensor, box_of, result)
+    for launch, given in zip(launches, every, strict=True):
         writes = [name for name, x in launch.tensors.items() if id(x) in allocated]
         launch_kernel(launch, given, writes, read)
-    return tree_map_only(Tensor, lambda x: boxes[id(found.base(x))], result)
+    return result
 
 
 def register_lowerings() -> None:

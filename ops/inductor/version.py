@@ -15,12 +15,11 @@ OPTION = "post_grad_custom_post_pass"
 
 
 @functools.cache
-def source_hash() -> str:
-    """A hash of the source of all ops."""
-    folder = Path(__file__).parents[1]
+def source_hash(folder: Path = Path(__file__).parents[1]) -> str:
+    """A hash of all Python source in a folder, by default of all ops."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        found.update(path.read_bytes())
+        found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
     return found.hexdigest()
 
 
@@ -48,4 +47,5 @@ def in_force() -> bool:
 
 def with_lowerings(options: dict[str, Any]) -> dict[str, Any]:
     """Inductor's options with which ops are lowered; a pass of the user's stays."""
-    return {**options, OPTION: LaunchesKernels(options.get(OPTION, getattr(config, OPTION)))}
+    before = options.get(OPTION, getattr(config, OPTION))
+    return {**options, OPTION: before if isinstance(before, LaunchesKernels) else LaunchesKernels(before)}

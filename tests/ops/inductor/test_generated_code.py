@@ -1,0 +1,134 @@
+"""What Inductor generates for the ops: launches of their kernels, with memory of its own. For a made-up H200."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from compiled import compile_in_subprocess
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="the made-up GPU is for a CPU build of torch")
+
+SCRIPT = """
+import json, logging, sys
+import fake_h200
+fake_h200.install()
+import torch
+from tatten.ops.inductor.lowering import register_lowerings
+from tatten.ops.inductor.version import with_lowerings
+register_lowerings()
+ops, bf16 = torch.ops.tatten, torch.bfloat16
+Q, KV, MASK = ((2, 32, 1, 128), bf16), ((2, 8, 4096, 128), bf16), ((2, 1, 1, 4096), torch.bool)
+
+def two_layers(q, k, v, mask):
+    blocks = ops.block_mask.default(mask)
+    a, _ = ops.decode_attention.default(q, k, v, mask, None, 0.1, blocks)
+    b, _ = ops.decode_attention.default(a * 2, k, v, mask, None, 0.1, blocks)
+    return b + 1
+
+def segments(q, k, v, k2, v2):
+    # Tensors that only one of the launches reads, and that nothing needs afterwards.
+    out, _ = ops.bifurcated_attention.default(q, [k + 1, k2 + 1], [v + 1, v2 + 1], [None, None], [None, None], 0.1)
+    return out * 3
+
+def merge(out, lse):
+    return ops.merge_states.default(out, lse)
+
+def plain(q, k, v):
+    return ops.decode_attention.default(q, k, v)[0]
+
+def rows(index, q, k, v, k2, v2):
+    groups = ops.row_groups.default(index, 3, 1)
+    return ops.bifurcated_attention.default(q, [k, k2], [v, v2], [None] * 2, [None] * 2, 0.1, [groups, None])[0]
+
+cases = {
+    "two layers": (two_layers, [Q, KV, KV, MASK]),
+    "segments": (segments, [
+        ((8, 8, 1, 64), bf16), *[((2, 8, 500, 64), bf16)] * 2, *[((8, 8, 300, 64), bf16)] * 2
+    ]),
+    "merge": (merge, [((4, 2, 8, 1, 64), bf16), ((4, 2, 8, 1), torch.float32)]),
+    "rows": (rows, [
+        ((7,), torch.int32), ((7, 8, 1, 64), bf16), *[((3, 8, 500, 64), bf16)] * 2, *[((7, 8, 300, 64), bf16)] * 2
+    ]),
+    "plain": (plain, [Q, KV, KV]),
+    "float64": (plain, [(shape, torch.float64) for shape, _ in (Q, KV, KV)]),
+    "large": (plain, [((64, 32, 1, 128), bf16), *[((64, 8, 2048, 128), bf16)] * 2]),
+}
+case, lowered, options = map(json.loads, sys.argv[1:])
+said = []
+class Said(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+logging.getLogger("tatten").addHandler(Said())
+logging.getLogger("tatten").setLevel(logging.INFO)
+code = fake_h200.generated_code(*cases[case], **(with_lowerings(options) if lowered else options))
+print(json.dumps([code, said]))
+"""
+
+
+def generate(case: str, lowered: bool = True, **options: object) -> tuple[str, list[str]]:
+    code, said = compile_in_subprocess(SCRIPT, case, lowered, options)
+    return code, said
+
+
+def test_layers_launch_the_same_kernels_in_the_same_memory() -> None:
+    code, said = generate("two layers")
+    assert not said
+    assert "torch.ops.tatten" not in re.sub(r"^#.*$", "", code, flags=re.M)
+    launches = re.findall(r"^ +(\w+_kernel)_(\d+)\.run\(", code, re.M)
+    assert [name for name, _ in launches] == [
+        *("bits_kernel", "list_kernel", "decode_kernel", "combine_kernel", "decode_kernel", "combine_kernel")
+    ]
+    assert launches[2:4] == launches[4:6], "a second definition of an equal kernel"
+    defined = re.findall(r"triton_meta=\{('launch_pdl': True)?.*?\n.*?(?=^def )\n?^def (\w+)\(", code, re.M | re.S)
+    pdl = {name for early, name in defined if early}
+    assert {"decode_kernel", "combine_kernel"} <= {re.sub(r"_\d+$", "", name) for name in pdl}
+    allocated = [i for i, line in enumerate(code.splitlines()) if "empty_strided_cuda((" in line]
+    second = next(
+        i for i, line in reversed([*enumerate(code.splitlines())]) if "decode_kernel" in line and ".run(" in line
+    )
+    first = next(i for i, line in enumerate(code.splitlines()) if "decode_kernel" in line and ".run(" in line)
+    assert sum(first < i < second for i in allocated) <= 1, "only the second layer's queries are new"
+
+
+def test_launches_side_by_side_share_no_memory() -> None:
+    code, said = generate("segments")
+    assert not said
+    lines = code[code.index("def call(") :].splitlines()
+    launched = [i for i, line in enumerate(lines) if re.search(r"(bits|list|decode|combine)_kernel_\d+\.run\(", line)]
+    attention = [i for i in launched if "decode_kernel" in lines[i]]
+    assert len(attention) == 2
+    between = lines[attention[0] + 1 : launched[-1]]
+    others = [line for line in between if ".run(" in line and "decode_kernel" not in line]
+    assert not others, "another kernel between launches that may run side by side"
+    assert not [line for line in between if re.search(r"\bdel |reuse", line)], "memory that a launch may still read"
+
+
+def test_cpp_wrapper_launches_natively() -> None:
+    code, said = generate("two layers", cpp_wrapper=True)
+    assert not said
+    assert "tatten::" not in code
+    assert code.count("    call_decode_kernel_") == code.count("    call_combine_kernel_") == 2
+
+
+@pytest.mark.parametrize("case, kernels", [("merge", {"merge_states"}), ("rows", {"row_groups", "decode", "combine"})])
+def test_other_ops(case: str, kernels: set[str]) -> None:
+    code, said = generate(case)
+    assert not said
+    assert set(re.findall(r"^ +(\w+)_kernel_\d+\.run\(", code, re.M)) == kernels
+
+
+@pytest.mark.parametrize(
+    "case, lowered, reason",
+    [
+        ("plain", False, "the graph was not compiled by backend='tatten'"),
+        ("float64", True, "it calls aten"),
+        ("large", True, "it reads 537 MB of keys and values by TMA"),
+    ],
+)
+def test_stays_opaque(case: str, lowered: bool, reason: str) -> None:
+    code, said = generate(case, lowered)
+    assert "torch.ops.tatten.decode_attention.default(" in re.sub(r"^#.*$", "", code, flags=re.M)
+    assert len(said) == 1
+    assert f"tatten.decode_attention.default stays opaque to Inductor: {reason}" in said[0]
