@@ -6,14 +6,14 @@ be an allocation, a view or a launch.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tatten.ops.watch import Watch
 
@@ -28,36 +28,43 @@ class NotRecordableError(Exception):
 
 @dataclass
 class Recorder:
-    """What an op does with fake tensors.
+    """What an op does with tensors that have no data.
 
     Attributes:
+        inputs: the tensors that it was called with, each with a storage of its own.
         launches: each `tatten.ops.cuda.launcher.Launch` with its tensors, or tuples of them, in order.
         allocated: the tensors that the op made.
         without_tma: bytes of keys and values that the op itself would read by TMA.
     """
 
+    inputs: list[Tensor]
     launches: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
     allocated: list[Tensor] = field(default_factory=list)
     without_tma: int = 0
-    _bases: dict[int, Tensor] = field(default_factory=dict)
-    _alive: list[Tensor] = field(default_factory=list)  # so that no id is used twice
 
     def base(self, x: Tensor) -> Tensor:
-        """The input or allocated tensor of which `x` is a view."""
-        return self._bases.get(id(x), x)
+        """The input or allocated tensor that `x` is, or of which it is a view from the first element on.
+
+        Raises:
+            NotRecordableError: there is none.
+        """
+        for base in (*self.inputs, *self.allocated):
+            if _storage(base) == _storage(x):
+                if base.storage_offset() != x.storage_offset():
+                    raise NotRecordableError(f"takes a view that begins elsewhere, {tuple(x.shape)}")
+                return base
+        raise NotRecordableError(f"takes a tensor of unknown origin, {tuple(x.shape)}")
 
     def saw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Note an operator that was called."""
         if func in _ALLOCATIONS:
             self.allocated.append(out)
-        elif _is_view(func) and isinstance(out, Tensor):
-            base = self.base(args[0])
-            if out.storage_offset() != base.storage_offset():
-                raise NotRecordableError(f"a view that begins elsewhere, of {func}")
-            self._bases[id(out)] = base
-            self._alive.append(out)
-        elif isinstance(out, Tensor):
+        elif isinstance(out, Tensor) and not _is_view(func):
             raise NotRecordableError(f"calls {func}")
+
+
+def _storage(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
 
 
 def _is_view(func: Any) -> bool:
@@ -65,24 +72,17 @@ def _is_view(func: Any) -> bool:
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[Recorder]:
-    """Record launches instead of doing them, for calls with fake tensors.
+def record(op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Recorder, Any]:
+    """Record `op(*args, **kwargs)` instead of launching anything; also returns its result.
 
     Raises:
-        NotRecordableError: from within, as soon as an op does what can't be recorded.
+        NotRecordableError: the op does what can't be recorded.
     """
-    found = Recorder()
+    found = Recorder([x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
     token = recorder.set(found)
     try:
         with Watch(found.saw):
-            yield found
+            result = op(*args, **kwargs)
     finally:
         recorder.reset(token)
-
-
-def record(op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Recorder, Any]:
-    """Record `op(*args, **kwargs)`, for an op that returns a tensor or a tuple of them; also returns its result."""
-    with recording() as found:
-        result = op(*args, **kwargs)
     return found, result

@@ -77,24 +77,17 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if found.without_tma > MOST_BYTES_WITHOUT_TMA and not needs_no_python():
         raise NotRecordableError(f"reads {found.without_tma / 1e6:.0f} MB of keys and values by TMA")
     launches = [bind(found, launch, tensors) for launch, tensors in found.launches]
+    results = tree_map_only(Tensor, found.base, result)
     for tensor in found.allocated:
         boxes[id(tensor)] = allocate(tensor)
-    allocated = {id(tensor) for tensor in found.allocated}
     # Launches of one call may run side by side, which assumes that nothing comes between them, and that none writes to
     # what another reads: so each of them depends on all that any of them reads.
-    read = [box for i, box in boxes.items() if i not in allocated]
-
-    def box_of(x: Tensor) -> Any:
-        if id(found.base(x)) not in boxes:
-            raise NotRecordableError(f"uses a tensor of unknown origin, {tuple(x.shape)}")
-        return boxes[id(found.base(x))]
-
-    every = [{name: box_of(x) for name, x in launch.tensors.items()} for launch in launches]
-    result = tree_map_only(Tensor, box_of, result)
-    for launch, given in zip(launches, every, strict=True):
+    read = [boxes[id(tensor)] for tensor in found.inputs]
+    allocated = {id(tensor) for tensor in found.allocated}
+    for launch in launches:
         writes = [name for name, x in launch.tensors.items() if id(x) in allocated]
-        launch_kernel(launch, given, writes, read)
-    return result
+        launch_kernel(launch, {name: boxes[id(x)] for name, x in launch.tensors.items()}, writes, read)
+    return tree_map_only(Tensor, lambda base: boxes[id(base)], results)
 
 
 def register_lowerings() -> None:
