@@ -304,6 +304,22 @@ CLAIMS = [
         at_least=5,
     ),
     Claim(
+        "generate, default mode",
+        "generate",
+        2,
+        one("mode", "default", lambda r: r["ratio"]),
+        "0.85 of the time of Inductor's in default mode",
+        at_most=0.85,
+    ),
+    Claim(
+        "generate, CUDA graphs",
+        "generate",
+        2,
+        one("mode", "reduce-overhead", lambda r: r["ratio"]),
+        "0.71 with CUDA graphs",
+        at_most=0.71,
+    ),
+    Claim(
         "trees, worst",
         "prefix_trees",
         125,

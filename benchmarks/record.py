@@ -43,6 +43,12 @@ STEPS = {
         Step("decode_nine", "decode.py --device cuda --section nine", 1.5, "decode.py --section nine --rounds 1"),
         Step("decode_ragged", "decode.py --device cuda --section ragged", 1.5, "decode.py --section ragged --rounds 1"),
         Step("static_cache", "static_cache.py --device cuda", 3, "static_cache.py --rows 9 --repeats 1"),
+        Step(
+            "generate",
+            "generate.py --device cuda --layers 32 --batch 1 --modes default reduce-overhead",
+            5,
+            "generate.py --batch 1 --modes default --rounds 1",
+        ),
         Step("shared_prefix", "shared_prefix.py --device cuda", 4, "shared_prefix.py --rows 16 17 --rounds 1"),
         Step("float8", "float8.py --device cuda", 2),
         Step("overhead", "overhead.py --device cuda", 1),

@@ -132,6 +132,22 @@ TABLES = {
             "floor": us("floor", 0),
         },
     ),
+    "generate": Table(
+        "generate",
+        {
+            "mode": "mode",
+            "batch": "batch",
+            "layers": "layers",
+            "slots": "capacity",
+            "used": "used",
+            "Inductor ms": lambda r: number(r["token_ms"]["inductor"], 2),
+            "tatten ms": lambda r: number(r["token_ms"]["tatten"], 2),
+            "byte floor ms": figure("floor_ms", 2),
+            "tatten to Inductor": figure("ratio", 2),
+            "compile s, Inductor": lambda r: number(r["compile_s"]["inductor"], 0),
+            "compile s, tatten": lambda r: number(r["compile_s"]["tatten"], 0),
+        },
+    ),
     "overhead": Table(
         "overhead", {"call": "call", "us": figure("us", 0), "over SDPA": lambda r: number(r["over_sdpa"], 2)}
     ),

@@ -6,14 +6,13 @@ be an allocation, a view or a launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from tatten.ops.watch import Watch
 
@@ -67,6 +66,14 @@ def _storage(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (list, tuple)):
+        for y in x:
+            yield from _tensors(y)
+
+
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
@@ -78,7 +85,7 @@ def record(op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Recorder,
     Raises:
         NotRecordableError: the op does what can't be recorded.
     """
-    found = Recorder([x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
+    found = Recorder([*_tensors([args, [*kwargs.values()]])])
     token = recorder.set(found)
     try:
         with Watch(found.saw):
