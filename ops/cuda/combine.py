@@ -1,4 +1,4 @@
-"""Planning the combine of the partials that launches of the decode or prefix kernel leave."""
+"""Planning the combine of the partials that launches of the decode, prefix or levels kernel leave."""
 
 from __future__ import annotations
 

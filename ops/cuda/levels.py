@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cuda.combine import INTERPRETED, Partials, TileSpace
+from tatten.ops.cuda.decode import BYTES_PER_US
 from tatten.ops.cuda.heuristics import capability, multiprocessors, packed_q_rows
 from tatten.ops.cuda.kernels.levels import _levels_kernel
 from tatten.ops.cuda.launcher import Launch
@@ -16,7 +17,7 @@ from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
 
 LAUNCH_US = 5.0  # of one more launch: to start, to wait for its first loads, and to store
-LEVEL_FLOPS, BYTES = 700e6, 4.4e6  # an H200's, per us: products of a launch for a level alone, and bytes of memory
+LEVEL_FLOPS = 700e6  # products per us of a launch for a level alone, on an H200
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,13 @@ class LevelsLaunch:
     launch: Launch
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    dtype: torch.dtype
+    out_dtype: torch.dtype
+    acc_dtype: torch.dtype
 
     def __call__(self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Partials:
         """The states of all sequences, all whole."""
-        out = query.new_empty(self.out_shape, dtype=self.dtype)
-        lse = query.new_empty(self.lse_shape, dtype=self.dtype)
+        out = query.new_empty(self.out_shape, dtype=self.out_dtype)
+        lse = query.new_empty(self.lse_shape, dtype=self.acc_dtype)
         self.launch(query, tuple(keys), tuple(values), out, lse)
         none = out.new_empty(0)
         return Partials(out, lse, none, none)
@@ -64,11 +66,11 @@ def plan_levels(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     scale: float,
-    tile: Tile = TILES[0],
+    tile: Tile,
     *,
+    whole: bool = False,
     max_and_sum: bool = False,
     follows: bool = False,
-    pdl: bool = True,
 ) -> LevelsLaunch:
     """Plan attention to nested levels, the finest last: the batch of each divides that of the next.
 
@@ -76,14 +78,14 @@ def plan_levels(
         query, keys, values, scale: as `tatten.bifurcated_attention` takes them, without masks; `scale` is above 0, and
             all levels have equally many kv heads.
         tile: as `choose_levels` found it.
-        max_and_sum, follows, pdl: as for `tatten.ops.cuda.decode.plan_segment`.
+        whole, max_and_sum, follows: as for `tatten.ops.cuda.decode.plan_segment`.
     """
     batch, q_heads, q_len, head_dim = query.shape
     rows, kv_heads, value_dim = keys[-1].shape[0], keys[-1].shape[1], values[-1].shape[3]
     packed = packed_q_rows(query, keys[-1])
     block_m, block_n = _block_m(packed, tile), tile.block_n
     q_blocks = ceil_div(packed, block_m)
-    pdl = pdl and not INTERPRETED and capability(query.device) >= (9, 0)
+    pdl = not INTERPRETED and capability(query.device) >= (9, 0)
     work_tiles = rows * kv_heads * q_blocks
     sizes = 1, work_tiles, 0, kv_heads, batch // rows, q_blocks, work_tiles, block_m, block_n
     launch = Launch(
@@ -113,14 +115,15 @@ def plan_levels(
         WAIT_LAST=follows,
         FLOAT32_DOTS=INTERPRETED,
     )
-    shape = batch, q_heads, q_len
+    shape, acc_dtype = (batch, q_heads, q_len), accumulator_dtype(query.dtype)
     pair = (2,) if max_and_sum else ()
     return LevelsLaunch(
         TileSpace(*sizes, max_and_sum=max_and_sum),
         launch,
         (*shape, value_dim),
         (*shape, *pair),
-        accumulator_dtype(query.dtype),
+        query.dtype if whole else acc_dtype,
+        acc_dtype,
     )
 
 
@@ -172,12 +175,12 @@ def _flops(query: Tensor, kv_len: int) -> float:
 
 def _launch_us(query: Tensor) -> float:
     """Estimate what a launch takes beside its keys: its states are written and read again."""
-    return LAUNCH_US + 8 * query.numel() / BYTES
+    return LAUNCH_US + 8 * query.numel() / BYTES_PER_US
 
 
 def _alone_us(query: Tensor, key: Tensor) -> float:
     """Estimate a launch for one level."""
-    read = 2 * key.numel() * key.element_size() / BYTES
+    read = 2 * key.numel() * key.element_size() / BYTES_PER_US
     return max(_flops(query, key.shape[2]) / LEVEL_FLOPS, read) + _launch_us(query)
 
 

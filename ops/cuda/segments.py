@@ -1,4 +1,4 @@
-"""Planning attention to segments: a launch of the decode or prefix kernel for each, and their combine."""
+"""Planning attention to segments: a launch for each, or one for several levels of a tree, and their combine."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tatten.ops.cuda.heuristics import (
     whole_programs,
 )
 from tatten.ops.cuda.levels import LevelsLaunch, choose_levels, plan_levels
+from tatten.ops.cuda.recording import NotRecordableError, recorder
 from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.sizes import ceil_div
 from tatten.ops.states import State
@@ -167,14 +168,19 @@ def _plan_launches(
             programs = sms - sms_left
             tiles = SHORT_ROWS if other.key.shape[2] <= 512 else tiles_for(1, other.key.shape[3], 2)
             beside = {"tiles": tiles, "programs": sms_left * tiles.per_sm}
+    if wide and recorder.get() is not None:
+        raise NotRecordableError("launches the prefix kernel, which is in Gluon")
     for i in wide:
         x = inputs[i]
         yield (i,), plan_prefix_segment(query, x.key, x.value, scale, programs, x.row_groups)
     if levels:
+        whole = len(together) == len(inputs)
         keys, values = ([getattr(inputs[i], name) for i in together] for name in ("key", "value"))
         yield (
             together,
-            plan_levels(query, keys, values, scale, levels.tile, max_and_sum=max_and_sum, follows=bool(wide)),
+            plan_levels(
+                query, keys, values, scale, levels.tile, whole=whole, max_and_sum=max_and_sum, follows=bool(wide)
+            ),
         )
     for i in narrow:
         x = inputs[i]
@@ -197,6 +203,7 @@ def _takes_levels_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
         x.attn_mask is None
         and x.row_groups is None
         and x.key.shape[2] > 0
+        and max(y.stride(3) * y.shape[3] for y in (query, x.key, x.value)) < 1 << 31
         and max(query.shape[3], x.value.shape[3]) <= 128
         and query.element_size() == 2
         and scale > 0

@@ -67,7 +67,7 @@ def test_states(tree: tuple, batch: int, heads: tuple, q_len: int, dims: tuple, 
 
 
 @runs
-@pytest.mark.parametrize("chosen", [(0, 1), (0, 1, 2), (1, 2), ()])
+@pytest.mark.parametrize("chosen", [(0, 1), (0, 1, 2), (1, 2), (), (0, 1, 2, 3)])
 def test_beside_other_segments(chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "choose_levels", lambda query, keys: Levels(chosen, TILES[0]) if chosen else None)
     torch.manual_seed(0)
@@ -80,6 +80,7 @@ def test_beside_other_segments(chosen: tuple[int, ...], monkeypatch: pytest.Monk
         out, lse = planned(query, keys, values, none, none)
     assert sorted(i for own in planned.takes for i in own) == [0, 1, 2, 3]
     assert (chosen in planned.takes) == bool(chosen)
+    assert (out.dtype, lse.dtype) == (HALF, torch.float32)
     assert_state(out, lse, question(query, keys, values, 0.3))
 
 
