@@ -40,7 +40,7 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
         ) from error
 
     def compiler(gm: GraphModule, inputs: list[Tensor]) -> Compiled:
-        if _on_cuda(inputs) and _lowerings_problem() is None:
+        if _on_cuda(inputs) and _register_lowerings() is None:
             from tatten.ops.inductor.version import with_lowerings
 
             wrapper.config = with_lowerings(wrapper.config)
@@ -51,13 +51,13 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
 
 def launch_note(name: str, inputs: list[Tensor]) -> str:
     """What a report says of how the kernels of tatten's ops are launched: nothing, unless Inductor can't do it."""
-    problem = _lowerings_problem() if name == "inductor" and _on_cuda(inputs) else None
+    problem = _register_lowerings() if name == "inductor" and _on_cuda(inputs) else None
     return f"Inductor calls the ops instead of launching their kernels: {problem}" if problem else ""
 
 
 @functools.cache
-def _lowerings_problem() -> str | None:
-    """Have Inductor launch the kernels of tatten's ops itself; or say why it can't."""
+def _register_lowerings() -> str | None:
+    """Have Inductor launch the kernels of tatten's ops itself; returns what keeps it from that, if anything."""
     try:
         from tatten.ops.inductor.lowering import register_lowerings
 

@@ -57,11 +57,11 @@ def bind(found: Recorder, launch: Launch, tensors: Sequence[Any]) -> BoundLaunch
         base = found.base(tensor)
         param = params.setdefault(id(base), name)
         bases[param] = base
-        return (
-            param
-            if tensor.dtype == base.dtype
-            else f"{param}.to(tl.pointer_type({_CASTS[tensor.dtype]}), bitcast=True)"
-        )
+        if tensor.dtype == base.dtype:
+            return param
+        if tensor.dtype not in _CASTS:
+            raise NotRecordableError(f"reads {base.dtype} as {tensor.dtype}")
+        return f"{param}.to(tl.pointer_type({_CASTS[tensor.dtype]}), bitcast=True)"
 
     lines = []
     for name, x in zip(launch.kernel.arg_names, tensors, strict=False):

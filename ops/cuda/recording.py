@@ -18,6 +18,7 @@ from tatten.ops.watch import Watch
 
 aten = torch.ops.aten
 _ALLOCATIONS = {aten.empty.memory_format, aten.new_empty.default, aten.empty_strided.default}
+_HARMLESS = {torch.ops.prim.device.default}
 recorder: ContextVar[Recorder | None] = ContextVar("tatten_recorder", default=None)
 
 
@@ -54,11 +55,22 @@ class Recorder:
                 return base
         raise NotRecordableError(f"takes a tensor of unknown origin, {tuple(x.shape)}")
 
+    def whole(self, x: Tensor) -> Tensor:
+        """The input or allocated tensor that `x` is.
+
+        Raises:
+            NotRecordableError: there is none, or `x` is a view of it with another layout.
+        """
+        base = self.base(x)
+        if (x.shape, x.stride(), x.dtype) != (base.shape, base.stride(), base.dtype):
+            raise NotRecordableError(f"returns a view, {tuple(x.shape)} of {tuple(base.shape)}")
+        return base
+
     def saw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Note an operator that was called."""
         if func in _ALLOCATIONS:
             self.allocated.append(out)
-        elif isinstance(out, Tensor) and not _is_view(func):
+        elif func not in _HARMLESS and not _is_view(func):
             raise NotRecordableError(f"calls {func}")
 
 

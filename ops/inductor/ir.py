@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,22 @@ from torch.utils._pytree import tree_leaves
 
 from tatten.ops.cuda.bound_kernel import BoundLaunch
 
+log = logging.getLogger("tatten")
 Boxes = ir.TensorBox
+
+
+def check_names() -> None:
+    """Raise AttributeError where something that this file needs of Inductor has moved."""
+    for of, names in {
+        ir: "TensorBox UserDefinedTritonKernel NoneLayout MutationOutput",
+        ir.ExternKernel: "realize_input require_exact_strides",
+        ir.InputsKernel: "unwrap_storage_for_input",
+        ir.UserDefinedTritonKernel: "codegen get_kernel_and_metadata",
+        lowering: "register_lowering fallback_handler empty_strided",
+        triton_kernel_wrap: "kernel_side_table",
+    }.items():
+        for name in names.split():
+            getattr(of, name)
 
 
 def register(op: Any, lower: Callable[..., Any]) -> None:
@@ -33,11 +49,16 @@ def boxes_of(args: Any, kwargs: Any) -> list[Any]:
     return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Boxes)]
 
 
-def is_static(box: Any) -> bool:
-    """Whether sizes, strides and the offset are known integers."""
-    layout = box.maybe_get_layout()
-    sizes = [*box.get_size(), *(box.maybe_get_stride() or ()), getattr(layout, "offset", 0)]
-    return all(isinstance(x, int) or getattr(x, "is_Integer", False) for x in sizes)
+def are_static(args: Any, kwargs: Any) -> bool:
+    """Whether all sizes, strides, offsets and numbers are known."""
+    numbers = []
+    for x in tree_leaves((args, kwargs)):
+        if isinstance(x, Boxes):
+            layout = x.maybe_get_layout()
+            numbers += [*x.get_size(), *(x.maybe_get_stride() or ()), getattr(layout, "offset", 0)]
+        else:
+            numbers.append(x)
+    return not any(getattr(x, "free_symbols", None) or isinstance(x, torch.SymInt) for x in numbers)
 
 
 def realize(args: Any, kwargs: Any) -> Any:
@@ -60,7 +81,7 @@ def realize(args: Any, kwargs: Any) -> Any:
     )
 
 
-def needs_no_python() -> bool:
+def is_cpp() -> bool:
     """Whether the generated code is C++."""
     return bool(V.graph.cpp_wrapper)
 
@@ -112,7 +133,10 @@ class _Kernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
 
         @functools.wraps(define)
         def with_pdl(name: str, body: str, *args: Any, **kwargs: Any) -> Any:
-            return define(name, body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1), *args, **kwargs)
+            with_meta = body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
+            if with_meta == body:
+                log.info("%s is launched without programmatic dependent launch", name)
+            return define(name, with_meta, *args, **kwargs)
 
         if self.pdl:
             wrapper.define_kernel = with_pdl

@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from tatten.ops.cuda.bound_kernel import bind
-from tatten.ops.cuda.recording import NotRecordableError, record
+from tatten.ops.cuda.recording import record
 from tatten.ops.inductor.ir import (
     Boxes,
     allocate,
+    are_static,
     boxes_of,
+    check_names,
     fake_mode,
     fake_of,
     fallback,
-    is_static,
+    is_cpp,
     launch_kernels,
-    needs_no_python,
     realize,
     register,
 )
@@ -35,32 +37,54 @@ from tatten.ops.library import cuda_implementations
 
 log = logging.getLogger("tatten")
 
-# Keys and values that are read by TMA where the op is called: 64 x 2048 tokens took 139 us without it and 125 with it,
-# 16 x 8192 tokens 127.0 and 126.2, smaller ones no longer (H200). From here on the GPU keeps the host waiting anyway.
+# Keys and values that the op would read by TMA: without it 64 x 2048 tokens took 139 us and not 125, 16 x 8192 tokens
+# 127.0 and not 126.2, and smaller ones no longer (H200). From here on the GPU keeps the host waiting anyway.
 MOST_BYTES_WITHOUT_TMA = 500e6
+
+
+class Opaque(Enum):
+    """Why a call of an op stays a call, under `torch._dynamo.utils.counters["tatten"]` as `opaque_*`."""
+
+    NOT_OURS = "not_ours"  # the graph was not compiled by backend="tatten"
+    CPU = "cpu"
+    SYMBOLIC = "symbolic"  # a size is not known when the graph is compiled
+    TMA = "tma"  # it reads a large KV, which takes longer without TMA
+    NOT_RECORDABLE = "not_recordable"  # it does more than to allocate, to view and to launch Triton kernels
 
 
 def lower(op: Any, implementation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Lower a call of `op`, whose implementation on CUDA is given, with Inductor's boxes among its arguments."""
+    from torch._dynamo.utils import counters
+
     args, kwargs = realize(args, kwargs)
-    reason = _why_opaque(boxes_of(args, kwargs))
-    if reason is None:
+    why, detail = _why_opaque(args, kwargs), ""
+    if why is None:
         try:
-            return _lower(implementation, args, kwargs)
-        except NotRecordableError as error:
-            reason = f"it {error}"
-    log.info("%s stays opaque to Inductor: %s", op, reason)
+            lowered = _lower(implementation, args, kwargs)
+        except _LargeKVError as error:
+            why, detail = Opaque.TMA, str(error)
+        except (
+            Exception
+        ) as error:  # whatever keeps it from being lowered: the op itself may still do it, or say why not
+            why, detail = Opaque.NOT_RECORDABLE, f"{type(error).__name__}: {error}"
+        else:
+            counters["tatten"]["lowered"] += 1
+            return lowered
+    counters["tatten"][f"opaque_{why.value}"] += 1
+    log.info("%s stays opaque to Inductor [%s] %s", op, why.value, detail)
     return fallback(op)(*args, **kwargs)
 
 
-def _why_opaque(boxes: Sequence[Any]) -> str | None:
+def _why_opaque(args: Any, kwargs: Any) -> Opaque | None:
     if not in_force():
-        return "the graph was not compiled by backend='tatten'"
-    if any(box.get_device().type != "cuda" for box in boxes):
-        return "it runs on a CPU"
-    if not all(is_static(box) for box in boxes):
-        return "a size is not known when the graph is compiled"
-    return None
+        return Opaque.NOT_OURS
+    if any(box.get_device().type != "cuda" for box in boxes_of(args, kwargs)):
+        return Opaque.CPU
+    return None if are_static(args, kwargs) else Opaque.SYMBOLIC
+
+
+class _LargeKVError(Exception):
+    """Keys and values are better read by TMA."""
 
 
 def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -74,10 +98,10 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with fake_mode():
         fake_args, fake_kwargs = tree_map_only(Boxes, fake, (args, kwargs))
         found, result = record(implementation, *fake_args, **fake_kwargs)
-    if found.without_tma > MOST_BYTES_WITHOUT_TMA and not needs_no_python():
-        raise NotRecordableError(f"reads {found.without_tma / 1e6:.0f} MB of keys and values by TMA")
+    if found.without_tma > MOST_BYTES_WITHOUT_TMA and not is_cpp():
+        raise _LargeKVError(f"{found.without_tma / 1e6:.0f} MB")
     launches = [bind(found, launch, tensors) for launch, tensors in found.launches]
-    results = tree_map_only(Tensor, found.base, result)
+    results = tree_map_only(Tensor, found.whole, result)
     for tensor in found.allocated:
         boxes[id(tensor)] = allocate(tensor)
     used = {id(x) for launch in launches for x in launch.tensors.values()}
@@ -89,6 +113,11 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def register_lowerings() -> None:
-    """Lower tatten's ops in graphs that are compiled with `tatten.ops.inductor.version.with_lowerings`."""
+    """Lower tatten's ops in graphs that are compiled with `tatten.ops.inductor.version.with_lowerings`.
+
+    Raises:
+        AttributeError: a name of Inductor's has moved.
+    """
+    check_names()
     for op, implementation in cuda_implementations().items():
         register(op, functools.partial(lower, op, implementation))

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tatten.caches.arguments import check_alike
-from tatten.caches.recording import is_recorded
+from tatten.caches.capture import is_captured
 from tatten.caches.static_address import mark_static
 
 
@@ -134,7 +134,7 @@ class ShardedLayer:
 
         Checks nothing while a graph is traced or captured, when there is no length to read.
         """
-        if is_recorded(self.length):
+        if is_captured(self.length):
             return
         used = int(self.length)
         if used + q_len > self.capacity:

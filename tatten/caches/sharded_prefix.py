@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tatten.caches.agreement import Agreement
+from tatten.caches.capture import is_captured
 from tatten.caches.prompts import Prompts
-from tatten.caches.recording import is_recorded
 from tatten.caches.sharded_layer import Interleaved, check_plain, placements, write_own
 from tatten.caches.shared_prefix_layer import Rows, Segment, SharedPrefixLayer, Suffix
 from tatten.dtensor_sdpa import enable_dtensor_sdpa
@@ -78,7 +78,7 @@ class ShardedPrefixLayer(SharedPrefixLayer):
     def check_room(self, q_len: int) -> None:
         """Raise ValueError if there are fewer than `q_len` free slots, or ranks have selected different sequences."""
         super().check_room(q_len)
-        if not is_recorded(self.length):
+        if not is_captured(self.length):
             self.agreement.settle()
 
     def _own(self, new: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tatten.caches.arguments import check_positive
+from tatten.caches.capture import is_captured
 from tatten.caches.prompts import Prompts
-from tatten.caches.recording import is_recorded
 from tatten.caches.refill import refill
 from tatten.caches.selection import Selection, expand_to_batch
 from tatten.caches.shared_prefix_layer import SharedPrefixLayer
@@ -207,7 +207,7 @@ class SharedPrefixCache:
             return
         check_positive("tokens", tokens)
         last = self.layers[-1]
-        if not (last.forked and is_recorded(last.length)):
+        if not (last.forked and is_captured(last.length)):
             used = used_slots(self.layers, "crop") if last.forked else last.prefix_length
             if tokens > used - last.frozen:
                 raise ValueError(

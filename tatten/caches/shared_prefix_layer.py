@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tatten.caches.arguments import check_alike
-from tatten.caches.recording import is_recorded
+from tatten.caches.capture import is_captured
 from tatten.caches.selection import Selection, expand_to_batch
 from tatten.caches.static_address import mark_static
 
@@ -127,7 +127,7 @@ class SharedPrefixLayer:
 
         Checks nothing while a graph is traced or captured, when there is no length to read.
         """
-        if is_recorded(self.length):
+        if is_captured(self.length):
             return
         used = int(self.length)
         if used + q_len > self.capacity:

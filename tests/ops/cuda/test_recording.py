@@ -47,6 +47,8 @@ def test_launches_and_allocations() -> None:
         (lambda x: x + 1, "calls aten.add"),
         (lambda x: x.t().contiguous(), "calls aten.clone"),
         (lambda x: x.zero_(), "calls aten.zero_"),
+        (lambda x: torch.sort(x), "calls aten.sort"),
+        (lambda x: torch._foreach_add_([x], 1), "calls aten._foreach_add_"),
     ],
 )
 def test_anything_else_is_refused(op: object, why: str) -> None:
@@ -63,6 +65,13 @@ def test_tensors_of_unknown_origin_are_refused() -> None:
         found.base(view)
     with pytest.raises(NotRecordableError, match="unknown origin"):
         found.base(captured)
+
+
+def test_a_result_is_a_whole_tensor() -> None:
+    found, (whole, turned) = record(lambda x: (x.new_empty(4), x.t()), empty(2, 3))
+    assert found.whole(whole) is found.allocated[0]
+    with pytest.raises(NotRecordableError, match=r"returns a view, \(3, 2\) of \(2, 3\)"):
+        found.whole(turned)
 
 
 def test_plans_made_while_recording_are_not_kept() -> None:

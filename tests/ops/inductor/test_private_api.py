@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import re
 
-import torch
-from torch._higher_order_ops import triton_kernel_wrap
+import pytest
 from torch._inductor import config, ir, lowering
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.runtime import triton_heuristics
+
+from tatten import Report, inner_compiler
+from tatten.ops.inductor.ir import check_names
+from tatten.passes import Declined, GraphReport
+from tatten.passes.reasons import Decline, Reason
+from tatten.passes.source_location import SourceLocation
 
 
 def test_lowering() -> None:
@@ -18,17 +24,34 @@ def test_lowering() -> None:
     assert config.post_grad_custom_post_pass is None
 
 
+# What the constructor of PyTorch's node sets: ours do, too, but for what fusing an epilogue needs, which they refuse.
+SET = {"kernel_idx", "grid", "ordered_kwargs_for_cpp_kernel", "mutable_args", "mutation_outputs", "device"}
+FOR_EPILOGUES = {"kernel_src", "kernel_ast", "kernel_stores", "kernel_args", "arg_accesses"}
+
+
 def test_nodes() -> None:
-    """`BoundKernel` has a constructor of its own: what PyTorch's sets, it has to set."""
     source = inspect.getsource(ir.UserDefinedTritonKernel.__init__)
-    for name in ("kernel_idx", "grid", "ordered_kwargs_for_cpp_kernel", "mutable_args", "mutation_outputs", "device"):
-        assert f"self.{name} =" in source
+    found = set(re.findall(r"self\.(\w+) =", source))
+    assert found - FOR_EPILOGUES == SET, "`_Kernel` and `BoundCall` have constructors of their own"
     assert "V.graph.register_operation(self)" in source
     assert list(inspect.signature(ir.MutationOutput).parameters)[:3] == ["layout", "mutated_node", "mutating_node"]
-    assert callable(ir.ExternKernel.require_exact_strides)
-    assert callable(ir.ExternKernel.realize_input)
-    assert callable(ir.InputsKernel.unwrap_storage_for_input)
-    assert callable(triton_kernel_wrap.kernel_side_table.add_kernel)
+    check_names()
+
+
+def test_a_name_that_moved_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ir, "MutationOutput")
+    with pytest.raises(AttributeError, match="MutationOutput"):
+        check_names()
+    inner_compiler._register_lowerings.cache_clear()
+    monkeypatch.setattr(inner_compiler, "_on_cuda", lambda inputs: True)
+    note = inner_compiler.launch_note("inductor", [])
+    assert note.startswith("Inductor calls the ops instead of launching their kernels: AttributeError: ")
+    assert "MutationOutput" in note
+    assert inner_compiler.launch_note("eager", []) == ""
+    assert f"note: {note}" in str(
+        Report([GraphReport((Declined(SourceLocation(), "", Decline(Reason.NO_SDPA, "")),), 0.5, note)])
+    )
+    inner_compiler._register_lowerings.cache_clear()
 
 
 def test_programmatic_dependent_launch() -> None:
@@ -37,7 +60,3 @@ def test_programmatic_dependent_launch() -> None:
     assert "triton_meta={triton_meta!r}" in defines
     assert "self.define_kernel(" in defines
     assert 'get("launch_pdl"' in inspect.getsource(triton_heuristics)
-
-
-def test_fake_mode() -> None:
-    assert hasattr(torch._inductor.virtualized.V, "set_fake_mode")

@@ -6,6 +6,6 @@ import torch
 from torch import Tensor
 
 
-def is_recorded(length: Tensor) -> bool:
+def is_captured(length: Tensor) -> bool:
     """Whether a graph is traced or captured, so that there is no length to read."""
     return torch.compiler.is_compiling() or (length.is_cuda and torch.cuda.is_current_stream_capturing())
