@@ -1,6 +1,6 @@
 """FlashAttention-2, 3 and 4 as providers: what each package can do, and calls of them.
 
-`PACKAGES` was read from the sources: flash-attn 2.8.3 and 2.8.4 (`csrc/flash_attn`), flash_attn_3 3.0.0 (`hopper/` of
+`PACKAGES` was read from the sources: flash-attn 2.8.0 to 2.8.4 (`csrc/flash_attn`), flash_attn_3 3.0.0 (`hopper/` of
 Dao-AILab/flash-attention at 0251105) and flash-attn-4 4.0.0b36. All of them take `[batch, length, heads, head_dim]`,
 pack the query heads of a kv head themselves, count a window from the end of the keys that count as tatten does, and
 return a float32 lse `[batch, heads, length]` of natural logarithms.
@@ -78,7 +78,7 @@ PACKAGES = {
         modules=("flash_attn",),
         function="flash_attn_with_kvcache",
         arguments=KVCACHE,
-        majors=(8, 9, 10, 11, 12),
+        majors=(8, 9, 10, 12),
         head_dims="one head_dim up to 256",
         fits=_fits_fa2,
         empty_is_inf=True,
