@@ -4,14 +4,13 @@
 
 Each cell is a batch of one query for each of four query heads per kv head, head_dim 128, bfloat16: a captured CUDA
 graph of calls on as many copies of K and V as exceed the L2 cache. Another provider than Triton is only named where it
-is more than `MARGIN` faster, so that noise decides nothing. FlashAttention-3 is measured where it is installed; where a
-table names it and it is not installed, Triton computes.
+is more than `MARGIN` faster, so that noise decides nothing. FlashAttention's packages are measured where they are
+installed and take the cells; where a table names one that is not installed, Triton computes.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 from pathlib import Path
 
@@ -20,11 +19,12 @@ from support.timing import as_graph, in_turns, seconds
 
 import tatten
 from tatten.ops.cuda import tuning
+from tatten.ops.cuda.flash_attn import PACKAGES
+from tatten.ops.cuda.providers import unsupported_reason
+from tatten.ops.cuda.workload import Workload
 
 MARGIN = 1.01
-PROVIDERS = ["triton", "cudnn", "flash"]
-if importlib.util.find_spec("flash_attn_interface"):
-    PROVIDERS.append("fa3")
+PROVIDERS = ("triton", "cudnn", "flash", *PACKAGES)
 TABLE = '''"""Which provider decodes fastest: written by `python benchmarks/calibrate.py --write` on {device}."""
 
 DEVICE, CAPABILITY = "{device}", {capability}
@@ -45,7 +45,10 @@ def fastest(pairs: int, kv_len: int, pool: torch.Tensor, rounds: int) -> tuple[s
     views = pool[: 2 * copies * size].view(copies, 2, *shape)
     query = torch.randn(shape[0], 4 * kv_heads, 1, 128, device=pool.device, dtype=pool.dtype)
     graphs = {}
+    work = Workload.of(query, *views[0])
     for provider in PROVIDERS:
+        if unsupported_reason(provider, work):
+            continue
 
         def step(provider: str = provider) -> torch.Tensor:
             outs = [tatten.decode_attention(query, k, v, provider=provider) for k, v in views]

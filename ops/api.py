@@ -132,8 +132,9 @@ def decode_attention(
             represent `key[:, i] * key_scale[i]`. They are upcast as they are read. Default: 1.
         value_scale: the same for the values.
         provider: which implementation computes: "auto"; "cpu" on a CPU; on CUDA "triton" (tatten's own kernel),
-            "cudnn", "flash", or "fa3" where FlashAttention-3 is installed (flash_attn_interface, from hopper/ of
-            flash-attention). A named provider that cannot compute the call raises; there is no fallback.
+            "cudnn", "flash" (PyTorch's), or where they are installed "fa2", "fa3" and "fa4" (FlashAttention 2 to 4). A
+            named provider that cannot compute the call raises; there is no fallback. FlashAttention's packages read
+            whole tiles: values around the lengths and windows must be finite for them.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:

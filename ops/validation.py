@@ -13,7 +13,7 @@ from tatten.ops.sizes import ceil_div
 from tatten.ops.variant import AttentionVariant
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-PROVIDERS = ("auto", "cpu", "triton", "cudnn", "flash", "fa3")
+PROVIDERS = ("auto", "cpu", "triton", "cudnn", "flash", "fa2", "fa3", "fa4")
 BLOCK_KEYS = 64  # in a block of a `BlockList`: one bit each in an int64
 
 

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from tatten.ops.cuda.providers import Workload, borrowed_table, choose_provider
+from tatten.ops.cuda.providers import borrowed_table, choose_provider, replaced_flash
+from tatten.ops.cuda.workload import Workload, needs_of
+from tatten.ops.variant import PLAIN
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
@@ -131,9 +133,9 @@ def _provider(op: Node) -> str:
     if query.device.type != "cuda":
         return ""
     is_decode = op.target is torch.ops.tatten.decode_attention.default
-    plain = is_decode and all(x is None for x in (*op.args[3:5], *op.kwargs.values()))
-    if plain and not all(hint(n) for x in (query, key, value) for n in x.shape):
+    needs = needs_of(op.args[3], op.args[4], op.args[5], PLAIN) if is_decode else ("segments",)
+    if not needs and not all(hint(n) for x in (query, key, value) for n in x.shape):
         return "auto"
-    work = Workload.of(query, key, value, plain, lambda n: hint(n) or 0)
-    borrowed = borrowed_table(work)
-    return choose_provider(work) + (f" ({borrowed})" if borrowed else "")
+    work = Workload.of(query, key, value, needs, lambda n: hint(n) or 0)
+    notes = "; ".join(filter(None, (borrowed_table(work), replaced_flash(work))))
+    return choose_provider(work) + (f" ({notes})" if notes else "")

@@ -6,16 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
+from tatten.ops.cuda.flash_attn import PACKAGES, package_attention
 from tatten.ops.cuda.launcher import by_layout, on_device_of
-from tatten.ops.cuda.providers import (
-    Workload,
-    choose_provider,
-    cudnn_attention,
-    fa3_attention,
-    flash_attention,
-    unsupported_reason,
-)
+from tatten.ops.cuda.providers import choose_provider, cudnn_attention, flash_attention, unsupported_reason
+from tatten.ops.cuda.workload import Workload, needs_of
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
 from tatten.ops.row_groups import rows_of, rows_of_segments
 from tatten.ops.row_validation import check_rows
@@ -47,7 +43,8 @@ def decode_attention(
     provider: str,
 ) -> State:
     check_decode_no_grad(query, key, value, attn_mask, variant)
-    attend = _plan_decode(query, key, value, attn_mask, kv_lens, scale, block_mask, variant, provider)
+    flash_impl = current_flash_attention_impl()
+    attend = _plan_decode(query, key, value, attn_mask, kv_lens, scale, block_mask, variant, provider, flash_impl)
     return on_device_of(query, attend, query, key, value, attn_mask, kv_lens, block_mask, variant)
 
 
@@ -62,8 +59,12 @@ def _plan_decode(
     block_mask: Tensor | None,
     variant: AttentionVariant,
     provider: str,
+    flash_impl: str | None,
 ) -> Callable[..., State]:
-    """Plan a function of query, key, value, attn_mask, kv_lens, block_mask and variant that computes the op."""
+    """Plan a function of query, key, value, attn_mask, kv_lens, block_mask and variant that computes the op.
+
+    `flash_impl` is what PyTorch's flash attention is now: a `Workload` has it, and a plan is for one of them.
+    """
     given = {"key": key, "value": value, "attn_mask": attn_mask, "kv_lens": kv_lens, "block_mask": block_mask}
     check_devices(query, **given, **variant.tensors)
     check_decode_attention(query, key, value, attn_mask, kv_lens, variant)
@@ -72,7 +73,7 @@ def _plan_decode(
     if block_mask is not None:
         check_block_mask(block_mask, query.shape[0], key.shape[2], query.device)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    work = Workload.of(query, key, value, plain=all(x is None for x in (attn_mask, kv_lens, *variant)))
+    work = Workload.of(query, key, value, needs_of(attn_mask, kv_lens, scale, variant))
     if provider == "auto":
         provider = choose_provider(work)
     if provider == "reference":
@@ -80,8 +81,10 @@ def _plan_decode(
     reason = unsupported_reason(provider, work)
     if reason is not None:
         raise NotImplementedError(f"`provider` {provider!r} can't compute this: {reason}")
+    if provider in PACKAGES:
+        return lambda q, k, v, _, lens, __, variant: package_attention(provider, q, k, v, scale, lens, variant)
     if provider != "triton":
-        attend = {"cudnn": cudnn_attention, "flash": flash_attention, "fa3": fa3_attention}[provider]
+        attend = {"cudnn": cudnn_attention, "flash": flash_attention}[provider]
         return lambda q, k, v, *_: attend(q, k, v, scale)
 
     from tatten.ops.cuda.decode import plan_attention
@@ -105,7 +108,8 @@ def bifurcated_attention(
     if any(x is not None for x in row_groups):
         of_segments = zip(keys, attn_masks, block_masks, row_groups, strict=True)
         block_masks = [_block_mask_of_rows(query, *segment) for segment in of_segments]
-    attend = _plan_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, scale)
+    flash_impl = current_flash_attention_impl()
+    attend = _plan_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, scale, flash_impl)
     return on_device_of(query, attend, query, keys, values, attn_masks, block_masks, row_groups)
 
 
@@ -118,6 +122,7 @@ def _plan_bifurcated(
     block_masks: Sequence[Tensor | None],
     row_groups: Sequence[Tensor | None],
     scale: float | None,
+    flash_impl: str | None,
 ) -> Callable[..., State]:
     """Plan a function of query, keys, values, attn_masks, block_masks and row_groups that computes the op."""
     given = {"keys": keys, "values": values, "attn_masks": attn_masks, "block_masks": block_masks}
@@ -127,9 +132,9 @@ def _plan_bifurcated(
     check_cuda_head_dims(query, values[0])
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if len(keys) == 1 and keys[0].shape[0] == query.shape[0] and row_groups[0] is None and attn_masks[0] is None:
-        attend = _plan_decode(query, keys[0], values[0], None, None, scale, None, PLAIN, "auto")
+        attend = _plan_decode(query, keys[0], values[0], None, None, scale, None, PLAIN, "auto", flash_impl)
         return lambda q, ks, vs, *_: attend(q, ks[0], vs[0], None, None, None, PLAIN)
-    if choose_provider(Workload.of(query, keys[0], values[0], plain=False)) == "reference":
+    if query.dtype == torch.float64:
         return lambda q, ks, vs, masks, _, groups: _dense(
             bifurcated_attention_reference(q, ks, vs, masks, scale, rows_of_segments(groups, q, ks))
         )

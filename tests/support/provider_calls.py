@@ -15,8 +15,9 @@ def provider_of_op(*args: Any, **kwargs: Any) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "_plan_decode", dispatch._plan_decode.__wrapped__)
         patch.setattr(dispatch, "on_device_of", lambda x, run, *args: run(*args))
-        for name in ("cudnn", "flash", "fa3"):
+        for name in ("cudnn", "flash"):
             patch.setattr(dispatch, f"{name}_attention", lambda *args, name=name: name)
+        patch.setattr(dispatch, "package_attention", lambda provider, *args: provider)
         patch.setattr(dispatch, "decode_attention_reference", lambda *args: "reference")
         patch.setattr(decode, "plan_attention", lambda *args: lambda *args: "triton")
         return decode_kernel(dispatch.decode_attention)(*args, **kwargs)

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 import tatten
-from tatten.ops.cuda import providers
+from tatten.ops.cuda import providers, workload
+from tatten.ops.cuda.tuning import Table
 from tatten.passes.cost import Cost
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.rewrite import Declined, GraphReport, Rewritten, rewrite
@@ -255,3 +256,12 @@ def test_the_report_says_whose_table_is_borrowed(monkeypatch: pytest.MonkeyPatch
     assert provider == "cudnn (provider table measured on NVIDIA H200, borrowed for NVIDIA L40S)"
     provider, _ = provider_in_report(torch.bfloat16, 128, 131072, masked=True)
     assert provider == "triton"
+
+
+def test_the_report_says_where_flash_is_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "table_of", lambda *_: Table("a GPU", (9, 0), {1: {256: "flash"}}))
+    provider, _ = provider_in_report(torch.bfloat16, 128, 4096, masked=False)
+    assert provider == "flash"
+    monkeypatch.setattr(workload, "current_flash_attention_impl", lambda: "FA4")
+    provider, _ = provider_in_report(torch.bfloat16, 128, 4096, masked=False)
+    assert provider == "triton (not flash: torch.nn.attention has FA4 in its place)"

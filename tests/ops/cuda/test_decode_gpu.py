@@ -14,6 +14,9 @@ from attention_cases import Case, assert_state
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from tatten.ops.cuda.flash_attn import PACKAGES
+from tatten.ops.cuda.providers import unsupported_reason
+from tatten.ops.cuda.workload import Workload
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
 from tatten.ops.states import merge
 
@@ -339,10 +342,11 @@ def test_every_float8_is_upcast_exactly(dtype: torch.dtype) -> None:
     assert torch.equal(got[number].view(torch.uint8), want[number].view(torch.uint8))  # signs of zeros too
 
 
-@pytest.mark.parametrize("provider", ["cudnn", "flash", "fa3"])
+@pytest.mark.parametrize("provider", ["cudnn", "flash", "fa2", "fa3", "fa4"])
 def test_named_providers(provider: str) -> None:
-    if provider == "fa3":
-        pytest.importorskip("flash_attn_interface")
+    reason = unsupported_reason(provider, Workload.of(*cache(2, 900)))
+    if provider in PACKAGES and reason is not None:
+        pytest.skip(reason)
     for q_heads, kv_heads, q_len in ((32, 8, 1), (8, 8, 1), (8, 2, 3)):
         query, key, value = randn(2, q_heads, q_len, 128), randn(2, kv_heads, 900, 128), randn(2, kv_heads, 900, 128)
         got = decode(query, key, value, provider=provider)

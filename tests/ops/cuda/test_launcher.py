@@ -100,10 +100,10 @@ def test_a_plan_keeps_no_tensor(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
     match op:
         case "decode":
             variant = AttentionVariant(9, None, sinks, *scales)
-            plan = cuda._plan_decode(query, *cache, mask, lens, None, None, variant, "triton")
+            plan = cuda._plan_decode(query, *cache, mask, lens, None, None, variant, "triton", None)
         case "bifurcated":
             both = [list(pair) for pair in zip(shared, cache, strict=True)]
-            plan = cuda._plan_bifurcated(query, *both, [None, mask], [None, None], [None, None], None)
+            plan = cuda._plan_bifurcated(query, *both, [None, mask], [None, None], [None, None], None, None)
             del both
         case "merge":
             plan = cuda._plan_merge_states(out, lse)

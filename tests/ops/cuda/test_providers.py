@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
-import types
 from itertools import product
 from math import log2
 from pathlib import Path
@@ -18,10 +15,10 @@ from torch import Tensor
 
 from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.cuda import providers, tuning
-from tatten.ops.cuda.providers import Workload, choose_provider, unsupported_reason
+from tatten.ops.cuda.providers import choose_provider, unsupported_reason
 from tatten.ops.cuda.tuning import Table, module_name, round_log2, table_of, tables
+from tatten.ops.cuda.workload import Workload
 from tatten.ops.library import decode_kernel
-from tatten.ops.reference import decode_attention_reference
 
 # 1, 2 and 4 pairs; 256, 512 and 1024 keys
 TABLE = Table(
@@ -33,7 +30,7 @@ TABLE = Table(
         4: {256: "flash"},
     },
 )
-NAMES = ("triton", "cudnn", "flash", "fa3")
+NAMES = ("triton", "cudnn", "flash", "fa2", "fa3", "fa4")
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 decode_on_cuda = decode_kernel(cuda.decode_attention)
 
@@ -55,7 +52,7 @@ def tensors(
 
 
 def work(plain: bool = True, **sizes: Any) -> Workload:
-    return Workload.of(*tensors(**sizes), plain)
+    return Workload.of(*tensors(**sizes), () if plain else ("mask",))
 
 
 def use_table(monkeypatch: pytest.MonkeyPatch, provider: str) -> None:
@@ -181,7 +178,7 @@ def test_what_a_provider_cannot_compute(provider: str, shape: dict, says: str | 
 def test_float8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     query, *kv = tensors()
     kv = [x.to(torch.float8_e4m3fn) for x in kv]
-    float8 = Workload.of(query, *kv, plain=True)
+    float8 = Workload.of(query, *kv)
     assert unsupported_reason("triton", float8) is None
     assert "float8" in unsupported_reason("cudnn", float8)
     monkeypatch.setattr(providers, "capability", lambda device: (8, 6))
@@ -189,44 +186,12 @@ def test_float8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) ->
     assert unsupported_reason("triton", work(plain=False)) is None
 
 
-def test_fa3_is_asked_for_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "flash_attn_interface, is not installed" in unsupported_reason("fa3", work())
-    use_table(monkeypatch, "fa3")
-    assert choose_provider(work()) == "triton"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert choose_provider(work()) == "fa3"
-    assert choose_provider(work(dim=100)) == "triton"
-    assert "up to 256" in unsupported_reason("fa3", work(dim=264))
-
-
-@pytest.mark.parametrize("q_len", [1, 3])
-def test_what_fa3_is_given_and_gives(q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in with the arguments and layouts of flash_attn_interface: length before heads, the lse behind them."""
-
-    def flash_attn_with_kvcache(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float, return_softmax_lse: bool
-    ) -> tuple[Tensor, Tensor]:
-        assert return_softmax_lse
-        out, lse = decode_attention_reference(*(x.transpose(1, 2) for x in (q, k_cache, v_cache)), scale=softmax_scale)
-        return out.transpose(1, 2).contiguous(), lse
-
-    module = types.SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    shapes = (2, 8, q_len, 16), (2, 2, 9, 16), (2, 2, 9, 16)
-    query, key, value = (torch.randn(x, generator=torch.Generator().manual_seed(i)) for i, x in enumerate(shapes))
-    got = providers.fa3_attention(query, key, value, 0.3)
-    want = decode_attention_reference(query, key, value, scale=0.3)
-    assert got[0].is_contiguous()
-    torch.testing.assert_close(got, want)
-
-
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("provider", ["cudnn", "flash"])
 def test_strided_head_dims_are_declined(provider: str, which: int) -> None:
     given = list(tensors(dim=64, kv_len=64, q_len=64))
     given[which] = given[which].mT
-    assert "dense" in unsupported_reason(provider, Workload.of(*given, plain=True))
+    assert "dense" in unsupported_reason(provider, Workload.of(*given))
 
 
 @pytest.mark.parametrize("provider", ["triton", "cudnn", "flash"])
@@ -249,6 +214,7 @@ def test_the_fastest_is_one_that_can(provider: str, monkeypatch: pytest.MonkeyPa
         ("window", {"window": 5}),
         ("soft cap", {"softcap": 1.0}),
         ("sinks", {"sinks": torch.empty(8, device="meta")}),
+        ("scale that is 0 or less", {"scale": -1.0}),
     ],
 )
 def test_what_is_named_and_cannot_is_an_error(provider: str, name: str, given: dict) -> None:
@@ -277,6 +243,7 @@ EXTRAS: list[dict[str, Any]] = [
     {"attn_mask": torch.empty(2, 1, 1, 1024, dtype=torch.bool, device="meta")},
     {"kv_lens": torch.empty(2, dtype=torch.int64, device="meta")},
     {"window": 5},
+    {"scale": 0.0},
 ]
 
 

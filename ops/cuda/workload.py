@@ -1,0 +1,90 @@
+"""What the choice of a provider depends on: the sizes and dtypes of a call, and what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
+
+from tatten.ops.variant import AttentionVariant
+
+Needs = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Properties of a call on which the choice of a provider depends.
+
+    Attributes:
+        device: where the tensors are.
+        dtype: of the query.
+        kv_dtype: of key and value.
+        query: its shape `[batch, q_heads, q_length, head_dim]`.
+        key: its shape `[batch, kv_heads, kv_length, head_dim]`.
+        value_dim: the head_dim of value.
+        dense: query, key and value have a stride of 1 over head_dim.
+        aligned: their other strides are multiples of 16 bytes.
+        needs: what the call asks for besides plain attention, as `needs_of` names it.
+        flash_impl: what `torch.nn.attention.activate_flash_attention_impl` put in the place of PyTorch's own flash
+            attention, in the whole process; None for nothing.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value_dim: int
+    dense: bool
+    aligned: bool
+    needs: Needs
+    flash_impl: str | None
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, value: Tensor, needs: Needs = (), size: Callable[[int], int] = int
+    ) -> Workload:
+        """The workload of tensors, which may be fake; `size` makes a number of a symbolic size."""
+        strides = [[size(n) for n in x.stride()] for x in (query, key, value)]
+        bytes_of = [x.element_size() for x in (query, key, value)]
+        query_shape, key_shape = (tuple(size(n) for n in x.shape) for x in (query, key))
+        return cls(
+            query.device,
+            query.dtype,
+            key.dtype,
+            query_shape,
+            key_shape,
+            size(value.shape[3]),
+            dense=all(of[3] == 1 for of in strides),
+            aligned=all(n * width % 16 == 0 for of, width in zip(strides, bytes_of, strict=True) for n in of[:3]),
+            needs=needs,
+            flash_impl=current_flash_attention_impl(),
+        )
+
+    @property
+    def packed(self) -> int:
+        """The queries that read one kv head of a sequence."""
+        return self.query[1] // self.key[1] * self.query[2]
+
+    @property
+    def pairs(self) -> int:
+        """The number of (sequence, kv head) pairs."""
+        return self.key[0] * self.key[1]
+
+
+def needs_of(attn_mask: object, kv_lens: object, scale: object, variant: AttentionVariant) -> Needs:
+    """What a call asks for besides plain attention, in words of the errors; only None and numbers are looked at.
+
+    Kernels that take the maximum of scores before they scale them need a scale above 0: a key that is masked has -inf.
+    """
+    window, softcap, sinks, *factors = variant
+    given = {"mask": attn_mask, "lengths": kv_lens, "window": window, "soft cap": softcap, "sinks": sinks}
+    needs = [name for name, x in given.items() if x is not None]
+    if any(x is not None for x in factors):
+        needs.append("float8")
+    if isinstance(scale, (int, float)) and not scale > 0:
+        needs.append("scale that is 0 or less")
+    return tuple(needs)
