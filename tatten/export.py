@@ -1,0 +1,126 @@
+"""`tatten.rewrite`: what the backend does to the graphs of Dynamo, done to a program of `torch.export`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+
+from tatten import passes
+from tatten.passes import Rewritten
+from tatten.passes.calls import OpOverload
+from tatten.passes.mutation import written_arguments
+from tatten.passes.symbolic import same_storage, tensor_of
+from tatten.report import publish
+
+
+def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
+    """Rewrite the decode attention of an exported program: the passes of the backend, for what runs without Dynamo.
+
+    The report goes where those of the backend go: to `tatten.recording`, the logs, the counters and the trace.
+
+    Args:
+        exported_program: a program from `torch.export.export` or `torch.export.load`, which stays as it is. Buffers
+            that it writes to, such as a static cache, stay buffers that are written to.
+
+    Returns:
+        A program with the same inputs, outputs, parameters and buffers, in the form that `run_decompositions({})`
+        gives: no op is decomposed, and writes in place have become outputs of the signature. If there is nothing to
+        rewrite, `exported_program` itself.
+
+    Raises:
+        TypeError: `exported_program` isn't one.
+        ValueError: it writes to a constant, which an export with `strict=False` makes of what a cache object holds.
+
+    Examples:
+        >>> import torch, tatten
+        >>> import torch.nn.functional as F
+        >>> class Attend(torch.nn.Module):
+        ...     def forward(self, query, key, value, mask):
+        ...         return F.scaled_dot_product_attention(query, key, value, mask)
+        >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 8, 4096, 64)
+        >>> program = torch.export.export(Attend(), (query, key, value, torch.arange(4096)[None] < 100))
+        >>> with tatten.recording() as report:
+        ...     program = tatten.rewrite(program)
+        >>> [call.op for call in report.rewritten]
+        ['tatten.decode_attention.default']
+    """
+    if not isinstance(exported_program, ExportedProgram):
+        raise TypeError(
+            "tatten.rewrite: `exported_program` must be a torch.export.ExportedProgram, "
+            f"got a {type(exported_program).__name__}; call torch.export.export on a module first"
+        )
+    _check_constants(exported_program)
+    with torch._C._DisableAutocast():  # tracing would put the casts of an autocast around this call into the program
+        # In this form nothing is written in place. The passes would find such writes by the storage of the nodes'
+        # values, which `torch.export.load` gives each node anew.
+        program: ExportedProgram = exported_program.run_decompositions({})
+        _restore_values(program)
+        report = passes.rewrite(program.graph_module, may_guard=False)
+        rewritten = exported_program
+        if any(isinstance(finding, Rewritten) for finding in report.findings):
+            _update_modules(program)
+            # The passes insert methods and functions of PyTorch, too: a new trace makes aten ops, and all values anew.
+            rewritten = program.run_decompositions({})
+    publish(report)
+    return rewritten
+
+
+def _check_constants(program: ExportedProgram) -> None:
+    """Raise if a program writes to a constant, for which PyTorch has no functional form."""
+    targets = {
+        spec.arg.name: spec.target
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.CONSTANT_TENSOR
+    }
+    constants = [(node, tensor_of(node)) for node in program.graph.nodes if node.name in targets]
+    for node in program.graph.nodes if constants else ():
+        for written in written_arguments(node) if isinstance(node.target, OpOverload) else ():
+            tensor = tensor_of(written)
+            for constant, held in constants:
+                if tensor is not None and held is not None and same_storage(tensor, held):
+                    raise ValueError(
+                        f"tatten.rewrite: `exported_program` writes to the constant {targets[constant.name]!r} in "
+                        f"`{node.name}`; a cache has to be buffers of the module, exported with strict=True"
+                    )
+
+
+def _restore_values(program: ExportedProgram) -> None:
+    """Let values tell what they tell in a Dynamo graph: what is a parameter, and what requires grad as an input does.
+
+    Nothing follows from parameters that require grad, which they do wherever nobody said otherwise.
+    """
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    requiring: set[Node] = set()
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            requiring.update([node] if not requiring.isdisjoint(node.all_input_nodes) else [])
+        elif node.op == "placeholder":
+            if kinds[node.name] is InputKind.PARAMETER:
+                node.meta["val"] = torch.nn.Parameter(value, value.requires_grad)
+            elif kinds[node.name] is InputKind.USER_INPUT and value.requires_grad:
+                requiring.add(node)
+        elif not requiring.isdisjoint(node.all_input_nodes):
+            requiring.add(node)
+            if value.is_floating_point():
+                node.meta["val"] = value.detach().requires_grad_()
+
+
+def _update_modules(program: ExportedProgram) -> None:
+    """Place nodes that the passes have inserted in the module of the call that they stand before.
+
+    A module of which an input or output is no longer there has no signature any more.
+    """
+    stack = None
+    for node in reversed(program.graph.nodes):
+        stack = node.meta.get("nn_module_stack") or stack
+        if node.op in ("call_function", "call_method") and stack:
+            node.meta["nn_module_stack"] = stack
+    names = {node.name for node in program.graph.nodes}
+    for entry in program.module_call_graph:
+        signature = entry.signature
+        if signature and not names.issuperset(x.name for x in (*signature.inputs, *signature.outputs) if x.name):
+            entry.signature = None
