@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from tatten.options import valid_names
 from tatten.passes.mutation import writes
+from tatten.report import count
 
 Compiled = Callable[..., Any]
 Compiler = Callable[..., Compiled]  # of a graph and its inputs
@@ -61,7 +62,7 @@ def _register_lowerings() -> str | None:
     try:
         from tatten.ops.inductor.lowering import register_lowerings
 
-        register_lowerings()
+        register_lowerings(count)
     except (ImportError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -174,18 +174,23 @@ def recording() -> Iterator[Report]:
         _recorders.reset(token)
 
 
-def publish(graph: GraphReport) -> None:
-    """Hand one graph's report to recorders, the log (TORCH_LOGS=tatten), counters and the structured trace."""
+def count(name: str) -> None:
+    """Add 1 to a counter of `torch._dynamo.utils.counters["tatten"]`."""
     from torch._dynamo.utils import counters  # imports Triton
 
+    counters["tatten"][name] += 1
+
+
+def publish(graph: GraphReport) -> None:
+    """Hand one graph's report to recorders, the log (TORCH_LOGS=tatten), counters and the structured trace."""
     for report in _recorders.get():
         report.graphs.append(graph)
     for finding in graph.findings:
         if isinstance(finding, Rewritten):
-            counters["tatten"]["rewritten"] += 1
+            count("rewritten")
         else:
-            counters["tatten"]["declined"] += 1
-            counters["tatten"][f"declined_{finding.decline.reason.value}"] += 1
+            count("declined")
+            count(f"declined_{finding.decline.reason.value}")
     log.info("%s", Report([graph]))
     torch._logging.trace_structured(
         "artifact",

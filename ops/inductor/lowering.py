@@ -43,7 +43,7 @@ MOST_BYTES_WITHOUT_TMA = 500e6
 
 
 class Opaque(Enum):
-    """Why a call of an op stays a call, under `torch._dynamo.utils.counters["tatten"]` as `opaque_*`."""
+    """Why a call of an op stays a call."""
 
     NOT_OURS = "not_ours"  # the graph was not compiled by backend="tatten"
     CPU = "cpu"
@@ -52,10 +52,11 @@ class Opaque(Enum):
     NOT_RECORDABLE = "not_recordable"  # it does more than to allocate, to view and to launch Triton kernels
 
 
-def lower(op: Any, implementation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Lower a call of `op`, whose implementation on CUDA is given, with Inductor's boxes among its arguments."""
-    from torch._dynamo.utils import counters
+Count = Callable[[str], None]
 
+
+def lower(op: Any, implementation: Callable[..., Any], count: Count, *args: Any, **kwargs: Any) -> Any:
+    """Lower a call of `op`, whose implementation on CUDA is given, with Inductor's boxes among its arguments."""
     args, kwargs = realize(args, kwargs)
     why, detail = _why_opaque(args, kwargs), ""
     if why is None:
@@ -68,9 +69,9 @@ def lower(op: Any, implementation: Callable[..., Any], *args: Any, **kwargs: Any
         ) as error:  # whatever keeps it from being lowered: the op itself may still do it, or say why not
             why, detail = Opaque.NOT_RECORDABLE, f"{type(error).__name__}: {error}"
         else:
-            counters["tatten"]["lowered"] += 1
+            count("lowered")
             return lowered
-    counters["tatten"][f"opaque_{why.value}"] += 1
+    count(f"opaque_{why.value}")
     log.info("%s stays opaque to Inductor [%s] %s", op, why.value, detail)
     return fallback(op)(*args, **kwargs)
 
@@ -112,12 +113,15 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return tree_map_only(Tensor, lambda base: boxes[id(base)], results)
 
 
-def register_lowerings() -> None:
+def register_lowerings(count: Count) -> None:
     """Lower tatten's ops in graphs that are compiled with `tatten.ops.inductor.version.with_lowerings`.
+
+    Args:
+        count: called with "lowered" or "opaque_*", as `Opaque` has them, for each call of an op.
 
     Raises:
         AttributeError: a name of Inductor's has moved.
     """
     check_names()
     for op, implementation in cuda_implementations().items():
-        register(op, functools.partial(lower, op, implementation))
+        register(op, functools.partial(lower, op, implementation, count))
