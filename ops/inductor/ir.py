@@ -81,24 +81,24 @@ def allocate(like: Tensor) -> Any:
     return lowering.empty_strided([*like.shape], [*like.stride()], dtype=like.dtype, device=like.device)
 
 
-class BoundKernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
-    """A launch of which it is known what it writes, and which may start before the launch before it ends.
+class _Kernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
+    """One of the launches of `BoundCall`, which may start before the launch before it ends.
 
     Inductor's own constructor reads writes off Triton's IR, and takes all that a kernel hands to a function for
     written; and it has no way to say that a user's kernel is launched with programmatic dependent launch.
     """
 
-    def __init__(
-        self, launch: BoundLaunch, tensors: dict[str, Any], writes: Sequence[str], after: Sequence[Any]
-    ) -> None:
+    def __init__(self, launch: BoundLaunch, tensors: dict[str, Any]) -> None:
         given = {name: _input(box) for name, box in tensors.items()}
         floats = launch.floats
-        names = {x.get_name() for x in given.values()}
-        others = [x for x in map(_input, after) if x.get_name() not in names]
         self.device = next(iter(given.values())).get_device()
-        layout = ir.NoneLayout(device=self.device)
         ir.ExternKernel.__init__(
-            self, None, layout, [*given.values(), *others], tuple(floats.values()), {**given, **floats}
+            self,
+            None,
+            ir.NoneLayout(device=self.device),
+            [*given.values()],
+            tuple(floats.values()),
+            {**given, **floats},
         )
         self.ordered_kwargs_for_cpp_kernel = [*tensors, *floats]
         options = {name: launch.options[name] for name in ("num_warps", "num_stages") if name in launch.options}
@@ -106,12 +106,6 @@ class BoundKernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
         self.kernel_idx = triton_kernel_wrap.kernel_side_table.add_kernel(tuned)
         self.grid = [(*launch.grid, 1, 1)[:3]]
         self.pdl = launch.options.get("launch_pdl", False)
-        self.mutable_args = [tensors[name] for name in writes]
-        self.mutation_outputs = [ir.MutationOutput(layout, box, self) for box in self.mutable_args]
-        V.graph.register_operation(self)
-
-    def can_fuse_epilogue(self) -> bool:
-        return False
 
     def codegen(self, wrapper: Any) -> None:
         define = wrapper.define_kernel
@@ -128,17 +122,42 @@ class BoundKernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
             vars(wrapper).pop("define_kernel", None)
 
 
+class BoundCall(ir.UserDefinedTritonKernel):  # type: ignore[misc]
+    """The launches of a call of an op, in order.
+
+    Some of them run side by side, without waiting for each other: so they are one node to Inductor. It puts nothing
+    between them, and what one of them reads or writes stays allocated until the last one.
+    """
+
+    def __init__(self, kernels: Sequence[_Kernel], writes: Sequence[Any]) -> None:
+        self.kernels = kernels
+        self.device = kernels[0].get_device()
+        self.grid: list[Any] = []
+        layout = ir.NoneLayout(device=self.device)
+        inputs: list[Any] = [x for kernel in kernels for x in kernel.inputs]
+        by_name = {x.get_name(): x for x in inputs}
+        ir.ExternKernel.__init__(self, None, layout, [*by_name.values()], (), {})
+        self.mutable_args = [*writes]
+        self.mutation_outputs = [ir.MutationOutput(layout, box, self) for box in writes]
+        V.graph.register_operation(self)
+
+    def can_fuse_epilogue(self) -> bool:
+        return False
+
+    def codegen(self, wrapper: Any) -> None:
+        for kernel in self.kernels:
+            kernel.codegen(wrapper)
+
+
 def _input(box: Any) -> Any:
     return ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.realize_input(box))
 
 
-def launch_kernel(launch: BoundLaunch, tensors: dict[str, Any], writes: Sequence[str], after: Sequence[Any]) -> None:
-    """Add a launch to the graph.
+def launch_kernels(launches: Sequence[tuple[BoundLaunch, dict[str, Any]]], writes: Sequence[Any]) -> None:
+    """Add launches to the graph, as one node.
 
     Args:
-        launch: the kernel, its grid and options.
-        tensors: a box for each parameter.
-        writes: the parameters that it writes.
-        after: boxes that have to be in memory before the launch, and stay there until it is done.
+        launches: each with a box for each parameter.
+        writes: the boxes that they write to.
     """
-    BoundKernel(launch, tensors, writes, after)
+    BoundCall([_Kernel(launch, tensors) for launch, tensors in launches], writes)

@@ -25,7 +25,7 @@ from tatten.ops.inductor.ir import (
     fake_of,
     fallback,
     is_static,
-    launch_kernel,
+    launch_kernels,
     needs_no_python,
     realize,
     register,
@@ -80,13 +80,11 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     results = tree_map_only(Tensor, found.base, result)
     for tensor in found.allocated:
         boxes[id(tensor)] = allocate(tensor)
-    # Launches of one call may run side by side, which assumes that nothing comes between them, and that none writes to
-    # what another reads: so each of them depends on all that any of them reads.
-    read = [boxes[id(tensor)] for tensor in found.inputs]
-    allocated = {id(tensor) for tensor in found.allocated}
-    for launch in launches:
-        writes = [name for name, x in launch.tensors.items() if id(x) in allocated]
-        launch_kernel(launch, {name: boxes[id(x)] for name, x in launch.tensors.items()}, writes, read)
+    used = {id(x) for launch in launches for x in launch.tensors.values()}
+    launch_kernels(
+        [(launch, {name: boxes[id(x)] for name, x in launch.tensors.items()}) for launch in launches],
+        [boxes[id(x)] for x in found.allocated if id(x) in used],
+    )
     return tree_map_only(Tensor, lambda base: boxes[id(base)], results)
 
 

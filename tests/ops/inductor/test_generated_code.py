@@ -32,6 +32,10 @@ def segments(q, k, v, k2, v2):
     out, _ = ops.bifurcated_attention.default(q, [k + 1, k2 + 1], [v + 1, v2 + 1], [None, None], [None, None], 0.1)
     return out * 3
 
+def masked_segments(q, mask, *kv):
+    # Only the first launch after it reads the block list.
+    return ops.bifurcated_attention.default(q, kv[::2], kv[1::2], [mask, None, None], [None] * 3, 0.1)[0]
+
 def merge(out, lse):
     return ops.merge_states.default(out, lse)
 
@@ -46,6 +50,10 @@ cases = {
     "two layers": (two_layers, [Q, KV, KV, MASK]),
     "segments": (segments, [
         ((8, 8, 1, 64), bf16), *[((2, 8, 500, 64), bf16)] * 2, *[((8, 8, 300, 64), bf16)] * 2
+    ]),
+    "masked segments": (masked_segments, [
+        ((8, 8, 1, 64), bf16), ((8, 1, 1, 40), torch.bool),
+        *[((8, 8, length, 64), bf16) for length in (40, 40, 300, 300, 200, 200)]
     ]),
     "merge": (merge, [((4, 2, 8, 1, 64), bf16), ((4, 2, 8, 1), torch.float32)]),
     "rows": (rows, [
@@ -103,6 +111,18 @@ def test_launches_side_by_side_share_no_memory() -> None:
     others = [line for line in between if ".run(" in line and "decode_kernel" not in line]
     assert not others, "another kernel between launches that may run side by side"
     assert not [line for line in between if re.search(r"\bdel |reuse", line)], "memory that a launch may still read"
+
+
+def test_launches_of_a_call_stay_in_order_with_their_memory() -> None:
+    """Some start before those before them end, and wait for these only when they end."""
+    code, said = generate("masked segments")
+    assert not said
+    lines = code[code.index("def call(") :].splitlines()
+    launched = [i for i, line in enumerate(lines) if ".run(" in line]
+    keys = [re.search(r"arg0_1, (arg\d+_1)", lines[i]) for i in launched if "decode_kernel" in lines[i]]
+    assert [found and found[1] for found in keys] == ["arg2_1", "arg4_1", "arg6_1"]
+    between = [line for line in lines[launched[0] : launched[-1]] if ".run(" not in line]
+    assert not [line for line in between if not re.match(r"(?m)^ *(#.*|raw_stream0 = .*|)$", line)]
 
 
 def test_cpp_wrapper_launches_natively() -> None:
