@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from tatten.ops.cuda.bound_kernel import BoundLaunch
 
-Boxes = ir.TensorBox
+Boxes: Any = ir.TensorBox
 
 
 def register(op: Any, lower: Callable[..., Any]) -> None:
@@ -29,15 +29,18 @@ def fallback(op: Any) -> Callable[..., Any]:
     return lowering.fallback_handler(op, add_to_fallback_set=False)  # type: ignore[no-any-return]
 
 
-def boxes_of(args: Any, kwargs: Any) -> list[Any]:
-    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Boxes)]
+def values_of(args: Any, kwargs: Any) -> list[Any]:
+    """The boxes and numbers among arguments, those in lists too."""
+    return tree_leaves((args, kwargs))
 
 
-def is_static(box: Any) -> bool:
-    """Whether sizes, strides and the offset are known integers."""
-    layout = box.maybe_get_layout()
-    sizes = [*box.get_size(), *(box.maybe_get_stride() or ()), getattr(layout, "offset", 0)]
-    return all(isinstance(x, int) or getattr(x, "is_Integer", False) for x in sizes)
+def is_static(x: Any) -> bool:
+    """Whether a number, or the sizes, strides and offset of a box, are known."""
+    if not isinstance(x, Boxes):
+        return not isinstance(x, ir.Expr)
+    layout = x.maybe_get_layout()
+    sizes = [*x.get_size(), *(x.maybe_get_stride() or ()), getattr(layout, "offset", 0)]
+    return all(isinstance(n, int) or getattr(n, "is_Integer", False) for n in sizes)
 
 
 def realize(args: Any, kwargs: Any) -> Any:

@@ -20,7 +20,6 @@ from tatten.ops.cuda.recording import NotRecordableError, record
 from tatten.ops.inductor.ir import (
     Boxes,
     allocate,
-    boxes_of,
     fake_mode,
     fake_of,
     fallback,
@@ -29,6 +28,7 @@ from tatten.ops.inductor.ir import (
     needs_no_python,
     realize,
     register,
+    values_of,
 )
 from tatten.ops.inductor.version import in_force
 from tatten.ops.library import cuda_implementations
@@ -43,7 +43,7 @@ MOST_BYTES_WITHOUT_TMA = 500e6
 def lower(op: Any, implementation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Lower a call of `op`, whose implementation on CUDA is given, with Inductor's boxes among its arguments."""
     args, kwargs = realize(args, kwargs)
-    reason = _why_opaque(boxes_of(args, kwargs))
+    reason = _why_opaque(values_of(args, kwargs))
     if reason is None:
         try:
             return _lower(implementation, args, kwargs)
@@ -53,12 +53,12 @@ def lower(op: Any, implementation: Callable[..., Any], *args: Any, **kwargs: Any
     return fallback(op)(*args, **kwargs)
 
 
-def _why_opaque(boxes: Sequence[Any]) -> str | None:
+def _why_opaque(values: Sequence[Any]) -> str | None:
     if not in_force():
         return "the graph was not compiled by backend='tatten'"
-    if any(box.get_device().type != "cuda" for box in boxes):
+    if any(x.get_device().type != "cuda" for x in values if isinstance(x, Boxes)):
         return "it runs on a CPU"
-    if not all(is_static(box) for box in boxes):
+    if not all(is_static(x) for x in values):
         return "a size is not known when the graph is compiled"
     return None
 

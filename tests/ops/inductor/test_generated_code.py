@@ -46,6 +46,9 @@ def rows(index, q, k, v, k2, v2):
     groups = ops.row_groups.default(index, 3, 1)
     return ops.bifurcated_attention.default(q, [k, k2], [v, v2], [None] * 2, [None] * 2, 0.1, [groups, None])[0]
 
+def find_rows(n, index):
+    return (ops.row_groups.default(index, n, 1),)
+
 cases = {
     "two layers": (two_layers, [Q, KV, KV, MASK]),
     "segments": (segments, [
@@ -59,6 +62,8 @@ cases = {
     "rows": (rows, [
         ((7,), torch.int32), ((7, 8, 1, 64), bf16), *[((3, 8, 500, 64), bf16)] * 2, *[((7, 8, 300, 64), bf16)] * 2
     ]),
+    "symbolic rows": (find_rows, ["n", ((7,), torch.int32)]),
+    "symbolic lengths": (plain, [Q, *[((2, 8, "s", 128), bf16)] * 2]),
     "plain": (plain, [Q, KV, KV]),
     "float64": (plain, [(shape, torch.float64) for shape, _ in (Q, KV, KV)]),
     "large": (plain, [((64, 32, 1, 128), bf16), *[((64, 8, 2048, 128), bf16)] * 2]),
@@ -140,15 +145,17 @@ def test_other_ops(case: str, kernels: set[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "case, lowered, reason",
+    "case, op, lowered, reason",
     [
-        ("plain", False, "the graph was not compiled by backend='tatten'"),
-        ("float64", True, "it calls aten"),
-        ("large", True, "it reads 537 MB of keys and values by TMA"),
+        ("plain", "decode_attention", False, "the graph was not compiled by backend='tatten'"),
+        ("float64", "decode_attention", True, "it calls aten"),
+        ("large", "decode_attention", True, "it reads 537 MB of keys and values by TMA"),
+        ("symbolic lengths", "decode_attention", True, "a size is not known when the graph is compiled"),
+        ("symbolic rows", "row_groups", True, "a size is not known when the graph is compiled"),
     ],
 )
-def test_stays_opaque(case: str, lowered: bool, reason: str) -> None:
+def test_stays_opaque(case: str, op: str, lowered: bool, reason: str) -> None:
     code, said = generate(case, lowered)
-    assert "torch.ops.tatten.decode_attention.default(" in re.sub(r"^#.*$", "", code, flags=re.M)
+    assert f"torch.ops.tatten.{op}.default(" in re.sub(r"^#.*$", "", code, flags=re.M)
     assert len(said) == 1
-    assert f"tatten.decode_attention.default stays opaque to Inductor: {reason}" in said[0]
+    assert f"tatten.{op}.default stays opaque to Inductor: {reason}" in said[0]
