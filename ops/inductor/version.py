@@ -7,11 +7,13 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from torch._inductor import config
+from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 OPTION = "post_grad_custom_post_pass"
+# From PyTorch 2.13 on, some passes are told whether the graph is for inference, and there may be several.
+_Pass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 
 
 @functools.cache
@@ -23,21 +25,19 @@ def source_hash(folder: Path = Path(__file__).parents[1]) -> str:
     return found.hexdigest()
 
 
-class LaunchesKernels(CustomGraphPass):  # type: ignore[misc]
-    """Runs the pass that was there before, if any. Its presence lets ops be lowered, and its id is in cache keys."""
+class LaunchesKernels(_Pass):  # type: ignore[misc, valid-type]
+    """Runs the passes that were there before, if any. Its presence lets ops be lowered, and its id is in cache keys."""
 
     def __init__(self, before: Any = None) -> None:
-        self.before = before
+        self.before = [] if before is None else before if isinstance(before, (list, tuple)) else [before]
 
-    def __call__(self, graph: Graph) -> None:
-        if self.before is not None:
-            self.before(graph)
+    def __call__(self, graph: Graph, **given: Any) -> None:
+        for run in self.before:
+            run(graph, **(given if isinstance(run, _Pass) else {}))
 
     def uuid(self) -> Any:
-        if self.before is None:
-            return source_hash()
-        before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
-        return None if before is None else (source_hash(), before)  # None: Inductor caches nothing
+        before = [x.uuid() if isinstance(x, CustomGraphPass) else None for x in self.before]
+        return None if None in before else (source_hash(), *before)  # None: Inductor caches nothing
 
 
 def in_force() -> bool:

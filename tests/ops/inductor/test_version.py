@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch._inductor import config
+import pytest
+import torch
+from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
@@ -35,7 +37,7 @@ def test_an_edited_or_renamed_file_changes_the_hash(tmp_path: Path) -> None:
 
 
 def test_all_ops_are_hashed() -> None:
-    assert LaunchesKernels().uuid() == source_hash()
+    assert LaunchesKernels().uuid() == (source_hash(),)
     folder = Path(source_hash.__wrapped__.__defaults__[0])
     assert (folder / "cuda/kernels/decode.py").exists()
     assert (folder / "cuda/tuning").is_dir()
@@ -49,7 +51,41 @@ def test_a_pass_of_the_users_runs_and_counts() -> None:
     assert own.graphs == 1
     assert options[OPTION].uuid() == (source_hash(), "counts")
     with config.patch({OPTION: own}):
-        assert with_lowerings({})[OPTION].before is own
+        assert with_lowerings({})[OPTION].before == [own]
+
+
+def test_several_passes_of_the_users_run_in_order() -> None:
+    ran = []
+
+    class Runs(Counts):
+        def __call__(self, graph: Graph) -> None:
+            ran.append(self)
+
+    own = [Runs(), Runs()]
+    option = with_lowerings({OPTION: own})[OPTION]
+    option(Graph())
+    assert ran == own
+    assert option.uuid() == (source_hash(), "counts", "counts")
+    assert with_lowerings({OPTION: [Counts(), print]})[OPTION].uuid() is None
+
+
+def test_a_pass_that_asks_for_it_is_told_whether_this_is_inference() -> None:
+    aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+    if aware is None:
+        pytest.skip("PyTorch has no such passes before 2.13")
+    told = []
+
+    class Aware(aware):  # type: ignore[misc, valid-type]
+        def __call__(self, graph: Graph, is_inference: bool) -> None:
+            told.append(is_inference)
+
+        def uuid(self) -> str:
+            return "aware"
+
+    model = torch.compile(lambda x: x + 1, backend="inductor", options=with_lowerings({OPTION: [Aware(), Counts()]}))
+    with torch.no_grad(), config.patch(fx_graph_cache=False):
+        model(torch.ones(3))
+    assert told == [True]
 
 
 def test_a_pass_without_an_id_is_never_cached() -> None:
