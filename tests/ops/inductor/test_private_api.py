@@ -19,7 +19,7 @@ def test_lowering() -> None:
 
 
 def test_nodes() -> None:
-    """`BoundKernel` has a constructor of its own: what PyTorch's sets, it has to set."""
+    """`BoundCall` and its kernels have constructors of their own: what PyTorch's sets, they have to set."""
     source = inspect.getsource(ir.UserDefinedTritonKernel.__init__)
     for name in ("kernel_idx", "grid", "ordered_kwargs_for_cpp_kernel", "mutable_args", "mutation_outputs", "device"):
         assert f"self.{name} =" in source
