@@ -6,6 +6,7 @@ For scripts in a process of their own: `install` patches PyTorch and Triton for 
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from typing import Any
 
@@ -98,14 +99,18 @@ class _Generated(Exception):
     """Carries the code out before Inductor loads it."""
 
 
-def generated_code(fn: Any, inputs: list[tuple[tuple[int, ...], torch.dtype]], **options: Any) -> str:
-    """What Inductor generates for `fn` of tensors of these shapes and dtypes, with these options."""
+def generated_code(fn: Any, inputs: list[Any], **options: Any) -> str:
+    """What Inductor generates for `fn` with these options.
+
+    Inputs are tensors, given by shape and dtype, or sizes. A size that is a string has no value when this is compiled.
+    """
+    from torch._dynamo.source import ConstantSource
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.graph import GraphLowering
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
     generate = GraphLowering.codegen
 
@@ -115,10 +120,22 @@ def generated_code(fn: Any, inputs: list[tuple[tuple[int, ...], torch.dtype]], *
 
     GraphLowering.codegen = stop
     static = {"fx_graph_cache": False, "compile_threads": 1, "triton.autotune_at_compile_time": False}
+    sizes = ShapeEnv()
+
+    @functools.cache
+    def size(n: Any) -> Any:
+        if not isinstance(n, str):
+            return n
+        symbol = sizes.create_symbol(3, ConstantSource(n), DimDynamic.DYNAMIC)
+        return sizes.create_symintnode(symbol, hint=3)
+
+    def example(x: Any) -> Any:
+        return torch.empty([*map(size, x[0])], dtype=x[1], device="cuda") if isinstance(x, tuple) else size(x)
+
     try:
-        with FakeTensorMode(shape_env=ShapeEnv()), config.patch({**static, **options}), torch.no_grad():
-            tensors = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in inputs]
-            compile_fx(make_fx(fn)(*tensors), tensors)
+        with FakeTensorMode(shape_env=sizes), config.patch({**static, **options}), torch.no_grad():
+            examples = [*map(example, inputs)]
+            compile_fx(make_fx(fn)(*examples), examples)
     except Exception as error:
         while error is not None and not isinstance(error, _Generated):
             error = error.__cause__ or error.__context__

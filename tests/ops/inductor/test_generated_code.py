@@ -69,6 +69,8 @@ cases = {
     "rows": (rows, [
         ((7,), torch.int32), ((7, 8, 1, 64), bf16), *[((3, 8, 500, 64), bf16)] * 2, *[((7, 8, 300, 64), bf16)] * 2
     ]),
+    "symbolic rows": (find_rows, ["n", ((7,), torch.int32)]),
+    "symbolic lengths": (plain, [Q, *[((2, 8, "s", 128), bf16)] * 2]),
     "plain": (plain, [Q, KV, KV]),
     "float64": (plain, [(shape, torch.float64) for shape, _ in (Q, KV, KV)]),
     "prefix": (shared, [
