@@ -45,9 +45,8 @@ def fallback(op: Any) -> Callable[..., Any]:
     return lowering.fallback_handler(op, add_to_fallback_set=False)  # type: ignore[no-any-return]
 
 
-def values_of(args: Any, kwargs: Any) -> list[Any]:
-    """The boxes and numbers among arguments, those in lists too."""
-    return tree_leaves((args, kwargs))
+def boxes_of(args: Any, kwargs: Any) -> list[Any]:
+    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, Boxes)]
 
 
 def are_static(args: Any, kwargs: Any) -> bool:

@@ -31,7 +31,6 @@ from tatten.ops.inductor.ir import (
     launch_kernels,
     realize,
     register,
-    values_of,
 )
 from tatten.ops.inductor.version import in_force
 from tatten.ops.library import cuda_implementations
