@@ -1,0 +1,85 @@
+"""The keys that a mask leaves, found in the graph: for `tatten.ops.decompositions`.
+
+Eager mode (`tatten.ops.cpu.attention`) looks at the mask and decides; here the graph does. It reads where the keys that
+any sequence uses begin and end, as two numbers, and narrows keys and values to them, as views.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tatten.ops.layout import fold_mask, squeeze_broadcast
+from tatten.ops.masks import key_spans
+
+
+@dataclass(frozen=True)
+class UsedKeys:
+    """Keys and values `[rows, kv_heads, length, d]` of the span that any row uses, with their mask.
+
+    Attributes:
+        inside: bool `[rows, length]`, which of them are in the span of each row; None where all rows have one span.
+    """
+
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    inside: Tensor | None = None
+
+    @property
+    def without_poison(self) -> UsedKeys:
+        """A copy with 0 for what lies outside the span of each row, where anything may be."""
+        if self.inside is None:
+            return self
+        inside = self.inside[:, None, :, None]
+        key, value = (torch.where(inside, x, torch.zeros((), dtype=x.dtype)) for x in (self.key, self.value))
+        return UsedKeys(key, value, self.mask)
+
+
+def used_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None
+) -> UsedKeys:
+    """The used keys of a segment whose rows serve aligned blocks of sequences; the mask is folded like `query`."""
+    kv_batch, kv_len = key.shape[0], key.shape[2]
+    if mask is None or kv_len == 0:
+        return UsedKeys(key, value)
+    mask = fold_mask(mask.expand(*mask.shape[:-1], kv_len), query, kv_batch)
+    return _narrow(key, value, mask, key_spans(mask) if block_mask is None else block_mask)
+
+
+def used_by_rows(
+    key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None, rows: Tensor
+) -> UsedKeys:
+    """The used keys of a segment of which each sequence reads any row: copied for each."""
+    kv_batch, kv_len = key.shape[0], key.shape[2]
+    used = UsedKeys(key, value)
+    if mask is not None and kv_len != 0:
+        mask = mask.expand(*mask.shape[:-1], kv_len)
+        if block_mask is None:
+            block_mask = torch.ops.tatten.block_mask.default(mask, kv_batch, rows)
+        used = _narrow(key, value, squeeze_broadcast(mask), block_mask)
+        if used.mask is not None and used.mask.shape[0] not in (1, rows.shape[0]):
+            used = UsedKeys(used.key, used.value, used.mask.index_select(0, rows), used.inside)
+    inside = None if used.inside is None else used.inside.index_select(0, rows)
+    return UsedKeys(used.key.index_select(0, rows), used.value.index_select(0, rows), used.mask, inside)
+
+
+def _narrow(key: Tensor, value: Tensor, mask: Tensor, spans: Tensor) -> UsedKeys:
+    """Narrow to the keys from the first to the last that any row of `spans`, as `key_spans` has them, leaves.
+
+    They are one at least, which the mask excludes if there is none: PyTorch's kernel divides by their number.
+    """
+    kv_len = key.shape[2]
+    start, stop = spans[:, 0], spans[:, 1]
+    first = torch.where(start == stop, kv_len, start).amin().clamp(max=kv_len - 1)
+    begin, length = first.item(), (stop.amax() - first).clamp(min=1).item()
+    torch._check(begin >= 0)
+    torch._check(length >= 1)
+    torch._check(begin + length <= kv_len)
+    key, value, mask = key.narrow(2, begin, length), value.narrow(2, begin, length), mask.narrow(3, begin, length)
+    if spans.shape[0] == 1:
+        return UsedKeys(key, value, mask)
+    places = torch.arange(kv_len).narrow(0, begin, length)
+    return UsedKeys(key, value, mask, (places >= start[:, None]) & (places < stop[:, None]))
