@@ -6,6 +6,7 @@ Such a call becomes `tatten::bifurcated_attention`, which reads each segment onc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from tatten.passes.rows import Rows
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import constant, guard_equal, known_different, known_equal, tensor_of
+from tatten.passes.views import Size
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,12 @@ class BifurcatedMatch(Match):
 
 
 def match_bifurcated(
-    call: SdpaCall, keys: tuple[Stored, ...], values: tuple[Stored, ...]
+    call: SdpaCall, keys: tuple[Stored, ...], values: tuple[Stored, ...], may_guard: bool = True
 ) -> BifurcatedMatch | Decline | None:
     """Match a call that `check_call` found eligible, given its segments.
 
     Changes nothing; adds a guard only where keys and values have two or more lengths, or numbers of rows that an index
-    selects from, that can't be proven equal.
+    selects from, that can't be proven equal. Without `may_guard` such don't match.
 
     Returns:
         A match, the reason why there is none, or None where key and value are one segment each that is not shared.
@@ -58,7 +60,7 @@ def match_bifurcated(
         return None
     if not one_for_all and not all(known_equal(x.shape[0], query.shape[0]) for x in (key, value)):
         return Decline(Reason.BATCH, f"query, key, value have batch {query.shape[0]}, {key.shape[0]}, {value.shape[0]}")
-    if not _correspond(keys, values):
+    if not _correspond(keys, values, guard_equal if may_guard else known_equal):
         shown = " and ".join(f"{name} in {_describe(x)}" for name, x in (("key", keys), ("value", values)))
         return Decline(Reason.SEGMENTS, f"{shown} (batch x heads x length)")
     if any(x.rows and constant(query.shape[1] // x.size(HEADS)) is None for x in keys):
@@ -73,7 +75,7 @@ def match_bifurcated(
     return BifurcatedMatch(call, keys, values)
 
 
-def _correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...]) -> bool:
+def _correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...], equal: Callable[[Size, Size], bool]) -> bool:
     """Whether keys and values have the same segments. Under dynamic shapes one size may have two symbols."""
     if len(keys) != len(values):
         return False
@@ -91,7 +93,7 @@ def _correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...]) -> bool:
         return False
     # The sums are equal, as SDPA requires: the last length follows from the others.
     unproven = unproven[1:] + [(k.size(BATCH), v.size(BATCH)) for k, v in pairs]
-    return all(guard_equal(k, v) for k, v in unproven)
+    return all(equal(k, v) for k, v in unproven)
 
 
 def _key_of(rows: Rows | None) -> object:

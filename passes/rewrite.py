@@ -26,8 +26,11 @@ from tatten.passes.symbolic import LocalPart, hint, tensor_of
 from tatten.passes.tree import find_sharded
 
 
-def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
-    """Rewrite a Dynamo graph in place: every decode SDPA becomes a tatten op, everything else stays."""
+def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN, *, may_guard: bool = True) -> GraphReport:
+    """Rewrite a Dynamo or export graph in place: every decode SDPA becomes a tatten op, everything else stays.
+
+    Without `may_guard` all that counts is what holds in every run: nothing would heed a guard on an exported graph.
+    """
     start = time.perf_counter()
     masks = Masks()
     graphs = {name: body.graph for name, body in gm.named_modules() if isinstance(body, GraphModule)}
@@ -37,7 +40,7 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
         for other in find_other_attention(graph)
     ]
     moving = movers(gm.graph)
-    findings = [_rewrite_call(call, max_q_len, masks, moving) for call in find_sdpa(gm.graph)]
+    findings = [_rewrite_call(call, max_q_len, masks, moving, may_guard) for call in find_sdpa(gm.graph)]
     if any(isinstance(finding, Rewritten) for finding in findings):
         gm.recompile()
     for name, graph in graphs.items():
@@ -48,12 +51,14 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN) -> GraphReport:
     return GraphReport(tuple(findings), (time.perf_counter() - start) * 1e3)
 
 
-def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence[Node]) -> Rewritten | Declined:
+def _rewrite_call(
+    call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence[Node], may_guard: bool
+) -> Rewritten | Declined:
     """Decide about one call, then change the graph. The report is read off first: nodes may be erased."""
     given = find_sharded(call) or PlainCall(call)
     if isinstance(given, Decline):
         return _declined(call, given)
-    found = _find(given, max_q_len, moving)
+    found = _find(given, max_q_len, moving, may_guard)
     if isinstance(found, Decline):
         return _declined(call, found)
     match, note = found
@@ -69,7 +74,7 @@ def _rewrite_call(call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence
 
 
 def _find(
-    given: PlainCall, max_q_len: int, moving: Sequence[Node]
+    given: PlainCall, max_q_len: int, moving: Sequence[Node], may_guard: bool
 ) -> tuple[BifurcatedMatch | DecodeMatch, str] | Decline:
     """Match one call without changing the graph. Returns the match and a note for the report, or why there is none."""
     call = given.call
@@ -81,11 +86,11 @@ def _find(
         return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
     copied = ""
     keys, values = given.segments(call.key), given.segments(call.value)
-    bifurcated = _match_segments(given, keys, values)
+    bifurcated = _match_segments(given, keys, values, may_guard)
     if isinstance(bifurcated, Decline) and any(x.rows for x in (*keys, *values)):
         copied = f"selected rows are copied [{bifurcated.reason.value}]: {bifurcated.detail}"
         keys, values = given.segments(call.key, rows=False), given.segments(call.value, rows=False)
-        bifurcated = _match_segments(given, keys, values)
+        bifurcated = _match_segments(given, keys, values, may_guard)
     if isinstance(bifurcated, BifurcatedMatch):
         return bifurcated, copied
     if bifurcated is not None and not given.in_one_piece:
@@ -99,10 +104,10 @@ def _find(
 
 
 def _match_segments(
-    given: PlainCall, keys: tuple[Stored, ...], values: tuple[Stored, ...]
+    given: PlainCall, keys: tuple[Stored, ...], values: tuple[Stored, ...], may_guard: bool
 ) -> BifurcatedMatch | Decline | None:
     """Match segments that a rewrite would read where they are stored, if that pays."""
-    match = match_bifurcated(given.seen(), keys, values)
+    match = match_bifurcated(given.seen(), keys, values, may_guard)
     return (match.unpaid or match) if isinstance(match, BifurcatedMatch) and given.weighs(match) else match
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from tatten.caches.shared_prefix import SharedPrefixCache
 from tatten.dtensor_sdpa import disable_dtensor_sdpa, enable_dtensor_sdpa
 from tatten.explain import explain
+from tatten.export import rewrite
 from tatten.ops import (
     BlockMask,
     bifurcated_attention,
@@ -37,6 +38,7 @@ __all__ = [
     "merge_state",
     "merge_states",
     "recording",
+    "rewrite",
     "tree_merge",
 ]
 
