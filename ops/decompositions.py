@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from tatten.ops.cpu.attend_used import attend_jointly, attend_used
-from tatten.ops.cpu.attention import kernel_of, mask_of_reach, merge_sinks, narrow_mask
+from tatten.ops.cpu.attention import kernel_of, mask_of_reach, merge_sinks, narrow_mask, upcast
 from tatten.ops.cpu.flash import attend_in_one_call
-from tatten.ops.cpu.used_keys import used_by_rows, used_in_blocks
+from tatten.ops.cpu.used_keys import UsedKeys, used_by_rows, used_in_blocks
 from tatten.ops.layout import squeeze_broadcast
 from tatten.ops.library import decode_kernel
 from tatten.ops.row_groups import group_size, row_groups_reference, rows_of_segments
@@ -89,7 +89,11 @@ def _decode_attention(
         reach = mask_of_reach(lens, query.shape[2], kv_len, variant.window)
         attn_mask, block_mask = reach if attn_mask is None else narrow_mask(attn_mask, reach), None
     used = used_in_blocks(query, key, value, attn_mask, block_mask)
-    out, lse = attend_used(query, used, scale, kernel_of(variant, upcasts, attend_in_one_call))
+    if upcasts:
+        key = upcast(used.key, variant.key_scale, query.dtype)
+        value = upcast(used.value, variant.value_scale, query.dtype)
+        used = UsedKeys(key, value, used.mask, used.inside)
+    out, lse = attend_used(query, used, scale, kernel_of(variant, upcasts=False, kernel=attend_in_one_call))
     if variant.sinks is not None:
         out, lse = merge_sinks(out, lse, variant.sinks)
     return out.to(dtype).contiguous(), lse.contiguous()

@@ -15,7 +15,10 @@ from tatten.ops.states import NEG_INF, State, accumulator_dtype
 
 
 def attend_used(query: Tensor, used: UsedKeys, scale: float, kernel: Kernel = attend_in_one_call) -> State:
-    """The state of each sequence over the rows of a segment that serve aligned blocks of sequences."""
+    """The state of each sequence over the rows of a segment that serve aligned blocks of sequences.
+
+    `kernel` may hold no tensors: the branches of a conditional take theirs as operands.
+    """
     kv_batch, kv_heads, value_dim = used.key.shape[0], used.key.shape[1], used.value.shape[3]
     folded = fold_sequences(query, kv_batch)
     q_rows, mask = pack_gqa(folded, kv_heads), _packed_mask(folded, used)

@@ -213,9 +213,14 @@ def _attend_upcast(
     some_empty: bool,
 ) -> State:
     """`kernel` on the keys and values that those in float8 represent: only what it reads is upcast."""
-    upcast = (x.to(q_rows.dtype) for x in (key, value))
-    key, value = (x if f is None else x * f.to(x.dtype)[:, None, None] for x, f in zip(upcast, kv_scales, strict=True))
+    key, value = (upcast(x, f, q_rows.dtype) for x, f in zip((key, value), kv_scales, strict=True))
     return kernel(q_rows, key, value, mask, scale, some_empty)
+
+
+def upcast(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The keys or values that those in float8 represent; `factor`: of each head."""
+    x = x.to(dtype)
+    return x if factor is None else x * factor.to(dtype)[:, None, None]
 
 
 def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> State:

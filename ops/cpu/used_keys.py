@@ -33,9 +33,8 @@ class UsedKeys:
         """A copy with 0 for what lies outside the span of each row, where anything may be."""
         if self.inside is None:
             return self
-        inside = self.inside[:, None, :, None]
-        key, value = (torch.where(inside, x, torch.zeros((), dtype=x.dtype)) for x in (self.key, self.value))
-        return UsedKeys(key, value, self.mask)
+        outside = ~self.inside[:, None, :, None]
+        return UsedKeys(self.key.masked_fill(outside, 0.0), self.value.masked_fill(outside, 0.0), self.mask)
 
 
 def used_in_blocks(
