@@ -15,7 +15,7 @@ from tatten.ops.cpu.attention import kernel_of, mask_of_reach, merge_sinks, narr
 from tatten.ops.cpu.flash import attend_in_one_call
 from tatten.ops.cpu.used_keys import UsedKeys, used_by_rows, used_in_blocks
 from tatten.ops.layout import squeeze_broadcast
-from tatten.ops.library import decode_kernel
+from tatten.ops.library import block_mask, decode_kernel
 from tatten.ops.row_groups import group_size, row_groups_reference, rows_of_segments
 from tatten.ops.states import State, accumulator_dtype, combine_partials, merge
 from tatten.ops.variant import AttentionVariant
@@ -53,7 +53,8 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
         ops.merge_state.default: _merge_state,
         ops.row_groups.default: _row_groups,
     }
-    return {op: _on_a_cpu(decomposition) for op, decomposition in found.items()}
+    # Of ops that PyTorch itself could decompose, export keeps those that are not in the table.
+    return {op: _on_a_cpu(decomposition) for op, decomposition in found.items()} | {ops.block_mask.default: block_mask}
 
 
 def _on_a_cpu(decomposition: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,14 +22,18 @@ def attend_used(query: Tensor, used: UsedKeys, scale: float, kernel: Kernel = at
     kv_batch, kv_heads, value_dim = used.key.shape[0], used.key.shape[1], used.value.shape[3]
     folded = fold_sequences(query, kv_batch)
     q_rows, mask = pack_gqa(folded, kv_heads), _packed_mask(folded, used)
-    if used.key.shape[2] == 0:
-        out, lse = empty_state(q_rows, value_dim)
-    elif mask is None:
-        out, lse = kernel(q_rows, used.key, used.value, None, scale, False)
-    else:
+    if mask is not None:
         out, lse = _attend_masked(q_rows, used, mask, scale, kernel)
+    elif not _has_keys(used):
+        out, lse = empty_state(q_rows, value_dim)
+    else:
+        out, lse = kernel(q_rows, used.key, used.value, None, scale, False)
     out, lse = out.reshape(*folded.shape[:3], value_dim), lse.reshape(folded.shape[:3])
     return unfold_sequences(out, query.shape[0]), unfold_sequences(lse, query.shape[0])
+
+
+def _has_keys(used: UsedKeys) -> bool:
+    return used.mask is not None or used.key.shape[2] != 0  # known without a look at sizes that the mask decides
 
 
 def _packed_mask(folded: Tensor, used: UsedKeys) -> Tensor | None:
@@ -52,7 +56,7 @@ def _attend_masked(q_rows: Tensor, used: UsedKeys, mask: Tensor, scale: float, k
         return operands[-2].clone(), operands[-1].clone()
 
     out, lse = attend(q_rows, mask, used.key, used.value)
-    if used.inside is None:
+    if used.inside is None or used.inside.shape[0] == 1:
         return out, lse
     # Where a row's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that. The operator, not
     # torch.cond: that has Dynamo trace the branches, which knows nothing of the sizes that were checked.
@@ -69,7 +73,7 @@ def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float) ->
     acc, batch = accumulator_dtype(query.dtype), query.shape[0]
     row_max = query.new_full((*query.shape[:3], 1), NEG_INF, dtype=acc)
     scores, values = [], []
-    for used in (segment.without_poison for segment in segments if segment.key.shape[2] != 0):
+    for used in (segment.without_poison for segment in segments if _has_keys(segment)):
         folded = fold_sequences(query, used.key.shape[0])
         q_rows, mask = pack_gqa(folded, used.key.shape[1]), _packed_mask(folded, used)
         own = q_rows.to(acc) @ used.key.to(acc).transpose(2, 3) * scale

@@ -20,7 +20,7 @@ class UsedKeys:
     """Keys and values `[rows, kv_heads, length, d]` of the span that any row uses, with their mask.
 
     Attributes:
-        inside: bool `[rows, length]`, which of them are in the span of each row; None where all rows have one span.
+        inside: bool `[rows, length]`, which of them are in the span of each row, or `[1, length]`; None without a mask.
     """
 
     key: Tensor
@@ -58,11 +58,11 @@ def used_by_rows(
         mask = mask.expand(*mask.shape[:-1], kv_len)
         if block_mask is None:
             block_mask = torch.ops.tatten.block_mask.default(mask, kv_batch, rows)
-        used = _narrow(key, value, squeeze_broadcast(mask), block_mask)
-        if used.mask is not None and used.mask.shape[0] not in (1, rows.shape[0]):
-            used = UsedKeys(used.key, used.value, used.mask.index_select(0, rows), used.inside)
-    inside = None if used.inside is None else used.inside.index_select(0, rows)
-    return UsedKeys(used.key.index_select(0, rows), used.value.index_select(0, rows), used.mask, inside)
+        mask = squeeze_broadcast(mask)
+        if mask.shape[0] not in (1, rows.shape[0]):
+            mask = mask.index_select(0, rows)
+        used = _narrow(key, value, mask, block_mask if block_mask.shape[0] == 1 else block_mask.index_select(0, rows))
+    return UsedKeys(used.key.index_select(0, rows), used.value.index_select(0, rows), used.mask, used.inside)
 
 
 def _narrow(key: Tensor, value: Tensor, mask: Tensor, spans: Tensor) -> UsedKeys:
@@ -78,7 +78,5 @@ def _narrow(key: Tensor, value: Tensor, mask: Tensor, spans: Tensor) -> UsedKeys
     torch._check(length >= 1)
     torch._check(begin + length <= kv_len)
     key, value, mask = key.narrow(2, begin, length), value.narrow(2, begin, length), mask.narrow(3, begin, length)
-    if spans.shape[0] == 1:
-        return UsedKeys(key, value, mask)
     places = torch.arange(kv_len).narrow(0, begin, length)
     return UsedKeys(key, value, mask, (places >= start[:, None]) & (places < stop[:, None]))
