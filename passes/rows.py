@@ -21,7 +21,7 @@ from tatten.passes.calls import argument, only_adds_dims, op_name, overloads
 from tatten.passes.mutation import READING_OPERATORS, writes
 from tatten.passes.symbolic import FakeTensor, known_equal, tensor_of, value_of
 
-SELECTS = {"index_select", "getitem", "gather", "take_along_dim", "embedding", "repeat_interleave"}
+SELECTS = {"index_select", "getitem", "index", "gather", "take_along_dim", "embedding", "repeat_interleave"}
 # What an index may go through that leaves its numbers in order, if it leaves as many.
 EXPANDS = {"expand", "expand_as", "broadcast_to"}
 VIEWS = EXPANDS | {"view", "reshape", "unsqueeze", "squeeze", "flatten", "getitem"}
@@ -125,6 +125,9 @@ def selection_of(node: Node, source: Tensor) -> Selection | None:
             index, dim = argument(node, 0, "input") if node.target is F.embedding else argument(node, 1, "indices"), 0
         case "getitem":
             index, dim = _index_among(node.args[1], rank)
+        case "index":  # what `x[key]` is in an exported graph
+            key = tuple(slice(None) if part is None else part for part in argument(node, 1, "indices", ()))
+            index, dim = _index_among(key, rank)
         case "repeat_interleave":
             index, dim = argument(node, 1, "repeats"), argument(node, 2, "dim")
             total = argument(node, 3, "output_size")
@@ -145,7 +148,7 @@ def selection_of(node: Node, source: Tensor) -> Selection | None:
     if numbers.dim() != 1 or numbers.dtype not in INTEGERS or numbers.device != source.device:
         return None
     if op_name(node) != "repeat_interleave":
-        return Selection(dim, Select(index, op_name(node) == "getitem", views))
+        return Selection(dim, Select(index, op_name(node) in ("getitem", "index"), views))
     if total is None or not known_equal(numbers.shape[0], source.shape[dim]):
         return None  # one count is for all rows
     return Selection(dim, Counts(index, total))

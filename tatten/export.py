@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -9,6 +10,9 @@ from torch.fx import Node
 
 from tatten import passes
 from tatten.passes import Rewritten
+from tatten.passes.calls import OpOverload
+from tatten.passes.mutation import written_arguments
+from tatten.passes.symbolic import same_storage, tensor_of
 from tatten.report import publish
 
 
@@ -28,8 +32,7 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
 
     Raises:
         TypeError: `exported_program` isn't one.
-        RuntimeError: PyTorch can't bring the program into that form, for one because it writes to a constant, as
-            exports with `strict=False` do of a cache that is not registered as buffers.
+        ValueError: it writes to a constant. That is what an export with `strict=False` makes of a cache.
 
     Examples:
         >>> import torch, tatten
@@ -49,33 +52,75 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
             "tatten.rewrite: `exported_program` must be a torch.export.ExportedProgram, "
             f"got a {type(exported_program).__name__}; call torch.export.export on a module first"
         )
-    # In this form nothing is written in place. The passes would find such writes by the storage of the nodes' values,
-    # which `torch.export.load` gives each node anew.
-    program: ExportedProgram = exported_program.run_decompositions({})
-    _mark_gradients(program)
-    report = passes.rewrite(program.graph_module, may_guard=False)
-    publish(report)
-    if not any(isinstance(finding, Rewritten) for finding in report.findings):
-        return exported_program
-    # The passes insert methods and functions of PyTorch, too: tracing again makes aten ops and the values of all nodes.
-    rewritten: ExportedProgram = program.run_decompositions({})
+    _check_constants(exported_program)
+    with torch._C._DisableAutocast():  # tracing would put the casts of an autocast around this call into the program
+        # In this form nothing is written in place. The passes would find such writes by the storage of the nodes'
+        # values, which `torch.export.load` gives each node anew.
+        program: ExportedProgram = exported_program.run_decompositions({})
+        _say_what_export_forgets(program)
+        report = passes.rewrite(program.graph_module, may_guard=False)
+        publish(report)
+        if not any(isinstance(finding, Rewritten) for finding in report.findings):
+            return exported_program
+        _update_modules(program)
+        # The passes insert methods and functions of PyTorch, too: a new trace makes aten ops and all values of nodes.
+        rewritten: ExportedProgram = program.run_decompositions({})
     return rewritten
 
 
-def _mark_gradients(program: ExportedProgram) -> None:
-    """Let the values that depend on an input of the user that requires grad require it, too, as in a Dynamo graph.
+def _check_constants(program: ExportedProgram) -> None:
+    """Raise if a program writes to a constant: PyTorch says that of no buffer, and loses it in other forms."""
+    targets = {
+        spec.arg.name: spec.target
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.CONSTANT_TENSOR
+    }
+    constants = [(node, tensor_of(node)) for node in program.graph.nodes if node.name in targets]
+    for node in program.graph.nodes if constants else ():
+        for written in written_arguments(node) if isinstance(node.target, OpOverload) else ():
+            tensor = tensor_of(written)
+            for constant, held in constants:
+                if tensor is not None and held is not None and same_storage(tensor, held):
+                    raise ValueError(
+                        f"tatten.rewrite: `exported_program` writes to the constant {targets[constant.name]!r} in "
+                        f"`{node.name}`; a cache has to be buffers of the module, exported with strict=True"
+                    )
 
-    Export forgets that. Nothing follows from parameters, which require grad wherever nobody said otherwise.
+
+def _say_what_export_forgets(program: ExportedProgram) -> None:
+    """Let values be what they are in a Dynamo graph: parameters, and what requires grad as an input of the user does.
+
+    Nothing follows from parameters that require grad, which they do wherever nobody said otherwise.
     """
-    given = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT}
-    marked: set[Node] = set()
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    requiring: set[Node] = set()
     for node in program.graph.nodes:
         value = node.meta.get("val")
-        is_float = isinstance(value, Tensor) and value.is_floating_point()
-        if node.op == "placeholder":
-            if is_float and node.name in given and value.requires_grad:
-                marked.add(node)
-        elif not marked.isdisjoint(node.all_input_nodes):
-            marked.add(node)
-            if is_float:
+        if not isinstance(value, Tensor):
+            requiring.update([node] if not requiring.isdisjoint(node.all_input_nodes) else [])
+        elif node.op == "placeholder":
+            if kinds[node.name] is InputKind.PARAMETER:
+                node.meta["val"] = torch.nn.Parameter(value, value.requires_grad)
+            elif kinds[node.name] is InputKind.USER_INPUT and value.requires_grad:
+                requiring.add(node)
+        elif not requiring.isdisjoint(node.all_input_nodes):
+            requiring.add(node)
+            if value.is_floating_point():
                 node.meta["val"] = value.detach().requires_grad_()
+
+
+def _update_modules(program: ExportedProgram) -> None:
+    """Place nodes that the passes have inserted in the module of the call that they stand before.
+
+    A module of which an input or output is no longer there has no signature any more.
+    """
+    stack = None
+    for node in reversed(program.graph.nodes):
+        stack = node.meta.get("nn_module_stack") or stack
+        if node.op in ("call_function", "call_method") and stack:
+            node.meta["nn_module_stack"] = stack
+    names = {node.name for node in program.graph.nodes}
+    for entry in program.module_call_graph:
+        signature = entry.signature
+        if signature and not names.issuperset(x.name for x in (*signature.inputs, *signature.outputs) if x.name):
+            entry.signature = None

@@ -144,6 +144,11 @@ def test_ops_cuda_providers() -> None:
     assert [x.name for schema in (cudnn, flash) for x in schema.returns[:2]] == ["output", "logsumexp"] * 2
 
 
+def test_tatten_export() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch._C._DisableAutocast():
+        assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.float32
+
+
 def test_tatten_report() -> None:
     from torch._dynamo.utils import counters
 
