@@ -1,4 +1,4 @@
-"""One decode step of a Llama with a static cache, packaged by AOTInductor: as PyTorch exports it, and rewritten by tatten.
+"""One decode step of a Llama with a static cache in a package of AOTInductor: as it is exported, and rewritten.
 
     python benchmarks/aoti.py
 

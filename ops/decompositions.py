@@ -112,8 +112,10 @@ def _bifurcated_attention(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     rows = rows_of_segments(row_groups or [None] * len(keys), query, keys)
     segments = [
-        used_in_blocks(query, *own) if own_rows is None else used_by_rows(*own, own_rows)
-        for *own, own_rows in zip(keys, values, attn_masks, block_masks, rows, strict=True)
+        used_in_blocks(query, key, value, mask, block_mask)
+        if own_rows is None
+        else used_by_rows(key, value, mask, block_mask, own_rows)
+        for key, value, mask, block_mask, own_rows in zip(keys, values, attn_masks, block_masks, rows, strict=True)
     ]
     if len(keys) > 1 and any(mask is not None and mask.dtype != torch.bool for mask in attn_masks):
         out, lse = attend_jointly(query, segments, scale)

@@ -7,6 +7,7 @@ any sequence uses begin and end, as two numbers, and narrows keys and values to 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -48,9 +49,7 @@ def used_in_blocks(
     return _narrow(key, value, mask, key_spans(mask) if block_mask is None else block_mask)
 
 
-def used_by_rows(
-    key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None, rows: Tensor
-) -> UsedKeys:
+def used_by_rows(key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None, rows: Tensor) -> UsedKeys:
     """The used keys of a segment of which each sequence reads any row: copied for each."""
     kv_batch, kv_len = key.shape[0], key.shape[2]
     used = UsedKeys(key, value)
@@ -73,7 +72,7 @@ def _narrow(key: Tensor, value: Tensor, mask: Tensor, spans: Tensor) -> UsedKeys
     kv_len = key.shape[2]
     start, stop = spans[:, 0], spans[:, 1]
     first = torch.where(start == stop, kv_len, start).amin().clamp(max=kv_len - 1)
-    begin, length = first.item(), (stop.amax() - first).clamp(min=1).item()
+    begin, length = (cast(int, x.item()) for x in (first, (stop.amax() - first).clamp(min=1)))
     torch._check(begin >= 0)
     torch._check(length >= 1)
     torch._check(begin + length <= kv_len)
