@@ -20,6 +20,9 @@ from tatten.ops.row_groups import group_size, row_groups_reference, rows_of_segm
 from tatten.ops.states import State, accumulator_dtype, combine_partials, merge
 from tatten.ops.variant import AttentionVariant
 
+# Inductor asks of a matrix product whether a size of it is 1, to which a size that a mask decides has no answer.
+LEAST_IN_PRODUCTS = 2
+
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Return the decompositions of tatten's ops into aten on a CPU, for `ExportedProgram.run_decompositions`.
@@ -89,11 +92,14 @@ def _decode_attention(
         lens = torch.full((1,), kv_len) if kv_lens is None else kv_lens.to(torch.int64).clamp(0, kv_len)
         reach = mask_of_reach(lens, query.shape[2], kv_len, variant.window)
         attn_mask, block_mask = reach if attn_mask is None else narrow_mask(attn_mask, reach), None
-    used = used_in_blocks(query, key, value, attn_mask, block_mask)
+    capped = variant.softcap is not None
+    used = used_in_blocks(query, key, value, attn_mask, block_mask, LEAST_IN_PRODUCTS if capped else 1)
     if upcasts:
         key = upcast(used.key, variant.key_scale, query.dtype)
         value = upcast(used.value, variant.value_scale, query.dtype)
         used = UsedKeys(key, value, used.mask, used.inside)
+    if capped:  # in plain PyTorch, which Inductor fuses with the fills
+        used = used.without_poison
     out, lse = attend_used(query, used, scale, kernel_of(variant, upcasts=False, kernel=attend_in_one_call))
     if variant.sinks is not None:
         out, lse = merge_sinks(out, lse, variant.sinks)
@@ -111,13 +117,15 @@ def _bifurcated_attention(
 ) -> State:
     scale = query.shape[3] ** -0.5 if scale is None else scale
     rows = rows_of_segments(row_groups or [None] * len(keys), query, keys)
+    jointly = len(keys) > 1 and any(mask is not None and mask.dtype != torch.bool for mask in attn_masks)
+    least = LEAST_IN_PRODUCTS if jointly else 1
     segments = [
-        used_in_blocks(query, key, value, mask, block_mask)
+        used_in_blocks(query, key, value, mask, block_mask, least)
         if own_rows is None
-        else used_by_rows(key, value, mask, block_mask, own_rows)
+        else used_by_rows(key, value, mask, block_mask, own_rows, least)
         for key, value, mask, block_mask, own_rows in zip(keys, values, attn_masks, block_masks, rows, strict=True)
     ]
-    if len(keys) > 1 and any(mask is not None and mask.dtype != torch.bool for mask in attn_masks):
+    if jointly:
         out, lse = attend_jointly(query, segments, scale)
     else:
         out, lse = combine_partials(*zip(*(attend_used(query, used, scale) for used in segments), strict=True))

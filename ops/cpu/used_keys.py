@@ -39,18 +39,23 @@ class UsedKeys:
 
 
 def used_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None, least: int = 1
 ) -> UsedKeys:
-    """The used keys of a segment whose rows serve aligned blocks of sequences; the mask is folded like `query`."""
+    """The used keys, `least` of them at least, of a segment whose rows serve aligned blocks of sequences.
+
+    The mask is folded like `query`.
+    """
     kv_batch, kv_len = key.shape[0], key.shape[2]
     if mask is None or kv_len == 0:
         return UsedKeys(key, value)
     mask = fold_mask(mask.expand(*mask.shape[:-1], kv_len), query, kv_batch)
-    return _narrow(key, value, mask, key_spans(mask) if block_mask is None else block_mask)
+    return _narrow(key, value, mask, key_spans(mask) if block_mask is None else block_mask, least)
 
 
-def used_by_rows(key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None, rows: Tensor) -> UsedKeys:
-    """The used keys of a segment of which each sequence reads any row: copied for each."""
+def used_by_rows(
+    key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None, rows: Tensor, least: int = 1
+) -> UsedKeys:
+    """The used keys, `least` of them at least, of a segment of which each sequence reads any row: copied for each."""
     kv_batch, kv_len = key.shape[0], key.shape[2]
     used = UsedKeys(key, value)
     if mask is not None and kv_len != 0:
@@ -60,22 +65,26 @@ def used_by_rows(key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Te
         mask = squeeze_broadcast(mask)
         if mask.shape[0] not in (1, rows.shape[0]):
             mask = mask.index_select(0, rows)
-        used = _narrow(key, value, mask, block_mask if block_mask.shape[0] == 1 else block_mask.index_select(0, rows))
+        spans = block_mask if block_mask.shape[0] == 1 else block_mask.index_select(0, rows)
+        used = _narrow(key, value, mask, spans, least)
     return UsedKeys(used.key.index_select(0, rows), used.value.index_select(0, rows), used.mask, used.inside)
 
 
-def _narrow(key: Tensor, value: Tensor, mask: Tensor, spans: Tensor) -> UsedKeys:
+def _narrow(key: Tensor, value: Tensor, mask: Tensor, spans: Tensor, least: int) -> UsedKeys:
     """Narrow to the keys from the first to the last that any row of `spans`, as `key_spans` has them, leaves.
 
-    They are one at least, which the mask excludes if there is none: PyTorch's kernel divides by their number.
+    Where they are fewer than `least`, others that the mask excludes are among them.
     """
     kv_len = key.shape[2]
     start, stop = spans[:, 0], spans[:, 1]
-    first = torch.where(start == stop, kv_len, start).amin().clamp(max=kv_len - 1)
-    begin, length = (cast(int, x.item()) for x in (first, (stop.amax() - first).clamp(min=1)))
-    torch._check(begin >= 0)
-    torch._check(length >= 1)
-    torch._check(begin + length <= kv_len)
-    key, value, mask = key.narrow(2, begin, length), value.narrow(2, begin, length), mask.narrow(3, begin, length)
-    places = torch.arange(kv_len).narrow(0, begin, length)
+    places = torch.arange(kv_len)
+    if kv_len >= least:
+        first = torch.where(start == stop, kv_len, start).amin().clamp(max=kv_len - least)
+        begin, length = (cast(int, x.item()) for x in (first, (stop.amax() - first).clamp(min=least)))
+        torch._check(begin >= 0)
+        torch._check(length >= least)
+        torch._check(begin + length <= kv_len)
+        key, value, mask = key.narrow(2, begin, length), value.narrow(2, begin, length), mask.narrow(3, begin, length)
+        places = places.narrow(0, begin, length)
+        torch._check(key.shape[2] != 0)  # which does not follow for PyTorch where kv_len is dynamic
     return UsedKeys(key, value, mask, (places >= start[:, None]) & (places < stop[:, None]))

@@ -36,6 +36,7 @@ CASES = [
     Case(float8="scaled", lens=True, mask="empty_rows", dtype=torch.float64),
     Case(float8="plain", mask="additive", dtype=torch.bfloat16, window=5),
     Case(mask="2d", dtype=torch.float64, sinks=True, scale=-1.0),
+    Case(kv_len=1, softcap=2.0, mask="all_false"),
     Case(batch=12, q_heads=2, kv_heads=2, kv_len=900, lens=True),
     *(
         Case(mask=mask, q_len=n, lens=lens, dtype=dtype, kv_len=67)
@@ -115,14 +116,15 @@ def test_an_exported_program_answers_for_other_inputs_than_its_example(case: Cas
     assert_state(*program.module()(tensors_of(inputs)), inputs)
 
 
-def test_sizes_may_be_dynamic() -> None:
-    inputs = Case(batch=3, mask="causal", q_len=2).inputs()
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_sizes_may_be_dynamic(softcap: float | None) -> None:
+    inputs = Case(batch=3, mask="causal", q_len=2, softcap=softcap).inputs()
     batch, length = Dim("batch", min=2, max=64), Dim("length", min=2, max=4096)
     rows = {0: batch, 2: length}
     sizes = {"query": {0: batch}, "key": rows, "value": rows, "attn_mask": {0: batch, 3: length}}
     program = decomposed(Decode(inputs), tensors_of(inputs), dynamic_shapes=(sizes,))
-    for case in (Case(batch=5, mask="causal", q_len=2, kv_len=70), Case(batch=2, mask="all_false", q_len=2)):
-        inputs = case.inputs()
+    for batch, mask, kv_len in ((5, "causal", 70), (2, "all_false", 33)):
+        inputs = Case(batch=batch, mask=mask, q_len=2, kv_len=kv_len, softcap=softcap).inputs()
         assert_state(*program.module()(tensors_of(inputs)), inputs)
 
 
