@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from tatten.ops.cpu.attend_used import attend_jointly, attend_used
 from tatten.ops.cpu.attention import kernel_of, mask_of_reach, merge_sinks, narrow_mask, upcast
@@ -24,7 +23,7 @@ from tatten.ops.variant import AttentionVariant
 LEAST_IN_PRODUCTS = 2
 
 
-def decompositions() -> dict[OpOverload, Callable[..., Any]]:
+def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions of tatten's ops into aten on a CPU, for `ExportedProgram.run_decompositions`.
 
     The program is left without tatten's ops, so that it runs where tatten cannot be imported: packaged by AOTInductor,
@@ -49,7 +48,7 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
         []
     """
     ops = torch.ops.tatten
-    found: dict[OpOverload, Callable[..., Any]] = {
+    found: dict[Any, Callable[..., Any]] = {
         ops.decode_attention.default: decode_kernel(_decode_attention),
         ops.bifurcated_attention.default: _bifurcated_attention,
         ops.merge_states.default: merge,
