@@ -32,7 +32,7 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
 
     Raises:
         TypeError: `exported_program` isn't one.
-        ValueError: it writes to a constant. That is what an export with `strict=False` makes of a cache.
+        ValueError: it writes to a constant, which an export with `strict=False` makes of what a cache object holds.
 
     Examples:
         >>> import torch, tatten
@@ -57,19 +57,19 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
         # In this form nothing is written in place. The passes would find such writes by the storage of the nodes'
         # values, which `torch.export.load` gives each node anew.
         program: ExportedProgram = exported_program.run_decompositions({})
-        _say_what_export_forgets(program)
+        _restore_values(program)
         report = passes.rewrite(program.graph_module, may_guard=False)
-        publish(report)
-        if not any(isinstance(finding, Rewritten) for finding in report.findings):
-            return exported_program
-        _update_modules(program)
-        # The passes insert methods and functions of PyTorch, too: a new trace makes aten ops and all values of nodes.
-        rewritten: ExportedProgram = program.run_decompositions({})
+        rewritten = exported_program
+        if any(isinstance(finding, Rewritten) for finding in report.findings):
+            _update_modules(program)
+            # The passes insert methods and functions of PyTorch, too: a new trace makes aten ops, and all values anew.
+            rewritten = program.run_decompositions({})
+    publish(report)
     return rewritten
 
 
 def _check_constants(program: ExportedProgram) -> None:
-    """Raise if a program writes to a constant: PyTorch says that of no buffer, and loses it in other forms."""
+    """Raise if a program writes to a constant, for which PyTorch has no functional form."""
     targets = {
         spec.arg.name: spec.target
         for spec in program.graph_signature.input_specs
@@ -87,8 +87,8 @@ def _check_constants(program: ExportedProgram) -> None:
                     )
 
 
-def _say_what_export_forgets(program: ExportedProgram) -> None:
-    """Let values be what they are in a Dynamo graph: parameters, and what requires grad as an input of the user does.
+def _restore_values(program: ExportedProgram) -> None:
+    """Let values tell what they tell in a Dynamo graph: what is a parameter, and what requires grad as an input does.
 
     Nothing follows from parameters that require grad, which they do wherever nobody said otherwise.
     """

@@ -24,7 +24,7 @@ _recorders: ContextVar[tuple[Report, ...]] = ContextVar("tatten_recorders", defa
 
 @dataclass
 class Report:
-    """The findings in all graphs compiled, and programs rewritten, while it was recorded. `print(report)` is for people.
+    """The findings in all graphs that the backend and `tatten.rewrite` looked at. `print(report)` is for people.
 
     Made by `tatten.explain` and `tatten.recording`.
 
@@ -153,7 +153,7 @@ def _size(size: int) -> str:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Report]:
-    """Collect the reports of all that the backend compiles and `tatten.rewrite` rewrites inside the block, in this thread.
+    """Collect the reports of all that the backend and `tatten.rewrite` look at inside the block, in this thread.
 
     Examples:
         >>> import torch, tatten

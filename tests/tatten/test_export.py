@@ -157,6 +157,7 @@ def test_cache_in_buffers(strict: bool) -> None:
     assert sorted(after.graph_signature.buffers_to_mutate.values()) == ["k", "v"]
     assert after.graph_signature.parameters == before.graph_signature.parameters
     assert after.state_dict.keys() == before.state_dict.keys()
+    assert all(x is before.state_dict[name] for name, x in after.state_dict.items())
     steps = [step_args(i) for i in range(4)]
     assert_equal_steps(before, after, *steps)
     assert_equal_steps(before, saved_and_loaded(after), *steps)
@@ -359,6 +360,23 @@ def test_autocast_around_the_call_stays_outside() -> None:
         after, _ = rewritten(before)
     assert {x.meta["val"].dtype for x in after.graph.find_nodes(op="placeholder")} == {torch.float32, torch.bool}
     assert not any("_to_copy" in str(node.target) for node in after.graph.nodes)
+
+
+def test_cost_is_the_same_for_a_strict_export() -> None:
+    """It leaves Dynamo's values at parameters and buffers, which the passes prefer: they have to fit the others."""
+
+    class Shared(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("prefix", torch.randn(1, 8, SLOTS, 16))
+
+        def forward(self, q):
+            keys = self.prefix.expand(2, -1, -1, -1)
+            return F.scaled_dot_product_attention(q, keys, keys)
+
+    programs = (exported(Shared(), (torch.randn(2, 8, 1, 16),), strict=strict) for strict in (False, True))
+    (one,), (other,) = (rewritten(program)[1].rewritten for program in programs)
+    assert one.cost == other.cost
 
 
 def test_softmax_over_a_product_with_a_parameter_is_no_attention() -> None:
