@@ -1,6 +1,7 @@
 """Ops of `torch.library` that return attention states `(out, lse)`, and their implementations."""
 
 from tatten.ops.api import bifurcated_attention, block_mask, decode_attention
+from tatten.ops.decompositions import decompositions
 from tatten.ops.distributed.tree_merge import tree_merge
 from tatten.ops.masks import BlockMask
 from tatten.ops.merge import merge_state, merge_states
@@ -10,6 +11,7 @@ __all__ = [
     "bifurcated_attention",
     "block_mask",
     "decode_attention",
+    "decompositions",
     "merge_state",
     "merge_states",
     "tree_merge",

@@ -181,7 +181,7 @@ def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     return out, lse
 
 
-def _block_mask(attn_mask: Tensor, kv_batch: int | None = None, rows: Tensor | None = None) -> Tensor:
+def block_mask(attn_mask: Tensor, kv_batch: int | None = None, rows: Tensor | None = None) -> Tensor:
     """Find the `data` of a `BlockMask`: on a CPU in plain PyTorch, which Inductor fuses; on CUDA by one opaque op."""
     if rows is not None and kv_batch is not None and attn_mask.dim() == 4 and 1 != attn_mask.shape[0] == rows.shape[0]:
         attn_mask = mask_of_rows(attn_mask, kv_batch, rows)
@@ -191,7 +191,7 @@ def _block_mask(attn_mask: Tensor, kv_batch: int | None = None, rows: Tensor | N
     return data
 
 
-_library.impl("block_mask", _block_mask, "CompositeImplicitAutograd")
+_library.impl("block_mask", block_mask, "CompositeImplicitAutograd")
 _library.impl("tree_merge", tree_merge_op, "CompositeImplicitAutograd")
 _library.impl("row_groups", row_groups_on_cpu, "CPU")
 _library.impl("row_groups", cuda.row_groups, "CUDA")

@@ -63,13 +63,16 @@ def row_groups_reference(rows: Tensor, kv_batch: int, size: int) -> Tensor:
     group = (groups.cumsum(0) - groups)[rows] + rank // size
     # The first sequence of each group writes its entries; the others write to a column that is cut off.
     leads = torch.where(rank % size == 0, group, batch + 1)
-    found = rows.new_zeros(4, batch + 2)
-    found[1] = batch
-    found[0, batch] = groups.sum()
-    found[0].index_copy_(0, leads, rows)
-    found[1].index_copy_(0, leads, position)
-    found[2, :batch], found[3, :batch] = order, group * size + rank % size
-    return found[:, : batch + 1].to(torch.int32)
+    stored = rows.new_zeros(batch + 2).index_copy(0, leads, rows)
+    begins = rows.new_full((batch + 2,), batch).index_copy(0, leads, position)
+    last = rows.new_zeros(1)
+    found = (
+        torch.cat((stored[:batch], groups.sum()[None])),
+        begins[: batch + 1],
+        torch.cat((order, last)),
+        torch.cat((group * size + rank % size, last)),
+    )
+    return torch.stack(found).to(torch.int32)
 
 
 def rows_of_segments(row_groups: Sequence[Tensor | None], query: Tensor, keys: Sequence[Tensor]) -> list[Tensor | None]:

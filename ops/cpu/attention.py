@@ -58,14 +58,14 @@ def decode_attention(
             lens = [n - first for n in lens]
         reach, spans = _reach(lens, q_len, key.shape[2], variant.window)
         if mask is not None:
-            reach = mask & reach if mask.dtype == torch.bool else torch.where(reach, mask, NEG_INF)
+            reach = narrow_mask(mask, reach)
             spans = spans_of(reach, key.shape[2])
         mask = reach
     elif mask is not None:
         spans = spans_of(mask, kv_len, block_mask)
-    out, lse = attend_keys(query, key, value, mask, spans, scale, _kernel(variant, upcasts=key.dtype != dtype))
+    out, lse = attend_keys(query, key, value, mask, spans, scale, kernel_of(variant, upcasts=key.dtype != dtype))
     if variant.sinks is not None:
-        out, lse = _merge_sinks(out, lse, variant.sinks)
+        out, lse = merge_sinks(out, lse, variant.sinks)
     return out.to(dtype).contiguous(), lse.contiguous()
 
 
@@ -82,12 +82,25 @@ def spans_of(mask: Tensor, kv_len: int, block_mask: Tensor | None = None) -> lis
 
 def _reach(lens: list[int], q_len: int, kv_len: int, window: int | None) -> tuple[Tensor, list[Span]]:
     """The keys that length and window leave to each query: as a mask, and as the span of each sequence."""
-    stop, keys = torch.tensor(lens)[:, None, None, None], torch.arange(kv_len)
     if window is None:
-        return keys < stop, [Span(0, n, True) for n in lens]
+        spans = [Span(0, n, True) for n in lens]
+    else:
+        spans = [Span(max(0, n - q_len - window + 1), n, q_len == 1 or n == 0) for n in lens]
+    return mask_of_reach(torch.tensor(lens), q_len, kv_len, window), spans
+
+
+def mask_of_reach(lens: Tensor, q_len: int, kv_len: int, window: int | None) -> Tensor:
+    """The keys that length and window leave to each query: bool `[sequences, 1, 1 or q_len, kv_len]`."""
+    stop, keys = lens[:, None, None, None], torch.arange(kv_len)
+    if window is None:
+        return keys < stop
     behind = stop - q_len + torch.arange(q_len)[:, None] - keys  # how far from the query's own place
-    spans = [Span(max(0, n - q_len - window + 1), n, q_len == 1 or n == 0) for n in lens]
-    return (behind >= 0) & (behind < window), spans
+    return (behind >= 0) & (behind < window)
+
+
+def narrow_mask(mask: Tensor, reach: Tensor) -> Tensor:
+    """The part of a mask, bool or additive, that lies within reach."""
+    return mask & reach if mask.dtype == torch.bool else torch.where(reach, mask, NEG_INF)
 
 
 def attend_keys(
@@ -156,9 +169,8 @@ def _runs(spans: list[Span], batch: int) -> list[tuple[slice, Span]]:
     return runs
 
 
-def _kernel(variant: AttentionVariant, upcasts: bool) -> Kernel:
-    """`attend`, with what a variant adds to it; `upcasts`: keys and values are in float8."""
-    kernel: Kernel = attend
+def kernel_of(variant: AttentionVariant, upcasts: bool, kernel: Kernel = attend) -> Kernel:
+    """`kernel` with what a variant adds to it; `upcasts`: keys and values are in float8."""
     if variant.softcap is not None:
         kernel = functools.partial(_attend_capped, softcap=variant.softcap)
     if upcasts:
@@ -201,12 +213,17 @@ def _attend_upcast(
     some_empty: bool,
 ) -> State:
     """`kernel` on the keys and values that those in float8 represent: only what it reads is upcast."""
-    upcast = (x.to(q_rows.dtype) for x in (key, value))
-    key, value = (x if f is None else x * f.to(x.dtype)[:, None, None] for x, f in zip(upcast, kv_scales, strict=True))
+    key, value = (upcast(x, f, q_rows.dtype) for x, f in zip((key, value), kv_scales, strict=True))
     return kernel(q_rows, key, value, mask, scale, some_empty)
 
 
-def _merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> State:
+def upcast(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The keys or values that those in float8 represent; `factor`: of each head."""
+    x = x.to(dtype)
+    return x if factor is None else x * factor.to(dtype)[:, None, None]
+
+
+def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> State:
     """Merge with the state `(0, sink)` of each head. Unlike `merge`, this propagates NaN."""
     merged_lse = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
     alpha = torch.exp(lse - torch.where(merged_lse == NEG_INF, 0.0, merged_lse))

@@ -37,17 +37,11 @@ def empty_state(q_rows: Tensor, value_dim: int) -> State:
 
 def attend(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool) -> State:
     """The state of packed queries `[b, kv_heads, q_rows, d]` over all keys given, with an additive mask."""
-    batch, kv_heads, n_q_rows, head_dim = q_rows.shape
-    kv_len, value_dim = key.shape[2], value.shape[3]
-    if kv_len == 0:  # the flash kernel would divide by zero, and the process would die
+    batch, kv_heads, n_q_rows, _ = q_rows.shape
+    value_dim = value.shape[3]
+    if key.shape[2] == 0:  # the flash kernel would divide by zero, and the process would die
         return empty_state(q_rows, value_dim)
-    if head_dim != value_dim:  # the kernel takes a single head_dim; zeros change neither scores nor the columns kept
-        q_rows, key = (F.pad(x, (0, max(0, value_dim - head_dim))) for x in (q_rows, key))
-        value = F.pad(value, (0, max(0, head_dim - value_dim)))
-    if q_rows.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
-        # The kernel reads with stride 1 in the last dimension whatever the tensor says.
-        q_rows, key, value = q_rows.contiguous(), key.contiguous(), value.contiguous()
-
+    q_rows, key, value = _as_the_kernel_takes_them(q_rows, key, value)
     pieces = _pieces(key, value)
     if pieces > 1:
         out, lse = _attend_in_pieces(q_rows, key, value, mask, scale, pieces)
@@ -64,7 +58,27 @@ def attend(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
         out, lse = _attend_in_groups(q_rows, key, value, mask, scale, some_empty)
     else:
         out, lse = _flash(q_rows, key, value, mask, scale, some_empty)
-    return (out if head_dim == value_dim else out[..., :value_dim]), lse
+    return (out if out.shape[3] == value_dim else out[..., :value_dim]), lse
+
+
+def attend_in_one_call(
+    q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool
+) -> State:
+    """`attend` for at least one key, whatever the cores: its graph is the same on every machine that traces it."""
+    out, lse = _flash(*_as_the_kernel_takes_them(q_rows, key, value), mask, scale, some_empty)
+    return (out if out.shape[3] == value.shape[3] else out[..., : value.shape[3]]), lse
+
+
+def _as_the_kernel_takes_them(q_rows: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with one head_dim, that of `value` or more, and dense in it."""
+    head_dim, value_dim = key.shape[3], value.shape[3]
+    if head_dim != value_dim:  # the kernel takes a single head_dim; zeros change neither scores nor the columns kept
+        q_rows, key = (F.pad(x, (0, max(0, value_dim - head_dim))) for x in (q_rows, key))
+        value = F.pad(value, (0, max(0, head_dim - value_dim)))
+    if q_rows.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+        # The kernel reads with stride 1 in the last dimension whatever the tensor says.
+        q_rows, key, value = q_rows.contiguous(), key.contiguous(), value.contiguous()
+    return q_rows, key, value
 
 
 def coarse_sequences(lse: Tensor) -> list[int]:

@@ -1,0 +1,94 @@
+"""Attention over the used keys of a segment, or of several, as a graph: for `tatten.ops.decompositions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tatten.ops.cpu.attention import Kernel
+from tatten.ops.cpu.flash import additive, attend_in_one_call, empty_state
+from tatten.ops.cpu.used_keys import UsedKeys
+from tatten.ops.layout import fold_sequences, pack_gqa, pack_mask, unfold_sequences
+from tatten.ops.states import NEG_INF, State, accumulator_dtype
+
+
+def attend_used(query: Tensor, used: UsedKeys, scale: float, kernel: Kernel = attend_in_one_call) -> State:
+    """The state of each sequence over the rows of a segment that serve aligned blocks of sequences.
+
+    `kernel` may hold no tensors: the branches of a conditional take theirs as operands.
+    """
+    kv_batch, kv_heads, value_dim = used.key.shape[0], used.key.shape[1], used.value.shape[3]
+    folded = fold_sequences(query, kv_batch)
+    q_rows, mask = pack_gqa(folded, kv_heads), _packed_mask(folded, used)
+    if mask is not None:
+        out, lse = _attend_masked(q_rows, used, mask, scale, kernel)
+    elif not _has_keys(used):
+        out, lse = empty_state(q_rows, value_dim)
+    else:
+        out, lse = kernel(q_rows, used.key, used.value, None, scale, False)
+    out, lse = out.reshape(*folded.shape[:3], value_dim), lse.reshape(folded.shape[:3])
+    return unfold_sequences(out, query.shape[0]), unfold_sequences(lse, query.shape[0])
+
+
+def _has_keys(used: UsedKeys) -> bool:
+    return used.mask is not None or used.key.shape[2] != 0  # known without a look at sizes that the mask decides
+
+
+def _packed_mask(folded: Tensor, used: UsedKeys) -> Tensor | None:
+    if used.mask is None:
+        return None
+    return additive(pack_mask(used.mask, folded.shape[1], used.key.shape[1], folded.shape[2]), folded.dtype)
+
+
+def _attend_masked(q_rows: Tensor, used: UsedKeys, mask: Tensor, scale: float, kernel: Kernel) -> State:
+    def attend(q_rows: Tensor, mask: Tensor, key: Tensor, value: Tensor) -> State:
+        out, lse = kernel(q_rows, key, value, mask, scale, True)
+        # What a query without any key is given may be NaN.
+        return out.masked_fill((lse == NEG_INF).unsqueeze(-1), 0.0), lse
+
+    def again(q_rows: Tensor, mask: Tensor, key: Tensor, value: Tensor, inside: Tensor, *state: Tensor) -> State:
+        clean = UsedKeys(key, value, inside=inside).without_poison
+        return attend(q_rows, mask, clean.key, clean.value)
+
+    def keep(*operands: Tensor) -> State:
+        return operands[-2].clone(), operands[-1].clone()
+
+    out, lse = attend(q_rows, mask, used.key, used.value)
+    if used.inside is None or used.inside.shape[0] == 1:
+        return out, lse
+    # Where a row's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that. The operator, not
+    # torch.cond: that has Dynamo trace the branches, which knows nothing of the sizes that were checked.
+    operands = (q_rows, mask, used.key, used.value, used.inside, out, lse)
+    out, lse = torch.ops.higher_order.cond(out.sum().isnan(), again, keep, operands)
+    return out, lse
+
+
+def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float) -> State:
+    """The state over all segments with one maximum and one sum, in plain PyTorch.
+
+    For additive masks: beside a large bias the lse of a segment no longer tells how many keys it has.
+    """
+    acc, batch = accumulator_dtype(query.dtype), query.shape[0]
+    row_max = query.new_full((*query.shape[:3], 1), NEG_INF, dtype=acc)
+    scores, values = [], []
+    for used in (segment.without_poison for segment in segments if _has_keys(segment)):
+        folded = fold_sequences(query, used.key.shape[0])
+        q_rows, mask = pack_gqa(folded, used.key.shape[1]), _packed_mask(folded, used)
+        own = q_rows.to(acc) @ used.key.to(acc).transpose(2, 3) * scale
+        own = own if mask is None else torch.where(mask == NEG_INF, NEG_INF, own + mask)
+        scores.append(own)
+        values.append(used.value.to(acc))
+        own_max = own.amax(dim=-1).reshape(folded.shape[:3])
+        row_max = torch.maximum(row_max, unfold_sequences(own_max, batch).unsqueeze(-1))
+    row_sum, out = torch.zeros_like(row_max), query.new_zeros((*query.shape[:3], segments[0].value.shape[3]), dtype=acc)
+    finite_max = torch.where(row_max == NEG_INF, 0.0, row_max)
+    for own, value in zip(scores, values, strict=True):
+        folded_max = fold_sequences(finite_max, value.shape[0])
+        p = torch.exp(own - pack_gqa(folded_max, value.shape[1]))
+        own_out = (p @ value).reshape(*folded_max.shape[:3], value.shape[3])
+        row_sum = row_sum + unfold_sequences(p.sum(dim=-1).reshape(folded_max.shape[:3]), batch).unsqueeze(-1)
+        out = out + unfold_sequences(own_out, batch)
+    out = out / torch.where(row_sum == 0, 1.0, row_sum)
+    return out.to(query.dtype), (row_max + torch.log(row_sum)).squeeze(-1)

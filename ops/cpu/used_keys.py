@@ -1,0 +1,90 @@
+"""The keys that a mask leaves, found in the graph: for `tatten.ops.decompositions`.
+
+Eager mode (`tatten.ops.cpu.attention`) looks at the mask and decides; here the graph does. It reads where the keys that
+any sequence uses begin and end, as two numbers, and narrows keys and values to them, as views.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tatten.ops.layout import fold_mask, squeeze_broadcast
+from tatten.ops.masks import key_spans
+
+
+@dataclass(frozen=True)
+class UsedKeys:
+    """Keys and values `[rows, kv_heads, length, d]` of the span that any row uses, with their mask.
+
+    Attributes:
+        inside: bool `[rows, length]`, which of them are in the span of each row, or `[1, length]`; None without a mask.
+    """
+
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    inside: Tensor | None = None
+
+    @property
+    def without_poison(self) -> UsedKeys:
+        """A copy with 0 for what lies outside the span of each row, where anything may be."""
+        if self.inside is None:
+            return self
+        outside = ~self.inside[:, None, :, None]
+        return UsedKeys(self.key.masked_fill(outside, 0.0), self.value.masked_fill(outside, 0.0), self.mask)
+
+
+def used_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None, least: int = 1
+) -> UsedKeys:
+    """The used keys, `least` of them at least, of a segment whose rows serve aligned blocks of sequences.
+
+    The mask is folded like `query`.
+    """
+    kv_batch, kv_len = key.shape[0], key.shape[2]
+    if mask is None or kv_len == 0:
+        return UsedKeys(key, value)
+    mask = fold_mask(mask.expand(*mask.shape[:-1], kv_len), query, kv_batch)
+    return _narrow(key, value, mask, key_spans(mask) if block_mask is None else block_mask, least)
+
+
+def used_by_rows(
+    key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None, rows: Tensor, least: int = 1
+) -> UsedKeys:
+    """The used keys, `least` of them at least, of a segment of which each sequence reads any row: copied for each."""
+    kv_batch, kv_len = key.shape[0], key.shape[2]
+    used = UsedKeys(key, value)
+    if mask is not None and kv_len != 0:
+        mask = mask.expand(*mask.shape[:-1], kv_len)
+        if block_mask is None:
+            block_mask = torch.ops.tatten.block_mask.default(mask, kv_batch, rows)
+        mask = squeeze_broadcast(mask)
+        if mask.shape[0] not in (1, rows.shape[0]):
+            mask = mask.index_select(0, rows)
+        spans = block_mask if block_mask.shape[0] == 1 else block_mask.index_select(0, rows)
+        used = _narrow(key, value, mask, spans, least)
+    return UsedKeys(used.key.index_select(0, rows), used.value.index_select(0, rows), used.mask, used.inside)
+
+
+def _narrow(key: Tensor, value: Tensor, mask: Tensor, spans: Tensor, least: int) -> UsedKeys:
+    """Narrow to the keys from the first to the last that any row of `spans`, as `key_spans` has them, leaves.
+
+    Where they are fewer than `least`, others that the mask excludes are among them.
+    """
+    kv_len = key.shape[2]
+    start, stop = spans[:, 0], spans[:, 1]
+    places = torch.arange(kv_len)
+    if kv_len >= least:
+        first = torch.where(start == stop, kv_len, start).amin().clamp(max=kv_len - least)
+        begin, length = (cast(int, x.item()) for x in (first, (stop.amax() - first).clamp(min=least)))
+        torch._check(begin >= 0)
+        torch._check(length >= least)
+        torch._check(begin + length <= kv_len)
+        key, value, mask = key.narrow(2, begin, length), value.narrow(2, begin, length), mask.narrow(3, begin, length)
+        places = places.narrow(0, begin, length)
+        torch._check(key.shape[2] != 0)  # which does not follow for PyTorch where kv_len is dynamic
+    return UsedKeys(key, value, mask, (places >= start[:, None]) & (places < stop[:, None]))

@@ -1,0 +1,139 @@
+"""The ops on a CPU as graphs of aten ops, for programs of `torch.export` that run where tatten is not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tatten.ops.cpu.attend_used import attend_jointly, attend_used
+from tatten.ops.cpu.attention import kernel_of, mask_of_reach, merge_sinks, narrow_mask, upcast
+from tatten.ops.cpu.flash import attend_in_one_call
+from tatten.ops.cpu.used_keys import UsedKeys, used_by_rows, used_in_blocks
+from tatten.ops.layout import squeeze_broadcast
+from tatten.ops.library import block_mask, decode_kernel
+from tatten.ops.row_groups import group_size, row_groups_reference, rows_of_segments
+from tatten.ops.states import State, accumulator_dtype, combine_partials, merge
+from tatten.ops.variant import AttentionVariant
+
+# Inductor asks of a matrix product whether a size of it is 1, to which a size that a mask decides has no answer.
+LEAST_IN_PRODUCTS = 2
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions of tatten's ops into aten on a CPU, for `ExportedProgram.run_decompositions`.
+
+    The program is left without tatten's ops, so that it runs where tatten cannot be imported: packaged by AOTInductor,
+    in C++ too. It still reads each key and value that counts once, whatever the mask holds at run time, and is the same
+    whatever the machine that made it. Ops on other devices than the CPU stay. Lengths and rows out of range are not
+    errors as in eager mode: they are clamped.
+
+    Returns:
+        A table that holds tatten's ops alone: `torch.export.default_decompositions()` can be updated with it.
+
+    Examples:
+        >>> import torch, tatten
+        >>> class Step(torch.nn.Module):
+        ...     def forward(self, query, key, value, mask):
+        ...         return tatten.decode_attention(query, key, value, attn_mask=mask)
+        >>> query, (key, value) = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 2, 300, 64)
+        >>> mask = (torch.arange(300) < 100).expand(2, 1, 1, 300)
+        >>> with torch.no_grad():
+        ...     program = torch.export.export(Step(), (query, key, value, mask))
+        >>> program = program.run_decompositions(tatten.decompositions())
+        >>> [node for node in program.graph.nodes if "tatten" in str(node.target)]
+        []
+    """
+    ops = torch.ops.tatten
+    found: dict[Any, Callable[..., Any]] = {
+        ops.decode_attention.default: decode_kernel(_decode_attention),
+        ops.bifurcated_attention.default: _bifurcated_attention,
+        ops.merge_states.default: merge,
+        ops.merge_state.default: _merge_state,
+        ops.row_groups.default: _row_groups,
+    }
+    # Of ops that PyTorch itself could decompose, export keeps those that are not in the table.
+    return {op: _on_a_cpu(decomposition) for op, decomposition in found.items()} | {ops.block_mask.default: block_mask}
+
+
+def _on_a_cpu(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """`decomposition`, declined for tensors on another device."""
+
+    @functools.wraps(decomposition)
+    def declining(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return decomposition(first, *args, **kwargs) if first.device.type == "cpu" else NotImplemented
+
+    return declining
+
+
+def _decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    scale: float | None,
+    block_mask: Tensor | None,
+    variant: AttentionVariant,
+    provider: str,
+) -> State:
+    dtype, kv_len = query.dtype, key.shape[2]
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    upcasts = key.dtype != dtype
+    if upcasts:  # as `tatten.ops.cpu.attention` does
+        query = query.to(accumulator_dtype(dtype))
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = squeeze_broadcast(attn_mask).to(query.dtype)
+    if kv_lens is not None or variant.window is not None:
+        lens = torch.full((1,), kv_len) if kv_lens is None else kv_lens.to(torch.int64).clamp(0, kv_len)
+        reach = mask_of_reach(lens, query.shape[2], kv_len, variant.window)
+        attn_mask, block_mask = reach if attn_mask is None else narrow_mask(attn_mask, reach), None
+    capped = variant.softcap is not None
+    used = used_in_blocks(query, key, value, attn_mask, block_mask, LEAST_IN_PRODUCTS if capped else 1)
+    if upcasts:
+        key = upcast(used.key, variant.key_scale, query.dtype)
+        value = upcast(used.value, variant.value_scale, query.dtype)
+        used = UsedKeys(key, value, used.mask, used.inside)
+    if capped:  # in plain PyTorch, which Inductor fuses with the fills
+        used = used.without_poison
+    out, lse = attend_used(query, used, scale, kernel_of(variant, upcasts=False, kernel=attend_in_one_call))
+    if variant.sinks is not None:
+        out, lse = merge_sinks(out, lse, variant.sinks)
+    return out.to(dtype).contiguous(), lse.contiguous()
+
+
+def _bifurcated_attention(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    block_masks: Sequence[Tensor | None],
+    scale: float | None = None,
+    row_groups: Sequence[Tensor | None] | None = None,
+) -> State:
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    rows = rows_of_segments(row_groups or [None] * len(keys), query, keys)
+    jointly = len(keys) > 1 and any(mask is not None and mask.dtype != torch.bool for mask in attn_masks)
+    least = LEAST_IN_PRODUCTS if jointly else 1
+    segments = [
+        used_in_blocks(query, key, value, mask, block_mask, least)
+        if own_rows is None
+        else used_by_rows(key, value, mask, block_mask, own_rows, least)
+        for key, value, mask, block_mask, own_rows in zip(keys, values, attn_masks, block_masks, rows, strict=True)
+    ]
+    if jointly:
+        out, lse = attend_jointly(query, segments, scale)
+    else:
+        out, lse = combine_partials(*zip(*(attend_used(query, used, scale) for used in segments), strict=True))
+    return out.contiguous(), lse.contiguous()
+
+
+def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
+    return merge(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))
+
+
+def _row_groups(rows: Tensor, kv_batch: int, queries: int) -> Tensor:
+    return row_groups_reference(rows, kv_batch, group_size(rows.shape[0], kv_batch, queries))

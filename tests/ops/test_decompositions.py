@@ -1,0 +1,186 @@
+"""The ops decomposed into aten: as exact as the ops, whatever the masks hold, in graphs that need no tatten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, assert_state
+from fuzz import settings
+from hypothesis import given
+from hypothesis import strategies as st
+from op_bounds import assert_within_bound
+from op_calls import Call, draw_call, together
+from slow import slow_after, slow_but
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tatten
+
+LOW = (torch.bfloat16, torch.float16)
+CASES = [
+    Case(),
+    Case(kv_len=0, lens=True, mask="holes"),
+    Case(mask="causal", q_len=3, lens=True),
+    Case(mask="broadcast", q_heads=71, kv_heads=1, head_dim=64, kv_len=130),
+    Case(mask="all_false", q_len=2),
+    Case(mask="all_false", batch=1),
+    Case(mask="empty_rows", dtype=torch.bfloat16, lens=True),
+    Case(mask="additive_f32", dtype=torch.float16, q_len=2),
+    Case(head_dim=48, value_dim=32, mask="alibi", kv_len=77),
+    Case(head_dim=32, value_dim=64, mask="one_column"),
+    Case(window=5, softcap=2.0, sinks=True, q_len=3, lens=True, mask="causal"),
+    Case(window=1000, q_len=3, lens=True),
+    Case(float8="scaled", lens=True, mask="empty_rows", dtype=torch.float64),
+    Case(float8="plain", mask="additive", dtype=torch.bfloat16, window=5),
+    Case(mask="2d", dtype=torch.float64, sinks=True, scale=-1.0),
+    Case(kv_len=1, softcap=2.0, mask="all_false"),
+    Case(batch=12, q_heads=2, kv_heads=2, kv_len=900, lens=True),
+    *(
+        Case(mask=mask, q_len=n, lens=lens, dtype=dtype, kv_len=67)
+        for mask in ("keys", "holes", "per_head", "empty_rows", "one_key", "additive", "finfo_min", "alibi")
+        for n in (1, 3)
+        for lens in (False, True)
+        for dtype in (torch.float32, *LOW)
+    ),
+]
+
+
+class Decomposed(TorchDispatchMode):
+    """Runs the decompositions in place of the ops."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return tatten.decompositions().get(func, func)(*args, **(kwargs or {}))
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Call:
+    return draw_call(lambda options: draw(st.sampled_from(options)))
+
+
+@pytest.mark.parametrize("case", slow_after(40, CASES), ids=str)
+def test_equals_float64(case: Case) -> None:
+    inputs = case.inputs(poison=case.mask != "finfo_min")
+    with Decomposed():
+        out, lse = torch.ops.tatten.decode_attention(**inputs)
+    assert_state(out, lse, inputs)
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
+
+
+@pytest.mark.parametrize("n", slow_but([30], [30, 300]))
+def test_random_calls(n: int) -> None:
+    @settings(n)
+    @given(calls())
+    def test(call: Call) -> None:
+        inputs = call.inputs()
+        with Decomposed():
+            out, lse = call.run(inputs)
+        assert_within_bound(out, lse, together(inputs), call.most_parts)
+
+    test()
+
+
+class Decode(torch.nn.Module):
+    """`tatten.decode_attention` with the tensors as inputs and the rest as constants."""
+
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        super().__init__()
+        self.constants = {name: x for name, x in inputs.items() if not isinstance(x, Tensor) and name != "block_mask"}
+
+    def forward(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        mask = tensors.get("attn_mask")
+        found = None if mask is None or mask.shape[-1] == 1 else tatten.block_mask(mask)
+        return tatten.decode_attention(**tensors, **self.constants, block_mask=found, return_lse=True)
+
+
+def decomposed(module: torch.nn.Module, *args: Any, **options: Any) -> ExportedProgram:
+    with torch.no_grad():
+        program = torch.export.export(module, args, **options).run_decompositions(tatten.decompositions())
+    program.validate()
+    assert not [node.target for node in program.graph.nodes if "tatten" in str(node.target)]
+    return program
+
+
+def tensors_of(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+
+
+@pytest.mark.parametrize("case", slow_after(8, CASES[:16]), ids=str)
+def test_an_exported_program_answers_for_other_inputs_than_its_example(case: Case) -> None:
+    inputs = case.inputs()
+    example = {name: torch.ones_like(x) for name, x in tensors_of(inputs).items()}
+    program = decomposed(Decode(inputs), example)
+    assert_state(*program.module()(tensors_of(inputs)), inputs)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_sizes_may_be_dynamic(softcap: float | None) -> None:
+    inputs = Case(batch=3, mask="causal", q_len=2, softcap=softcap).inputs()
+    batch, length = Dim("batch", min=2, max=64), Dim("length", min=2, max=4096)
+    rows = {0: batch, 2: length}
+    sizes = {"query": {0: batch}, "key": rows, "value": rows, "attn_mask": {0: batch, 3: length}}
+    program = decomposed(Decode(inputs), tensors_of(inputs), dynamic_shapes=(sizes,))
+    for batch, mask, kv_len in ((5, "causal", 70), (2, "all_false", 33)):
+        inputs = Case(batch=batch, mask=mask, q_len=2, kv_len=kv_len, softcap=softcap).inputs()
+        assert_state(*program.module()(tensors_of(inputs)), inputs)
+
+
+def test_the_program_does_not_depend_on_the_cores_of_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = Case(batch=1, q_heads=3, kv_heads=3, kv_len=9001, head_dim=64, mask="causal").inputs()
+    graphs = []
+    for threads in (1, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        graphs.append(str(decomposed(Decode(inputs), tensors_of(inputs)).graph))
+    assert graphs[0] == graphs[1]
+
+
+class Bifurcated(torch.nn.Module):
+    def forward(self, query: Tensor, keys: list[Tensor], values: list[Tensor], masks: list[Tensor], rows: Tensor):
+        segments = {"attn_masks": [None, *masks], "rows": [rows, None]}
+        return tatten.bifurcated_attention(query, keys, values, **segments, return_lse=True)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_an_exported_program_reads_shared_rows(additive: bool) -> None:
+    torch.manual_seed(0)
+    query, rows = torch.randn(4, 6, 1, 16), torch.tensor([2, 0, 2, 2])
+    keys, values = ([torch.randn(3, 2, 9, 16), torch.randn(4, 2, 33, 16)] for _ in range(2))
+    mask = torch.arange(33) < torch.tensor([5, 0, 33, 8])[:, None, None, None]
+    poison = ~mask[:, 0, 0, None, :, None]
+    keys[1], values[1] = (x.masked_fill(poison, float("nan")) for x in (keys[1], values[1]))
+    keys[0][1], values[0][1] = float("nan"), float("nan")  # which nothing reads
+    masks = [torch.where(mask, 0.5, float("-inf")) if additive else mask]
+    example = ([torch.ones_like(x) for x in parts] for parts in (keys, values, masks))
+    program = decomposed(Bifurcated(), query, *example, torch.zeros_like(rows))
+    got = program.module()(query, keys, values, masks, rows)
+    torch.testing.assert_close(got, Bifurcated()(query, keys, values, masks, rows))
+
+
+class Merge(torch.nn.Module):
+    def forward(self, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        stack = torch.ops.tatten.merge_states(out, lse)
+        return *stack, *torch.ops.tatten.merge_state(out[0], lse[0], out[1], lse[1])
+
+
+def test_an_exported_program_merges_states() -> None:
+    out, lse = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4)
+    lse[0, 1], out[0, 1] = float("-inf"), float("nan")
+    program = decomposed(Merge(), torch.zeros_like(out), torch.zeros_like(lse))
+    torch.testing.assert_close(program.module()(out, lse), Merge()(out, lse), rtol=0, atol=0)
+
+
+def test_row_groups_are_those_of_the_op() -> None:
+    rows = torch.tensor([2, 0, 2, 2, 1, 0, 2])
+    with Decomposed():
+        got = torch.ops.tatten.row_groups(rows, 3, 8)
+    assert torch.equal(got, torch.ops.tatten.row_groups(rows, 3, 8))
+
+
+def test_ops_on_other_devices_stay() -> None:
+    x = torch.empty(1, 2, 1, 8, device="meta")
+    for op, decomposition in tatten.decompositions().items():
+        if op is not torch.ops.tatten.block_mask.default:  # which is `block_list` there
+            assert decomposition(x, x, x) is NotImplemented, op
