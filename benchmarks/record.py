@@ -3,7 +3,7 @@
     python benchmarks/record.py one                   # all that one GPU measures, in at most 14 minutes
     python benchmarks/record.py two                   # what two GPUs measure, in at most 7 minutes
     python benchmarks/record.py eight                 # the merge on the eight GPUs of a node, in at most 2 minutes
-    python benchmarks/record.py cpu                   # what is said of a CPU; about 10 minutes of an idle machine
+    python benchmarks/record.py cpu                   # what is said of a CPU; about 15 minutes of an idle machine
     python benchmarks/record.py one --steps lean_paper decode_grid --out folder
     python benchmarks/record.py two --quick           # the same on a CPU with tiny shapes, to try the plumbing
 
@@ -127,9 +127,10 @@ STEPS = {
             12,
             "shared_prefix.py --rows 16 17 --rounds 1",
         ),
+        Step("aoti", "aoti.py", 8, "aoti.py --rows 1 --repeats 1"),
     ],
 }
-MINUTES = {"one": 14.0, "two": 7.0, "eight": 2.0, "cpu": 24.0}
+MINUTES = {"one": 14.0, "two": 7.0, "eight": 2.0, "cpu": 32.0}
 
 
 def line(step: Step, quick: bool, path: Path) -> list[str]:

@@ -148,6 +148,20 @@ TABLES = {
             "compile s, tatten": lambda r: number(r["compile_s"]["tatten"], 0),
         },
     ),
+    "aoti": Table(
+        "aoti",
+        {
+            "batch": "batch",
+            "heads": heads,
+            "head_dim": "head_dim",
+            "cache": "max_cache_len",
+            "used": "used",
+            "layers": "layers",
+            "Inductor's package ms": figure("inductor_ms", 1),
+            "tatten's package ms": figure("tatten_ms", 1),
+            "compiled ms": figure("compiled_ms", 1),
+        },
+    ),
     "overhead": Table(
         "overhead", {"call": "call", "us": figure("us", 0), "over SDPA": lambda r: number(r["over_sdpa"], 2)}
     ),
