@@ -1,4 +1,4 @@
-"""A made-up H200: torch's CPU build traces and Inductor generates code for it, of which nothing can run.
+"""A made-up H200: without a GPU, PyTorch traces and Inductor generates code for it, of which nothing can run.
 
 For scripts in a process of their own: `install` patches PyTorch and Triton for good.
 """
@@ -60,10 +60,12 @@ def install() -> None:
     import torch._functorch.aot_autograd
     import torch._inductor.fx_passes.joint_graph
     import torch._inductor.fx_passes.post_grad
+    import torch._subclasses.fake_tensor
     import triton
     from torch._dynamo import device_interface
 
     triton.runtime.driver.set_active(_Driver())
+    torch._subclasses.fake_tensor.init_gpu_context = lambda device: None
     state = torch.zeros(16, dtype=torch.uint8)
     for name, value in {
         "is_available": lambda: True,
