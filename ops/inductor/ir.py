@@ -122,9 +122,8 @@ class _Kernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
             {**given, **floats},
         )
         self.ordered_kwargs_for_cpp_kernel = [*tensors, *floats]
-        options = {name: launch.options[name] for name in ("num_warps", "num_stages") if name in launch.options}
-        tuned = triton.autotune(configs=[triton.Config({}, **options)], key=[])(launch.kernel)
-        self.kernel_idx = triton_kernel_wrap.kernel_side_table.add_kernel(tuned)
+        options = tuple((name, launch.options[name]) for name in ("num_warps", "num_stages") if name in launch.options)
+        self.kernel_idx = triton_kernel_wrap.kernel_side_table.add_kernel(_with_options(launch.kernel, options))
         self.grid = [(*launch.grid, 1, 1)[:3]]
         self.pdl = launch.options.get("launch_pdl", False)
 
@@ -171,6 +170,12 @@ class BoundCall(ir.UserDefinedTritonKernel):  # type: ignore[misc]
     def codegen(self, wrapper: Any) -> None:
         for kernel in self.kernels:
             kernel.codegen(wrapper)
+
+
+@functools.cache
+def _with_options(kernel: Any, options: tuple[tuple[str, int], ...]) -> Any:
+    """A kernel with Triton's options; the same object each time, as Inductor's table keeps every kernel."""
+    return triton.autotune(configs=[triton.Config({}, **dict(options))], key=[])(kernel)
 
 
 def _input(box: Any) -> Any:
