@@ -16,6 +16,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from tatten.ops.storage import all_of
 from tatten.ops.watch import Watch
 from tatten.passes.calls import OpOverload, op_name, overloads
 from tatten.passes.symbolic import held, hint, same_storage, value_of
@@ -46,11 +47,11 @@ def written_arguments(node: Node) -> Iterator[Node]:
     if node.op not in ("call_function", "call_method") or target in READING_OPERATORS:
         return
     if target in IN_PLACE_OPERATORS:
-        yield from _all_of(Node, node.args[0])
+        yield from all_of(Node, node.args[0])
         return
-    yield from _all_of(Node, node.kwargs.get("out"))
+    yield from all_of(Node, node.kwargs.get("out"))
     known = overloads(node)
-    yield from _all_of(Node, _written(known, node.args, node.kwargs))
+    yield from all_of(Node, _written(known, node.args, node.kwargs))
     if not known and op_name(node) not in DTENSOR_READS:
         yield from _written_in_trial(node)
 
@@ -163,7 +164,7 @@ def _written_in_trial(node: Node) -> Iterator[Node]:
     written: list[Tensor] = []
 
     def called(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        written.extend(_all_of(Tensor, _written((func,), args, kwargs)))
+        written.extend(all_of(Tensor, _written((func,), args, kwargs)))
 
     watch = Watch(called)
     try:
@@ -195,12 +196,3 @@ def _stand_in(value: Any) -> Any:
             return None
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")  # type: ignore[arg-type]
     return hint(value) if isinstance(value, int | SymInt) else value if isinstance(value, float) else None
-
-
-def _all_of(kind: type[T], value: Any) -> Iterator[T]:
-    """Yield the nodes, or the tensors, of an argument, however they are nested."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (list, tuple, Iterator)):
-        for x in value:
-            yield from _all_of(kind, x)

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from tatten.ops import storage
 
 
 def value_of(node: Node) -> Any:
@@ -68,7 +69,7 @@ def guard_equal(a: int | SymInt, b: int | SymInt) -> bool:
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
     """True if two fake tensors are views of one storage, so that writing one may change the other."""
-    return bool(torch._C._is_alias_of(held(a), held(b)))  # type: ignore[attr-defined]
+    return storage.same_storage(held(a), held(b))
 
 
 def held(tensor: Any) -> Tensor:

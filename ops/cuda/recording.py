@@ -6,7 +6,7 @@ be an allocation, a view or a launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tatten.ops.storage import all_of, same_storage
 from tatten.ops.watch import Watch
 
 aten = torch.ops.aten
@@ -49,7 +50,7 @@ class Recorder:
             NotRecordableError: there is none.
         """
         for base in (*self.inputs, *self.allocated):
-            if _storage(base) == _storage(x):
+            if same_storage(base, x):
                 if base.storage_offset() != x.storage_offset():
                     raise NotRecordableError(f"takes a view that begins elsewhere, {tuple(x.shape)}")
                 return base
@@ -74,18 +75,6 @@ class Recorder:
             raise NotRecordableError(f"calls {func}")
 
 
-def _storage(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
-
-
-def _tensors(x: Any) -> Iterator[Tensor]:
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, (list, tuple)):
-        for y in x:
-            yield from _tensors(y)
-
-
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
@@ -97,7 +86,7 @@ def record(op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Recorder,
     Raises:
         NotRecordableError: the op does what can't be recorded.
     """
-    found = Recorder([*_tensors([args, [*kwargs.values()]])])
+    found = Recorder([*all_of(Tensor, [args, [*kwargs.values()]])])
     token = recorder.set(found)
     try:
         with Watch(found.saw):

@@ -1,0 +1,25 @@
+"""Which tensors are in an argument, and which of them share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors, fake ones included, are views of one storage, so that writing one may change the other."""
+    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
+
+
+def all_of(kind: type[T], value: Any) -> Iterator[T]:
+    """Yield what is of a kind, such as tensors or nodes, in an argument, however they are nested."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (list, tuple, Iterator)):
+        for x in value:
+            yield from all_of(kind, x)
