@@ -23,7 +23,6 @@ from tatten.ops.cuda.heuristics import (
     whole_programs,
 )
 from tatten.ops.cuda.levels import LevelsLaunch, choose_levels, plan_levels
-from tatten.ops.cuda.recording import NotRecordableError, recorder
 from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.sizes import ceil_div
 from tatten.ops.states import State
@@ -168,8 +167,6 @@ def _plan_launches(
             programs = sms - sms_left
             tiles = SHORT_ROWS if other.key.shape[2] <= 512 else tiles_for(1, other.key.shape[3], 2)
             beside = {"tiles": tiles, "programs": sms_left * tiles.per_sm}
-    if wide and recorder.get() is not None:
-        raise NotRecordableError("launches the prefix kernel, which is in Gluon")
     for i in wide:
         x = inputs[i]
         yield (i,), plan_prefix_segment(query, x.key, x.value, scale, programs, x.row_groups)

@@ -64,9 +64,7 @@ def lower(op: Any, implementation: Callable[..., Any], count: Count, *args: Any,
             lowered = _lower(implementation, args, kwargs)
         except _LargeKVError as error:
             why, detail = Opaque.TMA, str(error)
-        except (
-            Exception
-        ) as error:  # whatever keeps it from being lowered: the op itself may still do it, or say why not
+        except Exception as error:  # of any kind: the op itself may still do it, or say why not
             why, detail = Opaque.NOT_RECORDABLE, f"{type(error).__name__}: {error}"
         else:
             count("lowered")
