@@ -133,7 +133,8 @@ def main() -> None:
             for mode in args.modes:
                 r = measure(model, batch, mode, args)
                 config = model.config
-                kv = 4 * batch * config.num_key_value_heads * config.head_dim * args.used * config.num_hidden_layers
+                kv = 2 * batch * config.num_key_value_heads * config.head_dim * args.used * config.num_hidden_layers
+                kv *= model.dtype.itemsize
                 floor = (weights + kv) / rate * 1e3
                 found.append(
                     {"batch": batch, "mode": mode, "layers": args.layers, "capacity": args.capacity, "used": args.used}
