@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from tatten.ops.cuda import launcher
@@ -120,11 +122,24 @@ def test_a_plan_keeps_no_tensor(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
 class Compiled:
     """Stands in for what Triton returns of a launch."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, launches: list[Any]) -> None:
         self.launches = launches
 
+    def run(self, x: int, y: int, z: int, *args: Any) -> None:
+        assert args[:6] == (7, "function", "metadata", None, None, None)  # 7 is the stream
+        self.launches.append(("again", (x, y, z), args[6:]))
+
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args: self.launches.append(("again", grid, args))
+        return lambda *args: self.launches.append(("with hooks", grid, args))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver of Triton's that knows of a device and a stream."""
+    current = SimpleNamespace(get_current_device=lambda: 3, get_current_stream={3: 7}.get)
+    monkeypatch.setattr(triton.runtime.driver, "_active", current)
 
 
 class Kernel:
@@ -142,6 +157,7 @@ class Kernel:
         return run
 
 
+@pytest.mark.usefixtures("driver")
 def test_a_second_launch_runs_what_the_first_compiled() -> None:
     kernel = Kernel(compiles=True)
     launch = Launch(kernel, (7,), {"num_warps": 4}, FLAG=True, scale=0.5, BLOCK=16, n=(5, 1))
@@ -155,6 +171,25 @@ def test_a_second_launch_runs_what_the_first_compiled() -> None:
         ("again", (7, 1, 1), (other.data_ptr(), (y.data_ptr(), z.data_ptr()), (5, 1), 0.5, 16, True)),
         ("again", (7, 1, 1), (x.data_ptr(), (tiles, y.data_ptr()), (5, 1), 0.5, 16, True)),
     ]
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_that_are_set_later_are_seen(name: str) -> None:
+    """A profiler sets them while it runs."""
+    kernel = Kernel(compiles=True)
+    launch = Launch(kernel, (7,), {}, FLAG=True, scale=0.5, BLOCK=16, n=5)
+    x, y = torch.zeros(3), torch.zeros(4)
+    hook = getattr(triton.knobs.runtime, name)
+    launch(x, y)
+    hook.add(print)
+    try:
+        launch(x, y)
+    finally:
+        hook.remove(print)
+    launch(x, y)
+    assert [how for how, *_ in kernel.launches] == ["first", "with hooks", "again"]
+    assert kernel.launches[1][1:] == kernel.launches[2][1:]
 
 
 def test_the_interpreter_is_given_tensors_each_time() -> None:
