@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.kernels.block_mask import _bits_kernel, _list_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.layout import squeeze_broadcast
@@ -20,15 +21,13 @@ class FindBlockList:
     """Computes `tatten.ops.masks.block_list` for masks of the layout that it was planned for."""
 
     kv_rows: int
-    n_blocks: int
-    words: int  # that `_bits_kernel` writes for each block
+    writes: tuple[Dense, Dense]  # bits, block list
     find_bits: Launch
     make_list: Launch
 
     def __call__(self, attn_mask: Tensor, kv_lens: Tensor | None = None) -> Tensor:
         mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
-        bits = torch.empty((self.kv_rows, self.n_blocks, self.words), dtype=torch.int64, device=mask.device)
-        block_list = torch.empty((self.kv_rows, self.n_blocks + 1, 2), dtype=torch.int64, device=mask.device)
+        bits, block_list = allocate(mask, *self.writes)
         self.find_bits(mask, mask if kv_lens is None else kv_lens, bits)
         self.make_list(bits, block_list)
         return block_list
@@ -85,4 +84,6 @@ def plan_block_list(
         ADDITIVE=additive,
         BLOCKS_AT_ONCE=64 if n_blocks <= 64 else 1024,
     )
-    return FindBlockList(kv_rows, n_blocks, 4 if additive else 2, find_bits, make_list)
+    shapes = (kv_rows, n_blocks, 4 if additive else 2), (kv_rows, n_blocks + 1, 2)
+    bits, block_list = (Dense.of(shape, torch.int64) for shape in shapes)
+    return FindBlockList(kv_rows, (bits, block_list), find_bits, make_list)

@@ -10,10 +10,12 @@ import torch
 import triton
 from torch import Tensor
 
+from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.heuristics import capability
 from tatten.ops.cuda.kernels.combine import _combine_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.sizes import ceil_div, power_of_2
+from tatten.ops.states import accumulator_dtype
 from tatten.ops.validation import BLOCK_KEYS
 
 MANY_STATES = 1024  # output states, from which on a program takes several
@@ -108,33 +110,29 @@ _NOTHING = TileSpace(1, 1, 0, 1, 1, 1, 1, 16, 16)
 
 @dataclass(frozen=True)
 class Combine:
-    """Combines the partials of up to two launches with whole states of others; those of several get `dtype`.
+    """Combines the partials of up to two launches with whole states of others.
 
-    `max_and_sum`: the states are to be merged with others, so they have maximum and sum instead of their lse.
+    Attributes:
+        launch: None where nothing is left to combine.
+        writes: the out and lse of several; None where there is one launch, whose whole states are in place.
     """
 
     launch: Launch | None
-    several: bool
-    dtype: torch.dtype | None
-    max_and_sum: bool = False
+    writes: tuple[Dense, Dense] | None
 
     def __call__(self, *partials: Partials, wholes: Sequence[Partials] = ()) -> Partials:
         """Combine the partials of the launches planned for; of `wholes` only their `out` and `lse` count."""
         some = (*partials, *wholes)[0]
         if self.launch is None:
             return some
-        out, lse = some.out, some.lse
-        if self.several:
-            shape = (*out.shape[:3], 2) if self.max_and_sum else out.shape[:3]
-            out, lse = out.new_empty(out.shape, dtype=self.dtype), lse.new_empty(shape)
-        outs, lses = ([x.out for x in wholes], [x.lse for x in wholes]) if wholes else ([out], [lse])
-        first, second = (_pointers(x) for x in (*partials, some, some)[:2])
-        self.launch(out, lse, first, second, tuple(outs), tuple(lses))
-        return some._replace(out=out, lse=lse)
+        out, lse = (some.out, some.lse) if self.writes is None else allocate(some.out, *self.writes)
+        first, second = (*[_pointers(x) for x in partials], (), ())[:2]
+        self.launch(out, lse, first, second, tuple([x.out for x in wholes]), tuple([x.lse for x in wholes]))
+        return some if out is some.out else some._replace(out=out, lse=lse)
 
 
-def _pointers(x: Partials) -> Partials:
-    return Partials(*[x.out if y is None else y for y in x])
+def _pointers(x: Partials) -> tuple[Tensor, ...]:
+    return tuple([x.out if y is None else y for y in x])
 
 
 def _sizes(x: TileSpace, suffix: str) -> dict[str, int]:
@@ -164,10 +162,14 @@ def plan_combine(
     `wholes` says of each of the others whether it has maximum and sum instead of its lse. By default `dtype` is that of
     the partials.
     """
-    several = len(spaces) + len(wholes) > 1
-    if not several and not (spaces and spaces[0].split):
-        return Combine(None, several, dtype, max_and_sum)
     batch, q_heads, q_len, _ = query.shape
+    writes = None
+    if len(spaces) + len(wholes) > 1:
+        acc_dtype, pair = accumulator_dtype(query.dtype), (2,) if max_and_sum else ()
+        out = Dense.of((batch, q_heads, q_len, value_dim), dtype or acc_dtype)
+        writes = out, Dense.of((batch, q_heads, q_len, *pair), acc_dtype)
+    elif not (spaces and spaces[0].split):
+        return Combine(None, None)
     n_states = batch * q_heads * q_len
     a, b = (*spaces, _NOTHING, _NOTHING)[:2]
     block_dv = max(16, power_of_2(value_dim))
@@ -212,4 +214,4 @@ def plan_combine(
         BLOCK_STATES=states,
         PDL=pdl,
     )
-    return Combine(launch, several, dtype, max_and_sum)
+    return Combine(launch, writes)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import INTERPRETED, Combine, Partials, TileSpace, plan_combine
 from tatten.ops.cuda.heuristics import (
     Tiles,
@@ -39,11 +39,7 @@ class Segment:
 
     tile_space: TileSpace
     launch: Launch
-    out_shape: tuple[int, int, int, int]
-    lse_shape: tuple[int, ...]
-    partial_lse_shape: tuple[int, ...]
-    out_dtype: torch.dtype
-    acc_dtype: torch.dtype
+    writes: tuple[Dense, Dense, Dense, Dense]  # out, lse, partial_out, partial_lse
     mask: MaskPlan
     key_tiles: Tiling | None
     value_tiles: Tiling | None
@@ -67,10 +63,7 @@ class Segment:
         ]
         mask, block_mask = self.mask(attn_mask, kv_lens, block_mask)
         space = self.tile_space
-        out = query.new_empty(self.out_shape, dtype=self.out_dtype)
-        lse = query.new_empty(self.lse_shape, dtype=self.acc_dtype)
-        partial_out = query.new_empty((*self.partial_lse_shape[:2], self.out_shape[3]), dtype=self.acc_dtype)
-        partial_lse = query.new_empty(self.partial_lse_shape, dtype=self.acc_dtype)
+        out, lse, partial_out, partial_lse = allocate(query, *self.writes)
         self.launch(
             query,
             key,
@@ -206,6 +199,7 @@ def plan_segment(
     pdl = pdl and hopper
     acc_dtype = accumulator_dtype(query.dtype)
     pair = (2,) if space.max_and_sum else ()
+    slots = 2 * programs if space.split else 0
     launch = Launch(
         _decode_kernel,
         (programs,),
@@ -260,11 +254,12 @@ def plan_segment(
     return Segment(
         space,
         launch,
-        out_shape=(batch, q_heads, q_len, value_dim),
-        lse_shape=(batch, q_heads, q_len, *(() if whole else pair)),
-        partial_lse_shape=(2 * programs if space.split else 0, tiles.block_m, *pair),
-        out_dtype=query.dtype if whole else acc_dtype,
-        acc_dtype=acc_dtype,
+        writes=(
+            Dense.of((batch, q_heads, q_len, value_dim), query.dtype if whole else acc_dtype),
+            Dense.of((batch, q_heads, q_len, *(() if whole else pair)), acc_dtype),
+            Dense.of((slots, tiles.block_m, value_dim), acc_dtype),
+            Dense.of((slots, tiles.block_m, *pair), acc_dtype),
+        ),
         mask=mask,
         key_tiles=_tiling(key, run_n) if tma else None,
         value_tiles=_tiling(value, run_n) if tma else None,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import INTERPRETED, Partials, TileSpace
 from tatten.ops.cuda.decode import BYTES_PER_US
 from tatten.ops.cuda.heuristics import capability, multiprocessors, packed_q_rows
@@ -47,17 +47,12 @@ class LevelsLaunch:
 
     tile_space: TileSpace  # of one tile for each work tile
     launch: Launch
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    out_dtype: torch.dtype
-    acc_dtype: torch.dtype
+    writes: tuple[Dense, Dense, Dense]  # out, lse, and nothing for partials
 
     def __call__(self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Partials:
         """The states of all sequences, all whole."""
-        out = query.new_empty(self.out_shape, dtype=self.out_dtype)
-        lse = query.new_empty(self.lse_shape, dtype=self.acc_dtype)
+        out, lse, none = allocate(query, *self.writes)
         self.launch(query, tuple(keys), tuple(values), out, lse)
-        none = out.new_empty(0)
         return Partials(out, lse, none, none)
 
 
@@ -120,10 +115,11 @@ def plan_levels(
     return LevelsLaunch(
         TileSpace(*sizes, max_and_sum=max_and_sum),
         launch,
-        (*shape, value_dim),
-        (*shape, *pair),
-        query.dtype if whole else acc_dtype,
-        acc_dtype,
+        (
+            Dense.of((*shape, value_dim), query.dtype if whole else acc_dtype),
+            Dense.of((*shape, *pair), acc_dtype),
+            Dense.of((0,), acc_dtype),
+        ),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.kernels.merge_states import _merge_states_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.sizes import power_of_2
@@ -16,9 +17,10 @@ class MergeStates:
     """Merges stacked states, as `tatten.ops.states.merge` does, of the layout that it was planned for."""
 
     launch: Launch
+    writes: tuple[Dense, Dense]  # out, lse
 
     def __call__(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        merged_out, merged_lse = out.new_empty(out.shape[1:]), lse.new_empty(lse.shape[1:])
+        merged_out, merged_lse = allocate(out, *self.writes)
         self.launch(out.contiguous(), lse.contiguous(), merged_out, merged_lse)
         return merged_out, merged_lse
 
@@ -36,4 +38,4 @@ def plan_merge_states(out: Tensor, lse: Tensor) -> MergeStates:
         BLOCK_D=power_of_2(dim),
         BLOCK_N=8,
     )
-    return MergeStates(launch)
+    return MergeStates(launch, (Dense.of(tuple(out.shape[1:]), out.dtype), Dense.of(tuple(lse.shape[1:]), lse.dtype)))

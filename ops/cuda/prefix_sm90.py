@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.heuristics import seqs_and_rows
 from tatten.ops.cuda.kernels.prefix_sm90 import BLOCK_M, BLOCK_N, START_REGS, _prefix_kernel
 from tatten.ops.cuda.launcher import Launch
@@ -31,16 +32,12 @@ class PrefixAttention:
     launch: Launch
     key_tiles: Tiling
     value_tiles: Tiling
-    slots: int  # for partial states
+    writes: tuple[Dense, Dense, Dense, Dense]  # in the order of the results
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, row_groups: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dim = query.shape[3]
-        out = query.new_empty(query.shape, dtype=torch.float32)
-        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        partial_out = query.new_empty((self.slots, BLOCK_M, dim), dtype=torch.float32)
-        partial_lse = query.new_empty((self.slots, BLOCK_M), dtype=torch.float32)
+        out, lse, partial_out, partial_lse = allocate(query, *self.writes)
         groups = query if row_groups is None else row_groups
         self.launch(query, self.key_tiles(key), self.value_tiles(value), groups, out, lse, partial_out, partial_lse)
         return out, lse, partial_out, partial_lse
@@ -120,4 +117,7 @@ def plan_prefix_attention(
         ALIGNED=aligned,
         ROWS=row_groups is not None,
     )
-    return PrefixAttention(launch, _tiling(key), _tiling(value), 2 * programs if split else 0)
+    slots = 2 * programs if split else 0
+    shapes = tuple(query.shape), tuple(query.shape[:3]), (slots, BLOCK_M, dim), (slots, BLOCK_M)
+    out, lse, partial_out, partial_lse = (Dense.of(shape, torch.float32) for shape in shapes)
+    return PrefixAttention(launch, _tiling(key), _tiling(value), (out, lse, partial_out, partial_lse))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import INTERPRETED
 from tatten.ops.cuda.heuristics import capability
 from tatten.ops.cuda.kernels.row_groups import _row_groups_kernel
@@ -23,9 +24,10 @@ class FindRowGroups:
     """Computes `tatten.ops.row_groups.row_groups_reference` for rows of the layout that it was planned for."""
 
     launch: Launch
+    writes: Dense
 
     def __call__(self, rows: Tensor) -> Tensor:
-        row_groups = torch.empty((4, rows.shape[0] + 1), dtype=torch.int32, device=rows.device)
+        (row_groups,) = allocate(rows, self.writes)
         self.launch(rows.contiguous(), row_groups)
         return row_groups
 
@@ -48,4 +50,4 @@ def plan_row_groups(rows: Tensor, kv_batch: int, queries: int) -> Callable[[Tens
         BLOCK=block,
         PDL=pdl,
     )
-    return FindRowGroups(launch)
+    return FindRowGroups(launch, Dense.of((4, batch + 1), torch.int32))

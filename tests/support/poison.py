@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tatten.ops.cuda import allocation
+
 
 @contextlib.contextmanager
 def fresh_memory_is_poison() -> Iterator[None]:
@@ -29,4 +31,6 @@ def fresh_memory_is_poison() -> Iterator[None]:
         patch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
         patch.setattr(torch, "empty", poisoned(torch.empty))
         patch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+        patch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
+        patch.setattr(allocation, "_empty_strided_cuda", poisoned(allocation._empty_strided_cuda))
         yield

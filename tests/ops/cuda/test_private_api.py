@@ -9,6 +9,8 @@ import pytest
 import torch
 from compiled import compile_in_subprocess
 
+from tatten.ops.cuda import allocation
+from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.tma import Tiling, tma_strides
 
 # A driver that compiles for Hopper, and takes launches down instead of running them.
@@ -104,7 +106,28 @@ def test_a_compiled_kernel_is_launched_again_by_addresses() -> None:
         assert args[12:16] == partials
     for partials, (_, args, _) in zip(recorded["given"], recorded["found"]["combine"], strict=True):
         assert args[:2] == partials[:2]
-        assert args[2][:4] == args[3][:4] == partials
+        assert args[2][:4] == partials
+        assert args[3:6] == [[], [], []], "of nothing else"
+
+
+def test_memory_is_allocated_as_inductor_allocates_it() -> None:
+    """`allocate` calls what generated code calls, with the same arguments; the one for a CPU can be called here."""
+    from torch._inductor.codegen import wrapper
+
+    source = inspect.getsource(wrapper)
+    for device in ("cpu", "cuda"):
+        assert f"empty_strided_{device} = torch._C._dynamo.guards._empty_strided_{device}" in source
+    layout = Dense.of((3, 0, 4), torch.int64)
+    made = torch._C._dynamo.guards._empty_strided_cpu(*layout)
+    assert (made.shape, made.stride(), made.dtype) == layout
+    assert callable(allocation._empty_strided_cuda)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 4), (1, 5, 1), (0, 16, 128), (4, 0, 2)])
+def test_the_layout_of_new_memory_is_that_of_a_contiguous_tensor(shape: tuple[int, ...]) -> None:
+    want = torch.empty(shape, dtype=torch.float16)
+    (got,) = allocate(torch.zeros(1), Dense.of(shape, torch.float16))
+    assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
 
 
 def descriptors() -> list[tuple[type, list[Any]]]:

@@ -1,0 +1,37 @@
+"""Memory for what kernels write, from where Inductor's generated code takes it: a third of the time of `new_empty`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tatten.ops.cuda.recording import recorder
+
+# Allocates on the current device.
+_empty_strided_cuda: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+
+
+class Dense(NamedTuple):
+    """The layout of a contiguous tensor that is yet to be allocated."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Dense:
+        strides, n = [], 1
+        for size in reversed(shape):
+            strides.append(n)
+            n *= max(1, size)
+        return cls(shape, tuple(reversed(strides)), dtype)
+
+
+def allocate(like: Tensor, *layouts: Dense) -> list[Tensor]:
+    """Allocate uninitialised tensors on the device of `like`, which is the current one."""
+    if like.is_cuda and recorder.get() is None:
+        return [_empty_strided_cuda(*x) for x in layouts]
+    return [torch.empty_strided(*x[:2], dtype=x.dtype, device=like.device) for x in layouts]
