@@ -24,7 +24,7 @@ from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, NO_MASK, _decode_kerne
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.mask_plan import MaskPlan, plan_mask
 from tatten.ops.cuda.recording import recorder
-from tatten.ops.cuda.tma import Tiling, takes_tma
+from tatten.ops.cuda.tma import LEAST_BYTES, Tiling, takes_tma
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.validation import BLOCK_KEYS
@@ -190,10 +190,11 @@ def plan_segment(
     # TMA reads whole tiles, so it is used where every key counts: without a mask, or in its run of full blocks.
     every_key = has_block_list or (kv_lens is None and window is None)
     hopper = not INTERPRETED and capability(query.device) >= (9, 0)
-    tma = hopper and every_key and takes_tma(key) and takes_tma(value)
+    kv_bytes = sum(x.numel() * x.element_size() for x in (key, value))
+    tma = hopper and every_key and kv_bytes >= LEAST_BYTES and takes_tma(key) and takes_tma(value)
     if tma and (recording := recorder.get()) is not None:
         # Generated code would make descriptors anew in each call, and AOTInductor with another swizzle than Triton's.
-        recording.without_tma += sum(x.numel() * x.element_size() for x in (key, value))
+        recording.without_tma += kv_bytes
         tma = False
     run_n = max(tiles.block_n, block_n)
     pdl = pdl and hopper

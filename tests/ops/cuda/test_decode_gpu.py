@@ -36,6 +36,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _tma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read small keys and values as large ones are read."""
+    monkeypatch.setattr("tatten.ops.cuda.decode.LEAST_BYTES", 0)
+
+
 def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(shape, dtype=dtype, device="cuda")
 

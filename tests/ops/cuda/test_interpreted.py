@@ -168,6 +168,7 @@ def test_tensor_descriptors(dims: tuple[int, int], options: dict, monkeypatch: p
     from tatten.ops.cuda import decode as module
 
     monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(module, "LEAST_BYTES", 0)
     inputs = Case(kv_len=150, head_dim=dims[0], value_dim=dims[1], dtype=torch.float16, scale=0.2, **options).inputs()
     assert_state(*launch_and_merge(inputs, programs=5)[1], inputs)
 
@@ -180,6 +181,7 @@ def test_a_run_of_full_blocks(mask: str, tma: bool, programs: int, monkeypatch: 
     from tatten.ops.cuda import decode as module
 
     monkeypatch.setattr(module, "INTERPRETED", not tma)
+    monkeypatch.setattr(module, "LEAST_BYTES", 0)
     case = Case(kv_len=1000, head_dim=16, dtype=torch.float16, scale=0.2, q_len=2, mask=mask)
     inputs = case.inputs()
     parts, state = launch_and_merge(inputs, tiles=module.Tiles(16, 128, 4, 2), programs=programs)

@@ -90,6 +90,7 @@ def test_a_plan_keeps_no_tensor(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
     from tatten.ops.cuda import dispatch as cuda
 
     monkeypatch.setattr(decode, "INTERPRETED", False)  # so that there are tiles to describe
+    monkeypatch.setattr(decode, "LEAST_BYTES", 0)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -57,6 +57,7 @@ class Driver:
 
 driver.set_active(Driver())
 decode.multiprocessors = lambda device: 132
+decode.LEAST_BYTES = 0
 names = []
 
 def address(x):
