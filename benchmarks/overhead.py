@@ -1,8 +1,10 @@
-"""What a call costs the host in eager mode, beside PyTorch's own attention: small shapes, so that the GPU waits.
+"""What a call of attention costs the host, beside PyTorch's own: small shapes, so that the GPU waits.
 
     python benchmarks/overhead.py --device cuda
 
-Microseconds of the host for one call, of calls in a row; the least of `--rounds`, one op after the other.
+Microseconds of the host for one call, of calls in a row; the least of `--rounds`, one op after the other. In compiled
+code the calls are the layers of a step: each attends to keys and values of its own, with what the layer before returns,
+and all have one mask. Their time is that of the step, in the default mode of `torch.compile`, by the number of layers.
 """
 
 from __future__ import annotations
@@ -18,10 +20,14 @@ from support.command_line import arguments
 import tatten
 
 Call = Callable[[], object]
+SDPA, COMPILED_SDPA = "F.scaled_dot_product_attention", "F.scaled_dot_product_attention, compiled"
+MASKED_SDPA = f"{COMPILED_SDPA}, attn_mask"
+COMPILED, MASKED = "decode_attention, compiled", "decode_attention, compiled, attn_mask"
 
 
 def host_us(call: Call, calls: int) -> float:
     """Of one of so many calls in a row: few, and of little work, so that the host never waits for the GPU."""
+    calls = max(1, calls)
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -52,11 +58,44 @@ def calls_of(batch: int, kv_len: int) -> dict[str, Call]:
         "the same, as a compiled graph calls it": lambda: op(query, key, value, mask, None, None, blocks),
         "bifurcated_attention, two segments": lambda: tatten.bifurcated_attention(query, *both),
         "merge_states": lambda: tatten.merge_states(out, lse),
-        "F.scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True),
+        SDPA: lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True),
         "the same, attn_mask": lambda: F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True),
         "cuDNN's op": lambda: cudnn(query, key, value, None, True, 0.0, False, False),
         "flash's op, heads packed": lambda: flash(query.view(batch, 8, 4, 128), key, value),
         "torch.add": lambda: torch.add(query, query),
+    }
+
+
+def compiled_calls_of(batch: int, kv_len: int, layers: int) -> dict[str, Call]:
+    """Steps of so many layers: plain, and as with a static cache, whose mask all layers share."""
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    query = randn(batch, 32, 1, 128)
+    caches = [(randn(batch, 8, kv_len, 128), randn(batch, 8, kv_len, 128)) for _ in range(layers)]
+    mask = (torch.arange(kv_len, device="cuda") < kv_len - 100).expand(batch, 1, 1, -1)
+
+    def compiled(attend: Callable[..., torch.Tensor], backend: str, *masks: torch.Tensor) -> Call:
+        def step(x: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
+            for key, value in caches:
+                x = attend(x, key, value, *masks)
+            return x
+
+        run = torch.compile(step, backend=backend, dynamic=False)
+        return lambda: run(query, *masks)
+
+    def sdpa(x: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, key, value, *masks, enable_gqa=True)
+
+    def decode(x: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return tatten.decode_attention(x, key, value, provider="triton")
+
+    return {
+        COMPILED: compiled(decode, "tatten"),
+        COMPILED_SDPA: compiled(sdpa, "inductor"),
+        MASKED: compiled(sdpa, "tatten", mask),
+        MASKED_SDPA: compiled(sdpa, "inductor", mask),
     }
 
 
@@ -65,6 +104,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--kv-len", type=int, default=1024)
     parser.add_argument("--calls", type=int, default=100)
+    parser.add_argument("--layers", type=int, default=32, help="calls in a compiled step")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -72,15 +112,18 @@ def main() -> None:
         return
     with torch.inference_mode():
         calls = calls_of(args.batch, args.kv_len)
-        for call in calls.values():
-            host_us(call, args.calls)
-        took = {name: min(host_us(call, args.calls) for _ in range(args.rounds)) for name, call in calls.items()}
-    sdpa = took["F.scaled_dot_product_attention"]
-    for name, us in took.items():
-        print(f"{name:40s} {us:6.1f} us  {us / sdpa:5.2f} of SDPA")
+        steps = compiled_calls_of(args.batch, args.kv_len, args.layers)
+        took = {}
+        for name, call in {**calls, **steps}.items():
+            at_once = args.layers if name in steps else 1
+            host_us(call, args.calls // at_once)
+            took[name] = min(host_us(call, args.calls // at_once) / at_once for _ in range(args.rounds))
+    beside = {COMPILED: COMPILED_SDPA, COMPILED_SDPA: COMPILED_SDPA, MASKED: MASKED_SDPA, MASKED_SDPA: MASKED_SDPA}
+    rows = [{"call": name, "us": us, "over_sdpa": us / took[beside.get(name, SDPA)]} for name, us in took.items()]
+    for row in rows:
+        print(f"{row['call']:52s} {row['us']:6.1f} us  {row['over_sdpa']:5.2f} of SDPA")
     if args.json:
-        rows = [{"call": name, "us": us, "over_sdpa": us / sdpa} for name, us in took.items()]
-        results.write(args.json, args.device, rows, batch=args.batch, kv_len=args.kv_len)
+        results.write(args.json, args.device, rows, batch=args.batch, kv_len=args.kv_len, layers=args.layers)
 
 
 if __name__ == "__main__":
