@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tatten.ops.cuda.recording import recorder
 
-# Bytes of keys and values from which on TMA is worth what the host takes to describe them, 10 us a call: 64 x 2048
-# tokens took 125 us with it and 139 without, 16 x 8192 tokens 126.2 and 127.0, and smaller ones as long (H200).
-LEAST_BYTES = 500e6
+# Bytes of keys and values from which on they are read by TMA. Fewer are read before the host makes its next call, and
+# describing them takes it 10 us of that; and up to 500 MB, as measured on an H200, a GPU reads them as fast without.
+LEAST_BYTES = 128e6
 
 
 def takes_tma(x: Tensor) -> bool:

@@ -58,6 +58,19 @@ def test_a_short_segment_has_sms_beside_the_prefix_kernel() -> None:
     assert programs(plan((256, 256), (1, 8192))) == [prefix, beside]
 
 
+@pytest.mark.parametrize("kv_len, described", [(1000, False), (31249, False), (31250, True)])
+def test_large_keys_and_values_alone_are_described_to_tma(
+    kv_len: int, described: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "INTERPRETED", False)
+    query, key = (
+        torch.empty(1, heads, n, 128, dtype=torch.float16, device="meta") for heads, n in ((32, 1), (8, kv_len))
+    )
+    segment = decode.plan_segment(query, key, key, None, None, 0.1)
+    assert (segment.key_tiles is not None) == (segment.value_tiles is not None) == described
+    assert segment.launch.arguments["TMA"] == described
+
+
 def test_more_segments_have_all_sms_each() -> None:
     planned = plan((1, 8192), (256, 256), (256, 300))
     assert programs(planned)[0] == SMS
