@@ -24,7 +24,7 @@ Boxes = ir.TensorBox
 def check_names() -> None:
     """Raise AttributeError where something that this file needs of Inductor has moved."""
     for of, names in {
-        ir: "TensorBox UserDefinedTritonKernel NoneLayout MutationOutput",
+        ir: "TensorBox ReinterpretView UserDefinedTritonKernel NoneLayout MutationOutput",
         ir.ExternKernel: "realize_input require_exact_strides",
         ir.InputsKernel: "unwrap_storage_for_input",
         ir.UserDefinedTritonKernel: "codegen get_kernel_and_metadata",
@@ -179,7 +179,11 @@ def _with_options(kernel: Any, options: tuple[tuple[str, int], ...]) -> Any:
 
 
 def _input(box: Any) -> Any:
-    return ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.realize_input(box))
+    """What is handed to a kernel, which needs an address alone: where a view begins with its base it is the base."""
+    x = ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.realize_input(box))
+    if isinstance(x, ir.ReinterpretView) and x.layout.offset == 0 and x.get_dtype() == x.data.get_dtype():
+        return ir.InputsKernel.unwrap_storage_for_input(x.data)
+    return x
 
 
 def launch_kernels(launches: Sequence[tuple[BoundLaunch, dict[str, Any]]], writes: Sequence[Any]) -> None:

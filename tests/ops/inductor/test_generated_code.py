@@ -28,6 +28,12 @@ def two_layers(q, k, v, mask):
     b, _ = ops.decode_attention.default(a * 2, k, v, mask, None, 0.1, blocks)
     return b + 1
 
+def views(x, packed, k, v):
+    a, _ = ops.decode_attention.default(x.view(2, 1, 32, 128).transpose(1, 2), k, v)
+    own = packed.narrow(2, 0, 4096).view(2, 1, 32, 128).transpose(1, 2)
+    b, _ = ops.decode_attention.default(own, k, v)
+    return a, b, ops.decode_attention.default(packed.narrow(2, 2048, 4096).view(2, 1, 32, 128).transpose(1, 2), k, v)[0]
+
 def segments(q, k, v, k2, v2):
     # Tensors that only one of the launches reads, and that nothing needs afterwards.
     out, _ = ops.bifurcated_attention.default(q, [k + 1, k2 + 1], [v + 1, v2 + 1], [None, None], [None, None], 0.1)
@@ -58,6 +64,7 @@ def find_rows(n, index):
 
 cases = {
     "two layers": (two_layers, [Q, KV, KV, MASK]),
+    "views": (views, [((2, 1, 4096), bf16), ((2, 1, 6144), bf16), KV, KV]),
     "segments": (segments, [
         ((8, 8, 1, 64), bf16), *[((2, 8, 500, 64), bf16)] * 2, *[((8, 8, 300, 64), bf16)] * 2
     ]),
@@ -115,6 +122,15 @@ def test_layers_launch_the_same_kernels_in_the_same_memory() -> None:
     )
     first = next(i for i, line in enumerate(code.splitlines()) if "decode_kernel" in line and ".run(" in line)
     assert sum(first < i < second for i in allocated) <= 1, "only the second layer's queries are new"
+
+
+def test_views_are_made_only_where_a_kernel_begins_elsewhere() -> None:
+    """Sizes and strides are in the source of a kernel, so it needs an address alone."""
+    code, said = generate("views")
+    assert not said
+    first, second, third = re.findall(r"decode_kernel_\d+\.run\((.*), arg2_1, arg3_1,", code)
+    assert (first, second) == ("arg0_1", "arg1_1")
+    assert re.fullmatch(r"reinterpret_tensor\(arg1_1, .*, 2048\)", third)
 
 
 def test_launches_side_by_side_share_no_memory() -> None:
