@@ -1,6 +1,7 @@
 """One decode step of a Llama with a static cache in a package of AOTInductor: as it is exported, and rewritten.
 
     python benchmarks/aoti.py
+    python benchmarks/aoti.py --device cuda
 
 Beside the packages runs the same step under `torch.compile(backend="tatten")` with `cpp_wrapper`. All have the same
 weights and cache, in buffers, and take turns. The packages are made in a temporary folder, which takes minutes.
@@ -40,10 +41,14 @@ class Row:
     layers: int = 4
 
 
-GRID = [Row(4, 16, 4, 64, 8192, 1000), Row(1, 16, 4, 64, 8192, 1000), Row(4, 16, 4, 64, 8192, 8191)]
+GRIDS = {
+    "cpu": [Row(4, 16, 4, 64, 8192, 1000), Row(1, 16, 4, 64, 8192, 1000), Row(4, 16, 4, 64, 8192, 8191)],
+    "cuda": [Row(4, 32, 8, 128, 8192, 1000), Row(1, 32, 8, 128, 8192, 1000), Row(4, 32, 8, 128, 8192, 8191)],
+}
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
-def build(row: Row) -> TorchExportableModuleWithStaticCache:
+def build(row: Row, device: str) -> TorchExportableModuleWithStaticCache:
     hidden = row.q_heads * row.head_dim
     config = LlamaConfig(
         hidden_size=hidden,
@@ -57,7 +62,7 @@ def build(row: Row) -> TorchExportableModuleWithStaticCache:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    model = LlamaForCausalLM(config).eval().requires_grad_(False).to(device, DTYPES[device])
     model.generation_config = GenerationConfig(use_cache=True, cache_implementation="static")
     module = TorchExportableModuleWithStaticCache(model, batch_size=row.batch, max_cache_len=row.max_cache_len)
     for name, buffer in module.named_buffers():
@@ -71,9 +76,9 @@ def package(program: ExportedProgram, path: Path) -> Step:
     return torch._inductor.aoti_load_package(made)
 
 
-def steps(row: Row, folder: Path) -> dict[str, Step]:
-    module = build(row)
-    inputs = inputs_of(row)
+def steps(row: Row, device: str, folder: Path) -> dict[str, Step]:
+    module = build(row, device)
+    inputs = inputs_of(row, device)
     program = torch.export.export(module, (), inputs, strict=True)
     rewritten = tatten.rewrite(program).run_decompositions(tatten.decompositions())
     compiled = torch.compile(module, backend="tatten", options={"cpp_wrapper": True}, dynamic=False)
@@ -85,21 +90,21 @@ def steps(row: Row, folder: Path) -> dict[str, Step]:
     }
 
 
-def inputs_of(row: Row) -> dict[str, Tensor]:
-    tokens = torch.arange(1, row.batch + 1).unsqueeze(1)
-    return {"input_ids": tokens, "cache_position": torch.tensor([row.used - 1])}
+def inputs_of(row: Row, device: str) -> dict[str, Tensor]:
+    tokens = torch.arange(1, row.batch + 1, device=device).unsqueeze(1)
+    return {"input_ids": tokens, "cache_position": torch.tensor([row.used - 1], device=device)}
 
 
-def measure(row: Row, repeats: int) -> dict[str, float]:
+def measure(row: Row, device: str, repeats: int) -> dict[str, float]:
     torch._dynamo.reset()
-    inputs = inputs_of(row)
+    inputs = inputs_of(row, device)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        made = steps(row, Path(folder))
+        made = steps(row, device, Path(folder))
         expected = made.pop("eager")(**inputs)
         errors = {name: ((step(**inputs) - expected).norm() / expected.norm()).item() for name, step in made.items()}
         for step in made.values():
             step(**inputs)
-        took = in_turns(made, repeats, lambda _, step: seconds(lambda: step(**inputs), "cpu"))
+        took = in_turns(made, repeats, lambda _, step: seconds(lambda: step(**inputs), device))
     return {
         **asdict(row),
         **{f"{name}_error": error for name, error in errors.items()},
@@ -108,7 +113,7 @@ def measure(row: Row, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = arguments(__doc__, devices=("cpu",))
+    parser = arguments(__doc__)
     parser.add_argument("--rows", type=int, nargs="*", help="which rows of the grid, by number; default: all")
     parser.add_argument("--repeats", type=int, default=21)
     args = parser.parse_args()
@@ -117,10 +122,10 @@ def main() -> None:
     print("milliseconds of a step  |  packages          | compiled |          tatten's package over | largest")
     print("batch heads cache  used | inductor    tatten |   tatten | Inductor's     the compiled step | error")
     found = []
-    for i, row in enumerate(GRID):
+    for i, row in enumerate(GRIDS[args.device]):
         if args.rows and i not in args.rows:
             continue
-        r = measure(row, args.repeats)
+        r = measure(row, args.device, args.repeats)
         found.append(r)
         shape = f"{row.batch:5} {row.q_heads}/{row.kv_heads:<2} {row.max_cache_len:5} {row.used:5}"
         times = f"{r['inductor_ms']:8.2f}  {r['tatten_ms']:8.2f} | {r['compiled_ms']:8.2f}"

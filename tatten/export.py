@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
@@ -9,6 +11,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from tatten import passes
+from tatten.inner_compiler import launch_note
 from tatten.passes import Rewritten
 from tatten.passes.calls import OpOverload
 from tatten.passes.mutation import written_arguments
@@ -19,7 +22,8 @@ from tatten.report import publish
 def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
     """Rewrite the decode attention of an exported program: the passes of the backend, for what runs without Dynamo.
 
-    The report goes where those of the backend go: to `tatten.recording`, the logs, the counters and the trace.
+    The report goes where those of the backend go: to `tatten.recording`, the logs, the counters and the trace. From
+    then on AOTInductor compiles the ops' Triton kernels into packages for CUDA.
 
     Args:
         exported_program: a program from `torch.export.export` or `torch.export.load`, which stays as it is. Buffers
@@ -64,7 +68,8 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
             _update_modules(program)
             # The passes insert methods and functions of PyTorch, too: a new trace makes aten ops, and all values anew.
             rewritten = program.run_decompositions({})
-    publish(report)
+    values = [tensor_of(node) for node in rewritten.graph.nodes]
+    publish(dataclasses.replace(report, note=launch_note("inductor", values)))
     return rewritten
 
 

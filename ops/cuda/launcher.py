@@ -79,7 +79,10 @@ class Launch:
         if set(names) != set(arguments):
             missing, unknown = sorted({*names} - {*arguments}), sorted({*arguments} - {*names})
             raise TypeError(f"{kernel.__name__} ends in other arguments than these: not {unknown} but {missing}")
-        self.kernel, self.grid, self.options, self.arguments = kernel, grid, options, arguments
+        self.kernel, self.grid, self.arguments = kernel, grid, arguments
+        # Where the compiler and ptxas may choose which product to fuse with which sum, the last bit depends on their
+        # versions and on what is a constant. The kernels say `fma` themselves where it is time that counts.
+        self.options = {"enable_fp_fusion": False, **options}
         self._run: Callable[..., None] | None = None
         self._in_order = tuple([arguments[name] for name in names])
 

@@ -106,7 +106,8 @@ class _Kernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
     """One of the launches of `BoundCall`, which may start before the launch before it ends.
 
     Inductor's own constructor reads writes off Triton's IR, and takes all that a kernel hands to a function for
-    written; and it has no way to say that a user's kernel is launched with programmatic dependent launch.
+    written; and it has no way to say that a user's kernel is launched with programmatic dependent launch, or compiled
+    without fusing products and sums.
     """
 
     def __init__(self, launch: BoundLaunch, tensors: dict[str, Any]) -> None:
@@ -125,20 +126,19 @@ class _Kernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
         options = tuple((name, launch.options[name]) for name in ("num_warps", "num_stages") if name in launch.options)
         self.kernel_idx = triton_kernel_wrap.kernel_side_table.add_kernel(_with_options(launch.kernel, options))
         self.grid = [(*launch.grid, 1, 1)[:3]]
-        self.pdl = launch.options.get("launch_pdl", False)
+        self.compile_options = {name: launch.options.get(name, False) for name in ("launch_pdl", "enable_fp_fusion")}
 
     def codegen(self, wrapper: Any) -> None:
         define = wrapper.define_kernel
 
         @functools.wraps(define)
-        def with_pdl(name: str, body: str, *args: Any, **kwargs: Any) -> Any:
-            with_meta = body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
+        def with_options(name: str, body: str, *args: Any, **kwargs: Any) -> Any:
+            with_meta = body.replace("triton_meta={", f"triton_meta={{{repr(self.compile_options)[1:-1]}, ", 1)
             if with_meta == body:
-                log.info("%s is launched without programmatic dependent launch", name)
+                log.info("%s is compiled without %s", name, self.compile_options)
             return define(name, with_meta, *args, **kwargs)
 
-        if self.pdl:
-            wrapper.define_kernel = with_pdl
+        wrapper.define_kernel = with_options
         try:
             super().codegen(wrapper)
         finally:

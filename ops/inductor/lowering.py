@@ -32,7 +32,7 @@ from tatten.ops.inductor.ir import (
     realize,
     register,
 )
-from tatten.ops.inductor.version import in_force
+from tatten.ops.inductor.version import ahead_of_time, in_force
 from tatten.ops.library import cuda_implementations
 
 log = logging.getLogger("tatten")
@@ -70,7 +70,8 @@ def lower(op: Any, implementation: Callable[..., Any], count: Count, *args: Any,
             count("lowered")
             return lowered
     count(f"opaque_{why.value}")
-    log.info("%s stays opaque to Inductor [%s] %s", op, why.value, detail)
+    level = logging.WARNING if ahead_of_time() else logging.INFO  # the package will need Python and tatten
+    log.log(level, "%s stays opaque to Inductor [%s] %s", op, why.value, detail)
     return fallback(op)(*args, **kwargs)
 
 
@@ -112,7 +113,7 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def register_lowerings(count: Count) -> None:
-    """Lower tatten's ops in graphs that are compiled with `tatten.ops.inductor.version.with_lowerings`.
+    """Lower tatten's ops in graphs that AOTInductor compiles, or Inductor with the options of `version.with_lowerings`.
 
     Args:
         count: called with "lowered" or "opaque_*", as `Opaque` has them, for each call of an op.

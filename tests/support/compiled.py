@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+FUSIBLE = re.compile(r"\b(?:mul|add|sub)\.(?:ftz\.)?f32")  # without `.rn` ptxas may make one instruction of two
+
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 

@@ -102,3 +102,43 @@ def test_a_package_keeps_what_a_sequence_does_not_use_out_of_its_result(dtype: t
         got, want = torch._inductor.aoti_load_package(path)(*inputs), Attend()(*inputs)
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=torch.finfo(dtype).eps * 4)
+
+
+RUN_ON_CUDA = """
+import sys
+sys.modules["tatten"] = sys.modules["triton"] = None
+import torch
+args, expected = torch.load(sys.argv[2])
+out = torch._inductor.aoti_load_package(sys.argv[1])(*args)
+torch.testing.assert_close(out, expected, rtol=0, atol=0)
+"""
+
+
+class StaticCache(torch.nn.Module):
+    """Attention over a cache that it writes to, which is NaN where it was not written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("k", "v"):
+            self.register_buffer(name, torch.full((2, 8, 4096, 128), float("nan"), dtype=torch.bfloat16, device="cuda"))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, position: Tensor) -> Tensor:
+        self.k.index_copy_(2, position, key)
+        self.v.index_copy_(2, position, value)
+        mask = (torch.arange(4096, device="cuda") <= position)[None, None, None]
+        return torch.nn.functional.scaled_dot_product_attention(query, self.k, self.v, mask, enable_gqa=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_package_for_cuda_holds_the_kernels(tmp_path: Path) -> None:
+    def randn(heads: int) -> Tensor:
+        return torch.randn(2, heads, 1, 128, dtype=torch.bfloat16, device="cuda")
+
+    args = randn(32), randn(8), randn(8), torch.tensor([0], device="cuda")
+    with torch.no_grad():
+        program = tatten.rewrite(torch.export.export(StaticCache(), args))
+        expected = program.module()(*args)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "step.pt2"))
+    torch.save((args, expected), tmp_path / "given.pt")
+    run(sys.executable, "-c", RUN_ON_CUDA, path, tmp_path / "given.pt")

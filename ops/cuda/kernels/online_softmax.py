@@ -36,8 +36,9 @@ def fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED: tl.constexpr):
     new_row_max = tl.maximum(row_max, tl.max(scores, axis=1))
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     if UNSCALED:
-        alpha = tl.exp2((row_max - base) * (scale * _LOG2E))
-        p = tl.exp2(scores * (scale * _LOG2E) - (base * (scale * _LOG2E))[:, None])
+        to_exponent = scale * _LOG2E
+        alpha = tl.exp2((row_max - base) * to_exponent)
+        p = tl.exp2(tl.fma(scores, to_exponent, -(base * to_exponent)[:, None]))
     else:
         # Subtract before going to base 2: a bias of finfo.min times log2(e) would overflow to -inf.
         alpha = tl.exp2((row_max - base) * _LOG2E)

@@ -160,7 +160,7 @@ def _consume(
         scores = gl.where((key_at < kv_len)[None, :], scores, float("-inf"))
         row_max = gl.max(scores, axis=1)
         base = gl.where(row_max == float("-inf"), 0.0, row_max) * to_exponent
-        exponents = gl.exp2(scores * to_exponent - base[:, None])
+        exponents = gl.exp2(gl.fma(scores, to_exponent, -base[:, None]))
         row_sum = gl.sum(exponents, axis=1)
         p = gl.convert_layout(exponents.to(DTYPE), p_layout)
         acc = gl.zeros([_HALF_M, DIM], gl.float32, layout=acc_layout)
@@ -175,8 +175,8 @@ def _consume(
             scores = warpgroup_mma_wait(1, deps=[scores])
             new_row_max = gl.maximum(row_max, gl.max(scores, axis=1))
             base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max) * to_exponent
-            alpha = gl.exp2(row_max * to_exponent - base)
-            exponents = gl.exp2(scores * to_exponent - base[:, None])
+            alpha = gl.exp2(gl.fma(row_max, to_exponent, -base))
+            exponents = gl.exp2(gl.fma(scores, to_exponent, -base[:, None]))
             row_sum = row_sum * alpha + gl.sum(exponents, axis=1)
             row_max = new_row_max
             n += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import triton
-from compiled import compile_in_subprocess
+from compiled import FUSIBLE, compile_in_subprocess
 from slow import slow_but
 
 SCRIPT = """
@@ -160,6 +160,8 @@ def faults(kernel: dict, per_sm: int, variant: Variant) -> list[str]:
             found.append("does not run beside the launch before, or ends before it")
         elif not follows and not wait < release < load:
             found.append("loads before the launch before is done")
+    if FUSIBLE.search(ptx):
+        found.append("products and sums that ptxas may fuse or not")
     if name == "_combine_kernel" and not -1 < ptx.find("griddepcontrol.wait") < ptx.find("ld.global.cg"):
         found.append("loads states before the launch before is done")
     return [f"{name}: {fault}" for fault in found]

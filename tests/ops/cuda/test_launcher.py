@@ -166,7 +166,7 @@ def test_a_second_launch_runs_what_the_first_compiled() -> None:
     launch(x, (tiles, y))
     launch(other, (y, z))
     launch(x, (tiles, y))
-    given = {"n": (5, 1), "scale": 0.5, "BLOCK": 16, "FLAG": True, "num_warps": 4}
+    given = {"n": (5, 1), "scale": 0.5, "BLOCK": 16, "FLAG": True, "num_warps": 4, "enable_fp_fusion": False}
     assert kernel.launches[0] == ("first", (7,), (x, (tiles, y)), given)
     assert kernel.launches[1:] == [
         ("again", (7, 1, 1), (other.data_ptr(), (y.data_ptr(), z.data_ptr()), (5, 1), 0.5, 16, True)),
@@ -200,7 +200,7 @@ def test_the_interpreter_is_given_tensors_each_time() -> None:
     tensors = torch.zeros(3), torch.zeros(4)
     for _ in range(2):
         launch(*tensors)
-    assert kernel.launches == [("first", (2, 3), tensors, given)] * 2
+    assert kernel.launches == [("first", (2, 3), tensors, {**given, "enable_fp_fusion": False})] * 2
 
 
 @pytest.mark.parametrize(

@@ -98,4 +98,4 @@ def test_a_launch_outside_runs() -> None:
     one = Launch(Runs(), (2,), {}, n=3)
     x = torch.ones(2)
     one(x, x)
-    assert ran == [((x, x), {"n": 3})]
+    assert ran == [((x, x), {"n": 3, "enable_fp_fusion": False})]

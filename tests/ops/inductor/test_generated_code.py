@@ -113,8 +113,9 @@ def test_layers_launch_the_same_kernels_in_the_same_memory() -> None:
         *("bits_kernel", "list_kernel", "decode_kernel", "combine_kernel", "decode_kernel", "combine_kernel")
     ]
     assert launches[2:4] == launches[4:6], "a second definition of an equal kernel"
-    defined = re.findall(r"triton_meta=\{('launch_pdl': True)?.*?\n.*?(?=^def )\n?^def (\w+)\(", code, re.M | re.S)
-    pdl = {name for early, name in defined if early}
+    options = "'launch_pdl': True, 'enable_fp_fusion': False"
+    defined = re.findall(rf"triton_meta=\{{({options})?.*?\n.*?(?=^def )\n?^def (\w+)\(", code, re.M | re.S)
+    pdl = {name for given, name in defined if given}
     assert {"decode_kernel", "combine_kernel"} <= {re.sub(r"_\d+$", "", name) for name in pdl}
     allocated = [i for i, line in enumerate(code.splitlines()) if "empty_strided_cuda((" in line]
     second = next(

@@ -54,9 +54,10 @@ def test_a_name_that_moved_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     inner_compiler._register_lowerings.cache_clear()
 
 
-def test_programmatic_dependent_launch() -> None:
+def test_compile_options() -> None:
     """It is read from `triton_meta`, which `define_user_defined_triton_kernel` prints and `define_kernel` gets."""
     defines = inspect.getsource(PythonWrapperCodegen.define_user_defined_triton_kernel)
     assert "triton_meta={triton_meta!r}" in defines
     assert "self.define_kernel(" in defines
-    assert 'get("launch_pdl"' in inspect.getsource(triton_heuristics)
+    for option in ("launch_pdl", "enable_fp_fusion"):
+        assert f'"{option}"' in inspect.getsource(triton_heuristics)
