@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cpu.attend_used import attend_jointly, attend_used
-from tatten.ops.cpu.attention import kernel_of, mask_of_reach, merge_sinks, narrow_mask, upcast
-from tatten.ops.cpu.flash import attend_in_one_call
+from tatten.ops.cpu.attention import mask_of_reach, merge_sinks, narrow_mask, upcast
 from tatten.ops.cpu.used_keys import UsedKeys, used_by_rows, used_in_blocks
 from tatten.ops.layout import squeeze_broadcast
 from tatten.ops.library import block_mask, decode_kernel
@@ -97,18 +96,16 @@ def _decode_attention(
         lens = torch.full((1,), kv_len) if kv_lens is None else kv_lens.to(torch.int64).clamp(0, kv_len)
         reach = mask_of_reach(lens, query.shape[2], kv_len, variant.window)
         attn_mask, block_mask = reach if attn_mask is None else narrow_mask(attn_mask, reach), None
-    capped = variant.softcap is not None
-    used = used_in_blocks(query, key, value, attn_mask, block_mask, LEAST_IN_PRODUCTS if capped or core_aten else 1)
+    in_products = core_aten or variant.softcap is not None
+    used = used_in_blocks(query, key, value, attn_mask, block_mask, LEAST_IN_PRODUCTS if in_products else 1)
     if upcasts:
         key = upcast(used.key, variant.key_scale, query.dtype)
         value = upcast(used.value, variant.value_scale, query.dtype)
         used = UsedKeys(key, value, used.mask, used.inside)
-    if core_aten and not capped:
-        out, lse = attend_jointly(query, [used], scale)
+    if in_products:
+        out, lse = attend_jointly(query, [used], scale, variant.softcap)
     else:
-        if capped:  # in plain PyTorch, which Inductor fuses with the fills
-            used = used.without_poison
-        out, lse = attend_used(query, used, scale, kernel_of(variant, upcasts=False, kernel=attend_in_one_call))
+        out, lse = attend_used(query, used, scale)
     if variant.sinks is not None:
         out, lse = merge_sinks(out, lse, variant.sinks)
     return out.to(dtype).contiguous(), lse.contiguous()
