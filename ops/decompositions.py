@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cpu.attend_used import attend_jointly, attend_used
-from tatten.ops.cpu.attention import kernel_of, mask_of_reach, merge_sinks, narrow_mask, upcast
-from tatten.ops.cpu.flash import attend_in_one_call
+from tatten.ops.cpu.attention import mask_of_reach, merge_sinks, narrow_mask, upcast
 from tatten.ops.cpu.used_keys import UsedKeys, used_by_rows, used_in_blocks
 from tatten.ops.layout import squeeze_broadcast
 from tatten.ops.library import block_mask, decode_kernel
@@ -23,7 +22,7 @@ from tatten.ops.variant import AttentionVariant
 LEAST_IN_PRODUCTS = 2
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
     """Return the decompositions of tatten's ops into aten on a CPU, for `ExportedProgram.run_decompositions`.
 
     The program is left without tatten's ops, so that it runs where tatten cannot be imported: packaged by AOTInductor,
@@ -31,8 +30,12 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     whatever the machine that made it. Ops on other devices than the CPU stay. Lengths and rows out of range are not
     errors as in eager mode: they are clamped.
 
+    Args:
+        core_aten: decompose without PyTorch's flash kernel, which isn't in core ATen, and whose lse PyTorch's own
+            decomposition of it loses. For compilers that take core ATen, such as ExecuTorch.
+
     Returns:
-        A table that holds tatten's ops alone: `torch.export.default_decompositions()` can be updated with it.
+        A table that holds tatten's ops alone: with `core_aten`, update `torch.export.default_decompositions()` with it.
 
     Examples:
         >>> import torch, tatten
@@ -49,8 +52,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """
     ops = torch.ops.tatten
     found: dict[Any, Callable[..., Any]] = {
-        ops.decode_attention.default: decode_kernel(_decode_attention),
-        ops.bifurcated_attention.default: _bifurcated_attention,
+        ops.decode_attention.default: decode_kernel(functools.partial(_decode_attention, core_aten=core_aten)),
+        ops.bifurcated_attention.default: functools.partial(_bifurcated_attention, core_aten=core_aten),
         ops.merge_states.default: merge,
         ops.merge_state.default: _merge_state,
         ops.row_groups.default: _row_groups,
@@ -79,6 +82,8 @@ def _decode_attention(
     block_mask: Tensor | None,
     variant: AttentionVariant,
     provider: str,
+    *,
+    core_aten: bool,
 ) -> State:
     dtype, kv_len = query.dtype, key.shape[2]
     scale = query.shape[3] ** -0.5 if scale is None else scale
@@ -91,15 +96,16 @@ def _decode_attention(
         lens = torch.full((1,), kv_len) if kv_lens is None else kv_lens.to(torch.int64).clamp(0, kv_len)
         reach = mask_of_reach(lens, query.shape[2], kv_len, variant.window)
         attn_mask, block_mask = reach if attn_mask is None else narrow_mask(attn_mask, reach), None
-    capped = variant.softcap is not None
-    used = used_in_blocks(query, key, value, attn_mask, block_mask, LEAST_IN_PRODUCTS if capped else 1)
+    in_products = core_aten or variant.softcap is not None
+    used = used_in_blocks(query, key, value, attn_mask, block_mask, LEAST_IN_PRODUCTS if in_products else 1)
     if upcasts:
         key = upcast(used.key, variant.key_scale, query.dtype)
         value = upcast(used.value, variant.value_scale, query.dtype)
         used = UsedKeys(key, value, used.mask, used.inside)
-    if capped:  # in plain PyTorch, which Inductor fuses with the fills
-        used = used.without_poison
-    out, lse = attend_used(query, used, scale, kernel_of(variant, upcasts=False, kernel=attend_in_one_call))
+    if in_products:
+        out, lse = attend_jointly(query, [used], scale, variant.softcap)
+    else:
+        out, lse = attend_used(query, used, scale)
     if variant.sinks is not None:
         out, lse = merge_sinks(out, lse, variant.sinks)
     return out.to(dtype).contiguous(), lse.contiguous()
@@ -113,10 +119,13 @@ def _bifurcated_attention(
     block_masks: Sequence[Tensor | None],
     scale: float | None = None,
     row_groups: Sequence[Tensor | None] | None = None,
+    *,
+    core_aten: bool,
 ) -> State:
     scale = query.shape[3] ** -0.5 if scale is None else scale
     rows = rows_of_segments(row_groups or [None] * len(keys), query, keys)
-    jointly = len(keys) > 1 and any(mask is not None and mask.dtype != torch.bool for mask in attn_masks)
+    additive = len(keys) > 1 and any(mask is not None and mask.dtype != torch.bool for mask in attn_masks)
+    jointly = core_aten or additive
     least = LEAST_IN_PRODUCTS if jointly else 1
     segments = [
         used_in_blocks(query, key, value, mask, block_mask, least)

@@ -122,11 +122,20 @@ def _is_dynamos(compiler: Compiler) -> bool:
 def _tensorrt(compiler: Compiler, options: dict[str, Any], gm: GraphModule, inputs: list[Tensor]) -> Compiled:
     """Call torch_tensorrt, which takes options but no mode.
 
-    Its plain trace refuses graphs that write to their inputs, as to a static cache, and then runs all of the graph
-    eagerly. The other trace, named after its first use, goes through AOTAutograd, which makes writes outputs.
+    Its plain trace copies the inputs, so that writes to them, as to a static cache, are lost. The other trace, named
+    after its first use, goes through AOTAutograd, which makes writes outputs.
+
+    Raises:
+        ValueError: `options` ask for the plain trace of a graph that writes.
     """
     if any(writes(node) for node in gm.graph.nodes):
         options = {"use_distributed_mode_trace": True, **options}
+        trace = options["use_distributed_mode_trace"]
+        if not trace:
+            raise ValueError(
+                "option `use_distributed_mode_trace` must be True or left out for a graph that writes to its inputs, "
+                f"as to a static cache, for torch_tensorrt would lose the writes, got {trace!r}"
+            )
     return compiler(gm, inputs, **({"options": options} if options else {}))
 
 

@@ -7,27 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tatten.ops.cpu.attention import Kernel
 from tatten.ops.cpu.flash import additive, attend_in_one_call, empty_state
 from tatten.ops.cpu.used_keys import UsedKeys
 from tatten.ops.layout import fold_sequences, pack_gqa, pack_mask, unfold_sequences
 from tatten.ops.states import NEG_INF, State, accumulator_dtype
 
 
-def attend_used(query: Tensor, used: UsedKeys, scale: float, kernel: Kernel = attend_in_one_call) -> State:
-    """The state of each sequence over the rows of a segment that serve aligned blocks of sequences.
-
-    `kernel` may hold no tensors: the branches of a conditional take theirs as operands.
-    """
+def attend_used(query: Tensor, used: UsedKeys, scale: float) -> State:
+    """The state of each sequence over the rows of a segment that serve aligned blocks of sequences."""
     kv_batch, kv_heads, value_dim = used.key.shape[0], used.key.shape[1], used.value.shape[3]
     folded = fold_sequences(query, kv_batch)
     q_rows, mask = pack_gqa(folded, kv_heads), _packed_mask(folded, used)
     if mask is not None:
-        out, lse = _attend_masked(q_rows, used, mask, scale, kernel)
+        out, lse = _attend_masked(q_rows, used, mask, scale)
     elif not _has_keys(used):
         out, lse = empty_state(q_rows, value_dim)
     else:
-        out, lse = kernel(q_rows, used.key, used.value, None, scale, False)
+        out, lse = attend_in_one_call(q_rows, used.key, used.value, None, scale, False)
     out, lse = out.reshape(*folded.shape[:3], value_dim), lse.reshape(folded.shape[:3])
     return unfold_sequences(out, query.shape[0]), unfold_sequences(lse, query.shape[0])
 
@@ -42,9 +38,9 @@ def _packed_mask(folded: Tensor, used: UsedKeys) -> Tensor | None:
     return additive(pack_mask(used.mask, folded.shape[1], used.key.shape[1], folded.shape[2]), folded.dtype)
 
 
-def _attend_masked(q_rows: Tensor, used: UsedKeys, mask: Tensor, scale: float, kernel: Kernel) -> State:
+def _attend_masked(q_rows: Tensor, used: UsedKeys, mask: Tensor, scale: float) -> State:
     def attend(q_rows: Tensor, mask: Tensor, key: Tensor, value: Tensor) -> State:
-        out, lse = kernel(q_rows, key, value, mask, scale, True)
+        out, lse = attend_in_one_call(q_rows, key, value, mask, scale, True)
         # What a query without any key is given may be NaN.
         return out.masked_fill((lse == NEG_INF).unsqueeze(-1), 0.0), lse
 
@@ -65,10 +61,11 @@ def _attend_masked(q_rows: Tensor, used: UsedKeys, mask: Tensor, scale: float, k
     return out, lse
 
 
-def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float) -> State:
+def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float, softcap: float | None = None) -> State:
     """The state over all segments with one maximum and one sum, in plain PyTorch.
 
-    For additive masks: beside a large bias the lse of a segment no longer tells how many keys it has.
+    For what PyTorch's kernel can't do, and for additive masks: beside a large bias the lse of a segment no longer tells
+    how many keys it has.
     """
     acc, batch = accumulator_dtype(query.dtype), query.shape[0]
     row_max = query.new_full((*query.shape[:3], 1), NEG_INF, dtype=acc)
@@ -77,6 +74,7 @@ def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float) ->
         folded = fold_sequences(query, used.key.shape[0])
         q_rows, mask = pack_gqa(folded, used.key.shape[1]), _packed_mask(folded, used)
         own = q_rows.to(acc) @ used.key.to(acc).transpose(2, 3) * scale
+        own = own if softcap is None else softcap * torch.tanh(own / softcap)
         own = own if mask is None else torch.where(mask == NEG_INF, NEG_INF, own + mask)
         scores.append(own)
         values.append(used.value.to(acc))

@@ -169,8 +169,9 @@ def _runs(spans: list[Span], batch: int) -> list[tuple[slice, Span]]:
     return runs
 
 
-def kernel_of(variant: AttentionVariant, upcasts: bool, kernel: Kernel = attend) -> Kernel:
-    """`kernel` with what a variant adds to it; `upcasts`: keys and values are in float8."""
+def kernel_of(variant: AttentionVariant, upcasts: bool) -> Kernel:
+    """`attend` with what a variant adds to it; `upcasts`: keys and values are in float8."""
+    kernel: Kernel = attend
     if variant.softcap is not None:
         kernel = functools.partial(_attend_capped, softcap=variant.softcap)
     if upcasts:

@@ -51,8 +51,13 @@ CASES = [
 class Decomposed(TorchDispatchMode):
     """Runs the decompositions in place of the ops."""
 
+    def __init__(self, core_aten: bool = False) -> None:
+        super().__init__()
+        self.core_aten = core_aten
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return tatten.decompositions().get(func, func)(*args, **(kwargs or {}))
+        assert not (self.core_aten and "flash" in str(func))
+        return tatten.decompositions(core_aten=self.core_aten).get(func, func)(*args, **(kwargs or {}))
 
 
 @st.composite
@@ -60,23 +65,25 @@ def calls(draw: st.DrawFn) -> Call:
     return draw_call(lambda options: draw(st.sampled_from(options)))
 
 
+@pytest.mark.parametrize("core_aten", [False, True])
 @pytest.mark.parametrize("case", slow_after(40, CASES), ids=str)
-def test_equals_float64(case: Case) -> None:
+def test_equals_float64(case: Case, core_aten: bool) -> None:
     inputs = case.inputs(poison=case.mask != "finfo_min")
-    with Decomposed():
+    with Decomposed(core_aten):
         out, lse = torch.ops.tatten.decode_attention(**inputs)
     assert_state(out, lse, inputs)
     assert out.is_contiguous()
     assert lse.is_contiguous()
 
 
+@pytest.mark.parametrize("core_aten", [False, True])
 @pytest.mark.parametrize("n", slow_but([30], [30, 300]))
-def test_random_calls(n: int) -> None:
+def test_random_calls(n: int, core_aten: bool) -> None:
     @settings(n)
     @given(calls())
     def test(call: Call) -> None:
         inputs = call.inputs()
-        with Decomposed():
+        with Decomposed(core_aten):
             out, lse = call.run(inputs)
         assert_within_bound(out, lse, together(inputs), call.most_parts)
 

@@ -357,14 +357,15 @@ def test_a_32_layer_graph_takes_less_than_50_ms() -> None:
             x = x + sdpa(x, keys, values, attn_mask=mask)
         return x
 
-    times = []
-    for _ in range(3):  # the best of three: the machine may be busy
+    took = float("inf")
+    for _ in range(3):  # one of three: the machine may be busy
         gm = capture(fn, q(), torch.rand(B, 1, 1, S) > 0.5, *(kv() for _ in range(64)))
         assert len(gm.graph.nodes) > 32 * 90
         start = time.thread_time()  # not process_time: idle OpenMP threads that spin count there
         report = rewrite(gm)
-        times.append(time.thread_time() - start)
-    took = min(times)
+        took = min(took, time.thread_time() - start)
+        if took < 0.05:
+            break
     assert sum(isinstance(x, Rewritten) for x in report.findings) == 32
     assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.tatten.block_mask.default)) == 1
     assert took < 0.05, f"{took * 1e3:.0f} ms"

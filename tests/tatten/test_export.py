@@ -322,6 +322,19 @@ def test_an_input_that_requires_grad() -> None:
     assert after is before
 
 
+def test_a_device_without_kernels() -> None:
+    before = exported(Attend(), tuple(x.to("meta") for x in attend_args()))
+    after, report = rewritten(before)
+    assert [x.decline.reason for x in report.declined] == [Reason.DEVICE]
+    assert "query, key and value are on meta" in str(report)
+    assert after is before
+
+
+def test_decomposed_first_there_is_no_sdpa() -> None:
+    _, report = rewritten(exported(Attend(), attend_args()).run_decompositions())
+    assert [x.decline.reason for x in report.declined] == [Reason.NO_SDPA]
+
+
 def test_parameters_that_require_grad() -> None:
     """They nearly always do, so the program is rewritten; to run it where gradients are wanted is an error."""
     before = export(Step(), step_args())

@@ -130,7 +130,7 @@ def test_reset_reaches_the_inner_backend(register: Callable[[str, Callable], Non
 
 
 def tensorrt(calls: Calls) -> Callable:
-    """Trace as torch_tensorrt does, to aten, and run that: its plain trace refuses writes, for which it has another."""
+    """Trace as torch_tensorrt does, to aten, and run that: its plain trace copies inputs, so that writes are lost."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import aot_export_joint_simple
 
@@ -139,7 +139,11 @@ def tensorrt(calls: Calls) -> Callable:
         settings = kwargs["options"] if set(kwargs) == {"options"} else kwargs
         if settings.get("use_distributed_mode_trace"):
             return aot_autograd(fw_compiler=lambda aten, _: aten.forward)(gm, example_inputs)
-        return aot_export_joint_simple(gm, example_inputs, trace_joint=False)
+
+        def with_copies(*args: Tensor) -> tuple[Tensor, ...]:
+            return tuple(gm(*(x.clone() for x in args)))
+
+        return aot_export_joint_simple(with_copies, example_inputs, trace_joint=False)
 
     return backend
 
@@ -161,10 +165,13 @@ def test_tensorrt_gets_options_alone(tensorrt_calls: Calls) -> None:
 
 
 def test_tensorrt_compiles_a_graph_that_writes_to_a_cache(tensorrt_calls: Calls) -> None:
-    """Its plain trace raises, which it would answer by running the whole graph eagerly."""
     check(attend_to_cache, options={"inner": "torch_tensorrt"})
-    torch._dynamo.reset()
-    options = {"inner": "torch_tensorrt", "use_distributed_mode_trace": False}  # the user's own word counts
+
+
+def test_tensorrt_would_lose_writes_in_its_plain_trace(tensorrt_calls: Calls) -> None:
+    options = {"inner": "torch_tensorrt", "use_distributed_mode_trace": False}
+    check(attend, options=options)  # which writes nothing
     fn = torch.compile(attend_to_cache, backend="tatten", options=options)
-    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="mutation"):
+    said = r"`use_distributed_mode_trace` must be True or left out .* got False"
+    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match=said):
         fn(*inputs())

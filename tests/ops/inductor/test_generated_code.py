@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -80,21 +81,46 @@ cases = {
     "wrong": (plain, [Q, ((2, 5, 64, 64), bf16), ((2, 5, 64, 64), bf16)]),
     "large": (plain, [((64, 32, 1, 128), bf16), *[((64, 8, 2048, 128), bf16)] * 2]),
 }
-case, lowered, options = map(json.loads, sys.argv[1:])
 said = []
 class Said(logging.Handler):
     def emit(self, record):
         said.append(record.getMessage())
 logging.getLogger("tatten").addHandler(Said())
 logging.getLogger("tatten").setLevel(logging.INFO)
-code = fake_h200.generated_code(*cases[case], **(with_lowerings(options) if lowered else options))
-print(json.dumps([code, said]))
+generated = []
+for case, lowered, options in json.loads(sys.argv[1]):
+    said.clear()
+    code = fake_h200.generated_code(*cases[case], **(with_lowerings(options) if lowered else options))
+    generated.append([code, [*said]])
+print(json.dumps(generated))
 """
 
+STAY_OPAQUE = [
+    ("plain", False, "[not_ours]"),
+    ("float64", True, "[not_recordable] NotRecordableError: calls aten"),
+    ("large", True, "[tma] 537 MB"),
+    ("prefix", True, "[not_recordable] NotRecordableError: launches the prefix kernel, which is in Gluon"),
+    ("provider", True, "[not_recordable] NotRecordableError: calls aten._scaled_dot_product_cudnn_attention"),
+    ("wrong", True, "[not_recordable] ValueError: `key` must be"),
+    ("symbolic rows", True, "[symbolic]"),
+    ("symbolic lengths", True, "[symbolic]"),
+]
+NATIVE = torch.__version__ >= "2.12"  # PyTorch 2.11 runs the Python code first, for which there is no GPU
+RUNS: list[tuple[str, bool, dict[str, bool]]] = [
+    *((case, True, {}) for case in ("two layers", "segments", "masked segments", "merge", "rows")),
+    *([("two layers", True, {"cpp_wrapper": True})] if NATIVE else []),
+    *((case, lowered, {}) for case, lowered, _ in STAY_OPAQUE),
+]
 
-def generate(case: str, lowered: bool = True, **options: object) -> tuple[str, list[str]]:
-    code, said = compile_in_subprocess(SCRIPT, case, lowered, options)
-    return code, said
+
+@functools.cache
+def generate_all() -> list[tuple[str, list[str]]]:
+    """All of it in one interpreter: most of the time is its imports."""
+    return compile_in_subprocess(SCRIPT, RUNS)  # type: ignore[no-any-return]
+
+
+def generate(case: str, lowered: bool = True, **options: bool) -> tuple[str, list[str]]:
+    return generate_all()[RUNS.index((case, lowered, options))]
 
 
 def test_layers_launch_the_same_kernels_in_the_same_memory() -> None:
@@ -143,7 +169,7 @@ def test_launches_of_a_call_stay_in_order_with_their_memory() -> None:
     assert not [line for line in between if not re.match(r"(?m)^ *(#.*|(raw_)?stream0 = .*|)$", line)]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch 2.11 runs the Python code first")
+@pytest.mark.skipif(not NATIVE, reason="PyTorch 2.11 runs the Python code first")
 def test_cpp_wrapper_launches_natively() -> None:
     code, said = generate("two layers", cpp_wrapper=True)
     assert not said
@@ -158,19 +184,7 @@ def test_other_ops(case: str, kernels: set[str]) -> None:
     assert set(re.findall(r"^ +(\w+)_kernel_\d+\.run\(", code, re.M)) == kernels
 
 
-@pytest.mark.parametrize(
-    "case, lowered, why",
-    [
-        ("plain", False, "[not_ours]"),
-        ("float64", True, "[not_recordable] NotRecordableError: calls aten"),
-        ("large", True, "[tma] 537 MB"),
-        ("prefix", True, "[not_recordable] NotRecordableError: launches the prefix kernel, which is in Gluon"),
-        ("provider", True, "[not_recordable] NotRecordableError: calls aten._scaled_dot_product_cudnn_attention"),
-        ("wrong", True, "[not_recordable] ValueError: `key` must be"),
-        ("symbolic rows", True, "[symbolic]"),
-        ("symbolic lengths", True, "[symbolic]"),
-    ],
-)
+@pytest.mark.parametrize("case, lowered, why", STAY_OPAQUE)
 def test_stays_opaque(case: str, lowered: bool, why: str) -> None:
     code, said = generate(case, lowered)
     assert "torch.ops.tatten." in re.sub(r"^#.*$", "", code, flags=re.M)
