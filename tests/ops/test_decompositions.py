@@ -166,6 +166,39 @@ def test_an_exported_program_reads_shared_rows(additive: bool) -> None:
     torch.testing.assert_close(got, Bifurcated()(query, keys, values, masks, rows))
 
 
+class OneStorage(torch.nn.Module):
+    """Attention whose keys and values, and maybe queries, are views of one tensor with 6 heads."""
+
+    def __init__(self, views: str) -> None:
+        super().__init__()
+        self.views = views
+
+    def forward(self, query: Tensor, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        if self.views == "key is value":
+            key = value = x
+        elif self.views == "value in key":
+            key, value = x, x[..., :8]
+        else:
+            key, value = x[:, :3], x[:, 3:]
+        if self.views == "one projection":
+            query, key, value = (part[:, :, -1:] if i == 0 else part for i, part in enumerate(x.split(2, dim=1)))
+        return tatten.decode_attention(query, key, value, attn_mask=mask, return_lse=True)
+
+
+@pytest.mark.parametrize("views", ["key is value", "value in key", "one buffer", "one projection"])
+def test_views_of_one_storage_decompose_twice(views: str) -> None:
+    """As packaging does: its check of torch.cond takes no two operands in one storage."""
+    torch.manual_seed(0)
+    query, x, module = torch.randn(3, 6, 1, 16), torch.randn(3, 6, 33, 16), OneStorage(views)
+    mask = torch.arange(33) >= torch.tensor([5, 0, 32])[:, None, None, None]
+    x = x.masked_fill(~mask.transpose(2, 3), float("nan"))
+    once = decomposed(module, torch.ones_like(query), torch.ones_like(x), torch.ones_like(mask))
+    expected = module(query, x, mask)
+    assert not any(state.isnan().any() for state in expected)
+    for program in (once, once.run_decompositions({})):
+        torch.testing.assert_close(program.module()(query, x, mask), expected)
+
+
 class Merge(torch.nn.Module):
     def forward(self, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
         stack = torch.ops.tatten.merge_states(out, lse)
