@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all fuzz mutants lint docs bench bench-verify plots clean
+.PHONY: demo test test-all fuzz mutants lint docs bench bench-latent bench-verify plots clean
 
 $(VENV)/installed: pyproject.toml
 	@echo "making $(VENV): PyTorch and transformers, about a minute"
@@ -59,6 +59,9 @@ docs: $(VENV)/installed-docs
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/static_cache.py $(ARGS)
+
+bench-latent: $(VENV)/installed
+	$(BIN)/python benchmarks/latent.py --section step $(ARGS)
 
 # The pictures in docs/img and the tables of docs/benchmarks.md, from benchmarks/results.
 plots: $(VENV)/installed-test

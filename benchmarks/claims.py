@@ -405,6 +405,14 @@ CLAIMS = [
         within=0.1,
     ),
     Claim(
+        "latent attention on a CPU against Inductor",
+        "latent_cpu",
+        2,
+        least(lambda r: r["faster"]),
+        "at least 8 times as fast",
+        at_least=8,
+    ),
+    Claim(
         "shared prefix on a CPU against Inductor",
         "shared_prefix_cpu",
         8,

@@ -1,6 +1,6 @@
 """Record the figures of docs/benchmarks.md: each benchmark in turn, each with a time limit, into one folder of JSON.
 
-    python benchmarks/record.py one                   # all that one GPU measures, in at most 14 minutes
+    python benchmarks/record.py one                   # all that one GPU measures, in at most 20 minutes
     python benchmarks/record.py two                   # what two GPUs measure, in at most 7 minutes
     python benchmarks/record.py eight                 # the merge on the eight GPUs of a node, in at most 2 minutes
     python benchmarks/record.py cpu                   # what is said of a CPU; about 15 minutes of an idle machine
@@ -77,6 +77,10 @@ STEPS = {
             5,
             "prefix_trees.py --section pat fasttree --rounds 1",
         ),
+        Step("latent_kernel", "latent.py --device cuda --section kernel", 2, "latent.py --section kernel --rounds 1"),
+        Step("latent_step", "latent.py --device cuda --section step", 4),
+        Step("latent_generate", "latent.py --device cuda --section generate", 4, "latent.py --section generate"),
+        Step("latent_rounding", "latent.py --device cuda --section rounding", 1, "latent.py --section rounding"),
         Step("decode_grid", "decode.py --device cuda --section grid", 4, "decode.py --section grid --rounds 1"),
     ],
     "two": [
@@ -127,10 +131,11 @@ STEPS = {
             12,
             "shared_prefix.py --rows 16 17 --rounds 1",
         ),
+        Step("latent_cpu", "latent.py --section step", 8, "latent.py --section step --rounds 1"),
         Step("aoti", "aoti.py", 8, "aoti.py --rows 1 --repeats 1"),
     ],
 }
-MINUTES = {"one": 14.0, "two": 7.0, "eight": 2.0, "cpu": 32.0}
+MINUTES = {"one": 20.0, "two": 7.0, "eight": 2.0, "cpu": 40.0}
 
 
 def line(step: Step, quick: bool, path: Path) -> list[str]:

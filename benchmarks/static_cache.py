@@ -10,16 +10,14 @@ each used key and value once, at the best rate of a plain read or copy in the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 from support import results
 from support.command_line import arguments, machine
-from support.timing import as_graph, in_turns, read_rate, seconds
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
-
-import tatten
+from support.static_step import measure_step, weight_bytes
+from support.timing import read_rate
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 @dataclass(frozen=True)
@@ -79,59 +77,12 @@ def build(row: Row, device: str) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(getattr(torch, row.dtype)).eval().requires_grad_(False)
 
 
-def decode_step(model: LlamaForCausalLM, row: Row, backend: str | None, device: str) -> Callable[[], torch.Tensor]:
-    """A function that decodes one token at position `used` and returns the logits; in eager mode without a backend."""
-    generator = torch.Generator(device).manual_seed(1)
-    cache = StaticCache(model.config, max_cache_len=row.max_cache_len)
-    token = torch.arange(1, row.batch + 1, device=device).unsqueeze(1)
-    model(token, past_key_values=cache)  # allocates the cache
-    for layer in cache.layers:
-        for x in (layer.keys, layer.values):
-            x.copy_(torch.randn(x.shape, generator=generator, device=device, dtype=getattr(torch, row.dtype)))
-    slots = torch.arange(row.max_cache_len, device=device)
-    padding = 4 * torch.arange(row.batch, device=device) * row.padded
-    mask = ((slots < row.used) & (slots >= padding[:, None]))[:, None, None].contiguous()
-    position = torch.full((row.batch, 1), row.used - 1, device=device)
-    # Compiled for this row alone: another cache length would otherwise mark sizes dynamic.
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend, dynamic=False) if backend else model
-
-    def step() -> torch.Tensor:
-        for layer in cache.layers:
-            layer.cumulative_length.fill_(row.used - 1)
-        return compiled(token, position_ids=position, attention_mask=mask, past_key_values=cache).logits
-
-    for _ in range(3):
-        step()
-    if device == "cpu" or backend is None:
-        return step
-    return as_graph(step)
-
-
 def measure(row: Row, device: str, rate: float, repeats: int) -> dict[str, float]:
     model = build(row, device)
-    weights = sum(p.nbytes for p in model.parameters())
-    if not model.config.tie_word_embeddings:
-        weights -= model.model.embed_tokens.weight.nbytes  # of which a step reads a row per sequence
-    with torch.no_grad():
-        with tatten.recording() as report:
-            ours = decode_step(model, row, "tatten", device)
-        theirs = decode_step(model, row, "inductor", device)
-        logits = {"tatten": ours().float(), "inductor": theirs().float()}
-        took = in_turns({"tatten": ours, "inductor": theirs}, repeats, lambda _, step: seconds(step, device))
-        # Both are held to the same model, weights and cache in float32 and eager mode.
-        exact = decode_step(model.float(), row, None, device)()
-        errors = {name: ((x - exact).norm() / exact.norm()).item() for name, x in logits.items()}
+    weights = weight_bytes(model)
     kv = 2 * 8 * row.batch * row.kv_heads * row.used * row.head_dim * getattr(torch, row.dtype).itemsize
-    return {
-        **asdict(row),
-        "rewritten": len(report.rewritten),
-        "tatten_error": errors["tatten"],
-        "inductor_error": errors["inductor"],
-        "tatten_ms": took["tatten"] * 1e3,
-        "inductor_ms": took["inductor"] * 1e3,
-        "floor_ms": (weights + kv) / rate * 1e3,
-    }
+    floor = {"floor_ms": (weights + kv) / rate * 1e3}
+    return asdict(row) | measure_step(model, row, device, repeats) | floor
 
 
 def main() -> None:

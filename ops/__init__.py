@@ -3,6 +3,7 @@
 from tatten.ops.api import bifurcated_attention, block_mask, decode_attention
 from tatten.ops.decompositions import decompositions
 from tatten.ops.distributed.tree_merge import tree_merge
+from tatten.ops.latent import latent_attention
 from tatten.ops.masks import BlockMask
 from tatten.ops.merge import merge_state, merge_states
 
@@ -12,6 +13,7 @@ __all__ = [
     "block_mask",
     "decode_attention",
     "decompositions",
+    "latent_attention",
     "merge_state",
     "merge_states",
     "tree_merge",

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tatten.ops.cpu.attend_used import attend_jointly, attend_used
 from tatten.ops.cpu.attention import mask_of_reach, merge_sinks, narrow_mask, upcast
+from tatten.ops.cpu.latent import query_and_rope
 from tatten.ops.cpu.used_keys import UsedKeys, used_by_rows, used_in_blocks
 from tatten.ops.layout import squeeze_broadcast
-from tatten.ops.library import block_mask, decode_kernel
+from tatten.ops.library import block_mask, decode_kernel, latent_kernel
 from tatten.ops.row_groups import group_size, row_groups_reference, rows_of_segments
 from tatten.ops.states import State, accumulator_dtype, combine_partials, merge
 from tatten.ops.variant import AttentionVariant
@@ -53,6 +54,7 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
     ops = torch.ops.tatten
     found: dict[Any, Callable[..., Any]] = {
         ops.decode_attention.default: decode_kernel(functools.partial(_decode_attention, core_aten=core_aten)),
+        ops.latent_attention.default: latent_kernel(functools.partial(_latent_attention, core_aten=core_aten)),
         ops.bifurcated_attention.default: functools.partial(_bifurcated_attention, core_aten=core_aten),
         ops.merge_states.default: merge,
         ops.merge_state.default: _merge_state,
@@ -92,10 +94,7 @@ def _decode_attention(
         query = query.to(accumulator_dtype(dtype))
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = squeeze_broadcast(attn_mask).to(query.dtype)
-    if kv_lens is not None or variant.window is not None:
-        lens = torch.full((1,), kv_len) if kv_lens is None else kv_lens.to(torch.int64).clamp(0, kv_len)
-        reach = mask_of_reach(lens, query.shape[2], kv_len, variant.window)
-        attn_mask, block_mask = reach if attn_mask is None else narrow_mask(attn_mask, reach), None
+    attn_mask, block_mask = _within_reach(query, kv_len, attn_mask, kv_lens, block_mask, variant.window)
     in_products = core_aten or variant.softcap is not None
     used = used_in_blocks(query, key, value, attn_mask, block_mask, LEAST_IN_PRODUCTS if in_products else 1)
     if upcasts:
@@ -109,6 +108,54 @@ def _decode_attention(
     if variant.sinks is not None:
         out, lse = merge_sinks(out, lse, variant.sinks)
     return out.to(dtype).contiguous(), lse.contiguous()
+
+
+def _within_reach(
+    query: Tensor,
+    kv_len: int,
+    mask: Tensor | None,
+    kv_lens: Tensor | None,
+    block_mask: Tensor | None,
+    window: int | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The mask narrowed to lengths and window, and what was found in it, if that still holds."""
+    if kv_lens is None and window is None:
+        return mask, block_mask
+    lens = torch.full((1,), kv_len) if kv_lens is None else kv_lens.to(torch.int64).clamp(0, kv_len)
+    reach = mask_of_reach(lens, query.shape[2], kv_len, window)
+    return reach if mask is None else narrow_mask(mask, reach), None
+
+
+def _latent_attention(
+    query: Tensor,
+    query_rope: Tensor | None,
+    latent: Tensor,
+    key_rope: Tensor | None,
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    scale: float,
+    block_mask: Tensor | None,
+    variant: AttentionVariant,
+    out_dtype: torch.dtype,
+    *,
+    core_aten: bool,
+) -> State:
+    acc, in_products = accumulator_dtype(query.dtype), core_aten or variant.softcap is not None
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        attn_mask = squeeze_broadcast(attn_mask).to(acc)
+    query, key_rope = query_and_rope(query, query_rope, latent, key_rope)
+    attn_mask, block_mask = _within_reach(query, latent.shape[2], attn_mask, kv_lens, block_mask, variant.window)
+    used = used_in_blocks(query, latent, key_rope, attn_mask, block_mask, LEAST_IN_PRODUCTS if in_products else 1)
+    # A graph has no loop over as many blocks as the mask leaves: what is used of latents and their rope is joined.
+    keys = torch.cat((used.key, used.value), dim=3).to(acc)
+    used = UsedKeys(keys, used.key.to(acc), used.mask, used.inside)
+    if in_products:
+        out, lse = attend_jointly(query.to(acc), [used], scale, variant.softcap)
+    else:
+        out, lse = attend_used(query.to(acc), used, scale)
+    if variant.sinks is not None:
+        out, lse = merge_sinks(out, lse, variant.sinks)
+    return out.to(out_dtype).contiguous(), lse.contiguous()
 
 
 def _bifurcated_attention(

@@ -13,10 +13,14 @@ from torch import Tensor
 
 from tatten.ops.cpu import attention as cpu
 from tatten.ops.cpu.bifurcated import bifurcated_attention as bifurcated_on_cpu
+from tatten.ops.cpu.latent import latent_attention as latent_on_cpu
 from tatten.ops.cpu.rows import row_groups as row_groups_on_cpu
+from tatten.ops.cpu.without_autocast import without_autocast
 from tatten.ops.cuda import dispatch as cuda
+from tatten.ops.cuda.latent import latent_attention as latent_on_cuda
 from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
+from tatten.ops.latent_validation import check_latent_no_grad
 from tatten.ops.masks import block_list, key_spans, mask_of_rows, mask_rows
 from tatten.ops.sizes import ceil_div
 from tatten.ops.state_validation import check_state_pair
@@ -39,6 +43,21 @@ DecodeImplementation = Callable[
     ],
     State,
 ]
+LatentImplementation = Callable[
+    [
+        Tensor,  # query
+        Tensor | None,  # query_rope
+        Tensor,  # latent
+        Tensor | None,  # key_rope
+        Tensor | None,  # attn_mask
+        Tensor | None,  # kv_lens
+        float,  # scale
+        Tensor | None,  # block_mask
+        AttentionVariant,
+        torch.dtype,  # of out
+    ],
+    State,
+]
 
 _library = torch.library.Library("tatten", "DEF")
 
@@ -46,6 +65,12 @@ _library.define(
     "decode_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? kv_lens=None, "
     "float? scale=None, Tensor? block_mask=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
     'Tensor? key_scale=None, Tensor? value_scale=None, str provider="auto") -> (Tensor out, Tensor lse)',
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "latent_attention(Tensor query, Tensor? query_rope, Tensor latent, Tensor? key_rope, Tensor? attn_mask=None, "
+    "Tensor? kv_lens=None, *, float scale, Tensor? block_mask=None, int? window=None, float? softcap=None, "
+    "Tensor? sinks=None, ScalarType? out_dtype=None) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -102,6 +127,31 @@ def decode_kernel(implementation: DecodeImplementation) -> Kernel:
     return kernel
 
 
+def latent_kernel(implementation: LatentImplementation) -> Kernel:
+    """Adapt an implementation of `tatten::latent_attention` to its schema."""
+
+    def kernel(
+        query: Tensor,
+        query_rope: Tensor | None,
+        latent: Tensor,
+        key_rope: Tensor | None,
+        attn_mask: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        *,
+        scale: float,
+        block_mask: Tensor | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> State:
+        variant, out_dtype = AttentionVariant(window, softcap, sinks), out_dtype or query.dtype
+        latents = (query, query_rope, latent, key_rope)
+        return implementation(*latents, attn_mask, kv_lens, scale, block_mask, variant, out_dtype)
+
+    return kernel
+
+
 def _fake_decode_attention(
     query: Tensor,
     key: Tensor,
@@ -117,12 +167,31 @@ def _fake_decode_attention(
     return _fake_state(query, value)
 
 
-def _fake_state(query: Tensor, value: Tensor) -> State:
+def _fake_latent_attention(
+    query: Tensor,
+    query_rope: Tensor | None,
+    latent: Tensor,
+    key_rope: Tensor | None,
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    scale: float,
+    block_mask: Tensor | None,
+    variant: AttentionVariant,
+    out_dtype: torch.dtype,
+) -> State:
+    check_latent_no_grad(query, query_rope, latent, key_rope, attn_mask, variant)
+    return _fake_state(query, latent, out_dtype)
+
+
+def _fake_state(query: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> State:
     shape = query.shape[:3]
-    return query.new_empty((*shape, value.shape[3])), query.new_empty(shape, dtype=accumulator_dtype(query.dtype))
+    return query.new_empty((*shape, value.shape[3]), dtype=dtype), query.new_empty(
+        shape, dtype=accumulator_dtype(query.dtype)
+    )
 
 
 torch.library.register_fake("tatten::decode_attention", decode_kernel(_fake_decode_attention), lib=_library)
+torch.library.register_fake("tatten::latent_attention", latent_kernel(_fake_latent_attention), lib=_library)
 
 
 @torch.library.register_fake("tatten::bifurcated_attention", lib=_library)
@@ -202,6 +271,7 @@ _KERNELS: dict[str, dict[str, Kernel]] = {
         "CPU": decode_kernel(cpu.decode_attention),
         "CUDA": decode_kernel(cuda.decode_attention),
     },
+    "latent_attention": {"CPU": latent_kernel(latent_on_cpu), "CUDA": latent_kernel(latent_on_cuda)},
     "bifurcated_attention": {"CPU": bifurcated_on_cpu, "CUDA": cuda.bifurcated_attention},
     "merge_states": {"CPU": cpu.merge_states, "CUDA": cuda.merge_states},
     "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},
@@ -212,12 +282,13 @@ _KERNELS: dict[str, dict[str, Kernel]] = {
 def cuda_implementations() -> dict[Any, Kernel]:
     """The ops that launch kernels on a GPU without waiting for other GPUs, and their implementations."""
     own: dict[str, Kernel] = {"row_groups": cuda.row_groups, "block_list": cuda.block_list}
-    own |= {name: _KERNELS[name]["CUDA"] for name in ("decode_attention", "bifurcated_attention", "merge_states")}
+    attention = "decode_attention", "latent_attention", "bifurcated_attention"
+    own |= {name: _KERNELS[name]["CUDA"] for name in (*attention, "merge_states")}
     return {getattr(torch.ops.tatten, name).default: kernel for name, kernel in own.items()}
 
 
 for _name, _kernels in _KERNELS.items():
     for _device, _kernel in _kernels.items():
-        _library.impl(_name, _kernel, _device)
+        _library.impl(_name, without_autocast(_kernel) if _device == "CPU" else _kernel, _device)
     # Implementations raise if gradients are required. PyTorch's own fallback aliases each output first (10 us, cold).
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

@@ -109,8 +109,10 @@ class BlockList(BlockMask):
         return self.data[:, 1:, 1]
 
 
-def data_of(block_mask: object, attn_mask: Tensor | None, key: Tensor, segment: int | None = None) -> Tensor:
-    """Return the tensor of a user's `BlockMask`; raise unless it can belong to `attn_mask` and `key`."""
+def data_of(
+    block_mask: object, attn_mask: Tensor | None, key: Tensor, segment: int | None = None, name: str = "key"
+) -> Tensor:
+    """Return the tensor of a user's `BlockMask`; raise unless it can belong to `attn_mask` and `key`, called `name`."""
     end = "" if segment is None else f"s[{segment}]"
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"`block_mask{end}` must be what tatten.block_mask returns, got {type(block_mask).__name__}")
@@ -122,10 +124,10 @@ def data_of(block_mask: object, attn_mask: Tensor | None, key: Tensor, segment: 
         kv_batch, kv_length = key.shape[0], key.shape[2]
         rows, expected_rows = block_mask.data.shape[0], mask_rows(attn_mask, kv_batch)
         if block_mask.data.device != key.device:
-            wanted = f"on the device of `key{end}`, {key.device}"
+            wanted = f"on the device of `{name}{end}`, {key.device}"
             raise ValueError(f"`block_mask{end}` must be {wanted}, got {block_mask.data.device}")
         if block_mask.kv_length != kv_length:
-            wanted = f"over the {kv_length} keys of `key{end}`"
+            wanted = f"over the {kv_length} keys of `{name}{end}`"
             raise ValueError(f"`block_mask{end}` must be {wanted}, got one over {block_mask.kv_length}")
         if rows != expected_rows:
             wanted = f"that of `attn_mask{end}` for `kv_batch={kv_batch}`, of {expected_rows} rows"

@@ -70,6 +70,24 @@ def decode_attention_reference(
     return out, (row_max + torch.log(row_sum)).squeeze(-1)
 
 
+def latent_attention_reference(
+    query: Tensor,
+    query_rope: Tensor | None,
+    latent: Tensor,
+    key_rope: Tensor | None,
+    attn_mask: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    *,
+    scale: float,
+    variant: AttentionVariant = PLAIN,
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of `tatten::latent_attention`, both float64: the key of all heads begins with their value."""
+    key = latent if key_rope is None else torch.cat((latent, key_rope), dim=3)
+    query = query if query_rope is None else torch.cat((query, query_rope), dim=3)
+    key, latent = (x.repeat_interleave(query.shape[0] // x.shape[0], dim=0) for x in (key, latent))
+    return decode_attention_reference(query, key, latent, attn_mask, kv_lens, scale, variant)
+
+
 def bifurcated_attention_reference(
     query: Tensor,
     keys: Sequence[Tensor],

@@ -88,17 +88,24 @@ def check_decode_attention(
     Reads no data, so that no device is synchronised, unlike `check_kv_lens`. Devices are left to `check_devices`.
     """
     check_decode_no_grad(query, key, value, attn_mask, variant)
-    window, softcap, sinks, key_scale, value_scale = variant
-    _check_query(query)
+    check_query(query)
     batch, head_dim = query.shape[0], query.shape[3]
     if key.dim() == 4 and key.shape[0] != batch:
         raise ValueError(f"`key` must be [{batch}, kv_heads, kv_length, {head_dim}], got shape {tuple(key.shape)}")
     _check_key_value(query, key, value, "key", "value", (query.dtype, torch.float8_e4m3fn))
-    for name, factors in (("key_scale", key_scale), ("value_scale", value_scale)):
+    for name, factors in (("key_scale", variant.key_scale), ("value_scale", variant.value_scale)):
         if factors is not None:
             _check_kv_scale(factors, key, name)
+    check_softmax(query, key.shape[2], attn_mask, kv_lens, variant)
+
+
+def check_softmax(
+    query: Tensor, kv_len: int, attn_mask: Tensor | None, kv_lens: Tensor | None, variant: AttentionVariant
+) -> None:
+    """Raise unless what narrows or changes the softmax fits queries over `kv_len` keys."""
+    batch, (window, softcap, sinks, *_) = query.shape[0], variant
     if attn_mask is not None:
-        check_mask(attn_mask, query, (*query.shape[:3], key.shape[2]))
+        check_mask(attn_mask, query, (*query.shape[:3], kv_len))
     if kv_lens is not None:
         if kv_lens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"`kv_lens` must be int32 or int64, got {kv_lens.dtype}")
@@ -118,7 +125,7 @@ def check_decode_attention(
             )
 
 
-def _check_query(query: Tensor) -> None:
+def check_query(query: Tensor) -> None:
     if query.dtype not in FLOAT_DTYPES:
         raise TypeError(f"`query` must be float16, bfloat16, float32 or float64, got {query.dtype}")
     if query.dim() != 4:
@@ -183,7 +190,7 @@ def check_bifurcated_attention(
     check_segments(keys, values=values, attn_masks=attn_masks, block_masks=block_masks, row_groups=row_groups)
     if not keys:
         raise ValueError("`keys` must hold at least one segment, got none")
-    _check_query(query)
+    check_query(query)
     batch, q_heads, q_len, _ = query.shape
     check_segments_no_grad(query, keys, values, attn_masks)
     for i, (key, value, mask) in enumerate(zip(keys, values, attn_masks, strict=True)):
@@ -211,7 +218,7 @@ def check_bifurcated_attention(
 
 def check_rows_fit(rows: Tensor, query: Tensor, key: Tensor, segment: int) -> None:
     """Raise unless `rows` can say which row of `key`, that of a segment, each sequence of `query` reads."""
-    _check_query(query)
+    check_query(query)
     shape, name = tuple(key.shape), f"rows[{segment}]"
     if len(shape) != 4 or shape[0] == 0:
         wanted = "[batch, heads, length, head_dim] with a batch of at least 1"
@@ -282,10 +289,10 @@ def check_mask_alone(attn_mask: Tensor, kv_batch: int | None, rows: Tensor | Non
         raise ValueError(f"`kv_batch` must be {wanted}, got {kv_batch}")
 
 
-def check_kv_lens(kv_lens: Tensor, kv_len: int) -> list[int]:
+def check_kv_lens(kv_lens: Tensor, kv_len: int, name: str = "key") -> list[int]:
     """Return the lengths as a list; raise ValueError unless each lies in [0, kv_len]. Reads the tensor: CPU only."""
     lens: list[int] = kv_lens.tolist()
     for n in lens:
         if not 0 <= n <= kv_len:
-            raise ValueError(f"`kv_lens` must lie between 0 and `key`'s length {kv_len}, got {n}")
+            raise ValueError(f"`kv_lens` must lie between 0 and `{name}`'s length {kv_len}, got {n}")
     return lens

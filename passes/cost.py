@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,13 +16,14 @@ from tatten.passes.symbolic import bytes_of, hint, same_storage, tensor_of
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a device, as `benchmarks/shared_prefix.py --calibrate` measures them."""
+    """Rates of a device: of bytes and segments as `benchmarks/shared_prefix.py --calibrate` fits them."""
 
     bytes_per_us: float  # of keys and values that SDPA moves
     segment_us: float  # beyond SDPA's own time, for each segment: calls, a kernel, its share of the merge
+    flops_per_us: float = math.inf  # of large products, in the low precision that the device is fastest in
 
 
-RATES = {"cpu": Rates(44e3, 97.0), "cuda": Rates(4.7e6, 1.3)}
+RATES = {"cpu": Rates(44e3, 97.0, 1e5), "cuda": Rates(4.7e6, 1.3, 8e8)}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tatten.passes.cost import Cost
+from tatten.passes.latent_cost import LatentCost
 from tatten.passes.reasons import Decline
 from tatten.passes.source_location import SourceLocation
 
@@ -25,7 +26,7 @@ class Rewritten:
     location: SourceLocation
     op: str
     shapes: str
-    cost: Cost | None
+    cost: Cost | LatentCost | None
     note: str = ""
     provider: str = ""
 

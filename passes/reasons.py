@@ -54,6 +54,13 @@ class Reason(str, Enum):
         "written_between",
         "repeat, expand and concatenate after the cache is written, not before; don't reshape it in place",
     )
+    PROJECTION = (
+        "projection",
+        "expand latents by one nn.Linear without bias whose weight is a parameter as it is: merge LoRA into it "
+        "(merge_and_unload of PEFT), and leave it unquantised",
+    )
+    EXPANDED = "expanded", "cache the latents, not the keys and values that are expanded from them"
+    LATENT_SMALL = "latent_small", "nothing: with so little to expand, attending to latents would cost more"
     NO_GAIN = "no_gain", "nothing: SDPA already reads each key and value once"
     NO_SDPA = (
         "no_sdpa",

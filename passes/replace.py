@@ -15,10 +15,10 @@ from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import hint, known_equal, known_shape, tensor_of
 
 
-def insert_op(call: SdpaCall, op: OpOverload, args: tuple[Any, ...]) -> Node:
+def insert_op(call: SdpaCall, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
     """Insert a call of `op`, which returns a state, before SDPA."""
     with call.node.graph.inserting_before(call.node):
-        state = call.node.graph.call_function(op, args)
+        state = call.node.graph.call_function(op, args, kwargs)
     state.meta.update({k: v for k, v in call.node.meta.items() if k != "example_value"})
     return state
 

@@ -11,10 +11,12 @@ from torch.fx import GraphModule, Node
 from tatten.ops.cuda.providers import borrowed_table, choose_provider, replaced_flash
 from tatten.ops.cuda.workload import Workload, needs_of
 from tatten.ops.variant import PLAIN
+from tatten.passes.absorb import apply_latents
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
 from tatten.passes.findings import Declined, GraphReport, Rewritten
+from tatten.passes.latents import LatentMatch, match_latents
 from tatten.passes.masks import Masks
 from tatten.passes.mutation import mover_of, movers
 from tatten.passes.other_attention import find_other_attention
@@ -60,10 +62,18 @@ def _rewrite_call(
     given = find_sharded(call) or PlainCall(call)
     if isinstance(given, Decline):
         return _declined(call, given)
-    found = _find(given, max_q_len, moving, may_guard)
+    decline = given.check() or check_call(call, max_q_len) or _check_movers(call, moving)
+    if decline is not None:
+        return _declined(call, decline)
+    latents = match_latents(given.seen())
+    if isinstance(latents, LatentMatch):
+        return _absorb(latents, masks)
+    found = _find(given, may_guard)
     if isinstance(found, Decline):
-        return _declined(call, found)
+        return _declined(call, latents or found)
     match, note = found
+    if latents is not None:
+        note = "; ".join(filter(None, (f"not absorbed [{latents.reason.value}]: {latents.detail}", note)))
     location, shapes = source_location(call.node), _shapes(call, *(_bases(x) for x in (match.keys, match.values)))
     cost, doubt = (match.cost, match.doubt) if given.weighs(match) else (None, "")
     match = given.insert(match, masks)
@@ -75,18 +85,30 @@ def _rewrite_call(
     )
 
 
-def _find(
-    given: PlainCall, max_q_len: int, moving: Sequence[Node], may_guard: bool
-) -> tuple[BifurcatedMatch | DecodeMatch, str] | Decline:
-    """Match one call without changing the graph. Returns the match and a note for the report, or why there is none."""
-    call = given.call
-    decline = given.check() or check_call(call, max_q_len)
-    if decline is not None:
-        return decline
+def _check_movers(call: SdpaCall, moving: Sequence[Node]) -> Decline | None:
+    """Return the reason why fake tensors may not tell what this call reads, or None."""
     mover = mover_of(call.node, moving)
-    if mover is not None:
-        return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
-    copied = ""
+    if mover is None:
+        return None
+    return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
+
+
+def _absorb(match: LatentMatch, masks: Masks) -> Rewritten:
+    """Change the graph as a match of latents says. The report is read off first: nodes may be erased."""
+    call, segments = match.call, match.parts
+    ropes = [x.rope for x in segments if x.rope is not None]
+    latents = [x.latent for x in segments]
+    named = [("q", call.query), *(("c", x) for x in _bases(latents)), *(("rope", x) for x in _bases(ropes))]
+    location, shapes = source_location(call.node), _show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
+    replace_call(call, apply_latents(match, masks), match.path)
+    made = "one projection" if match.keys.linear is match.values.linear else "two projections"
+    note = f"keys and values were expanded from latents by {made} for {match.keys.heads} heads"
+    return Rewritten(location, "tatten.latent_attention.default", shapes, match.cost, note)
+
+
+def _find(given: PlainCall, may_guard: bool) -> tuple[BifurcatedMatch | DecodeMatch, str] | Decline:
+    """Match one call without changing the graph. Returns the match and a note for the report, or why there is none."""
+    call, copied = given.call, ""
     keys, values = given.segments(call.key), given.segments(call.value)
     bifurcated = _match_segments(given, keys, values, may_guard)
     if isinstance(bifurcated, Decline) and any(x.rows for x in (*keys, *values)):
@@ -123,7 +145,10 @@ def _bases(stored: Iterable[Stored]) -> list[Node]:
 
 
 def _shapes(call: SdpaCall, keys: Iterable[Node], values: Iterable[Node]) -> str:
-    named = [("q", call.query), *(("k", x) for x in keys), *(("v", x) for x in values), ("mask", call.attn_mask)]
+    return _show([("q", call.query), *(("k", x) for x in keys), *(("v", x) for x in values), ("mask", call.attn_mask)])
+
+
+def _show(named: Iterable[tuple[str, object]]) -> str:
     tensors = [(name, tensor) for name, node in named if (tensor := tensor_of(node)) is not None]
     return " ".join(f"{name} {str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors)
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from tatten.passes import Declined, GraphReport, Rewritten
+from tatten.passes.cost import Cost
+from tatten.passes.latent_cost import LatentCost
 from tatten.passes.reasons import OTHER_ATTENTION
 
 log = logging.getLogger("tatten")
@@ -130,10 +132,7 @@ def _describe(group: list[Rewritten | Declined]) -> Iterator[str]:
         yield f"    with  {first.shapes}"
     if isinstance(first, Rewritten):
         if first.cost is not None:
-            cost = first.cost
-            yield f"    KV    {_size(cost.moved)} moved per step before, at most {_size(cost.read)} read now"
-            if cost.segments > 1:
-                yield f"    cost  {cost}"
+            yield from _costs(first.cost)
         if first.provider:
             yield f"    by    {first.provider}"
         if first.note:
@@ -141,6 +140,17 @@ def _describe(group: list[Rewritten | Declined]) -> Iterator[str]:
     else:
         yield f"    why   {first.decline.detail}"
         yield f"    helps {first.decline.reason.help}"
+
+
+def _costs(cost: Cost | LatentCost) -> Iterator[str]:
+    if isinstance(cost, LatentCost):
+        before, now = cost.expanded, cost.absorbed
+        yield f"    moved {_size(before.bytes)} per step before, at most {_size(now.bytes)} now"
+        yield f"    flops {before.flops:.3g} per step before, at most {now.flops:.3g} now"
+        return
+    yield f"    KV    {_size(cost.moved)} moved per step before, at most {_size(cost.read)} read now"
+    if cost.segments > 1:
+        yield f"    cost  {cost}"
 
 
 def _size(size: int) -> str:

@@ -35,8 +35,8 @@ def fa3_library() -> Path | None:
 
 
 @functools.cache
-def fa3() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """FlashAttention-3 on sequences of any lengths, one after the other."""
+def loaded_fa3() -> Callable[..., tuple[Tensor, ...]] | None:
+    """FlashAttention-3's own op."""
     path = fa3_library()
     if path is None or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return None
@@ -47,6 +47,14 @@ def fa3() -> Callable[..., tuple[Tensor, Tensor]] | None:
             torch.ops.load_library(library.name)
     else:
         torch.ops.load_library(str(path))
+    return torch.ops._vllm_fa3_C.fwd
+
+
+def fa3() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """FlashAttention-3 on sequences of any lengths, one after the other."""
+    forward = loaded_fa3()
+    if forward is None:
+        return None
 
     def attention(
         q: Tensor,
@@ -67,11 +75,36 @@ def fa3() -> Callable[..., tuple[Tensor, Tensor]] | None:
         """
         lengths = cu_q, cu_k, None, None, seqused_k, max_q, max_k, block_table
         window = False, -1, -1, 0.0, True  # causal, left, right, soft cap, interleaved rotary embedding
-        out, lse = torch.ops._vllm_fa3_C.fwd(
+        out, lse = forward(
             *(q, k, v, *[None] * 4, *lengths, *[None] * 8, q.shape[2] ** -0.5, *window),
             *(None, num_splits, None, 0, None, 1, 0, None),
         )[:2]
         return out, lse
+
+    return attention
+
+
+def fa3_latent() -> Callable[..., Tensor] | None:
+    """FlashAttention-3's latent attention, which takes the queries of latents as `q_v`."""
+    forward = loaded_fa3()
+    if forward is None:
+        return None
+
+    def attention(
+        query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, kv_lens: Tensor, scale: float
+    ) -> Tensor:
+        """`out` `[batch, heads, 1, rank]` of the arguments of `tatten.latent_attention`, which are contiguous.
+
+        `kv_lens` is int32; as many splits as FlashAttention-3 sees fit.
+        """
+        q, q_v, k, v = (x.view(len(x), x.shape[2], x.shape[1], -1) for x in (query_rope, query, key_rope, latent))
+        lengths = None, None, None, None, kv_lens, 1, latent.shape[2], None
+        window = False, -1, -1, 0.0, True  # causal, left, right, soft cap, interleaved rotary embedding
+        out: Tensor = forward(
+            *(q, k, v, None, None, q_v, None, *lengths, *[None] * 8, scale, *window),
+            *(None, 0, None, 0, None, 1, 0, None),
+        )[0]
+        return out.view(query.shape)
 
     return attention
 

@@ -94,6 +94,20 @@ MERGE = {
 TABLES = {
     "static_cache": Table("static_cache", STATIC_CACHE),
     "static_cache_cpu": Table("static_cache_cpu", STATIC_CACHE),
+    "latent_cpu": Table(
+        "latent_cpu",
+        {
+            "dtype": "dtype",
+            "batch": "batch",
+            "heads": "heads",
+            "cache": "max_cache_len",
+            "used": "used",
+            "Inductor ms": figure("inductor_ms", 0),
+            "tatten ms": figure("tatten_ms"),
+            "byte floor ms": figure("floor_ms"),
+            "times as fast": figure("faster"),
+        },
+    ),
     "decode_nine": Table("decode_nine", UNIFORM),
     "decode_ragged": Table(
         "decode_ragged",

@@ -11,6 +11,7 @@ from tatten.ops.cpu.flash import additive, attend_in_one_call, empty_state
 from tatten.ops.cpu.used_keys import UsedKeys
 from tatten.ops.layout import fold_sequences, pack_gqa, pack_mask, unfold_sequences
 from tatten.ops.states import NEG_INF, State, accumulator_dtype
+from tatten.ops.storage import same_storage
 
 
 def attend_used(query: Tensor, used: UsedKeys, scale: float) -> State:
@@ -39,26 +40,34 @@ def _packed_mask(folded: Tensor, used: UsedKeys) -> Tensor | None:
 
 
 def _attend_masked(q_rows: Tensor, used: UsedKeys, mask: Tensor, scale: float) -> State:
-    def attend(q_rows: Tensor, mask: Tensor, key: Tensor, value: Tensor) -> State:
+    def attend(key: Tensor, value: Tensor, q_rows: Tensor, mask: Tensor) -> State:
         out, lse = attend_in_one_call(q_rows, key, value, mask, scale, True)
         # What a query without any key is given may be NaN.
         return out.masked_fill((lse == NEG_INF).unsqueeze(-1), 0.0), lse
 
-    def again(q_rows: Tensor, mask: Tensor, key: Tensor, value: Tensor, inside: Tensor, *state: Tensor) -> State:
+    def again(key: Tensor, value: Tensor, q_rows: Tensor, mask: Tensor, inside: Tensor, *state: Tensor) -> State:
         clean = UsedKeys(key, value, inside=inside).without_poison
-        return attend(q_rows, mask, clean.key, clean.value)
+        return attend(clean.key, clean.value, q_rows, mask)
 
     def keep(*operands: Tensor) -> State:
         return operands[-2].clone(), operands[-1].clone()
 
-    out, lse = attend(q_rows, mask, used.key, used.value)
+    out, lse = attend(used.key, used.value, q_rows, mask)
     if used.inside is None or used.inside.shape[0] == 1:
         return out, lse
     # Where a row's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that. The operator, not
     # torch.cond: that has Dynamo trace the branches, which knows nothing of the sizes that were checked.
-    operands = (q_rows, mask, used.key, used.value, used.inside, out, lse)
+    # Keys come first: of a query from the same projection it is the query that is copied.
+    operands = _in_storages_of_their_own(used.key, used.value, q_rows, mask, used.inside, out, lse)
     out, lse = torch.ops.higher_order.cond(out.sum().isnan(), again, keep, operands)
     return out, lse
+
+
+def _in_storages_of_their_own(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Copy each tensor that shares memory with one before it: packaging takes no such operands of torch.cond."""
+    return tuple(
+        x.clone() if any(same_storage(x, before) for before in tensors[:i]) else x for i, x in enumerate(tensors)
+    )
 
 
 def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float, softcap: float | None = None) -> State:

@@ -40,17 +40,36 @@ def decode_attention(
 ) -> State:
     check_provider(provider, query.device)
     check_decode_attention(query, key, value, attn_mask, kv_lens, variant)
-    dtype, q_len, kv_len = query.dtype, query.shape[2], key.shape[2]
+    dtype, kv_len = query.dtype, key.shape[2]
     if block_mask is not None:
         check_block_mask(block_mask, key.shape[0], kv_len, key.device)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    if key.dtype != dtype:  # float8, for which PyTorch has no products on a CPU
+    upcasts = key.dtype != dtype
+    if upcasts:  # float8, for which PyTorch has no products on a CPU
         query = query.to(accumulator_dtype(dtype))
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = squeeze_broadcast(attn_mask).to(query.dtype)
-    mask, spans = attn_mask, None
-    if kv_lens is not None or variant.window is not None:
-        lens = [kv_len] if kv_lens is None else check_kv_lens(kv_lens, kv_len)
+    lens = None if kv_lens is None else check_kv_lens(kv_lens, kv_len)
+    kernel = kernel_of(variant, upcasts)
+    out, lse = attend_variant(query, key, value, attn_mask, lens, scale, block_mask, variant, kernel)
+    return out.to(dtype).contiguous(), lse.contiguous()
+
+
+def attend_variant(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    lens: list[int] | None,
+    scale: float,
+    block_mask: Tensor | None,
+    variant: AttentionVariant,
+    kernel: Kernel,
+) -> State:
+    """The state over the sinks and the keys that mask, lengths and window leave; `kernel` computes that of keys."""
+    q_len, kv_len, spans = query.shape[2], key.shape[2], None
+    if lens is not None or variant.window is not None:
+        lens = [kv_len] if lens is None else lens
         if variant.window is not None:  # keys before every window are left out before anything is computed for them
             first = max(0, min(lens) - q_len - variant.window + 1)
             key, value = key[:, :, first:], value[:, :, first:]
@@ -63,10 +82,8 @@ def decode_attention(
         mask = reach
     elif mask is not None:
         spans = spans_of(mask, kv_len, block_mask)
-    out, lse = attend_keys(query, key, value, mask, spans, scale, kernel_of(variant, upcasts=key.dtype != dtype))
-    if variant.sinks is not None:
-        out, lse = merge_sinks(out, lse, variant.sinks)
-    return out.to(dtype).contiguous(), lse.contiguous()
+    out, lse = attend_keys(query, key, value, mask, spans, scale, kernel)
+    return (out, lse) if variant.sinks is None else merge_sinks(out, lse, variant.sinks)
 
 
 def merge_states(out: Tensor, lse: Tensor) -> State:
@@ -114,7 +131,7 @@ def attend_keys(
 ) -> State:
     """The state over the keys that a mask leaves, in spans, one for each sequence or one for all of them."""
     batch, q_heads, q_len, _ = query.shape
-    kv_heads, value_dim = key.shape[1], value.shape[3]
+    kv_heads = key.shape[1]
     q_rows = pack_gqa(query, kv_heads)
 
     def attend_run(sequences: slice, span: Span, some_empty: bool) -> State:
@@ -134,9 +151,9 @@ def attend_keys(
     if mask is None or spans is None:
         out, lse = kernel(q_rows, key, value, None, scale, False)
     else:
-        pair_bytes = (key.shape[3] + value_dim) * kv_heads * key.element_size()
+        pair_bytes = (key.shape[3] + value.shape[3]) * kv_heads * key.element_size()
         out, lse = _attend_runs(attend_run, spans, batch, pair_bytes)
-    return out.reshape(batch, q_heads, q_len, value_dim), lse.reshape(batch, q_heads, q_len)
+    return out.reshape(batch, q_heads, q_len, out.shape[3]), lse.reshape(batch, q_heads, q_len)
 
 
 def _attend_runs(

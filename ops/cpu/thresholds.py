@@ -18,6 +18,8 @@ class Thresholds:
     split_bytes: int = 1 << 20
     # From this many rows on, the kernel first copies keys and values in low precision into the layout of AMX.
     packed_rows: int = 64
+    # A block of latents, in the dtype of sums, is as large as this for each core, so that it stays in the cache.
+    block_bytes: int = 1 << 21
 
 
 CPU = Thresholds()

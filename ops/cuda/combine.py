@@ -44,6 +44,8 @@ class TileSpace:
             can be if each has a block list of its own, and else 1 with `work_tiles` those of one row group.
         max_and_sum: partial states have maximum and sum instead of their lse, as
             `tatten.ops.cuda.kernels.online_softmax.store_lse` says.
+        q_blocks_first: the work tiles are numbered by block of packed queries first, and then by kv_row. Programs
+            that read the same keys then do so at about the same time, so that the L2 can serve them.
     """
 
     groups: int
@@ -60,6 +62,7 @@ class TileSpace:
     has_block_list: bool = False
     has_row_groups: bool = False
     max_and_sum: bool = False
+    q_blocks_first: bool = False
 
     @property
     def even(self) -> bool:
@@ -206,6 +209,7 @@ def plan_combine(
         MAX_AND_SUM_B=b.max_and_sum,
         WINDOW=a.window is not None,
         INT64_TILES=a.int64_tiles(batch) or b.int64_tiles(batch),
+        Q_BLOCKS_FIRST=a.q_blocks_first,
         SEGMENTS=len(spaces),
         WHOLES=len(wholes),
         WHOLES_MAX_AND_SUM=sum(pair << i for i, pair in enumerate(wholes)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -13,6 +14,7 @@ from tatten.ops.cuda.heuristics import (
     Tiles,
     capability,
     has_large_shared_memory,
+    latent_tiles_for,
     multiprocessors,
     programs_for,
     seqs_and_rows,
@@ -31,6 +33,7 @@ from tatten.ops.validation import BLOCK_KEYS
 from tatten.ops.variant import PLAIN, AttentionVariant
 
 BYTES_PER_US = 4.4e6  # that an H200 reads
+Rope = tuple[()] | tuple[Tensor, Tensor]  # of the queries, of the keys
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Segment:
         block_mask: Tensor | None = None,
         variant: AttentionVariant = PLAIN,
         row_groups: Tensor | None = None,
+        rope: Rope = (),
     ) -> Partials:
         _, _, sinks, key_scale, value_scale = variant
         # The kernels take these to be contiguous. A copy is one more launch.
@@ -77,6 +81,7 @@ class Segment:
             query if sinks is None else sinks,
             query if key_scale is None else key_scale,
             query if value_scale is None else value_scale,
+            rope,
             out,
             lse,
             partial_out,
@@ -108,7 +113,10 @@ def plan_segment(
     block_mask: Tensor | None = None,
     variant: AttentionVariant = PLAIN,
     row_groups: Tensor | None = None,
+    rope: Rope = (),
     *,
+    latent: bool = False,
+    out_dtype: torch.dtype | None = None,
     whole: bool = True,
     max_and_sum: bool = False,
     follows: bool = False,
@@ -122,6 +130,9 @@ def plan_segment(
         query, key, value, attn_mask, kv_lens, scale, variant: as `tatten.decode_attention` takes them.
         block_mask: the block list of `attn_mask`, if it was found before, as it always is with `row_groups`.
         row_groups: what `tatten::row_groups` returned, for keys of which each sequence reads any row.
+        rope: for latent attention, if it has any, `query_rope` and `key_rope`.
+        latent: `key` and `value` are one tensor, the latents.
+        out_dtype: of whole states, by default that of the queries.
         whole: there are no other segments, so that whole work tiles are final.
         max_and_sum: partial states have maximum and sum instead of their lse, because of an additive mask elsewhere.
         follows: the launch just before wrote nothing that this one reads, and nothing on the stream did since. Then the
@@ -144,8 +155,19 @@ def plan_segment(
     copies = any(x is not None and not x.is_contiguous() for x in (block_mask, row_groups))
     follows = follows and mask.find_blocks is None and not copies
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
+    rope_dim = rope[1].shape[3] if rope else 0
     float8 = key.element_size() == 1
     masked = mask.kind != NO_MASK or window is not None or (float8 and kv_lens is not None)
+    large_shared_memory = has_large_shared_memory(query.device)
+    if tiles is None and latent:
+        tiles = latent_tiles_for(
+            packed,
+            block_d,
+            query.element_size(),
+            kv_batch * kv_len / multiprocessors(query.device),
+            has_block_list=has_block_list,
+            large_shared_memory=large_shared_memory,
+        )
     tiles = tiles or tiles_for(
         packed,
         max(block_d, block_dv),
@@ -154,7 +176,7 @@ def plan_segment(
         has_block_list=has_block_list,
         masked=masked,
         float8=float8,
-        large_shared_memory=has_large_shared_memory(query.device),
+        large_shared_memory=large_shared_memory,
     )
     block_n = BLOCK_KEYS if has_block_list else tiles.block_n
     q_blocks = ceil_div(packed, tiles.block_m)
@@ -208,6 +230,7 @@ def plan_segment(
         query_strides=query.stride(),
         key_strides=key.stride(),
         value_strides=value.stride(),
+        rope_strides=tuple(x.stride() for x in rope),
         mask_strides=mask.strides,
         block_list_stride=space.block_list_stride,
         scale=scale,
@@ -227,8 +250,10 @@ def plan_segment(
         VALUE_S=_constant_stride(value),
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
+        ROPE_DIM=rope_dim,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
+        BLOCK_R=max(16, power_of_2(rope_dim)),
         BLOCK_M=tiles.block_m,
         BLOCK_N=block_n,
         RUN_N=run_n,
@@ -242,6 +267,7 @@ def plan_segment(
         SINKS=sinks is not None,
         KEY_SCALE=key_scale is not None,
         VALUE_SCALE=value_scale is not None,
+        LATENT=latent,
         MAX_AND_SUM=space.max_and_sum,
         FINAL=whole,
         POSITIVE_SCALE=scale > 0,
@@ -256,7 +282,7 @@ def plan_segment(
         space,
         launch,
         writes=(
-            Dense.of((batch, q_heads, q_len, value_dim), query.dtype if whole else acc_dtype),
+            Dense.of((batch, q_heads, q_len, value_dim), (out_dtype or query.dtype) if whole else acc_dtype),
             Dense.of((batch, q_heads, q_len, *(() if whole else pair)), acc_dtype),
             Dense.of((slots, tiles.block_m, value_dim), acc_dtype),
             Dense.of((slots, tiles.block_m, *pair), acc_dtype),

@@ -13,7 +13,6 @@ from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.heuristics import seqs_and_rows
 from tatten.ops.cuda.kernels.prefix_sm90 import BLOCK_M, BLOCK_N, START_REGS, _prefix_kernel
 from tatten.ops.cuda.launcher import Launch
-from tatten.ops.cuda.recording import NotRecordableError, recorder
 from tatten.ops.cuda.tma import Tiling
 from tatten.ops.sizes import ceil_div
 
@@ -81,8 +80,6 @@ def plan_prefix_attention(
         ValueError: dtypes, head_dim or a stride of head_dim that the kernel does not take, or `scale` not above 0.
         AssertionError: `key` or `value` is empty or not aligned (from Triton).
     """
-    if recorder.get() is not None:
-        raise NotRecordableError("launches the prefix kernel, which is in Gluon")
     batch, q_heads, q_len, dim = query.shape
     _, kv_heads, kv_len, _ = key.shape
     if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype:

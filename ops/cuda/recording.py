@@ -36,12 +36,14 @@ class Recorder:
         launches: each `tatten.ops.cuda.launcher.Launch` with its tensors, or tuples of them, in order.
         allocated: the tensors that the op made.
         without_tma: bytes of keys and values that the op itself would read by TMA.
+        only_triton: whether the op is to do without kernels in Gluon, as it can't be called instead.
     """
 
     inputs: list[Tensor]
     launches: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
     allocated: list[Tensor] = field(default_factory=list)
     without_tma: int = 0
+    only_triton: bool = False
 
     def base(self, x: Tensor) -> Tensor:
         """The input or allocated tensor that `x` is, or of which it is a view from the first element on.
@@ -80,13 +82,25 @@ def _is_view(func: Any) -> bool:
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
-def record(op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Recorder, Any]:
+def may_take_gluon(kernel: str) -> bool:
+    """Whether a kernel in Gluon, which nothing but the op can launch, may be chosen.
+
+    Raises:
+        NotRecordableError: launches are recorded, of an op that may be called instead.
+    """
+    found = recorder.get()
+    if found is not None and not found.only_triton:
+        raise NotRecordableError(f"launches the {kernel} kernel, which is in Gluon")
+    return found is None
+
+
+def record(op: Callable[..., Any], *args: Any, only_triton: bool = False, **kwargs: Any) -> tuple[Recorder, Any]:
     """Record `op(*args, **kwargs)` instead of launching anything; also returns its result.
 
     Raises:
         NotRecordableError: the op does what can't be recorded.
     """
-    found = Recorder([*all_of(Tensor, [args, [*kwargs.values()]])])
+    found = Recorder([*all_of(Tensor, [args, [*kwargs.values()]])], only_triton=only_triton)
     token = recorder.set(found)
     try:
         with Watch(found.saw):

@@ -23,6 +23,7 @@ from tatten.ops.cuda.heuristics import (
     whole_programs,
 )
 from tatten.ops.cuda.levels import LevelsLaunch, choose_levels, plan_levels
+from tatten.ops.cuda.recording import may_take_gluon
 from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.sizes import ceil_div
 from tatten.ops.states import State
@@ -223,6 +224,7 @@ def _takes_prefix_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
         and scale > 0
         and takes_tma(x.key)
         and takes_tma(x.value)
+        and may_take_gluon("prefix_sm90")
     )
 
 

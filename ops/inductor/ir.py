@@ -86,6 +86,11 @@ def is_cpp() -> bool:
     return bool(V.graph.cpp_wrapper)
 
 
+def ahead_of_time() -> bool:
+    """Whether AOTInductor compiles a graph now: its packages are to run without Python, and it reads no caches."""
+    return bool(V.aot_compilation)
+
+
 def fake_mode() -> Any:
     """The mode in which the graph was traced: tensors made in it are fake."""
     return V.fake_mode

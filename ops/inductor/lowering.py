@@ -20,6 +20,7 @@ from tatten.ops.cuda.bound_kernel import bind
 from tatten.ops.cuda.recording import record
 from tatten.ops.inductor.ir import (
     Boxes,
+    ahead_of_time,
     allocate,
     are_static,
     boxes_of,
@@ -32,7 +33,7 @@ from tatten.ops.inductor.ir import (
     realize,
     register,
 )
-from tatten.ops.inductor.version import ahead_of_time, in_force
+from tatten.ops.inductor.version import in_force
 from tatten.ops.library import cuda_implementations
 
 log = logging.getLogger("tatten")
@@ -76,7 +77,7 @@ def lower(op: Any, implementation: Callable[..., Any], count: Count, *args: Any,
 
 
 def _why_opaque(args: Any, kwargs: Any) -> Opaque | None:
-    if not in_force():
+    if not (in_force() or ahead_of_time()):
         return Opaque.NOT_OURS
     if any(box.get_device().type != "cuda" for box in boxes_of(args, kwargs)):
         return Opaque.CPU
@@ -97,7 +98,7 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     with fake_mode():
         fake_args, fake_kwargs = tree_map_only(Boxes, fake, (args, kwargs))
-        found, result = record(implementation, *fake_args, **fake_kwargs)
+        found, result = record(implementation, *fake_args, only_triton=ahead_of_time(), **fake_kwargs)
     if found.without_tma > MOST_BYTES_WITHOUT_TMA and not is_cpp():
         raise _LargeKVError(f"{found.without_tma / 1e6:.0f} MB")
     launches = [bind(found, launch, tensors) for launch, tensors in found.launches]

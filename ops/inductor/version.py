@@ -9,7 +9,6 @@ from typing import Any
 
 from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.virtualized import V
 from torch.fx import Graph
 
 OPTION = "post_grad_custom_post_pass"
@@ -42,16 +41,8 @@ class LaunchesKernels(_Pass):  # type: ignore[misc, valid-type]
 
 
 def in_force() -> bool:
-    """Whether the graph that Inductor compiles now is one whose ops are to be lowered.
-
-    Those of AOTInductor always are: its packages are to run without Python, and it reads no caches.
-    """
-    return ahead_of_time() or isinstance(getattr(config, OPTION), LaunchesKernels)
-
-
-def ahead_of_time() -> bool:
-    """Whether AOTInductor compiles a graph now."""
-    return bool(V.aot_compilation)
+    """Whether the graph that Inductor compiles now has ops that are to be lowered."""
+    return isinstance(getattr(config, OPTION), LaunchesKernels)
 
 
 def with_lowerings(options: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from attention_cases import Case, assert_state
 from fuzz import settings
 from hypothesis import given
 from hypothesis import strategies as st
+from latent_calls import LatentCall, draw_latent_call
 from op_bounds import assert_within_bound
 from op_calls import Call, draw_call, together
 from slow import slow_after, slow_but
@@ -90,6 +91,20 @@ def test_random_calls(n: int, core_aten: bool) -> None:
     test()
 
 
+@pytest.mark.parametrize("n", slow_but([20], [20, 300]))
+def test_random_calls_of_latent_attention(n: int) -> None:
+    @settings(n)
+    @given(st.composite(lambda draw: draw_latent_call(lambda options: draw(st.sampled_from(options))))())
+    def test(call: LatentCall) -> None:
+        inputs, expanded = call.inputs()
+        with Decomposed():
+            out, lse = call.run(inputs)
+        wide = torch.promote_types(out.dtype, torch.float32) if call.wide else None
+        assert_within_bound(out, lse, expanded, parts=1, summed_wide=True, out_dtype=wide)
+
+    test()
+
+
 class Decode(torch.nn.Module):
     """`tatten.decode_attention` with the tensors as inputs and the rest as constants."""
 
@@ -135,6 +150,37 @@ def test_sizes_may_be_dynamic(softcap: float | None) -> None:
         assert_state(*program.module()(tensors_of(inputs)), inputs)
 
 
+class Latent(torch.nn.Module):
+    def forward(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return tatten.latent_attention(**tensors, scale=0.2, out_dtype=torch.float32, return_lse=True)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_exported_program_reads_latents(dtype: torch.dtype, masked: bool) -> None:
+    """Of any length, none of them beside poison."""
+
+    def inputs(batch: int, kv_len: int) -> dict[str, Tensor]:
+        shapes = {"query": (batch, 3, 2, 16), "query_rope": (batch, 3, 2, 8)}
+        shapes |= {"latent": (batch, 1, kv_len, 16), "key_rope": (batch, 1, kv_len, 8)}
+        made = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+        if masked:
+            used = torch.arange(kv_len) < torch.arange(batch)[:, None, None, None] * 5
+            made |= {"attn_mask": used}
+            poison = ~used.mT
+            made |= {name: made[name].masked_fill(poison, float("nan")) for name in ("latent", "key_rope")}
+        return made
+
+    batch, length = Dim("batch", min=2, max=64), Dim("length", min=2, max=4096)
+    example = inputs(3, 40)
+    sizes = {name: {0: batch} if "query" in name else {0: batch, 2: length} for name in example}
+    if masked:
+        sizes["attn_mask"] = {0: batch, 3: length}
+    program = decomposed(Latent(), example, dynamic_shapes=(sizes,))
+    for other in (inputs(2, 33), inputs(5, 70)):
+        torch.testing.assert_close(program.module()(other), Latent()(other))
+
+
 def test_the_program_does_not_depend_on_the_cores_of_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Case(batch=1, q_heads=3, kv_heads=3, kv_len=9001, head_dim=64, mask="causal").inputs()
     graphs = []
@@ -164,6 +210,39 @@ def test_an_exported_program_reads_shared_rows(additive: bool) -> None:
     program = decomposed(Bifurcated(), query, *example, torch.zeros_like(rows))
     got = program.module()(query, keys, values, masks, rows)
     torch.testing.assert_close(got, Bifurcated()(query, keys, values, masks, rows))
+
+
+class OneStorage(torch.nn.Module):
+    """Attention whose keys and values, and maybe queries, are views of one tensor with 6 heads."""
+
+    def __init__(self, views: str) -> None:
+        super().__init__()
+        self.views = views
+
+    def forward(self, query: Tensor, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        if self.views == "key is value":
+            key = value = x
+        elif self.views == "value in key":
+            key, value = x, x[..., :8]
+        else:
+            key, value = x[:, :3], x[:, 3:]
+        if self.views == "one projection":
+            query, key, value = (part[:, :, -1:] if i == 0 else part for i, part in enumerate(x.split(2, dim=1)))
+        return tatten.decode_attention(query, key, value, attn_mask=mask, return_lse=True)
+
+
+@pytest.mark.parametrize("views", ["key is value", "value in key", "one buffer", "one projection"])
+def test_views_of_one_storage_decompose_twice(views: str) -> None:
+    """As packaging does: its check of torch.cond takes no two operands in one storage."""
+    torch.manual_seed(0)
+    query, x, module = torch.randn(3, 6, 1, 16), torch.randn(3, 6, 33, 16), OneStorage(views)
+    mask = torch.arange(33) >= torch.tensor([5, 0, 32])[:, None, None, None]
+    x = x.masked_fill(~mask.transpose(2, 3), float("nan"))
+    once = decomposed(module, torch.ones_like(query), torch.ones_like(x), torch.ones_like(mask))
+    expected = module(query, x, mask)
+    assert not any(state.isnan().any() for state in expected)
+    for program in (once, once.run_decompositions({})):
+        torch.testing.assert_close(program.module()(query, x, mask), expected)
 
 
 class Merge(torch.nn.Module):

@@ -33,20 +33,33 @@ from tatten.ops.reference import decode_attention_reference
 RESOLVED = 0.25  # the largest d for which the bound says something
 
 
-def assert_within_bound(out: Tensor, lse: Tensor, inputs: dict[str, Any], parts: int, roundings: int = 1) -> None:
+def assert_within_bound(
+    out: Tensor,
+    lse: Tensor,
+    inputs: dict[str, Any],
+    parts: int,
+    roundings: int = 1,
+    summed_wide: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> None:
     """`(out, lse)` is the state over `inputs`, those of `decode_attention`, on whatever device; see the module.
 
-    `roundings`: how often an out is rounded on the way, but for that of a part's own.
+    Args:
+        roundings: how often an out is rounded on the way, but for that of a part's own.
+        summed_wide: whether weights and sums stay in the accumulator's dtype until the result is rounded, as those of
+            latents do on a CPU.
+        out_dtype: that of `out`; default: the query's.
     """
     query, value = inputs["query"], inputs["value"]
     accumulator = torch.float64 if query.dtype == torch.float64 else torch.float32
-    assert out.dtype == query.dtype
+    out_dtype = query.dtype if out_dtype is None else out_dtype
+    assert out.dtype == out_dtype
     assert lse.dtype == accumulator
     assert out.shape == (*query.shape[:3], value.shape[3])
     assert lse.shape == query.shape[:3]
     assert out.is_contiguous()
     assert lse.is_contiguous()
-    rough = query.is_cpu and query.element_size() == 2
+    rough = query.is_cpu and query.element_size() == 2 and not summed_wide
     given = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in inputs.items()}
     out, lse = out.cpu().double(), lse.cpu().double()
     key, value = _widened(given)
@@ -60,7 +73,8 @@ def assert_within_bound(out: Tensor, lse: Tensor, inputs: dict[str, Any], parts:
     assert torch.equal(lse == float("-inf"), empty), "empty where it is not, or the other way round"
     assert not out[empty].any(), "an empty state has out = 0 exactly"
 
-    u, e = (torch.finfo(dtype).eps / 2 for dtype in (accumulator, query.dtype))
+    u = torch.finfo(accumulator).eps / 2
+    inner, e = (0.0 if dtype == accumulator else torch.finfo(dtype).eps / 2 for dtype in (query.dtype, out_dtype))
     exp_error = 2.0**-13 if rough else 16 * u  # PyTorch's CPU kernel takes a rougher exp in low precision
     n = value.shape[2]
     rest = (n + 8 * parts + 32) * u + 2 * exp_error
@@ -72,15 +86,15 @@ def assert_within_bound(out: Tensor, lse: Tensor, inputs: dict[str, Any], parts:
     d = u * ((query.shape[3] + 6) * largest + 4 * (given.get("softcap") or 0.0) + (2 + parts) * size)
 
     spread, _ = decode_attention_reference(**with_variant(_with_absolute_values(given)))
-    relative = torch.expm1(2 * d).unsqueeze(-1) + rest + ((2 + roundings) * e if e > u else 0.0)
-    finfo = torch.finfo(query.dtype)
+    relative = torch.expm1(2 * d).unsqueeze(-1) + rest + (0.0 if summed_wide else 2 * inner) + roundings * e
+    finfo = torch.finfo(out_dtype)
     smallest = (n + parts + 1) * finfo.smallest_normal * finfo.eps * (1 + value.abs().amax() if value.numel() else 1)
     unresolved = (d > RESOLVED) & ~undefined
     if unresolved.any():
         eager = given | {"key": key.to(accumulator), "value": value.to(accumulator)}
         eager_out, _ = explicit(**{name: x for name, x in eager.items() if name not in ("key_scale", "value_scale")})
         want = torch.where(unresolved.unsqueeze(-1), eager_out.double(), want)
-        relative = torch.where(unresolved.unsqueeze(-1), rest + 3 * max(e, u), relative)
+        relative = torch.where(unresolved.unsqueeze(-1), rest + 3 * max(inner, e, u), relative)
         spread = torch.where(unresolved.unsqueeze(-1), value.abs().amax(), spread)
     excess = ((out - want).abs() - relative * spread - smallest)[~undefined]
     assert excess.numel() == 0 or excess.max() <= 0, f"out is off by {excess.max():.3e} more than it may"

@@ -70,7 +70,7 @@ def test_the_example_decodes_from_cpp(tmp_path: Path) -> None:
 
 
 class Attend(torch.nn.Module):
-    """Ragged sequences by a mask, by lengths, and beside keys that they share."""
+    """Ragged sequences: by a mask, by lengths, beside shared keys, with keys that are the values, and of latents."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, lens: Tensor, sinks: Tensor):
         masked = tatten.decode_attention(query, key, value, attn_mask=mask, return_lse=True)
@@ -83,7 +83,12 @@ class Attend(torch.nn.Module):
         biased = tatten.bifurcated_attention(
             query, [query[:1, :2], key], [query[:1, :2], value], attn_masks=[None, bias], return_lse=True
         )
-        return *masked, *windowed, *shared, *biased
+        same = tatten.decode_attention(query, key, key, attn_mask=mask, return_lse=True)
+        ropes = query[..., :8], value[:, :1, :, :8]
+        latents = tatten.latent_attention(
+            query, ropes[0], key[:, :1], ropes[1], attn_mask=mask, scale=0.1, return_lse=True
+        )
+        return *masked, *windowed, *shared, *biased, *same, *latents
 
 
 @pytest.mark.slow

@@ -43,6 +43,30 @@ def test_prefix_tree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "times as fast" in out
 
 
+@pytest.mark.slow
+def test_latent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--layers 1 --batch 2 --max-cache-len 256 --prompt-len 40 --new-tokens 8"
+    out = output("latent", options, monkeypatch, capsys)
+    assert "model.layers.0.self_attn: tatten.latent_attention.default" in out
+    assert "1 of 1 SDPA calls rewritten" in out
+    assert "tokens: " in out
+    assert "(2 sequences of 8)" in out or "2 sequences of 8, " in out
+    assert "backend    ms per token\ninductor" in out
+    assert "times as fast" in out
+
+
+def test_latent_takes_ties_for_the_same_tokens() -> None:
+    compare = runpy.run_path(str(EXAMPLES / "latent.py"))["compare"]
+    theirs = torch.tensor([[0, 1], [0, 1]])
+    ours = torch.tensor([[0, 1], [0, 2]])
+    logits = torch.tensor([1.0, 2.0, 2.0 - 1e-6]).expand(2, 2, 3)
+    assert compare(theirs, theirs, logits, torch.float32) == "tokens: identical (2 sequences of 2)"
+    said = compare(ours, theirs, logits, torch.float32)
+    assert said == "tokens: 2 sequences of 2, 1 of them the same up to a tie within the rounding of torch.float32"
+    with pytest.raises(SystemExit, match=r"tokens: DIFFERENT, by 1\.0 in the logits of sequence 1, token 1"):
+        compare(torch.tensor([[0, 1], [0, 0]]), theirs, logits, torch.float32)
+
+
 def test_draw_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "schedule.svg"

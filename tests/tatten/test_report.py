@@ -18,6 +18,7 @@ import tatten
 from tatten.ops.cuda import providers, workload
 from tatten.ops.cuda.tuning import Table
 from tatten.passes.cost import Cost
+from tatten.passes.latent_cost import LatentCost, Work
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.rewrite import Declined, GraphReport, Rewritten, rewrite
 from tatten.passes.source_location import SourceLocation
@@ -101,6 +102,21 @@ GRAPH = GraphReport(
     ),
     1.25,
 )
+
+
+def test_work_before_and_after() -> None:
+    """Of a call that was rewritten to attend to latents."""
+    cost = LatentCost(Work(1 << 30, 10**12), Work(1 << 20, 2 * 10**9), saved_us=300.0, extra_us=20.0)
+    location = SourceLocation("model.layers.0.attn", "a.py", 3, "F.sdpa(q, k, v)")
+    report = Report([GraphReport((Rewritten(location, "tatten.latent", "q c w", cost, "one projection"),), 1.25)])
+    assert str(report).splitlines()[1:-1] == [
+        "  model.layers.0.attn: tatten.latent",
+        "      line  a.py:3  F.sdpa(q, k, v)",
+        "      with  q c w",
+        "      moved 1 GiB per step before, at most 1 MiB now",
+        "      flops 1e+12 per step before, at most 2e+09 now",
+        "      note  one projection",
+    ]
 
 
 def test_text() -> None:

@@ -71,6 +71,7 @@ def _combine_kernel(
     MAX_AND_SUM_B: tl.constexpr,
     WINDOW: tl.constexpr,
     INT64_TILES: tl.constexpr,
+    Q_BLOCKS_FIRST: tl.constexpr,
     SEGMENTS: tl.constexpr,
     WHOLES: tl.constexpr,
     WHOLES_MAX_AND_SUM: tl.constexpr,
@@ -117,6 +118,7 @@ def _combine_kernel(
             WINDOW,
             ROWS_A,
             INT64_TILES,
+            Q_BLOCKS_FIRST,
         )
         if not FOLD_WHOLE:
             ok = ok & (found_a[2] > 1)

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_tile, scores_of, store_lse, upcast
 from tatten.ops.cuda.kernels.tile_scheduler import first_tile, sequences_of, tile_space
+from tatten.ops.cuda.kernels.tiles import load_keys, load_values
 
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
 
@@ -51,6 +52,7 @@ def _decode_kernel(
     sinks,
     key_scale,
     value_scale,
+    rope,
     out,
     lse,
     partial_out,
@@ -58,6 +60,7 @@ def _decode_kernel(
     query_strides,
     key_strides,
     value_strides,
+    rope_strides,
     mask_strides,
     block_list_stride,
     scale,
@@ -77,8 +80,10 @@ def _decode_kernel(
     VALUE_S: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     RUN_N: tl.constexpr,
@@ -92,6 +97,7 @@ def _decode_kernel(
     SINKS: tl.constexpr,
     KEY_SCALE: tl.constexpr,
     VALUE_SCALE: tl.constexpr,
+    LATENT: tl.constexpr,
     MAX_AND_SUM: tl.constexpr,
     FINAL: tl.constexpr,
     POSITIVE_SCALE: tl.constexpr,
@@ -177,6 +183,19 @@ def _decode_kernel(
         )
         if FLOAT32_DOTS:
             q = q.to(tl.float32)
+        if ROPE_DIM:
+            rope_dims = tl.arange(0, BLOCK_R)
+            rope_b, rope_h, rope_l, rope_d = rope_strides[0]
+            q_rope = tl.load(
+                rope[0]
+                + (sequence * rope_b + head * rope_h + position * rope_l)[:, None]
+                + (rope_dims * rope_d)[None, :],
+                mask=q_ok[:, None] & (rope_dims < ROPE_DIM)[None, :],
+                other=0.0,
+            )
+            if FLOAT32_DOTS:
+                q_rope = q_rope.to(tl.float32)
+            rope_base = rope[1] + kv_row * rope_strides[1][0]
 
         length = kv_len
         if HAS_LENS:
@@ -212,25 +231,25 @@ def _decode_kernel(
             steps = tl.maximum(tl.minimum(stop, run) - first, 0) // (RUN_N // BLOCK_N)
             for i in range(steps):
                 start_key = run_start + i * RUN_N
+                keys = (start_key + tl.arange(0, RUN_N)).to(tl.int64)
                 if TMA:
-                    k = key_tiles.load([tma_row, tma_head, start_key, 0]).reshape([RUN_N, BLOCK_D]).T
+                    if not LATENT:
+                        k = key_tiles.load([tma_row, tma_head, start_key, 0]).reshape([RUN_N, BLOCK_D]).T
                     v = value_tiles.load([tma_row, tma_head, start_key, 0]).reshape([RUN_N, BLOCK_DV])
                 else:
-                    keys = (start_key + tl.arange(0, RUN_N)).to(tl.int64)
-                    k = tl.load(
-                        key_base + (keys * (KEY_S if KEY_S else key_s))[None, :] + (offset_dims * key_d)[:, None],
-                        mask=(dims < HEAD_DIM)[:, None],
-                        other=0.0,
+                    if not LATENT:
+                        k = load_keys(key_base, keys, KEY_S if KEY_S else key_s, offset_dims, key_d, HEAD_DIM)
+                    v = load_values(
+                        value_base, keys, VALUE_S if VALUE_S else value_s, offset_value_dims, value_d, VALUE_DIM
                     )
-                    v = tl.load(
-                        value_base
-                        + (keys * (VALUE_S if VALUE_S else value_s))[:, None]
-                        + (offset_value_dims * value_d)[None, :],
-                        mask=(value_dims < VALUE_DIM)[None, :],
-                        other=0.0,
-                    )
+                if LATENT:
+                    k = v.T
                 k, v = upcast(k, q.dtype), upcast(v, q.dtype)
-                scores = scores_of(q, k, score_scale, softcap, UNSCALED, SOFTCAP)
+                products = tl.dot(q, k, input_precision="ieee")
+                if ROPE_DIM:
+                    k = load_keys(rope_base, keys, rope_strides[1][2], rope_dims, rope_strides[1][3], ROPE_DIM)
+                    products = tl.dot(q_rope, upcast(k, q.dtype), products, input_precision="ieee")
+                scores = scores_of(products, score_scale, softcap, UNSCALED, SOFTCAP)
                 acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED)
             begin = first + steps * (RUN_N // BLOCK_N)
             more = begin < tl.minimum(stop, count)
@@ -250,23 +269,23 @@ def _decode_kernel(
                     valid = valid & (keys > length - q_len - window)
             # Keys that no query attends to may be NaN, so they are not read even inside a block.
             if TMA and not HAS_BLOCK_LIST:
-                k = key_tiles.load([tma_row, tma_head, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_D]).T
+                if not LATENT:
+                    k = key_tiles.load([tma_row, tma_head, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_D]).T
                 v = value_tiles.load([tma_row, tma_head, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_DV])
             else:
-                k = tl.load(
-                    key_base + (keys * (KEY_S if KEY_S else key_s))[None, :] + (offset_dims * key_d)[:, None],
-                    mask=valid[None, :] & (dims < HEAD_DIM)[:, None],
-                    other=0.0,
+                if not LATENT:
+                    k = load_keys(key_base, keys, KEY_S if KEY_S else key_s, offset_dims, key_d, HEAD_DIM, valid)
+                v = load_values(
+                    value_base, keys, VALUE_S if VALUE_S else value_s, offset_value_dims, value_d, VALUE_DIM, valid
                 )
-                v = tl.load(
-                    value_base
-                    + (keys * (VALUE_S if VALUE_S else value_s))[:, None]
-                    + (offset_value_dims * value_d)[None, :],
-                    mask=valid[:, None] & (value_dims < VALUE_DIM)[None, :],
-                    other=0.0,
-                )
+            if LATENT:
+                k = v.T
             k, v = upcast(k, q.dtype), upcast(v, q.dtype)
-            scores = scores_of(q, k, score_scale, softcap, UNSCALED, SOFTCAP)
+            products = tl.dot(q, k, input_precision="ieee")
+            if ROPE_DIM:
+                k = load_keys(rope_base, keys, rope_strides[1][2], rope_dims, rope_strides[1][3], ROPE_DIM, valid)
+                products = tl.dot(q_rope, upcast(k, q.dtype), products, input_precision="ieee")
+            scores = scores_of(products, score_scale, softcap, UNSCALED, SOFTCAP)
             ok = valid[None, :]
             if WINDOW:
                 ok = ok & (keys[None, :] <= last_key[:, None]) & (keys[None, :] > (last_key - window)[:, None])

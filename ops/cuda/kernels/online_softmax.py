@@ -19,9 +19,8 @@ def upcast(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def scores_of(q, k, scale, softcap, UNSCALED: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Score a tile of keys; if `UNSCALED`, `fold_tile` applies the scale."""
-    scores = tl.dot(q, k, input_precision="ieee")
+def scores_of(scores, scale, softcap, UNSCALED: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Score a tile of keys by products with the queries; if `UNSCALED`, `fold_tile` applies the scale."""
     if not UNSCALED:
         scores *= scale
     if SOFTCAP:

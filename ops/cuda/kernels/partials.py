@@ -28,6 +28,7 @@ def find_partials(
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
     INT64_TILES: tl.constexpr,
+    Q_BLOCKS_FIRST: tl.constexpr = False,
 ):
     """Find the slots of the partial states of some output states: of the first one, of the others, and how many."""
     block_list_stride, n_groups, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs = sizes
@@ -56,7 +57,11 @@ def find_partials(
     active_programs = tl.minimum(programs, total_tiles)
     heads_per_kv = q_heads // kv_heads
     q_row = (head % heads_per_kv * seqs_per_kv + sequence % seqs_per_kv) * q_len + position
-    work_tile = (sequence // seqs_per_kv * kv_heads + head // heads_per_kv) * q_blocks + q_row // BLOCK_M
+    kv_tile = sequence // seqs_per_kv * kv_heads + head // heads_per_kv
+    if Q_BLOCKS_FIRST:
+        work_tile = q_row // BLOCK_M * (work_tiles // q_blocks) + kv_tile
+    else:
+        work_tile = kv_tile * q_blocks + q_row // BLOCK_M
     if GROUPS == 1:
         n_tiles = tl.max(tiles, axis=0)
         start = work_tile * n_tiles

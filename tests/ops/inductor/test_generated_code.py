@@ -16,6 +16,7 @@ import json, logging, sys
 import fake_h200
 fake_h200.install()
 import torch
+from tatten.ops.inductor import lowering
 from tatten.ops.inductor.lowering import register_lowerings
 from tatten.ops.inductor.version import with_lowerings
 counted = []
@@ -60,6 +61,9 @@ def shared(q, k, v, k2, v2):
 def cudnn(q, k, v):
     return ops.decode_attention.default(q, k, v, provider="cudnn")[0]
 
+def latents(q, q_rope, c, k_rope):
+    return ops.latent_attention.default(q, q_rope, c, k_rope, scale=0.1)[0]
+
 def find_rows(n, index):
     return ops.row_groups.default(index, n, 1)
 
@@ -86,6 +90,9 @@ cases = {
     ]),
     "provider": (cudnn, [Q, KV, KV]),
     "wrong": (plain, [Q, ((2, 5, 64, 64), bf16), ((2, 5, 64, 64), bf16)]),
+    **{f"{heads} heads": (latents, [
+        ((2, heads, 1, 512), bf16), ((2, heads, 1, 64), bf16), ((2, 1, 4096, 512), bf16), ((2, 1, 4096, 64), bf16)
+    ]) for heads in (16, 128)},
     "large": (plain, [((64, 32, 1, 128), bf16), *[((64, 8, 2048, 128), bf16)] * 2]),
 }
 said = []
@@ -95,7 +102,9 @@ class Said(logging.Handler):
 logging.getLogger("tatten").addHandler(Said())
 logging.getLogger("tatten").setLevel(logging.INFO)
 generated = []
+ahead_of_time = lowering.ahead_of_time
 for case, lowered, options in json.loads(sys.argv[1]):
+    lowering.ahead_of_time = (lambda: True) if options.pop("package", False) else ahead_of_time
     said.clear()
     code = fake_h200.generated_code(*cases[case], **(with_lowerings(options) if lowered else options))
     generated.append([code, [*said]])
@@ -106,7 +115,8 @@ STAY_OPAQUE = [
     ("plain", False, "[not_ours]"),
     ("float64", True, "[not_recordable] NotRecordableError: calls aten"),
     ("large", True, "[tma] 537 MB"),
-    ("prefix", True, "[not_recordable] NotRecordableError: launches the prefix kernel, which is in Gluon"),
+    ("prefix", True, "[not_recordable] NotRecordableError: launches the prefix_sm90 kernel, which is in Gluon"),
+    ("128 heads", True, "[not_recordable] NotRecordableError: launches the latent_sm90 kernel, which is in Gluon"),
     ("provider", True, "[not_recordable] NotRecordableError: calls aten._scaled_dot_product_cudnn_attention"),
     ("wrong", True, "[not_recordable] ValueError: `key` must be"),
     ("symbolic rows", True, "[symbolic]"),
@@ -114,9 +124,10 @@ STAY_OPAQUE = [
 ]
 NATIVE = torch.__version__ >= "2.12"  # PyTorch 2.11 runs the Python code first, for which there is no GPU
 RUNS: list[tuple[str, bool, dict[str, bool]]] = [
-    *((case, True, {}) for case in ("two layers", "segments", "masked segments", "merge", "rows")),
+    *((case, True, {}) for case in ("two layers", "segments", "masked segments", "merge", "rows", "16 heads")),
     *([("two layers", True, {"cpp_wrapper": True})] if NATIVE else []),
     *((case, lowered, {}) for case, lowered, _ in STAY_OPAQUE),
+    *((case, True, {"package": True}) for case in ("prefix", "128 heads")),
 ]
 
 
@@ -193,7 +204,22 @@ def test_cpp_wrapper_launches_natively() -> None:
     assert code.count("    call_decode_kernel_") == code.count("    call_combine_kernel_") == 2
 
 
-@pytest.mark.parametrize("case, kernels", [("merge", {"merge_states"}), ("rows", {"row_groups", "decode", "combine"})])
+@pytest.mark.parametrize("case", ["prefix", "128 heads"])
+def test_a_package_does_without_gluon(case: str) -> None:
+    code, said = generate(case, package=True)
+    assert not said
+    assert "torch.ops.tatten" not in re.sub(r"^#.*$", "", code, flags=re.M)
+    assert "decode_kernel" in code
+
+
+@pytest.mark.parametrize(
+    "case, kernels",
+    [
+        ("merge", {"merge_states"}),
+        ("rows", {"row_groups", "decode", "combine"}),
+        ("16 heads", {"decode", "combine"}),
+    ],
+)
 def test_other_ops(case: str, kernels: set[str]) -> None:
     code, said = generate(case)
     assert not said

@@ -9,9 +9,10 @@ import pytest
 from torch._inductor import config, ir, lowering
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.runtime import triton_heuristics
+from torch._inductor.virtualized import V
 
 from tatten import Report, inner_compiler
-from tatten.ops.inductor.ir import check_names
+from tatten.ops.inductor.ir import ahead_of_time, check_names
 from tatten.passes import Declined, GraphReport
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.source_location import SourceLocation
@@ -43,7 +44,7 @@ def test_a_name_that_moved_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AttributeError, match="MutationOutput"):
         check_names()
     inner_compiler._register_lowerings.cache_clear()
-    monkeypatch.setattr(inner_compiler, "_on_cuda", lambda inputs: True)
+    monkeypatch.setattr(inner_compiler, "on_cuda", lambda inputs: True)
     note = inner_compiler.launch_note("inductor", [])
     assert note.startswith("Inductor calls the ops instead of launching their kernels: AttributeError: ")
     assert "MutationOutput" in note
@@ -61,3 +62,9 @@ def test_compile_options() -> None:
     assert "self.define_kernel(" in defines
     for option in ("launch_pdl", "enable_fp_fusion"):
         assert f'"{option}"' in inspect.getsource(triton_heuristics)
+
+
+def test_packages_are_always_lowered() -> None:
+    assert not ahead_of_time()
+    with V.set_aot_compilation(True):
+        assert ahead_of_time()

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.virtualized import V
 from torch.fx import Graph
 
 from tatten.ops.inductor.version import (
     OPTION,
     LaunchesKernels,
-    ahead_of_time,
     in_force,
     source_hash,
     with_lowerings,
@@ -106,11 +104,3 @@ def test_in_force_only_where_it_was_asked_for() -> None:
         assert in_force()
         assert with_lowerings({})[OPTION] is getattr(config, OPTION), "in a compile within a compile"
     assert not in_force()
-
-
-def test_packages_are_always_lowered() -> None:
-    assert not in_force()
-    assert not ahead_of_time()
-    with V.set_aot_compilation(True):
-        assert in_force()
-        assert ahead_of_time()

@@ -1,0 +1,119 @@
+"""`tatten::latent_attention` on a CPU: all heads against the latents where they lie, a block of keys at a time.
+
+A latent is the value of a key and its first part; the other part, its rope, lies elsewhere. No copy joins the two, and
+of latents in low precision one block is in float32 at a time, which stays in the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from tatten.ops.cpu import thresholds
+from tatten.ops.cpu.attention import attend_variant
+from tatten.ops.latent_validation import check_latent_attention
+from tatten.ops.layout import fold_mask, fold_sequences, unfold_sequences
+from tatten.ops.states import NEG_INF, State, accumulator_dtype
+from tatten.ops.validation import check_block_mask, check_kv_lens
+from tatten.ops.variant import AttentionVariant
+
+
+def latent_attention(
+    query: Tensor,
+    query_rope: Tensor | None,
+    latent: Tensor,
+    key_rope: Tensor | None,
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    scale: float,
+    block_mask: Tensor | None,
+    variant: AttentionVariant,
+    out_dtype: torch.dtype,
+) -> State:
+    check_latent_attention(query, query_rope, latent, key_rope, attn_mask, kv_lens, variant, out_dtype)
+    batch, (kv_batch, _, kv_len, _) = query.shape[0], latent.shape
+    if block_mask is not None:
+        check_block_mask(block_mask, kv_batch, kv_len, latent.device)
+    lens = None if kv_lens is None else check_kv_lens(kv_lens, kv_len, "latent")
+    if attn_mask is not None and kv_batch < batch:
+        attn_mask = fold_mask(attn_mask.expand(*attn_mask.shape[:-1], kv_len), query, kv_batch)
+    query, key_rope = query_and_rope(query, query_rope, latent, key_rope)
+    query = fold_sequences(query, kv_batch)
+    kernel = functools.partial(_attend_in_groups, softcap=variant.softcap)
+    out, lse = attend_variant(query, latent, key_rope, attn_mask, lens, scale, block_mask, variant, kernel)
+    out, lse = unfold_sequences(out, batch), unfold_sequences(lse, batch)
+    return out.to(out_dtype).contiguous(), lse.contiguous()
+
+
+def query_and_rope(
+    query: Tensor, query_rope: Tensor | None, latent: Tensor, key_rope: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Both parts of the queries as one tensor, and the rope of the keys: of width 0 where there is none."""
+    if query_rope is None or key_rope is None:
+        return query, latent[..., :0]
+    return torch.cat((query, query_rope), dim=3), key_rope
+
+
+def _attend_in_groups(
+    q_rows: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    some_empty: bool,
+    softcap: float | None,
+) -> State:
+    """The state, not rounded, of packed queries `[b, 1, q_rows, rank + width]`, with an additive mask.
+
+    As many sequences go together as fill one block for all cores. `some_empty` is not needed here, and taken
+    because `tatten.ops.cpu.flash.attend` takes it.
+    """
+    batch, kv_len = latent.shape[0], latent.shape[2]
+    key_bytes = q_rows.shape[3] * accumulator_dtype(q_rows.dtype).itemsize
+    block_keys = max(1, thresholds.CPU.block_bytes * torch.get_num_threads() // key_bytes)
+    size = max(1, block_keys // max(1, kv_len))
+    mask = None if mask is None else mask.expand(batch, -1, -1, kv_len)
+    states = []
+    for start in range(0, batch, size):
+        group = slice(start, start + size)
+        own_mask = None if mask is None else mask[group]
+        states.append(_attend(q_rows[group], latent[group], rope[group], own_mask, scale, softcap, block_keys))
+    if len(states) == 1:
+        return states[0]
+    outs, lses = zip(*states, strict=True)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _attend(
+    q_rows: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    block_keys: int,
+) -> State:
+    acc = accumulator_dtype(q_rows.dtype)
+    q_latent, q_rope = (q_rows[:, 0].to(acc) * scale).split((latent.shape[3], rope.shape[3]), dim=2)
+    row_max = q_latent.new_full((*q_latent.shape[:2], 1), NEG_INF)
+    row_sum, out = torch.zeros_like(row_max), torch.zeros_like(q_latent)
+    for start in range(0, latent.shape[2], block_keys):
+        block = slice(start, start + block_keys)
+        keys = latent[:, 0, block].to(acc)
+        scores = q_latent @ keys.transpose(1, 2)
+        if rope.shape[3]:
+            scores.baddbmm_(q_rope, rope[:, 0, block].to(acc).transpose(1, 2))
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if mask is not None:
+            scores += mask[:, 0, :, block]
+        # The maximum and the sum are kept apart: beside a large bias, an lse no longer tells how many keys there are.
+        new_max = torch.maximum(row_max, scores.amax(dim=2, keepdim=True))
+        base = torch.where(new_max == NEG_INF, 0.0, new_max)
+        alpha, p = torch.exp(row_max - base), torch.exp(scores - base)
+        row_max, row_sum = new_max, row_sum * alpha + p.sum(dim=2, keepdim=True)
+        out = torch.baddbmm(out * alpha, p, keys)
+    out = out / torch.where(row_sum == 0, 1.0, row_sum)
+    return out.unsqueeze(1), (row_max + torch.log(row_sum)).squeeze(2).unsqueeze(1)

@@ -1,0 +1,137 @@
+"""`tatten::latent_attention` on CUDA: validates, and hands latents to the decode kernel or to the one for Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tatten.ops.cuda.heuristics import capability
+from tatten.ops.cuda.launcher import by_layout, on_device_of
+from tatten.ops.cuda.recording import may_take_gluon
+from tatten.ops.cuda.tma import takes_tma
+from tatten.ops.latent_validation import check_latent_attention, check_latent_no_grad, check_latent_widths_on_cuda
+from tatten.ops.reference import latent_attention_reference
+from tatten.ops.states import State
+from tatten.ops.validation import check_block_mask, check_devices
+from tatten.ops.variant import PLAIN, AttentionVariant
+
+
+def latent_attention(
+    query: Tensor,
+    query_rope: Tensor | None,
+    latent: Tensor,
+    key_rope: Tensor | None,
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    scale: float,
+    block_mask: Tensor | None,
+    variant: AttentionVariant,
+    out_dtype: torch.dtype,
+) -> State:
+    check_latent_no_grad(query, query_rope, latent, key_rope, attn_mask, variant)
+    tensors = query, query_rope, latent, key_rope, attn_mask, kv_lens
+    attend = _plan(*tensors, scale, block_mask, variant, out_dtype)
+    return on_device_of(query, attend, *tensors, block_mask, variant)
+
+
+@by_layout
+def _plan(
+    query: Tensor,
+    query_rope: Tensor | None,
+    latent: Tensor,
+    key_rope: Tensor | None,
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    scale: float,
+    block_mask: Tensor | None,
+    variant: AttentionVariant,
+    out_dtype: torch.dtype,
+) -> Callable[..., State]:
+    """Plan a function of the tensors, the block mask and the variant that computes the op."""
+    given = {"query_rope": query_rope, "latent": latent, "key_rope": key_rope, "attn_mask": attn_mask}
+    check_devices(query, **given, kv_lens=kv_lens, block_mask=block_mask, **variant.tensors)
+    check_latent_attention(query, query_rope, latent, key_rope, attn_mask, kv_lens, variant, out_dtype)
+    check_latent_widths_on_cuda(latent, key_rope)
+    if block_mask is not None:
+        check_block_mask(block_mask, latent.shape[0], latent.shape[2], query.device)
+    if query.dtype == torch.float64:
+        return lambda q, q_rope, c, k_rope, mask, lens, _, variant: latent_attention_reference(
+            q, q_rope, c, k_rope, mask, lens, scale=scale, variant=variant
+        )
+
+    plain = attn_mask is None and kv_lens is None and variant == PLAIN and scale > 0
+    if plain and query_rope is not None and key_rope is not None and _takes_sm90(query, query_rope, latent, key_rope):
+        return _plan_sm90(query, query_rope, latent, key_rope, scale, out_dtype)
+
+    from tatten.ops.cuda.combine import plan_combine
+    from tatten.ops.cuda.decode import plan_segment
+
+    if kv_lens is not None or variant.window is not None or attn_mask is None:
+        block_mask = None  # the others change what the mask leaves
+    masks = attn_mask, kv_lens, scale, block_mask, variant, None
+    rope = _rope(query_rope, key_rope)
+    segment = plan_segment(query, latent, latent, *masks, rope, latent=True, out_dtype=out_dtype)
+    combine = plan_combine(query, latent.shape[3], segment.tile_space)
+
+    def attend(
+        query: Tensor,
+        query_rope: Tensor | None,
+        latent: Tensor,
+        key_rope: Tensor | None,
+        attn_mask: Tensor | None,
+        kv_lens: Tensor | None,
+        block_mask: Tensor | None,
+        variant: AttentionVariant,
+    ) -> State:
+        rope = _rope(query_rope, key_rope)
+        state = combine(segment(query, latent, latent, attn_mask, kv_lens, block_mask, variant, rope=rope))
+        return state.out, state.lse
+
+    return attend
+
+
+def _rope(query_rope: Tensor | None, key_rope: Tensor | None) -> tuple[()] | tuple[Tensor, Tensor]:
+    """Both ropes, or nothing: checked inputs have both or neither."""
+    return () if query_rope is None or key_rope is None else (query_rope, key_rope)
+
+
+def _takes_sm90(query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor) -> bool:
+    """Whether the latent_sm90 kernel can compute this, and is faster: 16 packed queries are bound by bytes."""
+    from tatten.ops.cuda.combine import INTERPRETED
+
+    return (
+        not INTERPRETED
+        and capability(query.device) == (9, 0)
+        and query.shape[0] == latent.shape[0]
+        and query.element_size() == 2
+        and (latent.shape[3], key_rope.shape[3]) == (512, 64)
+        and query.stride(3) == query_rope.stride(3) == 1
+        and query.shape[1] * query.shape[2] > 16
+        and takes_tma(latent)
+        and takes_tma(key_rope)
+        and may_take_gluon("latent_sm90")
+    )
+
+
+def _plan_sm90(
+    query: Tensor,
+    query_rope: Tensor,
+    latent: Tensor,
+    key_rope: Tensor,
+    scale: float,
+    out_dtype: torch.dtype,
+) -> Callable[..., State]:
+    """Plan as `_plan` does, for what the latent_sm90 kernel takes."""
+    from tatten.ops.cuda.combine import plan_combine
+    from tatten.ops.cuda.latent_sm90 import plan_latent_segment
+
+    segment = plan_latent_segment(query, query_rope, latent, key_rope, scale, out_dtype)
+    combine = plan_combine(query, latent.shape[3], segment.tile_space)
+
+    def attend(query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, *_: object) -> State:
+        state = combine(segment(query, query_rope, latent, key_rope))
+        return state.out, state.lse
+
+    return attend

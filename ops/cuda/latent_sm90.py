@@ -1,0 +1,86 @@
+"""Planning a launch of the latent kernel for Hopper: many packed queries, latents of 512 + 64 without a mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tatten.ops.cuda.allocation import Dense, allocate
+from tatten.ops.cuda.combine import Partials, TileSpace
+from tatten.ops.cuda.heuristics import multiprocessors, programs_for
+from tatten.ops.cuda.kernels.latent_sm90 import BLOCK_M, BLOCK_N, RANK, ROPE, START_REGS, _latent_kernel
+from tatten.ops.cuda.launcher import Launch
+from tatten.ops.cuda.tma import Tiling
+from tatten.ops.sizes import ceil_div
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def _tiling(x: Tensor, columns: int) -> Tiling:
+    block = [1, 1, BLOCK_N, columns]
+    return Tiling(TensorDescriptor, x, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))
+
+
+@dataclass(frozen=True)
+class LatentSegment:
+    """A launch of the latent kernel."""
+
+    tile_space: TileSpace
+    launch: Launch
+    latent_tiles: Tiling
+    rope_tiles: Tiling
+    writes: tuple[Dense, ...]  # out, lse, partial_out, partial_lse
+
+    def __call__(self, query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor) -> Partials:
+        out, lse, partial_out, partial_lse = allocate(query, *self.writes)
+        tiles = self.latent_tiles(latent), self.rope_tiles(key_rope)
+        self.launch(query, query_rope, *tiles, out, lse, partial_out, partial_lse)
+        return Partials(out, lse, partial_out, partial_lse)
+
+
+def plan_latent_segment(
+    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, out_dtype: torch.dtype
+) -> LatentSegment:
+    batch, heads, q_len, _ = query.shape
+    kv_len = latent.shape[2]
+    q_blocks = ceil_div(heads * q_len, BLOCK_M)
+    work_tiles = batch * q_blocks
+    programs = programs_for(work_tiles, ceil_div(kv_len, BLOCK_N), multiprocessors(query.device))
+    space = TileSpace(1, work_tiles, kv_len, 1, 1, q_blocks, programs, BLOCK_M, BLOCK_N, q_blocks_first=True)
+
+    def strides(x: Tensor) -> list[int]:
+        return [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+
+    of_query, of_rope = strides(query), strides(query_rope)
+    aligned = 8 if all(stride % 8 == 0 for stride in (*of_query, *of_rope)) else 1
+    launch = Launch(
+        _latent_kernel,
+        (programs,),
+        {"num_warps": 4, "maxnreg": START_REGS, "launch_pdl": True},
+        query_b=of_query[0] // aligned,
+        query_h=of_query[1] // aligned,
+        query_l=of_query[2] // aligned,
+        rope_b=of_rope[0] // aligned,
+        rope_h=of_rope[1] // aligned,
+        rope_l=of_rope[2] // aligned,
+        scale=scale,
+        kv_len=kv_len,
+        work_tiles=work_tiles,
+        heads=heads,
+        q_len=q_len,
+        batch=batch,
+        programs=programs,
+        ALIGNED=aligned,
+    )
+    slots = 2 * programs if space.split else 0
+    writes = (
+        Dense.of((batch, heads, q_len, RANK), out_dtype),
+        Dense.of((batch, heads, q_len), torch.float32),
+        Dense.of((slots, BLOCK_M, RANK), torch.float32),
+        Dense.of((slots, BLOCK_M), torch.float32),
+    )
+    return LatentSegment(space, launch, _tiling(latent, RANK // 2), _tiling(key_rope, ROPE), writes)

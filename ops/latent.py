@@ -1,0 +1,136 @@
+"""The public function for attention to latents. It works in eager mode and inside `torch.compile` with any backend."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
+from tatten.ops.keywords import names_keywords
+from tatten.ops.masks import BlockMask, data_of
+from tatten.ops.validation import check_tensors
+
+
+@overload
+def latent_attention(
+    query: Tensor,
+    query_rope: Tensor | None,
+    latent: Tensor,
+    key_rope: Tensor | None,
+    *,
+    attn_mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
+    kv_lens: Tensor | None = None,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def latent_attention(
+    query: Tensor,
+    query_rope: Tensor | None,
+    latent: Tensor,
+    key_rope: Tensor | None,
+    *,
+    attn_mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
+    kv_lens: Tensor | None = None,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@names_keywords
+def latent_attention(
+    query: Tensor,
+    query_rope: Tensor | None,
+    latent: Tensor,
+    key_rope: Tensor | None,
+    *,
+    attn_mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
+    kv_lens: Tensor | None = None,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of all heads to one latent for each token, as multi-head latent attention caches it: *absorbed*.
+
+    Let `W_uk` and `W_uv` be the parts of a head's up-projection (`kv_b_proj`) that make its key and its value of a
+    latent `c`. Then `q . (W_uk c) = (q W_uk) . c`, and the mean of `W_uv c` is `W_uv` times that of `c`: neither keys
+    nor values have to be made. The score of a head is `scale * (query . latent + query_rope . key_rope)`, and `out` is
+    the weighted mean of the latents, for `W_uv` to be applied once. Each latent is read once for all heads.
+
+    DeepSeek-V2, arXiv 2405.04434, section 2.1.
+
+    Args:
+        query: `[batch, heads, q_length, rank]`, the part of the queries without rope, times `W_uk`; float16, bfloat16,
+            float32 or float64, any strides.
+        query_rope: `[batch, heads, q_length, width]`, the part with rope, or None if there is none.
+        latent: `[kv_batch, 1, kv_length, rank]`, at least one; it may be a part of a wider cache. kv_batch divides
+            batch: sequence `b` attends to row `b * kv_batch // batch`, which is read once for all its sequences.
+        key_rope: `[kv_batch, 1, kv_length, width]`, the part of the keys that has rope and that all heads share; None
+            if `query_rope` is. These four have one dtype.
+        attn_mask: as in `decode_attention`, broadcastable to `[batch, heads, q_length, kv_length]`.
+        block_mask: what `tatten.block_mask` returned for `attn_mask`, as in `decode_attention`.
+        kv_lens: int32 or int64 `[batch]`, as in `decode_attention`; neither it nor `window` where kv_batch < batch.
+        scale: factor of the scores. It has no default: what models use follows from the width of their keys, which
+            latents don't tell, as `(128 + 64) ** -0.5` for DeepSeek-V3.
+        window: as in `decode_attention`.
+        softcap: as in `decode_attention`.
+        sinks: `[heads]`, as in `decode_attention`.
+        out_dtype: dtype of `out`: `query`'s, which is the default, or the one in which sums are made (float32, or
+            float64 for float64), for `W_uv` to be applied to what was not rounded.
+        return_lse: return the attention state `(out, lse)` instead of `out`.
+
+    Returns:
+        `out` `[batch, heads, q_length, rank]` in `out_dtype`, contiguous; with `return_lse` also `lse`
+        `[batch, heads, q_length]`, as `decode_attention`. States over disjoint latents merge, before or after `W_uv`.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid; the message names it, what was expected and what came.
+        NotImplementedError: gradients are required, or the device or the kernel cannot compute this.
+
+    Examples:
+        >>> import torch, tatten
+        >>> latent, key_rope = torch.randn(2, 1, 300, 32), torch.randn(2, 1, 300, 8)  # a cache of 40 numbers a token
+        >>> w_uk, w_uv = torch.randn(2, 4, 16, 32)  # of 4 heads, with keys and values of 16
+        >>> q, query_rope = torch.randn(2, 4, 1, 16), torch.randn(2, 4, 1, 8)
+        >>> out = tatten.latent_attention(q @ w_uk, query_rope, latent, key_rope, scale=24**-0.5) @ w_uv.mT
+
+        The same from keys and values for each head:
+
+        >>> key = torch.cat((latent @ w_uk.mT, key_rope.expand(2, 4, 300, 8)), dim=3)
+        >>> query = torch.cat((q, query_rope), dim=3)
+        >>> torch.allclose(out, tatten.decode_attention(query, key, latent @ w_uv.mT), atol=1e-3)
+        True
+    """
+    ropes = {name: x for name, x in (("query_rope", query_rope), ("key_rope", key_rope)) if x is not None}
+    check_tensors(query=query, latent=latent, **ropes)
+    if scale is None:
+        raise TypeError("`scale` must be a number: it follows from the width of the keys, not of latents; got None")
+    out, lse = torch.ops.tatten.latent_attention.default(
+        query,
+        query_rope,
+        latent,
+        key_rope,
+        attn_mask,
+        kv_lens,
+        scale=scale,
+        block_mask=None if block_mask is None else data_of(block_mask, attn_mask, latent, name="latent"),
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        out_dtype=out_dtype,
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,94 @@
+"""Checks of the inputs of `tatten::latent_attention`. Each names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tatten.ops.states import accumulator_dtype
+from tatten.ops.validation import check_no_grad, check_query, check_softmax, widest_on_cuda
+from tatten.ops.variant import AttentionVariant
+
+WIDEST_ROPE_ON_CUDA = 64  # of 128 columns, tiles do not fit in shared memory beside those of rank 512
+
+
+def check_latent_no_grad(
+    query: Tensor,
+    query_rope: Tensor | None,
+    latent: Tensor,
+    key_rope: Tensor | None,
+    attn_mask: Tensor | None,
+    variant: AttentionVariant,
+) -> None:
+    """`check_no_grad` of `tatten::latent_attention`."""
+    if torch.is_grad_enabled():
+        given = {"query": query, "query_rope": query_rope, "latent": latent, "key_rope": key_rope}
+        check_no_grad("latent_attention", **given, attn_mask=attn_mask, sinks=variant.sinks)
+
+
+def check_latent_attention(
+    query: Tensor,
+    query_rope: Tensor | None,
+    latent: Tensor,
+    key_rope: Tensor | None,
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    variant: AttentionVariant,
+    out_dtype: torch.dtype,
+) -> None:
+    """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::latent_attention`.
+
+    Reads no data, so that no device is synchronised. Devices are left to `check_devices`.
+    """
+    check_latent_no_grad(query, query_rope, latent, key_rope, attn_mask, variant)
+    check_query(query)
+    batch, rank = query.shape[0], query.shape[3]
+    _check_dtype("latent", latent, query)
+    shape = latent.shape
+    if len(shape) != 4 or 0 in shape or batch % shape[0] or shape[1] != 1 or shape[3] != rank:
+        wanted = f"[kv_batch, 1, kv_length, {rank}] as `query` is {tuple(query.shape)}, with a kv_length of at least 1"
+        raise ValueError(f"`latent` must be {wanted} and a kv_batch that divides {batch}, got shape {tuple(shape)}")
+    if shape[0] != batch and (kv_lens is not None or variant.window is not None):
+        given = "`window`" if kv_lens is None else "`kv_lens`"
+        raise ValueError(
+            f"{given} must be None where sequences share latents: {batch} read {shape[0]}; use `attn_mask`"
+        )
+    if (query_rope is None) != (key_rope is None):
+        name, other = ("query_rope", "key_rope") if query_rope is None else ("key_rope", "query_rope")
+        raise ValueError(f"`{name}` must be given with `{other}`, got None")
+    if query_rope is not None and key_rope is not None:
+        _check_rope("query_rope", query_rope, "query", query)
+        _check_rope("key_rope", key_rope, "latent", latent)
+        if key_rope.shape[3] != query_rope.shape[3]:
+            have, want = key_rope.shape[3], query_rope.shape[3]
+            raise ValueError(f"`key_rope` must have the width of `query_rope`, {want}, got {have}")
+    check_softmax(query, latent.shape[2], attn_mask, kv_lens, variant)
+    wide = accumulator_dtype(query.dtype)
+    if out_dtype not in (query.dtype, wide):
+        wanted = " or ".join(dict.fromkeys((str(query.dtype), str(wide))))
+        raise TypeError(f"`out_dtype` must be {wanted} for `query` in {query.dtype}, got {out_dtype}")
+
+
+def check_latent_widths_on_cuda(latent: Tensor, key_rope: Tensor | None) -> None:
+    """Raise NotImplementedError if latents or their rope are too wide for the CUDA kernels' tiles."""
+    if latent.dtype == torch.float64:  # computed by the reference
+        return
+    most, rank = widest_on_cuda(latent.dtype), latent.shape[3]
+    if rank > most:
+        raise NotImplementedError(f"`latent` must have a rank of at most {most} in {latent.dtype} on CUDA, got {rank}")
+    if key_rope is not None and key_rope.shape[3] > WIDEST_ROPE_ON_CUDA:
+        raise NotImplementedError(
+            f"`key_rope` must have a width of at most {WIDEST_ROPE_ON_CUDA} on CUDA, got {key_rope.shape[3]}"
+        )
+
+
+def _check_rope(name: str, rope: Tensor, like_name: str, like: Tensor) -> None:
+    _check_dtype(name, rope, like, like_name)
+    if rope.dim() != 4 or rope.shape[:3] != like.shape[:3]:
+        wanted = f"[{', '.join(map(str, like.shape[:3]))}, width] like `{like_name}`"
+        raise ValueError(f"`{name}` must be {wanted}, got shape {tuple(rope.shape)}")
+
+
+def _check_dtype(name: str, x: Tensor, like: Tensor, like_name: str = "query") -> None:
+    if x.dtype != like.dtype:
+        raise TypeError(f"`{name}` must have the dtype of `{like_name}`, {like.dtype}, got {x.dtype}")

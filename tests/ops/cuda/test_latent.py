@@ -1,0 +1,169 @@
+"""Latent attention's kernels within a derived bound of float64: on a GPU, or in Triton's interpreter on tiny shapes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from latent_calls import LatentCall
+from op_bounds import assert_within_bound
+from op_calls import Call, Segment
+from op_masks import Mask
+from slow import slow_but
+from torch import Tensor
+
+import tatten
+from tatten.ops.cuda import latent as on_cuda
+from tatten.ops.reference import latent_attention_reference
+from tatten.ops.variant import AttentionVariant
+
+GPU = torch.cuda.is_available()
+HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU")
+DEVICE = "cuda" if GPU else "cpu"
+
+SHAPES = [
+    (2, 5, 1, 33, 24, 8),
+    (1, 17, 2, 70, 16, 0),
+    (2, 3, 2, 90, 40, 16),
+]  # batch, heads, q_len, kv_len, rank, width
+SHAPES += [(2, 128, 1, 1000, 512, 64), (3, 16, 4, 777, 512, 64), (2, 20, 3, 300, 256, 32)] if GPU else []
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "holes": {"mask": Mask(pattern="holes")},
+    "padding": {"mask": Mask(pattern="padding", dims="bk")},
+    "causal": {"mask": Mask(pattern="causal", dims="qk")},
+    "heads": {"mask": Mask(pattern="holes", dims="hk")},
+    "nothing": {"mask": Mask(pattern="nothing", dims="k")},
+    "bias": {"mask": Mask(torch.float32, pattern="holes", bias="noise")},
+    "lens": {"lens": torch.int64},
+    "everything": {"mask": Mask(pattern="padding"), "window": 40, "softcap": 3.0, "sinks": "some", "lens": torch.int64},
+}
+
+
+def run(given: dict[str, Any], out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The op's answer, in the interpreter by its plan."""
+    tensors = [given[name] for name in ("query", "query_rope", "latent", "key_rope", "attn_mask", "kv_lens")]
+    variant = AttentionVariant(given["window"], given["softcap"], given.get("sinks"), None, None)
+    plan = on_cuda._plan(*tensors, given["scale"], None, variant, out_dtype)
+    return plan(*tensors, None, variant)
+
+
+@pytest.mark.parametrize("variant", slow_but(["plain", "holes", "lens"], VARIANTS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_float64(shape: tuple[int, ...], dtype: torch.dtype, variant: str) -> None:
+    batch, heads, q_len, kv_len, rank, width = shape
+    if dtype == torch.float32 and rank > 256:
+        pytest.skip("float32 goes to a rank of 256")
+    options = dict(VARIANTS[variant])
+    mask = options.pop("mask", None)
+    segment = Segment(batch, kv_len, mask, batch if mask is not None and "b" in mask.dims else 1)
+    sizes = {"q_heads": heads, "kv_heads": 1, "q_len": q_len, "head_dim": rank + width, "value_dim": rank}
+    scale = (rank + width) ** -0.5
+    call = LatentCall(Call(dtype, segments=(segment,), batch=batch, scale=scale, **sizes, **options))
+    given, expanded = call.inputs(DEVICE)
+    for out_dtype in {dtype, torch.float32}:
+        out, lse = run(given, out_dtype)
+        assert_within_bound(out, lse, expanded, parts=2 + kv_len // 16, out_dtype=out_dtype)
+
+
+def test_views_of_one_cache_beside_nan() -> None:
+    """Latents and rope by their strides, with NaN in what the mask leaves out."""
+    sizes = {"q_heads": 5, "kv_heads": 1, "q_len": 2, "head_dim": 32, "value_dim": 24}
+    segment = Segment(2, 70, Mask(pattern="padding", dims="bk"), 2)
+    call = Call(torch.float16, segments=(segment,), batch=2, scale=0.2, poison=True, **sizes)
+    given, expanded = LatentCall(call, joined=True).inputs(DEVICE)
+    assert given["latent"].stride(2) == 32
+    assert given["latent"].isnan().any()
+    out, lse = run(given, torch.float16)
+    assert_within_bound(out, lse, expanded, parts=8)
+
+
+@pytest.mark.parametrize("name", ["latent", "key_rope"])
+def test_nan_comes_out(name: str) -> None:
+    sizes = {"q_heads": 5, "kv_heads": 1, "q_len": 1, "head_dim": 32, "value_dim": 24}
+    call = Call(torch.float32, segments=(Segment(2, 70, None, 1),), batch=2, scale=0.2, **sizes)
+    given, _ = LatentCall(call).inputs(DEVICE)
+    given[name][0, 0, 7, 3] = float("nan")
+    out, lse = run(given, torch.float32)
+    assert lse[0].isnan().all()
+    assert out[0].isnan().all()
+    assert lse[1].isfinite().all()
+    assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("mask", slow_but(["of a sequence"], ["none", "of a query", "of a sequence"]))
+def test_sequences_share_latents(mask: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (4, 3, 2, 24), (4, 3, 2, 8), (2, 1, 70, 24), (2, 1, 70, 8)
+    inputs = [torch.randn(shape, generator=generator).to(DEVICE, torch.bfloat16) for shape in shapes]
+    shape = {"none": None, "of a query": (2, 70), "of a sequence": (4, 1, 1, 70)}[mask]
+    attn_mask = None if shape is None else (torch.rand(shape, generator=generator) < 0.5).to(DEVICE)
+    names = "query", "query_rope", "latent", "key_rope"
+    given = dict(zip(names, inputs, strict=True))
+    given |= {"attn_mask": attn_mask, "kv_lens": None, "scale": 0.2, "window": None, "softcap": None}
+    out, lse = run(given, torch.float32)
+    query, query_rope, latent, key_rope = inputs
+    key, value = (x.repeat_interleave(2, dim=0) for x in (torch.cat((latent, key_rope), dim=3), latent))
+    expanded = {"query": torch.cat((query, query_rope), dim=3), "key": key, "value": value, "attn_mask": attn_mask}
+    expanded |= {"kv_lens": None, "scale": 0.2}
+    assert_within_bound(out, lse, expanded, parts=8, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("rank", "width", "dtype", "says"),
+    [
+        (513, 8, torch.bfloat16, "`latent` must have a rank of at most 512 in torch.bfloat16 on CUDA, got 513"),
+        (257, 8, torch.float32, "`latent` must have a rank of at most 256 in torch.float32 on CUDA, got 257"),
+        (512, 65, torch.bfloat16, "`key_rope` must have a width of at most 64 on CUDA, got 65"),
+    ],
+)
+def test_too_wide(rank: int, width: int, dtype: torch.dtype, says: str) -> None:
+    given = dict.fromkeys(("attn_mask", "kv_lens", "window", "softcap"))
+    for name, heads, columns in (
+        ("query", 2, rank),
+        ("query_rope", 2, width),
+        ("latent", 1, rank),
+        ("key_rope", 1, width),
+    ):
+        given[name] = torch.zeros(1, heads, 3, columns, dtype=dtype, device=DEVICE)
+    with pytest.raises(NotImplementedError, match=says):
+        run({**given, "scale": 0.1}, dtype)
+
+
+@pytest.mark.skipif(not HOPPER, reason="runs on a GPU of capability 9.0")
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "batch, heads, q_len, kv_len",
+    [
+        *[(2, 128, 1, 1000), (1, 128, 1, 64), (1, 70, 1, 33), (3, 64, 1, 777), (2, 40, 4, 1500), (5, 128, 2, 3000)],
+        *[(140, 128, 1, 130), (1, 17, 1, 20000)],
+    ],
+)
+def test_many_rows(batch: int, heads: int, q_len: int, kv_len: int, out_dtype: torch.dtype) -> None:
+    """The kernel for Hopper, under a CUDA graph as well: whole and partial work tiles, tiles that end early."""
+    from tatten.ops.cuda import latent_sm90
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    joined, keys = randn(batch, q_len, heads, 576).transpose(1, 2), randn(batch, 1, kv_len, 576)
+    inputs = joined[..., :512], joined[..., 512:], keys[..., :512], keys[..., 512:]
+    planned = []
+    with pytest.MonkeyPatch.context() as patch:
+        plan = latent_sm90.plan_latent_segment
+        patch.setattr(latent_sm90, "plan_latent_segment", lambda *args: planned.append(args) or plan(*args))
+        out, lse = tatten.latent_attention(*inputs, scale=0.05, out_dtype=out_dtype, return_lse=True)
+    assert planned, "another kernel ran"
+    expanded = {"query": joined, "key": keys, "value": inputs[2], "attn_mask": None, "kv_lens": None, "scale": 0.05}
+    assert_within_bound(out, lse, expanded, parts=4, out_dtype=out_dtype)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again, _ = tatten.latent_attention(*inputs, scale=0.05, out_dtype=out_dtype, return_lse=True)
+    joined.normal_()
+    graph.replay()
+    want, _ = latent_attention_reference(*(x.double() for x in inputs), scale=0.05)
+    assert (again - want).norm() <= 4e-3 * want.norm()

@@ -1,0 +1,77 @@
+"""The kernels of latent attention compile for Hopper on a machine without a GPU, and use its matrix units."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from compiled import FUSIBLE, compile_in_subprocess
+
+SCRIPT = """
+import json, sys
+import torch
+from compiled import Recorder, compile_launch
+from tatten.ops.cuda import decode, heuristics, latent_sm90
+from tatten.ops.cuda.kernels.decode import _decode_kernel
+
+decode.multiprocessors = latent_sm90.multiprocessors = lambda device: 132
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+built = []
+for kernel, heads, rank, rope, mask, lens, kv_len in json.loads(sys.argv[1]):
+    launches = []
+    q, c = empty(2, heads, 1, rank), empty(2, 1, kv_len, rank)
+    ropes = (empty(2, heads, 1, rope), empty(2, 1, kv_len, rope)) if rope else ()
+    if kernel == "sm90":
+        segment = latent_sm90.plan_latent_segment(q, ropes[0], c, ropes[1], 0.1, torch.float32)
+        segment.launch.kernel = Recorder(segment.launch.kernel, launches)
+        segment(q, ropes[0], c, ropes[1])
+    else:
+        mask = empty(2, 1, 1, kv_len, dtype=torch.bool) if mask else None
+        lens = empty(2, dtype=torch.int32) if lens else None
+        segment = decode.plan_segment(q, c, c, mask, lens, 0.1, rope=ropes, latent=True)
+        segment.launch.kernel = Recorder(segment.launch.kernel, launches)
+        blocks = None
+        if segment.mask.find_blocks is not None:
+            blocks = empty(2, 2 * (kv_len // 64 + 1), dtype=torch.int64)
+            object.__setattr__(segment.mask, "find_blocks", None)
+        segment(q, c, c, mask, lens, blocks, rope=ropes)
+    built += [compile_launch(*launch) for launch in launches]
+print(json.dumps(built))
+"""
+
+
+def test_the_kernel_for_hopper() -> None:
+    (built,) = compile_in_subprocess(SCRIPT, [("sm90", 128, 512, 64, False, False, 4096)])
+    ptx = built["ptx"]
+    assert built["stack"] == 0, "registers spill to local memory"
+    assert built["shared"] <= 227 * 1024
+    assert built["launch_pdl"], "griddepcontrol.wait would not wait"
+    assert (
+        ptx.count("wgmma.mma_async") == 36 + 4 + 4
+    )  # the scores of 576 columns, and twice 64 keys by half of the values
+    assert not FUSIBLE.search(ptx)
+    # More in sum than the three warpgroups start with would hang.
+    assert re.search(r"\.maxnreg 168\b", ptx)
+    assert {"232", "40"} <= set(re.findall(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32\s+(\d+)", ptx))
+    assert -1 < ptx.find("griddepcontrol.wait") < ptx.find("ld.global")
+
+
+VARIANTS = [
+    (None, heads, *rest)
+    for heads in (16, 128)
+    for rest in ((512, 64, False, False, 65536), (512, 64, True, False, 4096), (512, 64, False, True, 4096))
+]
+VARIANTS += [(None, 16, 512, 64, False, False, 4096), (None, 40, 256, 32, True, False, 4096)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_decode_kernel(variant: tuple) -> None:
+    (built,) = compile_in_subprocess(SCRIPT, [variant])
+    if variant[1] <= 16:  # an accumulator of 64 x 512 leaves 256 threads too few registers
+        assert built["stack"] <= (256 if variant[4] else 64), "registers spill to local memory"
+    assert built["shared"] <= 227 * 1024
+    assert not FUSIBLE.search(built["ptx"])
+    assert "mma.sync" in built["ptx"] or "wgmma.mma_async" in built["ptx"]
