@@ -60,7 +60,8 @@ def tiles_for(
     """
     at_most = max(16, power_of_2(q_rows))
     if element_size == 4:
-        return Tiles(min(at_most, 64, max(16, 2048 // dim)), 32, 8, 2)
+        stages = 3 if has_block_list and dim <= 128 and large_shared_memory else 2  # at 128, 2 spill in Triton 3.9
+        return Tiles(min(at_most, 64, max(16, 2048 // dim)), 32, 8, stages)
     if 128 < dim <= 256 and q_rows <= 16 and large_shared_memory and not float8:
         return Tiles(16, 64, 8 if has_block_list and masked else 4, 3)  # with 2 stages up to 1.6 times as long
     if dim > 128:
