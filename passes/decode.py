@@ -74,4 +74,4 @@ def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
         key, value = (stored.as_attention_takes_it() for stored in (*match.keys, *match.values))
     block_mask = masks.block_mask(call, call.attn_mask)
     args = (call.query, key, value, call.attn_mask, None, scale_of(call), block_mask)
-    return insert_op(call, torch.ops.tatten.decode_attention.default, args)
+    return insert_op(call, torch.ops.tatten.decode_attention.default, args, call.variant)

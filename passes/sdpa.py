@@ -16,7 +16,13 @@ POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """A call of `F.scaled_dot_product_attention`, `node`, with its arguments as they stand in the graph."""
+    """A call of `F.scaled_dot_product_attention`, `node`, with its arguments as they stand in the graph.
+
+    Attention that is written in another way has the same arguments, and those that SDPA lacks.
+
+    Attributes:
+        window, softcap, sinks: as `tatten.decode_attention` takes them; `sinks` is a node.
+    """
 
     node: Node
     query: Any
@@ -27,6 +33,15 @@ class SdpaCall:
     is_causal: Any = False
     scale: Any = None
     enable_gqa: Any = False
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Node | None = None
+
+    @property
+    def variant(self) -> dict[str, Any]:
+        """The arguments that SDPA lacks, by name; empty for a call of SDPA."""
+        given = {"window": self.window, "softcap": self.softcap, "sinks": self.sinks}
+        return {name: x for name, x in given.items() if x is not None}
 
 
 def find_sdpa(graph: Graph) -> Iterator[SdpaCall]:
