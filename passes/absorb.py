@@ -18,7 +18,7 @@ from tatten.ops.states import accumulator_dtype
 from tatten.passes.autocast import autocast_dtype
 from tatten.passes.latents import LatentMatch, Projection
 from tatten.passes.masks import Masks
-from tatten.passes.replace import insert_op, scale_of, with_strides_of
+from tatten.passes.replace import Inserter, insert_op, scale_of, with_strides_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, tensor_of
 
@@ -29,7 +29,7 @@ def apply_latents(match: LatentMatch, masks: Masks) -> Node:
     query, result = tensor_of(call.query), tensor_of(call.node)
     assert query is not None
     assert result is not None
-    insert, q_len = _Inserter(call.node), constant(query.shape[LENGTH])
+    insert, q_len = Inserter(call.node), constant(query.shape[LENGTH])
     assert q_len is not None
     with call.node.graph.inserting_before(call.node):
         q_own = insert("narrow", call.query, HEAD_DIM, match.columns.lo, match.columns.width)
@@ -50,7 +50,7 @@ def apply_latents(match: LatentMatch, masks: Masks) -> Node:
 
 
 def _attend(
-    insert: _Inserter,
+    insert: Inserter,
     match: LatentMatch,
     call: SdpaCall,
     masks: Masks,
@@ -72,7 +72,7 @@ def _attend(
     return states
 
 
-def _merge(insert: _Inserter, states: list[Node]) -> Node:
+def _merge(insert: Inserter, states: list[Node]) -> Node:
     """Insert what merges states, if there are several."""
     if len(states) == 1:
         return states[0]
@@ -80,21 +80,7 @@ def _merge(insert: _Inserter, states: list[Node]) -> Node:
     return insert(torch.ops.tatten.merge_states.default, *(insert(torch.stack, x) for x in parts))
 
 
-class _Inserter:
-    """Inserts methods and functions of PyTorch, as of the place in the user's program where `like` is."""
-
-    def __init__(self, like: Node) -> None:
-        self._graph = like.graph
-        self._meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val")}
-
-    def __call__(self, target: Any, *args: Any) -> Node:
-        call = self._graph.call_method if isinstance(target, str) else self._graph.call_function
-        node = call(target, args)
-        node.meta.update(self._meta)
-        return node
-
-
-def _values(insert: _Inserter, sums: Node, values: Projection, like: Tensor, autocast: torch.dtype | None) -> Node:
+def _values(insert: Inserter, sums: Node, values: Projection, like: Tensor, autocast: torch.dtype | None) -> Node:
     """Insert the product of sums over latents with the values' weight, `[heads, rows, head_dim]`, rounded only once.
 
     In low precision the sums are in float32. A CPU multiplies them so, unless autocast is on, which would round them. A
@@ -112,7 +98,7 @@ def _values(insert: _Inserter, sums: Node, values: Projection, like: Tensor, aut
     return insert(torch.baddbmm, rest, _rows(insert, high), weight)
 
 
-def _weight(insert: _Inserter, projection: Projection) -> Node:
+def _weight(insert: Inserter, projection: Projection) -> Node:
     """Insert the view `[heads, columns, rank]` of a projection's weight."""
     tensor, node = tensor_of(projection.weight), projection.weight
     if tensor is not None and tensor.requires_grad:  # but SDPA's result doesn't: it was read under no_grad
@@ -121,11 +107,11 @@ def _weight(insert: _Inserter, projection: Projection) -> Node:
     return insert("narrow", heads, 1, projection.lo, projection.hi - projection.lo)
 
 
-def _rows(insert: _Inserter, x: Node) -> Node:
+def _rows(insert: Inserter, x: Node) -> Node:
     """Insert `[heads, batch * q_len, n]` of `[batch, heads, q_len, n]`."""
     return insert("flatten", insert("transpose", x, 0, 1), 1, 2)
 
 
-def _heads(insert: _Inserter, rows: Node, q_len: int) -> Node:
+def _heads(insert: Inserter, rows: Node, q_len: int) -> Node:
     """Insert `[batch, heads, q_len, n]` of `[heads, batch * q_len, n]`."""
     return insert("transpose", insert("unflatten", rows, 1, (-1, q_len)), 0, 1)

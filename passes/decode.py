@@ -28,8 +28,9 @@ class DecodeMatch(Match):
         """The reason why SDPA is at least as fast; None if it isn't, or if that is unknown.
 
         A call with a mask is not weighed, because only a run shows how many keys the mask excludes; `doubt` says so.
+        Neither is attention that is written out, which takes several kernels and stores its scores.
         """
-        if self.call.attn_mask is not None:
+        if self.call.attn_mask is not None or self.call.form:
             return None
         query, key = tensor_of(self.call.query), tensor_of(self.call.key)
         assert query is not None
@@ -42,7 +43,7 @@ class DecodeMatch(Match):
 
     @property
     def doubt(self) -> str:
-        if self.cost is None or self.cost.pays:
+        if self.cost is None or self.cost.pays or self.call.form:
             return ""
         return f"not weighed: the mask decides at run time how much is read; if that is all, {self.cost}"
 

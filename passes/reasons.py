@@ -62,6 +62,19 @@ class Reason(str, Enum):
     EXPANDED = "expanded", "cache the latents, not the keys and values that are expanded from them"
     LATENT_SMALL = "latent_small", "nothing: with so little to expand, attending to latents would cost more"
     NO_GAIN = "no_gain", "nothing: SDPA already reads each key and value once"
+    WEIGHTS_USED = (
+        "weights_used",
+        "don't ask for attention weights (output_attentions=False): the ops never have them in memory",
+    )
+    IN_PLACE = (
+        "in_place",
+        "compute weights without ops that change scores in place, or call F.scaled_dot_product_attention",
+    )
+    RELATIVE = (
+        "relative",
+        "add to scores only what doesn't depend on them, such as masks and position biases; the ops know no other form",
+    )
+    MASK_VALUE = "mask_value", "replace the scores of masked keys by torch.finfo(dtype).min of a wide dtype, or by -inf"
     NO_SDPA = (
         "no_sdpa",
         "use F.scaled_dot_product_attention; with transformers, attn_implementation='sdpa' where the model supports it",

@@ -33,6 +33,21 @@ def output_of(call: SdpaCall, state: Node) -> Node:
         return with_strides_of(out, result)
 
 
+def replace_log_sums(call: SdpaCall, state: Node) -> None:
+    """Replace what else computes the lse of a call by that of its state."""
+    for node in call.log_sums:
+        like = tensor_of(node)
+        assert like is not None
+        with call.node.graph.inserting_before(call.node):
+            lse = call.node.graph.call_function(operator.getitem, (state, 1))
+            lse = call.node.graph.call_method("to", (lse, like.dtype))
+            if like.dim() == 4:
+                lse = call.node.graph.call_method("unsqueeze", (lse, -1))
+            lse.meta.update(node.meta)
+        node.replace_all_uses_with(lse)
+        node.graph.erase_node(node)
+
+
 def replace_call(call: SdpaCall, out: Node, orphans: Iterable[Node]) -> None:
     """Replace SDPA by `out`, and erase those of `orphans` that have no users then.
 
@@ -40,9 +55,23 @@ def replace_call(call: SdpaCall, out: Node, orphans: Iterable[Node]) -> None:
     """
     call.node.replace_all_uses_with(out)
     call.node.graph.erase_node(call.node)
-    for orphan in sorted(orphans, reverse=True):
+    for orphan in sorted({*orphans, *call.path}, reverse=True):
         if not orphan.users:
             orphan.graph.erase_node(orphan)
+
+
+class Inserter:
+    """Inserts methods and functions of PyTorch, as of the place in the user's program where `like` is."""
+
+    def __init__(self, like: Node) -> None:
+        self._graph = like.graph
+        self._meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val")}
+
+    def __call__(self, target: Any, *args: Any) -> Node:
+        call = self._graph.call_method if isinstance(target, str) else self._graph.call_function
+        node = call(target, args)
+        node.meta.update(self._meta)
+        return node
 
 
 def scale_of(call: SdpaCall) -> Any:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from tatten.ops.cuda.providers import borrowed_table, choose_provider, replaced_flash
 from tatten.ops.cuda.workload import Workload, needs_of
-from tatten.ops.variant import PLAIN
+from tatten.ops.variant import AttentionVariant
 from tatten.passes.absorb import apply_latents
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
@@ -22,12 +23,14 @@ from tatten.passes.mutation import mover_of, movers
 from tatten.passes.other_attention import find_other_attention
 from tatten.passes.plain import PlainCall
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.replace import replace_call
-from tatten.passes.sdpa import SdpaCall, find_sdpa
+from tatten.passes.replace import replace_call, replace_log_sums
+from tatten.passes.sdpa import SdpaCall, bind_sdpa, find_sdpa, sdpa_nodes
 from tatten.passes.source_location import source_location
+from tatten.passes.stand_in import erase_unused, insert_stand_in, sinks_of
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import LocalPart, hint, tensor_of
 from tatten.passes.tree import find_sharded
+from tatten.passes.written_out import WrittenOut, find_written_out, read_written_out
 
 
 def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN, *, may_guard: bool = True) -> GraphReport:
@@ -38,13 +41,25 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN, *, may_guard: b
     start = time.perf_counter()
     masks = Masks()
     graphs = {name: body.graph for name, body in gm.named_modules() if isinstance(body, GraphModule)}
+    written_out = dict(find_written_out(gm.graph))
     others = [
         Declined(source_location(other.node), "", other.decline)
         for graph in graphs.values()
-        for other in find_other_attention(graph)
+        for other in find_other_attention(graph, written_out.values())
     ]
     moving = movers(gm.graph)
-    findings = [_rewrite_call(call, max_q_len, masks, moving, may_guard) for call in find_sdpa(gm.graph)]
+
+    def rewrite_call(call: SdpaCall) -> Rewritten | Declined:
+        return _rewrite_call(call, max_q_len, masks, moving, may_guard)
+
+    findings: list[Rewritten | Declined] = []
+    for node in sorted([*sdpa_nodes(gm.graph), *written_out]):
+        softmax = written_out.get(node)
+        if softmax is None:
+            findings.append(rewrite_call(bind_sdpa(node)))
+        else:
+            findings.append(_rewrite_written_out(node, softmax, masks, rewrite_call))
+    erase_unused(gm.graph, masks.drafts)
     if any(isinstance(finding, Rewritten) for finding in findings):
         gm.recompile()
     for name, graph in graphs.items():
@@ -53,6 +68,22 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN, *, may_guard: b
             findings += (_declined(call, nested) for call in find_sdpa(graph))
     findings += others
     return GraphReport(tuple(findings), (time.perf_counter() - start) * 1e3)
+
+
+def _rewrite_written_out(
+    product: Node, softmax: Node, masks: Masks, rewrite_call: Callable[[SdpaCall], Rewritten | Declined]
+) -> Rewritten | Declined:
+    """Decide about attention that is written out, as about a call of SDPA that stands in for it."""
+    found = read_written_out(softmax)
+    sinks = sinks_of(found) if isinstance(found, WrittenOut) else found
+    if isinstance(sinks, Decline) or not isinstance(found, WrittenOut):
+        assert isinstance(sinks, Decline)
+        return Declined(source_location(product), "", sinks)
+    stand_in = insert_stand_in(found, sinks, masks)
+    finding = rewrite_call(stand_in.call)
+    if isinstance(finding, Declined):
+        stand_in.take_back()
+    return finding
 
 
 def _rewrite_call(
@@ -65,7 +96,7 @@ def _rewrite_call(
     decline = given.check() or check_call(call, max_q_len) or _check_movers(call, moving)
     if decline is not None:
         return _declined(call, decline)
-    latents = match_latents(given.seen())
+    latents = None if call.log_sums else match_latents(given.seen())
     if isinstance(latents, LatentMatch):
         return _absorb(latents, masks)
     found = _find(given, may_guard)
@@ -78,10 +109,16 @@ def _rewrite_call(
     cost, doubt = (match.cost, match.doubt) if given.weighs(match) else (None, "")
     match = given.insert(match, masks)
     state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
+    replace_log_sums(call, state)
     replace_call(call, given.output(state), match.path)
     provider = _provider(state)
     return Rewritten(
-        location, str(state.target), shapes, cost, "; ".join(filter(None, (given.note, note, doubt))), provider
+        location,
+        str(state.target),
+        shapes,
+        cost,
+        "; ".join(filter(None, (call.form, given.note, note, doubt))),
+        provider,
     )
 
 
@@ -102,7 +139,8 @@ def _absorb(match: LatentMatch, masks: Masks) -> Rewritten:
     location, shapes = source_location(call.node), _show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
     replace_call(call, apply_latents(match, masks), match.path)
     made = "one projection" if match.keys.linear is match.values.linear else "two projections"
-    note = f"keys and values were expanded from latents by {made} for {match.keys.heads} heads"
+    expanded = f"keys and values were expanded from latents by {made} for {match.keys.heads} heads"
+    note = "; ".join(filter(None, (call.form, expanded)))
     return Rewritten(location, "tatten.latent_attention.default", shapes, match.cost, note)
 
 
@@ -162,8 +200,9 @@ def _provider(op: Node) -> str:
     assert value is not None
     if query.device.type != "cuda":
         return ""
+    variant: Any = {x: op.kwargs.get(x) for x in ("window", "softcap", "sinks")}
     is_decode = op.target is torch.ops.tatten.decode_attention.default
-    needs = needs_of(op.args[3], op.args[4], op.args[5], PLAIN) if is_decode else ("segments",)
+    needs = needs_of(op.args[3], op.args[4], op.args[5], AttentionVariant(**variant)) if is_decode else ("segments",)
     if not needs and not all(hint(n) for x in (query, key, value) for n in x.shape):
         return "auto"
     work = Workload.of(query, key, value, needs, lambda n: hint(n) or 0)

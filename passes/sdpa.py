@@ -22,6 +22,9 @@ class SdpaCall:
 
     Attributes:
         window, softcap, sinks: as `tatten.decode_attention` takes them; `sinks` is a node.
+        form: how attention was written, for the report; empty for a call of SDPA.
+        log_sums: nodes whose value is the call's lse, in their own dtypes.
+        path: nodes that may have no users once the call is computed in another way.
     """
 
     node: Node
@@ -36,6 +39,9 @@ class SdpaCall:
     window: int | None = None
     softcap: float | None = None
     sinks: Node | None = None
+    form: str = ""
+    log_sums: tuple[Node, ...] = ()
+    path: tuple[Node, ...] = ()
 
     @property
     def variant(self) -> dict[str, Any]:
@@ -44,10 +50,17 @@ class SdpaCall:
         return {name: x for name, x in given.items() if x is not None}
 
 
-def find_sdpa(graph: Graph) -> Iterator[SdpaCall]:
-    """All SDPA calls of a Dynamo or export graph, in order.
+def sdpa_nodes(graph: Graph) -> list[Node]:
+    """All nodes of a Dynamo or export graph that call SDPA, in order."""
+    return sorted(x for target in SDPA_TARGETS for x in graph.find_nodes(op="call_function", target=target))
 
-    Each is bound when it is reached, so that rewriting one call may replace the arguments of the next.
-    """
-    for node in sorted(x for target in SDPA_TARGETS for x in graph.find_nodes(op="call_function", target=target)):
-        yield SdpaCall(node, **dict(zip(POSITIONAL, node.args, strict=False)), **node.kwargs)
+
+def find_sdpa(graph: Graph) -> Iterator[SdpaCall]:
+    """All SDPA calls of a Dynamo or export graph, in order."""
+    yield from map(bind_sdpa, sdpa_nodes(graph))
+
+
+def bind_sdpa(node: Node) -> SdpaCall:
+    """The call of SDPA that a node makes now: rewriting one call may replace the arguments of the next."""
+    arguments: dict[str, Any] = {**dict(zip(POSITIONAL, node.args, strict=False)), **node.kwargs}
+    return SdpaCall(node, **arguments)

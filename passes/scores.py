@@ -1,0 +1,319 @@
+"""The scores of attention that is written out, read backwards: from a softmax to the product of queries and keys.
+
+What lies between is proven to be `softmax([softcap * tanh(scale / softcap * product) + bias, sinks])`. The bias is what
+the steps make of a score of 0: none of them depends on the score but those that replace it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.fx import Node
+
+from tatten.passes.calls import argument, op_name
+from tatten.passes.mutation import writes
+from tatten.passes.products import CASTS, COPIES, Product, product_of
+from tatten.passes.reasons import Decline, Reason
+from tatten.passes.symbolic import known_equal, tensor_of, value_of
+from tatten.passes.views import CATS, RESHAPES
+
+# A bias at or below this leaves nothing of a score in float32, so that to add it is to replace the score.
+ABSORBS = -1e30
+
+ADDS = {"add": 1, "iadd": 1, "sub": -1, "isub": -1}
+TIMES = {"mul", "imul", "multiply", "div", "truediv", "itruediv", "divide", "true_divide"}
+FILLS = {"where", "masked_fill"}
+MAXIMA = {"max", "amax"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step from scores to what softmax gets.
+
+    Attributes:
+        kind: scores get `number * node` added, are multiplied by `number`, become `number` where `node` is True or
+            where it is False, or become at least `number`.
+    """
+
+    kind: Literal["add", "times", "where", "where_not", "at_least"]
+    number: float
+    node: Node | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of attention that is written out.
+
+    Attributes:
+        product: that of queries and keys.
+        scale, softcap, sinks: as `tatten.decode_attention` takes them; `sinks` is `[heads]`, a node.
+        steps: what is done to scores after that, in order.
+        path: the nodes from softmax's input to the product, and to the sinks.
+        column: the column of softmax's input that has the sinks: 0, or -1 for the last.
+    """
+
+    product: Product
+    scale: float = 1.0
+    softcap: float | None = None
+    sinks: Node | None = None
+    steps: tuple[Step, ...] = ()
+    path: tuple[Node, ...] = ()
+    column: int = -1
+
+
+@dataclass
+class _Walk:
+    """A walk back, as far as it went."""
+
+    here: Node
+    steps: list[Step] = field(default_factory=list)  # the last one first
+    path: list[Node] = field(default_factory=list)
+    sinks: Node | None = None
+    column: int = -1
+    scale: float = 1.0
+    outer: float | None = None  # what the result of tanh is multiplied by
+
+    def go(self, source: Node, *others: Node) -> None:
+        self.path += [self.here, *others]
+        self.here = source
+
+
+def find_scores(softmax: Node, above: set[Node]) -> Scores | Decline | None:
+    """Read the scores of a softmax; `above` are the nodes that depend on products of activations.
+
+    Returns:
+        The scores, why they are of another form, or None where softmax's input is not made of a product.
+    """
+    source = argument(softmax, 0, "input", softmax.kwargs.get("self"))
+    if not isinstance(source, Node) or source not in above:
+        return None
+    walk = _Walk(source)
+    while walk.here in above:
+        product = product_of(walk.here)
+        if product is not None:
+            return _finish(walk, product)
+        trouble = _step_back(walk, above)
+        if trouble is not None:
+            return trouble
+    return None
+
+
+def _finish(walk: _Walk, product: Product) -> Scores | Decline:
+    if product.bias is not None and not _is_zeros(product.bias):
+        if walk.outer is not None:
+            return Decline(Reason.RELATIVE, f"`{product.node}` adds a bias before the soft cap")
+        walk.steps.append(Step("add", product.beta, product.bias))
+    scale = walk.scale * product.scale * (1.0 if walk.outer is None else walk.outer)
+    softcap = None if walk.outer is None else abs(walk.outer)
+    if not math.isfinite(scale) or scale == 0:
+        return Decline(Reason.SCALE, f"scores are multiplied by {scale}")
+    path = (*walk.path, product.node)
+    return Scores(product, scale, softcap, walk.sinks, tuple(reversed(walk.steps)), path, walk.column)
+
+
+def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:
+    """Go one op back, or say why not."""
+    node, name = walk.here, op_name(walk.here)
+    if writes(node) and name not in ("iadd", "isub", "imul", "itruediv"):
+        return Decline(Reason.IN_PLACE, f"`{node}` changes scores in place")
+    sources = [x for x in node.all_input_nodes if x in above]
+    if name in CASTS | COPIES and _is_float(node) and len(sources) == 1:
+        walk.go(sources[0])
+        return None
+    if name in RESHAPES and len(sources) == 1 and keeps_rows(sources[0], node):
+        walk.go(sources[0])
+        return None
+    if name == "dropout" and inactive_dropout(node):
+        walk.go(sources[0])
+        return None
+    maximum = _maximum_below(node, name)
+    if maximum is not None:
+        walk.go(node.args[0], *maximum)  # type: ignore[arg-type]
+        return None
+    if name in CATS:
+        return _concatenated(walk, sources)
+    if len(sources) > 1:
+        return Decline(Reason.RELATIVE, f"`{node}` joins {len(sources)} terms that depend on products")
+    handler = (
+        _add
+        if name in ADDS
+        else _times
+        if name in TIMES
+        else _fill
+        if name in FILLS
+        else _tanh
+        if name == "tanh"
+        else None
+    )
+    if name in ("max", "maximum", "clamp", "clamp_min"):
+        handler = _at_least
+    return _unknown(node) if handler is None else handler(walk, node, name, sources[0])
+
+
+def _unknown(node: Node) -> Decline:
+    return Decline(Reason.RELATIVE, f"`{op_name(node) or node.target}` is applied to scores")
+
+
+def _add(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
+    a, b = argument(node, 0, "input"), argument(node, 1, "other")
+    other, sign = (b, ADDS[name]) if a is source else (a, 1)
+    alpha = node.kwargs.get("alpha", 1)
+    if other is source or (a is not source and (name not in ("add", "iadd") or alpha != 1)):
+        return Decline(Reason.RELATIVE, f"`{node}` does not add to scores alone")
+    if isinstance(other, Node) and _is_float(other) and isinstance(alpha, int | float):
+        if walk.outer is not None:
+            return Decline(Reason.RELATIVE, f"`{node}` adds a bias before the soft cap")
+        walk.steps.append(Step("add", float(sign * alpha), other))
+    elif number_of(other) != 0:
+        return _unknown(node)
+    walk.go(source)
+    return None
+
+
+def _times(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
+    a, b = argument(node, 0, "input"), argument(node, 1, "other")
+    divides = "div" in name
+    factor = number_of(a if b is source else b)
+    if factor is None or not math.isfinite(factor) or factor == 0 or (divides and b is source):
+        return Decline(Reason.RELATIVE, f"`{node}` multiplies scores by something else than a number")
+    if node.kwargs.get("rounding_mode") is not None:
+        return _unknown(node)
+    factor = 1 / factor if divides else factor
+    walk.scale *= factor
+    if walk.outer is None:
+        walk.steps.append(Step("times", factor))
+    walk.go(source)
+    return None
+
+
+def _tanh(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
+    """`a * tanh(b * x)`, a soft cap of a: `a * tanh(a * b * x / a)`."""
+    if walk.outer is not None:
+        return _unknown(node)
+    walk.outer, walk.scale = walk.scale, 1.0
+    walk.go(source)
+    return None
+
+
+def _fill(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
+    if name == "where":
+        condition, a, b = (argument(node, i, x) for i, x in enumerate(("condition", "input", "other")))
+        kind: Any = "where_not" if a is source else "where"
+        value = b if a is source else a
+    else:
+        condition, value, kind = argument(node, 1, "mask"), argument(node, 2, "value"), "where"
+    number, mask = number_of(value), tensor_of(condition)
+    if mask is None or mask.dtype != torch.bool or number is None or math.isnan(number) or walk.outer is not None:
+        return _unknown(node)
+    if number > ABSORBS:
+        return Decline(Reason.MASK_VALUE, f"`{node}` replaces scores by {number}, which others may be near")
+    walk.steps.append(Step(kind, number, condition))
+    walk.go(source)
+    return None
+
+
+def _at_least(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
+    bound = (
+        node.kwargs.get("min", argument(node, 1, "other")) if name.startswith("clamp") else argument(node, 1, "other")
+    )
+    if name == "clamp" and argument(node, 2, "max") is not None:
+        return _unknown(node)
+    if node.args[0] is not source:
+        bound = node.args[0]
+    number = number_of(bound)
+    if number is None or not number <= ABSORBS or walk.outer is not None:
+        return _unknown(node)
+    walk.steps.append(Step("at_least", number))
+    walk.go(source)
+    return None
+
+
+def _concatenated(walk: _Walk, sources: list[Node]) -> Decline | None:
+    """Sinks beside scores, one column for all keys."""
+    node = walk.here
+    tensors, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", node.kwargs.get("axis", 0))
+    whole = tensor_of(node)
+    if whole is None or len(sources) != 1 or len(tensors) != 2 or dim not in (-1, whole.dim() - 1):
+        return Decline(Reason.RELATIVE, f"`{node}` joins scores with others")
+    if walk.sinks is not None or walk.steps or walk.outer is not None or walk.scale != 1:
+        return Decline(Reason.RELATIVE, f"what `{node}` adds to scores is changed before softmax")
+    other = tensors[1] if tensors[0] is sources[0] else tensors[0]
+    column = tensor_of(other)
+    if column is None or not known_equal(column.shape[-1], 1):
+        return Decline(Reason.RELATIVE, f"`{node}` adds more than one column to scores")
+    walk.sinks, walk.column = other, -1 if tensors[0] is sources[0] else 0
+    walk.go(sources[0])
+    return None
+
+
+def _maximum_below(node: Node, name: str) -> list[Node] | None:
+    """The nodes that take the maximum in `x - x.max(-1, keepdim=True)`, which softmax does not notice."""
+    if name not in ("sub", "isub") or len(node.args) != 2 or node.kwargs:
+        return None
+    x, last = node.args
+    found, values = [], []
+    while isinstance(last, Node) and op_name(last) in {"getitem", "getattr", "detach"} | CASTS | COPIES:
+        found.append(last)
+        values += [last.args[1]] if op_name(last) in ("getitem", "getattr") else []
+        last = last.args[0]
+    if not isinstance(last, Node) or op_name(last) not in MAXIMA or last.args[0] is not x:
+        return None
+    tensor, rows = tensor_of(x), tensor_of(node.args[1])
+    if tensor is None or rows is None or rows.dim() != tensor.dim():
+        return None
+    if not is_last_dim(argument(last, 1, "dim"), tensor.dim()):
+        return None
+    takes_values = values in ([0], ["values"]) if op_name(last) == "max" else not values
+    return [*found, last] if takes_values else None
+
+
+def is_last_dim(dim: Any, rank: int) -> bool:
+    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    return isinstance(dim, int) and dim in (-1, rank - 1)
+
+
+def inactive_dropout(node: Node) -> bool:
+    """Whether a call of dropout returns its input."""
+    p = argument(node, 1, "p", 0.5)
+    training = argument(node, 2, "training", node.kwargs.get("train", True))
+    return (isinstance(p, int | float) and p == 0) or training is False
+
+
+def number_of(x: Any) -> float | None:
+    """The number that an argument is, or that a tensor made of one literal holds; None for others."""
+    if isinstance(x, int | float):
+        return float(x)
+    if not isinstance(x, Node):
+        return None
+    if op_name(x) in ("tensor", "scalar_tensor", "as_tensor") and not writes(x):
+        return number_of(argument(x, 0, "data"))
+    if op_name(x) in ("full", "full_like", "new_full") and not writes(x):
+        at = 1 if op_name(x) != "new_full" else 2
+        return number_of(argument(x, at, "fill_value"))
+    if op_name(x) in CASTS and x.args and _is_float(x):
+        return number_of(x.args[0])
+    value = value_of(x)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _is_float(node: Node) -> bool:
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.is_floating_point()
+
+
+def keeps_rows(source: Node, node: Node) -> bool:
+    """Whether a reshape keeps the last two dims, so that it only merges or splits those before."""
+    before, after = tensor_of(source), tensor_of(node)
+    return (
+        before is not None
+        and after is not None
+        and {before.dim(), after.dim()} <= {3, 4}
+        and all(known_equal(a, b) for a, b in zip(before.shape[-2:], after.shape[-2:], strict=True))
+    )
+
+
+def _is_zeros(node: Node) -> bool:
+    return op_name(node) in ("zeros", "new_zeros", "zeros_like") and not writes(node)

@@ -1,0 +1,343 @@
+"""Attention that is written out: every form is found, computes what it did, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import capture, listing
+
+from tatten.passes import Declined, Rewritten, rewrite
+from tatten.passes.calls import op_name
+from tatten.passes.reasons import Reason
+
+B, H, KV, S, D = 2, 4, 2, 24, 8
+LOWEST = torch.finfo(torch.float64).min
+
+
+def tensors(q_len=1, heads=KV, seed=0):
+    torch.manual_seed(seed)
+    q = torch.randn(B, H, q_len, D, dtype=torch.float64)
+    k, v = torch.randn(2, B, heads, S, D, dtype=torch.float64)
+    return q, k, v
+
+
+def mask(q_len=1, value=LOWEST):
+    """Sequence 0 has 9 keys, and sequence 1 all but the first 3; queries are causal among themselves."""
+    at = torch.arange(S)
+    keep = torch.stack([at < 9, at >= 3])[:, None, None].expand(B, 1, q_len, S).clone()
+    for i in range(q_len):
+        keep[0, :, i] &= at < 9 - (q_len - 1 - i)
+    return torch.zeros(keep.shape, dtype=torch.float64).masked_fill(~keep, value)
+
+
+def repeat(x, n=H // KV):
+    b, h, s, d = x.shape
+    return x[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)
+
+
+def llama(q, k, v, m):
+    w = torch.matmul(q, repeat(k).transpose(2, 3)) * D**-0.5
+    w = w + m
+    w = F.dropout(F.softmax(w, dim=-1, dtype=torch.float64).to(q.dtype), p=0.0, training=False)
+    return torch.matmul(w, repeat(v)).transpose(1, 2).contiguous()
+
+
+def plain(q, k, v, m):
+    return (q @ repeat(k).mT / math.sqrt(D) + m).softmax(-1) @ repeat(v)
+
+
+def t5(q, k, v, m):
+    bias = torch.arange(H * S, dtype=q.dtype).view(1, H, 1, S) / 50
+    s = torch.matmul(q, repeat(k).permute(0, 1, 3, 2)) * 1
+    s = s + bias
+    s += m
+    return torch.matmul(s.softmax(-1).type_as(s), repeat(v))
+
+
+def gemma(q, k, v, m):
+    w = torch.tanh(torch.matmul(q, repeat(k).transpose(2, 3)) * 0.3 / 5.0) * 5.0
+    return torch.matmul(F.softmax(w + m, dim=-1), repeat(v))
+
+
+def gpt_oss(q, k, v, m):
+    sinks = torch.linspace(-1, 2, H, dtype=q.dtype)
+    w = torch.matmul(q, repeat(k).transpose(2, 3)) * D**-0.5 + m
+    w = torch.cat([w, sinks.reshape(1, -1, 1, 1).expand(B, -1, q.shape[2], -1)], dim=-1)
+    w = w - w.max(dim=-1, keepdim=True).values
+    return torch.matmul(F.softmax(w, dim=-1, dtype=w.dtype)[..., :-1], repeat(v))
+
+
+def sinks_first(q, k, v, m):
+    sinks = torch.linspace(-1, 2, H, dtype=q.dtype)[None, :, None, None].expand(B, H, q.shape[2], 1)
+    w = torch.cat((sinks, q @ repeat(k).mT + m), -1)
+    return w.softmax(-1).narrow(-1, 1, S) @ repeat(v)
+
+
+def largest(q, k, v, m):
+    w = q @ repeat(k).transpose(-1, -2) * 0.2 + m
+    return torch.softmax(w - torch.amax(w, -1, keepdim=True), -1) @ repeat(v)
+
+
+def granite(q, k, v, m):
+    w = q @ repeat(k).transpose(2, 3) * 0.2 + m
+    lse = torch.logsumexp(w, dim=-1)
+    out = w.softmax(-1) @ repeat(v)
+    gate = torch.sigmoid(lse - torch.linspace(-1, 2, H, dtype=q.dtype).view(1, -1, 1))
+    return out * gate.unsqueeze(-1)
+
+
+def codegen(q, k, v, m):
+    return ((q @ repeat(k).mT + m) / 4).softmax(-1) @ repeat(v)
+
+
+def gpt_neo(q, k, v, m):
+    s = q @ repeat(k).transpose(-1, -2)
+    s = torch.where(m > -1, s, torch.tensor(LOWEST, dtype=s.dtype))
+    return s.softmax(-1) @ repeat(v)
+
+
+def mpt(q, k, v, m):
+    alibi = torch.arange(1 - S, 1, dtype=q.dtype).view(1, 1, 1, S) * torch.logspace(-1, 0, H, dtype=q.dtype).view(
+        H, 1, 1
+    )
+    s = q @ repeat(k).mT * 0.3
+    s = (s + alibi).masked_fill(m < -1, torch.finfo(s.dtype).min)
+    return s.softmax(-1) @ repeat(v)
+
+
+def trocr(q, k, v, m):
+    q, k, v = (x.reshape(B * H, -1, D) for x in (q, repeat(k), repeat(v)))
+    w = torch.bmm(q, k.transpose(1, 2))
+    w = (w.view(B, H, -1, S) + m).view(B * H, -1, S)
+    return torch.bmm(F.softmax(w, dim=-1), v).view(B, H, -1, D).transpose(1, 2)
+
+
+def xglm(q, k, v, m):
+    q, k, v = (x.reshape(B * H, -1, D) for x in (q, repeat(k), repeat(v)))
+    w = torch.bmm(q, k.transpose(1, 2)).view(B, H, -1, S) + m
+    w = torch.max(w, torch.tensor(torch.finfo(w.dtype).min, dtype=w.dtype)).view(B * H, -1, S)
+    return torch.bmm(F.softmax(w, dim=-1), v)
+
+
+def bloom(q, k, v, m):
+    alibi = torch.arange(B * H * S, dtype=q.dtype).view(B * H, 1, S) / 99
+    q, k, v = (x.reshape(B * H, -1, D) for x in (q, repeat(k), repeat(v)))
+    s = alibi.baddbmm(batch1=q, batch2=k.transpose(-1, -2), beta=0.5, alpha=0.25)
+    w = F.softmax(s.view(B, H, -1, S) + m, dim=-1)
+    return torch.bmm(w.view(B * H, -1, S), v)
+
+
+def neox_japanese(q, k, v, m):
+    q, k, v = (x.reshape(B * H, -1, D) for x in (q, repeat(k), repeat(v)))
+    s = torch.baddbmm(torch.zeros(B * H, q.shape[1], S, dtype=q.dtype), q, k.transpose(1, 2), beta=1.0, alpha=0.3)
+    w = torch.dropout(F.softmax(s.view(B, H, -1, S) + m, dim=-1), 0.1, False)
+    return torch.matmul(w, v.view(B, H, S, D))
+
+
+def einsum(q, k, v, m):
+    q, k, v = (x.transpose(1, 2) for x in (q, repeat(k), repeat(v)))
+    w = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.2 + m
+    return torch.einsum("bhqk,bkhd->bqhd", w.softmax(-1), v)
+
+
+def one_head(q, k, v, m):
+    """Rank 3 as written by hand: no heads at all."""
+    q, k, v = q[:, 0], k[:, 0], v[:, 0]
+    return (q @ k.transpose(1, 2) + m[:, 0]).softmax(-1) @ v
+
+
+def minus(q, k, v, m):
+    return (q @ repeat(k).mT - 2 * -m / 2).softmax(-1) @ repeat(v)
+
+
+FORMS = {
+    fn.__name__: fn
+    for fn in (
+        *(llama, plain, t5, gemma, gpt_oss, sinks_first, largest, granite, codegen, gpt_neo, mpt, trocr, xglm, bloom),
+        *(neox_japanese, einsum, one_head, minus),
+    )
+}
+
+
+def strides(x):
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+
+
+def run(fn, *args, **kwargs):
+    """The findings, the graph after the passes, and what it returns."""
+    found = []
+
+    def backend(gm, _):
+        found.extend((rewrite(gm, **kwargs).findings, gm))
+        gm.graph.lint()
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        out = torch.compile(fn, backend=backend, fullgraph=True)(*args)
+    findings, gm = found
+    return findings, gm, out
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(name: str, q_len: int) -> None:
+    args = (*tensors(q_len), mask(q_len))
+    want = FORMS[name](*args)
+    (finding,), gm, got = run(FORMS[name], *args)
+    assert isinstance(finding, Rewritten), finding
+    assert finding.note.startswith("attention written out")
+    assert not {"softmax", "matmul", "bmm", "baddbmm", "einsum", "logsumexp"} & {op_name(x) for x in gm.graph.nodes}
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert strides(got) == strides(want)
+
+
+ROWS = {
+    "no keys, lowest": (LOWEST, None),
+    "no keys, -inf": (-math.inf, None),
+    "two biases of the lowest": (LOWEST, LOWEST),
+    "two biases, one -inf": (-1e4, -math.inf),
+    "all keys": (0.0, None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_without_keys(name: str, dtype: torch.dtype) -> None:
+    """They are the mean of all values or NaN, as the program has it in its dtype."""
+
+    def fn(q, k, v, a, b):
+        s = torch.matmul(q, k.transpose(2, 3)) * 0.3 + a
+        return torch.matmul((s + b).softmax(-1), v)
+
+    q, k, v = (x.to(dtype) for x in tensors(2, H))
+    first, second = (torch.finfo(dtype).min if x == LOWEST else x or 0.0 for x in ROWS[name])
+    a = torch.zeros(B, 1, 2, S, dtype=dtype)
+    a[:, :, :, 5:], a[1] = first, first
+    b = torch.zeros(B, 1, 1, S, dtype=dtype)
+    b[1] = second
+    (finding,), _, got = run(fn, q, k, v, a, b)
+    want = fn(q, k, v, a, b)
+    assert isinstance(finding, Rewritten)
+    exact = fn(*(x.double() for x in (q, k, v)), *(x.double() for x in (a, b)))
+    assert torch.equal(got.isnan(), want.isnan())
+    assert want.isnan().any() == ("inf" in name or "two" in name)
+    ok = ~want.isnan()
+    assert (got - exact)[ok].abs().max() <= max(1.01 * (want - exact)[ok].abs().max(), 4 * torch.finfo(dtype).eps)
+
+
+def used(q, k, v, m):
+    w = (q @ k.mT + m).softmax(-1)
+    return w @ v, w
+
+
+def scores_used(q, k, v, m):
+    s = q @ k.mT + m
+    return s.softmax(-1) @ v, s.sum()
+
+
+def masked_in_place(q, k, v, m):
+    s = q @ k.mT
+    s.masked_fill_(m < 0, -math.inf)
+    return s.softmax(-1) @ v
+
+
+def divided_in_place(q, k, v, m):
+    s = (q @ k.mT).div_(3.0)
+    return (s + m).softmax(-1) @ v
+
+
+def weak_fill(q, k, v, m):
+    return (q @ k.mT).masked_fill(m < 0, -1e4).softmax(-1) @ v
+
+
+def relative(q, k, v, m):
+    return (q @ k.mT + q @ k.flip(2).mT + m).softmax(-1) @ v
+
+
+def multiplicative(q, k, v, m):
+    keep = (m == 0).to(q.dtype)
+    return (q @ k.mT * keep - 1e4 * (1 - keep)).softmax(-1) @ v
+
+
+def by_tensor(q, k, v, m):
+    return (q @ k.mT * k[0, 0, 0, 0] + m).softmax(-1) @ v
+
+
+def bias_before_cap(q, k, v, m):
+    return (torch.tanh(q @ k.mT + m) * 5).softmax(-1) @ v
+
+
+def dropout(q, k, v, m):
+    return F.dropout((q @ k.mT + m).softmax(-1), 0.1, training=True) @ v
+
+
+def two_sinks(q, k, v, m):
+    s = torch.cat([q @ k.mT + m, torch.zeros(B, H, q.shape[2], 2, dtype=q.dtype)], -1)
+    return s.softmax(-1)[..., :-2] @ v
+
+
+def sinks_of_sequences(q, k, v, m):
+    s = torch.cat([q @ k.mT + m, k[:, :, :1, :1].expand(B, H, q.shape[2], 1)], -1)
+    return s.softmax(-1)[..., :-1] @ v
+
+
+def other_column_dropped(q, k, v, m):
+    s = torch.cat([q @ k.mT + m, torch.ones(H, dtype=q.dtype).view(1, H, 1, 1).expand(B, H, q.shape[2], 1)], -1)
+    return s.softmax(-1)[..., 1:] @ v
+
+
+def written_between(q, k, v, m):
+    w = (q @ k.mT + m).softmax(-1)
+    v[:, :, 0] = 0
+    return w @ v
+
+
+def long(q, k, v, m):
+    return (k @ k.mT).softmax(-1) @ v
+
+
+DECLINED = {
+    used: Reason.WEIGHTS_USED,
+    scores_used: Reason.WEIGHTS_USED,
+    masked_in_place: Reason.IN_PLACE,
+    divided_in_place: Reason.IN_PLACE,
+    weak_fill: Reason.MASK_VALUE,
+    relative: Reason.RELATIVE,
+    multiplicative: Reason.RELATIVE,
+    by_tensor: Reason.RELATIVE,
+    bias_before_cap: Reason.RELATIVE,
+    dropout: Reason.DROPOUT,
+    two_sinks: Reason.BEYOND_SDPA,
+    sinks_of_sequences: Reason.RELATIVE,
+    other_column_dropped: Reason.RELATIVE,
+    written_between: Reason.WRITTEN,
+    long: Reason.Q_LEN,
+}
+
+
+@pytest.mark.parametrize("fn", DECLINED, ids=lambda fn: fn.__name__)
+def test_what_stays(fn) -> None:
+    args = (*tensors(2, H), mask(2))
+    gm = capture(fn, *(x.clone() for x in args))
+    before = listing(gm)
+    (finding,) = rewrite(gm).findings
+    assert isinstance(finding, Declined), finding
+    assert finding.decline.reason is DECLINED[fn]
+    assert finding.location.file == __file__
+    assert listing(gm) == before
+
+
+def test_layers_share_what_is_made_of_their_mask() -> None:
+    def fn(q, k, v, m):
+        for _ in range(3):
+            q = llama(q, k, v, m[:, :, :, :S]).transpose(1, 2)
+        return q
+
+    findings, gm, _ = run(fn, *tensors(), mask())
+    assert [type(x) for x in findings] == [Rewritten] * 3
+    names = [op_name(x) for x in gm.graph.nodes]
+    assert names.count("masked_fill") == names.count("all") == 1
