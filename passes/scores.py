@@ -90,15 +90,34 @@ def find_scores(softmax: Node, above: set[Node]) -> Scores | Decline | None:
     source = argument(softmax, 0, "input", softmax.kwargs.get("self"))
     if not isinstance(source, Node) or source not in above:
         return None
-    walk = _Walk(source)
+    return _read(_Walk(source), above)
+
+
+def _read(walk: _Walk, above: set[Node]) -> Scores | Decline | None:
     while walk.here in above:
         product = product_of(walk.here)
         if product is not None:
+            shifted = next((x.node for x in walk.steps if _depends(x.node, product.node, above)), None)
+            if shifted is not None:
+                return Decline(Reason.RELATIVE, f"`{shifted}` joins the scores, and depends on them itself")
             return _finish(walk, product)
         trouble = _step_back(walk, above)
         if trouble is not None:
             return trouble
     return None
+
+
+def _depends(node: Node | None, product: Node, above: set[Node]) -> bool:
+    """Whether a node is computed from a product of activations."""
+    seen, frontier = {node}, [node]
+    while frontier:
+        here = frontier.pop()
+        if here is product:
+            return True
+        new = [x for x in here.all_input_nodes if x in above and x not in seen] if here is not None else []
+        seen.update(new)
+        frontier += new
+    return False
 
 
 def _finish(walk: _Walk, product: Product) -> Scores | Decline:
@@ -135,7 +154,9 @@ def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:
         return None
     if name in CATS:
         return _concatenated(walk, sources)
-    if len(sources) > 1:
+    if len(sources) > 1:  # a mask may depend on products, too: of an indexer, say
+        sources = [x for x in sources if isinstance(_read(_Walk(x), above), Scores)]
+    if len(sources) != 1:
         return Decline(Reason.RELATIVE, f"`{node}` joins {len(sources)} terms that depend on products")
     handler = (
         _add

@@ -153,13 +153,30 @@ def minus(q, k, v, m):
     return (q @ repeat(k).mT - 2 * -m / 2).softmax(-1) @ repeat(v)
 
 
-FORMS = {
-    fn.__name__: fn
-    for fn in (
-        *(llama, plain, t5, gemma, gpt_oss, sinks_first, largest, granite, codegen, gpt_neo, mpt, trocr, xglm, bloom),
-        *(neox_japanese, einsum, one_head, minus),
-    )
-}
+def functions(q, k, v, m):
+    return torch.softmax(torch.bmm(q.flatten(0, 1), repeat(k).flatten(0, 1).mT), dim=2).matmul(repeat(v).flatten(0, 1))
+
+
+def aten(q, k, v, m):
+    s = torch.ops.aten.mul.Tensor(torch.ops.aten.matmul.default(q, repeat(k).mT), 0.3)
+    return torch.ops.aten._softmax.default(torch.ops.aten.add.Tensor(s, m), -1, False) @ repeat(v)
+
+
+def special(q, k, v, m):
+    return torch.special.softmax(q @ repeat(k).mT * 0.3 + m, -1) @ repeat(v)
+
+
+def indexer(q, k, v, m):
+    """A mask that depends on products of its own, as of DeepSeek's sparse attention."""
+    best = (q.sum(1) @ k.sum(1).mT + m[:, 0]).topk(5, dim=-1).indices
+    keep = torch.full((B, q.shape[2], S), LOWEST, dtype=q.dtype).scatter_(-1, best, 0.0)
+    return (q @ repeat(k).mT * 0.3 + (m + keep[:, None])).softmax(-1) @ repeat(v)
+
+
+FORMS = [
+    *(llama, plain, t5, gemma, gpt_oss, sinks_first, largest, granite, codegen, gpt_neo, mpt, trocr, xglm, bloom),
+    *(neox_japanese, einsum, one_head, minus, functions, aten, special, indexer),
+]
 
 
 def strides(x):
@@ -183,14 +200,15 @@ def run(fn, *args, **kwargs):
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
-@pytest.mark.parametrize("name", FORMS)
-def test_forms(name: str, q_len: int) -> None:
+@pytest.mark.parametrize("fn", FORMS, ids=lambda fn: fn.__name__)
+def test_forms(fn, q_len: int) -> None:
     args = (*tensors(q_len), mask(q_len))
-    want = FORMS[name](*args)
-    (finding,), gm, got = run(FORMS[name], *args)
+    want = fn(*args)
+    (finding,), gm, got = run(fn, *args)
     assert isinstance(finding, Rewritten), finding
     assert finding.note.startswith("attention written out")
-    assert not {"softmax", "matmul", "bmm", "baddbmm", "einsum", "logsumexp"} & {op_name(x) for x in gm.graph.nodes}
+    left = {op_name(x) for x in gm.graph.nodes} & {"softmax", "matmul", "bmm", "baddbmm", "einsum", "logsumexp"}
+    assert left == ({"matmul"} if fn is indexer else set())
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert strides(got) == strides(want)
 
