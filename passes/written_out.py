@@ -25,6 +25,7 @@ from tatten.passes.views import RESHAPES, Size
 from tatten.passes.weights import Weights, find_weights
 
 Heads = tuple[Size, Size]
+ASSERTS = {"_assert_tensor_metadata"}  # of dtypes, by torch.export, about tensors that casts make
 
 
 @dataclass(frozen=True)
@@ -170,18 +171,20 @@ def _rank(node: Node) -> int:
 def _check_users(found: WrittenOut) -> WrittenOut | Decline:
     """Check that nothing else uses what will not be computed, and that nothing is written before it would be read."""
     product, chain = found.weights.product.node, {*found.path}
-    inner = {*found.scores.path, *found.weights.path}
-    log_sums = set()
-    for node in sorted(inner):
+    log_sums, asserts = set(), set()
+    for node in sorted({*found.scores.path, *found.weights.path}):
         for user in node.users:
             if user in chain:
                 continue
-            if writes(user):
+            if op_name(user) in ASSERTS:
+                asserts.add(user)
+            elif writes(user):
                 return Decline(Reason.IN_PLACE, f"`{user}` changes `{node}` in place")
-            if not _sums(user, node, found):
+            elif not _sums(user, node, found):
                 return Decline(Reason.WEIGHTS_USED, f"`{user}` uses `{node}`")
-            log_sums.add(user)
-    found = dataclasses.replace(found, log_sums=tuple(sorted(log_sums)))
+            else:
+                log_sums.add(user)
+    found = dataclasses.replace(found, log_sums=tuple(sorted(log_sums)), path=(*found.path, *asserts))
     first = min(node for node in chain if node.op != "placeholder")
     late = next((x for x in found.reads if x >= found.place), None)
     if late is not None:

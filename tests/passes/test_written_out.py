@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from graphs import capture, listing
 
+import tatten
 from tatten.passes import Declined, Rewritten, rewrite
 from tatten.passes.calls import op_name
 from tatten.passes.reasons import Reason
@@ -359,3 +360,17 @@ def test_layers_share_what_is_made_of_their_mask() -> None:
     assert [type(x) for x in findings] == [Rewritten] * 3
     names = [op_name(x) for x in gm.graph.nodes]
     assert names.count("masked_fill") == names.count("all") == 1
+
+
+@pytest.mark.parametrize("fn", [llama, gemma, gpt_oss, trocr, granite], ids=lambda fn: fn.__name__)
+def test_exported_programs(fn) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v, m):
+            return fn(q, k, v, m)
+
+    args = (*tensors(2), mask(2))
+    with tatten.recording() as report:
+        program = tatten.rewrite(torch.export.export(Module(), args))
+    assert len(report.rewritten) == 1
+    assert not any("softmax" in str(node.target) for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(*args), fn(*args), rtol=1e-12, atol=1e-12)
