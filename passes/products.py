@@ -184,7 +184,9 @@ def _swaps(node: Node) -> bool:
         return False
     rank = tensor.dim()
     dims: Any = node.args[1:]
-    if name == "mT" or (name == "getattr" and dims == ("mT",)):
+    if node.target is getattr:
+        return bool(dims == ("mT",))
+    if name == "mT":
         return True
     if name in SWAPS and len(dims) == 2 and all(isinstance(x, int) for x in dims):
         return {x % rank for x in dims} == {rank - 2, rank - 1}

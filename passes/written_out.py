@@ -170,7 +170,7 @@ def _rank(node: Node) -> int:
 
 def _check_users(found: WrittenOut) -> WrittenOut | Decline:
     """Check that nothing else uses what will not be computed, and that nothing is written before it would be read."""
-    product, chain = found.weights.product.node, {*found.path}
+    chain = {*found.path}
     log_sums, asserts = set(), set()
     for node in sorted({*found.scores.path, *found.weights.path}):
         for user in node.users:
@@ -185,15 +185,26 @@ def _check_users(found: WrittenOut) -> WrittenOut | Decline:
             else:
                 log_sums.add(user)
     found = dataclasses.replace(found, log_sums=tuple(sorted(log_sums)), path=(*found.path, *asserts))
-    first = min(node for node in chain if node.op != "placeholder")
     late = next((x for x in found.reads if x >= found.place), None)
     if late is not None:
         return Decline(Reason.WEIGHTS_USED, f"`{found.place}` needs scores before there is `{late}`")
-    tensors = [tensor for x in found.reads if (tensor := tensor_of(x)) is not None]
-    writer = written_between(tensors, first, product)
+    writer = _writer(found)
     if writer is not None:
         return Decline(Reason.WRITTEN, f"`{writer}` writes to what is read between the products")
     return found
+
+
+def _writer(found: WrittenOut) -> Node | None:
+    """The first node that may write to what the products, or the steps between, have read before it."""
+    scores, product = found.scores, found.weights.product.node
+    factors = (found.query, scores.product.node), (found.key, scores.product.node), (found.value, product)
+    reads = [({x.node, *x.path}, min([*x.path, reader])) for x, reader in factors]
+    reads.append((set(found.reads), min(scores.path)))
+    for nodes, first in reads:
+        writer = written_between([tensor for x in nodes if (tensor := tensor_of(x)) is not None], first, product)
+        if writer is not None:
+            return writer
+    return None
 
 
 def _sums(user: Node, node: Node, found: WrittenOut) -> bool:

@@ -174,9 +174,19 @@ def indexer(q, k, v, m):
     return (q @ repeat(k).mT * 0.3 + (m + keep[:, None])).softmax(-1) @ repeat(v)
 
 
+def static_cache(q, k, v, m):
+    """The cache is written after what becomes the query was reshaped."""
+    q = q.reshape(B * H, -1, D)
+    k, v = k.clone(), v.clone()
+    k[:, :, 3] = 0.5
+    v[:, :, 3] = 0.5
+    w = (torch.bmm(q, repeat(k).reshape(B * H, -1, D).mT).view(B, H, -1, S) + m).softmax(-1)
+    return torch.matmul(w, repeat(v))
+
+
 FORMS = [
     *(llama, plain, t5, gemma, gpt_oss, sinks_first, largest, granite, codegen, gpt_neo, mpt, trocr, xglm, bloom),
-    *(neox_japanese, einsum, one_head, minus, functions, aten, special, indexer),
+    *(neox_japanese, einsum, one_head, minus, functions, aten, special, indexer, static_cache),
 ]
 
 
@@ -208,6 +218,8 @@ def test_forms(fn, q_len: int) -> None:
     (finding,), gm, got = run(fn, *args)
     assert isinstance(finding, Rewritten), finding
     assert finding.note.startswith("attention written out")
+    read_as_stored = f"k float64[{B}, {KV}, {S}, {D}] v float64[{B}, {KV}, {S}, {D}]"
+    assert read_as_stored in finding.shapes or fn in (einsum, one_head, neox_japanese, static_cache)
     left = {op_name(x) for x in gm.graph.nodes} & {"softmax", "matmul", "bmm", "baddbmm", "einsum", "logsumexp"}
     assert left == ({"matmul"} if fn is indexer else set())
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -315,6 +327,26 @@ def written_between(q, k, v, m):
     return w @ v
 
 
+def bias_written(q, k, v, m):
+    s = q @ k.mT + m
+    m.zero_()
+    return s.softmax(-1) @ v
+
+
+def copy_written(q, k, v, m):
+    c = k.contiguous(memory_format=torch.contiguous_format).clone()
+    s = q @ c.mT + m
+    c.mul_(2)
+    return (s.softmax(-1) @ v) + c.sum()
+
+
+def copy_written_before(q, k, v, m):
+    c = k.clone()
+    t = c.mT
+    c.mul_(2)
+    return (q @ t + m).softmax(-1) @ v
+
+
 def long(q, k, v, m):
     return (k @ k.mT).softmax(-1) @ v
 
@@ -334,6 +366,9 @@ DECLINED = {
     sinks_of_sequences: Reason.RELATIVE,
     other_column_dropped: Reason.RELATIVE,
     written_between: Reason.WRITTEN,
+    bias_written: Reason.WRITTEN,
+    copy_written: Reason.WRITTEN,
+    copy_written_before: Reason.WRITTEN,
     long: Reason.Q_LEN,
 }
 
