@@ -107,7 +107,7 @@ def read_written_out(softmax: Node) -> WrittenOut | Decline | None:
 def _laid_out(softmax: Node, scores: Scores, weights: Weights) -> WrittenOut | Decline:
     """Bring queries, keys and values to rank 4."""
     chain = (*weights.path, *scores.path)
-    heads = _heads(scores.product.left, chain)
+    heads = _heads((scores.product.left, scores.product.right, weights.product.right), chain)
     factors = _factors(scores, weights, heads, narrow=False)
     if factors is None or len({x.dtype for x in _tensors(factors)}) > 1:
         factors = _factors(scores, weights, heads, narrow=True)
@@ -145,17 +145,18 @@ def _swapped(factor: Factor) -> Factor:
     return dataclasses.replace(factor, views=(*factor.views, ("transpose", -2, -1)))
 
 
-def _heads(query: Factor, chain: tuple[Node, ...]) -> Heads | None:
-    """The batch and heads behind the first dim of a product of rank 3: as somebody splits it, or one head."""
-    tensor = tensor_of(query.node)
-    if tensor is None or tensor.dim() != 3:
+def _heads(factors: tuple[Factor, ...], chain: tuple[Node, ...]) -> Heads | None:
+    """The batch and heads behind the first dim of products of rank 3: as somebody splits it, or one head."""
+    merged = tensor_of(factors[0].node)
+    if merged is None or merged.dim() != 3:
         return None
-    split: Any = with_heads(query, (tensor.shape[0], 1), narrow=True)
-    for node in (split.node, *chain):
-        whole = tensor_of(node)
-        if whole is not None and whole.dim() == 4 and known_equal(whole.shape[0] * whole.shape[1], tensor.shape[0]):
-            return whole.shape[0], whole.shape[1]
-    return tensor.shape[0], 1
+    whole: Heads = merged.shape[0], 1
+    behind = [with_heads(x, whole, narrow=True) for x in factors]
+    for node in (*(x.node for x in behind if x is not None), *chain):
+        tensor = tensor_of(node)
+        if tensor is not None and tensor.dim() == 4 and known_equal(tensor.shape[0] * tensor.shape[1], whole[0]):
+            return tensor.shape[0], tensor.shape[1]
+    return whole
 
 
 def _fits(node: Node, heads: Heads) -> bool:

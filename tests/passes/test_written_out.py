@@ -184,9 +184,16 @@ def static_cache(q, k, v, m):
     return torch.matmul(w, repeat(v))
 
 
+def fsmt(q, k, v, m):
+    """Queries of [length, batch * heads, head_dim], and nothing of rank 4 but the keys."""
+    q = q.permute(2, 0, 1, 3).reshape(-1, B * H, D).transpose(0, 1)
+    k, v = (repeat(x).reshape(B * H, -1, D) for x in (k, v))
+    return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
+
+
 FORMS = [
     *(llama, plain, t5, gemma, gpt_oss, sinks_first, largest, granite, codegen, gpt_neo, mpt, trocr, xglm, bloom),
-    *(neox_japanese, einsum, one_head, minus, functions, aten, special, indexer, static_cache),
+    *(neox_japanese, einsum, one_head, minus, functions, aten, special, indexer, static_cache, fsmt),
 ]
 
 
