@@ -17,9 +17,9 @@ from torch.fx import Graph, Node
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes, written_between
 from tatten.passes.other_attention import SOFTMAX, scores_above
-from tatten.passes.products import CASTS, COPIES, Factor, with_heads
+from tatten.passes.products import CASTS, COPIES, Factor, Product, with_heads
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.scores import Scores, find_scores, is_last_dim
+from tatten.passes.scores import Scores, find_scores, is_last_dim, subtracts_maximum
 from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of
 from tatten.passes.views import RESHAPES, Size
 from tatten.passes.weights import Weights, find_weights
@@ -107,7 +107,7 @@ def read_written_out(softmax: Node) -> WrittenOut | Decline | None:
 def _laid_out(softmax: Node, scores: Scores, weights: Weights) -> WrittenOut | Decline:
     """Bring queries, keys and values to rank 4."""
     chain = (*weights.path, *scores.path)
-    heads = _heads(scores.product.left, chain)
+    heads = _heads(scores.product, chain)
     factors = _factors(scores, weights, heads, narrow=False)
     if factors is None or len({x.dtype for x in _tensors(factors)}) > 1:
         factors = _factors(scores, weights, heads, narrow=True)
@@ -118,7 +118,9 @@ def _laid_out(softmax: Node, scores: Scores, weights: Weights) -> WrittenOut | D
         return Decline(Reason.PLACEMENT, "written out over DTensors")
     if heads is not None and constant(heads[1]) is None:
         return Decline(Reason.RANK, f"{heads[1]} heads are no constant")
-    if heads is not None and not all(_fits(node, heads) for node in (*chain, query.node, key.node, value.node)):
+    given = scores.product.left, scores.product.right, weights.product.right
+    merged = [x.node for x, before in zip(factors, given, strict=True) if _rank(before.node) == 3]
+    if heads is not None and not all(_fits(node, heads) for node in (*chain, *merged)):
         return Decline(Reason.RANK, f"`{softmax}` has other batch and heads than its queries")
     steps = [x.node for x in scores.steps if x.node is not None]
     sinks = [] if scores.sinks is None else [scores.sinks]
@@ -145,11 +147,14 @@ def _swapped(factor: Factor) -> Factor:
     return dataclasses.replace(factor, views=(*factor.views, ("transpose", -2, -1)))
 
 
-def _heads(query: Factor, chain: tuple[Node, ...]) -> Heads | None:
-    """The batch and heads behind the first dim of a product of rank 3: as somebody splits it, or one head."""
+def _heads(product: Product, chain: tuple[Node, ...]) -> Heads | None:
+    """The batch and heads behind the first dim of tensors of rank 3: as somebody splits it, or one head."""
+    query, whole = product.left, tensor_of(product.node)
     tensor = tensor_of(query.node)
-    if tensor is None or tensor.dim() != 3:
+    if tensor is None or whole is None or all(_rank(node) != 3 for node in chain):
         return None
+    if tensor.dim() == 4:
+        return whole.shape[0], whole.shape[1]
     split: Any = with_heads(query, (tensor.shape[0], 1), narrow=True)
     for node in (split.node, *chain):
         whole = tensor_of(node)
@@ -185,14 +190,14 @@ def _check_users(found: WrittenOut) -> WrittenOut | Decline:
             else:
                 log_sums.add(user)
     found = dataclasses.replace(found, log_sums=tuple(sorted(log_sums)), path=(*found.path, *asserts))
-    first = min(node for node in chain if node.op != "placeholder")
     late = next((x for x in found.reads if x >= found.place), None)
     if late is not None:
         return Decline(Reason.WEIGHTS_USED, f"`{found.place}` needs scores before there is `{late}`")
-    tensors = [tensor for x in found.reads if (tensor := tensor_of(x)) is not None]
-    writer = written_between(tensors, first, product)
-    if writer is not None:
-        return Decline(Reason.WRITTEN, f"`{writer}` writes to what is read between the products")
+    for x in found.reads:
+        tensor, reader = tensor_of(x), min(user for user in x.users if user in chain)
+        writer = written_between([tensor], reader, product) if tensor is not None and reader is not product else None
+        if writer is not None:
+            return Decline(Reason.WRITTEN, f"`{writer}` writes to `{x}` after `{reader}` has read it")
     return found
 
 
@@ -203,6 +208,8 @@ def _sums(user: Node, node: Node, found: WrittenOut) -> bool:
         return False
     as_softmax_gets_it = set()
     for x in found.scores.path:
+        if subtracts_maximum(x) is not None:
+            break
         as_softmax_gets_it.add(x)
         if op_name(x) not in CASTS | COPIES | RESHAPES:
             break
