@@ -14,10 +14,11 @@ import torch
 from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
+from tatten.passes.literals import number_of, rounded
 from tatten.passes.mutation import writes
 from tatten.passes.products import CASTS, COPIES, Product, product_of
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.symbolic import known_equal, tensor_of, value_of
+from tatten.passes.symbolic import known_equal, known_shape, tensor_of
 from tatten.passes.views import CATS, RESHAPES
 
 # A bias at or below this leaves nothing of a score in float32, so that to add it is to replace the score.
@@ -35,11 +36,13 @@ class Step:
 
     Attributes:
         kind: scores get `number * node` added, are multiplied by `number`, become `number` where `node` is True or
-            where it is False, or become at least `number`.
+            where it is False, become at least `number`, or are only rounded to `dtype`.
+        dtype: that of scores after the step.
     """
 
-    kind: Literal["add", "times", "where", "where_not", "at_least"]
+    kind: Literal["add", "times", "where", "where_not", "at_least", "to"]
     number: float
+    dtype: torch.dtype
     node: Node | None = None
 
 
@@ -90,7 +93,9 @@ def find_scores(softmax: Node, above: set[Node]) -> Scores | Decline | None:
     source = argument(softmax, 0, "input", softmax.kwargs.get("self"))
     if not isinstance(source, Node) or source not in above:
         return None
-    return _read(_Walk(source), above)
+    walk = _Walk(source)
+    _round(walk, source, softmax)
+    return _read(walk, above)
 
 
 def _read(walk: _Walk, above: set[Node]) -> Scores | Decline | None:
@@ -121,10 +126,10 @@ def _depends(node: Node | None, product: Node, above: set[Node]) -> bool:
 
 
 def _finish(walk: _Walk, product: Product) -> Scores | Decline:
-    if product.bias is not None and not _is_zeros(product.bias):
+    if product.bias is not None and number_of(product.bias, product.node) != 0:
         if walk.outer is not None:
             return Decline(Reason.RELATIVE, f"`{product.node}` adds a bias before the soft cap")
-        walk.steps.append(Step("add", product.beta, product.bias))
+        walk.steps.append(Step("add", product.beta, _dtype(product.node), product.bias))
     scale = walk.scale * product.scale * (1.0 if walk.outer is None else walk.outer)
     softcap = None if walk.outer is None else abs(walk.outer)
     if not math.isfinite(scale) or scale == 0:
@@ -140,6 +145,7 @@ def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:
         return Decline(Reason.IN_PLACE, f"`{node}` changes scores in place")
     sources = [x for x in node.all_input_nodes if x in above]
     if name in CASTS | COPIES and _is_float(node) and len(sources) == 1:
+        _round(walk, sources[0], node)
         walk.go(sources[0])
         return None
     if name in RESHAPES and len(sources) == 1 and keeps_rows(sources[0], node):
@@ -148,8 +154,8 @@ def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:
     if name == "dropout" and inactive_dropout(node):
         walk.go(sources[0])
         return None
-    maximum = _maximum_below(node, name)
-    if maximum is not None:
+    maximum = subtracts_maximum(node)
+    if maximum is not None and walk.sinks is None and walk.outer is None:
         walk.go(node.args[0], *maximum)  # type: ignore[arg-type]
         return None
     if name in CATS:
@@ -158,6 +164,10 @@ def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:
         sources = [x for x in sources if isinstance(_read(_Walk(x), above), Scores)]
     if len(sources) != 1:
         return Decline(Reason.RELATIVE, f"`{node}` joins {len(sources)} terms that depend on products")
+    if writes(node) and node.args[0] is not sources[0]:
+        return Decline(Reason.IN_PLACE, f"`{node}` writes scores into `{node.args[0]}`")
+    if not _same_shape(node, sources[0]):
+        return Decline(Reason.RELATIVE, f"`{node}` repeats scores")
     handler = (
         _add
         if name in ADDS
@@ -187,8 +197,8 @@ def _add(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
     if isinstance(other, Node) and _is_float(other) and isinstance(alpha, int | float):
         if walk.outer is not None:
             return Decline(Reason.RELATIVE, f"`{node}` adds a bias before the soft cap")
-        walk.steps.append(Step("add", float(sign * alpha), other))
-    elif number_of(other) != 0:
+        walk.steps.append(Step("add", float(sign * alpha), _dtype(node), other))
+    elif number_of(other, node) != 0:
         return _unknown(node)
     walk.go(source)
     return None
@@ -197,7 +207,7 @@ def _add(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
 def _times(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
     a, b = argument(node, 0, "input"), argument(node, 1, "other")
     divides = "div" in name
-    factor = number_of(a if b is source else b)
+    factor = number_of(a if b is source else b, node)
     if factor is None or not math.isfinite(factor) or factor == 0 or (divides and b is source):
         return Decline(Reason.RELATIVE, f"`{node}` multiplies scores by something else than a number")
     if node.kwargs.get("rounding_mode") is not None:
@@ -205,7 +215,7 @@ def _times(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
     factor = 1 / factor if divides else factor
     walk.scale *= factor
     if walk.outer is None:
-        walk.steps.append(Step("times", factor))
+        walk.steps.append(Step("times", factor, _dtype(node)))
     walk.go(source)
     return None
 
@@ -221,17 +231,19 @@ def _tanh(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
 
 def _fill(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
     if name == "where":
-        condition, a, b = (argument(node, i, x) for i, x in enumerate(("condition", "input", "other")))
+        names = ("input", "condition", "other") if node.op == "call_method" else ("condition", "input", "other")
+        given = {x: argument(node, i, x) for i, x in enumerate(names)}
+        condition, a, b = given["condition"], given["input"], given["other"]
         kind: Any = "where_not" if a is source else "where"
         value = b if a is source else a
     else:
         condition, value, kind = argument(node, 1, "mask"), argument(node, 2, "value"), "where"
-    number, mask = number_of(value), tensor_of(condition)
+    number, mask = number_of(value, node), tensor_of(condition)
     if mask is None or mask.dtype != torch.bool or number is None or math.isnan(number) or walk.outer is not None:
         return _unknown(node)
     if number > ABSORBS:
         return Decline(Reason.MASK_VALUE, f"`{node}` replaces scores by {number}, which others may be near")
-    walk.steps.append(Step(kind, number, condition))
+    walk.steps.append(Step(kind, rounded(number, _dtype(node)), _dtype(node), condition))
     walk.go(source)
     return None
 
@@ -244,10 +256,12 @@ def _at_least(walk: _Walk, node: Node, name: str, source: Node) -> Decline | Non
         return _unknown(node)
     if node.args[0] is not source:
         bound = node.args[0]
-    number = number_of(bound)
+    number = number_of(bound, node)
     if number is None or not number <= ABSORBS or walk.outer is not None:
         return _unknown(node)
-    walk.steps.append(Step("at_least", number))
+    number = rounded(number, _dtype(node))
+    if number > -math.inf:
+        walk.steps.append(Step("at_least", number, _dtype(node)))
     walk.go(source)
     return None
 
@@ -259,7 +273,7 @@ def _concatenated(walk: _Walk, sources: list[Node]) -> Decline | None:
     whole = tensor_of(node)
     if whole is None or len(sources) != 1 or len(tensors) != 2 or dim not in (-1, whole.dim() - 1):
         return Decline(Reason.RELATIVE, f"`{node}` joins scores with others")
-    if walk.sinks is not None or walk.steps or walk.outer is not None or walk.scale != 1:
+    if walk.sinks is not None or any(x.kind != "to" for x in walk.steps) or walk.outer is not None or walk.scale != 1:
         return Decline(Reason.RELATIVE, f"what `{node}` adds to scores is changed before softmax")
     other = tensors[1] if tensors[0] is sources[0] else tensors[0]
     column = tensor_of(other)
@@ -270,9 +284,9 @@ def _concatenated(walk: _Walk, sources: list[Node]) -> Decline | None:
     return None
 
 
-def _maximum_below(node: Node, name: str) -> list[Node] | None:
+def subtracts_maximum(node: Node) -> list[Node] | None:
     """The nodes that take the maximum in `x - x.max(-1, keepdim=True)`, which softmax does not notice."""
-    if name not in ("sub", "isub") or len(node.args) != 2 or node.kwargs:
+    if op_name(node) not in ("sub", "isub") or len(node.args) != 2 or node.kwargs:
         return None
     x, last = node.args
     found, values = [], []
@@ -303,21 +317,22 @@ def inactive_dropout(node: Node) -> bool:
     return (isinstance(p, int | float) and p == 0) or training is False
 
 
-def number_of(x: Any) -> float | None:
-    """The number that an argument is, or that a tensor made of one literal holds; None for others."""
-    if isinstance(x, int | float):
-        return float(x)
-    if not isinstance(x, Node):
-        return None
-    if op_name(x) in ("tensor", "scalar_tensor", "as_tensor") and not writes(x):
-        return number_of(argument(x, 0, "data"))
-    if op_name(x) in ("full", "full_like", "new_full") and not writes(x):
-        at = 1 if op_name(x) != "new_full" else 2
-        return number_of(argument(x, at, "fill_value"))
-    if op_name(x) in CASTS and x.args and _is_float(x):
-        return number_of(x.args[0])
-    value = value_of(x)
-    return float(value) if isinstance(value, int | float) else None
+def _round(walk: _Walk, source: Node, node: Node) -> None:
+    """Note that `node` has scores in a dtype that may not hold what `source` has."""
+    before, after = _dtype(source), _dtype(node)
+    if before != after and before.itemsize >= after.itemsize:
+        walk.steps.append(Step("to", 1.0, after))
+
+
+def _dtype(node: Node) -> torch.dtype:
+    tensor = tensor_of(node)
+    assert tensor is not None
+    return tensor.dtype
+
+
+def _same_shape(a: Node, b: Node) -> bool:
+    one, other = tensor_of(a), tensor_of(b)
+    return one is not None and other is not None and known_shape(one.shape, other.shape)
 
 
 def _is_float(node: Node) -> bool:
@@ -331,10 +346,7 @@ def keeps_rows(source: Node, node: Node) -> bool:
     return (
         before is not None
         and after is not None
+        and before.dtype == after.dtype
         and {before.dim(), after.dim()} <= {3, 4}
         and all(known_equal(a, b) for a, b in zip(before.shape[-2:], after.shape[-2:], strict=True))
     )
-
-
-def _is_zeros(node: Node) -> bool:
-    return op_name(node) in ("zeros", "new_zeros", "zeros_like") and not writes(node)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from tatten.ops.layout import HEADS
 from tatten.passes.calls import op_name
 from tatten.passes.masks import Masks, same_view
+from tatten.passes.mutation import written_between
 from tatten.passes.products import CASTS, Factor, View
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import Inserter
@@ -40,9 +41,10 @@ def sinks_of(found: WrittenOut) -> Node | Decline | None:
     while start is not None:
         for walk in way_back(start):
             tensor = tensor_of(walk.here)
-            if walk.parts == ((HEADS,),) and tensor is not None and query is not None:
-                if known_equal(tensor.shape[0], query.shape[1]):
-                    return walk.here
+            if tensor is not None and query is not None and tensor.dim() == 1:
+                one = known_equal(tensor.shape[0], 1)
+                if (one or walk.parts == ((HEADS,),)) and known_equal(tensor.shape[0], query.shape[1]):
+                    return _unless_written(walk, found.place)
                 break
             start = walk
         start = _before_cast(start)
@@ -56,7 +58,17 @@ def _before_cast(walk: Walk) -> Walk | None:
     if source is None or before is None or here is None or op_name(walk.here) not in CASTS:
         return None
     widens = before.is_floating_point() and before.dtype.itemsize < here.dtype.itemsize
-    return dataclasses.replace(walk, here=source) if widens else None
+    return dataclasses.replace(walk, here=source, path=(*walk.path, walk.here)) if widens else None
+
+
+def _unless_written(walk: Walk, place: Node) -> Node | Decline:
+    """Where a walk has come to, unless that may be written between a copy of it and `place`."""
+    tensor = tensor_of(walk.here)
+    assert tensor is not None
+    writer = written_between([tensor], min(walk.path), place)
+    if writer is not None:
+        return Decline(Reason.WRITTEN, f"`{writer}` writes to sinks after they were copied")
+    return walk.here
 
 
 @dataclass(frozen=True)
@@ -65,16 +77,16 @@ class StandIn:
 
     Attributes:
         call: the call, to be matched and rewritten.
-        out: what has taken the place of `product`, the product with values.
+        replaced: what has taken the place of what, node by node.
     """
 
     call: SdpaCall
-    out: Node
-    product: Node
+    replaced: tuple[tuple[Node, Node], ...]
 
     def take_back(self) -> None:
         """Restore the graph, but for drafts."""
-        self.out.replace_all_uses_with(self.product)
+        for new, old in self.replaced:
+            new.replace_all_uses_with(old)
 
 
 def insert_stand_in(found: WrittenOut, sinks: Node | None, masks: Masks) -> StandIn:
@@ -86,7 +98,6 @@ def insert_stand_in(found: WrittenOut, sinks: Node | None, masks: Masks) -> Stan
         node = place.graph.call_function(F.scaled_dot_product_attention, factors)
     node.meta.update(product.node.meta)
     node.meta["example_value"] = _result(found)
-    masks.drafts.append(node)
     call = SdpaCall(
         node,
         factors[0],
@@ -99,16 +110,23 @@ def insert_stand_in(found: WrittenOut, sinks: Node | None, masks: Masks) -> Stan
         log_sums=found.log_sums,
         path=found.path,
     )
-    mask = _mask(found, call, masks)
+    mask, empty = _mask(found, call, masks)
     node.args = factors if mask is None else (*factors, mask)
-    out = node
+    masks.drafts.append(node)
+    out, replaced = node, []
     with place.graph.inserting_before(node.next):
         if _rank(product.node) == 3:
             out = insert("flatten", out, 0, 1)
         if product.back is not None:
             out = insert(*_method(out, product.back))
-    product.node.replace_all_uses_with(out)
-    return StandIn(dataclasses.replace(call, attn_mask=mask), out, product.node)
+        replaced.append((out, product.node))
+        for lse in found.log_sums if empty is not None else ():
+            like = tensor_of(lse)
+            rows = empty if like is not None and like.dim() == 4 else insert("squeeze", empty, -1)
+            replaced.append((insert("masked_fill", lse, rows, -math.inf), lse))
+    for new, old in replaced:
+        old.replace_all_uses_with(new, delete_user_cb=new.__ne__)
+    return StandIn(dataclasses.replace(call, attn_mask=mask), tuple(replaced))
 
 
 def _result(found: WrittenOut) -> Tensor:
@@ -129,51 +147,53 @@ def _heads(found: WrittenOut) -> tuple[int, int]:
     return -1, heads
 
 
-def _mask(found: WrittenOut, call: SdpaCall, masks: Masks) -> Node | None:
-    """Insert what the steps make of a score of 0: for all layers that share it, once."""
-    steps = found.scores.steps
+def _mask(found: WrittenOut, call: SdpaCall, masks: Masks) -> tuple[Node | None, Node | None]:
+    """Insert what the steps make of a score of 0, and which rows of it have no keys: once for layers that share it."""
+    steps, insert = found.scores.steps, Drafts(call.node, masks.drafts)
     nodes = [x.node for x in steps if x.node is not None]
     if not nodes:
-        return None
-    sinks = call.sinks is not None
-    if len(steps) == 1 and steps[0].kind == "add" and steps[0].number == 1 and sinks:
-        return Drafts(call.node, masks.drafts).views(_like_scores(nodes[0], found))
-    shown = tuple((x.kind, x.number, None if x.node is None else same_view(x.node)) for x in steps)
-    dtype = tensor_of(found.scores.product.node).dtype  # type: ignore[union-attr]
+        return None, None
+    shown = tuple((x.kind, x.number, x.dtype, None if x.node is None else same_view(x.node)) for x in steps)
 
-    def make() -> Node:
-        insert, bias = Drafts(call.node, masks.drafts), None
-        for step in steps:
-            bias = _step(insert, step, bias, found, dtype)
-        assert bias is not None
-        if sinks or steps[-1].kind == "at_least":
-            return bias
-        # A softmax of nothing but -inf is NaN, while attention to no keys is 0.
-        empty = insert("all", insert("eq", bias, -math.inf), -1, True)
-        return insert("masked_fill", bias, empty, math.nan)
+    def once(name: str, make: Callable[[], Node]) -> Node:
+        return masks.once_unless_written((name, shown, str(found.heads)), call, nodes, make)
 
-    return masks.once_unless_written(("bias", shown, dtype, sinks, str(found.heads)), call, nodes, make)
+    bias = once("bias", lambda: _bias(insert, found))
+    if call.sinks is not None or steps[-1].kind == "at_least":
+        return bias, None
+    # A softmax of nothing but -inf is NaN, while attention to no keys is 0.
+    empty = once("empty", lambda: insert("all", insert("eq", bias, -math.inf), -1, True))
+    return once("mask", lambda: insert("masked_fill", bias, empty, math.nan)), empty
 
 
-def _step(insert: Drafts, step: Step, bias: Node | None, found: WrittenOut, dtype: torch.dtype) -> Node | None:
-    number = step.number
-    if step.node is None:
-        if bias is None or (step.kind == "times" and number == 1):
-            return bias
-        return insert("mul", bias, number) if step.kind == "times" else insert("clamp", bias, number)
-    node = insert.views(_like_scores(step.node, found))
+def _bias(insert: Drafts, found: WrittenOut) -> Node:
+    bias: Node | None = None
+    for step in found.scores.steps:
+        if step.node is not None:
+            bias = _with(insert, step, bias, insert.views(_like_scores(step.node, found)))
+        elif bias is not None:
+            bias = insert.cast(bias, step.dtype)
+            bias = insert("mul", bias, step.number) if step.kind == "times" and step.number != 1 else bias
+            bias = insert("clamp", bias, step.number) if step.kind == "at_least" else bias
+    assert bias is not None
+    return bias
+
+
+def _with(insert: Drafts, step: Step, bias: Node | None, node: Node) -> Node:
+    """Insert a step with a tensor, `node`; it gives what scores are rounded to, as in a sum that is taken in place."""
     if step.kind == "add":
-        node = node if number == 1 else insert("mul", node, number)
-        return node if bias is None else insert(torch.add, bias, node)
-    if bias is None:
-        bias = insert("to", insert(torch.zeros_like, node), dtype)
+        node = node if step.number == 1 else insert("mul", insert.cast(node, step.dtype), step.number)
+        return insert.cast(node if bias is None else insert(torch.add, insert.cast(bias, step.dtype), node), step.dtype)
+    bias = insert.cast(insert(torch.zeros_like, node) if bias is None else bias, step.dtype)
     condition = node if step.kind == "where" else insert("logical_not", node)
-    return insert(torch.masked_fill, bias, condition, number)
+    return insert(torch.masked_fill, bias, condition, step.number)
 
 
 def _like_scores(node: Node, found: WrittenOut) -> Factor:
     """A tensor that broadcasts to scores, where they are `[batch, heads, q_len, kv_len]`."""
     tensor = tensor_of(node)
+    if tensor is not None and tensor.dim() == 0:
+        return Factor(node, (("unsqueeze", 0),))
     if found.heads is None or tensor is None or tensor.dim() != 3 or known_equal(tensor.shape[0], 1):
         return Factor(node)
     if known_equal(tensor.shape[0], found.heads[0] * found.heads[1]):
@@ -205,6 +225,10 @@ class Drafts(Inserter):
         node.meta["example_value"] = run(*(values[1:] if isinstance(target, str) else values))
         self._drafts.append(node)
         return node
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        tensor = tensor_of(node)
+        return node if tensor is None or tensor.dtype == dtype else self("to", node, dtype)
 
     def views(self, factor: Factor) -> Node:
         node = factor.node

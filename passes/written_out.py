@@ -16,9 +16,9 @@ from torch.fx import Graph, Node
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes, written_between
 from tatten.passes.other_attention import SOFTMAX, scores_above
-from tatten.passes.products import CASTS, COPIES, Factor, with_heads
+from tatten.passes.products import CASTS, COPIES, Factor, Product, with_heads
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.scores import Scores, find_scores, is_last_dim
+from tatten.passes.scores import Scores, find_scores, is_last_dim, subtracts_maximum
 from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of
 from tatten.passes.views import RESHAPES, Size
 from tatten.passes.weights import Weights, find_weights
@@ -106,7 +106,7 @@ def read_written_out(softmax: Node) -> WrittenOut | Decline | None:
 def _laid_out(softmax: Node, scores: Scores, weights: Weights) -> WrittenOut | Decline:
     """Bring queries, keys and values to rank 4."""
     chain = (*weights.path, *scores.path)
-    heads = _heads((scores.product.left, scores.product.right, weights.product.right), chain)
+    heads = _heads(scores.product, weights.product.right, chain)
     factors = _factors(scores, weights, heads, narrow=False)
     if factors is None or len({x.dtype for x in _tensors(factors)}) > 1:
         factors = _factors(scores, weights, heads, narrow=True)
@@ -117,7 +117,9 @@ def _laid_out(softmax: Node, scores: Scores, weights: Weights) -> WrittenOut | D
         return Decline(Reason.PLACEMENT, "written out over DTensors")
     if heads is not None and constant(heads[1]) is None:
         return Decline(Reason.RANK, f"{heads[1]} heads are no constant")
-    if heads is not None and not all(_fits(node, heads) for node in (*chain, query.node, key.node, value.node)):
+    given = scores.product.left, scores.product.right, weights.product.right
+    merged = [x.node for x, before in zip(factors, given, strict=True) if _rank(before.node) == 3]
+    if heads is not None and not all(_fits(node, heads) for node in (*chain, *merged)):
         return Decline(Reason.RANK, f"`{softmax}` has other batch and heads than its queries")
     steps = [x.node for x in scores.steps if x.node is not None]
     sinks = [] if scores.sinks is None else [scores.sinks]
@@ -144,18 +146,20 @@ def _swapped(factor: Factor) -> Factor:
     return dataclasses.replace(factor, views=(*factor.views, ("transpose", -2, -1)))
 
 
-def _heads(factors: tuple[Factor, ...], chain: tuple[Node, ...]) -> Heads | None:
-    """The batch and heads behind the first dim of products of rank 3: as somebody splits it, or one head."""
-    merged = tensor_of(factors[0].node)
-    if merged is None or merged.dim() != 3:
+def _heads(product: Product, value: Factor, chain: tuple[Node, ...]) -> Heads | None:
+    """The batch and heads behind the first dim of tensors of rank 3: as somebody splits it, or one head."""
+    scores, query = tensor_of(product.node), tensor_of(product.left.node)
+    if scores is None or query is None or all(_rank(node) != 3 for node in chain):
         return None
-    whole: Heads = merged.shape[0], 1
-    behind = [with_heads(x, whole, narrow=True) for x in factors]
+    if query.dim() == 4:
+        return scores.shape[0], scores.shape[1]
+    merged: Heads = query.shape[0], 1
+    behind = [with_heads(x, merged, narrow=True) for x in (product.left, product.right, value)]
     for node in (*(x.node for x in behind if x is not None), *chain):
         tensor = tensor_of(node)
-        if tensor is not None and tensor.dim() == 4 and known_equal(tensor.shape[0] * tensor.shape[1], whole[0]):
+        if tensor is not None and tensor.dim() == 4 and known_equal(tensor.shape[0] * tensor.shape[1], merged[0]):
             return tensor.shape[0], tensor.shape[1]
-    return whole
+    return merged
 
 
 def _fits(node: Node, heads: Heads) -> bool:
@@ -214,6 +218,8 @@ def _sums(user: Node, node: Node, found: WrittenOut) -> bool:
         return False
     as_softmax_gets_it = set()
     for x in found.scores.path:
+        if subtracts_maximum(x) is not None:
+            break
         as_softmax_gets_it.add(x)
         if op_name(x) not in CASTS | COPIES | RESHAPES:
             break
