@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from tatten.ops.cuda.providers import borrowed_table, choose_provider, replaced_flash
 from tatten.ops.cuda.workload import Workload, needs_of
-from tatten.ops.variant import PLAIN
+from tatten.ops.variant import AttentionVariant
 from tatten.passes.absorb import apply_latents
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
@@ -163,7 +164,9 @@ def _provider(op: Node) -> str:
     if query.device.type != "cuda":
         return ""
     is_decode = op.target is torch.ops.tatten.decode_attention.default
-    needs = needs_of(op.args[3], op.args[4], op.args[5], PLAIN) if is_decode else ("segments",)
+    given: Any = op.kwargs
+    variant = AttentionVariant(**given)
+    needs = needs_of(op.args[3], op.args[4], op.args[5], variant) if is_decode else ("segments",)
     if not needs and not all(hint(n) for x in (query, key, value) for n in x.shape):
         return "auto"
     work = Workload.of(query, key, value, needs, lambda n: hint(n) or 0)
