@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tatten.ops.cuda.schedule import Schedule
 from tatten.ops.layout import pack_gqa
+from tatten.ops.library import bifurcated_kernel
 from tatten.ops.masks import block_list
 from tatten.ops.reference import bifurcated_attention_reference
 from tatten.ops.states import combine_partials, merge
@@ -438,6 +439,20 @@ def test_segments_of_variants(case: Segments, programs: int, monkeypatch: pytest
         got = triton_segments(query, keys, values, masks, [None] * len(keys), case.dim**-0.5, variant=variant)
         want = bifurcated_attention_reference(query, keys, values, masks, variant=variant)
         torch.testing.assert_close([x.double() for x in got], [*want], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("q_len", slow_but([4], [1, 4]))
+def test_the_op_narrows_segments_to_a_window(q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three segments the first is cut, and read by all sequences; the last one's keys are ahead of some queries."""
+    from tatten.ops.cuda import dispatch
+
+    monkeypatch.setattr(dispatch, "on_device_of", lambda x, run, *args: run(*args))
+    query, keys, values, masks = Segments(((1, 70, ""), (2, 5, ""), (4, 9, "rows")), q_len=q_len).inputs()
+    keys[0][:, :, : 70 - 16 - q_len + 1] = float("nan")
+    variant = {"window": 30, "softcap": 1.5, "sinks": torch.tensor([2.0, NEG_INF, 0.0, -1.0])}
+    got = bifurcated_kernel(dispatch.bifurcated_attention)(query, keys, values, masks, [None] * 3, **variant)
+    want = bifurcated_attention_reference(query, keys, values, masks, variant=AttentionVariant(**variant))
+    torch.testing.assert_close([x.double() for x in got], [*want], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
