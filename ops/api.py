@@ -183,6 +183,9 @@ def bifurcated_attention(
     block_masks: Sequence[BlockMask | None] | None = None,
     rows: Sequence[Tensor | None] | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -195,6 +198,9 @@ def bifurcated_attention(
     block_masks: Sequence[BlockMask | None] | None = None,
     rows: Sequence[Tensor | None] | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @names_keywords
@@ -207,6 +213,9 @@ def bifurcated_attention(
     block_masks: Sequence[BlockMask | None] | None = None,
     rows: Sequence[Tensor | None] | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over keys and values in segments, each of which several sequences of the batch may share.
@@ -234,6 +243,11 @@ def bifurcated_attention(
             that each sequence reads. Any order, and any number of rows; those that nothing reads may hold anything.
             Values outside `[0, B_i)` are an error on a CPU; on a GPU, which is never synchronised, they are clamped.
         scale: factor of the scores. Default: `head_dim ** -0.5`.
+        window: as in `decode_attention`, over all segments together: query `l` is at position `n - q_length + l`, where
+            `n` is the sum of all `length_i`. Keys in no query's window are never read. A block mask is ignored for a
+            segment that the window narrows.
+        softcap: as in `decode_attention`.
+        sinks: `[q_heads]`, as in `decode_attention`: each counts once, however many segments there are.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
@@ -268,7 +282,8 @@ def bifurcated_attention(
             data[i] = None if found is None else data_of(found, mask, key, i)
     groups = None if rows is None else _row_groups(query, keys, rows)
     op = torch.ops.tatten.bifurcated_attention.default
-    out, lse = op(query, list(keys), list(values), masks, data, scale, groups)
+    segments = list(keys), list(values), masks, data
+    out, lse = op(query, *segments, scale, groups, window=window, softcap=softcap, sinks=sinks)
     return (out, lse) if return_lse else out
 
 

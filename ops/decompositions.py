@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cpu.attend_used import attend_jointly, attend_used
-from tatten.ops.cpu.attention import mask_of_reach, merge_sinks, narrow_mask, upcast
+from tatten.ops.cpu.attention import merge_sinks, upcast
 from tatten.ops.cpu.latent import query_and_rope
 from tatten.ops.cpu.used_keys import UsedKeys, used_by_rows, used_in_blocks
 from tatten.ops.layout import squeeze_broadcast
-from tatten.ops.library import block_mask, decode_kernel, latent_kernel
+from tatten.ops.library import bifurcated_kernel, block_mask, decode_kernel, latent_kernel
+from tatten.ops.reach import mask_of_reach, masks_of_window, narrow_mask
 from tatten.ops.row_groups import group_size, row_groups_reference, rows_of_segments
 from tatten.ops.states import State, accumulator_dtype, combine_partials, merge
 from tatten.ops.variant import AttentionVariant
@@ -55,7 +56,9 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
     found: dict[Any, Callable[..., Any]] = {
         ops.decode_attention.default: decode_kernel(functools.partial(_decode_attention, core_aten=core_aten)),
         ops.latent_attention.default: latent_kernel(functools.partial(_latent_attention, core_aten=core_aten)),
-        ops.bifurcated_attention.default: functools.partial(_bifurcated_attention, core_aten=core_aten),
+        ops.bifurcated_attention.default: bifurcated_kernel(
+            functools.partial(_bifurcated_attention, core_aten=core_aten)
+        ),
         ops.merge_states.default: merge,
         ops.merge_state.default: _merge_state,
         ops.row_groups.default: _row_groups,
@@ -164,15 +167,19 @@ def _bifurcated_attention(
     values: Sequence[Tensor],
     attn_masks: Sequence[Tensor | None],
     block_masks: Sequence[Tensor | None],
-    scale: float | None = None,
-    row_groups: Sequence[Tensor | None] | None = None,
+    scale: float | None,
+    row_groups: Sequence[Tensor | None] | None,
+    variant: AttentionVariant,
     *,
     core_aten: bool,
 ) -> State:
     scale = query.shape[3] ** -0.5 if scale is None else scale
     rows = rows_of_segments(row_groups or [None] * len(keys), query, keys)
+    if variant.window is not None:
+        attn_masks = list(masks_of_window(variant.window, query.shape[2], keys, attn_masks))
+        block_masks = [None] * len(keys)
     additive = len(keys) > 1 and any(mask is not None and mask.dtype != torch.bool for mask in attn_masks)
-    jointly = core_aten or additive
+    jointly = core_aten or additive or variant.softcap is not None
     least = LEAST_IN_PRODUCTS if jointly else 1
     segments = [
         used_in_blocks(query, key, value, mask, block_mask, least)
@@ -181,9 +188,11 @@ def _bifurcated_attention(
         for key, value, mask, block_mask, own_rows in zip(keys, values, attn_masks, block_masks, rows, strict=True)
     ]
     if jointly:
-        out, lse = attend_jointly(query, segments, scale)
+        out, lse = attend_jointly(query, segments, scale, variant.softcap)
     else:
         out, lse = combine_partials(*zip(*(attend_used(query, used, scale) for used in segments), strict=True))
+    if variant.sinks is not None:
+        out, lse = merge_sinks(out, lse, variant.sinks)
     return out.contiguous(), lse.contiguous()
 
 

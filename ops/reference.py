@@ -95,6 +95,7 @@ def bifurcated_attention_reference(
     attn_masks: Sequence[Tensor | None] | None = None,
     scale: float | None = None,
     rows: Sequence[Tensor | None] | None = None,
+    variant: AttentionVariant = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of `tatten::bifurcated_attention`, both float64: each sequence gets a copy of all its segments."""
     batch, q_heads, q_len, _ = query.shape
@@ -113,4 +114,4 @@ def bifurcated_attention_reference(
                 bias = bias.index_select(0, own_rows)
         whole["mask"].append(bias.expand(batch, q_heads, q_len, key.shape[2]))
     key, value, mask = (torch.cat(parts, dim=-1 if name == "mask" else 2) for name, parts in whole.items())
-    return decode_attention_reference(query, key, value, mask, scale=scale)
+    return decode_attention_reference(query, key, value, mask, scale=scale, variant=variant)

@@ -55,11 +55,15 @@ def check_decode_no_grad(
 
 
 def check_segments_no_grad(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], attn_masks: Sequence[Tensor | None]
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    variant: AttentionVariant,
 ) -> None:
     """`check_no_grad` of `tatten::bifurcated_attention`."""
     if torch.is_grad_enabled():
-        named = {"query": query}
+        named = {"query": query, "sinks": variant.sinks}
         for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks)):
             named |= {f"{name}[{i}]": x for i, x in enumerate(tensors) if x is not None}
         check_no_grad("bifurcated_attention", **named)
@@ -103,7 +107,7 @@ def check_softmax(
     query: Tensor, kv_len: int, attn_mask: Tensor | None, kv_lens: Tensor | None, variant: AttentionVariant
 ) -> None:
     """Raise unless what narrows or changes the softmax fits queries over `kv_len` keys."""
-    batch, (window, softcap, sinks, *_) = query.shape[0], variant
+    batch = query.shape[0]
     if attn_mask is not None:
         check_mask(attn_mask, query, (*query.shape[:3], kv_len))
     if kv_lens is not None:
@@ -111,6 +115,12 @@ def check_softmax(
             raise TypeError(f"`kv_lens` must be int32 or int64, got {kv_lens.dtype}")
         if tuple(kv_lens.shape) != (batch,):
             raise ValueError(f"`kv_lens` must have shape ({batch},), got {tuple(kv_lens.shape)}")
+    check_variant(query, variant)
+
+
+def check_variant(query: Tensor, variant: AttentionVariant) -> None:
+    """Raise unless window, soft cap and sinks fit the queries."""
+    window, softcap, sinks, *_ = variant
     if window is not None and window < 1:
         raise ValueError(f"`window` must be at least 1, got {window}")
     if softcap is not None and not 0 < softcap < math.inf:
@@ -185,6 +195,7 @@ def check_bifurcated_attention(
     attn_masks: Sequence[Tensor | None],
     block_masks: Sequence[Tensor | None],
     row_groups: Sequence[Tensor | None],
+    variant: AttentionVariant,
 ) -> None:
     """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::bifurcated_attention`."""
     check_segments(keys, values=values, attn_masks=attn_masks, block_masks=block_masks, row_groups=row_groups)
@@ -192,7 +203,8 @@ def check_bifurcated_attention(
         raise ValueError("`keys` must hold at least one segment, got none")
     check_query(query)
     batch, q_heads, q_len, _ = query.shape
-    check_segments_no_grad(query, keys, values, attn_masks)
+    check_segments_no_grad(query, keys, values, attn_masks, variant)
+    check_variant(query, variant)
     for i, (key, value, mask) in enumerate(zip(keys, values, attn_masks, strict=True)):
         rows, groups = key.shape[0] if key.dim() == 4 else batch, row_groups[i]
         if groups is not None:

@@ -60,13 +60,14 @@ def _attend(
 ) -> list[Node]:
     """Insert attention to all latents, or to each segment of them, and return the states."""
     columns = masks.columns(call, [x.latent for x in match.parts])
-    states = []
+    states, variant = [], call.variant
     for segment, mask in zip(match.parts, columns, strict=True):
         stored = segment.latent if match.segments else None
         with call.node.graph.inserting_before(call.node):
             latent, rope = segment.latent.as_attention_takes_it(), segment.rope
             key_rope = None if rope is None else rope.as_attention_takes_it()
-        kwargs = {"scale": scale, "block_mask": masks.block_mask(call, mask, stored), "out_dtype": wide}
+        kwargs = {"scale": scale, "block_mask": masks.block_mask(call, mask, stored), "out_dtype": wide, **variant}
+        variant.pop("sinks", None)  # the next segment would count them again
         args = (*queries, latent, key_rope, mask)
         states.append(insert_op(call, torch.ops.tatten.latent_attention.default, args, kwargs))
     return states

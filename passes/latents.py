@@ -128,7 +128,9 @@ def match_latents(call: SdpaCall) -> LatentMatch | Decline | None:
     cost = latent_cost(query, match.latent, columns.width, sum(x.width for _, x in ropes), values.hi - values.lo)
     if cost is not None and not cost.pays:
         return Decline(Reason.LATENT_SMALL, str(cost))
-    segments = shared_segments(projection.latent, ropes[0][1].source if ropes else None, call.node)
+    segments: tuple[LatentSegment, ...] = ()
+    if call.window is None:  # the op has one only where no sequences share latents
+        segments = shared_segments(projection.latent, ropes[0][1].source if ropes else None, call.node)
     read = (x for segment in segments for x in (segment.latent, segment.rope) if x is not None)
     path = match.path.union(*(x.path for x in read))
     return dataclasses.replace(match, cost=cost, segments=segments, path=path)

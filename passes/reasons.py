@@ -50,6 +50,7 @@ class Reason(str, Enum):
         "use a bool mask, or an additive one in float32 or the query's dtype; autocast by `with torch.autocast(...)`",
     )
     SCALE = "scale", "pass scale as a float"
+    WINDOW = "window", "give the window as a mask, whose columns are sharded as the keys are"
     WRITTEN = (
         "written_between",
         "repeat, expand and concatenate after the cache is written, not before; don't reshape it in place",

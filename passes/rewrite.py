@@ -200,9 +200,10 @@ def _provider(op: Node) -> str:
     assert value is not None
     if query.device.type != "cuda":
         return ""
-    variant: Any = {x: op.kwargs.get(x) for x in ("window", "softcap", "sinks")}
     is_decode = op.target is torch.ops.tatten.decode_attention.default
-    needs = needs_of(op.args[3], op.args[4], op.args[5], AttentionVariant(**variant)) if is_decode else ("segments",)
+    given: Any = op.kwargs
+    variant = AttentionVariant(**given)
+    needs = needs_of(op.args[3], op.args[4], op.args[5], variant) if is_decode else ("segments",)
     if not needs and not all(hint(n) for x in (query, key, value) for n in x.shape):
         return "auto"
     work = Workload.of(query, key, value, needs, lambda n: hint(n) or 0)

@@ -27,7 +27,7 @@ from tatten.passes.match import Match
 from tatten.passes.plain import AnyMatch, PlainCall
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import with_strides_of
-from tatten.passes.sdpa import SdpaCall
+from tatten.passes.sdpa import SDPA_TARGETS, SdpaCall
 from tatten.passes.segments import find_segments, segments_behind
 from tatten.passes.stored import Stored, peel_heads
 from tatten.passes.symbolic import FakeTensor, LocalPart, held, known_equal, tensor_of
@@ -76,8 +76,20 @@ class MergedCall(PlainCall):
         dims = ", ".join(repr(names[dim]) if names else str(dim) for dim in self.sharding.merge_dims)
         return f"local, then merged over mesh dim{'s' * (len(self.sharding.merge_dims) > 1)} {dims}"
 
-    def check(self) -> None:
-        """Return None: `find_sharded` has checked the call."""
+    def check(self) -> Decline | None:
+        """Return the reason why attention that isn't SDPA can't be merged, or None: `find_sharded` checked the rest."""
+        from tatten.ops.distributed.placement import belongs_to_heads
+
+        call, result, sinks = self.call, tensor_of(self.call.node), tensor_of(self.call.sinks)
+        placed = getattr(result, "placements", None)
+        if call.node.target not in SDPA_TARGETS and placed != self.sharding.out:
+            return Decline(Reason.PLACEMENT, f"the result is placed as {placed}, query as {self.sharding.out}")
+        if call.window is not None:
+            return Decline(Reason.WINDOW, f"a window of {call.window} over keys of which each rank has some")
+        if sinks is not None and not belongs_to_heads(sinks, self.sharding):
+            placed = getattr(sinks, "placements", None)
+            return Decline(Reason.PLACEMENT, f"sinks are placed as {placed}, query as {self.sharding.out}")
+        return None
 
     def insert_mask(self, masks: Masks) -> Node | None:
         """Insert the local part of the mask; layers that share a mask share its node."""
@@ -85,6 +97,13 @@ class MergedCall(PlainCall):
         if mask is None:
             return None
         return masks.once((same_view(mask), self.sharding), lambda: local_mask(mask, self.sharding))
+
+    def insert_sinks(self) -> Node | None:
+        """Insert the local part of the sinks on the first of the ranks that are merged: each counts once."""
+        sinks, mesh = self.call.sinks, self.sharding.mesh
+        if sinks is None or any(mesh.get_local_rank(dim) != 0 for dim in self.sharding.merge_dims):
+            return None
+        return sinks if isinstance(tensor_of(sinks), FakeTensor) else to_local(sinks)
 
     def output(self, state: Node) -> Node:
         """Insert a merge over each mesh dim, the last (inner) one first, and return the output, placed as SDPA's was.
@@ -142,12 +161,12 @@ class ShardedCall(MergedCall):
         """Insert `to_local` of the query, the mask, and the segments that are parts of DTensors."""
         with self.call.node.graph.inserting_before(self.call.node):
             mask = self.insert_mask(masks)
-            query = to_local(match.call.query)
+            query, sinks = to_local(match.call.query), self.insert_sinks()
             keys, values = (
                 tuple(dataclasses.replace(x, base=x.base if isinstance(x.base, Node) else to_local(x.base)) for x in xs)
                 for xs in (match.keys, match.values)
             )
-        call = dataclasses.replace(match.call, query=query, attn_mask=mask)
+        call = dataclasses.replace(match.call, query=query, attn_mask=mask, sinks=sinks)
         return dataclasses.replace(match, call=call, keys=keys, values=values)
 
 
@@ -174,8 +193,8 @@ class SegmentedCall(MergedCall):
         assert isinstance(match, BifurcatedMatch)
         with self.call.node.graph.inserting_before(self.call.node):
             mask = self.insert_mask(masks)
-            query = to_local(self.call.query)
-        call = masks.cast(dataclasses.replace(self.call, query=query, attn_mask=mask))
+            query, sinks = to_local(self.call.query), self.insert_sinks()
+        call = masks.cast(dataclasses.replace(self.call, query=query, attn_mask=mask, sinks=sinks))
         columns = masks.columns(call, self.keys)
         with self.call.node.graph.inserting_before(self.call.node):
             columns = [self._own_columns(call, x, stored, masks) for x, stored in zip(columns, self.keys, strict=True)]

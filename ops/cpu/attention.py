@@ -19,6 +19,7 @@ from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.flash import additive, attend, empty_state
 from tatten.ops.layout import pack_gqa, pack_mask, squeeze_broadcast
 from tatten.ops.masks import Span, key_spans
+from tatten.ops.reach import mask_of_reach, narrow_mask
 from tatten.ops.state_validation import check_stack
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, merge
 from tatten.ops.validation import check_block_mask, check_decode_attention, check_kv_lens, check_provider
@@ -104,20 +105,6 @@ def _reach(lens: list[int], q_len: int, kv_len: int, window: int | None) -> tupl
     else:
         spans = [Span(max(0, n - q_len - window + 1), n, q_len == 1 or n == 0) for n in lens]
     return mask_of_reach(torch.tensor(lens), q_len, kv_len, window), spans
-
-
-def mask_of_reach(lens: Tensor, q_len: int, kv_len: int, window: int | None) -> Tensor:
-    """The keys that length and window leave to each query: bool `[sequences, 1, 1 or q_len, kv_len]`."""
-    stop, keys = lens[:, None, None, None], torch.arange(kv_len)
-    if window is None:
-        return keys < stop
-    behind = stop - q_len + torch.arange(q_len)[:, None] - keys  # how far from the query's own place
-    return (behind >= 0) & (behind < window)
-
-
-def narrow_mask(mask: Tensor, reach: Tensor) -> Tensor:
-    """The part of a mask, bool or additive, that lies within reach."""
-    return mask & reach if mask.dtype == torch.bool else torch.where(reach, mask, NEG_INF)
 
 
 def attend_keys(

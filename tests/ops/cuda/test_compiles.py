@@ -76,6 +76,7 @@ Variant = tuple[tuple[str, int, int], dict[str, object]]  # dtype, head_dim, pac
 PER_SEQUENCE, LENS = {"mask": ("bool", 2, 1, 1)}, {"lens": True}
 FLOAT8 = {"float8": True}
 EXTRAS = {"window": 1000, "softcap": 30.0, "sinks": True}
+CAPPED = {"softcap": 30.0, "sinks": True, "whole": False, "follows": True}
 
 
 def shapes(dtype: str, dims: tuple[int, ...], rows: tuple[int, ...], *options: dict[str, object]) -> list[Variant]:
@@ -112,6 +113,9 @@ GROUPS: dict[str, list[Variant]] = {
         *shapes("bfloat16", (64, 128), (4,), {"whole": False, "follows": True, "tiles": "SHORT_ROWS"}),
         *shapes("bfloat16", (64, 128), (128,), {"sm90": True}),
     ],
+    "capped segments": shapes(
+        *("bfloat16", (128,), (4, 64), CAPPED, {**CAPPED, "max_and_sum": True}, {**CAPPED, "indexed": True})
+    ),
     "rows": [
         *shapes("bfloat16", (128,), (4, 64), {"indexed": True}, {"indexed": True, **PER_SEQUENCE}),
         *shapes("bfloat16", (128,), (4,), {"indexed": True, "follows": True, "whole": False}),
