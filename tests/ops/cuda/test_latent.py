@@ -95,6 +95,25 @@ def test_nan_comes_out(name: str) -> None:
     assert out[1].isfinite().all()
 
 
+@pytest.mark.parametrize("sizes", [(17, 24, 8), *([(128, 512, 64)] if GPU else [])], ids=str)
+def test_scores_beyond_float32(sizes: tuple[int, int, int]) -> None:
+    """Products that overflow to -inf leave their keys out; where all of a tile do, a state has nothing yet."""
+    heads, rank, width = sizes
+    shapes = (2, heads, 1, rank), (2, heads, 1, width), (2, 1, 300, rank), (2, 1, 300, width)
+    query, query_rope, latent, key_rope = (torch.randn(x).to(DEVICE, torch.bfloat16) for x in shapes)
+    query[..., 0] = 0
+    query[:, 1, 0, 0] = 3e38
+    latent[0, 0, 40:, 0] = -1e20
+    latent[0, 0, :40, 0] = latent[1, :, :, 0] = 0
+    names = "query", "query_rope", "latent", "key_rope"
+    given = dict(zip(names, (query, query_rope, latent, key_rope), strict=True))
+    given |= dict.fromkeys(("attn_mask", "kv_lens", "window", "softcap"))
+    out, lse = run({**given, "scale": 0.2}, torch.float32)
+    want, want_lse = latent_attention_reference(*(x.double() for x in given.values() if x is not None), scale=0.2)
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("mask", slow_but(["of a sequence"], ["none", "of a query", "of a sequence"]))
 def test_sequences_share_latents(mask: str) -> None:
     generator = torch.Generator().manual_seed(0)
