@@ -16,8 +16,9 @@ from torch.fx import Node
 from tatten.ops.layout import HEAD_DIM, LENGTH
 from tatten.ops.states import accumulator_dtype
 from tatten.passes.autocast import autocast_dtype
-from tatten.passes.latents import LatentMatch, Projection
+from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
+from tatten.passes.projection import Projection
 from tatten.passes.replace import insert_op, scale_of, with_strides_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, tensor_of
@@ -117,7 +118,9 @@ def _weight(insert: _Inserter, projection: Projection) -> Node:
     tensor, node = tensor_of(projection.weight), projection.weight
     if tensor is not None and tensor.requires_grad:  # but SDPA's result doesn't: it was read under no_grad
         node = insert("detach", node)
-    heads = insert("unflatten", node, 0, (projection.heads, projection.width))
+    if projection.order != tuple(range(len(projection.order))):
+        node = insert("permute", node, projection.order)
+    heads = node if len(projection.order) == 3 else insert("unflatten", node, 0, (projection.heads, projection.width))
     return insert("narrow", heads, 1, projection.lo, projection.hi - projection.lo)
 
 

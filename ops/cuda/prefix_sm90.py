@@ -108,4 +108,5 @@ def plan_prefix_attention(
         ALIGNED=aligned,
         ROWS=row_groups is not None,
     )
-    return PrefixAttention(launch, *(key_tiling(x, BLOCK_N, dim) for x in (key, value)), 2 * programs if split else 0)
+    key_tiles, value_tiles = (key_tiling(x, BLOCK_N, dim) for x in (key, value))
+    return PrefixAttention(launch, key_tiles, value_tiles, 2 * programs if split else 0)
