@@ -1,4 +1,4 @@
-"""The latent pass applies: SDPA over expanded latents becomes attention to the latents, and the weights move.
+"""The latent pass applies: SDPA over projected latents becomes attention to the latents, and the weights move.
 
 What was the keys' weight multiplies the query, and the values' weight the output: both are views of the model's own.
 Each product is a `bmm` over heads; `matmul` would copy the weight for each sequence.

@@ -1,7 +1,7 @@
-"""The latent pass finds: SDPA over keys and values that one projection expands from latents in every step.
+"""The latent pass finds: SDPA over keys and values that one projection makes of latents in every step.
 
 With keys `[c W_uk, rope]` and values `c W_uv` in each head, scores are `(q W_uk) c + q_rope rope` and the output is
-`(softmax c) W_uv`: attention can read the latents `c`, which all heads share, and nothing has to be expanded.
+`(softmax c) W_uv`: attention can read the latents `c`, which all heads share, and nothing has to be projected.
 """
 
 from __future__ import annotations
@@ -171,12 +171,12 @@ def _check_tensors(match: LatentMatch) -> Decline | None:
 
 
 def _check_users(match: LatentMatch) -> Decline | None:
-    """Return the reason if anything but this attention uses what was expanded, which then stays; or None."""
+    """Return the reason if anything but this attention uses what was projected, which then stays; or None."""
     shared = () if match.rope is None else match.rope[0].path
     for node in sorted(match.path.difference(shared)):
         for user in node.users:
             if user not in match.path and user is not match.call.node:
-                return Decline(Reason.EXPANDED, f"`{user}` uses `{node}`, which is expanded from latents")
+                return Decline(Reason.PROJECTION_USED, f"`{user}` uses `{node}`, which is projected from latents")
     return None
 
 
@@ -189,7 +189,7 @@ def _check_writes(match: LatentMatch, keys: Assembly) -> Decline | None:
         read = [tensor_of(x) for x in (projection.latent.here, projection.weight, *projection.path)]
         writer = written_between([x for x in read if x is not None], projection.product, call)
         if writer is not None:
-            return Decline(Reason.WRITTEN, f"latents, weight or what is expanded is written by `{writer}`")
+            return Decline(Reason.WRITTEN, f"latents, weight or what is projected is written by `{writer}`")
     if match.rope is not None:
         rope, piece = match.rope
         source = tensor_of(piece.source.here)

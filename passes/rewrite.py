@@ -102,7 +102,7 @@ def _absorb(match: LatentMatch, masks: Masks) -> Rewritten:
     location, shapes = source_location(call.node), _show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
     replace_call(call, apply_latents(match, masks), match.path)
     made = "one projection" if match.keys.product is match.values.product else "two projections"
-    note = f"keys and values were expanded from latents by {made} for {match.keys.heads} heads"
+    note = f"keys and values were made of latents by {made} for {match.keys.heads} heads"
     return Rewritten(location, "tatten.latent_attention.default", shapes, match.cost, note)
 
 

@@ -476,8 +476,8 @@ DECLINED = {
     "projection bias": with_bias,
     "projection dequantised": lambda q, c, rope, w, mask: attend(q, c, rope, w * 2, mask),
     "projection other latents": other_values,
-    "expanded keys": keys_returned,
-    "expanded values": values_used,
+    "projection_used keys": keys_returned,
+    "projection_used values": values_used,
     "written_between latents": between(lambda q, c, rope, w, keys, values: c.mul_(2)),
     "written_between rope": between(lambda q, c, rope, w, keys, values: rope.mul_(2)),
     "written_between weight": between(lambda q, c, rope, w, keys, values: w.mul_(2)),
@@ -534,6 +534,24 @@ def test_declines(name: str) -> None:
     want, got = fn(*wanted), compiled(fn, given)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     assert all(torch.equal(a, b) for a, b in zip(given, wanted, strict=True))
+
+
+def test_two_calls_that_share_a_projection_decline_it() -> None:
+    """Each is decided alone: the other one would need what is projected anyway."""
+
+    def fn(q, c, rope, w, mask):
+        own, values = expand(c, w)
+        keys = copied(own, rope)
+        return sdpa(q, keys, values, mask) - sdpa(q + 1, keys, values)
+
+    gm = capture(fn, *inputs())
+    first, second = rewrite(gm).findings
+    assert isinstance(first, Rewritten)
+    assert "not absorbed [projection_used]: `scaled_dot_product_attention_1` uses" in first.note
+    assert isinstance(second, Declined)
+    assert second.decline.reason is Reason.PROJECTION_USED
+    assert "uses" in second.decline.detail
+    assert (compiled(fn, inputs()) - fn(*inputs())).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("name", NOT_LATENT)
