@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
@@ -172,12 +173,16 @@ def _before_views(walk: Walk) -> Walk:
 def _factors(node: Node) -> tuple[Node, Node, Letters] | None:
     """The factors of a product, and the letters of all dims."""
     name = op_name(node)
-    if name == "einsum" and len(node.args) == 3:
-        equation, a, b = node.args
+    equation: Any = ""
+    operands = list[Any]()
+    if name == "einsum":
+        equation, *operands = node.args
+        operands = [x for given in operands for x in (given if isinstance(given, (list, tuple)) else (given,))]
     elif name in ("linear", "matmul"):
-        equation, a, b = "", argument(node, 0, "input"), argument(node, 1, "weight" if name == "linear" else "other")
-    else:
+        operands = [argument(node, 0, "input"), argument(node, 1, "weight" if name == "linear" else "other")]
+    if len(operands) != 2:
         return None
+    a, b = operands
     first, second = tensor_of(a), tensor_of(b)
     if not isinstance(a, Node) or not isinstance(b, Node) or first is None or second is None or writes(node):
         return None

@@ -283,15 +283,20 @@ def test_no_rope() -> None:
     assert (compiled(attend, args) - attend(*args)).abs().max() < 1e-12
 
 
-def test_dynamic_shapes() -> None:
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+def test_dynamic_shapes(assign: bool) -> None:
     """One graph serves all sizes, and nothing is guarded but what Dynamo guards."""
 
     def fn(q, c, rope, w, mask):
         kv = F.linear(c, w).view(c.shape[0], c.shape[2], H, NOPE + V).transpose(1, 2)
         own, values = kv.split((NOPE, V), dim=-1)
         keys = own.new_empty(c.shape[0], H, c.shape[2], NOPE + ROPE)
-        keys[..., :NOPE].copy_(own)
-        keys[..., NOPE:].copy_(rope.expand(-1, H, -1, -1))
+        if assign:
+            keys[..., :NOPE] = own
+            keys[..., NOPE:] = rope
+        else:
+            keys[..., :NOPE].copy_(own)
+            keys[..., NOPE:].copy_(rope.expand(-1, H, -1, -1))
         return sdpa(q, keys, values, mask)
 
     torch._dynamo.reset()
@@ -342,6 +347,23 @@ def test_exported_programs(strict: bool, loaded: bool) -> None:
         module = rewritten.module()
         for step in steps:
             assert (module(*step) - eager(*step)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("name", ["assigned", "assigned_with_heads_last", "weight_of_heads"])
+def test_exported_forms(name: str, functional: bool) -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, *args):
+            return ACCEPTED[name](*args)
+
+    args = inputs()
+    with torch.no_grad():
+        program = torch.export.export(Attention(), tuple(clones(args)))
+        program = program.run_decompositions({}) if functional else program
+        with tatten.recording() as report:
+            rewritten = tatten.rewrite(program).module()
+        assert [x.op for x in report.rewritten] == [LATENT]
+        assert (rewritten(*args) - ACCEPTED[name](*args)).abs().max() < 1e-12
 
 
 def lora(q, c, rope, w, mask, a, b):
