@@ -20,7 +20,7 @@ from tatten.passes.latent_cost import LatentCost, latent_cost
 from tatten.passes.latent_segments import LatentSegment, shared_segments
 from tatten.passes.mutation import written_between
 from tatten.passes.pieces import Assembly, Piece, pieces_of
-from tatten.passes.projection import Projection, is_input, projection_of
+from tatten.passes.projection import Projection, is_input, projection_of, same_latents
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored, peel_heads, stored_at
@@ -118,8 +118,8 @@ def _match(call: SdpaCall, keys: Assembly) -> LatentMatch | Decline | None:
         return Decline(Reason.LATENT_SMALL, str(cost))
     segments = shared_segments(projection.latent, ropes[0][1].source if ropes else None, call.node)
     match = dataclasses.replace(match, cost=cost, segments=segments)
-    read = (x for segment in match.parts for x in (segment.latent, segment.rope, values.latent) if x is not None)
-    return dataclasses.replace(match, path=match.path.union(*(x.path for x in read)))
+    read = [x.path for segment in match.parts for x in (segment.latent, segment.rope) if x is not None]
+    return dataclasses.replace(match, path=match.path.union(*read, values.latent.path))
 
 
 def _check_projections(match: LatentMatch) -> Decline | None:
@@ -133,7 +133,7 @@ def _check_projections(match: LatentMatch) -> Decline | None:
         if not isinstance(weight, FakeTensor):
             return Decline(Reason.PROJECTION, f"the weight that makes the {name} is a {type(weight).__name__}")
     keys, values = match.keys.latent, match.values.latent
-    if keys.here is not values.here or keys.parts != values.parts:
+    if not same_latents(keys, values):
         return Decline(Reason.PROJECTION, f"keys are made of `{keys.here}`, values of `{values.here}`")
     return None
 

@@ -6,7 +6,6 @@ Dims are told by letters, as in `einsum`: `linear` is `abr,nr->abn`, where `n` a
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +17,8 @@ from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
 from tatten.passes.pieces import columns_of
-from tatten.passes.stored import stored_at
 from tatten.passes.symbolic import constant, known_equal, known_shape, same_storage, tensor_of
-from tatten.passes.views import COPIES, RESHAPES, Part, Size, Walk, begin, source_of, step_back, way_back
+from tatten.passes.views import COPIES, RESHAPES, Part, Size, Walk, begin, source_of, step_back
 
 FLAT: Part = (HEADS, HEAD_DIM)  # of a dim that has all columns of the first head, then those of the next
 RANK: Part = (-1,)  # of the dim of a weight that latents are multiplied with
@@ -73,6 +71,18 @@ def projection_of(start: Walk) -> Projection | Node:
                 break
             lo, path, walk = lo + first, (*path, *nodes), walk.step(source, walk.parts)
     return end
+
+
+def same_latents(a: Walk, b: Walk) -> bool:
+    """Whether two factors are the same in memory, maybe as two views that differ in dims of size 1."""
+    if a.here is b.here:
+        return a.parts == b.parts
+    x, y = tensor_of(a.here), tensor_of(b.here)
+    if x is None or y is None or not same_storage(x, y) or not known_equal(x.storage_offset(), y.storage_offset()):
+        return False
+    dims = [(a.parts.index(part), b.parts.index(part)) for part in a.parts if part is not None and part in b.parts]
+    alike = all(known_equal(x.shape[i], y.shape[j]) and known_equal(x.stride(i), y.stride(j)) for i, j in dims)
+    return alike and {*a.parts} - {None} == {*b.parts} - {None} and x.is_neg() == y.is_neg()
 
 
 def is_input(node: Node) -> bool:
@@ -130,7 +140,7 @@ def _product(node: Node, parts: Sequence[Part | None]) -> Projection | None:
         sizes = dict(zip(parts, whole.shape, strict=True))
         heads, width = (constant(sizes.get(part, 1)) for part in ((HEADS,), (HEAD_DIM,)))
         if heads is not None and width is not None:
-            return Projection(node, _before_views(walk), weight, order, heads, width, 0, width, (node,))
+            return Projection(node, walk, weight, order, heads, width, 0, width, (node,))
     return None
 
 
@@ -155,19 +165,6 @@ def _order(parts: Sequence[Part | None]) -> tuple[int, ...] | None:
         if len(wanted) == len(parts) and all(part in parts for part in wanted):
             return tuple(map(parts.index, wanted))
     return None
-
-
-def _before_views(walk: Walk) -> Walk:
-    """Latents before they were viewed in another way, so that two views of the same are the same."""
-    tensor = tensor_of(walk.here)
-    assert tensor is not None
-
-    def is_view(back: Walk) -> bool:
-        before = tensor_of(back.here)
-        return before is not None and same_storage(before, tensor) and not (back.stretched or back.rows)
-
-    walks = [x for x in itertools.takewhile(is_view, way_back(walk)) if stored_at(x) is not None]
-    return max(walks, key=lambda x: len(x.parts) == 4)
 
 
 def _factors(node: Node) -> tuple[Node, Node, Letters] | None:

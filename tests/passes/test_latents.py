@@ -143,6 +143,13 @@ def einsum_of_columns(q, c, rope, w, mask):
     return sdpa(q, joined(kv[..., :NOPE].transpose(1, 2), rope), kv[..., NOPE:].transpose(1, 2), mask)
 
 
+def slices_of_one_cache(q, c, rope, w, mask):
+    """Latents are sliced twice, and their rope once."""
+    cache = torch.cat((c, rope), dim=-1)
+    own, values = (expand(cache[..., :R], w)[i] for i in range(2))
+    return sdpa(q, joined(own, cache[..., R:]), values, mask)
+
+
 def rows_of_weight(q, c, rope, w, mask):
     """The weight has all keys, then all values."""
     own, values = heads(F.linear(c, w[: H * NOPE]), NOPE), heads(F.linear(c, w[H * NOPE :]), V)
@@ -183,6 +190,7 @@ ACCEPTED = {
     "weight_of_columns": weight_of_columns,
     "weight_of_heads": weight_of_heads,
     "einsum_of_columns": einsum_of_columns,
+    "slices_of_one_cache": slices_of_one_cache,
     "rows_of_weight": rows_of_weight,
     "without_rope": without_rope,
     "caches_written": caches_written,
@@ -382,6 +390,12 @@ def other_values(q, c, rope, w, mask):
     return sdpa(q, copied(own, rope), heads(F.linear(c + 1, w))[..., NOPE:], mask)
 
 
+def other_columns(q, cache, rope, w, mask):
+    """Latents of the same memory, one column further."""
+    own, values = expand(cache[..., :R], w)[0], expand(cache[..., 1 : R + 1], w)[1]
+    return sdpa(q, joined(own, rope), values, mask)
+
+
 def keys_returned(q, c, rope, w, mask):
     own, values = expand(c, w)
     keys = copied(own, rope)
@@ -498,6 +512,7 @@ DECLINED = {
     "projection bias": with_bias,
     "projection dequantised": lambda q, c, rope, w, mask: attend(q, c, rope, w * 2, mask),
     "projection other latents": other_values,
+    "projection other columns": lambda q, c, rope, w, mask: other_columns(q, torch.cat((c, c + 1), -1), rope, w, mask),
     "projection_used keys": keys_returned,
     "projection_used values": values_used,
     "written_between latents": between(lambda q, c, rope, w, keys, values: c.mul_(2)),
