@@ -1,4 +1,4 @@
-"""The latent pass applies: SDPA over expanded latents becomes attention to the latents, and the weights move.
+"""The latent pass applies: SDPA over projected latents becomes attention to the latents, and the weights move.
 
 What was the keys' weight multiplies the query, and the values' weight the output: both are views of the model's own.
 Each product is a `bmm` over heads; `matmul` would copy the weight for each sequence.
@@ -16,8 +16,9 @@ from torch.fx import Node
 from tatten.ops.layout import HEAD_DIM, LENGTH
 from tatten.ops.states import accumulator_dtype
 from tatten.passes.autocast import autocast_dtype
-from tatten.passes.latents import LatentMatch, Projection
+from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
+from tatten.passes.projection import Projection
 from tatten.passes.replace import Inserter, insert_op, scale_of, with_strides_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, tensor_of
@@ -104,7 +105,9 @@ def _weight(insert: Inserter, projection: Projection) -> Node:
     tensor, node = tensor_of(projection.weight), projection.weight
     if tensor is not None and tensor.requires_grad:  # but SDPA's result doesn't: it was read under no_grad
         node = insert("detach", node)
-    heads = insert("unflatten", node, 0, (projection.heads, projection.width))
+    if projection.order != tuple(range(len(projection.order))):
+        node = insert("permute", node, projection.order)
+    heads = node if len(projection.order) == 3 else insert("unflatten", node, 0, (projection.heads, projection.width))
     return insert("narrow", heads, 1, projection.lo, projection.hi - projection.lo)
 
 

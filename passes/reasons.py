@@ -57,11 +57,19 @@ class Reason(str, Enum):
     )
     PROJECTION = (
         "projection",
-        "expand latents by one nn.Linear without bias whose weight is a parameter as it is: merge LoRA into it "
+        "project latents by one nn.Linear without bias whose weight is a parameter as it is: merge LoRA into it "
         "(merge_and_unload of PEFT), and leave it unquantised",
     )
-    EXPANDED = "expanded", "cache the latents, not the keys and values that are expanded from them"
-    LATENT_SMALL = "latent_small", "nothing: with so little to expand, attending to latents would cost more"
+    PIECES = (
+        "pieces",
+        "put keys together of one piece that each head has for itself and one that all heads share, side by side: "
+        "torch.cat((own, shared.expand(-1, heads, -1, -1)), dim=-1)",
+    )
+    PROJECTION_USED = (
+        "projection_used",
+        "cache the latents, not the keys and values that are projected from them; use those for one attention alone",
+    )
+    LATENT_SMALL = "latent_small", "nothing: with so little to project, attending to latents would cost more"
     NO_GAIN = "no_gain", "nothing: SDPA already reads each key and value once"
     WEIGHTS_USED = (
         "weights_used",

@@ -138,9 +138,9 @@ def _absorb(match: LatentMatch, masks: Masks) -> Rewritten:
     named = [("q", call.query), *(("c", x) for x in _bases(latents)), *(("rope", x) for x in _bases(ropes))]
     location, shapes = source_location(call.node), _show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
     replace_call(call, apply_latents(match, masks), match.path)
-    made = "one projection" if match.keys.linear is match.values.linear else "two projections"
-    expanded = f"keys and values were expanded from latents by {made} for {match.keys.heads} heads"
-    note = "; ".join(filter(None, (call.form, expanded)))
+    made = "one projection" if match.keys.product is match.values.product else "two projections"
+    made_of = f"keys and values were made of latents by {made} for {match.keys.heads} heads"
+    note = "; ".join(filter(None, (call.form, made_of)))
     return Rewritten(location, "tatten.latent_attention.default", shapes, match.cost, note)
 
 

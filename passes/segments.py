@@ -20,9 +20,10 @@ from tatten.passes.views import CATS, Part, Walk, begin, way_back
 MAX_DEPTH = 8
 
 
-def find_segments(node: Node, rows: bool = True) -> tuple[Stored, ...]:
+def find_segments(start: Node | Walk, rows: bool = True) -> tuple[Stored, ...]:
     """The segments of SDPA's key or value, in order; without `rows`, what an index selected is read as a copy."""
-    return _segments(begin(node), rows) or (Stored(node),)
+    walk = start if isinstance(start, Walk) else begin(start)
+    return _segments(walk, rows) or tuple(stored_among((walk,)))
 
 
 def segments_behind(stored: Stored, node: Node, rows: bool = True) -> tuple[Stored, ...]:

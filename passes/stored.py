@@ -128,6 +128,7 @@ def stored_among(walks: Iterable[Walk]) -> Iterator[Stored]:
             yield stored
 
 
-def peel_heads(node: Node) -> Stored:
+def peel_heads(start: Node | Walk) -> Stored:
     """Walk from SDPA's key or value back to the tensor before its heads were repeated, or stay where it is."""
-    return next(here for here in stored_among(way_back(begin(node))) if not here.shared)
+    walk = start if isinstance(start, Walk) else begin(start)
+    return next(here for here in stored_among(way_back(walk)) if not here.shared)

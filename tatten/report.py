@@ -144,7 +144,7 @@ def _describe(group: list[Rewritten | Declined]) -> Iterator[str]:
 
 def _costs(cost: Cost | LatentCost) -> Iterator[str]:
     if isinstance(cost, LatentCost):
-        before, now = cost.expanded, cost.absorbed
+        before, now = cost.projected, cost.absorbed
         yield f"    moved {_size(before.bytes)} per step before, at most {_size(now.bytes)} now"
         yield f"    flops {before.flops:.3g} per step before, at most {now.flops:.3g} now"
         return

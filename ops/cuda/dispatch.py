@@ -90,8 +90,6 @@ def _plan_decode(
 
     from tatten.ops.cuda.decode import plan_attention
 
-    if kv_lens is not None or variant.window is not None or attn_mask is None:
-        block_mask = None  # the others change what the mask leaves
     return plan_attention(query, key, value, attn_mask, kv_lens, scale, block_mask, variant)
 
 
