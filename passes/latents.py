@@ -81,16 +81,18 @@ class LatentMatch:
         return self.segments or (LatentSegment(self.latent, None if self.rope is None else self.rope[0]),)
 
 
-def match_latents(call: SdpaCall) -> LatentMatch | Decline | None:
+def match_latents(call: SdpaCall, wrapped: tuple[Node, ...] = ()) -> LatentMatch | Decline | None:
     """Match a call that `check_call` found eligible. Adds no guards and changes nothing.
+
+    Args:
+        call: the call, or what each rank computes of it.
+        wrapped: the nodes that are between keys and values of `call` and those of SDPA.
 
     Returns:
         A match, None where keys are not put together of a head's own part and one that all heads share, or why such
         keys are left to the other passes.
     """
     query, key, value = (tensor_of(x) for x in (call.query, call.key, call.value))
-    if not all(isinstance(x, FakeTensor) for x in (query, key, value)) or not isinstance(call.key, Node):
-        return None
     keys = pieces_of(call.key, call.node)
     if not keys.path:
         return None
@@ -104,6 +106,8 @@ def match_latents(call: SdpaCall) -> LatentMatch | Decline | None:
     trouble = Decline(Reason.WRITTEN, f"keys are put together of pieces, and {keys.trouble}")
     if len(own) != 1 or len(ropes) > 1:
         return trouble if keys.trouble and ropes else None
+    if not all(isinstance(x, FakeTensor) for x in (query, key, value)):
+        return Decline(Reason.PLACEMENT, "keys are put together of DTensors: expand local latents, and wrap the result")
     (projection, columns), values = own[0], projection_of(call.value)
     for name, end in (("keys", projection), ("values", values)):
         if isinstance(end, Node):
@@ -118,7 +122,7 @@ def match_latents(call: SdpaCall) -> LatentMatch | Decline | None:
         columns,
         values,
         ropes[0] if ropes else None,
-        frozenset((*keys.path, *projection.path, *values.path, *rope_path)),
+        frozenset((*wrapped, *keys.path, *projection.path, *values.path, *rope_path)),
         None,
     )
     decline = _check_projections(match) or _check_tensors(match) or _check_writes(match, keys) or _check_users(match)
