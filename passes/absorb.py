@@ -19,17 +19,16 @@ from tatten.passes.autocast import autocast_dtype
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
 from tatten.passes.projection import Projection
-from tatten.passes.replace import Inserter, insert_op, scale_of, with_strides_of
+from tatten.passes.replace import Inserter, insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, tensor_of
 
 
-def apply_latents(match: LatentMatch, masks: Masks) -> Node:
-    """Insert attention to latents before SDPA and return what takes SDPA's place."""
+def apply_latents(match: LatentMatch, masks: Masks) -> tuple[Node, Node]:
+    """Insert attention to latents before SDPA. Returns its state, and the output for the values of these latents."""
     call = masks.cast(match.call)
-    query, result = tensor_of(call.query), tensor_of(call.node)
+    query = tensor_of(call.query)
     assert query is not None
-    assert result is not None
     insert, q_len = Inserter(call.node), constant(query.shape[LENGTH])
     assert q_len is not None
     with call.node.graph.inserting_before(call.node):
@@ -43,11 +42,10 @@ def apply_latents(match: LatentMatch, masks: Masks) -> Node:
     scale = width**-0.5 if call.scale is None else scale_of(call)
     states = _attend(insert, match, call, masks, (q_latent, q_rope), scale, accumulator_dtype(query.dtype))
     with call.node.graph.inserting_before(call.node):
-        sums = insert(operator.getitem, _merge(insert, states), 0)
+        state = _merge(insert, states)
+        sums = insert(operator.getitem, state, 0)
         rows = _values(insert, sums, match.values, query, autocast_dtype(call.node, query.device.type))
-        out = insert("contiguous", _heads(insert, rows, q_len))
-        out.meta.update(call.node.meta)
-        return with_strides_of(out, result)
+        return state, insert("contiguous", _heads(insert, rows, q_len))
 
 
 def _attend(

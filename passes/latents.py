@@ -59,23 +59,24 @@ class LatentMatch:
         return self.segments or (LatentSegment(self.latent, None if self.rope is None else self.rope[0]),)
 
 
-def match_latents(call: SdpaCall) -> LatentMatch | Decline | None:
+def match_latents(call: SdpaCall, wrapped: tuple[Node, ...] = ()) -> LatentMatch | Decline | None:
     """Match a call that `check_call` found eligible. Adds no guards and changes nothing.
+
+    Args:
+        call: the call, or what each rank computes of it.
+        wrapped: the nodes that are between keys and values of `call` and those of SDPA.
 
     Returns:
         A match, None where keys are not put together of a head's own part and one that all heads share, or why such
         keys are left to the other passes.
     """
-    tensors = (tensor_of(x) for x in (call.query, call.key, call.value))
-    if not all(isinstance(x, FakeTensor) for x in tensors) or not isinstance(call.key, Node):
-        return None
     keys = pieces_of(call.key, call.node)
-    found = _match(call, keys)
+    found = _match(call, keys, wrapped)
     # Attention of a few queries to states that are not cached looks alike: it isn't left for a reason of this pass.
     return found if keys.path or isinstance(found, LatentMatch) else None
 
 
-def _match(call: SdpaCall, keys: Assembly) -> LatentMatch | Decline | None:
+def _match(call: SdpaCall, keys: Assembly, wrapped: tuple[Node, ...]) -> LatentMatch | Decline | None:
     own, ropes = [], []
     for piece in keys.pieces:
         found, rope = projection_of(piece.source), peel_heads(piece.source)
@@ -89,6 +90,8 @@ def _match(call: SdpaCall, keys: Assembly) -> LatentMatch | Decline | None:
             return keys.trouble
         pieces = f"keys are {len(own)} pieces that heads have for themselves and {len(ropes)} that they share"
         return Decline(Reason.PIECES, pieces) if ropes and isinstance(values, Projection) else None
+    if not all(isinstance(tensor_of(x), FakeTensor) for x in (call.query, call.key, call.value)):
+        return Decline(Reason.PLACEMENT, "keys are put together of DTensors: expand local latents, and wrap the result")
     projection, columns = own[0]
     for name, end in (("keys", projection), ("values", values)):
         if isinstance(end, Node):
@@ -105,7 +108,7 @@ def _match(call: SdpaCall, keys: Assembly) -> LatentMatch | Decline | None:
         columns,
         values,
         ropes[0] if ropes else None,
-        frozenset((*keys.path, *projection.path, *values.path, *rope_path)),
+        frozenset((*wrapped, *keys.path, *projection.path, *values.path, *rope_path)),
         None,
     )
     decline = _check_projections(match) or _check_tensors(match) or _check_writes(match, keys) or _check_users(match)

@@ -23,12 +23,17 @@ def insert_op(call: SdpaCall, op: OpOverload, args: tuple[Any, ...], kwargs: dic
     return state
 
 
-def output_of(call: SdpaCall, state: Node) -> Node:
-    """Insert what takes SDPA's result from a state, and return that."""
+def item(state: Node, index: int) -> Node:
+    """Insert what takes `out` or `lse` from a state."""
+    return state.graph.call_function(operator.getitem, (state, index))
+
+
+def output_of(call: SdpaCall, state: Node, out: Node | None = None) -> Node:
+    """Insert what takes SDPA's result from a state, and return that; `out` stands for the state's own."""
     result = tensor_of(call.node)
     assert result is not None
     with call.node.graph.inserting_before(call.node):
-        out = call.node.graph.call_function(operator.getitem, (state, 0))
+        out = item(state, 0) if out is None else out
         out.meta.update(call.node.meta)
         return with_strides_of(out, result)
 

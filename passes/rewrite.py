@@ -17,7 +17,7 @@ from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bi
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
 from tatten.passes.findings import Declined, GraphReport, Rewritten
-from tatten.passes.latents import LatentMatch, match_latents
+from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
 from tatten.passes.mutation import mover_of, movers
 from tatten.passes.other_attention import find_other_attention
@@ -96,9 +96,9 @@ def _rewrite_call(
     decline = given.check() or check_call(call, max_q_len) or _check_movers(call, moving)
     if decline is not None:
         return _declined(call, decline)
-    latents = None if call.log_sums else match_latents(given.seen())
+    latents = None if call.log_sums else given.latents()
     if isinstance(latents, LatentMatch):
-        return _absorb(latents, masks)
+        return _absorb(given, latents, masks)
     found = _find(given, may_guard)
     if isinstance(found, Decline):
         return _declined(call, latents or found)
@@ -130,17 +130,18 @@ def _check_movers(call: SdpaCall, moving: Sequence[Node]) -> Decline | None:
     return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
 
 
-def _absorb(match: LatentMatch, masks: Masks) -> Rewritten:
+def _absorb(given: PlainCall, match: LatentMatch, masks: Masks) -> Rewritten:
     """Change the graph as a match of latents says. The report is read off first: nodes may be erased."""
-    call, segments = match.call, match.parts
+    call, segments = given.call, match.parts
     ropes = [x.rope for x in segments if x.rope is not None]
     latents = [x.latent for x in segments]
-    named = [("q", call.query), *(("c", x) for x in _bases(latents)), *(("rope", x) for x in _bases(ropes))]
+    named = [("q", match.call.query), *(("c", x) for x in _bases(latents)), *(("rope", x) for x in _bases(ropes))]
     location, shapes = source_location(call.node), _show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
-    replace_call(call, apply_latents(match, masks), match.path)
+    state, out = apply_latents(given.insert_latents(match, masks), masks)
+    replace_call(call, given.output(state, out), match.path)
     made = "one projection" if match.keys.product is match.values.product else "two projections"
     made_of = f"keys and values were made of latents by {made} for {match.keys.heads} heads"
-    note = "; ".join(filter(None, (call.form, made_of)))
+    note = "; ".join(filter(None, (call.form, given.note, made_of)))
     return Rewritten(location, "tatten.latent_attention.default", shapes, match.cost, note)
 
 

@@ -8,7 +8,6 @@ and its state is merged over the mesh dims that shard the sequence.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,12 +20,13 @@ from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.states import accumulator_dtype
 from tatten.passes.bifurcated import BifurcatedMatch
 from tatten.passes.calls import op_name
+from tatten.passes.latents import LatentMatch, match_latents
 from tatten.passes.local import FromLocal, chunk, local_input, local_mask, local_part, stripe, to_local
 from tatten.passes.masks import Masks, same_view
 from tatten.passes.match import Match
 from tatten.passes.plain import AnyMatch, PlainCall
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.replace import with_strides_of
+from tatten.passes.replace import item, with_strides_of
 from tatten.passes.sdpa import SDPA_TARGETS, SdpaCall
 from tatten.passes.segments import find_segments, segments_behind
 from tatten.passes.stored import Stored, peel_heads
@@ -91,6 +91,14 @@ class MergedCall(PlainCall):
             return Decline(Reason.PLACEMENT, f"sinks are placed as {placed}, query as {self.sharding.out}")
         return None
 
+    def insert_latents(self, match: LatentMatch, masks: Masks) -> LatentMatch:
+        """Insert the local parts of the query and the mask."""
+        with self.call.node.graph.inserting_before(self.call.node):
+            mask = self.insert_mask(masks)
+            query, sinks = to_local(match.call.query), self.insert_sinks()
+        call = dataclasses.replace(match.call, query=query, attn_mask=mask, sinks=sinks)
+        return dataclasses.replace(match, call=call)
+
     def insert_mask(self, masks: Masks) -> Node | None:
         """Insert the local part of the mask; layers that share a mask share its node."""
         mask = self.call.attn_mask
@@ -105,7 +113,7 @@ class MergedCall(PlainCall):
             return None
         return sinks if isinstance(tensor_of(sinks), FakeTensor) else to_local(sinks)
 
-    def output(self, state: Node) -> Node:
+    def output(self, state: Node, out: Node | None = None) -> Node:
         """Insert a merge over each mesh dim, the last (inner) one first, and return the output, placed as SDPA's was.
 
         Users that only take the local part of SDPA's DTensor get it directly; if all do, no DTensor is made.
@@ -114,12 +122,12 @@ class MergedCall(PlainCall):
         like = held(tensor_of(call))
         lse = like.new_empty(like.shape[:-1], dtype=accumulator_dtype(like.dtype))
         with graph.inserting_before(call):
-            out = _item(state, 0)
+            out = item(state, 0) if out is None else out
             for group in self.sharding.groups:
                 ranks, rank = group_size_and_rank(group)
-                args = out, _item(state, 1), group, ranks, rank, fastest(like, lse, group, ranks)
+                args = out, item(state, 1), group, ranks, rank, fastest(like, lse, group, ranks)
                 state = graph.call_function(torch.ops.tatten.tree_merge.default, args)
-                out = _item(state, 0)
+                out = item(state, 0)
             out.meta.update({**call.meta, "example_value": like})
             out = with_strides_of(out, like)
             for user in list(call.users):
@@ -149,6 +157,14 @@ class ShardedCall(MergedCall):
 
     def in_one(self, whole: Node, segments: tuple[Stored, ...]) -> Stored:
         return _local(peel_heads(whole), whole)
+
+    def latents(self) -> LatentMatch | Decline | None:
+        """Match local keys and values that DTensors are made of, and are expanded from latents."""
+        key, value = local_input(self.call.key), local_input(self.call.value)
+        if key is None or value is None:
+            return match_latents(self.call)
+        call = dataclasses.replace(self.call, query=local_part(self.call.query), key=key, value=value)
+        return match_latents(call, (self.call.key, self.call.value))
 
     def weighs(self, match: Match) -> bool:
         """Whether a rewrite has to pay: one of tensors behind the local part does, which another can read as it is.
@@ -244,7 +260,3 @@ def _local(stored: Stored, whole: Node) -> Stored:
     if same_sharding(tensor, base, stored.dims):
         return dataclasses.replace(stored, base=local_part(stored.base))
     return Stored(local_part(whole))
-
-
-def _item(state: Node, index: int) -> Node:
-    return state.graph.call_function(operator.getitem, (state, index))

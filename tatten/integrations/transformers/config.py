@@ -27,6 +27,11 @@ def count_layers(config: PreTrainedConfig) -> int:
     return len(layers)
 
 
+def caches_latents(config: PreTrainedConfig) -> bool:
+    """Whether the model has multi-head latent attention: it may cache latents, and expand them to keys and values."""
+    return getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
+
+
 def attention_implementation(config: PreTrainedConfig) -> str | None:
     """The name of the attention function that the model calls; None if it was not set."""
     name: str | None = config.get_text_config(decoder=True)._attn_implementation

@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from tatten.caches import shared_prefix
 from tatten.caches.shared_prefix_layer import SharedPrefixLayer
-from tatten.integrations.transformers.config import count_layers
+from tatten.integrations.transformers.config import caches_latents, count_layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,10 +45,14 @@ class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.kv.append(key_states[:, :, self.repeated :], value_states[:, :, self.repeated :])
             self.repeated = 0
             return key_states, value_states
-        keys, values = self.kv.append(key_states, value_states)
+        keys, values = self.append(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return keys, values
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new tokens, and return what attention, or what the model computes before it, gets of all tokens."""
+        return self.kv.append(key_states, value_states)
 
     def get_seq_length(self) -> int | Tensor:
         if self.repeated:
@@ -93,8 +97,9 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
     need room in the suffix.
 
     Args:
-        config: the config of the model, or its number of layers. Attention may be full, sliding or chunked; every
-            layer keeps all tokens, and the masks of the model apply windows.
+        config: the config of the model, or its number of layers; over a mesh that tells too little of one that
+            caches latents. Attention may be full, sliding or chunked; every layer keeps all tokens, and the masks of
+            the model apply windows.
         mesh, sequence, heads: as for `tatten.SharedPrefixCache`, on every rank, for a model with
             `attn_implementation="tatten"`. Each rank computes the whole prefill and keeps its share of it. A cache over
             a mesh has to be forked before a model is called with single tokens.
@@ -113,10 +118,13 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         sequence: str | Sequence[str] = "kv",
         heads: str | None = None,
     ):
+        self._layer_type = SharedPrefixCacheLayer
         if mesh is not None:
-            from tatten.integrations.transformers.sharded import check_attention  # imports DTensor
+            from tatten.integrations.transformers.sharded import ShardedLatentsLayer, check_attention  # imports DTensor
 
             check_attention(config)
+            if not isinstance(config, int) and caches_latents(config):
+                self._layer_type = ShardedLatentsLayer
         num_layers = config if isinstance(config, int) else count_layers(config)
         self._adopt(shared_prefix.SharedPrefixCache(num_layers, mesh=mesh, sequence=sequence, heads=heads))
 
@@ -188,12 +196,12 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         """Not supported: other forks may share what it would remove."""
         raise NotImplementedError("SharedPrefixCache cannot be reset: make a new one, or a new fork")
 
-    @classmethod
-    def _of(cls, cache: shared_prefix.SharedPrefixCache) -> SharedPrefixCache:
-        new = cls.__new__(cls)
+    def _of(self, cache: shared_prefix.SharedPrefixCache) -> SharedPrefixCache:
+        new = type(self).__new__(type(self))
+        new._layer_type = self._layer_type
         new._adopt(cache)
         return new
 
     def _adopt(self, cache: shared_prefix.SharedPrefixCache) -> None:
         self._cache = cache
-        super().__init__(layers=[SharedPrefixCacheLayer(kv) for kv in cache.layers])
+        super().__init__(layers=[self._layer_type(kv) for kv in cache.layers])
