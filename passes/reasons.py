@@ -61,6 +61,11 @@ class Reason(str, Enum):
     )
     EXPANDED = "expanded", "cache the latents, not the keys and values that are expanded from them"
     LATENT_SMALL = "latent_small", "nothing: with so little to expand, attending to latents would cost more"
+    DEQUANTISED = (
+        "dequantised",
+        "keep keys and values both in float8_e4m3fn or both in int8, with one scale per tensor, head or token, and "
+        "pass `x.to(dtype) * scale` to attention as it is",
+    )
     NO_GAIN = "no_gain", "nothing: SDPA already reads each key and value once"
     NO_SDPA = (
         "no_sdpa",
