@@ -17,6 +17,7 @@ from tatten.integrations.transformers.config import count_full_layers
 class QuantizedStaticLayer(StaticLayer):  # type: ignore[misc]
     """A static layer whose `keys` and `values` are in 8 bits, with scales `[batch, heads, max_cache_len, 1]`."""
 
+    cumulative_length: Tensor
     key_scale: Tensor
     value_scale: Tensor
 
@@ -89,6 +90,16 @@ class QuantizedStaticCache(Cache):  # type: ignore[misc]
 
     Raises:
         ValueError: an argument is invalid, or a layer holds anything else; sliding layers keep few tokens as they are.
+
+    Examples:
+        >>> import torch, tatten
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> cache = tatten.QuantizedStaticCache(config, max_cache_len=20, dtype=torch.int8)
+        >>> prompt = torch.tensor([[1, 2, 3]])
+        >>> model = LlamaForCausalLM(config)
+        >>> model.generate(prompt, past_key_values=cache, max_new_tokens=4, min_new_tokens=4, pad_token_id=0).shape
+        torch.Size([1, 7])
     """
 
     def __init__(self, config: PreTrainedConfig, max_cache_len: int, dtype: torch.dtype = torch.float8_e4m3fn):
