@@ -108,7 +108,7 @@ def decode_attention(
 
     Args:
         query: `[batch, q_heads, q_length, head_dim]`, float16, bfloat16, float32 or float64, any strides.
-        key: `[batch, kv_heads, kv_length, head_dim]`, in `query`'s dtype or float8_e4m3fn (on CUDA from compute
+        key: `[batch, kv_heads, kv_length, head_dim]`, in `query`'s dtype, int8 or float8_e4m3fn (on CUDA from compute
             capability 8.9 on); kv_heads divides q_heads.
         value: `[batch, kv_heads, kv_length, value_dim]`, in the dtype of `key`.
         attn_mask: bool (True takes part) or additive in float32 or `query`'s dtype; broadcastable to
@@ -128,8 +128,10 @@ def decode_attention(
         sinks: `[q_heads]`, float32 or `query`'s dtype, on the device of `query`: one logit per query head that takes
             part in the softmax and has no value, as if merging with the state `(0, sink)`. -inf means no sink.
             Attention sinks: arXiv 2309.17453; learned ones: gpt-oss.
-        key_scale: float32 `[kv_heads]`, on the device of `query`, with float8 keys only: the keys of kv head `i`
-            represent `key[:, i] * key_scale[i]`. They are upcast as they are read. Default: 1.
+        key_scale: float32 or `query`'s dtype, on the device of `query`, with keys in float8 or int8 only: `[kv_heads]`,
+            where the keys of kv head `i` represent `key[:, i] * key_scale[i]`, or `[batch, kv_heads, kv_length]`, where
+            they represent `key * key_scale[..., None]`. They are upcast as they are read, and those of keys that are
+            not read may be anything. Default: 1.
         value_scale: the same for the values.
         provider: which implementation computes: "auto"; "cpu" on a CPU; on CUDA "triton" (tatten's own kernel),
             "cudnn", "flash" (PyTorch's), or where they are installed "fa2", "fa3" and "fa4" (FlashAttention 2 to 4). A

@@ -99,10 +99,10 @@ def _decode_attention(
             attn_mask = squeeze_broadcast(attn_mask).to(query.dtype)
     attn_mask, block_mask = _within_reach(query, kv_len, attn_mask, kv_lens, block_mask, variant.window)
     in_products = core_aten or variant.softcap is not None
-    used = used_in_blocks(query, key, value, attn_mask, block_mask, LEAST_IN_PRODUCTS if in_products else 1)
+    least, scales = LEAST_IN_PRODUCTS if in_products else 1, (variant.key_scale, variant.value_scale)
+    used = used_in_blocks(query, key, value, attn_mask, block_mask, least, scales)
     if upcasts:
-        key = upcast(used.key, variant.key_scale, query.dtype)
-        value = upcast(used.value, variant.value_scale, query.dtype)
+        key, value = (upcast(x, f, query.dtype) for x, f in zip((used.key, used.value), used.scales, strict=True))
         used = UsedKeys(key, value, used.mask, used.inside)
     if in_products:
         out, lse = attend_jointly(query, [used], scale, variant.softcap)

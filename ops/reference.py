@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tatten.ops.layout import over_keys
 from tatten.ops.states import NEG_INF
 from tatten.ops.variant import PLAIN, AttentionVariant
 
@@ -31,9 +32,9 @@ def decode_attention_reference(
     scale = head_dim**-0.5 if scale is None else scale
     query, key, value = query.double(), key.double(), value.double()
     if key_scale is not None:
-        key = key * key_scale.double()[:, None, None]
+        key = key * over_keys(key_scale.double())
     if value_scale is not None:
-        value = value * value_scale.double()[:, None, None]
+        value = value * over_keys(value_scale.double())
 
     valid = torch.ones(batch, q_heads, q_len, kv_len, dtype=torch.bool, device=query.device)
     places = torch.arange(kv_len, device=query.device)

@@ -14,6 +14,7 @@ from tatten.ops.variant import AttentionVariant
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PROVIDERS = ("auto", "cpu", "triton", "cudnn", "flash", "fa2", "fa3", "fa4")
+NARROW_DTYPES = (torch.float8_e4m3fn, torch.int8)  # of keys and values, which are upcast as they are read
 BLOCK_KEYS = 64  # in a block of a `BlockList`: one bit each in an int64
 
 
@@ -96,10 +97,10 @@ def check_decode_attention(
     batch, head_dim = query.shape[0], query.shape[3]
     if key.dim() == 4 and key.shape[0] != batch:
         raise ValueError(f"`key` must be [{batch}, kv_heads, kv_length, {head_dim}], got shape {tuple(key.shape)}")
-    _check_key_value(query, key, value, "key", "value", (query.dtype, torch.float8_e4m3fn))
+    _check_key_value(query, key, value, "key", "value", (query.dtype, *NARROW_DTYPES))
     for name, factors in (("key_scale", variant.key_scale), ("value_scale", variant.value_scale)):
         if factors is not None:
-            _check_kv_scale(factors, key, name)
+            _check_kv_scale(factors, query, key, name)
     check_softmax(query, key.shape[2], attn_mask, kv_lens, variant)
 
 
@@ -127,8 +128,7 @@ def check_variant(query: Tensor, variant: AttentionVariant) -> None:
         raise ValueError(f"`softcap` must be finite and above 0, got {softcap}")
     if sinks is not None:
         if sinks.dtype not in (torch.float32, query.dtype):
-            wanted = " or ".join(dict.fromkeys(("torch.float32", str(query.dtype))))
-            raise TypeError(f"`sinks` must be {wanted}, got {sinks.dtype}")
+            raise TypeError(f"`sinks` must be {_float32_or(query.dtype)}, got {sinks.dtype}")
         if tuple(sinks.shape) != (query.shape[1],):
             raise ValueError(
                 f"`sinks` must have shape ({query.shape[1]},), one per query head, got {tuple(sinks.shape)}"
@@ -172,13 +172,21 @@ def _check_kv_heads(query: Tensor, key: Tensor, name: str) -> None:
         raise ValueError(f"`{name}` must have a number of heads that divides `query`'s {q_heads}, got {kv_heads}")
 
 
-def _check_kv_scale(scale: Tensor, key: Tensor, name: str) -> None:
-    if key.dtype != torch.float8_e4m3fn:
-        raise TypeError(f"`{name}` must be None unless `key` and `value` are float8_e4m3fn, got `key` in {key.dtype}")
-    if scale.dtype != torch.float32:
-        raise TypeError(f"`{name}` must be torch.float32, got {scale.dtype}")
-    if tuple(scale.shape) != (key.shape[1],):
-        raise ValueError(f"`{name}` must have shape ({key.shape[1]},), one per kv head, got {tuple(scale.shape)}")
+def _check_kv_scale(scale: Tensor, query: Tensor, key: Tensor, name: str) -> None:
+    if key.dtype not in NARROW_DTYPES:
+        narrow = "float8_e4m3fn or int8"
+        raise TypeError(f"`{name}` must be None unless `key` and `value` are {narrow}, got `key` in {key.dtype}")
+    if scale.dtype not in (torch.float32, query.dtype):
+        raise TypeError(f"`{name}` must be {_float32_or(query.dtype)}, got {scale.dtype}")
+    if tuple(scale.shape) not in ((key.shape[1],), tuple(key.shape[:3])):
+        raise ValueError(
+            f"`{name}` must have shape ({key.shape[1]},), one per kv head, or {tuple(key.shape[:3])}, one per key, "
+            f"got {tuple(scale.shape)}"
+        )
+
+
+def _float32_or(dtype: torch.dtype) -> str:
+    return " or ".join(dict.fromkeys(("torch.float32", str(dtype))))
 
 
 def check_segments(keys: Sequence[Tensor], **given: Sequence[object]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from tatten.passes.dequantised import Scale, both_in_8_bits
 from tatten.passes.masks import Masks
 from tatten.passes.match import Match
 from tatten.passes.reasons import Decline, Reason
@@ -21,7 +22,20 @@ from tatten.passes.symbolic import known_equal, tensor_of
 
 @dataclass(frozen=True)
 class DecodeMatch(Match):
-    """An SDPA call that `tatten::decode_attention` answers: one key and one value, before their heads were repeated."""
+    """An SDPA call that `tatten::decode_attention` answers: one key and one value, before their heads were repeated.
+
+    Attributes:
+        scales: of keys and of values, where they are in 8 bits.
+        not_narrow: why keys and values that were dequantised are not read in 8 bits, if so.
+    """
+
+    scales: tuple[Scale | None, Scale | None] = (None, None)
+    not_narrow: Decline | None = None
+
+    @property
+    def note(self) -> str:
+        declined = self.not_narrow
+        return "" if declined is None else f"not read in 8 bits [{declined.reason.value}]: {declined.detail}"
 
     @property
     def unpaid(self) -> Decline | None:
@@ -36,7 +50,9 @@ class DecodeMatch(Match):
         assert query is not None
         assert key is not None
         one_to_one = known_equal(query.shape[1], key.shape[1])
-        if self.keys[0].repeats == 1 and (one_to_one or query.device.type == "cuda"):
+        stored = tensor_of(self.keys[0].base)
+        narrow = stored is not None and stored.dtype != key.dtype
+        if not narrow and self.keys[0].repeats == 1 and (one_to_one or query.device.type == "cuda"):
             heads = f"{key.shape[1]} kv heads for {query.shape[1]} query heads"
             return Decline(Reason.NO_GAIN, f"no mask, and {heads} as they are")
         return None if self.cost is None or self.cost.pays else Decline(Reason.SMALL, str(self.cost))
@@ -65,7 +81,11 @@ def match_decode(call: SdpaCall, peeled_key: Stored, peeled_value: Stored) -> De
         writer = peeled.written_before(call.node)
         if writer is not None:
             return Decline(Reason.WRITTEN, f"{name} is written by `{writer}` after its heads were repeated")
-    return DecodeMatch(call, (peeled_key,), (peeled_value,))
+    narrow = both_in_8_bits(call, peeled_key, peeled_value)
+    if not isinstance(narrow, tuple):
+        return DecodeMatch(call, (peeled_key,), (peeled_value,), not_narrow=narrow)
+    keys, values = narrow
+    return DecodeMatch(call, (keys.stored,), (values.stored,), (keys.scale, values.scale))
 
 
 def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
@@ -73,6 +93,13 @@ def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
     call = masks.cast(match.call)
     with call.node.graph.inserting_before(call.node):
         key, value = (stored.as_attention_takes_it() for stored in (*match.keys, *match.values))
+        query, both = tensor_of(call.query), (match.keys[0], match.values[0])
+        assert query is not None
+        scales = {
+            name: scale.as_attention_takes_it(stored, query.dtype)
+            for name, scale, stored in zip(("key_scale", "value_scale"), match.scales, both, strict=True)
+            if scale is not None
+        }
     block_mask = masks.block_mask(call, call.attn_mask)
     args = (call.query, key, value, call.attn_mask, None, scale_of(call), block_mask)
-    return insert_op(call, torch.ops.tatten.decode_attention.default, args, call.variant)
+    return insert_op(call, torch.ops.tatten.decode_attention.default, args, call.variant | scales)

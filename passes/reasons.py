@@ -70,6 +70,11 @@ class Reason(str, Enum):
         "cache the latents, not the keys and values that are projected from them; use those for one attention alone",
     )
     LATENT_SMALL = "latent_small", "nothing: with so little to project, attending to latents would cost more"
+    DEQUANTISED = (
+        "dequantised",
+        "keep keys and values both in float8_e4m3fn or both in int8, with one scale per tensor, head or token, and "
+        "pass `x.to(dtype) * scale` to attention as it is",
+    )
     NO_GAIN = "no_gain", "nothing: SDPA already reads each key and value once"
     WEIGHTS_USED = (
         "weights_used",

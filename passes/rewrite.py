@@ -163,7 +163,9 @@ def _find(given: PlainCall, may_guard: bool) -> tuple[BifurcatedMatch | DecodeMa
         decode = decode.unpaid or decode
     if isinstance(decode, Decline):
         return bifurcated or decode
-    return decode, copied if bifurcated is None else f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}"
+    if bifurcated is not None:
+        copied = f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}"
+    return decode, "; ".join(filter(None, (decode.note, copied)))
 
 
 def _match_segments(

@@ -32,6 +32,21 @@ def caches_latents(config: PreTrainedConfig) -> bool:
     return getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
 
 
+def count_full_layers(config: PreTrainedConfig) -> int:
+    """The number of layers, each of which attends to all tokens.
+
+    Raises:
+        ValueError: a layer attends to a window, or holds anything but keys and values.
+    """
+    n = count_layers(config)
+    for index, layer in enumerate(DynamicCache(config=config).layers[:n]):
+        if type(layer) is not DynamicLayer:
+            raise ValueError(
+                f"`config` must have layers of full attention only, got a {type(layer).__name__} at {index}"
+            )
+    return n
+
+
 def attention_implementation(config: PreTrainedConfig) -> str | None:
     """The name of the attention function that the model calls; None if it was not set."""
     name: str | None = config.get_text_config(decoder=True)._attn_implementation

@@ -115,7 +115,7 @@ def test_bfloat16_beyond_the_range_of_float16() -> None:
 
 
 def test_a_query_without_keys_is_zero_whatever_the_factors() -> None:
-    inputs = Case(float8="scaled", kv_len=70, head_dim=16).inputs(poison=False)
+    inputs = Case(narrow="scaled", kv_len=70, head_dim=16).inputs(poison=False)
     inputs |= {"kv_lens": torch.tensor([0, 70]), "value_scale": torch.tensor([float("inf"), 1.0])}
     out, lse = lean(inputs)
     assert not out[0].any()
@@ -124,11 +124,12 @@ def test_a_query_without_keys_is_zero_whatever_the_factors() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, mask, options, dtype",
+    "kind, int8, mask, options, dtype",
     slow_after(
-        3,
+        4,
         pairs(
-            ["plain", "scaled"],
+            ["plain", "scaled", "per_key"],
+            [False, True],
             ["none", "holes", "additive", "nearly_full"],
             [{}, {"lens": True, "sinks": True}, {"window": 20, "softcap": 1.5}],
             [torch.float32, torch.float16],
@@ -136,8 +137,9 @@ def test_a_query_without_keys_is_zero_whatever_the_factors() -> None:
     ),
     ids=str,
 )
-def test_float8(kind: str, mask: str, options: dict, dtype: torch.dtype) -> None:
-    case = Case(float8=kind, mask=mask, dtype=dtype, q_len=2, kv_len=150, head_dim=16, value_dim=24, **options)
+def test_eight_bits(kind: str, int8: bool, mask: str, options: dict, dtype: torch.dtype) -> None:
+    sizes = {"q_len": 2, "kv_len": 150, "head_dim": 16, "value_dim": 24}
+    case = Case(narrow=kind, int8=int8, mask=mask, dtype=dtype, **sizes, **options)
     inputs = case.inputs()
     assert_state(*lean(inputs, programs=5), inputs)
 
