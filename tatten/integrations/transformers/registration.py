@@ -1,20 +1,37 @@
-"""Attention "tatten", registered with transformers. Its code is loaded at the first call: DTensor takes seconds."""
+"""Attention "tatten" and its masks, registered with transformers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+
+from tatten.integrations.transformers.masks import mask
+
+# What some models pass instead of a mask, and what this attention would miss without an error.
+SELECTED_KEYS = ("indices", "block_indices")
 
 
-def attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Compute `sharded.attention`."""
-    from tatten.integrations.transformers.sharded import attention as loaded
+def attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Attention "tatten" of transformers: over the DTensors of a sharded cache, or on one device."""
+    from torch.distributed.tensor import DTensor  # takes seconds, unless transformers has loaded a model
 
-    return loaded(*args, **kwargs)
+    for name in SELECTED_KEYS:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f'`{name}` must be None, as attention "tatten" selects keys by masks alone, got a '
+                f"{type(kwargs[name]).__name__}: {type(module).__name__} makes masks of them with "
+                'attn_implementation="sdpa" or "eager"'
+            )
+    if isinstance(key, DTensor):
+        from tatten.integrations.transformers.sharded import attention as over_shards
+
+        return over_shards(module, query, key, *args, **kwargs)
+    from tatten.integrations.transformers.local import attention as on_one_device
+
+    return on_one_device(module, query, key, *args, **kwargs)
 
 
 AttentionInterface.register("tatten", attention)
-AttentionMaskInterface.register("tatten", sdpa_mask)  # without it, `attention_mask` would be None
+AttentionMaskInterface.register("tatten", mask)
