@@ -28,6 +28,7 @@ def attention(
     position_bias: Tensor | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a decode step by `tatten.decode_attention`, else by SDPA or, beyond that, by the model's own code.
@@ -37,7 +38,10 @@ def attention(
 
     Args:
         position_bias, softcap, s_aux: what some models pass; `s_aux` are sinks.
+        indices: the keys that a query attends to, `[batch, q_length, selected]`. The mask narrows them.
     """
+    if indices is not None:
+        attention_mask = selecting(indices, attention_mask, key.shape[2])
     causal = query.shape[2] > 1 and attention_mask is None
     causal = causal and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     plain = softcap is None and s_aux is None
@@ -106,6 +110,17 @@ def decode(
     return decode_attention(
         query, key, value, attn_mask=attn_mask, block_mask=found, scale=scale, softcap=softcap, sinks=sinks
     )
+
+
+def selecting(indices: Tensor, attn_mask: Tensor | None, kv_len: int) -> Tensor:
+    """Narrow a mask, bool or additive, to the keys that an index selects for each query of a sequence."""
+    if attn_mask is None:
+        raise ValueError("`attention_mask` must be given with `indices`, which may select what a query must not see")
+    selected = indices.new_zeros(*indices.shape[:2], kv_len, dtype=torch.bool).scatter(-1, indices.long(), True)
+    selected = selected.unsqueeze(1)
+    if attn_mask.dtype == torch.bool:
+        return attn_mask & selected
+    return attn_mask.masked_fill(~selected, torch.finfo(attn_mask.dtype).min)
 
 
 def biased(attn_mask: Tensor | None, position_bias: Tensor) -> Tensor:

@@ -9,21 +9,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from tatten.integrations.transformers.masks import mask
 
-# What some models pass instead of a mask, and what this attention would miss without an error.
-SELECTED_KEYS = ("indices", "block_indices")
-
 
 def attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Attention "tatten" of transformers: over the DTensors of a sharded cache, or on one device."""
     from torch.distributed.tensor import DTensor  # takes seconds, unless transformers has loaded a model
 
-    for name in SELECTED_KEYS:
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f'`{name}` must be None, as attention "tatten" selects keys by masks alone, got a '
-                f"{type(kwargs[name]).__name__}: {type(module).__name__} makes masks of them with "
-                'attn_implementation="sdpa" or "eager"'
-            )
+    blocks = kwargs.get("block_indices")
+    if blocks is not None:  # of keys, that a layer selects in some way of its own
+        raise NotImplementedError(
+            f'`block_indices` must be None, as attention "tatten" selects keys alone, got a {type(blocks).__name__}: '
+            f'{type(module).__name__} makes masks of them with attn_implementation="sdpa" or "eager"'
+        )
     if isinstance(key, DTensor):
         from tatten.integrations.transformers.sharded import attention as over_shards
 
