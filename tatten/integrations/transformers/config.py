@@ -51,14 +51,14 @@ def made_for_sdpa(config: PreTrainedConfig) -> bool:
 
 @torch.compiler.assume_constant_result
 def _made_for_sdpa(module: str) -> bool:
-    return _says_so(module)
+    return module in sys.modules and _says_so(module)
 
 
 @functools.cache
 def _says_so(module: str) -> bool:
     try:
         source = inspect.getsource(sys.modules[module])
-    except (KeyError, OSError, TypeError):  # made at a prompt, or named otherwise
+    except (OSError, TypeError):  # made at a prompt
         return False
     says = ("ALL_ATTENTION_FUNCTIONS.get_interface(", "_supports_sdpa = True")
     return all(text in source for text in says) and '_attn_implementation == "sdpa"' not in source

@@ -33,8 +33,8 @@ def mask(q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: i
 
 
 def with_blocks(made: Tensor) -> Tensor:
-    """Find the block mask of a mask that was just made, and keep it with that; not while compiling."""
-    if torch.compiler.is_compiling():
+    """Find the block mask of a mask that was just made, and keep it with that: where the op runs, and not compiled."""
+    if torch.compiler.is_compiling() or made.device.type not in ("cpu", "cuda"):
         return made
     with torch.inference_mode(False):  # inference tensors do not say whether they were written to
         made = made.clone()

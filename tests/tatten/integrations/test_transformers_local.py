@@ -10,8 +10,9 @@ import torch
 import transformers
 from slow import slow_but
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, PreTrainedModel, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 from transformers.masking_utils import create_causal_mask
+from transformers.models.llama import modeling_llama
 
 import tatten.backend
 from tatten.integrations.transformers import local, masks, registration
@@ -248,7 +249,8 @@ def test_compiled(name: str, backend: str) -> None:
 
 
 def make_mask(slots: int, used: int, queries: int = 1, **options: Any) -> Tensor | None:
-    config = LlamaConfig(attn_implementation="tatten")
+    """The mask of a Llama's step, with the keys of `used` tokens in as many or more slots."""
+    config = modeling_llama.LlamaConfig(attn_implementation="tatten")
     cache = DynamicCache(config=config) if slots == used else StaticCache(config=config, max_cache_len=slots)
     if used:
         cache.update(*torch.zeros(2, 1, 1, used, 4).unbind(), 0)
