@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tatten.caches import sharded as sharded_cache
 from tatten.caches.arguments import sequence_indices
@@ -20,7 +19,7 @@ from tatten.caches.sharded_layer import Interleaved, ShardedLayer
 from tatten.caches.sharded_prefix import ShardedPrefixLayer
 from tatten.dtensor_sdpa import merged_attention
 from tatten.integrations.transformers.config import attention_implementation, caches_latents, count_layers
-from tatten.integrations.transformers.handover import hand_over, take_over
+from tatten.integrations.transformers.handover import hand_over
 from tatten.integrations.transformers.shared_prefix import SharedPrefixCacheLayer
 
 
@@ -185,38 +184,25 @@ def check_attention(config: PreTrainedConfig | int) -> None:
 def attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: DTensor,
+    value: DTensor,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention "tatten" of transformers: its own SDPA, unless keys and values are those of a sharded cache.
-
-    These are DTensors, or what the model has expanded from this rank's latents.
-    """
-    share = take_over()
+    """Attention "tatten" of transformers over the DTensors of a sharded cache."""
     if kwargs.get("s_aux") is not None:
         raise ValueError(
             f'`s_aux` must be None, as attention "tatten" has no sinks, got a {type(kwargs["s_aux"]).__name__}'
         )
-    if isinstance(key, DTensor):
-        layout = Interleaved(key.device_mesh, key.placements)
-    elif share is not None and (attention_mask is None or attention_mask.shape[-1] != key.shape[2]):
-        layout, key, value = share, share.keys(key), share.keys(value)
-    else:  # a mask as wide as the keys is that of whole ones: what was handed over is left from a step that failed
-        result: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-        )
-        return result
     for name in ("softcap", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"`{name}` must be None over a sharded cache, got {kwargs[name]!r}")
     if attention_mask is None:
         raise ValueError("`attention_mask` must exclude the unused slots of a sharded cache, got None")
-    assert isinstance(value, DTensor)
+    layout = Interleaved(key.device_mesh, key.placements)
     queries, mask = layout.queries(query), layout.mask(attention_mask[..., layout.own])
     # Eager PyTorch has no kernel that returns the lse if values have a head_dim of their own (DeepSeek), so its SDPA
     # could not be merged.
