@@ -143,6 +143,12 @@ def einsum_of_columns(q, c, rope, w, mask):
     return sdpa(q, joined(kv[..., :NOPE].transpose(1, 2), rope), kv[..., NOPE:].transpose(1, 2), mask)
 
 
+def in_chunks(q, c, rope, w, mask):
+    """As many columns for values as for keys."""
+    own, values = heads(F.linear(c, w[: H * 2 * NOPE]), 2 * NOPE).chunk(2, dim=-1)
+    return sdpa(q, joined(own, rope), values, mask)
+
+
 def slices_of_one_cache(q, c, rope, w, mask):
     """Latents are sliced twice, and their rope once."""
     cache = torch.cat((c, rope), dim=-1)
@@ -190,6 +196,7 @@ ACCEPTED = {
     "weight_of_columns": weight_of_columns,
     "weight_of_heads": weight_of_heads,
     "einsum_of_columns": einsum_of_columns,
+    "in_chunks": in_chunks,
     "slices_of_one_cache": slices_of_one_cache,
     "rows_of_weight": rows_of_weight,
     "without_rope": without_rope,
