@@ -200,12 +200,12 @@ def _check_users(found: WrittenOut) -> WrittenOut | Decline:
 
 def _writer(found: WrittenOut) -> Node | None:
     """The first node that may write to what the products, or the steps between, have read before it."""
-    scores, product = found.scores, found.weights.product.node
-    factors = (found.query, scores.product.node), (found.key, scores.product.node), (found.value, product)
-    reads = [({x.node, *x.path}, min([*x.path, reader])) for x, reader in factors]
-    reads.append((set(found.reads), min(scores.path)))
-    for nodes, first in reads:
-        writer = written_between([tensor for x in nodes if (tensor := tensor_of(x)) is not None], first, product)
+    product, chain = found.weights.product.node, {*found.path}
+    since = [(x, min(user for user in x.users if user in chain)) for x in found.reads]
+    since += [(copy, copy) for x in (found.query, found.key, found.value) for copy in x.path if copy is not product]
+    for x, start in since:
+        tensor = tensor_of(x)
+        writer = None if tensor is None else written_between([tensor], start, product)
         if writer is not None:
             return writer
     return None

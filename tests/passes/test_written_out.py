@@ -330,7 +330,7 @@ def other_column_dropped(q, k, v, m):
 
 def written_between(q, k, v, m):
     w = (q @ k.mT + m).softmax(-1)
-    v[:, :, 0] = 0
+    k[:, :, 0] = 0
     return w @ v
 
 

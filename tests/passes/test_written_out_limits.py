@@ -241,3 +241,32 @@ def test_operands_may_be_written_before_they_are_read_and_afterwards() -> None:
     names = [x.name.removeprefix("l_").strip("_") for x in gm.graph.nodes if x.op == "placeholder"]
     (got,) = gm(*(dict(zip(("q", "k", "v", "new"), args, strict=True))[name].clone() for name in names))
     torch.testing.assert_close(got, fn(*args), rtol=1e-5, atol=1e-5)
+
+
+def test_copies_that_are_written_stay() -> None:
+    def fn(q, k, v):
+        k = k.contiguous()
+        k = k.clone()
+        k[:, :, 0] = 1
+        return (q @ k.mT).softmax(-1) @ v
+
+    q, k = torch.randn(B, H, Q, D), torch.randn(B, H, S, D)
+    gm = capture(fn, q, k, k)
+    before = listing(gm)
+    (finding,) = rewrite(gm).findings
+    assert isinstance(finding, Declined)
+    assert finding.decline.reason is Reason.WRITTEN
+    assert listing(gm) == before
+
+
+def test_exported() -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v, m):
+            return (q @ k.mT + m).softmax(-1) @ v
+
+    q, k = torch.randn(B, H, Q, D), torch.randn(B, H, S, D)
+    args = q, k, k + 1, torch.zeros(Q, S)
+    gm = torch.export.export(Attention(), args).module()
+    (finding,) = rewrite(gm, may_guard=False).findings
+    assert isinstance(finding, Rewritten), finding
+    torch.testing.assert_close(gm(*args), Attention()(*args))
