@@ -156,6 +156,8 @@ def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:
         return None
     maximum = subtracts_maximum(node)
     if maximum is not None and walk.sinks is None and walk.outer is None:
+        if all(x.kind == "to" for x in walk.steps):  # the largest is 0 then, whatever scores are rounded to
+            walk.steps.clear()
         walk.go(node.args[0], *maximum)  # type: ignore[arg-type]
         return None
     if name in CATS:

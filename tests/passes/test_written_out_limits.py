@@ -49,6 +49,11 @@ def no_keys_after_softmax_in_fewer_bits(q, k, v, m):
     return (q @ k.mT + torch.full((S,), LOWEST)).softmax(-1, dtype=q.dtype) @ v
 
 
+def no_keys_below_the_maximum_in_fewer_bits(q, k, v, m):
+    s = q @ k.mT + torch.full((S,), LOWEST)
+    return (s - s.amax(-1, keepdim=True)).softmax(-1, dtype=q.dtype) @ v
+
+
 def masks_of_fewer_bits(q, k, v, m):
     low = torch.full((S,), torch.finfo(torch.float16).min, dtype=torch.float16)
     return ((q.float() @ k.float().mT + low + low).softmax(-1) @ v.float()).to(q.dtype)
@@ -151,6 +156,7 @@ CASES = {
     no_keys_after_a_cast: None,
     no_keys_in_place: None,
     no_keys_after_softmax_in_fewer_bits: None,
+    no_keys_below_the_maximum_in_fewer_bits: None,
     masks_of_fewer_bits: None,
     scale_in_fewer_bits: None,
     integer_scale: None,
@@ -175,6 +181,7 @@ DTYPES = {
     **dict.fromkeys((scale_in_fewer_bits, integer_scale, literal_beyond_its_dtype), torch.float32),
     **dict.fromkeys((filled_in_float32, masks_of_fewer_bits), torch.float16),
     **dict.fromkeys((no_keys_after_a_cast, no_keys_in_place, no_keys_after_softmax_in_fewer_bits), torch.bfloat16),
+    no_keys_below_the_maximum_in_fewer_bits: torch.bfloat16,
     bits_of_another_dtype: torch.bfloat16,
 }
 
