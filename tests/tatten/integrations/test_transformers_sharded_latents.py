@@ -79,7 +79,8 @@ def check_models(names: list[str], padded: bool, compiled: bool) -> list[str]:
                     model, ids, mask, past_key_values=cache or forked(model, ids, mask, mesh), **how, **options
                 )
             assert torch.equal(got[0], want[0]), f"{name}, {kind}"
-            torch.testing.assert_close(got[1], want[1], rtol=1e-10, atol=1e-10)
+            most = 1e-5 if name == "deepseek_v2" else 1e-10  # its rope is in float32
+            torch.testing.assert_close(got[1], want[1], rtol=most, atol=most)
             if cache is not None:
                 share = cache.capacity // mesh.size() * len(ids) * len(cache.layers)
                 assert cache.nbytes == share * (model.config.kv_lora_rank + model.config.qk_rope_head_dim) * 8
