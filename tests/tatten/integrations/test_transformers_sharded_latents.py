@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from latent_models import MODELS
 from ranks import run_ranks
 from slow import slow_but
 from tiny_models import PROMPT, prompts
@@ -65,8 +64,7 @@ def check_models(names: list[str], padded: bool, compiled: bool) -> list[str]:
     for name in names:
         model, options = build(name), {}
         if compiled:
-            config = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"})
-            config.fullgraph = name != "longcat_flash"
+            config = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"}, fullgraph=True)
             config._compile_all_devices = True
             options = {"compile_config": config}
         for kind in ("whole", "forked"):
@@ -79,32 +77,33 @@ def check_models(names: list[str], padded: bool, compiled: bool) -> list[str]:
                     model, ids, mask, past_key_values=cache or forked(model, ids, mask, mesh), **how, **options
                 )
             assert torch.equal(got[0], want[0]), f"{name}, {kind}"
-            torch.testing.assert_close(got[1], want[1], rtol=1e-10, atol=1e-10)
+            most = 1e-5 if name == "deepseek_v2" else 1e-10  # its rope is in float32
+            torch.testing.assert_close(got[1], want[1], rtol=most, atol=most)
             if cache is not None:
                 share = cache.capacity // mesh.size() * len(ids) * len(cache.layers)
                 assert cache.nbytes == share * (model.config.kv_lora_rank + model.config.qk_rope_head_dim) * 8
             reports += [str(report)] if compiled else []
             if compiled:
                 assert {x.op for x in report.rewritten} == {"tatten.latent_attention.default"}, str(report)
-                assert len(report.rewritten) == len(model.model.layers) * (2 if name == "longcat_flash" else 1)
+                assert len(report.rewritten) == len(model.model.layers)
                 assert not report.declined
     return reports
 
 
-CASES = [(2, "deepseek_v3", True), (2, "deepseek_v3", False), (4, "deepseek_v3", True), (4, "deepseek_v2", False)]
-
-
-@pytest.mark.parametrize("n, name, padded", slow_but(CASES[:1], CASES))
-def test_compiled_steps_attend_to_latents(n: int, name: str, padded: bool) -> None:
-    for whole, of_samples in run_ranks(n, check_models, [name], padded, True):
+@pytest.mark.parametrize("n", slow_but([2], [2, 4]))
+def test_compiled_steps_attend_to_latents(n: int) -> None:
+    for whole, of_samples in run_ranks(n, check_models, ["deepseek_v3"], True, True):
         for report in (whole, of_samples):
             assert "local, then merged over mesh dim 'kv'; keys and values were expanded from latents" in report
         assert of_samples.count(" c float64[") == 2  # of the prompt and of the samples
 
 
-@pytest.mark.parametrize("n, compiled", slow_but([], [(2, False), (2, True), (4, False)]))
-def test_all_models(n: int, compiled: bool) -> None:
-    run_ranks(n, check_models, [x for x in NAMES if x in MODELS], True, compiled, seconds=900.0)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "names, compiled", [(NAMES, False), (["mistral4", "minicpm3"], True)], ids=["eager", "compiled"]
+)
+def test_other_models(names: list[str], compiled: bool) -> None:
+    run_ranks(2, check_models, names, True, compiled, seconds=900.0)
 
 
 def test_eager_steps() -> None:
