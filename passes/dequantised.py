@@ -84,6 +84,7 @@ class Scale:
             chain.then("reshape", -1)
             if known_equal(chain.tensor.shape[0], 1):
                 chain.then("expand", heads)
+            chain.then("contiguous")  # as the op takes it: a copy of the op's own could not be fused
             return chain.node
         for _ in range(4 - chain.tensor.dim()):
             chain.then("unsqueeze", 0)
@@ -95,6 +96,7 @@ class Scale:
                 "expand",
                 *(-1 if known_equal(a, b) else constant(b) for a, b in zip(chain.tensor.shape, sizes, strict=True)),
             )
+        chain.then("contiguous")
         return chain.node
 
 
