@@ -14,12 +14,14 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwarg
     """Attention "tatten" of transformers: over the DTensors of a sharded cache, or on one device."""
     from torch.distributed.tensor import DTensor  # takes seconds, unless transformers has loaded a model
 
-    blocks = kwargs.get("block_indices")
-    if blocks is not None:  # of keys, that a layer selects in some way of its own
-        raise NotImplementedError(
-            f'`block_indices` must be None, as attention "tatten" selects keys alone, got a {type(blocks).__name__}: '
-            f'{type(module).__name__} makes masks of them with attn_implementation="sdpa" or "eager"'
-        )
+    sharded = isinstance(key, DTensor)
+    for name in ("block_indices", "indices")[: 1 + sharded]:  # selected keys, which would be missed without an error
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f'`{name}` must be None for attention "tatten"{" over a sharded cache" * sharded}, got a '
+                f"{type(kwargs[name]).__name__}: {type(module).__name__} makes masks of them with "
+                'attn_implementation="sdpa" or "eager"'
+            )
     if isinstance(key, DTensor):
         from tatten.integrations.transformers.sharded import attention as over_shards
 
