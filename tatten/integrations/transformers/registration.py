@@ -26,16 +26,18 @@ def attention(
     """
     from torch.distributed.tensor import DTensor  # takes seconds, unless transformers has loaded a model
 
-    blocks = kwargs.get("block_indices")
-    if blocks is not None:  # of keys, that a layer selects in some way of its own
-        raise NotImplementedError(
-            f'`block_indices` must be None, as attention "tatten" selects keys alone, got a {type(blocks).__name__}: '
-            f'{type(module).__name__} makes masks of them with attn_implementation="sdpa" or "eager"'
-        )
     share = take_over()
     # A mask as wide as the keys is that of whole ones: what was handed over is left from a step that failed.
     if share is not None and (attention_mask is None or attention_mask.shape[-1] != key.shape[2]):
         key, value = share.keys(key), share.keys(value)
+    sharded = isinstance(key, DTensor)
+    for name in ("block_indices", "indices")[: 1 + sharded]:  # selected keys, which would be missed without an error
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f'`{name}` must be None for attention "tatten"{" over a sharded cache" * sharded}, got a '
+                f"{type(kwargs[name]).__name__}: {type(module).__name__} makes masks of them with "
+                'attn_implementation="sdpa" or "eager"'
+            )
     if isinstance(key, DTensor):
         from tatten.integrations.transformers.sharded import attention as over_shards
 

@@ -230,7 +230,7 @@ def test_weights_that_are_asked_for_are_those_of_the_model(name: str, calls: dic
 
 def test_blocks_that_are_selected_by_index_are_refused() -> None:
     query = torch.zeros(1, 2, 1, 8)
-    with pytest.raises(NotImplementedError, match=r"`block_indices` must be None, .* got a Tensor: Identity makes"):
+    with pytest.raises(NotImplementedError, match=r"`block_indices` must be None .* got a Tensor: Identity makes"):
         registration.attention(torch.nn.Identity(), query, query, query, None, block_indices=torch.zeros(1))
 
 
