@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from tatten.passes.calls import HigherOrderOperator, op_name
+from tatten.passes.calls import op_name
+from tatten.passes.flex import is_flex
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import known_equal, tensor_of
 from tatten.passes.views import COPIES, RESHAPES, STRETCHES
@@ -49,14 +50,16 @@ class OtherAttention:
 
 
 def find_other_attention(graph: Graph, known: Container[Node] = ()) -> Iterator[OtherAttention]:
-    """Yield all attention of a graph that is not an SDPA call, in order, but that around softmaxes that are `known`.
+    """Yield all attention of a graph that is not an SDPA call, in order, but what is `known`: softmaxes and calls.
 
     A softmax is attention if its scores are a matrix product of two activations and it is multiplied by a third. A
     router, a classifier or a sampler takes the softmax of a product with a parameter, or doesn't multiply the result.
     """
     for node in graph.nodes:
         name = op_name(node)
-        if isinstance(node.target, HigherOrderOperator) and node.target.name() == "flex_attention":
+        if is_flex(node):
+            if node in known:
+                continue
             yield OtherAttention(node, Decline(Reason.FLEX_ATTENTION, "a call to flex_attention"))
         elif name in WITH_PROJECTIONS:
             yield OtherAttention(node, Decline(Reason.MULTIHEAD, f"`{name}` projects and attends in one call"))

@@ -17,6 +17,8 @@ from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bi
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
 from tatten.passes.findings import Declined, GraphReport, Rewritten
+from tatten.passes.flex import find_flex, is_flex, read_flex
+from tatten.passes.flex_mask import insert_flex
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
 from tatten.passes.mutation import mover_of, movers
@@ -26,7 +28,7 @@ from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import replace_call, replace_log_sums
 from tatten.passes.sdpa import SdpaCall, bind_sdpa, find_sdpa, sdpa_nodes
 from tatten.passes.source_location import source_location
-from tatten.passes.stand_in import erase_unused, insert_stand_in, sinks_of
+from tatten.passes.stand_in import StandIn, erase_unused, insert_stand_in, sinks_of
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import LocalPart, hint, tensor_of
 from tatten.passes.tree import find_sharded
@@ -41,11 +43,11 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN, *, may_guard: b
     start = time.perf_counter()
     masks = Masks()
     graphs = {name: body.graph for name, body in gm.named_modules() if isinstance(body, GraphModule)}
-    written_out = dict(find_written_out(gm.graph))
+    written_out, flex = dict(find_written_out(gm.graph)), find_flex(gm.graph)
     others = [
         Declined(source_location(other.node), "", other.decline)
         for graph in graphs.values()
-        for other in find_other_attention(graph, written_out.values())
+        for other in find_other_attention(graph, {*written_out.values(), *flex})
     ]
     moving = movers(gm.graph)
 
@@ -53,12 +55,14 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN, *, may_guard: b
         return _rewrite_call(call, max_q_len, masks, moving, may_guard)
 
     findings: list[Rewritten | Declined] = []
-    for node in sorted([*sdpa_nodes(gm.graph), *written_out]):
+    for node in sorted([*sdpa_nodes(gm.graph), *written_out, *flex]):
         softmax = written_out.get(node)
-        if softmax is None:
-            findings.append(rewrite_call(bind_sdpa(node)))
-        else:
+        if softmax is not None:
             findings.append(_rewrite_written_out(node, softmax, masks, rewrite_call))
+        elif is_flex(node):
+            findings.append(_rewrite_flex(node, masks, rewrite_call))
+        else:
+            findings.append(rewrite_call(bind_sdpa(node)))
     erase_unused(gm.graph, masks.drafts)
     if any(isinstance(finding, Rewritten) for finding in findings):
         gm.recompile()
@@ -79,7 +83,22 @@ def _rewrite_written_out(
     if isinstance(sinks, Decline) or not isinstance(found, WrittenOut):
         assert isinstance(sinks, Decline)
         return Declined(source_location(product), "", sinks)
-    stand_in = insert_stand_in(found, sinks, masks)
+    return _rewrite_stand_in(insert_stand_in(found, sinks, masks), rewrite_call)
+
+
+def _rewrite_flex(
+    node: Node, masks: Masks, rewrite_call: Callable[[SdpaCall], Rewritten | Declined]
+) -> Rewritten | Declined:
+    """Decide about a call of `flex_attention`, as about a call of SDPA that stands in for it."""
+    found = read_flex(node)
+    if isinstance(found, Decline):
+        return Declined(source_location(node), "", found)
+    return _rewrite_stand_in(insert_flex(found, masks), rewrite_call)
+
+
+def _rewrite_stand_in(
+    stand_in: StandIn, rewrite_call: Callable[[SdpaCall], Rewritten | Declined]
+) -> Rewritten | Declined:
     finding = rewrite_call(stand_in.call)
     if isinstance(finding, Declined):
         stand_in.take_back()

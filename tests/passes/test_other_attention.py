@@ -8,7 +8,6 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from graphs import capture
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tatten.passes import Rewritten, rewrite
 from tatten.passes.reasons import Reason
@@ -91,15 +90,6 @@ def test_written_out(fn) -> None:
     assert finding.decline.reason is reason
     assert detail in finding.decline.detail
     assert finding.location.file == __file__
-
-
-def test_flex_attention() -> None:
-    def fn(a, k, v):
-        return flex_attention(a, k, v, block_mask=create_block_mask(lambda b, h, i, j: j < 5, None, None, 1, S, "cpu"))
-
-    (finding,) = rewrite(capture(fn, q(), kv(), kv())).findings
-    assert finding.decline.reason is Reason.FLEX_ATTENTION
-    assert finding.location.file == __file__  # and not a line of torch.nn.attention
 
 
 class Multihead(nn.Module):
