@@ -53,7 +53,7 @@ def insert_flex(found: FlexCall, masks: Masks) -> StandIn:
         node.args = (*factors, attn_mask)
     masks.drafts.append(node)  # after what it uses
     found.out.replace_all_uses_with(node)
-    return StandIn(call, node, found.out)
+    return StandIn(call, ((node, found.out),))
 
 
 class DenseMask:
