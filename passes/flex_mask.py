@@ -52,8 +52,7 @@ def insert_flex(found: FlexCall, masks: Masks) -> StandIn:
         call = dataclasses.replace(call, attn_mask=attn_mask)
         node.args = (*factors, attn_mask)
     masks.drafts.append(node)  # after what it uses
-    found.out.replace_all_uses_with(node)
-    return StandIn(call, ((node, found.out),))
+    return StandIn.put(call, [(node, found.out)])
 
 
 class DenseMask:

@@ -78,13 +78,30 @@ class StandIn:
     Attributes:
         call: the call, to be matched and rewritten.
         replaced: what has taken the place of what, node by node.
+        idle: the nodes that nothing uses any more, with their arguments, the last node first. They have let go of
+            these, so that passes that ask who uses a tensor don't find them.
     """
 
     call: SdpaCall
     replaced: tuple[tuple[Node, Node], ...]
+    idle: tuple[tuple[Node, tuple[Any, ...], dict[str, Any]], ...]
+
+    @classmethod
+    def put(cls, call: SdpaCall, replaced: Sequence[tuple[Node, Node]]) -> StandIn:
+        """Put a call that was inserted in the place of what it computes."""
+        for new, old in replaced:
+            old.replace_all_uses_with(new, delete_user_cb=new.__ne__)
+        idle = []
+        for node in sorted(set(call.path), reverse=True):
+            if not node.users:
+                idle.append((node, node.args, node.kwargs))
+                node.args, node.kwargs = (), {}
+        return cls(call, tuple(replaced), tuple(idle))
 
     def take_back(self) -> None:
         """Restore the graph, but for drafts."""
+        for node, args, kwargs in reversed(self.idle):
+            node.args, node.kwargs = args, kwargs
         for new, old in self.replaced:
             new.replace_all_uses_with(old)
 
@@ -124,9 +141,7 @@ def insert_stand_in(found: WrittenOut, sinks: Node | None, masks: Masks) -> Stan
             like = tensor_of(lse)
             rows = empty if like is not None and like.dim() == 4 else insert("squeeze", empty, -1)
             replaced.append((insert("masked_fill", lse, rows, -math.inf), lse))
-    for new, old in replaced:
-        old.replace_all_uses_with(new, delete_user_cb=new.__ne__)
-    return StandIn(dataclasses.replace(call, attn_mask=mask), tuple(replaced))
+    return StandIn.put(dataclasses.replace(call, attn_mask=mask), replaced)
 
 
 def _result(found: WrittenOut) -> Tensor:

@@ -243,7 +243,7 @@ def of_dtensors(mesh: DeviceMesh) -> Callable[..., Any]:
     return fn
 
 
-DECLINED = {returned: Reason.EXPANDED, written: Reason.WRITTEN, cached_between: Reason.WRITTEN}
+DECLINED = {returned: Reason.PROJECTION_USED, written: Reason.WRITTEN, cached_between: Reason.WRITTEN}
 DECLINED |= {columnwise: Reason.PROJECTION, of_dtensors: Reason.PLACEMENT}
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule, Node
 
 from tatten.passes import Declined, Rewritten
 from tatten.passes.rewrite import rewrite
-from tatten.passes.sdpa import SdpaCall, find_sdpa
+from tatten.passes.sdpa import SdpaCall, bind_sdpa
 
 Found = list[tuple[str, str]]  # op and note, or reason and detail
 
@@ -24,13 +24,12 @@ def compiled(fn: Callable[..., Any], *args: Any, window: int | None = None, soft
     """
     found: Found = []
 
-    def calls(graph: Graph) -> Iterator[SdpaCall]:
-        sinks = next((x for x in graph.nodes if x.op == "placeholder" and "sinks" in x.name), None)
-        for call in find_sdpa(graph):
-            yield dataclasses.replace(call, window=window, softcap=softcap, sinks=sinks)
+    def bind(node: Node) -> SdpaCall:
+        sinks = next((x for x in node.graph.nodes if x.op == "placeholder" and "sinks" in x.name), None)
+        return dataclasses.replace(bind_sdpa(node), window=window, softcap=softcap, sinks=sinks)
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        with mock.patch.dict(rewrite.__globals__, find_sdpa=calls):
+        with mock.patch.dict(rewrite.__globals__, bind_sdpa=bind):
             for x in rewrite(gm).findings:
                 if isinstance(x, Rewritten):
                     found.append((x.op.split(".")[1], x.note))

@@ -26,23 +26,28 @@ def attention(
     """
     from torch.distributed.tensor import DTensor  # takes seconds, unless transformers has loaded a model
 
-    share = take_over()
-    # A mask as wide as the keys is that of whole ones: what was handed over is left from a step that failed.
-    if share is not None and (attention_mask is None or attention_mask.shape[-1] != key.shape[2]):
-        key, value = share.keys(key), share.keys(value)
-    sharded = isinstance(key, DTensor)
-    for name in ("block_indices", "indices")[: 1 + sharded]:  # selected keys, which would be missed without an error
+    layout = take_over()
+    if isinstance(key, DTensor):
+        from tatten.caches.sharded_layer import Interleaved
+
+        layout = Interleaved(key.device_mesh, key.placements)
+    elif layout is not None and (attention_mask is None or attention_mask.shape[-1] != key.shape[2]):
+        key, value = layout.keys(key), layout.keys(value)
+    else:  # a mask as wide as the keys is that of whole ones: what was handed over is left from a step that failed
+        layout = None
+    for name in ("block_indices", "indices")[: 1 + (layout is not None)]:  # selected keys, which would be missed
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f'`{name}` must be None for attention "tatten"{" over a sharded cache" * sharded}, got a '
+                f'`{name}` must be None for attention "tatten"{" over a sharded cache" * (layout is not None)}, got a '
                 f"{type(kwargs[name]).__name__}: {type(module).__name__} makes masks of them with "
                 'attn_implementation="sdpa" or "eager"'
             )
-    if isinstance(key, DTensor):
+    if layout is not None:
         from tatten.integrations.transformers.sharded import attention as over_shards
 
+        assert isinstance(key, DTensor)
         assert isinstance(value, DTensor)
-        return over_shards(module, query, key, value, attention_mask, *args, **kwargs)
+        return over_shards(module, query, key, value, attention_mask, *args, layout=layout, **kwargs)
     from tatten.integrations.transformers.local import attention as on_one_device
 
     return on_one_device(module, query, key, value, attention_mask, *args, **kwargs)

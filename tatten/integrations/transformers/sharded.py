@@ -20,7 +20,7 @@ from tatten.caches.sharded_prefix import ShardedPrefixLayer
 from tatten.dtensor_sdpa import merged_attention
 from tatten.integrations.transformers.config import attention_implementation, caches_latents, count_layers
 from tatten.integrations.transformers.handover import hand_over
-from tatten.integrations.transformers.shared_prefix import SharedPrefixCacheLayer
+from tatten.integrations.transformers.shared_prefix_layer import SharedPrefixCacheLayer
 
 
 class ShardedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -190,9 +190,11 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    *,
+    layout: Interleaved,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention "tatten" of transformers over the DTensors of a sharded cache."""
+    """Attention "tatten" of transformers over the DTensors of a sharded cache, laid out as `layout` says."""
     if kwargs.get("s_aux") is not None:
         raise ValueError(
             f'`s_aux` must be None, as attention "tatten" has no sinks, got a {type(kwargs["s_aux"]).__name__}'
@@ -202,7 +204,6 @@ def attention(
             raise ValueError(f"`{name}` must be None over a sharded cache, got {kwargs[name]!r}")
     if attention_mask is None:
         raise ValueError("`attention_mask` must exclude the unused slots of a sharded cache, got None")
-    layout = Interleaved(key.device_mesh, key.placements)
     queries, mask = layout.queries(query), layout.mask(attention_mask[..., layout.own])
     # Eager PyTorch has no kernel that returns the lse if values have a head_dim of their own (DeepSeek), so its SDPA
     # could not be merged.

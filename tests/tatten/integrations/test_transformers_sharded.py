@@ -26,7 +26,7 @@ from transformers.masking_utils import create_chunked_causal_mask
 
 import tatten.backend
 from tatten.integrations.transformers import ShardedKVCache
-from tatten.integrations.transformers.sharded import attention
+from tatten.integrations.transformers.registration import attention
 
 NEW = 6
 NAMES = ["llama", "mistral_window", "qwen3", "gemma3", "llama4", "gpt2", "gpt_bigcode", "opt"]

@@ -20,7 +20,7 @@ from transformers import CompileConfig
 import tatten
 from tatten.integrations.transformers import ShardedKVCache, SharedPrefixCache
 from tatten.integrations.transformers.handover import hand_over, take_over
-from tatten.integrations.transformers.sharded import attention
+from tatten.integrations.transformers.registration import attention
 from tatten.passes import cost
 
 NEW, N = 5, 2
@@ -94,7 +94,7 @@ def check_models(names: list[str], padded: bool, compiled: bool) -> list[str]:
 def test_compiled_steps_attend_to_latents(n: int) -> None:
     for whole, of_samples in run_ranks(n, check_models, ["deepseek_v3"], True, True):
         for report in (whole, of_samples):
-            assert "local, then merged over mesh dim 'kv'; keys and values were expanded from latents" in report
+            assert "local, then merged over mesh dim 'kv'; keys and values were made of latents" in report
         assert of_samples.count(" c float64[") == 2  # of the prompt and of the samples
 
 
