@@ -66,10 +66,9 @@ def decode_step(model: PreTrainedModel, row: Row, backend: str | None, device: s
 
     def step() -> Tensor:
         for layer in cache.layers:
-            if isinstance(layer.cumulative_length, Tensor):
-                layer.cumulative_length.fill_(row.used - 1)
-            else:
-                layer.cumulative_length = row.used - 1
+            layer.cumulative_length.fill_(row.used - 1)
+            if hasattr(layer, "cumulative_length_int"):  # of sliding windows, on which a graph depends
+                layer.cumulative_length_int = row.used - 1
         return compiled(token, position_ids=position, past_key_values=cache).logits
 
     for _ in range(3):
