@@ -35,10 +35,13 @@ from tatten.passes.tree import find_sharded
 from tatten.passes.written_out import WrittenOut, find_written_out, read_written_out
 
 
-def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN, *, may_guard: bool = True) -> GraphReport:
-    """Rewrite a Dynamo or export graph in place: every decode SDPA becomes a tatten op, everything else stays.
+def rewrite(
+    gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN, *, may_guard: bool = True, fuses: bool = False
+) -> GraphReport:
+    """Rewrite a Dynamo or export graph in place: every decode attention becomes a tatten op, everything else stays.
 
     Without `may_guard` all that counts is what holds in every run: nothing would heed a guard on an exported graph.
+    With `fuses` the graph's compiler is one that fuses attention that is written out, as Inductor does.
     """
     start = time.perf_counter()
     masks = Masks()
@@ -58,7 +61,7 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN, *, may_guard: b
     for node in sorted([*sdpa_nodes(gm.graph), *written_out, *flex]):
         softmax = written_out.get(node)
         if softmax is not None:
-            findings.append(_rewrite_written_out(node, softmax, masks, rewrite_call))
+            findings.append(_rewrite_written_out(node, softmax, masks, rewrite_call, fuses))
         elif is_flex(node):
             findings.append(_rewrite_flex(node, masks, rewrite_call))
         else:
@@ -75,7 +78,11 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN, *, may_guard: b
 
 
 def _rewrite_written_out(
-    product: Node, softmax: Node, masks: Masks, rewrite_call: Callable[[SdpaCall], Rewritten | Declined]
+    product: Node,
+    softmax: Node,
+    masks: Masks,
+    rewrite_call: Callable[[SdpaCall], Rewritten | Declined],
+    fused: bool,
 ) -> Rewritten | Declined:
     """Decide about attention that is written out, as about a call of SDPA that stands in for it."""
     found = read_written_out(softmax)
@@ -83,7 +90,7 @@ def _rewrite_written_out(
     if isinstance(sinks, Decline) or not isinstance(found, WrittenOut):
         assert isinstance(sinks, Decline)
         return Declined(source_location(product), "", sinks)
-    return _rewrite_stand_in(insert_stand_in(found, sinks, masks), rewrite_call)
+    return _rewrite_stand_in(insert_stand_in(found, sinks, masks, fused=fused), rewrite_call)
 
 
 def _rewrite_flex(

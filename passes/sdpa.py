@@ -25,6 +25,7 @@ class SdpaCall:
         form: how attention was written, for the report; empty for a call of SDPA.
         log_sums: nodes whose value is the call's lse, in their own dtypes.
         path: nodes that may have no users once the call is computed in another way.
+        fused: whether the compiler of the graph would fuse these nodes by itself.
     """
 
     node: Node
@@ -42,6 +43,7 @@ class SdpaCall:
     form: str = ""
     log_sums: tuple[Node, ...] = ()
     path: tuple[Node, ...] = ()
+    fused: bool = False
 
     @property
     def variant(self) -> dict[str, Any]:

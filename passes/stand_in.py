@@ -106,8 +106,8 @@ class StandIn:
             new.replace_all_uses_with(old)
 
 
-def insert_stand_in(found: WrittenOut, sinks: Node | None, masks: Masks) -> StandIn:
-    """Insert a call in the place of attention written out."""
+def insert_stand_in(found: WrittenOut, sinks: Node | None, masks: Masks, *, fused: bool) -> StandIn:
+    """Insert a call in the place of attention written out, which is `fused` if it is left as it is."""
     place, product = found.place, found.weights.product
     insert = Drafts(place, masks.drafts)
     with place.graph.inserting_before(place):
@@ -126,6 +126,7 @@ def insert_stand_in(found: WrittenOut, sinks: Node | None, masks: Masks) -> Stan
         form=found.form,
         log_sums=found.log_sums,
         path=found.path,
+        fused=fused,
     )
     mask, empty = _mask(found, call, masks)
     node.args = factors if mask is None else (*factors, mask)

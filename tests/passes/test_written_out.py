@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from graphs import capture, listing
 
 import tatten
-from tatten.passes import Declined, Rewritten, rewrite
+from tatten.passes import Declined, Rewritten, cost, rewrite
 from tatten.passes.calls import op_name
 from tatten.passes.reasons import Reason
 
@@ -390,6 +390,26 @@ def test_what_stays(fn) -> None:
     assert finding.decline.reason is DECLINED[fn]
     assert finding.location.file == __file__
     assert listing(gm) == before
+
+
+def shared(q, k, v, m):
+    k, v = (torch.cat((x[:1].expand(B, -1, -1, -1), x), dim=2) for x in (k, v))
+    return (q @ repeat(k).mT + torch.cat((m, m), -1)).softmax(-1) @ repeat(v)
+
+
+def test_what_a_compiler_fuses_on_a_cpu_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But keys that sequences share are read once only by the op."""
+    monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(bytes_per_us=1.0, segment_us=0.0))
+    gm = capture(llama, *tensors(), mask())
+    before = listing(gm)
+    (finding,) = rewrite(gm, fuses=True).findings
+    assert finding.decline.reason is Reason.NO_GAIN
+    assert "Inductor fuses" in finding.decline.detail
+    assert listing(gm) == before
+    args = (*tensors(), mask())
+    (finding,), _, got = run(shared, *args, fuses=True)
+    assert finding.op == "tatten.bifurcated_attention.default", finding
+    torch.testing.assert_close(got, shared(*args), rtol=1e-12, atol=1e-12)
 
 
 def test_layers_share_what_is_made_of_their_mask() -> None:
