@@ -1,7 +1,7 @@
 """Attention that models write out: a layer's in several forms, and steps of gpt-oss and Gemma 2, beside Inductor.
 
     python benchmarks/written_out.py --device cuda --section layer    # or step; default: both
-    python benchmarks/written_out.py --section layer                  # on a CPU
+    python benchmarks/written_out.py --section layer    # on a CPU, where tatten leaves it to Inductor: to try the code
 
     layer    attention of one layer with 32 heads for 8 kv heads of width 128, in four forms, over a static cache that
              is full or of which an eighth is used: `torch.compile` with tatten and with Inductor
