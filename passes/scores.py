@@ -16,6 +16,7 @@ from torch.fx import Node
 from tatten.passes.calls import argument, op_name
 from tatten.passes.literals import number_of, rounded
 from tatten.passes.mutation import writes
+from tatten.passes.no_effect import inactive_dropout, keeps_rows, subtracts_maximum
 from tatten.passes.products import CASTS, COPIES, Product, product_of
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import known_equal, known_shape, tensor_of
@@ -27,7 +28,7 @@ ABSORBS = -1e30
 ADDS = {"add": 1, "iadd": 1, "sub": -1, "isub": -1}
 TIMES = {"mul", "imul", "multiply", "div", "truediv", "itruediv", "divide", "true_divide"}
 FILLS = {"where", "masked_fill"}
-MAXIMA = {"max", "amax"}
+BOUNDS = {"max", "maximum", "clamp", "clamp_min"}
 
 
 @dataclass(frozen=True)
@@ -170,20 +171,8 @@ def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:
         return Decline(Reason.IN_PLACE, f"`{node}` writes scores into `{node.args[0]}`")
     if not _same_shape(node, sources[0]):
         return Decline(Reason.RELATIVE, f"`{node}` repeats scores")
-    handler = (
-        _add
-        if name in ADDS
-        else _times
-        if name in TIMES
-        else _fill
-        if name in FILLS
-        else _tanh
-        if name == "tanh"
-        else None
-    )
-    if name in ("max", "maximum", "clamp", "clamp_min"):
-        handler = _at_least
-    return _unknown(node) if handler is None else handler(walk, node, name, sources[0])
+    handle = _HANDLERS.get(name)
+    return _unknown(node) if handle is None else handle(walk, node, name, sources[0])
 
 
 def _unknown(node: Node) -> Decline:
@@ -286,39 +275,6 @@ def _concatenated(walk: _Walk, sources: list[Node]) -> Decline | None:
     return None
 
 
-def subtracts_maximum(node: Node) -> list[Node] | None:
-    """The nodes that take the maximum in `x - x.max(-1, keepdim=True)`, which softmax does not notice."""
-    if op_name(node) not in ("sub", "isub") or len(node.args) != 2 or node.kwargs:
-        return None
-    x, last = node.args
-    found, values = [], []
-    while isinstance(last, Node) and op_name(last) in {"getitem", "getattr", "detach"} | CASTS | COPIES:
-        found.append(last)
-        values += [last.args[1]] if op_name(last) in ("getitem", "getattr") else []
-        last = last.args[0]
-    if not isinstance(last, Node) or op_name(last) not in MAXIMA or last.args[0] is not x:
-        return None
-    tensor, rows = tensor_of(x), tensor_of(node.args[1])
-    if tensor is None or rows is None or rows.dim() != tensor.dim():
-        return None
-    if not is_last_dim(argument(last, 1, "dim"), tensor.dim()):
-        return None
-    takes_values = values in ([0], ["values"]) if op_name(last) == "max" else not values
-    return [*found, last] if takes_values else None
-
-
-def is_last_dim(dim: Any, rank: int) -> bool:
-    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
-    return isinstance(dim, int) and dim in (-1, rank - 1)
-
-
-def inactive_dropout(node: Node) -> bool:
-    """Whether a call of dropout returns its input."""
-    p = argument(node, 1, "p", 0.5)
-    training = argument(node, 2, "training", node.kwargs.get("train", True))
-    return (isinstance(p, int | float) and p == 0) or training is False
-
-
 def _round(walk: _Walk, source: Node, node: Node) -> None:
     """Note that `node` has scores in a dtype that may not hold what `source` has."""
     before, after = _dtype(source), _dtype(node)
@@ -342,13 +298,10 @@ def _is_float(node: Node) -> bool:
     return tensor is not None and tensor.is_floating_point()
 
 
-def keeps_rows(source: Node, node: Node) -> bool:
-    """Whether a reshape keeps the last two dims, so that it only merges or splits those before."""
-    before, after = tensor_of(source), tensor_of(node)
-    return (
-        before is not None
-        and after is not None
-        and before.dtype == after.dtype
-        and {before.dim(), after.dim()} <= {3, 4}
-        and all(known_equal(a, b) for a, b in zip(before.shape[-2:], after.shape[-2:], strict=True))
-    )
+_HANDLERS = {
+    **dict.fromkeys(ADDS, _add),
+    **dict.fromkeys(TIMES, _times),
+    **dict.fromkeys(FILLS, _fill),
+    **dict.fromkeys(BOUNDS, _at_least),
+    "tanh": _tanh,
+}

@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
+from tatten.passes.no_effect import inactive_dropout, keeps_rows
 from tatten.passes.products import CASTS, COPIES, Product, product_of
-from tatten.passes.scores import inactive_dropout, keeps_rows
 from tatten.passes.symbolic import known_equal, tensor_of
 from tatten.passes.views import RESHAPES
 

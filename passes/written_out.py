@@ -15,10 +15,11 @@ from torch.fx import Graph, Node
 
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes, written_between
+from tatten.passes.no_effect import is_last_dim, subtracts_maximum
 from tatten.passes.other_attention import SOFTMAX, scores_above
 from tatten.passes.products import CASTS, COPIES, Factor, Product, with_heads
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.scores import Scores, find_scores, is_last_dim, subtracts_maximum
+from tatten.passes.scores import Scores, find_scores
 from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of
 from tatten.passes.views import RESHAPES, Size
 from tatten.passes.weights import Weights, find_weights
