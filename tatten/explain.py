@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from tatten.inner_compiler import uncompiled, without_recompile_limit
-from tatten.report import Report, recording
+from tatten.passes import rewrite
+from tatten.report import Report, publish, recording
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
-    """Run `fn(*args, **kwargs)` once through the backend, with an eager inner compiler, and return the report.
+    """Run `fn(*args, **kwargs)` once through the passes of the backend, in eager mode, and return the report.
 
     `fn` really runs: it writes to a cache among its arguments. If it is compiled already, the function that it wraps is
     run. The report includes what `fn` compiles itself, as `generate` does with a `CompileConfig`, unless it is cached.
@@ -39,9 +40,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
     # A new backend for each call: Dynamo would reuse the graphs of a backend that it has seen, and nothing be reported.
     def backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        from tatten.backend import tatten
-
-        return tatten(gm, example_inputs, options={"inner": "eager"})
+        publish(rewrite(gm, fuses=True))  # as for Inductor, but nothing is compiled
+        return gm.forward
 
     with recording() as report, without_recompile_limit():
         torch.compile(uncompiled(fn), backend=backend)(*args, **kwargs)
