@@ -2,6 +2,7 @@
 
     python benchmarks/latent.py --device cuda --section kernel    # or step, generate, rounding; default: all
     python benchmarks/latent.py --section step                    # on a CPU: make bench-latent
+    torchrun --nproc-per-node 2 benchmarks/latent.py --device cuda --section sharded    # or --device cpu: gloo, tiny
 
     kernel    one query for each of 128 or 16 heads, rank 512 and rope of 64, bfloat16: `tatten.latent_attention` beside
               FlashAttention-3's kernel for it (`q_v`), where `peers.py` finds it; `unrounded` is ours with an output
@@ -11,6 +12,8 @@
     generate  tokens of the same model by wall clock, as benchmarks/generate.py measures them
     rounding  relative errors against float64, by norm and maximum, of SDPA on expanded keys and values and of the same
               program by tatten; a larger sharpness makes fewer keys matter
+    sharded   one query over 262144 latents, of which each rank has its share: attention, `W_uv` and the merge, beside
+              all latents on each GPU; the slowest rank counts. For torchrun, which runs no other section
 
 On a GPU kernels and steps are captured CUDA graphs, and a kernel's go round copies of their inputs that the L2 cannot
 hold. Kernels are held to float64 before they are timed, steps to float32. All candidates take turns, and medians are
@@ -21,13 +24,18 @@ its products at the rate of a large matrix product; both rates are measured in t
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
+import os
 import statistics
 from collections.abc import Callable
 
 import torch
-from support import latent_kernel, latent_model, latent_rounding, results
+import torch.distributed as dist
+from support import latent_kernel, latent_model, latent_rounding, latent_sharded, results
 from support.command_line import arguments, machine
 from support.timing import product_rate, read_rate
+from support.together import Ranks, join
 
 Bars = dict[str, tuple[float, str, float]]  # what is asked for: a figure, whether at least or at most, and its bound
 
@@ -110,17 +118,39 @@ def rounding(args: argparse.Namespace) -> tuple[list[dict], Bars]:
     return rows, bars
 
 
+def sharded(args: argparse.Namespace) -> tuple[list[dict], Bars]:
+    join(args.device, datetime.timedelta(minutes=10))
+    ranks, rows, bars = Ranks(dist.get_world_size(), args.device), [], {}
+    print(f"{ranks.size} ranks\nheads  length |    local   sharded us | over its share")
+    with torch.no_grad():
+        for shape in latent_sharded.shapes(args.device):
+            r = latent_sharded.measure(shape, ranks, args.rounds)
+            rows.append(r)
+            us, over = r["us"], r["over_share_us"]
+            print(
+                f"{shape.heads:5} {shape.length:7} | {us['local']:8.1f} {us['sharded']:9.1f}    | {over:14.1f}",
+                flush=True,
+            )
+            if args.device == "cuda":
+                name = f"{shape.heads} heads, us over the share of the local time"
+                bars[name] = over, "at most", latent_sharded.MOST_OVER_SHARE
+    dist.destroy_process_group()
+    return rows, bars
+
+
 SECTIONS: dict[str, Callable[[argparse.Namespace], tuple[list[dict], Bars]]] = {
     "kernel": kernel,
     "step": step,
     "generate": generate,
     "rounding": rounding,
+    "sharded": sharded,
 }
 
 
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__)
-    parser.add_argument("--section", nargs="*", default=list(SECTIONS), choices=list(SECTIONS))
+    allowed = [name for name in SECTIONS if (name == "sharded") == ("RANK" in os.environ)]  # as torchrun sets it
+    parser.add_argument("--section", nargs="*", default=allowed, choices=allowed)
     parser.add_argument("--floor-tbs", type=float, help="TB/s of the floor; default: measured")
     parser.add_argument("--floor-tflops", type=float, help="TFLOP/s of the floor of kernels; default: measured")
     parser.add_argument("--rounds", type=int, default=9)
@@ -141,11 +171,12 @@ def main() -> None:
         for what, (figure, side, bound) in asked[section].items():
             met = figure <= bound if side == "at most" else figure >= bound
             print(f"  {what}: {figure:.3f}, {side} {bound:g} is asked for: {'yes' if met else 'NO'}")
-    if args.json:
+    if args.json and not int(os.environ.get("RANK", 0)):
         results.write(args.json, args.device, rows, bytes_per_second=args.rate, bars=asked)
     if any(name in r.get("left_out", ()) for r in rows for name in latent_kernel.OURS):
         raise SystemExit("of ours, something did not run or is wrong")
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.redirect_stdout(None) if int(os.environ.get("RANK", 0)) else contextlib.nullcontext():
+        main()

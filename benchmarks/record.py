@@ -51,6 +51,7 @@ STEPS = {
         ),
         Step("shared_prefix", "shared_prefix.py --device cuda", 4, "shared_prefix.py --rows 16 17 --rounds 1"),
         Step("float8", "float8.py --device cuda", 2),
+        Step("quantised", "quantised.py --device cuda", 6, "quantised.py --rounds 1"),
         Step("overhead", "overhead.py --device cuda", 1),
         Step("decode_static", "decode.py --device cuda --section static", 1.5, "decode.py --section static --rounds 1"),
         Step(

@@ -108,7 +108,7 @@ def decode_attention(
 
     Args:
         query: `[batch, q_heads, q_length, head_dim]`, float16, bfloat16, float32 or float64, any strides.
-        key: `[batch, kv_heads, kv_length, head_dim]`, in `query`'s dtype or float8_e4m3fn (on CUDA from compute
+        key: `[batch, kv_heads, kv_length, head_dim]`, in `query`'s dtype, int8 or float8_e4m3fn (on CUDA from compute
             capability 8.9 on); kv_heads divides q_heads.
         value: `[batch, kv_heads, kv_length, value_dim]`, in the dtype of `key`.
         attn_mask: bool (True takes part) or additive in float32 or `query`'s dtype; broadcastable to
@@ -128,8 +128,10 @@ def decode_attention(
         sinks: `[q_heads]`, float32 or `query`'s dtype, on the device of `query`: one logit per query head that takes
             part in the softmax and has no value, as if merging with the state `(0, sink)`. -inf means no sink.
             Attention sinks: arXiv 2309.17453; learned ones: gpt-oss.
-        key_scale: float32 `[kv_heads]`, on the device of `query`, with float8 keys only: the keys of kv head `i`
-            represent `key[:, i] * key_scale[i]`. They are upcast as they are read. Default: 1.
+        key_scale: float32 or `query`'s dtype, on the device of `query`, with keys in float8 or int8 only: `[kv_heads]`,
+            where the keys of kv head `i` represent `key[:, i] * key_scale[i]`, or `[batch, kv_heads, kv_length]`, where
+            they represent `key * key_scale[..., None]`. They are upcast as they are read, and those of keys that are
+            not read may be anything. Default: 1.
         value_scale: the same for the values.
         provider: which implementation computes: "auto"; "cpu" on a CPU; on CUDA "triton" (tatten's own kernel),
             "cudnn", "flash" (PyTorch's), or where they are installed "fa2", "fa3" and "fa4" (FlashAttention 2 to 4). A
@@ -183,6 +185,9 @@ def bifurcated_attention(
     block_masks: Sequence[BlockMask | None] | None = None,
     rows: Sequence[Tensor | None] | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -195,6 +200,9 @@ def bifurcated_attention(
     block_masks: Sequence[BlockMask | None] | None = None,
     rows: Sequence[Tensor | None] | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @names_keywords
@@ -207,6 +215,9 @@ def bifurcated_attention(
     block_masks: Sequence[BlockMask | None] | None = None,
     rows: Sequence[Tensor | None] | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over keys and values in segments, each of which several sequences of the batch may share.
@@ -234,6 +245,11 @@ def bifurcated_attention(
             that each sequence reads. Any order, and any number of rows; those that nothing reads may hold anything.
             Values outside `[0, B_i)` are an error on a CPU; on a GPU, which is never synchronised, they are clamped.
         scale: factor of the scores. Default: `head_dim ** -0.5`.
+        window: as in `decode_attention`, over all segments together: query `l` is at position `n - q_length + l`, where
+            `n` is the sum of all `length_i`. Keys in no query's window are never read. A block mask is ignored for a
+            segment that the window narrows.
+        softcap: as in `decode_attention`.
+        sinks: `[q_heads]`, as in `decode_attention`: each counts once, however many segments there are.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
@@ -268,7 +284,8 @@ def bifurcated_attention(
             data[i] = None if found is None else data_of(found, mask, key, i)
     groups = None if rows is None else _row_groups(query, keys, rows)
     op = torch.ops.tatten.bifurcated_attention.default
-    out, lse = op(query, list(keys), list(values), masks, data, scale, groups)
+    segments = list(keys), list(values), masks, data
+    out, lse = op(query, *segments, scale, groups, window=window, softcap=softcap, sinks=sinks)
     return (out, lse) if return_lse else out
 
 

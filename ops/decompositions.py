@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cpu.attend_used import attend_jointly, attend_used
-from tatten.ops.cpu.attention import mask_of_reach, merge_sinks, narrow_mask, upcast
+from tatten.ops.cpu.attention import merge_sinks, upcast
 from tatten.ops.cpu.latent import query_and_rope
 from tatten.ops.cpu.used_keys import UsedKeys, used_by_rows, used_in_blocks
 from tatten.ops.layout import squeeze_broadcast
-from tatten.ops.library import block_mask, decode_kernel, latent_kernel
+from tatten.ops.library import bifurcated_kernel, block_mask, decode_kernel, latent_kernel
+from tatten.ops.reach import mask_of_reach, masks_of_window, narrow_mask
 from tatten.ops.row_groups import group_size, row_groups_reference, rows_of_segments
 from tatten.ops.states import State, accumulator_dtype, combine_partials, merge
 from tatten.ops.variant import AttentionVariant
@@ -55,7 +56,9 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
     found: dict[Any, Callable[..., Any]] = {
         ops.decode_attention.default: decode_kernel(functools.partial(_decode_attention, core_aten=core_aten)),
         ops.latent_attention.default: latent_kernel(functools.partial(_latent_attention, core_aten=core_aten)),
-        ops.bifurcated_attention.default: functools.partial(_bifurcated_attention, core_aten=core_aten),
+        ops.bifurcated_attention.default: bifurcated_kernel(
+            functools.partial(_bifurcated_attention, core_aten=core_aten)
+        ),
         ops.merge_states.default: merge,
         ops.merge_state.default: _merge_state,
         ops.row_groups.default: _row_groups,
@@ -96,10 +99,10 @@ def _decode_attention(
             attn_mask = squeeze_broadcast(attn_mask).to(query.dtype)
     attn_mask, block_mask = _within_reach(query, kv_len, attn_mask, kv_lens, block_mask, variant.window)
     in_products = core_aten or variant.softcap is not None
-    used = used_in_blocks(query, key, value, attn_mask, block_mask, LEAST_IN_PRODUCTS if in_products else 1)
+    least, scales = LEAST_IN_PRODUCTS if in_products else 1, (variant.key_scale, variant.value_scale)
+    used = used_in_blocks(query, key, value, attn_mask, block_mask, least, scales)
     if upcasts:
-        key = upcast(used.key, variant.key_scale, query.dtype)
-        value = upcast(used.value, variant.value_scale, query.dtype)
+        key, value = (upcast(x, f, query.dtype) for x, f in zip((used.key, used.value), used.scales, strict=True))
         used = UsedKeys(key, value, used.mask, used.inside)
     if in_products:
         out, lse = attend_jointly(query, [used], scale, variant.softcap)
@@ -164,15 +167,19 @@ def _bifurcated_attention(
     values: Sequence[Tensor],
     attn_masks: Sequence[Tensor | None],
     block_masks: Sequence[Tensor | None],
-    scale: float | None = None,
-    row_groups: Sequence[Tensor | None] | None = None,
+    scale: float | None,
+    row_groups: Sequence[Tensor | None] | None,
+    variant: AttentionVariant,
     *,
     core_aten: bool,
 ) -> State:
     scale = query.shape[3] ** -0.5 if scale is None else scale
     rows = rows_of_segments(row_groups or [None] * len(keys), query, keys)
+    if variant.window is not None:
+        attn_masks = list(masks_of_window(variant.window, query.shape[2], keys, attn_masks))
+        block_masks = [None] * len(keys)
     additive = len(keys) > 1 and any(mask is not None and mask.dtype != torch.bool for mask in attn_masks)
-    jointly = core_aten or additive
+    jointly = core_aten or additive or variant.softcap is not None
     least = LEAST_IN_PRODUCTS if jointly else 1
     segments = [
         used_in_blocks(query, key, value, mask, block_mask, least)
@@ -181,9 +188,11 @@ def _bifurcated_attention(
         for key, value, mask, block_mask, own_rows in zip(keys, values, attn_masks, block_masks, rows, strict=True)
     ]
     if jointly:
-        out, lse = attend_jointly(query, segments, scale)
+        out, lse = attend_jointly(query, segments, scale, variant.softcap)
     else:
         out, lse = combine_partials(*zip(*(attend_used(query, used, scale) for used in segments), strict=True))
+    if variant.sinks is not None:
+        out, lse = merge_sinks(out, lse, variant.sinks)
     return out.contiguous(), lse.contiguous()
 
 

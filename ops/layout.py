@@ -7,6 +7,11 @@ from torch import Tensor
 BATCH, HEADS, LENGTH, HEAD_DIM = range(4)  # the dims of queries, keys and values
 
 
+def over_keys(scale: Tensor) -> Tensor:
+    """View a scale of heads `[kv_heads]`, or of keys `[batch, kv_heads, kv_len]`, so that it broadcasts over keys."""
+    return scale[:, None, None] if scale.dim() == 1 else scale.unsqueeze(-1)
+
+
 def pack_gqa(query: Tensor, kv_heads: int) -> Tensor:
     """Pack `[batch, q_heads, q_len, d]` to `[batch, kv_heads, group * q_len, d]`: the queries that read one kv head."""
     batch, q_heads, q_len, head_dim = query.shape

@@ -43,6 +43,19 @@ DecodeImplementation = Callable[
     ],
     State,
 ]
+BifurcatedImplementation = Callable[
+    [
+        Tensor,  # query
+        Sequence[Tensor],  # keys
+        Sequence[Tensor],  # values
+        Sequence[Tensor | None],  # attn_masks
+        Sequence[Tensor | None],  # block_masks
+        float | None,  # scale
+        Sequence[Tensor | None] | None,  # row_groups
+        AttentionVariant,
+    ],
+    State,
+]
 LatentImplementation = Callable[
     [
         Tensor,  # query
@@ -75,7 +88,8 @@ _library.define(
 )
 _library.define(
     "bifurcated_attention(Tensor query, Tensor[] keys, Tensor[] values, Tensor?[] attn_masks, Tensor?[] block_masks, "
-    "float? scale=None, Tensor?[]? row_groups=None) -> (Tensor out, Tensor lse)",
+    "float? scale=None, Tensor?[]? row_groups=None, *, int? window=None, float? softcap=None, Tensor? sinks=None) "
+    "-> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -127,6 +141,28 @@ def decode_kernel(implementation: DecodeImplementation) -> Kernel:
     return kernel
 
 
+def bifurcated_kernel(implementation: BifurcatedImplementation) -> Kernel:
+    """Adapt an implementation of `tatten::bifurcated_attention` to its schema."""
+
+    def kernel(
+        query: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        attn_masks: Sequence[Tensor | None],
+        block_masks: Sequence[Tensor | None],
+        scale: float | None = None,
+        row_groups: Sequence[Tensor | None] | None = None,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> State:
+        variant = AttentionVariant(window, softcap, sinks)
+        return implementation(query, keys, values, attn_masks, block_masks, scale, row_groups, variant)
+
+    return kernel
+
+
 def latent_kernel(implementation: LatentImplementation) -> Kernel:
     """Adapt an implementation of `tatten::latent_attention` to its schema."""
 
@@ -167,6 +203,20 @@ def _fake_decode_attention(
     return _fake_state(query, value)
 
 
+def _fake_bifurcated_attention(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    block_masks: Sequence[Tensor | None],
+    scale: float | None,
+    row_groups: Sequence[Tensor | None] | None,
+    variant: AttentionVariant,
+) -> State:
+    check_segments_no_grad(query, keys, values, attn_masks, variant)
+    return _fake_state(query, values[0])
+
+
 def _fake_latent_attention(
     query: Tensor,
     query_rope: Tensor | None,
@@ -192,20 +242,7 @@ def _fake_state(query: Tensor, value: Tensor, dtype: torch.dtype | None = None) 
 
 torch.library.register_fake("tatten::decode_attention", decode_kernel(_fake_decode_attention), lib=_library)
 torch.library.register_fake("tatten::latent_attention", latent_kernel(_fake_latent_attention), lib=_library)
-
-
-@torch.library.register_fake("tatten::bifurcated_attention", lib=_library)
-def _(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    attn_masks: Sequence[Tensor | None],
-    block_masks: Sequence[Tensor | None],
-    scale: float | None = None,
-    row_groups: Sequence[Tensor | None] | None = None,
-) -> State:
-    check_segments_no_grad(query, keys, values, attn_masks)
-    return _fake_state(query, values[0])
+torch.library.register_fake("tatten::bifurcated_attention", bifurcated_kernel(_fake_bifurcated_attention), lib=_library)
 
 
 @torch.library.register_fake("tatten::row_groups", lib=_library)
@@ -272,7 +309,10 @@ _KERNELS: dict[str, dict[str, Kernel]] = {
         "CUDA": decode_kernel(cuda.decode_attention),
     },
     "latent_attention": {"CPU": latent_kernel(latent_on_cpu), "CUDA": latent_kernel(latent_on_cuda)},
-    "bifurcated_attention": {"CPU": bifurcated_on_cpu, "CUDA": cuda.bifurcated_attention},
+    "bifurcated_attention": {
+        "CPU": bifurcated_kernel(bifurcated_on_cpu),
+        "CUDA": bifurcated_kernel(cuda.bifurcated_attention),
+    },
     "merge_states": {"CPU": cpu.merge_states, "CUDA": cuda.merge_states},
     "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},
     "push_merge": {"CUDA": _push_merge},

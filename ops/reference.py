@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tatten.ops.layout import over_keys
 from tatten.ops.states import NEG_INF
 from tatten.ops.variant import PLAIN, AttentionVariant
 
@@ -31,9 +32,9 @@ def decode_attention_reference(
     scale = head_dim**-0.5 if scale is None else scale
     query, key, value = query.double(), key.double(), value.double()
     if key_scale is not None:
-        key = key * key_scale.double()[:, None, None]
+        key = key * over_keys(key_scale.double())
     if value_scale is not None:
-        value = value * value_scale.double()[:, None, None]
+        value = value * over_keys(value_scale.double())
 
     valid = torch.ones(batch, q_heads, q_len, kv_len, dtype=torch.bool, device=query.device)
     places = torch.arange(kv_len, device=query.device)
@@ -95,6 +96,7 @@ def bifurcated_attention_reference(
     attn_masks: Sequence[Tensor | None] | None = None,
     scale: float | None = None,
     rows: Sequence[Tensor | None] | None = None,
+    variant: AttentionVariant = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of `tatten::bifurcated_attention`, both float64: each sequence gets a copy of all its segments."""
     batch, q_heads, q_len, _ = query.shape
@@ -113,4 +115,4 @@ def bifurcated_attention_reference(
                 bias = bias.index_select(0, own_rows)
         whole["mask"].append(bias.expand(batch, q_heads, q_len, key.shape[2]))
     key, value, mask = (torch.cat(parts, dim=-1 if name == "mask" else 2) for name, parts in whole.items())
-    return decode_attention_reference(query, key, value, mask, scale=scale)
+    return decode_attention_reference(query, key, value, mask, scale=scale, variant=variant)

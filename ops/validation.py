@@ -14,6 +14,7 @@ from tatten.ops.variant import AttentionVariant
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PROVIDERS = ("auto", "cpu", "triton", "cudnn", "flash", "fa2", "fa3", "fa4")
+NARROW_DTYPES = (torch.float8_e4m3fn, torch.int8)  # of keys and values, which are upcast as they are read
 BLOCK_KEYS = 64  # in a block of a `BlockList`: one bit each in an int64
 
 
@@ -55,11 +56,15 @@ def check_decode_no_grad(
 
 
 def check_segments_no_grad(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], attn_masks: Sequence[Tensor | None]
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    variant: AttentionVariant,
 ) -> None:
     """`check_no_grad` of `tatten::bifurcated_attention`."""
     if torch.is_grad_enabled():
-        named = {"query": query}
+        named = {"query": query, "sinks": variant.sinks}
         for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks)):
             named |= {f"{name}[{i}]": x for i, x in enumerate(tensors) if x is not None}
         check_no_grad("bifurcated_attention", **named)
@@ -92,10 +97,10 @@ def check_decode_attention(
     batch, head_dim = query.shape[0], query.shape[3]
     if key.dim() == 4 and key.shape[0] != batch:
         raise ValueError(f"`key` must be [{batch}, kv_heads, kv_length, {head_dim}], got shape {tuple(key.shape)}")
-    _check_key_value(query, key, value, "key", "value", (query.dtype, torch.float8_e4m3fn))
+    _check_key_value(query, key, value, "key", "value", (query.dtype, *NARROW_DTYPES))
     for name, factors in (("key_scale", variant.key_scale), ("value_scale", variant.value_scale)):
         if factors is not None:
-            _check_kv_scale(factors, key, name)
+            _check_kv_scale(factors, query, key, name)
     check_softmax(query, key.shape[2], attn_mask, kv_lens, variant)
 
 
@@ -103,7 +108,7 @@ def check_softmax(
     query: Tensor, kv_len: int, attn_mask: Tensor | None, kv_lens: Tensor | None, variant: AttentionVariant
 ) -> None:
     """Raise unless what narrows or changes the softmax fits queries over `kv_len` keys."""
-    batch, (window, softcap, sinks, *_) = query.shape[0], variant
+    batch = query.shape[0]
     if attn_mask is not None:
         check_mask(attn_mask, query, (*query.shape[:3], kv_len))
     if kv_lens is not None:
@@ -111,14 +116,19 @@ def check_softmax(
             raise TypeError(f"`kv_lens` must be int32 or int64, got {kv_lens.dtype}")
         if tuple(kv_lens.shape) != (batch,):
             raise ValueError(f"`kv_lens` must have shape ({batch},), got {tuple(kv_lens.shape)}")
+    check_variant(query, variant)
+
+
+def check_variant(query: Tensor, variant: AttentionVariant) -> None:
+    """Raise unless window, soft cap and sinks fit the queries."""
+    window, softcap, sinks, *_ = variant
     if window is not None and window < 1:
         raise ValueError(f"`window` must be at least 1, got {window}")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"`softcap` must be finite and above 0, got {softcap}")
     if sinks is not None:
         if sinks.dtype not in (torch.float32, query.dtype):
-            wanted = " or ".join(dict.fromkeys(("torch.float32", str(query.dtype))))
-            raise TypeError(f"`sinks` must be {wanted}, got {sinks.dtype}")
+            raise TypeError(f"`sinks` must be {_float32_or(query.dtype)}, got {sinks.dtype}")
         if tuple(sinks.shape) != (query.shape[1],):
             raise ValueError(
                 f"`sinks` must have shape ({query.shape[1]},), one per query head, got {tuple(sinks.shape)}"
@@ -162,13 +172,21 @@ def _check_kv_heads(query: Tensor, key: Tensor, name: str) -> None:
         raise ValueError(f"`{name}` must have a number of heads that divides `query`'s {q_heads}, got {kv_heads}")
 
 
-def _check_kv_scale(scale: Tensor, key: Tensor, name: str) -> None:
-    if key.dtype != torch.float8_e4m3fn:
-        raise TypeError(f"`{name}` must be None unless `key` and `value` are float8_e4m3fn, got `key` in {key.dtype}")
-    if scale.dtype != torch.float32:
-        raise TypeError(f"`{name}` must be torch.float32, got {scale.dtype}")
-    if tuple(scale.shape) != (key.shape[1],):
-        raise ValueError(f"`{name}` must have shape ({key.shape[1]},), one per kv head, got {tuple(scale.shape)}")
+def _check_kv_scale(scale: Tensor, query: Tensor, key: Tensor, name: str) -> None:
+    if key.dtype not in NARROW_DTYPES:
+        narrow = "float8_e4m3fn or int8"
+        raise TypeError(f"`{name}` must be None unless `key` and `value` are {narrow}, got `key` in {key.dtype}")
+    if scale.dtype not in (torch.float32, query.dtype):
+        raise TypeError(f"`{name}` must be {_float32_or(query.dtype)}, got {scale.dtype}")
+    if tuple(scale.shape) not in ((key.shape[1],), tuple(key.shape[:3])):
+        raise ValueError(
+            f"`{name}` must have shape ({key.shape[1]},), one per kv head, or {tuple(key.shape[:3])}, one per key, "
+            f"got {tuple(scale.shape)}"
+        )
+
+
+def _float32_or(dtype: torch.dtype) -> str:
+    return " or ".join(dict.fromkeys(("torch.float32", str(dtype))))
 
 
 def check_segments(keys: Sequence[Tensor], **given: Sequence[object]) -> None:
@@ -185,6 +203,7 @@ def check_bifurcated_attention(
     attn_masks: Sequence[Tensor | None],
     block_masks: Sequence[Tensor | None],
     row_groups: Sequence[Tensor | None],
+    variant: AttentionVariant,
 ) -> None:
     """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::bifurcated_attention`."""
     check_segments(keys, values=values, attn_masks=attn_masks, block_masks=block_masks, row_groups=row_groups)
@@ -192,7 +211,8 @@ def check_bifurcated_attention(
         raise ValueError("`keys` must hold at least one segment, got none")
     check_query(query)
     batch, q_heads, q_len, _ = query.shape
-    check_segments_no_grad(query, keys, values, attn_masks)
+    check_segments_no_grad(query, keys, values, attn_masks, variant)
+    check_variant(query, variant)
     for i, (key, value, mask) in enumerate(zip(keys, values, attn_masks, strict=True)):
         rows, groups = key.shape[0] if key.dim() == 4 else batch, row_groups[i]
         if groups is not None:

@@ -1,4 +1,4 @@
-"""The latent pass applies: SDPA over expanded latents becomes attention to the latents, and the weights move.
+"""The latent pass applies: SDPA over projected latents becomes attention to the latents, and the weights move.
 
 What was the keys' weight multiplies the query, and the values' weight the output: both are views of the model's own.
 Each product is a `bmm` over heads; `matmul` would copy the weight for each sequence.
@@ -16,20 +16,20 @@ from torch.fx import Node
 from tatten.ops.layout import HEAD_DIM, LENGTH
 from tatten.ops.states import accumulator_dtype
 from tatten.passes.autocast import autocast_dtype
-from tatten.passes.latents import LatentMatch, Projection
+from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
-from tatten.passes.replace import insert_op, scale_of, with_strides_of
+from tatten.passes.projection import Projection
+from tatten.passes.replace import Inserter, insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, tensor_of
 
 
-def apply_latents(match: LatentMatch, masks: Masks) -> Node:
-    """Insert attention to latents before SDPA and return what takes SDPA's place."""
+def apply_latents(match: LatentMatch, masks: Masks) -> tuple[Node, Node]:
+    """Insert attention to latents before SDPA. Returns its state, and the output for the values of these latents."""
     call = masks.cast(match.call)
-    query, result = tensor_of(call.query), tensor_of(call.node)
+    query = tensor_of(call.query)
     assert query is not None
-    assert result is not None
-    insert, q_len = _Inserter(call.node), constant(query.shape[LENGTH])
+    insert, q_len = Inserter(call.node), constant(query.shape[LENGTH])
     assert q_len is not None
     with call.node.graph.inserting_before(call.node):
         q_own = insert("narrow", call.query, HEAD_DIM, match.columns.lo, match.columns.width)
@@ -42,15 +42,14 @@ def apply_latents(match: LatentMatch, masks: Masks) -> Node:
     scale = width**-0.5 if call.scale is None else scale_of(call)
     states = _attend(insert, match, call, masks, (q_latent, q_rope), scale, accumulator_dtype(query.dtype))
     with call.node.graph.inserting_before(call.node):
-        sums = insert(operator.getitem, _merge(insert, states), 0)
+        state = _merge(insert, states)
+        sums = insert(operator.getitem, state, 0)
         rows = _values(insert, sums, match.values, query, autocast_dtype(call.node, query.device.type))
-        out = insert("contiguous", _heads(insert, rows, q_len))
-        out.meta.update(call.node.meta)
-        return with_strides_of(out, result)
+        return state, insert("contiguous", _heads(insert, rows, q_len))
 
 
 def _attend(
-    insert: _Inserter,
+    insert: Inserter,
     match: LatentMatch,
     call: SdpaCall,
     masks: Masks,
@@ -60,19 +59,20 @@ def _attend(
 ) -> list[Node]:
     """Insert attention to all latents, or to each segment of them, and return the states."""
     columns = masks.columns(call, [x.latent for x in match.parts])
-    states = []
+    states, variant = [], call.variant
     for segment, mask in zip(match.parts, columns, strict=True):
         stored = segment.latent if match.segments else None
         with call.node.graph.inserting_before(call.node):
             latent, rope = segment.latent.as_attention_takes_it(), segment.rope
             key_rope = None if rope is None else rope.as_attention_takes_it()
-        kwargs = {"scale": scale, "block_mask": masks.block_mask(call, mask, stored), "out_dtype": wide}
+        kwargs = {"scale": scale, "block_mask": masks.block_mask(call, mask, stored), "out_dtype": wide, **variant}
+        variant.pop("sinks", None)  # the next segment would count them again
         args = (*queries, latent, key_rope, mask)
         states.append(insert_op(call, torch.ops.tatten.latent_attention.default, args, kwargs))
     return states
 
 
-def _merge(insert: _Inserter, states: list[Node]) -> Node:
+def _merge(insert: Inserter, states: list[Node]) -> Node:
     """Insert what merges states, if there are several."""
     if len(states) == 1:
         return states[0]
@@ -80,21 +80,7 @@ def _merge(insert: _Inserter, states: list[Node]) -> Node:
     return insert(torch.ops.tatten.merge_states.default, *(insert(torch.stack, x) for x in parts))
 
 
-class _Inserter:
-    """Inserts methods and functions of PyTorch, as of the place in the user's program where `like` is."""
-
-    def __init__(self, like: Node) -> None:
-        self._graph = like.graph
-        self._meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val")}
-
-    def __call__(self, target: Any, *args: Any) -> Node:
-        call = self._graph.call_method if isinstance(target, str) else self._graph.call_function
-        node = call(target, args)
-        node.meta.update(self._meta)
-        return node
-
-
-def _values(insert: _Inserter, sums: Node, values: Projection, like: Tensor, autocast: torch.dtype | None) -> Node:
+def _values(insert: Inserter, sums: Node, values: Projection, like: Tensor, autocast: torch.dtype | None) -> Node:
     """Insert the product of sums over latents with the values' weight, `[heads, rows, head_dim]`, rounded only once.
 
     In low precision the sums are in float32. A CPU multiplies them so, unless autocast is on, which would round them. A
@@ -112,20 +98,22 @@ def _values(insert: _Inserter, sums: Node, values: Projection, like: Tensor, aut
     return insert(torch.baddbmm, rest, _rows(insert, high), weight)
 
 
-def _weight(insert: _Inserter, projection: Projection) -> Node:
+def _weight(insert: Inserter, projection: Projection) -> Node:
     """Insert the view `[heads, columns, rank]` of a projection's weight."""
     tensor, node = tensor_of(projection.weight), projection.weight
     if tensor is not None and tensor.requires_grad:  # but SDPA's result doesn't: it was read under no_grad
         node = insert("detach", node)
-    heads = insert("unflatten", node, 0, (projection.heads, projection.width))
+    if projection.order != tuple(range(len(projection.order))):
+        node = insert("permute", node, projection.order)
+    heads = node if len(projection.order) == 3 else insert("unflatten", node, 0, (projection.heads, projection.width))
     return insert("narrow", heads, 1, projection.lo, projection.hi - projection.lo)
 
 
-def _rows(insert: _Inserter, x: Node) -> Node:
+def _rows(insert: Inserter, x: Node) -> Node:
     """Insert `[heads, batch * q_len, n]` of `[batch, heads, q_len, n]`."""
     return insert("flatten", insert("transpose", x, 0, 1), 1, 2)
 
 
-def _heads(insert: _Inserter, rows: Node, q_len: int) -> Node:
+def _heads(insert: Inserter, rows: Node, q_len: int) -> Node:
     """Insert `[batch, heads, q_len, n]` of `[heads, batch * q_len, n]`."""
     return insert("transpose", insert("unflatten", rows, 1, (-1, q_len)), 0, 1)

@@ -115,4 +115,4 @@ def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     made_for = zip(columns, match.keys, rows, strict=True)
     block_masks = [masks.block_mask(call, mask, segment, own) for mask, segment, own in made_for]
     args = (call.query, keys, values, columns, block_masks, scale_of(call), *([groups] if any(groups) else []))
-    return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args)
+    return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args, call.variant)

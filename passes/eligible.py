@@ -39,6 +39,7 @@ def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
     return (
         _check_flags(call, query, key, value, result, max_q_len)
         or _check_mask(call, query, key)
+        or _check_sinks(call, query)
         or _check_shapes(call, query, key, value)
     )
 
@@ -98,6 +99,15 @@ def _check_mask(call: SdpaCall, query: Tensor, key: Tensor) -> Decline | None:
     )
     # Sizes that may turn out equal are checked by the op when it runs, as SDPA does.
     return None if fits else Decline(Reason.MASK_SHAPE, f"attn_mask is {list(mask.shape)}, scores {list(scores)}")
+
+
+def _check_sinks(call: SdpaCall, query: Tensor) -> Decline | None:
+    sinks = tensor_of(call.sinks)
+    if sinks is None:
+        return None
+    if sinks.dtype not in (torch.float32, query.dtype):
+        return Decline(Reason.DTYPE, f"sinks are {sinks.dtype}, query {query.dtype}")
+    return None if sinks.device == query.device else Decline(Reason.DEVICE, f"sinks are on {sinks.device}")
 
 
 def _check_shapes(call: SdpaCall, query: Tensor, key: Tensor, value: Tensor) -> Decline | None:

@@ -1,4 +1,4 @@
-"""Cost model of latent attention: expanding all latents in every step against reading them as they are."""
+"""Cost model of latent attention: projecting all latents in every step against reading them as they are."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Work:
 
 @dataclass(frozen=True)
 class LatentCost:
-    """An estimate of the work of attention over expanded keys and values, and of that over latents.
+    """An estimate of the work of attention over projected keys and values, and of that over latents.
 
     Each tensor that is made on the way is written once and read once. No mask is counted on.
     """
 
-    expanded: Work
+    projected: Work
     absorbed: Work
     saved_us: float
     extra_us: float
@@ -43,7 +43,7 @@ class LatentCost:
         return self.saved_us > self.extra_us
 
     def __str__(self) -> str:
-        work = f"{self.expanded.bytes} bytes and {self.expanded.flops} flops"
+        work = f"{self.projected.bytes} bytes and {self.projected.flops} flops"
         less = f"{self.absorbed.bytes} and {self.absorbed.flops}"
         return f"about {self.saved_us:.0f} us saved by {less} instead of {work}, about {self.extra_us:.0f} us more"
 
@@ -51,7 +51,7 @@ class LatentCost:
 def latent_cost(query: Tensor, latent: Stored, own: int, rope: int, value: int) -> LatentCost | None:
     """Estimate the work before and after; None if sizes are unknown.
 
-    A key has `own` columns that are expanded for each head and `rope` columns that heads share.
+    A key has `own` columns that are projected for each head and `rope` columns that heads share.
     """
     batch, q_len, heads = (hint(query.shape[dim]) for dim in (BATCH, LENGTH, HEADS))
     rank, kv_len = hint(latent.size(HEAD_DIM)), constant(latent.size(LENGTH)) or TYPICAL_LENGTH
@@ -63,10 +63,10 @@ def latent_cost(query: Tensor, latent: Stored, own: int, rope: int, value: int) 
     assembled = batch * kv_len * heads * (2 * own + rope)  # a head's own part is read, and all columns written
     read = batch * kv_len * heads * (own + rope + value)
     size = query.element_size()
-    expanded = Work(
+    projected = Work(
         size * (latents + weight + keys_and_values + assembled + read),
         2 * batch * kv_len * weight + 2 * scores * (own + rope + value),
     )
     absorbed = Work(size * (latents + weight), 2 * batch * q_len * weight + 2 * scores * (2 * rank + rope))
     rates = RATES[query.device.type]
-    return LatentCost(expanded, absorbed, expanded.us(rates) - absorbed.us(rates), CALLS * rates.segment_us)
+    return LatentCost(projected, absorbed, projected.us(rates) - absorbed.us(rates), CALLS * rates.segment_us)

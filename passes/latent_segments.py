@@ -10,7 +10,8 @@ from torch.fx import Node
 from tatten.ops.layout import BATCH, LENGTH
 from tatten.passes.segments import find_segments
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import known_different, known_equal, tensor_of
+from tatten.passes.symbolic import known_different, known_equal
+from tatten.passes.views import Walk
 
 
 @dataclass(frozen=True)
@@ -21,19 +22,16 @@ class LatentSegment:
     rope: Stored | None
 
 
-def shared_segments(latent: Node, rope: Node | None, call: Node) -> tuple[LatentSegment, ...]:
+def shared_segments(latent: Walk, rope: Walk | None, call: Node) -> tuple[LatentSegment, ...]:
     """The segments of latents and of rope; none if no sequences share latents, or if the two are not cut alike.
 
     Empty ones, such as what was not generated yet, are left out.
 
     Args:
-        latent: what keys and values are projected from.
-        rope: the part of the keys that heads share, as it is copied into them.
+        latent: from what keys and values are projected from.
+        rope: from the part of the keys that heads share, as it is copied into them.
         call: the attention; what was concatenated may not be written before it.
     """
-    tensor = tensor_of(latent)
-    if tensor is None or tensor.dim() != 4:
-        return ()
     latents = _with_keys(latent)
     ropes: Sequence[Stored | None] = [None] * len(latents) if rope is None else _with_keys(rope)
     if not any(x.shared for x in latents) or len(latents) != len(ropes):
@@ -42,8 +40,8 @@ def shared_segments(latent: Node, rope: Node | None, call: Node) -> tuple[Latent
     return segments if all(_can_be_read(x, call) for x in segments) else ()
 
 
-def _with_keys(node: Node) -> list[Stored]:
-    return [x for x in find_segments(node, rows=False) if not known_equal(x.size(LENGTH), 0)]
+def _with_keys(start: Walk) -> list[Stored]:
+    return [x for x in find_segments(start, rows=False) if not known_equal(x.size(LENGTH), 0)]
 
 
 def _can_be_read(segment: LatentSegment, call: Node) -> bool:

@@ -26,6 +26,7 @@ class Masks:
         self._made: dict[object, Node] = {}
         self._columns: dict[tuple[Node, str], list[Node]] = {}
         self._unwritten: dict[object, tuple[Node, Node]] = {}
+        self.drafts: list[Node] = []  # inserted before it is known whether they will be used
 
     def once(self, key: object, make: Callable[[], Node]) -> Node:
         """The node made for `key`; made now if there is none yet."""
@@ -49,7 +50,7 @@ class Masks:
     def cast(self, call: SdpaCall) -> SdpaCall:
         """The call with its mask cast as autocast, where it is on, casts SDPA's arguments."""
         mask = tensor_of(call.attn_mask)
-        if mask is None or mask.dtype in (torch.bool, torch.float64):
+        if mask is None or mask.dtype in (torch.bool, torch.float64) or call.form:
             return call
         dtype = autocast_dtype(call.node, mask.device.type)
         if dtype is None or dtype == mask.dtype:

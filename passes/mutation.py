@@ -64,7 +64,7 @@ def writes(node: Node) -> bool:
 def written_between(tensors: Sequence[Tensor], start: Node, stop: Node) -> Node | None:
     """The first node between `start` and `stop`, in the graph's order, that may write to one of `tensors`."""
     tensors = [held(tensor) for tensor in tensors]
-    node = start.next
+    node = stop if start is stop else start.next
     while node is not stop:
         if node.op == "call_module":
             return node  # a module may write to anything

@@ -5,13 +5,14 @@ None of it is rewritten. It is found so that the report can say what would help.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
-from tatten.passes.calls import HigherOrderOperator, op_name
+from tatten.passes.calls import op_name
+from tatten.passes.flex import is_flex
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import known_equal, tensor_of
 from tatten.passes.views import COPIES, RESHAPES, STRETCHES
@@ -48,19 +49,21 @@ class OtherAttention:
     decline: Decline
 
 
-def find_other_attention(graph: Graph) -> Iterator[OtherAttention]:
-    """Yield all attention of a graph that is not an SDPA call, in order.
+def find_other_attention(graph: Graph, known: Container[Node] = ()) -> Iterator[OtherAttention]:
+    """Yield all attention of a graph that is not an SDPA call, in order, but what is `known`: softmaxes and calls.
 
     A softmax is attention if its scores are a matrix product of two activations and it is multiplied by a third. A
     router, a classifier or a sampler takes the softmax of a product with a parameter, or doesn't multiply the result.
     """
     for node in graph.nodes:
         name = op_name(node)
-        if isinstance(node.target, HigherOrderOperator) and node.target.name() == "flex_attention":
+        if is_flex(node):
+            if node in known:
+                continue
             yield OtherAttention(node, Decline(Reason.FLEX_ATTENTION, "a call to flex_attention"))
         elif name in WITH_PROJECTIONS:
             yield OtherAttention(node, Decline(Reason.MULTIHEAD, f"`{name}` projects and attends in one call"))
-        elif name in SOFTMAX or name in EXP:
+        elif (name in SOFTMAX or name in EXP) and node not in known:
             found = _written_out(node, name)
             if found is not None:
                 yield found
@@ -71,7 +74,7 @@ def _written_out(softmax: Node, name: str) -> OtherAttention | None:
     output = next((user for user in users if _multiplies_activations(user)), None)
     if output is None or (name in EXP and not any(op_name(user) == "sum" for user in users)):
         return None
-    scores = _scores(softmax)
+    scores = scores_above(softmax)
     if softmax not in scores:
         return None
     detail = f"attention written out: {'softmax' if name in SOFTMAX else 'exp over its sum'} of a matrix product"
@@ -95,7 +98,7 @@ def _weights(softmax: Node) -> set[Node]:
     return found
 
 
-def _scores(softmax: Node) -> set[Node]:
+def scores_above(softmax: Node) -> set[Node]:
     """The products of activations above a softmax, and what is computed from them down to it."""
     above, frontier = {softmax}, [softmax]
     while frontier:

@@ -1,4 +1,4 @@
-"""Keys put together of pieces along head_dim: by `cat`, or by copies into parts of an empty tensor.
+"""Keys put together of pieces along head_dim: by `cat`, or by copies or assignments to parts of an empty tensor.
 
 Functional graphs, such as exported ones, have `slice_scatter` in place of such copies.
 """
@@ -12,10 +12,12 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
+from tatten.ops.layout import HEAD_DIM, HEADS
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes, written_between
+from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import constant, known_equal, known_shape, same_storage, tensor_of
-from tatten.passes.views import CATS, COPIES, begin, source_of, step_back
+from tatten.passes.views import CATS, COPIES, REORDERS, Walk, begin, source_of, step_back
 
 ALLOCATES = {"empty", "new_empty", "empty_like", "zeros", "new_zeros", "zeros_like"}
 SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
@@ -23,11 +25,11 @@ SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
 
 @dataclass(frozen=True)
 class Piece:
-    """Columns `lo` to `hi` of a tensor's last dim, which hold the same as `source`."""
+    """Columns `lo` to `hi` of head_dim, which hold the same as the tensor where `source` begins; heads may share it."""
 
     lo: int
     hi: int
-    source: Node
+    source: Walk
 
     @property
     def width(self) -> int:
@@ -41,32 +43,33 @@ class Assembly:
     Attributes:
         pieces: they tile all columns, if there is no `trouble`.
         path: the nodes that put it together, of which none is more than that.
-        trouble: why the tensor may hold something else when it is read; empty if it can't.
+        trouble: the reason why the tensor may hold something else when it is read, if it may.
     """
 
     pieces: tuple[Piece, ...]
     path: tuple[Node, ...] = ()
-    trouble: str = ""
+    trouble: Decline | None = None
 
 
 def pieces_of(node: Node, reader: Node) -> Assembly:
-    """The pieces of the tensor `node` as `reader` finds it; one piece, itself, if it was not put together."""
-    whole, path = node, list[Node]()
-    while op_name(node) in COPIES and (walk := step_back(begin(node))) is not None:
-        path.append(node)
-        node = walk.here
-    found = None
-    if not writes(node):
-        if op_name(node) in CATS:
-            found = _concatenated(node, reader)
-        elif op_name(node) in ALLOCATES:
-            found = _copied(node, reader)
-        elif op_name(node) == "slice_scatter":
-            found = _scattered(node, reader)
-    if found is None:
-        return Assembly((Piece(0, _width(whole), whole),))
-    copies = [] if found.trouble else [_written(copy, reader) for copy in path]
-    return Assembly(found.pieces, (*path, *found.path), next(filter(None, copies), found.trouble))
+    """The pieces of keys `node` as `reader` finds them; one piece, itself, if they were not put together."""
+    walk, path = begin(node), list[Node]()
+    while op_name(walk.here) in COPIES | REORDERS and (back := step_back(walk)) is not None:
+        path.append(walk.here)
+        walk = back
+    found, whole = None, tensor_of(walk.here)
+    if whole is not None and walk.parts[-1] == (HEAD_DIM,) and not writes(walk.here):
+        if op_name(walk.here) in CATS:
+            found = _concatenated(walk, whole, reader)
+        elif op_name(walk.here) in ALLOCATES:
+            found = _copied(walk, whole, reader)
+        elif op_name(walk.here) == "slice_scatter":
+            found = _scattered(walk, whole, reader)
+    if found is None or whole is None:
+        return Assembly((Piece(0, _width(node), begin(node)),))
+    copies = [x for x in path if (tensor := tensor_of(x)) is not None and not same_storage(tensor, whole)]
+    trouble = (found.trouble, *(_written(x, reader) for x in copies))
+    return Assembly(found.pieces, (*path, *found.path), next(filter(None, trouble), None))
 
 
 def columns_of(node: Node) -> tuple[Node, int, int, tuple[Node, ...]] | None:
@@ -103,40 +106,41 @@ def _width(node: Node) -> int:
     return -1 if width is None else width
 
 
-def _written(node: Node, reader: Node) -> str:
+def _written(node: Node, reader: Node) -> Decline | None:
     tensor = tensor_of(node)
     assert tensor is not None
     writer = written_between([tensor], node, reader)
-    return f"`{node}` is written by `{writer}`" if writer is not None else ""
+    return None if writer is None else Decline(Reason.WRITTEN, f"`{node}`, keys in pieces, is written by `{writer}`")
 
 
-def _concatenated(node: Node, reader: Node) -> Assembly | None:
+def _concatenated(walk: Walk, whole: Tensor, reader: Node) -> Assembly | None:
     """The pieces of a `cat` over the last dim."""
+    node = walk.here
     tensors, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", node.kwargs.get("axis", 0))
-    whole = tensor_of(node)
-    if whole is None or not isinstance(tensors, (list, tuple)) or dim not in (-1, whole.dim() - 1):
+    if not isinstance(tensors, (list, tuple)) or dim not in (-1, whole.dim() - 1):
         return None
     pieces, lo = [], 0
     for source in tensors:
         tensor = tensor_of(source)
-        if tensor is None or tensor.dim() != whole.dim() or tensor.dtype != whole.dtype or _width(source) < 0:
+        width = None if tensor is None or tensor.dim() != whole.dim() else constant(tensor.shape[-1])
+        if width is None or not _fill(source, range(width), walk, whole):
             return None
-        pieces.append(Piece(lo, lo + _width(source), source))
-        lo = pieces[-1].hi
+        pieces.append(_piece(range(lo, lo + width), source, walk))
+        lo += width
     return Assembly(_with_columns(pieces), (node,), _written(node, reader))
 
 
-def _copied(node: Node, reader: Node) -> Assembly | None:
-    """The pieces of an empty tensor, each copied into a view of it before `reader`."""
-    whole = tensor_of(node)
-    if whole is None:
-        return None
-    pieces, path, copied, trouble = list[Piece](), [node], node, ""
-    while (writer := written_between([whole], copied, reader)) is not None:
-        copied = writer
-        piece = _copy(writer, whole) if op_name(writer) == "copy_" and not writer.users else None
+def _copied(walk: Walk, whole: Tensor, reader: Node) -> Assembly | None:
+    """The pieces of an empty tensor, each written to a part of it before `reader`."""
+    node, trouble = walk.here, None
+    pieces, path, last = list[Piece](), [node], node
+    while (writer := written_between([whole], last, reader)) is not None:
+        last = writer
+        piece = None if writer.users else _copy(writer, walk, whole)
         if piece is None:
-            trouble = f"`{writer}` writes to `{node}` otherwise than a copy of columns does"
+            trouble = Decline(
+                Reason.WRITTEN, f"`{writer}` writes to keys, `{node}`, otherwise than a copy of columns does"
+            )
             continue
         pieces.append(piece)
         path.append(writer)
@@ -148,29 +152,58 @@ def _copied(node: Node, reader: Node) -> Assembly | None:
     return Assembly(tiles, tuple(path), trouble or _gap(tiles, whole)) if pieces else None
 
 
-def _copy(writer: Node, whole: Tensor) -> Piece | None:
-    """What a `copy_` of columns into a view of `whole` copies."""
-    source = argument(writer, 1, "src")
-    view, tensor = tensor_of(writer.args[0]), tensor_of(source)
-    if view is None or tensor is None or view.dim() != whole.dim():
+def _copy(writer: Node, walk: Walk, whole: Tensor) -> Piece | None:
+    """What a `copy_` of columns into a view of `whole`, or an assignment to columns of one, writes."""
+    if writer.target is operator.setitem:
+        _, index, source = writer.args
+        columns = _columns_at(index, whole.dim())
+    elif op_name(writer) == "copy_":
+        columns, source = slice(None), argument(writer, 1, "src")
+    else:
         return None
-    if view.dtype != tensor.dtype or view.device != tensor.device or not known_shape(view.shape, tensor.shape):
-        return None  # it casts, moves or broadcasts
-    if view.dtype != whole.dtype or not known_shape(view.shape[:-1], whole.shape[:-1]):
+    view = tensor_of(argument(writer, 0, "self"))
+    if view is None or view.dim() != whole.dim() or view.dtype != whole.dtype or not same_storage(view, whole):
         return None
-    if known_equal(view.shape[-1], 0):
-        return Piece(0, 0, source)
     lo, width = constant(view.storage_offset() - whole.storage_offset()), constant(view.shape[-1])
-    if lo is None or width is None or not known_shape(view.stride(), whole.stride()):
+    if columns is None or width is None or not known_shape(view.shape[:-1], whole.shape[:-1]):
         return None
-    return Piece(lo, lo + width, source) if known_equal(view.stride(-1), 1) and same_storage(view, whole) else None
+    written = range(width)[columns]
+    if not _fill(source, written, walk, whole):
+        return None
+    if not len(written):
+        return _piece(written, source, walk)
+    if lo is None or written.step != 1 or not known_shape(view.stride(), whole.stride()):
+        return None
+    return (
+        _piece(range(lo + written.start, lo + written.stop), source, walk) if known_equal(view.stride(-1), 1) else None
+    )
 
 
-def _scattered(node: Node, reader: Node) -> Assembly | None:
+def _columns_at(index: Any, rank: int) -> slice | None:
+    """The columns that an index takes of a tensor of that rank, if it takes all of the other dims."""
+    parts: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
+    dots = [i for i, part in enumerate(parts) if part is ...]
+    if len(dots) > 1 or any(part is not ... and not isinstance(part, slice) for part in parts):
+        return None
+    at = dots[0] if dots else len(parts)
+    parts = (*parts[:at], *(slice(None) for _ in range(rank - len(parts) + len(dots))), *parts[at + 1 :])
+    last = parts[-1]
+    numbers = all(isinstance(x, int | None) for x in (last.start, last.stop, last.step))
+    return last if numbers and all(x == slice(None) for x in parts[:-1]) else None
+
+
+def _fill(source: Any, columns: range, walk: Walk, whole: Tensor) -> bool:
+    """Whether a copy of `source` fills those columns of `whole` as they are, or for all heads with those of one."""
+    tensor = tensor_of(source)
+    if tensor is None or tensor.dtype != whole.dtype or tensor.device != whole.device or tensor.dim() != whole.dim():
+        return False
+    sizes = zip(walk.parts, tensor.shape, (*whole.shape[:-1], len(columns)), strict=True)
+    return all(known_equal(a, b) or (part == (HEADS,) and known_equal(a, 1)) for part, a, b in sizes)
+
+
+def _scattered(walk: Walk, whole: Tensor, reader: Node) -> Assembly | None:
     """The pieces of an empty tensor after a chain of `slice_scatter` over the last dim, the last one first."""
-    whole = tensor_of(node)
-    if whole is None:
-        return None
+    node = walk.here
     pieces, path = list[Piece](), list[Node]()
     while op_name(node) == "slice_scatter":
         base, source, dim = argument(node, 0, "self"), argument(node, 1, "src"), argument(node, 2, "dim", 0)
@@ -183,25 +216,33 @@ def _scattered(node: Node, reader: Node) -> Assembly | None:
             view, path = argument(source, 0, "self"), [*path, source]
             path += [view] if op_name(view) == "slice" else []
             source = argument(source, 1, "src")
-        tensor = tensor_of(source)
-        if tensor is None or tensor.dtype != whole.dtype:
+        if not _fill(source, columns, walk, whole):
             return None
-        if not known_shape(tensor.shape, (*whole.shape[:-1], len(columns))):
-            return None
-        pieces.append(Piece(columns.start, columns.stop, source))
+        pieces.append(_piece(columns, source, walk))
         node = base
     if op_name(node) not in ALLOCATES or not pieces:
         return None
+    path.append(node)
     tiles = _with_columns(pieces)
-    return Assembly(tiles, (*path, node), _gap(tiles, whole) or _written(node, reader))
+    trouble = (_gap(tiles, whole), *(_written(x, reader) for x in path))
+    return Assembly(tiles, tuple(path), next(filter(None, trouble), None))
+
+
+def _piece(columns: range, source: Any, walk: Walk) -> Piece:
+    return Piece(columns.start, columns.stop, Walk(source, walk.parts))
 
 
 def _with_columns(pieces: list[Piece]) -> tuple[Piece, ...]:
     return tuple(sorted((x for x in pieces if x.lo < x.hi), key=lambda piece: piece.lo))
 
 
-def _gap(pieces: tuple[Piece, ...], whole: Tensor) -> str:
-    """Why the pieces don't tile all columns; empty if they do."""
+def _gap(pieces: tuple[Piece, ...], whole: Tensor) -> Decline | None:
+    """The reason why the pieces don't tile all columns; None if they do."""
     ends = [0, *(piece.hi for piece in pieces)]
     starts = [*(piece.lo for piece in pieces), constant(whole.shape[-1])]
-    return "" if starts == ends else f"columns {starts[:-1]} to {ends[1:]} of {whole.shape[-1]} are copied"
+    filled = ", ".join(f"{piece.lo}:{piece.hi}" for piece in pieces)
+    return (
+        None
+        if starts == ends
+        else Decline(Reason.PIECES, f"of {whole.shape[-1]} columns of the keys {filled} are filled")
+    )

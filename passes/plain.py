@@ -8,6 +8,7 @@ from typing import ClassVar, TypeVar
 from torch.fx import Node
 
 from tatten.passes.eligible import check_plain
+from tatten.passes.latents import LatentMatch, match_latents
 from tatten.passes.masks import Masks
 from tatten.passes.match import Match
 from tatten.passes.reasons import Decline
@@ -54,10 +55,21 @@ class PlainCall:
         """Whether a rewrite has to pay."""
         return True
 
+    def latents(self) -> LatentMatch | Decline | None:
+        """Match keys and values that are expanded from latents; see `match_latents`."""
+        return match_latents(self.call)
+
     def insert(self, match: AnyMatch, masks: Masks) -> AnyMatch:
         """Insert nodes for the tensors that the matchers saw, and return the match on those."""
         return match
 
-    def output(self, state: Node) -> Node:
-        """Insert what turns a state over the tensors that were seen into SDPA's result, and return that."""
-        return output_of(self.call, state)
+    def insert_latents(self, match: LatentMatch, masks: Masks) -> LatentMatch:
+        """Insert nodes for the tensors that `latents` saw, and return the match on those."""
+        return match
+
+    def output(self, state: Node, out: Node | None = None) -> Node:
+        """Insert what turns a state over the tensors that were seen into SDPA's result, and return that.
+
+        `out` is what the state's own has become, if that is not the output yet.
+        """
+        return output_of(self.call, state, out)

@@ -50,18 +50,45 @@ class Reason(str, Enum):
         "use a bool mask, or an additive one in float32 or the query's dtype; autocast by `with torch.autocast(...)`",
     )
     SCALE = "scale", "pass scale as a float"
+    WINDOW = "window", "give the window as a mask, whose columns are sharded as the keys are"
     WRITTEN = (
         "written_between",
         "repeat, expand and concatenate after the cache is written, not before; don't reshape it in place",
     )
     PROJECTION = (
         "projection",
-        "expand latents by one nn.Linear without bias whose weight is a parameter as it is: merge LoRA into it "
+        "project latents by one nn.Linear without bias whose weight is a parameter as it is: merge LoRA into it "
         "(merge_and_unload of PEFT), and leave it unquantised",
     )
-    EXPANDED = "expanded", "cache the latents, not the keys and values that are expanded from them"
-    LATENT_SMALL = "latent_small", "nothing: with so little to expand, attending to latents would cost more"
+    PIECES = (
+        "pieces",
+        "put keys together of one piece that each head has for itself and one that all heads share, side by side: "
+        "torch.cat((own, shared.expand(-1, heads, -1, -1)), dim=-1)",
+    )
+    PROJECTION_USED = (
+        "projection_used",
+        "cache the latents, not the keys and values that are projected from them; use those for one attention alone",
+    )
+    LATENT_SMALL = "latent_small", "nothing: with so little to project, attending to latents would cost more"
+    DEQUANTISED = (
+        "dequantised",
+        "keep keys and values both in float8_e4m3fn or both in int8, with one scale per tensor, head or token, and "
+        "pass `x.to(dtype) * scale` to attention as it is",
+    )
     NO_GAIN = "no_gain", "nothing: SDPA already reads each key and value once"
+    WEIGHTS_USED = (
+        "weights_used",
+        "don't ask for attention weights (output_attentions=False): the ops never have them in memory",
+    )
+    IN_PLACE = (
+        "in_place",
+        "compute weights without ops that change scores in place, or call F.scaled_dot_product_attention",
+    )
+    RELATIVE = (
+        "relative",
+        "add to scores only what doesn't depend on them, such as masks and position biases; the ops know no other form",
+    )
+    MASK_VALUE = "mask_value", "replace the scores of masked keys by torch.finfo(dtype).min of a wide dtype, or by -inf"
     NO_SDPA = (
         "no_sdpa",
         "use F.scaled_dot_product_attention; with transformers, attn_implementation='sdpa' where the model supports it",

@@ -23,14 +23,34 @@ def insert_op(call: SdpaCall, op: OpOverload, args: tuple[Any, ...], kwargs: dic
     return state
 
 
-def output_of(call: SdpaCall, state: Node) -> Node:
-    """Insert what takes SDPA's result from a state, and return that."""
+def item(state: Node, index: int) -> Node:
+    """Insert what takes `out` or `lse` from a state."""
+    return state.graph.call_function(operator.getitem, (state, index))
+
+
+def output_of(call: SdpaCall, state: Node, out: Node | None = None) -> Node:
+    """Insert what takes SDPA's result from a state, and return that; `out` stands for the state's own."""
     result = tensor_of(call.node)
     assert result is not None
     with call.node.graph.inserting_before(call.node):
-        out = call.node.graph.call_function(operator.getitem, (state, 0))
+        out = item(state, 0) if out is None else out
         out.meta.update(call.node.meta)
         return with_strides_of(out, result)
+
+
+def replace_log_sums(call: SdpaCall, state: Node) -> None:
+    """Replace what else computes the lse of a call by that of its state."""
+    for node in call.log_sums:
+        like = tensor_of(node)
+        assert like is not None
+        with call.node.graph.inserting_before(call.node):
+            lse = call.node.graph.call_function(operator.getitem, (state, 1))
+            lse = call.node.graph.call_method("to", (lse, like.dtype))
+            if like.dim() == 4:
+                lse = call.node.graph.call_method("unsqueeze", (lse, -1))
+            lse.meta.update(node.meta)
+        node.replace_all_uses_with(lse)
+        node.graph.erase_node(node)
 
 
 def replace_call(call: SdpaCall, out: Node, orphans: Iterable[Node]) -> None:
@@ -40,9 +60,23 @@ def replace_call(call: SdpaCall, out: Node, orphans: Iterable[Node]) -> None:
     """
     call.node.replace_all_uses_with(out)
     call.node.graph.erase_node(call.node)
-    for orphan in sorted(orphans, reverse=True):
+    for orphan in sorted({*orphans, *call.path}, reverse=True):
         if not orphan.users:
             orphan.graph.erase_node(orphan)
+
+
+class Inserter:
+    """Inserts methods and functions of PyTorch, as of the place in the user's program where `like` is."""
+
+    def __init__(self, like: Node) -> None:
+        self._graph = like.graph
+        self._meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val")}
+
+    def __call__(self, target: Any, *args: Any) -> Node:
+        call = self._graph.call_method if isinstance(target, str) else self._graph.call_function
+        node = call(target, args)
+        node.meta.update(self._meta)
+        return node
 
 
 def scale_of(call: SdpaCall) -> Any:

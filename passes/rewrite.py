@@ -3,48 +3,70 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from tatten.ops.cuda.providers import borrowed_table, choose_provider, replaced_flash
 from tatten.ops.cuda.workload import Workload, needs_of
-from tatten.ops.variant import PLAIN
+from tatten.ops.variant import AttentionVariant
 from tatten.passes.absorb import apply_latents
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
 from tatten.passes.findings import Declined, GraphReport, Rewritten
-from tatten.passes.latents import LatentMatch, match_latents
+from tatten.passes.flex import find_flex, is_flex, read_flex
+from tatten.passes.flex_mask import insert_flex
+from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
 from tatten.passes.mutation import mover_of, movers
 from tatten.passes.other_attention import find_other_attention
 from tatten.passes.plain import PlainCall
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.replace import replace_call
-from tatten.passes.sdpa import SdpaCall, find_sdpa
+from tatten.passes.replace import replace_call, replace_log_sums
+from tatten.passes.sdpa import SdpaCall, bind_sdpa, find_sdpa, sdpa_nodes
 from tatten.passes.source_location import source_location
+from tatten.passes.stand_in import StandIn, erase_unused, insert_stand_in, sinks_of
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import LocalPart, hint, tensor_of
 from tatten.passes.tree import find_sharded
+from tatten.passes.written_out import WrittenOut, find_written_out, read_written_out
 
 
-def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN, *, may_guard: bool = True) -> GraphReport:
-    """Rewrite a Dynamo or export graph in place: every decode SDPA becomes a tatten op, everything else stays.
+def rewrite(
+    gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN, *, may_guard: bool = True, fuses: bool = False
+) -> GraphReport:
+    """Rewrite a Dynamo or export graph in place: every decode attention becomes a tatten op, everything else stays.
 
     Without `may_guard` all that counts is what holds in every run: nothing would heed a guard on an exported graph.
+    With `fuses` the graph's compiler is one that fuses attention that is written out, as Inductor does.
     """
     start = time.perf_counter()
     masks = Masks()
     graphs = {name: body.graph for name, body in gm.named_modules() if isinstance(body, GraphModule)}
+    written_out, flex = dict(find_written_out(gm.graph)), find_flex(gm.graph)
     others = [
         Declined(source_location(other.node), "", other.decline)
         for graph in graphs.values()
-        for other in find_other_attention(graph)
+        for other in find_other_attention(graph, {*written_out.values(), *flex})
     ]
     moving = movers(gm.graph)
-    findings = [_rewrite_call(call, max_q_len, masks, moving, may_guard) for call in find_sdpa(gm.graph)]
+
+    def rewrite_call(call: SdpaCall) -> Rewritten | Declined:
+        return _rewrite_call(call, max_q_len, masks, moving, may_guard)
+
+    findings: list[Rewritten | Declined] = []
+    for node in sorted([*sdpa_nodes(gm.graph), *written_out, *flex]):
+        softmax = written_out.get(node)
+        if softmax is not None:
+            findings.append(_rewrite_written_out(node, softmax, masks, rewrite_call, fuses))
+        elif is_flex(node):
+            findings.append(_rewrite_flex(node, masks, rewrite_call))
+        else:
+            findings.append(rewrite_call(bind_sdpa(node)))
+    erase_unused(gm.graph, masks.drafts)
     if any(isinstance(finding, Rewritten) for finding in findings):
         gm.recompile()
     for name, graph in graphs.items():
@@ -53,6 +75,41 @@ def rewrite(gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN, *, may_guard: b
             findings += (_declined(call, nested) for call in find_sdpa(graph))
     findings += others
     return GraphReport(tuple(findings), (time.perf_counter() - start) * 1e3)
+
+
+def _rewrite_written_out(
+    product: Node,
+    softmax: Node,
+    masks: Masks,
+    rewrite_call: Callable[[SdpaCall], Rewritten | Declined],
+    fused: bool,
+) -> Rewritten | Declined:
+    """Decide about attention that is written out, as about a call of SDPA that stands in for it."""
+    found = read_written_out(softmax)
+    sinks = sinks_of(found) if isinstance(found, WrittenOut) else found
+    if isinstance(sinks, Decline) or not isinstance(found, WrittenOut):
+        assert isinstance(sinks, Decline)
+        return Declined(source_location(product), "", sinks)
+    return _rewrite_stand_in(insert_stand_in(found, sinks, masks, fused=fused), rewrite_call)
+
+
+def _rewrite_flex(
+    node: Node, masks: Masks, rewrite_call: Callable[[SdpaCall], Rewritten | Declined]
+) -> Rewritten | Declined:
+    """Decide about a call of `flex_attention`, as about a call of SDPA that stands in for it."""
+    found = read_flex(node)
+    if isinstance(found, Decline):
+        return Declined(source_location(node), "", found)
+    return _rewrite_stand_in(insert_flex(found, masks), rewrite_call)
+
+
+def _rewrite_stand_in(
+    stand_in: StandIn, rewrite_call: Callable[[SdpaCall], Rewritten | Declined]
+) -> Rewritten | Declined:
+    finding = rewrite_call(stand_in.call)
+    if isinstance(finding, Declined):
+        stand_in.take_back()
+    return finding
 
 
 def _rewrite_call(
@@ -65,9 +122,9 @@ def _rewrite_call(
     decline = given.check() or check_call(call, max_q_len) or _check_movers(call, moving)
     if decline is not None:
         return _declined(call, decline)
-    latents = match_latents(given.seen())
+    latents = None if call.log_sums else given.latents()
     if isinstance(latents, LatentMatch):
-        return _absorb(latents, masks)
+        return _absorb(given, latents, masks)
     found = _find(given, may_guard)
     if isinstance(found, Decline):
         return _declined(call, latents or found)
@@ -78,10 +135,16 @@ def _rewrite_call(
     cost, doubt = (match.cost, match.doubt) if given.weighs(match) else (None, "")
     match = given.insert(match, masks)
     state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
+    replace_log_sums(call, state)
     replace_call(call, given.output(state), match.path)
     provider = _provider(state)
     return Rewritten(
-        location, str(state.target), shapes, cost, "; ".join(filter(None, (given.note, note, doubt))), provider
+        location,
+        str(state.target),
+        shapes,
+        cost,
+        "; ".join(filter(None, (call.form, given.note, note, doubt))),
+        provider,
     )
 
 
@@ -93,16 +156,18 @@ def _check_movers(call: SdpaCall, moving: Sequence[Node]) -> Decline | None:
     return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
 
 
-def _absorb(match: LatentMatch, masks: Masks) -> Rewritten:
+def _absorb(given: PlainCall, match: LatentMatch, masks: Masks) -> Rewritten:
     """Change the graph as a match of latents says. The report is read off first: nodes may be erased."""
-    call, segments = match.call, match.parts
+    call, segments = given.call, match.parts
     ropes = [x.rope for x in segments if x.rope is not None]
     latents = [x.latent for x in segments]
-    named = [("q", call.query), *(("c", x) for x in _bases(latents)), *(("rope", x) for x in _bases(ropes))]
+    named = [("q", match.call.query), *(("c", x) for x in _bases(latents)), *(("rope", x) for x in _bases(ropes))]
     location, shapes = source_location(call.node), _show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
-    replace_call(call, apply_latents(match, masks), match.path)
-    made = "one projection" if match.keys.linear is match.values.linear else "two projections"
-    note = f"keys and values were expanded from latents by {made} for {match.keys.heads} heads"
+    state, out = apply_latents(given.insert_latents(match, masks), masks)
+    replace_call(call, given.output(state, out), match.path)
+    made = "one projection" if match.keys.product is match.values.product else "two projections"
+    made_of = f"keys and values were made of latents by {made} for {match.keys.heads} heads"
+    note = "; ".join(filter(None, (call.form, given.note, made_of)))
     return Rewritten(location, "tatten.latent_attention.default", shapes, match.cost, note)
 
 
@@ -124,7 +189,9 @@ def _find(given: PlainCall, may_guard: bool) -> tuple[BifurcatedMatch | DecodeMa
         decode = decode.unpaid or decode
     if isinstance(decode, Decline):
         return bifurcated or decode
-    return decode, copied if bifurcated is None else f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}"
+    if bifurcated is not None:
+        copied = f"not bifurcated [{bifurcated.reason.value}]: {bifurcated.detail}"
+    return decode, "; ".join(filter(None, (decode.note, copied)))
 
 
 def _match_segments(
@@ -163,7 +230,9 @@ def _provider(op: Node) -> str:
     if query.device.type != "cuda":
         return ""
     is_decode = op.target is torch.ops.tatten.decode_attention.default
-    needs = needs_of(op.args[3], op.args[4], op.args[5], PLAIN) if is_decode else ("segments",)
+    given: Any = op.kwargs
+    variant = AttentionVariant(**given)
+    needs = needs_of(op.args[3], op.args[4], op.args[5], variant) if is_decode else ("segments",)
     if not needs and not all(hint(n) for x in (query, key, value) for n in x.shape):
         return "auto"
     work = Workload.of(query, key, value, needs, lambda n: hint(n) or 0)

@@ -16,7 +16,17 @@ POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """A call of `F.scaled_dot_product_attention`, `node`, with its arguments as they stand in the graph."""
+    """A call of `F.scaled_dot_product_attention`, `node`, with its arguments as they stand in the graph.
+
+    Attention that is written in another way has the same arguments, and those that SDPA lacks.
+
+    Attributes:
+        window, softcap, sinks: as `tatten.decode_attention` takes them; `sinks` is a node.
+        form: how attention was written, for the report; empty for a call of SDPA.
+        log_sums: nodes whose value is the call's lse, in their own dtypes.
+        path: nodes that may have no users once the call is computed in another way.
+        fused: whether the compiler of the graph would fuse these nodes by itself.
+    """
 
     node: Node
     query: Any
@@ -27,12 +37,32 @@ class SdpaCall:
     is_causal: Any = False
     scale: Any = None
     enable_gqa: Any = False
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Node | None = None
+    form: str = ""
+    log_sums: tuple[Node, ...] = ()
+    path: tuple[Node, ...] = ()
+    fused: bool = False
+
+    @property
+    def variant(self) -> dict[str, Any]:
+        """The arguments that SDPA lacks, by name; empty for a call of SDPA."""
+        given = {"window": self.window, "softcap": self.softcap, "sinks": self.sinks}
+        return {name: x for name, x in given.items() if x is not None}
+
+
+def sdpa_nodes(graph: Graph) -> list[Node]:
+    """All nodes of a Dynamo or export graph that call SDPA, in order."""
+    return sorted(x for target in SDPA_TARGETS for x in graph.find_nodes(op="call_function", target=target))
 
 
 def find_sdpa(graph: Graph) -> Iterator[SdpaCall]:
-    """All SDPA calls of a Dynamo or export graph, in order.
+    """All SDPA calls of a Dynamo or export graph, in order."""
+    yield from map(bind_sdpa, sdpa_nodes(graph))
 
-    Each is bound when it is reached, so that rewriting one call may replace the arguments of the next.
-    """
-    for node in sorted(x for target in SDPA_TARGETS for x in graph.find_nodes(op="call_function", target=target)):
-        yield SdpaCall(node, **dict(zip(POSITIONAL, node.args, strict=False)), **node.kwargs)
+
+def bind_sdpa(node: Node) -> SdpaCall:
+    """The call of SDPA that a node makes now: rewriting one call may replace the arguments of the next."""
+    arguments: dict[str, Any] = {**dict(zip(POSITIONAL, node.args, strict=False)), **node.kwargs}
+    return SdpaCall(node, **arguments)

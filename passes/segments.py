@@ -9,35 +9,27 @@ import dataclasses
 
 from torch.fx import Node
 
-from tatten.ops.layout import BATCH, HEADS, LENGTH
+from tatten.ops.layout import BATCH, LENGTH
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
-from tatten.passes.stored import Stored, peel_heads, stored_among, stored_at
+from tatten.passes.stored import Stored, peel_heads, stored_among, stored_at, walk_on
 from tatten.passes.symbolic import LocalPart, held, known_equal, tensor_of
-from tatten.passes.views import CATS, Part, Walk, begin, way_back
+from tatten.passes.views import CATS, Walk, begin, way_back
 
 # A `cat` nested deeper than this is read as one tensor: a loop that appends to its keys nests one per step.
 MAX_DEPTH = 8
 
 
-def find_segments(node: Node, rows: bool = True) -> tuple[Stored, ...]:
+def find_segments(start: Node | Walk, rows: bool = True) -> tuple[Stored, ...]:
     """The segments of SDPA's key or value, in order; without `rows`, what an index selected is read as a copy."""
-    return _segments(begin(node), rows) or (Stored(node),)
+    walk = start if isinstance(start, Walk) else begin(start)
+    return _segments(walk, rows) or tuple(stored_among((walk,)))
 
 
 def segments_behind(stored: Stored, node: Node, rows: bool = True) -> tuple[Stored, ...]:
     """The segments of SDPA's key or value where one was found, but `node` is its base by another name."""
     assert isinstance(stored.base, LocalPart)
-    tensor = tensor_of(node)
-    assert tensor is not None
-    parts: list[Part | None] = [None] * tensor.dim()
-    repeated = stored.repeats > 1
-    for role, dim in enumerate(stored.dims):
-        if dim is not None:
-            parts[dim] = (role, 0) if role == HEADS and repeated else (role,)
-    stretched = (((HEADS, 1), stored.repeats),) if repeated else ()
-    walk = Walk(node, tuple(parts), stretched, (*stored.path, stored.base.dtensor))
-    return _segments(walk, rows) or (stored,)
+    return _segments(walk_on(stored, node, (*stored.path, stored.base.dtensor)), rows) or (stored,)
 
 
 def in_one(node: Node, segments: tuple[Stored, ...]) -> Stored:

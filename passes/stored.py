@@ -16,7 +16,7 @@ from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.passes.mutation import written_between
 from tatten.passes.rows import Rows
 from tatten.passes.symbolic import LocalPart, constant, known_equal, tensor_of
-from tatten.passes.views import ROLES, Size, Walk, begin, way_back
+from tatten.passes.views import ROLES, Part, Size, Walk, begin, way_back
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,19 @@ def stored_at(walk: Walk) -> Stored | None:
     return Stored(walk.here, dims, repeats, True, Rows((*repeated, *walk.rows)), path=walk.path)
 
 
+def walk_on(stored: Stored, node: Node, path: tuple[Node, ...]) -> Walk:
+    """The walk that found `stored`, without what selected its rows, at `node`: its base, perhaps by another name."""
+    tensor = tensor_of(node)
+    assert tensor is not None
+    parts: list[Part | None] = [None] * tensor.dim()
+    repeated = stored.repeats > 1
+    for role, dim in enumerate(stored.dims):
+        if dim is not None:
+            parts[dim] = (role, 0) if role == HEADS and repeated else (role,)
+    stretched = (((HEADS, 1), stored.repeats),) if repeated else ()
+    return Walk(node, tuple(parts), stretched, path)
+
+
 def stored_among(walks: Iterable[Walk]) -> Iterator[Stored]:
     """The tensors on one way back that can be read as storage, best first: most undone, and of equals the nearest."""
     for walk in sorted(walks, key=lambda walk: walk.undone, reverse=True):
@@ -128,6 +141,7 @@ def stored_among(walks: Iterable[Walk]) -> Iterator[Stored]:
             yield stored
 
 
-def peel_heads(node: Node) -> Stored:
+def peel_heads(start: Node | Walk) -> Stored:
     """Walk from SDPA's key or value back to the tensor before its heads were repeated, or stay where it is."""
-    return next(here for here in stored_among(way_back(begin(node))) if not here.shared)
+    walk = start if isinstance(start, Walk) else begin(start)
+    return next(here for here in stored_among(way_back(walk)) if not here.shared)

@@ -8,7 +8,6 @@ and its state is merged over the mesh dims that shard the sequence.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,13 +20,14 @@ from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.states import accumulator_dtype
 from tatten.passes.bifurcated import BifurcatedMatch
 from tatten.passes.calls import op_name
+from tatten.passes.latents import LatentMatch, match_latents
 from tatten.passes.local import FromLocal, chunk, local_input, local_mask, local_part, stripe, to_local
 from tatten.passes.masks import Masks, same_view
 from tatten.passes.match import Match
 from tatten.passes.plain import AnyMatch, PlainCall
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.replace import with_strides_of
-from tatten.passes.sdpa import SdpaCall
+from tatten.passes.replace import item, with_strides_of
+from tatten.passes.sdpa import SDPA_TARGETS, SdpaCall
 from tatten.passes.segments import find_segments, segments_behind
 from tatten.passes.stored import Stored, peel_heads
 from tatten.passes.symbolic import FakeTensor, LocalPart, held, known_equal, tensor_of
@@ -76,8 +76,28 @@ class MergedCall(PlainCall):
         dims = ", ".join(repr(names[dim]) if names else str(dim) for dim in self.sharding.merge_dims)
         return f"local, then merged over mesh dim{'s' * (len(self.sharding.merge_dims) > 1)} {dims}"
 
-    def check(self) -> None:
-        """Return None: `find_sharded` has checked the call."""
+    def check(self) -> Decline | None:
+        """Return the reason why attention that isn't SDPA can't be merged, or None: `find_sharded` checked the rest."""
+        from tatten.ops.distributed.placement import belongs_to_heads
+
+        call, result, sinks = self.call, tensor_of(self.call.node), tensor_of(self.call.sinks)
+        placed = getattr(result, "placements", None)
+        if call.node.target not in SDPA_TARGETS and placed != self.sharding.out:
+            return Decline(Reason.PLACEMENT, f"the result is placed as {placed}, query as {self.sharding.out}")
+        if call.window is not None:
+            return Decline(Reason.WINDOW, f"a window of {call.window} over keys of which each rank has some")
+        if sinks is not None and not belongs_to_heads(sinks, self.sharding):
+            placed = getattr(sinks, "placements", None)
+            return Decline(Reason.PLACEMENT, f"sinks are placed as {placed}, query as {self.sharding.out}")
+        return None
+
+    def insert_latents(self, match: LatentMatch, masks: Masks) -> LatentMatch:
+        """Insert the local parts of the query and the mask."""
+        with self.call.node.graph.inserting_before(self.call.node):
+            mask = self.insert_mask(masks)
+            query, sinks = to_local(match.call.query), self.insert_sinks()
+        call = dataclasses.replace(match.call, query=query, attn_mask=mask, sinks=sinks)
+        return dataclasses.replace(match, call=call)
 
     def insert_mask(self, masks: Masks) -> Node | None:
         """Insert the local part of the mask; layers that share a mask share its node."""
@@ -86,7 +106,14 @@ class MergedCall(PlainCall):
             return None
         return masks.once((same_view(mask), self.sharding), lambda: local_mask(mask, self.sharding))
 
-    def output(self, state: Node) -> Node:
+    def insert_sinks(self) -> Node | None:
+        """Insert the local part of the sinks on the first of the ranks that are merged: each counts once."""
+        sinks, mesh = self.call.sinks, self.sharding.mesh
+        if sinks is None or any(mesh.get_local_rank(dim) != 0 for dim in self.sharding.merge_dims):
+            return None
+        return sinks if isinstance(tensor_of(sinks), FakeTensor) else to_local(sinks)
+
+    def output(self, state: Node, out: Node | None = None) -> Node:
         """Insert a merge over each mesh dim, the last (inner) one first, and return the output, placed as SDPA's was.
 
         Users that only take the local part of SDPA's DTensor get it directly; if all do, no DTensor is made.
@@ -95,12 +122,12 @@ class MergedCall(PlainCall):
         like = held(tensor_of(call))
         lse = like.new_empty(like.shape[:-1], dtype=accumulator_dtype(like.dtype))
         with graph.inserting_before(call):
-            out = _item(state, 0)
+            out = item(state, 0) if out is None else out
             for group in self.sharding.groups:
                 ranks, rank = group_size_and_rank(group)
-                args = out, _item(state, 1), group, ranks, rank, fastest(like, lse, group, ranks)
+                args = out, item(state, 1), group, ranks, rank, fastest(like, lse, group, ranks)
                 state = graph.call_function(torch.ops.tatten.tree_merge.default, args)
-                out = _item(state, 0)
+                out = item(state, 0)
             out.meta.update({**call.meta, "example_value": like})
             out = with_strides_of(out, like)
             for user in list(call.users):
@@ -131,6 +158,14 @@ class ShardedCall(MergedCall):
     def in_one(self, whole: Node, segments: tuple[Stored, ...]) -> Stored:
         return _local(peel_heads(whole), whole)
 
+    def latents(self) -> LatentMatch | Decline | None:
+        """Match local keys and values that DTensors are made of, and are expanded from latents."""
+        key, value = local_input(self.call.key), local_input(self.call.value)
+        if key is None or value is None:
+            return match_latents(self.call)
+        call = dataclasses.replace(self.call, query=local_part(self.call.query), key=key, value=value)
+        return match_latents(call, (self.call.key, self.call.value))
+
     def weighs(self, match: Match) -> bool:
         """Whether a rewrite has to pay: one of tensors behind the local part does, which another can read as it is.
 
@@ -142,12 +177,12 @@ class ShardedCall(MergedCall):
         """Insert `to_local` of the query, the mask, and the segments that are parts of DTensors."""
         with self.call.node.graph.inserting_before(self.call.node):
             mask = self.insert_mask(masks)
-            query = to_local(match.call.query)
+            query, sinks = to_local(match.call.query), self.insert_sinks()
             keys, values = (
                 tuple(dataclasses.replace(x, base=x.base if isinstance(x.base, Node) else to_local(x.base)) for x in xs)
                 for xs in (match.keys, match.values)
             )
-        call = dataclasses.replace(match.call, query=query, attn_mask=mask)
+        call = dataclasses.replace(match.call, query=query, attn_mask=mask, sinks=sinks)
         return dataclasses.replace(match, call=call, keys=keys, values=values)
 
 
@@ -174,8 +209,8 @@ class SegmentedCall(MergedCall):
         assert isinstance(match, BifurcatedMatch)
         with self.call.node.graph.inserting_before(self.call.node):
             mask = self.insert_mask(masks)
-            query = to_local(self.call.query)
-        call = masks.cast(dataclasses.replace(self.call, query=query, attn_mask=mask))
+            query, sinks = to_local(self.call.query), self.insert_sinks()
+        call = masks.cast(dataclasses.replace(self.call, query=query, attn_mask=mask, sinks=sinks))
         columns = masks.columns(call, self.keys)
         with self.call.node.graph.inserting_before(self.call.node):
             columns = [self._own_columns(call, x, stored, masks) for x, stored in zip(columns, self.keys, strict=True)]
@@ -225,7 +260,3 @@ def _local(stored: Stored, whole: Node) -> Stored:
     if same_sharding(tensor, base, stored.dims):
         return dataclasses.replace(stored, base=local_part(stored.base))
     return Stored(local_part(whole))
-
-
-def _item(state: Node, index: int) -> Node:
-    return state.graph.call_function(operator.getitem, (state, index))

@@ -21,11 +21,13 @@ from tatten.report import Report, recording
 
 if TYPE_CHECKING:
     from tatten.caches.sharded import ShardedKVCache
+    from tatten.integrations.transformers import QuantizedStaticCache
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask",
+    "QuantizedStaticCache",
     "Report",
     "ShardedKVCache",
     "SharedPrefixCache",
@@ -50,4 +52,8 @@ def __getattr__(name: str) -> object:
         from tatten.caches.sharded import ShardedKVCache
 
         return ShardedKVCache
+    if name == "QuantizedStaticCache":  # imports transformers
+        from tatten.integrations.transformers import QuantizedStaticCache
+
+        return QuantizedStaticCache
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

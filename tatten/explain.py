@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from tatten.inner_compiler import uncompiled, without_recompile_limit
-from tatten.report import Report, recording
+from tatten.passes import rewrite
+from tatten.report import Report, publish, recording
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
-    """Run `fn(*args, **kwargs)` once through the backend, with an eager inner compiler, and return the report.
+    """Run `fn(*args, **kwargs)` once through the passes of the backend, in eager mode, and return the report.
 
     `fn` really runs: it writes to a cache among its arguments. If it is compiled already, the function that it wraps is
     run. The report includes what `fn` compiles itself, as `generate` does with a `CompileConfig`, unless it is cached.
@@ -29,19 +30,18 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 2, 4096, 64)
         >>> report = tatten.explain(attend, query, key, value, torch.arange(4096)[None] < 100)
         >>> print(report)
-        graph 0: 1 of 1 SDPA calls rewritten in ... ms
+        graph 0: 1 of 1 attention calls rewritten in ... ms
           call: tatten.decode_attention.default
               line  ...:2  return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
               with  q float32[1, 8, 1, 64] k float32[1, 2, 4096, 64] v float32[1, 2, 4096, 64] mask bool[1, 4096]
               KV    16 MiB moved per step before, at most 4 MiB read now
-        total: 1 of 1 SDPA calls rewritten in 1 graph
+        total: 1 of 1 attention calls rewritten in 1 graph
     """
 
     # A new backend for each call: Dynamo would reuse the graphs of a backend that it has seen, and nothing be reported.
     def backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        from tatten.backend import tatten
-
-        return tatten(gm, example_inputs, options={"inner": "eager"})
+        publish(rewrite(gm, fuses=True))  # as for Inductor, but nothing is compiled
+        return gm.forward
 
     with recording() as report, without_recompile_limit():
         torch.compile(uncompiled(fn), backend=backend)(*args, **kwargs)

@@ -41,7 +41,7 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
         ) from error
 
     def compiler(gm: GraphModule, inputs: list[Tensor]) -> Compiled:
-        if on_cuda(inputs) and _register_lowerings() is None:
+        if _on_cuda(inputs) and _register_lowerings() is None:
             from tatten.ops.inductor.version import with_lowerings
 
             wrapper.config = with_lowerings(wrapper.config)
@@ -52,7 +52,7 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
 
 def launch_note(name: str, inputs: Iterable[object]) -> str:
     """What a report says of how the kernels of tatten's ops are launched: nothing, unless Inductor can't do it."""
-    problem = _register_lowerings() if name == "inductor" and on_cuda(inputs) else None
+    problem = _register_lowerings() if name == "inductor" and _on_cuda(inputs) else None
     return f"Inductor calls the ops instead of launching their kernels: {problem}" if problem else ""
 
 
@@ -68,7 +68,7 @@ def _register_lowerings() -> str | None:
     return None
 
 
-def on_cuda(inputs: Iterable[object]) -> bool:
+def _on_cuda(inputs: Iterable[object]) -> bool:
     return any(x.is_cuda for x in inputs if isinstance(x, Tensor))
 
 

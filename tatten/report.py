@@ -34,7 +34,7 @@ class Report:
         >>> import torch, tatten
         >>> print(tatten.explain(torch.add, torch.ones(2), torch.ones(2)))
         graph 0: no attention
-        total: 0 of 0 SDPA calls rewritten in 1 graph
+        total: 0 of 0 attention calls rewritten in 1 graph
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Report:
 def _rewritten(findings: Sequence[Rewritten | Declined]) -> str:
     done = sum(isinstance(x, Rewritten) for x in findings)
     calls = sum(not (isinstance(x, Declined) and x.decline.reason in OTHER_ATTENTION) for x in findings)
-    return f"{done} of {calls} SDPA calls rewritten"
+    return f"{done} of {calls} attention calls rewritten"
 
 
 def _groups(graph: GraphReport) -> list[list[Rewritten | Declined]]:
@@ -144,7 +144,7 @@ def _describe(group: list[Rewritten | Declined]) -> Iterator[str]:
 
 def _costs(cost: Cost | LatentCost) -> Iterator[str]:
     if isinstance(cost, LatentCost):
-        before, now = cost.expanded, cost.absorbed
+        before, now = cost.projected, cost.absorbed
         yield f"    moved {_size(before.bytes)} per step before, at most {_size(now.bytes)} now"
         yield f"    flops {before.flops:.3g} per step before, at most {now.flops:.3g} now"
         return

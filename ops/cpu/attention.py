@@ -17,14 +17,16 @@ from torch import Tensor
 
 from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.flash import additive, attend, empty_state
-from tatten.ops.layout import pack_gqa, pack_mask, squeeze_broadcast
+from tatten.ops.layout import over_keys, pack_gqa, pack_mask, squeeze_broadcast
 from tatten.ops.masks import Span, key_spans
+from tatten.ops.reach import mask_of_reach, narrow_mask
 from tatten.ops.state_validation import check_stack
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, merge
 from tatten.ops.validation import check_block_mask, check_decode_attention, check_kv_lens, check_provider
 from tatten.ops.variant import AttentionVariant
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, bool], State]  # like `attend`
+Kernel = Callable[..., State]  # like `attend`; for keys in 8 bits, after their `Scales`
+Scales = tuple[Tensor | None, Tensor | None]  # of keys and values, each of heads or of single keys
 
 
 def decode_attention(
@@ -45,7 +47,7 @@ def decode_attention(
         check_block_mask(block_mask, key.shape[0], kv_len, key.device)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     upcasts = key.dtype != dtype
-    if upcasts:  # float8, for which PyTorch has no products on a CPU
+    if upcasts:  # from 8 bits, for which PyTorch has no such products on a CPU
         query = query.to(accumulator_dtype(dtype))
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = squeeze_broadcast(attn_mask).to(query.dtype)
@@ -68,12 +70,14 @@ def attend_variant(
 ) -> State:
     """The state over the sinks and the keys that mask, lengths and window leave; `kernel` computes that of keys."""
     q_len, kv_len, spans = query.shape[2], key.shape[2], None
+    scales = (variant.key_scale, variant.value_scale) if key.element_size() == 1 else None
     if lens is not None or variant.window is not None:
         lens = [kv_len] if lens is None else lens
         if variant.window is not None:  # keys before every window are left out before anything is computed for them
             first = max(0, min(lens) - q_len - variant.window + 1)
             key, value = key[:, :, first:], value[:, :, first:]
             mask = None if mask is None else mask.expand(*mask.shape[:-1], kv_len)[..., first:]
+            scales = None if scales is None else _scales_of(scales, keys=slice(first, None))
             lens = [n - first for n in lens]
         reach, spans = _reach(lens, q_len, key.shape[2], variant.window)
         if mask is not None:
@@ -82,7 +86,7 @@ def attend_variant(
         mask = reach
     elif mask is not None:
         spans = spans_of(mask, kv_len, block_mask)
-    out, lse = attend_keys(query, key, value, mask, spans, scale, kernel)
+    out, lse = attend_keys(query, key, value, mask, spans, scale, kernel, scales)
     return (out, lse) if variant.sinks is None else merge_sinks(out, lse, variant.sinks)
 
 
@@ -106,20 +110,6 @@ def _reach(lens: list[int], q_len: int, kv_len: int, window: int | None) -> tupl
     return mask_of_reach(torch.tensor(lens), q_len, kv_len, window), spans
 
 
-def mask_of_reach(lens: Tensor, q_len: int, kv_len: int, window: int | None) -> Tensor:
-    """The keys that length and window leave to each query: bool `[sequences, 1, 1 or q_len, kv_len]`."""
-    stop, keys = lens[:, None, None, None], torch.arange(kv_len)
-    if window is None:
-        return keys < stop
-    behind = stop - q_len + torch.arange(q_len)[:, None] - keys  # how far from the query's own place
-    return (behind >= 0) & (behind < window)
-
-
-def narrow_mask(mask: Tensor, reach: Tensor) -> Tensor:
-    """The part of a mask, bool or additive, that lies within reach."""
-    return mask & reach if mask.dtype == torch.bool else torch.where(reach, mask, NEG_INF)
-
-
 def attend_keys(
     query: Tensor,
     key: Tensor,
@@ -128,11 +118,18 @@ def attend_keys(
     spans: list[Span] | None,
     scale: float,
     kernel: Kernel = attend,
+    scales: Scales | None = None,
 ) -> State:
-    """The state over the keys that a mask leaves, in spans, one for each sequence or one for all of them."""
+    """The state over the keys that a mask leaves, in spans, one for each sequence or one for all of them.
+
+    `scales` are given for keys in 8 bits, for a kernel that takes them.
+    """
     batch, q_heads, q_len, _ = query.shape
     kv_heads = key.shape[1]
     q_rows = pack_gqa(query, kv_heads)
+
+    def bound(sequences: slice = slice(None), keys: slice = slice(None)) -> Kernel:
+        return kernel if scales is None else functools.partial(kernel, _scales_of(scales, sequences, keys=keys))
 
     def attend_run(sequences: slice, span: Span, some_empty: bool) -> State:
         """The state of sequences over a span of keys; `some_empty`: some sequence has no key at all."""
@@ -140,6 +137,7 @@ def attend_keys(
         q, k, v = q_rows, key.narrow(2, span.start, length), value.narrow(2, span.start, length)
         if sequences.stop - sequences.start < batch:
             q, k, v = q[sequences], k[sequences], v[sequences]
+        kernel = bound(sequences, slice(span.start, span.stop))
         if mask is None or span.full:
             return kernel(q, k, v, None, scale, some_empty)
         own_mask = squeeze_broadcast(mask)
@@ -149,7 +147,7 @@ def attend_keys(
         return kernel(q, k, v, own_mask, scale, some_empty or own_mask.shape[1:3] != (1, 1))
 
     if mask is None or spans is None:
-        out, lse = kernel(q_rows, key, value, None, scale, False)
+        out, lse = bound()(q_rows, key, value, None, scale, False)
     else:
         pair_bytes = (key.shape[3] + value.shape[3]) * kv_heads * key.element_size()
         out, lse = _attend_runs(attend_run, spans, batch, pair_bytes)
@@ -187,12 +185,12 @@ def _runs(spans: list[Span], batch: int) -> list[tuple[slice, Span]]:
 
 
 def kernel_of(variant: AttentionVariant, upcasts: bool) -> Kernel:
-    """`attend` with what a variant adds to it; `upcasts`: keys and values are in float8."""
+    """`attend` with what a variant adds to it; `upcasts`: keys and values are in 8 bits."""
     kernel: Kernel = attend
     if variant.softcap is not None:
         kernel = functools.partial(_attend_capped, softcap=variant.softcap)
     if upcasts:
-        kernel = functools.partial(_attend_upcast, kernel, (variant.key_scale, variant.value_scale))
+        kernel = functools.partial(_attend_upcast, kernel)
     return kernel
 
 
@@ -222,7 +220,7 @@ def _attend_capped(
 
 def _attend_upcast(
     kernel: Kernel,
-    kv_scales: tuple[Tensor | None, Tensor | None],
+    scales: Scales,
     q_rows: Tensor,
     key: Tensor,
     value: Tensor,
@@ -230,15 +228,39 @@ def _attend_upcast(
     scale: float,
     some_empty: bool,
 ) -> State:
-    """`kernel` on the keys and values that those in float8 represent: only what it reads is upcast."""
-    key, value = (upcast(x, f, q_rows.dtype) for x, f in zip((key, value), kv_scales, strict=True))
-    return kernel(q_rows, key, value, mask, scale, some_empty)
+    """`kernel` on what keys and values in 8 bits represent: upcast for a few heads at a time, while in the cache."""
+    batch, kv_heads, kv_len, _ = key.shape
+    threads = torch.get_num_threads()
+    head_bytes = max(1, kv_len * (key.shape[3] + value.shape[3]) * q_rows.element_size())
+    pairs = threads * max(1, thresholds.CPU.block_bytes // head_bytes)
+    some_sequences, some_heads = max(1, pairs // kv_heads), min(pairs, kv_heads)
+    if mask is not None:
+        mask = mask.expand(batch, kv_heads, -1, -1)
+    states = []
+    for b in range(0, batch, some_sequences):
+        for h in range(0, kv_heads, some_heads):
+            at = slice(b, b + some_sequences), slice(h, h + some_heads)
+            own_scales = _scales_of(scales, *at)
+            k, v = (upcast(x[at], f, q_rows.dtype) for x, f in zip((key, value), own_scales, strict=True))
+            states.append(kernel(q_rows[at], k, v, None if mask is None else mask[at], scale, some_empty))
+    per_row = -(-kv_heads // some_heads)
+    rows = [states[i : i + per_row] for i in range(0, len(states), per_row)]
+    out, lse = (torch.cat([torch.cat([state[i] for state in row], dim=1) for row in rows]) for i in (0, 1))
+    return out, lse
+
+
+def _scales_of(
+    scales: Scales, sequences: slice = slice(None), heads: slice = slice(None), keys: slice = slice(None)
+) -> Scales:
+    """The scales of some keys."""
+    key, value = (x if x is None else x[heads] if x.dim() == 1 else x[sequences, heads, keys] for x in scales)
+    return key, value
 
 
 def upcast(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The keys or values that those in float8 represent; `factor`: of each head."""
+    """What keys or values in 8 bits represent; `factor`: of each head, or of each key."""
     x = x.to(dtype)
-    return x if factor is None else x * factor.to(dtype)[:, None, None]
+    return x if factor is None else x * over_keys(factor.to(dtype))
 
 
 def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> State:

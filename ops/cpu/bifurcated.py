@@ -8,13 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tatten.ops.cpu.attention import attend_keys, spans_of
+from tatten.ops.cpu.attention import Kernel, attend_keys, kernel_of, merge_sinks, spans_of
 from tatten.ops.cpu.flash import additive, coarse_sequences
 from tatten.ops.cpu.rows import runs_of
 from tatten.ops.layout import fold_mask, fold_sequences, unfold_sequences
+from tatten.ops.reach import segments_in_window
 from tatten.ops.row_groups import rows_of_segments
 from tatten.ops.states import State, accumulator_dtype, combine_partials
 from tatten.ops.validation import check_bifurcated_attention
+from tatten.ops.variant import AttentionVariant
 
 
 def bifurcated_attention(
@@ -23,21 +25,26 @@ def bifurcated_attention(
     values: Sequence[Tensor],
     attn_masks: Sequence[Tensor | None],
     block_masks: Sequence[Tensor | None],
-    scale: float | None = None,
-    row_groups: Sequence[Tensor | None] | None = None,
+    scale: float | None,
+    row_groups: Sequence[Tensor | None] | None,
+    variant: AttentionVariant,
 ) -> State:
     row_groups = row_groups or [None] * len(keys)
-    check_bifurcated_attention(query, keys, values, attn_masks, block_masks, row_groups)
+    check_bifurcated_attention(query, keys, values, attn_masks, block_masks, row_groups, variant)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    rows = rows_of_segments(row_groups, query, keys)
+    rows, kernel = rows_of_segments(row_groups, query, keys), kernel_of(variant, upcasts=False)
+    if variant.window is not None:
+        segments = list(zip(keys, values, attn_masks, block_masks, strict=True))
+        narrowed = segments_in_window(variant.window, query.shape[2], segments)
+        keys, values, attn_masks, block_masks = zip(*narrowed, strict=True)
     outs, lses = [], []
     for key, value, mask, block_mask, own_rows in zip(keys, values, attn_masks, block_masks, rows, strict=True):
         if key.shape[2] == 0:
             mask = None
         if own_rows is None:
-            out, lse = _attend_blocks(query, key, value, mask, block_mask, scale)
+            out, lse = _attend_blocks(query, key, value, mask, block_mask, scale, kernel)
         else:
-            out, lse = _attend_rows(query, key, value, mask, block_mask, scale, own_rows)
+            out, lse = _attend_rows(query, key, value, mask, block_mask, scale, kernel, own_rows)
         outs.append(out)
         lses.append(lse)
     out, lse = combine_partials(outs, lses)
@@ -45,12 +52,20 @@ def bifurcated_attention(
         for b in coarse_sequences(lse):
             at = slice(b, b + 1)
             key, value, mask = _concatenate(query, keys, values, attn_masks, rows, b)
-            out[at], lse[at] = attend_keys(query[at], key, value, mask, spans_of(mask, key.shape[2]), scale)
+            out[at], lse[at] = attend_keys(query[at], key, value, mask, spans_of(mask, key.shape[2]), scale, kernel)
+    if variant.sinks is not None:
+        out, lse = merge_sinks(out, lse, variant.sinks)
     return out.contiguous(), lse.contiguous()
 
 
 def _attend_blocks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    block_mask: Tensor | None,
+    scale: float,
+    kernel: Kernel,
 ) -> State:
     """The state of each sequence over a segment whose rows serve aligned blocks of sequences."""
     batch, kv_batch, kv_len = query.shape[0], key.shape[0], key.shape[2]
@@ -58,7 +73,7 @@ def _attend_blocks(
     if mask is not None:
         mask = fold_mask(mask.expand(*mask.shape[:-1], kv_len), query, kv_batch)
         spans = spans_of(mask, kv_len, block_mask)
-    out, lse = attend_keys(fold_sequences(query, kv_batch), key, value, mask, spans, scale)
+    out, lse = attend_keys(fold_sequences(query, kv_batch), key, value, mask, spans, scale, kernel)
     return unfold_sequences(out, batch), unfold_sequences(lse, batch)
 
 
@@ -69,6 +84,7 @@ def _attend_rows(
     mask: Tensor | None,
     block_mask: Tensor | None,
     scale: float,
+    kernel: Kernel,
     rows: Tensor,
 ) -> State:
     """The state of each sequence over the row of a segment that it reads, a run of rows at a time."""
@@ -84,9 +100,8 @@ def _attend_rows(
             own_mask = mask.index_select(0, sequences) if per_sequence else mask[stored]
         if block_mask is not None and block_mask.shape[0] > 1:
             own_block_mask = block_mask[stored]
-        own = _attend_blocks(
-            query.index_select(0, sequences), key[stored], value[stored], own_mask, own_block_mask, scale
-        )
+        own_query = query.index_select(0, sequences)
+        own = _attend_blocks(own_query, key[stored], value[stored], own_mask, own_block_mask, scale, kernel)
         for whole, part in zip((out, lse), own, strict=True):
             whole[run.sequences[run.real]] = part[run.real.flatten()]
     return out, lse

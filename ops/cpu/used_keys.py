@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from tatten.ops.cpu.attention import Scales
 from tatten.ops.layout import fold_mask, squeeze_broadcast
 from tatten.ops.masks import key_spans
 
@@ -22,12 +23,14 @@ class UsedKeys:
 
     Attributes:
         inside: bool `[rows, length]`, which of them are in the span of each row, or `[1, length]`; None without a mask.
+        scales: of keys and of values in 8 bits, for each head or each key.
     """
 
     key: Tensor
     value: Tensor
     mask: Tensor | None = None
     inside: Tensor | None = None
+    scales: Scales = (None, None)
 
     @property
     def without_poison(self) -> UsedKeys:
@@ -39,7 +42,13 @@ class UsedKeys:
 
 
 def used_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None, least: int = 1
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    block_mask: Tensor | None,
+    least: int = 1,
+    scales: Scales = (None, None),
 ) -> UsedKeys:
     """The used keys, `least` of them at least, of a segment whose rows serve aligned blocks of sequences.
 
@@ -47,9 +56,9 @@ def used_in_blocks(
     """
     kv_batch, kv_len = key.shape[0], key.shape[2]
     if mask is None or kv_len == 0:
-        return UsedKeys(key, value)
+        return UsedKeys(key, value, scales=scales)
     mask = fold_mask(mask.expand(*mask.shape[:-1], kv_len), query, kv_batch)
-    return _narrow(key, value, mask, key_spans(mask) if block_mask is None else block_mask, least)
+    return _narrow(key, value, mask, key_spans(mask) if block_mask is None else block_mask, least, scales)
 
 
 def used_by_rows(
@@ -70,7 +79,9 @@ def used_by_rows(
     return UsedKeys(used.key.index_select(0, rows), used.value.index_select(0, rows), used.mask, used.inside)
 
 
-def _narrow(key: Tensor, value: Tensor, mask: Tensor, spans: Tensor, least: int) -> UsedKeys:
+def _narrow(
+    key: Tensor, value: Tensor, mask: Tensor, spans: Tensor, least: int, scales: Scales = (None, None)
+) -> UsedKeys:
     """Narrow to the keys from the first to the last that any row of `spans`, as `key_spans` has them, leaves.
 
     Where they are fewer than `least`, others that the mask excludes are among them.
@@ -86,5 +97,7 @@ def _narrow(key: Tensor, value: Tensor, mask: Tensor, spans: Tensor, least: int)
         torch._check(begin + length <= kv_len)
         key, value, mask = key.narrow(2, begin, length), value.narrow(2, begin, length), mask.narrow(3, begin, length)
         places = places.narrow(0, begin, length)
+        key_scale, value_scale = (x if x is None or x.dim() == 1 else x.narrow(2, begin, length) for x in scales)
+        scales = key_scale, value_scale
         torch._check(key.shape[2] != 0)  # which does not follow for PyTorch where kv_len is dynamic
-    return UsedKeys(key, value, mask, (places >= start[:, None]) & (places < stop[:, None]))
+    return UsedKeys(key, value, mask, (places >= start[:, None]) & (places < stop[:, None]), scales)

@@ -22,7 +22,14 @@ from tatten.ops.cuda.heuristics import (
     tiles_for,
     whole_programs,
 )
-from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, NO_MASK, _decode_kernel
+from tatten.ops.cuda.kernels.decode import (
+    ADDITIVE_MASK,
+    HEAD_SCALE,
+    KEY_SCALE,
+    NO_MASK,
+    NO_SCALE,
+    _decode_kernel,
+)
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.mask_plan import MaskPlan, plan_mask
 from tatten.ops.cuda.recording import recorder
@@ -99,6 +106,12 @@ def _constant_stride(x: Tensor) -> int:
     return x.stride(2) if x.stride(2) < 1 << 14 else 0
 
 
+def _scale_kind(scale: Tensor | None) -> int:
+    if scale is None:
+        return NO_SCALE
+    return HEAD_SCALE if scale.dim() == 1 else KEY_SCALE
+
+
 def _tiling(x: Tensor, block_n: int) -> Tiling:
     return Tiling(TensorDescriptor, x, [1, 1, block_n, max(16, power_of_2(x.shape[3]))])
 
@@ -156,8 +169,8 @@ def plan_segment(
     follows = follows and mask.find_blocks is None and not copies
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
     rope_dim = rope[1].shape[3] if rope else 0
-    float8 = key.element_size() == 1
-    masked = mask.kind != NO_MASK or window is not None or (float8 and kv_lens is not None)
+    narrow = key.element_size() == 1
+    masked = mask.kind != NO_MASK or window is not None or (narrow and kv_lens is not None)
     large_shared_memory = has_large_shared_memory(query.device)
     if tiles is None and latent:
         tiles = latent_tiles_for(
@@ -175,7 +188,7 @@ def plan_segment(
         kv_len,
         has_block_list=has_block_list,
         masked=masked,
-        float8=float8,
+        narrow=narrow,
         large_shared_memory=large_shared_memory,
     )
     block_n = BLOCK_KEYS if has_block_list else tiles.block_n
@@ -265,8 +278,8 @@ def plan_segment(
         ROWS=has_row_groups,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
-        KEY_SCALE=key_scale is not None,
-        VALUE_SCALE=value_scale is not None,
+        KEY_SCALE=_scale_kind(key_scale),
+        VALUE_SCALE=_scale_kind(value_scale),
         LATENT=latent,
         MAX_AND_SUM=space.max_and_sum,
         FINAL=whole,

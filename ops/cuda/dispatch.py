@@ -12,6 +12,7 @@ from tatten.ops.cuda.flash_attn import PACKAGES, package_attention
 from tatten.ops.cuda.launcher import by_layout, on_device_of
 from tatten.ops.cuda.providers import choose_provider, cudnn_attention, flash_attention, unsupported_reason
 from tatten.ops.cuda.workload import Workload, needs_of
+from tatten.ops.reach import segments_in_window
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
 from tatten.ops.row_groups import rows_of, rows_of_segments
 from tatten.ops.row_validation import check_rows
@@ -28,7 +29,7 @@ from tatten.ops.validation import (
     check_provider,
     check_segments_no_grad,
 )
-from tatten.ops.variant import PLAIN, AttentionVariant
+from tatten.ops.variant import AttentionVariant
 
 
 def decode_attention(
@@ -89,8 +90,6 @@ def _plan_decode(
 
     from tatten.ops.cuda.decode import plan_attention
 
-    if kv_lens is not None or variant.window is not None or attn_mask is None:
-        block_mask = None  # the others change what the mask leaves
     return plan_attention(query, key, value, attn_mask, kv_lens, scale, block_mask, variant)
 
 
@@ -100,17 +99,24 @@ def bifurcated_attention(
     values: Sequence[Tensor],
     attn_masks: Sequence[Tensor | None],
     block_masks: Sequence[Tensor | None],
-    scale: float | None = None,
-    row_groups: Sequence[Tensor | None] | None = None,
+    scale: float | None,
+    row_groups: Sequence[Tensor | None] | None,
+    variant: AttentionVariant,
 ) -> State:
-    check_segments_no_grad(query, keys, values, attn_masks)
+    check_segments_no_grad(query, keys, values, attn_masks, variant)
     row_groups = row_groups or [None] * len(keys)
+    if variant.window is not None:
+        _check_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, variant)
+        segments = list(zip(keys, values, attn_masks, block_masks, strict=True))
+        narrowed = segments_in_window(variant.window, query.shape[2], segments)
+        keys, values, attn_masks, block_masks = zip(*narrowed, strict=True)
+        variant = variant._replace(window=None)
     if any(x is not None for x in row_groups):
         of_segments = zip(keys, attn_masks, block_masks, row_groups, strict=True)
         block_masks = [_block_mask_of_rows(query, *segment) for segment in of_segments]
     flash_impl = current_flash_attention_impl()
-    attend = _plan_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, scale, flash_impl)
-    return on_device_of(query, attend, query, keys, values, attn_masks, block_masks, row_groups)
+    attend = _plan_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, scale, variant, flash_impl)
+    return on_device_of(query, attend, query, keys, values, attn_masks, block_masks, row_groups, variant)
 
 
 @by_layout
@@ -122,26 +128,43 @@ def _plan_bifurcated(
     block_masks: Sequence[Tensor | None],
     row_groups: Sequence[Tensor | None],
     scale: float | None,
+    variant: AttentionVariant,
     flash_impl: str | None,
 ) -> Callable[..., State]:
-    """Plan a function of query, keys, values, attn_masks, block_masks and row_groups that computes the op."""
-    given = {"keys": keys, "values": values, "attn_masks": attn_masks, "block_masks": block_masks}
-    for name, tensors in {**given, "row_groups": row_groups}.items():
-        check_devices(query, **{f"{name}[{i}]": x for i, x in enumerate(tensors)})
-    check_bifurcated_attention(query, keys, values, attn_masks, block_masks, row_groups)
+    """Plan a function of query, keys, values, attn_masks, block_masks, row_groups and variant that computes the op.
+
+    A window is not in `variant`: segments have been narrowed to it.
+    """
+    _check_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, variant)
     check_cuda_head_dims(query, values[0])
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if len(keys) == 1 and keys[0].shape[0] == query.shape[0] and row_groups[0] is None and attn_masks[0] is None:
-        attend = _plan_decode(query, keys[0], values[0], None, None, scale, None, PLAIN, "auto", flash_impl)
-        return lambda q, ks, vs, *_: attend(q, ks[0], vs[0], None, None, None, PLAIN)
+        attend = _plan_decode(query, keys[0], values[0], None, None, scale, None, variant, "auto", flash_impl)
+        return lambda q, ks, vs, _, __, ___, variant: attend(q, ks[0], vs[0], None, None, None, variant)
     if query.dtype == torch.float64:
-        return lambda q, ks, vs, masks, _, groups: _dense(
-            bifurcated_attention_reference(q, ks, vs, masks, scale, rows_of_segments(groups, q, ks))
+        return lambda q, ks, vs, masks, _, groups, variant: _dense(
+            bifurcated_attention_reference(q, ks, vs, masks, scale, rows_of_segments(groups, q, ks), variant)
         )
 
     from tatten.ops.cuda.segments import plan_segments
 
-    return plan_segments(query, keys, values, attn_masks, block_masks, scale, row_groups)
+    return plan_segments(query, keys, values, attn_masks, block_masks, scale, row_groups, variant)
+
+
+def _check_bifurcated(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    block_masks: Sequence[Tensor | None],
+    row_groups: Sequence[Tensor | None],
+    variant: AttentionVariant,
+) -> None:
+    given = {"keys": keys, "values": values, "attn_masks": attn_masks, "block_masks": block_masks}
+    for name, tensors in {**given, "row_groups": row_groups}.items():
+        check_devices(query, **{f"{name}[{i}]": x for i, x in enumerate(tensors)})
+    check_devices(query, sinks=variant.sinks)
+    check_bifurcated_attention(query, keys, values, attn_masks, block_masks, row_groups, variant)
 
 
 def _block_mask_of_rows(

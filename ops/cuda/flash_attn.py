@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tatten.ops.cuda.heuristics import capability
 from tatten.ops.cuda.recording import NotRecordableError, recorder
-from tatten.ops.cuda.workload import Needs, Workload
+from tatten.ops.cuda.workload import NARROW, Needs, Workload
 from tatten.ops.states import State
 from tatten.ops.variant import PLAIN, AttentionVariant
 
@@ -112,8 +112,8 @@ def package_unsupported_reason(provider: str, work: Workload) -> str | None:
     package = PACKAGES[provider]
     dim, value_dim, (major, minor) = work.key[3], work.value_dim, capability(work.device)
     unmet = [need for need in work.needs if need not in package.arguments]
-    if work.kv_dtype != work.dtype and "float8" not in unmet:
-        unmet.append("float8")
+    if work.kv_dtype != work.dtype and NARROW not in unmet:
+        unmet.append(NARROW)
     if unmet:
         return f"it takes no {', '.join(unmet)}"
     if work.dtype not in (torch.float16, torch.bfloat16):

@@ -42,7 +42,7 @@ def tiles_for(
     *,
     has_block_list: bool = False,
     masked: bool = False,
-    float8: bool = False,
+    narrow: bool = False,
     large_shared_memory: bool = True,
 ) -> Tiles:
     """Choose the fastest tiles that do not spill registers, as measured on an H200.
@@ -53,22 +53,23 @@ def tiles_for(
         element_size: of the query, in bytes.
         kv_len: the number of keys. With few of them a program mostly waits, and an SM needs many programs.
         has_block_list: the blocks of a mask are listed.
-        masked: the mask itself is read, or key positions are computed for a window. Set for float8 with lengths too, as
+        masked: the mask itself is read, or key positions are computed for a window. Set for 8 bits with lengths too, as
             that saves registers.
-        float8: keys and values are float8.
+        narrow: keys and values are in 8 bits.
         large_shared_memory: a program may have 227 KiB.
     """
     at_most = max(16, power_of_2(q_rows))
     if element_size == 4:
-        return Tiles(min(at_most, 64, max(16, 2048 // dim)), 32, 8, 2)
-    if 128 < dim <= 256 and q_rows <= 16 and large_shared_memory and not float8:
+        stages = 3 if has_block_list and dim <= 128 and large_shared_memory else 2  # at 128, 2 spill in Triton 3.9
+        return Tiles(min(at_most, 64, max(16, 2048 // dim)), 32, 8, stages)
+    if 128 < dim <= 256 and q_rows <= 16 and large_shared_memory and not narrow:
         return Tiles(16, 64, 8 if has_block_list and masked else 4, 3)  # with 2 stages up to 1.6 times as long
     if dim > 128:
         return Tiles(min(at_most, 8192 // dim), 64 if dim <= 256 else 32, 8, 2)
-    if q_rows <= 16 and float8:
+    if q_rows <= 16 and narrow:
         per_sm = 3 if dim <= 64 else 2
         return Tiles(16, 64, 4, 4, per_sm) if has_block_list or masked else Tiles(16, 128, 4, 3, per_sm)
-    if kv_len <= 64 and not (has_block_list or masked or float8):
+    if kv_len <= 64 and not (has_block_list or masked or narrow):
         # 33 us for 512 sequences of 32 keys and 8 heads, where 4 warps take 80
         return Tiles(16, 32, 1, 2, 8) if q_rows <= 16 else Tiles(min(at_most, 64), 32, 4, 2, 4)
     if q_rows <= 16:

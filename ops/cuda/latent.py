@@ -68,8 +68,6 @@ def _plan(
     from tatten.ops.cuda.combine import plan_combine
     from tatten.ops.cuda.decode import plan_segment
 
-    if kv_lens is not None or variant.window is not None or attn_mask is None:
-        block_mask = None  # the others change what the mask leaves
     masks = attn_mask, kv_lens, scale, block_mask, variant, None
     rope = _rope(query_rope, key_rope)
     segment = plan_segment(query, latent, latent, *masks, rope, latent=True, out_dtype=out_dtype)

@@ -6,23 +6,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import Partials, TileSpace
 from tatten.ops.cuda.heuristics import multiprocessors, programs_for
 from tatten.ops.cuda.kernels.latent_sm90 import BLOCK_M, BLOCK_N, RANK, ROPE, START_REGS, _latent_kernel
 from tatten.ops.cuda.launcher import Launch
+from tatten.ops.cuda.sm90 import key_tiling, strides_in_units
 from tatten.ops.cuda.tma import Tiling
 from tatten.ops.sizes import ceil_div
-
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-def _tiling(x: Tensor, columns: int) -> Tiling:
-    block = [1, 1, BLOCK_N, columns]
-    return Tiling(TensorDescriptor, x, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))
 
 
 @dataclass(frozen=True)
@@ -51,22 +43,17 @@ def plan_latent_segment(
     work_tiles = batch * q_blocks
     programs = programs_for(work_tiles, ceil_div(kv_len, BLOCK_N), multiprocessors(query.device))
     space = TileSpace(1, work_tiles, kv_len, 1, 1, q_blocks, programs, BLOCK_M, BLOCK_N, q_blocks_first=True)
-
-    def strides(x: Tensor) -> list[int]:
-        return [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-
-    of_query, of_rope = strides(query), strides(query_rope)
-    aligned = 8 if all(stride % 8 == 0 for stride in (*of_query, *of_rope)) else 1
+    aligned, (of_query, of_rope) = strides_in_units(query, query_rope)
     launch = Launch(
         _latent_kernel,
         (programs,),
         {"num_warps": 4, "maxnreg": START_REGS, "launch_pdl": True},
-        query_b=of_query[0] // aligned,
-        query_h=of_query[1] // aligned,
-        query_l=of_query[2] // aligned,
-        rope_b=of_rope[0] // aligned,
-        rope_h=of_rope[1] // aligned,
-        rope_l=of_rope[2] // aligned,
+        query_b=of_query[0],
+        query_h=of_query[1],
+        query_l=of_query[2],
+        rope_b=of_rope[0],
+        rope_h=of_rope[1],
+        rope_l=of_rope[2],
         scale=scale,
         kv_len=kv_len,
         work_tiles=work_tiles,
@@ -83,4 +70,5 @@ def plan_latent_segment(
         Dense.of((slots, BLOCK_M, RANK), torch.float32),
         Dense.of((slots, BLOCK_M), torch.float32),
     )
-    return LatentSegment(space, launch, _tiling(latent, RANK // 2), _tiling(key_rope, ROPE), writes)
+    tilings = key_tiling(latent, BLOCK_N, RANK // 2), key_tiling(key_rope, BLOCK_N, ROPE)
+    return LatentSegment(space, launch, *tilings, writes)

@@ -50,10 +50,12 @@ def plan_mask(
     window: int | None,
     has_row_groups: bool = False,
 ) -> MaskPlan:
-    """Plan for checked inputs. A `block_mask` is given only where neither lengths nor a window narrow the mask.
+    """Plan for checked inputs. A `block_mask` counts only where neither lengths nor a window narrow the mask.
 
-    `has_row_groups`: any sequence may read any row, and `block_mask` is given.
+    `has_row_groups`: any sequence may read any row, and the `block_mask` of a mask is given.
     """
+    if kv_lens is not None or window is not None or attn_mask is None:
+        block_mask = None
     batch, q_heads, q_len, _ = query.shape
     kv_batch, _, kv_len, _ = key.shape
     groups = block_mask.shape[0] if block_mask is not None else 1 if kv_lens is None else kv_batch

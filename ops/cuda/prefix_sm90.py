@@ -6,22 +6,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.heuristics import seqs_and_rows
 from tatten.ops.cuda.kernels.prefix_sm90 import BLOCK_M, BLOCK_N, START_REGS, _prefix_kernel
 from tatten.ops.cuda.launcher import Launch
+from tatten.ops.cuda.sm90 import DTYPES, key_tiling, strides_in_units
 from tatten.ops.cuda.tma import Tiling
 from tatten.ops.sizes import ceil_div
-
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-def _tiling(x: Tensor) -> Tiling:
-    block = [1, 1, BLOCK_N, x.shape[3]]
-    return Tiling(TensorDescriptor, x, block, gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))
 
 
 @dataclass(frozen=True)
@@ -82,7 +74,7 @@ def plan_prefix_attention(
     """
     batch, q_heads, q_len, dim = query.shape
     _, kv_heads, kv_len, _ = key.shape
-    if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype:
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"expected bfloat16 or float16 for all, got {query.dtype}, {key.dtype} and {value.dtype}")
     if dim not in (64, 128) or key.shape[3] != dim or value.shape != key.shape or query.stride(3) != 1:
         raise ValueError(f"expected dense head_dim 64 or 128, got {query.shape}, {key.shape} and {value.shape}")
@@ -91,15 +83,14 @@ def plan_prefix_attention(
     heads_per_kv = q_heads // kv_heads
     seqs_per_kv, kv_rows = seqs_and_rows(query, key, row_groups is not None)
     q_blocks = ceil_div(heads_per_kv * seqs_per_kv * q_len, BLOCK_M)
-    strides = [0 if size == 1 else stride for size, stride in zip(query.shape[:3], query.stride()[:3], strict=True)]
-    aligned = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    aligned, (strides,) = strides_in_units(query)
     launch = Launch(
         _prefix_kernel,
         (programs,),
         {"num_warps": 4, "maxnreg": START_REGS, "launch_pdl": True},
-        query_b=strides[0] // aligned,
-        query_h=strides[1] // aligned,
-        query_l=strides[2] // aligned,
+        query_b=strides[0],
+        query_h=strides[1],
+        query_l=strides[2],
         scale=scale,
         kv_len=kv_len,
         work_tiles=(kv_rows if row_groups is None else 1) * kv_heads * q_blocks,
@@ -117,4 +108,5 @@ def plan_prefix_attention(
     slots = 2 * programs if split else 0
     shapes = tuple(query.shape), tuple(query.shape[:3]), (slots, BLOCK_M, dim), (slots, BLOCK_M)
     out, lse, partial_out, partial_lse = (Dense.of(shape, torch.float32) for shape in shapes)
-    return PrefixAttention(launch, _tiling(key), _tiling(value), (out, lse, partial_out, partial_lse))
+    key_tiles, value_tiles = (key_tiling(x, BLOCK_N, dim) for x in (key, value))
+    return PrefixAttention(launch, key_tiles, value_tiles, (out, lse, partial_out, partial_lse))

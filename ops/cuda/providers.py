@@ -11,7 +11,7 @@ from torch import Tensor
 from tatten.ops.cuda.flash_attn import PACKAGES, package_unsupported_reason
 from tatten.ops.cuda.heuristics import capability, device_name
 from tatten.ops.cuda.tuning import Table, table_of
-from tatten.ops.cuda.workload import Workload
+from tatten.ops.cuda.workload import NARROW, Workload
 from tatten.ops.layout import pack_gqa
 from tatten.ops.states import State
 
@@ -58,7 +58,7 @@ def _tuned(work: Workload) -> Table:
 def unsupported_reason(provider: str, work: Workload) -> str | None:
     """Why `provider` can't compute this, or None."""
     if provider == "triton":
-        if work.kv_dtype.itemsize == 1 and capability(work.device) < (8, 9):
+        if work.kv_dtype == torch.float8_e4m3fn and capability(work.device) < (8, 9):
             return "it takes float8 from compute capability 8.9 on"
         return "it takes no float64" if work.dtype == torch.float64 else None
     if provider in PACKAGES:
@@ -77,7 +77,7 @@ def _unsupported_by_sdpa(work: Workload, widest: int) -> str | None:
     if work.needs:
         return f"it takes no {', '.join(work.needs)}"
     if work.kv_dtype != work.dtype:
-        return "it takes no float8"
+        return f"it takes no {NARROW}"
     if work.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {work.dtype}"
     if head_dim != value_dim or head_dim > widest or head_dim % 8:

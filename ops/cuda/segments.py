@@ -27,6 +27,7 @@ from tatten.ops.cuda.recording import may_take_gluon
 from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.sizes import ceil_div
 from tatten.ops.states import State
+from tatten.ops.variant import PLAIN, AttentionVariant
 
 # Short kv_rows beside the prefix kernel: several small programs are under way on an SM.
 SHORT_ROWS = Tiles(16, 64, 2, 2, 4)
@@ -61,6 +62,7 @@ class Inputs(NamedTuple):
     attn_mask: Tensor | None
     block_mask: Tensor | None
     row_groups: Tensor | None
+    sinks: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,9 @@ class Segments:
         attn_masks: Sequence[Tensor | None],
         block_masks: Sequence[Tensor | None],
         row_groups: Sequence[Tensor | None] | None = None,
+        variant: AttentionVariant = PLAIN,
     ) -> State:
-        inputs = _inputs(keys, values, attn_masks, block_masks, row_groups)
+        inputs = _inputs(keys, values, attn_masks, block_masks, row_groups, _once(variant.sinks, keys))
         left = [
             _start(launch, query, [inputs[i] for i in own])
             for launch, own in zip(self.launches, self.takes, strict=True)
@@ -111,11 +114,12 @@ def plan_segments(
     block_masks: Sequence[Tensor | None],
     scale: float,
     row_groups: Sequence[Tensor | None] | None = None,
+    variant: AttentionVariant = PLAIN,
 ) -> Segments:
-    """Plan the launches for checked inputs."""
-    inputs = _inputs(keys, values, attn_masks, block_masks, row_groups)
+    """Plan the launches for checked inputs, whose segments have been narrowed to the window, if there is one."""
+    inputs = _inputs(keys, values, attn_masks, block_masks, row_groups, _once(variant.sinks, keys))
     max_and_sum = any(x.attn_mask is not None and x.attn_mask.dtype != torch.bool for x in inputs)
-    takes, launches = zip(*_plan_launches(query, inputs, scale, max_and_sum), strict=True)
+    takes, launches = zip(*_plan_launches(query, inputs, scale, variant.softcap, max_and_sum), strict=True)
     spaces = [launch.tile_space for launch in launches]
     alone = len(spaces) == 1
     uneven = [i for i, space in enumerate(spaces) if space.split or alone]
@@ -143,21 +147,30 @@ def _inputs(*of_segments: Sequence[Tensor | None] | None) -> list[Inputs]:
     return [Inputs(*x) for x in zip(*given, strict=True)]  # type: ignore[arg-type]
 
 
+def _once(sinks: Tensor | None, keys: Sequence[Tensor]) -> list[Tensor | None]:
+    """The sinks for each segment: one has them, so that they count once. It is one that the fewest sequences share."""
+    own = max(range(len(keys)), key=lambda i: keys[i].shape[0])
+    return [sinks if i == own else None for i in range(len(keys))]
+
+
 def _start(launch: AnyLaunch, query: Tensor, own: Sequence[Inputs]) -> Partials:
     if isinstance(launch, LevelsLaunch):
         return launch(query, [x.key for x in own], [x.value for x in own])
     (x,) = own
-    return launch(query, x.key, x.value, x.attn_mask, None, x.block_mask, row_groups=x.row_groups)
+    variant = AttentionVariant(sinks=x.sinks)
+    return launch(query, x.key, x.value, x.attn_mask, None, x.block_mask, variant, row_groups=x.row_groups)
 
 
 def _plan_launches(
-    query: Tensor, inputs: Sequence[Inputs], scale: float, max_and_sum: bool
+    query: Tensor, inputs: Sequence[Inputs], scale: float, softcap: float | None, max_and_sum: bool
 ) -> Iterator[tuple[tuple[int, ...], AnyLaunch]]:
     """Plan launches in order, with their segments. The prefix kernel waits for what came before, so it comes first."""
-    levels = choose_levels(query, {i: x.key for i, x in enumerate(inputs) if _takes_levels_kernel(query, x, scale)})
+    plain = {i: x for i, x in enumerate(inputs) if softcap is None and x.sinks is None}  # not the decode kernel's alone
+    levels = choose_levels(query, {i: x.key for i, x in plain.items() if _takes_levels_kernel(query, x, scale)})
     together = levels.segments if levels else ()
     alone = [i for i in range(len(inputs)) if i not in together]
-    wide = [i for i in alone if _takes_prefix_kernel(query, inputs[i], scale)] if len(inputs) > 1 else []
+    shared = [i for i in alone if i in plain] if len(inputs) > 1 else []
+    wide = [i for i in shared if _takes_prefix_kernel(query, inputs[i], scale)]
     narrow = [i for i in alone if i not in wide]
     programs: int | None = None
     beside: dict[str, Any] = {}
@@ -186,6 +199,7 @@ def _plan_launches(
             (i,),
             plan_segment(
                 *(query, x.key, x.value, x.attn_mask, None, scale, x.block_mask),
+                AttentionVariant(softcap=softcap, sinks=x.sinks),
                 row_groups=x.row_groups,
                 whole=len(inputs) == 1,
                 max_and_sum=max_and_sum,

@@ -12,6 +12,7 @@ from torch.nn.attention import current_flash_attention_impl
 from tatten.ops.variant import AttentionVariant
 
 Needs = tuple[str, ...]
+NARROW = "float8 or int8"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def needs_of(attn_mask: object, kv_lens: object, scale: object, variant: Attenti
     given = {"mask": attn_mask, "lengths": kv_lens, "window": window, "soft cap": softcap, "sinks": sinks}
     needs = [name for name, x in given.items() if x is not None]
     if any(x is not None for x in factors):
-        needs.append("float8")
+        needs.append(NARROW)
     if isinstance(scale, (int, float)) and not scale > 0:
         needs.append("scale that is 0 or less")
     return tuple(needs)

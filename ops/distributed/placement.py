@@ -153,6 +153,14 @@ def _placements(x: Tensor) -> tuple[Placement, ...]:
     return x.placements
 
 
+def belongs_to_heads(x: Tensor, sharding: Sharding) -> bool:
+    """Whether each rank's part of `x`, which has one number for each query head, belongs to its own query heads."""
+    wanted = tuple(Shard(0) if q == Shard(HEADS) else Replicate() for q in sharding.out)
+    if not isinstance(x, DTensor):
+        return Shard(0) not in wanted
+    return x.device_mesh == sharding.mesh and x.placements == wanted and _in_mesh_order(x)
+
+
 def same_sharding(whole: Tensor, base: Tensor, dims: Sequence[int | None]) -> bool:
     """Whether each rank's part of `whole` comes from its part of `base`; dim i of `whole` is `dims[i]` of `base`."""
     if not isinstance(whole, DTensor) or not isinstance(base, DTensor) or base.device_mesh != whole.device_mesh:

@@ -48,7 +48,8 @@ class Agreement:
         if key.dim() != 4 or not key.numel():
             return
         table = self._gather(_projections(key), self._sequence)
-        norm = torch.linalg.vector_norm(key, dim=(1, 3), dtype=torch.float32)[..., None]
+        wide = torch.promote_types(key.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(key, dim=(1, 3), dtype=wide)[..., None]
         differ = ((table - table[0]).abs() > TOLERANCE * norm).any(-1).flatten(1)
         if differ.any():
             first = int(differ.any(0).int().argmax())

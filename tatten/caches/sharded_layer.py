@@ -120,14 +120,18 @@ class ShardedLayer:
             ValueError, TypeError: the tensors do not match those of the cache, or there is no room for them (see
                 `check_room`). Nothing has been written.
         """
+        keys, values = map(self.layout.keys, self.append_to_own(key, value))
+        return keys, values
+
+    def append_to_own(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new tokens, as `append`, and return this rank's slots as plain tensors."""
         self._check_fit(key, value)
         q_len = key.shape[2]
         self.check_room(q_len)
         storage = self._storage(key, value)
         write_own(self.layout, 0, self.length, storage, (key, value))
         self.length.add_(q_len)
-        keys, values = map(self.layout.keys, storage)
-        return keys, values
+        return storage
 
     def check_room(self, q_len: int) -> None:
         """Raise ValueError if there are fewer than `q_len` free slots. Reads `length` on the host.

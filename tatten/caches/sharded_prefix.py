@@ -68,12 +68,16 @@ class ShardedPrefixLayer(SharedPrefixLayer):
         Raises:
             ValueError, TypeError: as on one device, or ranks were given different prompts.
         """
-        check_plain(key, value)
         first = self.batch_size == 0
+        keys, values = self.append_to_own(key, value)
+        return (key, value) if first else (self.layout.keys(keys), self.layout.keys(values))
+
+    def append_to_own(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new tokens, as `append`, and return all that this rank holds as plain tensors."""
+        check_plain(key, value)
         if self.leads and not self.forked and not torch.compiler.is_compiling():
             self.agreement.check_prompt(key, self.prefix_length)
-        keys, values = super().append(key, value)
-        return (key, value) if first else (self.layout.keys(keys), self.layout.keys(values))
+        return super().append(key, value)
 
     def check_room(self, q_len: int) -> None:
         """Raise ValueError if there are fewer than `q_len` free slots, or ranks have selected different sequences."""

@@ -152,6 +152,23 @@ def test_bifurcated_attention(what: str, bad: torch.Tensor, error: type[Exceptio
         assert part in str(raised.value)
 
 
+BAD_VARIANTS = [bad for bad in BAD if set(bad[1]) & {"window", "softcap", "sinks"}]
+
+
+@pytest.mark.parametrize(("change", "error", "says"), [x[1:] for x in BAD_VARIANTS], ids=[x[0] for x in BAD_VARIANTS])
+def test_variants_of_bifurcated_attention(change: dict, error: type[Exception], says: list[str]) -> None:
+    query, inputs = torch.randn(4, HQ, 1, D), segments()
+    masks = inputs.pop("attn_masks")
+    for call in (
+        lambda: tatten.bifurcated_attention(query, **inputs, attn_masks=masks, **change),
+        lambda: torch.ops.tatten.bifurcated_attention(query, *inputs.values(), masks, [None] * 2, **change),
+    ):
+        with pytest.raises(error) as raised:
+            call()
+        for part in says:
+            assert part in str(raised.value)
+
+
 def test_bifurcated_attention_counts_its_segments() -> None:
     query, inputs = torch.randn(4, HQ, 1, D), segments()
     with pytest.raises(ValueError, match=r"`values` must have one entry for each of the 2 `keys`, got 1"):

@@ -155,6 +155,63 @@ def test_equals_float64(tree: Tree, device: str) -> None:
     assert_state(out, lse, whole(query, keys, values, masks, tree.scale))
 
 
+VARIANTS = [
+    (Tree(((1, 33), (4, 5))), {"softcap": 2.0}),
+    (Tree(((1, 33), (2, 17), (4, 5)), q_len=4, q_heads=6), {"sinks": 1.0, "softcap": 1.5}),
+    (Tree(((1, 0), (4, 5))), {"sinks": 1.0}),
+    (Tree(((1, 9), (4, 0))), {"sinks": 1.0, "window": 4}),
+    (Tree(((1, 0), (4, 0))), {"sinks": 1.0, "softcap": 2.0, "window": 3}),
+    (Tree(((1, 9),)), {"sinks": -2.0, "window": 5}),
+    (Tree(((1, 300), (16, 20)), batch=16, q_heads=12, kv_heads=3, head_dim=64), {"sinks": 3.0}),
+    (Tree(((4, 7), (1, 40))), {"sinks": 3.0, "window": 30}),
+    *((Tree(((1, 23), (2, 11), (4, 7)), q_len=4), {"window": n}) for n in (1, 3, 4, 6, 7, 8, 15, 20, 41, 1000)),
+    *((Tree(((1, 23), (2, 11), (4, 7))), {"window": n}) for n in (1, 7, 8, 18, 19, 41)),
+    (Tree(((1, 23), (4, 2)), q_len=4), {"window": 3}),  # the first queries are at places of the prefix
+    (Tree(((1, 1), (4, 2)), q_len=4), {"window": 3, "sinks": 1.0}),  # the first query is before all keys
+    *(
+        (Tree(((1, 23), (2, 11), (4, 7)), masks=kind, q_len=n), {"window": 12, "softcap": 1.5, "sinks": 1.0})
+        for kind in KINDS
+        for n in (1, 4)
+    ),
+    *(
+        (Tree(((1, 150), (8, 9)), batch=8, q_heads=24, kv_heads=3, head_dim=64, dtype=dtype), variant)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for variant in ({"sinks": 2.0}, {"softcap": 3.0}, {"window": 40})
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("tree", "variant"), VARIANTS, ids=str)
+def test_variants_equal_float64(tree: Tree, variant: dict, device: str) -> None:
+    """A sink counts once, whatever the number of segments; keys in no query's window may be NaN."""
+    query, keys, values, masks = tree.inputs(device)
+    window, total = variant.get("window"), sum(length for _, length in tree.segments)
+    if "sinks" in variant:
+        sinks = variant["sinks"] + torch.arange(tree.q_heads, device=device) / 4
+        variant = variant | {"sinks": sinks.masked_fill(sinks == sinks[1], NEG_INF).to(tree.dtype)}
+    begin = 0
+    for i, (_, length) in enumerate(tree.segments):
+        behind = total - tree.q_len - begin - torch.arange(length, device=device)
+        unread = behind >= (total if window is None else window)
+        keys[i], values[i] = (x.masked_fill(unread[:, None], float("nan")) for x in (keys[i], values[i]))
+        begin += length
+    out, lse = tatten.bifurcated_attention(query, keys, values, attn_masks=masks, **variant, return_lse=True)
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
+    assert_state(out, lse, whole(query, keys, values, masks) | variant)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_block_mask_counts_only_where_the_window_cuts_nothing(device: str) -> None:
+    query, keys, values, masks = Tree(((1, 230), (4, 70)), masks="equal").inputs(device)
+    found = [tatten.block_mask(mask, kv_batch=len(key)) for mask, key in zip(masks, keys, strict=True)]
+    out, lse = tatten.bifurcated_attention(
+        query, keys, values, attn_masks=masks, block_masks=found, window=100, return_lse=True
+    )
+    assert_state(out, lse, whole(query, keys, values, masks) | {"window": 100})
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_strides(device: str) -> None:
     """Caches that are transposed, narrowed out of a longer one, or expanded by the user."""
@@ -170,10 +227,12 @@ def test_strides(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("masks", ["none", "rows", "sequences"])
-def test_opcheck(masks: str, device: str) -> None:
+@pytest.mark.parametrize("variant", [{}, {"window": 7, "softcap": 2.0, "sinks": torch.randn(4)}], ids=["plain", "all"])
+def test_opcheck(masks: str, variant: dict, device: str) -> None:
     query, keys, values, masks = Tree(((2, 9), (4, 5)), masks=masks).inputs(device)
     keys, values = ([x.nan_to_num() for x in tensors] for tensors in (keys, values))
-    opcheck(torch.ops.tatten.bifurcated_attention.default, (query, keys, values, masks, [None, None], None))
+    variant = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in variant.items()}
+    opcheck(torch.ops.tatten.bifurcated_attention.default, (query, keys, values, masks, [None, None], None), variant)
 
 
 def test_a_block_mask_found_before_are_used() -> None:

@@ -44,18 +44,30 @@ SHAPES = [
 WINDOWS = (1, 5, 1000)
 FLOAT8 = [
     *(
-        Case(float8=kind, mask=mask, dtype=dtype, kv_len=129, head_dim=64, q_len=n)
+        Case(narrow=kind, mask=mask, dtype=dtype, kv_len=129, head_dim=64, q_len=n)
         for kind in ("plain", "scaled")
         for mask in ("none", "causal", "holes", "additive", "all_false")
         for dtype in (torch.float32, *LOW)
         for n in (1, 3)
     ),
-    Case(float8="scaled", dtype=torch.float64, mask="empty_rows", lens=True),
-    Case(float8="scaled", kv_len=0, sinks=True),
-    Case(float8="scaled", lens=True, window=5, softcap=3.0, sinks=True, q_len=2, dtype=torch.bfloat16),
-    Case(float8="scaled", scale=-0.2, q_heads=14, q_len=5, kv_len=257, head_dim=80, dtype=torch.float16),
-    Case(float8="plain", head_dim=48, value_dim=32, kv_len=77, sinks=True),
-    Case(float8="scaled", batch=1, q_heads=64, kv_heads=1, kv_len=1030, head_dim=128, dtype=torch.bfloat16),
+    Case(narrow="scaled", dtype=torch.float64, mask="empty_rows", lens=True),
+    Case(narrow="scaled", kv_len=0, sinks=True),
+    Case(narrow="scaled", lens=True, window=5, softcap=3.0, sinks=True, q_len=2, dtype=torch.bfloat16),
+    Case(narrow="scaled", scale=-0.2, q_heads=14, q_len=5, kv_len=257, head_dim=80, dtype=torch.float16),
+    Case(narrow="plain", head_dim=48, value_dim=32, kv_len=77, sinks=True),
+    Case(narrow="plain", int8=True, dtype=torch.bfloat16, head_dim=48, scale=1e-4),
+    Case(narrow="scaled", int8=True, mask="causal", q_len=3, kv_len=129, head_dim=64, dtype=torch.float16),
+    *(
+        Case(narrow="per_key", int8=int8, dtype=dtype, **options)
+        for int8, dtype in ((True, torch.bfloat16), (False, torch.float32))
+        for options in (
+            {"mask": "causal", "q_len": 3, "kv_len": 129},
+            {"lens": True, "window": 5, "sinks": True, "batch": 3},
+            {"mask": "additive_f32", "lens": True, "softcap": 3.0},
+            {"batch": 3, "kv_heads": 4, "kv_len": 6000, "head_dim": 128},  # beyond what is upcast at once
+        )
+    ),
+    Case(narrow="scaled", batch=1, q_heads=64, kv_heads=1, kv_len=1030, head_dim=128, dtype=torch.bfloat16),
 ]
 EXTRAS = [
     *(
@@ -343,7 +355,8 @@ def test_state_of_parts_merges_to_the_whole(device: str) -> None:
         Case(window=5, softcap=2.0, sinks=True, q_len=3, lens=True, mask="causal"),
         Case(sinks=True, dtype=torch.bfloat16),
         Case(softcap=2.0, dtype=torch.float64),
-        Case(float8="scaled", mask="causal", q_len=2),
+        Case(narrow="scaled", mask="causal", q_len=2),
+        Case(narrow="per_key", int8=True, mask="causal", q_len=2),
     ],
     ids=str,
 )
@@ -351,7 +364,7 @@ def test_opcheck(case: Case, device: str) -> None:
     inputs = case.inputs(device, poison=False)
     args = tuple(inputs.pop(name) for name in ("query", "key", "value", "attn_mask", "kv_lens", "scale"))
     utils = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if case.float8:
+    if case.narrow and not case.int8:
         utils.remove("test_schema")  # PyTorch's own checker multiplies inputs, which float8 can't
     named = {**inputs, "provider": "auto"}
     opcheck(torch.ops.tatten.decode_attention.default, args, named, test_utils=utils)
@@ -363,7 +376,7 @@ def test_opcheck(case: Case, device: str) -> None:
         Case(mask="causal", q_len=2),
         Case(window=5, softcap=2.0, sinks=True, q_len=2),
         Case(window=5, sinks=True),
-        Case(float8="scaled", sinks=True),
+        Case(narrow="scaled", sinks=True),
     ],
     ids=str,
 )

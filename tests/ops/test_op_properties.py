@@ -18,6 +18,8 @@ from slow import slow_but
 from torch import Tensor
 
 from tatten.ops.masks import block_list, mask_of_rows
+from tatten.ops.reach import segments_in_window
+from tatten.ops.variant import AttentionVariant
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -66,9 +68,13 @@ def test_triton_interpreted(call: Call, programs: int) -> None:
         else:
             keys, values, masks, rows = (inputs[name] for name in ("keys", "values", "attn_masks", "rows"))
             groups = [row_groups(query, *x) for x in zip(keys, rows, strict=True)]
+            if call.window is not None:
+                segments = [*zip(keys, values, masks, [None] * len(keys), strict=True)]
+                keys, values, masks, _ = zip(*segments_in_window(call.window, call.q_len, segments), strict=True)
             lists = [_lists(*x) for x in zip(keys, masks, rows, strict=True)]
-            attend = plan_segments(query, keys, values, masks, lists, scale, groups)
-            out, lse = attend(query, keys, values, masks, lists, groups)
+            variant = AttentionVariant(softcap=inputs["softcap"], sinks=inputs.get("sinks"))
+            attend = plan_segments(query, keys, values, masks, lists, scale, groups, variant)
+            out, lse = attend(query, keys, values, masks, lists, groups, variant)
     assert_within_bound(out, lse, together(inputs), parts=programs + len(call.segments))
 
 

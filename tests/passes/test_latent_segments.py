@@ -48,6 +48,16 @@ def forked(q, w, c, rope, c_new, rope_new, mask):
     return attend(q, w, latents, ropes, mask)
 
 
+def heads_last(q, w, c, rope, c_new, rope_new, mask):
+    """Caches have no dim for heads, and keys are put together as `[batch, length, heads, head_dim]`."""
+    batch = q.shape[0]
+    latents, ropes = (torch.cat((spread(x[:, 0], batch), y[:, 0]), dim=1) for x, y in ((c, c_new), (rope, rope_new)))
+    own, values = F.linear(latents, w).unflatten(-1, (H, NOPE + V)).split((NOPE, V), dim=-1)
+    keys = own.new_empty(*own.shape[:-1], NOPE + ROPE)
+    keys[..., :NOPE], keys[..., NOPE:] = own, ropes[:, :, None]
+    return F.scaled_dot_product_attention(q, keys.transpose(1, 2), values.transpose(1, 2), mask, scale=0.3)
+
+
 def without_mask(q, w, c, rope, c_new, rope_new, mask):
     return forked(q, w, c, rope, c_new, rope_new, None)
 
@@ -83,6 +93,7 @@ def written(q, w, c, rope, c_new, rope_new, mask):
 
 CASES: dict[Callable[..., Tensor], list[int]] = {  # sequences that each op reads latents of
     forked: [2, 6],
+    heads_last: [2, 6],
     without_mask: [2, 6],
     one_prefix: [1],
     nothing_new: [2],

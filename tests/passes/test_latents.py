@@ -93,6 +93,81 @@ def narrowed(q, c, rope, w, mask):
     return sdpa(q, keys, values, mask)
 
 
+def assigned(own: Tensor, rope: Tensor) -> Tensor:
+    """Keys as the code that DeepSeek published with its weights makes them; the assignment broadcasts."""
+    keys = rope.new_empty(B, H, S, own.shape[-1] + rope.shape[-1])
+    keys[:, :, :, : own.shape[-1]] = own
+    keys[:, :, :, own.shape[-1] :] = rope
+    return keys
+
+
+def assigned_in_parts(own: Tensor, rope: Tensor) -> Tensor:
+    """To one view of keys without all of their columns, to another without all dims, and to none of the columns."""
+    keys = torch.empty(B, H, S, own.shape[-1] + rope.shape[-1], dtype=own.dtype)
+    keys.narrow(-1, own.shape[-1], rope.shape[-1])[...] = rope
+    keys[..., -8 - own.shape[-1] :][..., : own.shape[-1]] = own
+    keys[..., 5:5] = rope[..., :0]
+    return keys
+
+
+def heads_last(q, c, rope, w, mask):
+    """Keys are put together as `[batch, length, heads, head_dim]`."""
+    own, values = F.linear(c.squeeze(1), w).unflatten(-1, (H, -1)).split((NOPE, V), dim=-1)
+    keys = torch.cat((own, rope.transpose(1, 2).expand(-1, -1, H, -1)), dim=-1)
+    return sdpa(q, keys.transpose(1, 2), values.transpose(1, 2), mask)
+
+
+def assigned_with_heads_last(q, c, rope, w, mask):
+    own, values = F.linear(c.squeeze(1), w).unflatten(-1, (H, -1)).split((NOPE, V), dim=-1)
+    keys = own.new_empty(B, S, H, NOPE + ROPE)
+    keys[..., :NOPE], keys[..., NOPE:] = own, rope.squeeze(1)[:, :, None]
+    return sdpa(q, keys.permute(0, 2, 1, 3), values.permute(0, 2, 1, 3), mask)
+
+
+def weight_of_columns(q, c, rope, w, mask):
+    """The weight is stored as `[rank, columns]`."""
+    own, values = torch.matmul(c, w.view(R, -1)).view(B, S, H, -1).transpose(1, 2).tensor_split((NOPE,), dim=-1)
+    return sdpa(q, joined(own, rope), values, mask)
+
+
+def weight_of_heads(q, c, rope, w, mask):
+    """A view of the weight for each, by two kinds of products with three dims."""
+    w_keys, w_values = w.view(H, NOPE + V, R).split((NOPE, V), dim=1)
+    own = torch.einsum("bsr,hdr->bhsd", c.squeeze(1), w_keys)
+    return sdpa(q, joined(own, rope), c @ w_values.mT, mask)
+
+
+def einsum_of_columns(q, c, rope, w, mask):
+    """Factors in the other order, and heads that are not the first dim of the weight."""
+    kv = torch.einsum("rhd, bsr -> bshd", w.view(R, H, NOPE + V), c[:, 0])
+    return sdpa(q, joined(kv[..., :NOPE].transpose(1, 2), rope), kv[..., NOPE:].transpose(1, 2), mask)
+
+
+def in_chunks(q, c, rope, w, mask):
+    """As many columns for values as for keys."""
+    own, values = heads(F.linear(c, w[: H * 2 * NOPE]), 2 * NOPE).chunk(2, dim=-1)
+    return sdpa(q, joined(own, rope), values, mask)
+
+
+def slices_of_one_cache(q, c, rope, w, mask):
+    """Latents are sliced twice, and their rope once."""
+    cache = torch.cat((c, rope), dim=-1)
+    own, values = (expand(cache[..., :R], w)[i] for i in range(2))
+    return sdpa(q, joined(own, cache[..., R:]), values, mask)
+
+
+def rows_of_weight(q, c, rope, w, mask):
+    """The weight has all keys, then all values."""
+    own, values = heads(F.linear(c, w[: H * NOPE]), NOPE), heads(F.linear(c, w[H * NOPE :]), V)
+    return sdpa(q, joined(own, rope), values, mask)
+
+
+def without_rope(q, c, rope, w, mask):
+    """Keys are not in pieces."""
+    own, values = expand(c, w)
+    return sdpa(q[..., :NOPE], own, values, mask)
+
+
 def caches_written(q, c, rope, w, mask):
     """What is written before latents are expanded, or after attention, stays."""
     c[:, :, 3:4].copy_(2 * c[:, :, 5:6])
@@ -114,6 +189,17 @@ ACCEPTED = {
     "repeated": lambda *x: attend(*x, join=lambda own, rope: torch.cat((own, rope.repeat_interleave(H, 1)), -1)),
     "contiguous": contiguous,
     "narrowed": narrowed,
+    "assigned": lambda *x: attend(*x, join=assigned),
+    "assigned_in_parts": lambda *x: attend(*x, join=assigned_in_parts),
+    "heads_last": heads_last,
+    "assigned_with_heads_last": assigned_with_heads_last,
+    "weight_of_columns": weight_of_columns,
+    "weight_of_heads": weight_of_heads,
+    "einsum_of_columns": einsum_of_columns,
+    "in_chunks": in_chunks,
+    "slices_of_one_cache": slices_of_one_cache,
+    "rows_of_weight": rows_of_weight,
+    "without_rope": without_rope,
     "caches_written": caches_written,
     "no_mask": lambda q, c, rope, w, mask: attend(q, c, rope, w),
     "additive": lambda q, c, rope, w, mask: attend(q, c, rope, w, torch.where(mask, 0.5, -torch.inf).to(q.dtype)),
@@ -212,15 +298,20 @@ def test_no_rope() -> None:
     assert (compiled(attend, args) - attend(*args)).abs().max() < 1e-12
 
 
-def test_dynamic_shapes() -> None:
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+def test_dynamic_shapes(assign: bool) -> None:
     """One graph serves all sizes, and nothing is guarded but what Dynamo guards."""
 
     def fn(q, c, rope, w, mask):
         kv = F.linear(c, w).view(c.shape[0], c.shape[2], H, NOPE + V).transpose(1, 2)
         own, values = kv.split((NOPE, V), dim=-1)
         keys = own.new_empty(c.shape[0], H, c.shape[2], NOPE + ROPE)
-        keys[..., :NOPE].copy_(own)
-        keys[..., NOPE:].copy_(rope.expand(-1, H, -1, -1))
+        if assign:
+            keys[..., :NOPE] = own
+            keys[..., NOPE:] = rope
+        else:
+            keys[..., :NOPE].copy_(own)
+            keys[..., NOPE:].copy_(rope.expand(-1, H, -1, -1))
         return sdpa(q, keys, values, mask)
 
     torch._dynamo.reset()
@@ -273,6 +364,23 @@ def test_exported_programs(strict: bool, loaded: bool) -> None:
             assert (module(*step) - eager(*step)).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("name", ["assigned", "assigned_with_heads_last", "weight_of_heads"])
+def test_exported_forms(name: str, functional: bool) -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, *args):
+            return ACCEPTED[name](*args)
+
+    args = inputs()
+    with torch.no_grad():
+        program = torch.export.export(Attention(), tuple(clones(args)))
+        program = program.run_decompositions({}) if functional else program
+        with tatten.recording() as report:
+            rewritten = tatten.rewrite(program).module()
+        assert [x.op for x in report.rewritten] == [LATENT]
+        assert (rewritten(*args) - ACCEPTED[name](*args)).abs().max() < 1e-12
+
+
 def lora(q, c, rope, w, mask, a, b):
     projected = F.linear(c, w) + F.linear(F.linear(c, a), b) * 2
     own, values = heads(projected).split((NOPE, V), dim=-1)
@@ -287,6 +395,12 @@ def with_bias(q, c, rope, w, mask):
 def other_values(q, c, rope, w, mask):
     own, _ = expand(c, w)
     return sdpa(q, copied(own, rope), heads(F.linear(c + 1, w))[..., NOPE:], mask)
+
+
+def other_columns(q, cache, rope, w, mask):
+    """Latents of the same memory, one column further."""
+    own, values = expand(cache[..., :R], w)[0], expand(cache[..., 1 : R + 1], w)[1]
+    return sdpa(q, joined(own, rope), values, mask)
 
 
 def keys_returned(q, c, rope, w, mask):
@@ -332,6 +446,65 @@ def in_half(q, c, rope, w, mask):
     return sdpa(q, copied(own, rope), values, mask)
 
 
+def two_shared(q, c, rope, w, mask):
+    own, values = expand(c, w)
+    halves = (x.expand(-1, H, -1, -1) for x in rope.split(ROPE // 2, dim=-1))
+    return sdpa(q, torch.cat((own, *halves), dim=-1), values, mask)
+
+
+def written(fill):
+    """Keys that something fills with a head's own columns, before those that heads share are assigned."""
+
+    def fn(q, c, rope, w, mask):
+        own, values = expand(c, w)
+        keys = own.new_zeros(B, H, S, NOPE + ROPE)
+        fill(keys, own)
+        keys[..., NOPE:] = rope
+        return sdpa(q, keys, values, mask)
+
+    return fn
+
+
+def cast(keys, own):
+    keys[..., :NOPE] = own.float()
+
+
+def every_other(keys, own):
+    keys[..., ::2] = own[..., :10]
+
+
+def some_rows(keys, own):
+    keys[:, :, :3, :NOPE] = own[:, :, :3]
+
+
+def reversed_heads(keys, own):
+    keys[:, [3, 2, 1, 0], :, :NOPE] = own
+
+
+def numbers(keys, own):
+    keys[..., :NOPE] = 0.5
+
+
+def scattered(q, c, rope, w, mask):
+    """What a functional graph would not have: the last of the tensors that are put together is written."""
+    own, values = expand(c, w)
+    keys = torch.slice_scatter(own.new_zeros(B, H, S, NOPE + ROPE), own, 3, 0, NOPE)
+    keys = torch.slice_scatter(keys, rope.expand(-1, H, -1, -1), 3, NOPE, NOPE + ROPE)
+    keys.mul_(2)
+    return sdpa(q, keys, values, mask)
+
+
+def weight_of_sequences(q, c, rope, w, mask):
+    own = torch.einsum("bsr,bhdr->bhsd", c[:, 0], w.view(H, -1, R)[:, :NOPE].expand(B, -1, -1, -1))
+    return sdpa(q, joined(own, rope), expand(c, w)[1], mask)
+
+
+def one_rank(q, c, rope, w, mask):
+    """`einsum` broadcasts what it sums over."""
+    own = torch.einsum("bsr,hdr->bhsd", c[:, 0, :, :1], w.view(H, -1, R)[:, :NOPE])
+    return sdpa(q, joined(own, rope), expand(c, w)[1], mask)
+
+
 def broadcast(q, c, rope, w, mask):
     """A copy that broadcasts: all heads get those of the first."""
     own, values = expand(c, w)
@@ -346,20 +519,31 @@ DECLINED = {
     "projection bias": with_bias,
     "projection dequantised": lambda q, c, rope, w, mask: attend(q, c, rope, w * 2, mask),
     "projection other latents": other_values,
-    "expanded keys": keys_returned,
-    "expanded values": values_used,
+    "projection other columns": lambda q, c, rope, w, mask: other_columns(q, torch.cat((c, c + 1), -1), rope, w, mask),
+    "projection_used keys": keys_returned,
+    "projection_used values": values_used,
     "written_between latents": between(lambda q, c, rope, w, keys, values: c.mul_(2)),
     "written_between rope": between(lambda q, c, rope, w, keys, values: rope.mul_(2)),
     "written_between weight": between(lambda q, c, rope, w, keys, values: w.mul_(2)),
     "written_between keys": between(lambda q, c, rope, w, keys, values: keys.mul_(2)),
     "written_between key": between(lambda q, c, rope, w, keys, values: keys[..., 3:5].zero_()),
     "written_between values": between(lambda q, c, rope, w, keys, values: values.mul_(2)),
-    "written_between gap": gap,
-    "written_between overlap": overlap,
-    "written_between broadcast": broadcast,
+    "pieces gap": gap,
+    "pieces overlap": overlap,
+    "pieces broadcast": broadcast,
+    "pieces two": two_shared,
+    "written_between cast": written(cast),
+    "written_between every other": written(every_other),
+    "written_between some rows": written(some_rows),
+    "written_between reversed": written(reversed_heads),
+    "written_between numbers": written(numbers),
+    "written_between scattered": scattered,
+    "projection weights": weight_of_sequences,
+    "projection one rank": one_rank,
     "projection half": in_half,
 }
 NOT_LATENT = {
+    "no pieces": lambda q, c, rope, w, mask: sdpa(q[..., :NOPE], *expand(c, w * 2), mask),
     "own rope": lambda q, c, rope, w, mask: attend(
         q, c, rope, w, mask, lambda own, r: torch.cat((own, own[..., :ROPE]), -1)
     ),
@@ -394,6 +578,24 @@ def test_declines(name: str) -> None:
     want, got = fn(*wanted), compiled(fn, given)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     assert all(torch.equal(a, b) for a, b in zip(given, wanted, strict=True))
+
+
+def test_two_calls_that_share_a_projection_decline_it() -> None:
+    """Each is decided alone: the other one would need what is projected anyway."""
+
+    def fn(q, c, rope, w, mask):
+        own, values = expand(c, w)
+        keys = copied(own, rope)
+        return sdpa(q, keys, values, mask) - sdpa(q + 1, keys, values)
+
+    gm = capture(fn, *inputs())
+    first, second = rewrite(gm).findings
+    assert isinstance(first, Rewritten)
+    assert "not absorbed [projection_used]: `scaled_dot_product_attention_1` uses" in first.note
+    assert isinstance(second, Declined)
+    assert second.decline.reason is Reason.PROJECTION_USED
+    assert "uses" in second.decline.detail
+    assert (compiled(fn, inputs()) - fn(*inputs())).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("name", NOT_LATENT)

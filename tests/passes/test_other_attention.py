@@ -8,7 +8,6 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from graphs import capture
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tatten.passes import Rewritten, rewrite
 from tatten.passes.reasons import Reason
@@ -45,16 +44,6 @@ def masked_in_place(a, k, v):
     return F.dropout(F.softmax(s, dim=-1, dtype=torch.float32).to(v.dtype), 0.0, training=False) @ v
 
 
-def bloom(a, k, v):
-    s = torch.baddbmm(torch.zeros(B * H, 1, S), a.flatten(0, 1), k.flatten(0, 1).transpose(1, 2))
-    weights = F.softmax(s.view(B, H, 1, S) + torch.zeros(S), dim=-1)
-    return torch.bmm(weights.view(B * H, 1, S), v.flatten(0, 1))
-
-
-def einsum(a, k, v):
-    return torch.einsum("bhqk,bhkd->bqhd", nn.Softmax(-1)(torch.einsum("bhqd,bhkd->bhqk", a, k)), v)
-
-
 def shifted(a, k, v):
     """Relative positions: scores are padded, and shifted by a view."""
     s = scores(a, k)
@@ -68,53 +57,39 @@ def split(a, k, v):
     return torch.cat([scores(a, k), scores(a, k)], -1).softmax(-1) @ torch.cat([v, v], 2)
 
 
-WRITTEN_OUT = {
-    "method": lambda a, k, v: scores(a, k).softmax(-1) @ v,
-    "function": lambda a, k, v: torch.softmax(scores(a, k), dim=-1).matmul(v),
-    "special": lambda a, k, v: torch.special.softmax(scores(a, k), -1) @ v,
-    "aten": lambda a, k, v: torch.ops.aten._softmax.default(scores(a, k), -1, False) @ v,
-    "exp": exp,
-    "exp divided last": exp_divided_last,
-    "masked in place": masked_in_place,
-    "bloom": bloom,
-    "einsum": einsum,
-    "shifted": shifted,
-    "split": split,
-}
+def two_sinks(a, k, v):
+    s = torch.cat([scores(a, k), torch.zeros(H)[None, :, None, None].expand(B, H, 1, 2)], -1)
+    return F.softmax(s, dim=-1)[..., :-2] @ v
 
 
 def softcap(a, k, v):
     return (torch.tanh(scores(a, k) / 30) * 30 + torch.zeros(S)).softmax(-1) @ v
 
 
-def sinks(a, k, v):
-    s = torch.cat([scores(a, k), torch.zeros(H)[None, :, None, None].expand(B, H, 1, 1)], -1)
-    s = s - s.max(dim=-1, keepdim=True).values
-    return F.softmax(s, dim=-1)[..., :-1] @ v
+def softcap_of_exp(a, k, v):
+    e = torch.exp(torch.tanh(scores(a, k) / 30) * 30)
+    return e / e.sum(-1, keepdim=True) @ v
 
 
-def test_written_out() -> None:
-    for name, fn in WRITTEN_OUT.items():
-        (finding,) = rewrite(capture(fn, q(), kv(), kv())).findings
-        assert finding.decline.reason is Reason.NO_SDPA, name
-        assert finding.location.file == __file__, name
-        assert ("exp over its sum" in finding.decline.detail) == name.startswith("exp"), name
+WRITTEN_OUT = {
+    exp: (Reason.NO_SDPA, "exp over its sum"),
+    exp_divided_last: (Reason.NO_SDPA, "exp over its sum"),
+    masked_in_place: (Reason.IN_PLACE, "changes `s_1` in place"),
+    shifted: (Reason.RELATIVE, "depends on them itself"),
+    split: (Reason.RELATIVE, "joins scores with others"),
+    two_sinks: (Reason.BEYOND_SDPA, "with sinks ("),
+    softcap_of_exp: (Reason.BEYOND_SDPA, "with a soft cap ("),
+}
 
 
-@pytest.mark.parametrize(("fn", "what"), [(softcap, "a soft cap"), (sinks, "sinks")])
-def test_what_sdpa_cannot_do(fn, what: str) -> None:
+@pytest.mark.parametrize("fn", WRITTEN_OUT, ids=lambda fn: fn.__name__)
+def test_written_out(fn) -> None:
+    """Forms of attention written out that no op computes; `test_written_out.py` has those that are rewritten."""
+    reason, detail = WRITTEN_OUT[fn]
     (finding,) = rewrite(capture(fn, q(), kv(), kv())).findings
-    assert finding.decline.reason is Reason.BEYOND_SDPA
-    assert f"with {what} (" in finding.decline.detail
-
-
-def test_flex_attention() -> None:
-    def fn(a, k, v):
-        return flex_attention(a, k, v, block_mask=create_block_mask(lambda b, h, i, j: j < 5, None, None, 1, S, "cpu"))
-
-    (finding,) = rewrite(capture(fn, q(), kv(), kv())).findings
-    assert finding.decline.reason is Reason.FLEX_ATTENTION
-    assert finding.location.file == __file__  # and not a line of torch.nn.attention
+    assert finding.decline.reason is reason
+    assert detail in finding.decline.detail
+    assert finding.location.file == __file__
 
 
 class Multihead(nn.Module):

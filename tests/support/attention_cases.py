@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tatten.ops.layout import pack_gqa
+from tatten.ops.layout import over_keys, pack_gqa
 from tatten.ops.reference import decode_attention_reference
 from tatten.ops.variant import AttentionVariant
 
@@ -19,7 +19,8 @@ NEG_INF = float("-inf")
 class Case:
     """One shape of decode attention: sizes, a dtype, a kind of mask, and whether lengths and sinks are given.
 
-    `float8`: keys and values are in e4m3, "scaled" with a factor for each head, of which some are negative.
+    `narrow`: keys and values are in 8 bits, "scaled" with a factor for each head, of which some are negative, or
+    "per_key" with one for each key; in e4m3, or with `int8` in that.
     """
 
     batch: int = 2
@@ -36,15 +37,16 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    float8: str = ""
+    narrow: str = ""
+    int8: bool = False
 
     def __str__(self) -> str:
         dims = f"B{self.batch}-H{self.q_heads}x{self.kv_heads}-L{self.q_len}-S{self.kv_len}-D{self.head_dim}"
         value_dim = "" if self.value_dim is None else f"x{self.value_dim}"
         window = "" if self.window is None else f"-window{self.window}"
         softcap = "" if self.softcap is None else f"-cap{self.softcap}"
-        float8 = f"-float8_{self.float8}" if self.float8 else ""
-        flags = f"{'-lens' if self.lens else ''}{window}{softcap}{'-sinks' if self.sinks else ''}{float8}"
+        narrow = f"-{'int8' if self.int8 else 'float8'}_{self.narrow}" if self.narrow else ""
+        flags = f"{'-lens' if self.lens else ''}{window}{softcap}{'-sinks' if self.sinks else ''}{narrow}"
         return f"{dims}{value_dim}-{str(self.dtype)[6:]}-{self.mask}{flags}"
 
     def inputs(self, device: str = "cpu", poison: bool = True) -> dict[str, Tensor | float | None]:
@@ -69,14 +71,23 @@ class Case:
             unread = ~span_of(mask, lens, self)[:, None, :, None]
             key = key.masked_fill(unread, float("nan"))
             value = value.masked_fill(unread, float("nan"))
-        if self.float8:
+        if self.narrow and self.int8:
+            key, value = ((40 * x).nan_to_num(127).round().clamp(-127, 127).to(torch.int8) for x in (key, value))
+        elif self.narrow:
             key, value = key.to(torch.float8_e4m3fn), value.to(torch.float8_e4m3fn)
         inputs = {"query": query, "key": key, "value": value, "attn_mask": mask, "kv_lens": lens}
         moved = {name: None if x is None else to_device(x, device) for name, x in inputs.items()}
         sinks = to_device(2 * randn(self.q_heads), device) if self.sinks else None
         extras = {"window": self.window, "softcap": self.softcap, "sinks": sinks}
-        if self.float8 == "scaled":
-            extras["key_scale"], extras["value_scale"] = to_device(randn(2, self.kv_heads).float(), device)
+        size = 1 / 40 if self.int8 else 1.0
+        if self.narrow == "scaled":
+            extras["key_scale"], extras["value_scale"] = to_device(size * randn(2, self.kv_heads).float(), device)
+        if self.narrow == "per_key":
+            scales = size * torch.randn(2, self.batch, self.kv_heads, self.kv_len, generator=generator)
+            if poison:
+                scales = scales.masked_fill(unread[:, :, :, 0], float("nan"))
+            key_scale, value_scale = to_device(scales, device)
+            extras |= {"key_scale": key_scale, "value_scale": value_scale.to(self.dtype)}
         return {**moved, "scale": self.scale, **{name: x for name, x in extras.items() if x is not None}}
 
 
@@ -194,12 +205,12 @@ def with_variant(inputs: dict) -> dict:
 
 
 def widened(inputs: dict) -> dict:
-    """The inputs with keys and values in the dtype of the query, as one without float8 would have them."""
+    """The inputs with keys and values in the dtype of the query, as one without 8 bits would have them."""
     inputs, dtype = dict(inputs), inputs["query"].dtype
     for name in ("key", "value"):
         factors = inputs.pop(f"{name}_scale", None)
         if inputs[name].dtype != dtype:
-            wide = inputs[name].float() if factors is None else inputs[name].float() * factors[:, None, None]
+            wide = inputs[name].float() if factors is None else inputs[name].float() * over_keys(factors)
             inputs[name] = wide.to(dtype)
     return inputs
 

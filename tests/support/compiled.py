@@ -88,7 +88,7 @@ def _kind(x: Any) -> str:
     import torch
 
     names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64"}
-    names |= {torch.float8_e4m3fn: "fp8e4nv", torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1"}
+    names |= {torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8", torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1"}
     if isinstance(x, torch.Tensor):
         return "*" + names[x.dtype]
     if hasattr(x, "block_shape"):

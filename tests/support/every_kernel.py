@@ -35,7 +35,8 @@ def compile_tests() -> ModuleType:
 
 def attend(
     dtype: Any, dim: int, rows: int, mask: Any = None, lens: bool = False, sinks: bool = False, tiles: str = "",
-    sm90: bool = False, float8: bool = False, indexed: bool = False, **options: Any,
+    sm90: bool = False, float8: bool = False, int8: bool = False, per_key: bool = False, indexed: bool = False,
+    **options: Any,
 ) -> None:  # fmt: skip
     dtype = getattr(torch, dtype)
     query = torch.randn(2, 2 * rows, 1, dim, device="cuda").to(dtype)
@@ -48,6 +49,9 @@ def attend(
         return
     if float8:
         key, value = (x.to(torch.float8_e4m3fn) for x in (key, value))
+    if int8:
+        key, value = ((40 * x).round().clamp(-127, 127).to(torch.int8) for x in (key, value))
+    scaled = (2, 2, KV_LEN) if per_key else (2,)
     if mask is not None:
         shown = torch.rand(*mask[1:], KV_LEN, device="cuda") > 0.5
         mask = shown if mask[0] == "bool" else torch.where(shown, 0.5, float("-inf")).to(getattr(torch, mask[0]))
@@ -60,8 +64,8 @@ def attend(
         options.pop("window", None),
         options.pop("softcap", None),
         torch.randn(query.shape[1], device="cuda").to(dtype) if sinks else None,
-        torch.rand(2, device="cuda") if float8 else None,
-        torch.rand(2, device="cuda") if float8 else None,
+        torch.rand(scaled, device="cuda") if float8 or int8 else None,
+        torch.rand(scaled, device="cuda") if float8 or int8 else None,
     )
     if tiles:
         options["tiles"] = getattr(segments, tiles)

@@ -16,7 +16,14 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 FILES = [
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "passes").glob("*.py")),
-    *("ops/states.py", "ops/masks.py", "ops/cpu/attention.py", "ops/cpu/flash.py", "ops/cuda/schedule.py"),
+    *(
+        "ops/states.py",
+        "ops/masks.py",
+        "ops/reach.py",
+        "ops/cpu/attention.py",
+        "ops/cpu/flash.py",
+        "ops/cuda/schedule.py",
+    ),
     *(
         "tatten/caches/shared_prefix_layer.py",
         "tatten/caches/shared_prefix.py",

@@ -42,8 +42,8 @@ class Call:
     """One call; with more than one segment, or fewer rows than sequences, of `bifurcated_attention`.
 
     Attributes:
-        lens, window, softcap, sinks, float8: for decode attention only. `sinks` is "", "random" or "some", where others
-            are -inf; `float8` is "", "plain" or "scaled".
+        lens, float8: for decode attention only; `float8` is "", "plain" or "scaled".
+        sinks: "", "random" or "some", where others are -inf.
         found: whether what the mask leaves is found beforehand, as the backend does it.
         factors: of keys and of values, which are normal else.
         thresholds: of a CPU, see `fuzz.small_shapes`: RUN_BYTES, keys of a piece and PACKED_ROWS; None for its own.
@@ -107,7 +107,10 @@ class Call:
         if self.lens is not None:
             lens = torch.randint(0, self.segments[0].kv_len + 1, (self.batch,), generator=generator).to(self.lens)
         keys, values, masks, rows = [], [], [], []
-        for segment in self.segments:
+        total = sum(segment.kv_len for segment in self.segments)
+        in_reach = places_in_reach(lens, self.batch, self.q_len, total, self.window)
+        reach_of_each = in_reach.split([segment.kv_len for segment in self.segments], dim=3)
+        for segment, reach in zip(self.segments, reach_of_each, strict=True):
             own_rows = torch.randint(segment.rows, (self.batch,), generator=generator) if segment.indexed else None
             sizes = (self.batch, self.q_heads, self.q_len, segment.kv_len)
             mask = None if segment.mask is None else segment.mask.make(sizes, segment.mask_rows, generator)
@@ -116,30 +119,30 @@ class Call:
                 randn(*shape, dim, factor=factor)
                 for dim, factor in zip((self.head_dim, self.value_dim), self.factors, strict=True)
             ]
-            unread = ~self._span(segment, mask, lens, own_rows)
+            unread = ~self._span(segment, mask, reach, own_rows)
             for x, layout, held in zip(pair, segment.layouts, (keys, values), strict=True):
                 blank = unread.all(dim=0, keepdim=True) if layout == "one_batch" else unread
                 x = x.masked_fill(blank[:, None, :, None] & self.poison, float("nan"))
                 held.append(placed(x.to(torch.float8_e4m3fn) if self.float8 else x, layout))
             masks.append(None if mask is None else segment.mask.lay_out(mask.to(device), sizes))
             rows.append(None if own_rows is None else own_rows.to(device))
-        if not self.is_decode:
-            return given | {"keys": keys, "values": values, "attn_masks": masks, "rows": rows}
-        given |= {"key": keys[0], "value": values[0], "attn_mask": masks[0]}
-        given["kv_lens"] = None if lens is None else lens.to(device)
+        given |= {"window": self.window, "softcap": self.softcap}
         if self.sinks:
             sinks = 3 * randn(self.q_heads, dtype=self.sinks_dtype)
             if self.sinks == "some":
                 sinks = sinks.masked_fill(sinks < 0, NEG_INF)
             given["sinks"] = sinks.to(device)
+        if not self.is_decode:
+            return given | {"keys": keys, "values": values, "attn_masks": masks, "rows": rows}
+        given |= {"key": keys[0], "value": values[0], "attn_mask": masks[0]}
+        given["kv_lens"] = None if lens is None else lens.to(device)
         if self.float8 == "scaled":
             scales = randn(2, self.kv_heads, dtype=torch.float32).to(device)
             given["key_scale"], given["value_scale"] = scales.unbind()
-        return given | {"window": self.window, "softcap": self.softcap}
+        return given
 
-    def _span(self, segment: Segment, mask: Tensor | None, lens: Tensor | None, rows: Tensor | None) -> Tensor:
+    def _span(self, segment: Segment, mask: Tensor | None, reach: Tensor, rows: Tensor | None) -> Tensor:
         """bool `[rows, kv_len]`: keys between the first and the last that any sequence of a row attends to."""
-        reach = places_in_reach(lens, self.batch, self.q_len, segment.kv_len, self.window)
         if mask is not None:
             visible = mask if mask.dtype == torch.bool else mask != NEG_INF
             reach = reach & for_each_sequence(visible, self.batch, rows)
@@ -158,7 +161,8 @@ class Call:
             lists = [inputs[name] for name in ("keys", "values", "attn_masks")]
             found = [_found(*x) for x in zip(lists[0], lists[2], inputs["rows"], strict=True)]
             groups = [row_groups(query, *x) for x in zip(lists[0], inputs["rows"], strict=True)]
-            return torch.ops.tatten.bifurcated_attention.default(query, *lists, found, scale, groups)
+            variant = {name: inputs.get(name) for name in ("window", "softcap", "sinks")}
+            return torch.ops.tatten.bifurcated_attention.default(query, *lists, found, scale, groups, **variant)
         names = ("query", "key", "value", "attn_mask", "kv_lens")
         extras = {name: x for name, x in inputs.items() if name not in (*names, "scale")}
         found = _found(inputs["key"], inputs["attn_mask"])
@@ -202,7 +206,8 @@ def together(inputs: dict[str, Any]) -> dict[str, Any]:
         bias = for_each_sequence(bias, query.shape[0], rows)
         parts["attn_mask"].append(bias.to(exact).expand(*query.shape[:3], key.shape[2]))
     whole = {name: torch.cat(x, dim=3 if name == "attn_mask" else 2) for name, x in parts.items()}
-    return {"query": query, **whole, "scale": inputs["scale"]}
+    variant = {name: inputs[name] for name in ("window", "softcap", "sinks") if name in inputs}
+    return {"query": query, **whole, "scale": inputs["scale"], **variant}
 
 
 def draw_call(choose: Choose, tiny: bool = False) -> Call:
@@ -233,6 +238,10 @@ def draw_call(choose: Choose, tiny: bool = False) -> Call:
         "head_dim": choose(head_dims),
         "value_dim": choose(head_dims),
         "scale": choose([None, 0.3, 2.0, -1.0, 0.0]),
+        "window": choose([None, 1, 5, 40] if decode else [None, None, 1, 40]),
+        "softcap": choose([None, None, 1.5, 30.0]),
+        "sinks": choose(["", "", "random", "some"]),
+        "sinks_dtype": choose([torch.float32, dtype]),
         "layout": choose(LAYOUTS),
         "found": choose([False, True]),
         "factors": (choose([1.0, 8.0]), choose([1.0, 1e-3, 1e3])),
@@ -249,9 +258,5 @@ def draw_call(choose: Choose, tiny: bool = False) -> Call:
     return Call(
         **common,
         lens=choose([None, torch.int64, torch.int32]),
-        window=choose([None, 1, 5, 40]),
-        softcap=choose([None, None, 1.5, 30.0]),
-        sinks=choose(["", "", "random", "some"]),
-        sinks_dtype=choose([torch.float32, dtype]),
         float8=float8,
     )

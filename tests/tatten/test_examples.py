@@ -24,7 +24,7 @@ def output(name: str, options: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_best_of_n(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = output("best_of_n", "--layers 1 --n 4 --prompt-len 300 --new-tokens 6", monkeypatch, capsys)
-    assert "1 of 1 SDPA calls rewritten" in out
+    assert "1 of 1 attention calls rewritten" in out
     assert "tokens: identical (4 sequences of 6)" in out
     assert "of 4; the best 3:" in out
     assert "backend     ms per step    KV MiB\ninductor" in out
@@ -36,7 +36,7 @@ def test_prefix_tree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, example_inputs, **_: gm)
     options = "--layers 2 --system 300 --question 5 --samples 3 --new-tokens 6"
     out = output("prefix_tree", options, monkeypatch, capsys)
-    assert out.count("2 of 2 SDPA calls rewritten") == 2
+    assert out.count("2 of 2 attention calls rewritten") == 2
     assert "tokens: identical (2 rounds of 12 sequences of 6)" in out
     assert "2  tatten" in out
     assert "1 x 300 + 4 x 5 + 4 x 6 + 12 x 6" in out
@@ -48,7 +48,7 @@ def test_latent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     options = "--layers 1 --batch 2 --max-cache-len 256 --prompt-len 40 --new-tokens 8"
     out = output("latent", options, monkeypatch, capsys)
     assert "model.layers.0.self_attn: tatten.latent_attention.default" in out
-    assert "1 of 1 SDPA calls rewritten" in out
+    assert "1 of 1 attention calls rewritten" in out
     assert "tokens: " in out
     assert "(2 sequences of 8)" in out or "2 sequences of 8, " in out
     assert "backend    ms per token\ninductor" in out

@@ -263,7 +263,7 @@ def test_report_goes_where_the_backends_goes(caplog: pytest.LogCaptureFixture) -
         _, report = rewritten(exported(Attend(), attend_args()))
     assert counters["tatten"]["rewritten"] == 1
     assert str(report) in caplog.text
-    assert "graph 0: 1 of 1 SDPA calls rewritten" in str(report)
+    assert "graph 0: 1 of 1 attention calls rewritten" in str(report)
 
 
 def test_regions_without_gradients_and_checkpoints_are_no_obstacle() -> None:

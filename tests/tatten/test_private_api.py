@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import inspect
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -50,12 +51,32 @@ def test_integrations_transformers_config() -> None:
     assert [type(layer) for layer in DynamicCache(config=config).layers] == [DynamicLayer] * 2
 
 
+def test_integrations_transformers_config_of_code() -> None:
+    """What is read of a model's code: whether it is made for SDPA, and its own attention."""
+    from transformers import FalconConfig, Gemma2Config, Gemma4TextConfig, LlamaConfig
+    from transformers.models.falcon import modeling_falcon  # noqa: F401
+    from transformers.models.gemma2 import modeling_gemma2
+    from transformers.models.gemma4 import modeling_gemma4  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401
+
+    from tatten.integrations.transformers.config import eager_attention, made_for_sdpa
+
+    assert made_for_sdpa(LlamaConfig())
+    assert not made_for_sdpa(Gemma2Config())  # says that it does not support SDPA
+    assert not made_for_sdpa(Gemma4TextConfig())  # asks for "sdpa" by name
+    assert not made_for_sdpa(FalconConfig())  # has attention of its own
+    layer = modeling_gemma2.Gemma2Attention(Gemma2Config(hidden_size=8, head_dim=4), 0)
+    assert eager_attention(layer) is modeling_gemma2.eager_attention_forward
+    with pytest.raises(NotImplementedError, match="Identity must have an `eager_attention_forward` beside it"):
+        eager_attention(torch.nn.Identity())
+
+
 def test_integrations_transformers_layers() -> None:
     """Both caches subclass the mixin, call SDPA of transformers and fill the mask that it expects."""
     from transformers import AttentionInterface, AttentionMaskInterface, Cache
     from transformers.cache_utils import CacheLayerMixin
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
     wanted = {"update", "lazy_initialization", "get_seq_length", "get_mask_sizes", "get_max_length"}
     assert CacheLayerMixin.__abstractmethods__ == wanted
@@ -63,7 +84,9 @@ def test_integrations_transformers_layers() -> None:
         assert callable(getattr(Cache, name)), name
     parameters = list(inspect.signature(sdpa_attention_forward).parameters)
     assert parameters[:8] == ["module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"]
-    assert callable(sdpa_mask)
+    for mask in (sdpa_mask, eager_mask):
+        assert {"q_length", "kv_length", "q_offset", "kv_offset"} <= set(inspect.signature(mask).parameters)
+    assert "allow_is_causal_skip" in inspect.signature(sdpa_mask).parameters
     assert callable(AttentionInterface.register)
     assert callable(AttentionMaskInterface.register)
 

@@ -19,6 +19,7 @@ from tatten.ops.cuda.kernels.tile_scheduler import first_tile, sequences_of, til
 from tatten.ops.cuda.kernels.tiles import load_keys, load_values
 
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
+NO_SCALE, HEAD_SCALE, KEY_SCALE = 0, 1, 2  # one for each head, or for each key of each head
 
 # Sizes that change from step to step or from model to model: specialising on 1 and on multiples of 16 would recompile.
 # They can't be tuples, as strides are, because Triton (3.6 to 3.9) specialises the members of any tuple.
@@ -208,8 +209,12 @@ def _decode_kernel(
         if MASK:
             mask_base = mask + kv_row * mask_r + (sequence * mask_b + head * mask_h + position * mask_l)[:, None]
         score_scale = scale
-        if KEY_SCALE:
-            score_scale *= tl.load(key_scale + kv_head)
+        if KEY_SCALE == 1:
+            score_scale *= tl.load(key_scale + kv_head).to(tl.float32)
+        if KEY_SCALE == 2:
+            key_scale_base = key_scale + (kv_row * kv_heads + kv_head) * kv_len
+        if VALUE_SCALE == 2:
+            value_scale_base = value_scale + (kv_row * kv_heads + kv_head) * kv_len
 
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -249,8 +254,13 @@ def _decode_kernel(
                 if ROPE_DIM:
                     k = load_keys(rope_base, keys, rope_strides[1][2], rope_dims, rope_strides[1][3], ROPE_DIM)
                     products = tl.dot(q_rope, upcast(k, q.dtype), products, input_precision="ieee")
+                if KEY_SCALE == 2:
+                    products *= tl.load(key_scale_base + keys).to(tl.float32)[None, :]
                 scores = scores_of(products, score_scale, softcap, UNSCALED, SOFTCAP)
-                acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED)
+                v_scale = None
+                if VALUE_SCALE == 2:
+                    v_scale = tl.load(value_scale_base + keys).to(tl.float32)
+                acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED, v_scale)
             begin = first + steps * (RUN_N // BLOCK_N)
             more = begin < tl.minimum(stop, count)
             block = tl.load(group_blocks + 2 * (begin + 1), mask=more, other=0).to(tl.int32)
@@ -285,6 +295,8 @@ def _decode_kernel(
             if ROPE_DIM:
                 k = load_keys(rope_base, keys, rope_strides[1][2], rope_dims, rope_strides[1][3], ROPE_DIM, valid)
                 products = tl.dot(q_rope, upcast(k, q.dtype), products, input_precision="ieee")
+            if KEY_SCALE == 2:
+                products *= tl.load(key_scale_base + keys, mask=valid, other=0.0).to(tl.float32)[None, :]
             scores = scores_of(products, score_scale, softcap, UNSCALED, SOFTCAP)
             ok = valid[None, :]
             if WINDOW:
@@ -298,7 +310,10 @@ def _decode_kernel(
                     ok = ok & (bias != float("-inf"))
                     scores += bias
             scores = tl.where(ok, scores, float("-inf"))
-            acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED)
+            v_scale = None
+            if VALUE_SCALE == 2:
+                v_scale = tl.load(value_scale_base + keys, mask=valid, other=0.0).to(tl.float32)
+            acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED, v_scale)
             if HAS_BLOCK_LIST:  # fetched one tile ahead, so that no load waits for its address
                 more = i + 1 < stop
                 block = tl.load(group_blocks + 2 * (i + 2), mask=more, other=0).to(tl.int32)
@@ -308,8 +323,8 @@ def _decode_kernel(
         if UNSCALED:
             row_max *= scale
         acc, log_sum = finish_state(acc, row_max, row_sum)
-        if VALUE_SCALE:  # an empty state stays 0 even if the scale is infinite
-            acc = tl.where(row_sum[:, None] != 0, acc * tl.load(value_scale + kv_head), acc)
+        if VALUE_SCALE == 1:  # an empty state stays 0 even if the scale is infinite
+            acc = tl.where(row_sum[:, None] != 0, acc * tl.load(value_scale + kv_head).to(tl.float32), acc)
 
         value_ok = q_ok[:, None] & (value_dims < VALUE_DIM)[None, :]
         work_tile_start = tile - first

@@ -143,7 +143,8 @@ def _score(tensors, queries, buffers, handover, strides, rope_strides, scale, si
                 key_at = (stop - 1) * _BLOCK_N + gl.arange(0, _BLOCK_N, layout=gl.SliceLayout(0, scores_layout))
                 scores = gl.where((key_at < kv_len)[None, :], scores, float("-inf"))
             new_row_max = gl.maximum(row_max, gl.max(scores, axis=1))
-            base = new_row_max * to_exponent
+            # A product may overflow to -inf for all keys so far: their `p` and `alpha` are 0, not exp2(-inf + inf).
+            base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max) * to_exponent
             alpha = gl.exp2(gl.fma(row_max, to_exponent, -base))
             exponents = gl.exp2(gl.fma(scores, to_exponent, -base[:, None]))
             row_sum = row_sum * alpha + gl.sum(exponents, axis=1)

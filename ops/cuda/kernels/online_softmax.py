@@ -11,7 +11,11 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def upcast(x, dtype: tl.constexpr):
     """Convert keys or values to the dtype of the queries, exactly."""
-    if x.dtype.primitive_bitwidth == 8:
+    if x.dtype == tl.int8:
+        # By the bits of 2^23 + 128 + x: a unit that converts 16 a clock would take them one by one.
+        bits = (x.to(tl.uint8, bitcast=True) ^ 128).to(tl.int32) | 0x4B000000
+        return (bits.to(tl.float32, bitcast=True) - 8388736.0).to(dtype)
+    elif x.dtype.primitive_bitwidth == 8:
         # Straight to bfloat16, a unit that converts 16 a clock would take them one by one.
         return x.to(tl.float16).to(tl.float32).to(dtype)
     else:
@@ -30,8 +34,8 @@ def scores_of(scores, scale, softcap, UNSCALED: tl.constexpr, SOFTCAP: tl.conste
 
 
 @triton.jit
-def fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED: tl.constexpr):
-    """Add a tile to the running state; a score of -inf leaves its key out."""
+def fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED: tl.constexpr, v_scale=None):
+    """Add a tile to the running state; a score of -inf leaves its key out. `v_scale`: a factor of each value."""
     new_row_max = tl.maximum(row_max, tl.max(scores, axis=1))
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     if UNSCALED:
@@ -43,6 +47,11 @@ def fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED: tl.constexpr):
         alpha = tl.exp2((row_max - base) * _LOG2E)
         p = tl.exp2((scores - base[:, None]) * _LOG2E)
     row_sum = row_sum * alpha + tl.sum(p, axis=1)
+    if v_scale is not None:
+        if v.dtype == tl.float16:  # in which small p times small factors have few bits or none
+            v = (v.to(tl.float32) * v_scale[:, None]).to(tl.float16)
+        else:
+            p *= v_scale[None, :]
     acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
     return acc, new_row_max, row_sum
 

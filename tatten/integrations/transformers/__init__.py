@@ -3,12 +3,14 @@
 from typing import TYPE_CHECKING
 
 from tatten.integrations.transformers import registration  # noqa: F401
+from tatten.integrations.transformers.cross_attention import CrossAttentionCache
+from tatten.integrations.transformers.quantised import QuantizedStaticCache
 from tatten.integrations.transformers.shared_prefix import SharedPrefixCache
 
 if TYPE_CHECKING:
     from tatten.integrations.transformers.sharded import ShardedKVCache
 
-__all__ = ["ShardedKVCache", "SharedPrefixCache"]
+__all__ = ["CrossAttentionCache", "QuantizedStaticCache", "ShardedKVCache", "SharedPrefixCache"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,15 @@
-"""Facts about a model's config. All use of private parts of transformers is in this file."""
+"""Facts about a model, from its config or its code. All use of private parts of transformers is in this file."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -27,7 +35,66 @@ def count_layers(config: PreTrainedConfig) -> int:
     return len(layers)
 
 
+def caches_latents(config: PreTrainedConfig) -> bool:
+    """Whether the model has multi-head latent attention: it may cache latents, and expand them to keys and values."""
+    return getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
+
+
+def count_full_layers(config: PreTrainedConfig) -> int:
+    """The number of layers, each of which attends to all tokens.
+
+    Raises:
+        ValueError: a layer attends to a window, or holds anything but keys and values.
+    """
+    n = count_layers(config)
+    for index, layer in enumerate(DynamicCache(config=config).layers[:n]):
+        if type(layer) is not DynamicLayer:
+            raise ValueError(
+                f"`config` must have layers of full attention only, got a {type(layer).__name__} at {index}"
+            )
+    return n
+
+
 def attention_implementation(config: PreTrainedConfig) -> str | None:
     """The name of the attention function that the model calls; None if it was not set."""
     name: str | None = config.get_text_config(decoder=True)._attn_implementation
     return name
+
+
+def made_for_sdpa(config: PreTrainedConfig) -> bool:
+    """Tell whether a model leaves attention to the function of its `attn_implementation` and minds no name of one.
+
+    Only such a model takes the masks that SDPA does, and None for a causal one. It is known by its code.
+    """
+    return bool(_made_for_sdpa(type(config).__module__.replace("configuration_", "modeling_")))
+
+
+@torch.compiler.assume_constant_result
+def _made_for_sdpa(module: str) -> bool:
+    return module in sys.modules and _says_so(module)
+
+
+@functools.cache
+def _says_so(module: str) -> bool:
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):  # made at a prompt
+        return False
+    says = ("ALL_ATTENTION_FUNCTIONS.get_interface(", "_supports_sdpa = True")
+    return all(text in source for text in says) and '_attn_implementation == "sdpa"' not in source
+
+
+def eager_attention(module: nn.Module) -> Callable[..., Any]:
+    """The function that a layer calls with `attn_implementation="eager"`.
+
+    Raises:
+        NotImplementedError: its model calls it otherwise than all others.
+    """
+    for cls in type(module).__mro__:
+        found: Callable[..., Any] | None = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
+        if found is not None:
+            return found
+    raise NotImplementedError(
+        f"{type(module).__name__} must have an `eager_attention_forward` beside it for soft caps, sinks and attention "
+        'weights beyond decode steps, got none: load the model with attn_implementation="eager"'
+    )

@@ -1,20 +1,57 @@
-"""Attention "tatten", registered with transformers. Its code is loaded at the first call: DTensor takes seconds."""
+"""Attention "tatten" and its masks, registered with transformers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+
+from tatten.integrations.transformers.handover import take_over
+from tatten.integrations.transformers.masks import mask
 
 
-def attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Compute `sharded.attention`."""
-    from tatten.integrations.transformers.sharded import attention as loaded
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention "tatten" of transformers: over a sharded cache, or on one device.
 
-    return loaded(*args, **kwargs)
+    Keys and values of a sharded cache are DTensors, or what the model has expanded from this rank's latents.
+    """
+    from torch.distributed.tensor import DTensor  # takes seconds, unless transformers has loaded a model
+
+    layout = take_over()
+    if isinstance(key, DTensor):
+        from tatten.caches.sharded_layer import Interleaved
+
+        layout = Interleaved(key.device_mesh, key.placements)
+    elif layout is not None and (attention_mask is None or attention_mask.shape[-1] != key.shape[2]):
+        key, value = layout.keys(key), layout.keys(value)
+    else:  # a mask as wide as the keys is that of whole ones: what was handed over is left from a step that failed
+        layout = None
+    for name in ("block_indices", "indices")[: 1 + (layout is not None)]:  # selected keys, which would be missed
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f'`{name}` must be None for attention "tatten"{" over a sharded cache" * (layout is not None)}, got a '
+                f"{type(kwargs[name]).__name__}: {type(module).__name__} makes masks of them with "
+                'attn_implementation="sdpa" or "eager"'
+            )
+    if layout is not None:
+        from tatten.integrations.transformers.sharded import attention as over_shards
+
+        assert isinstance(key, DTensor)
+        assert isinstance(value, DTensor)
+        return over_shards(module, query, key, value, attention_mask, *args, layout=layout, **kwargs)
+    from tatten.integrations.transformers.local import attention as on_one_device
+
+    return on_one_device(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 AttentionInterface.register("tatten", attention)
-AttentionMaskInterface.register("tatten", sdpa_mask)  # without it, `attention_mask` would be None
+AttentionMaskInterface.register("tatten", mask)

@@ -12,33 +12,42 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tatten.caches import sharded as sharded_cache
 from tatten.caches.arguments import sequence_indices
 from tatten.caches.sharded_layer import Interleaved, ShardedLayer
+from tatten.caches.sharded_prefix import ShardedPrefixLayer
 from tatten.dtensor_sdpa import merged_attention
-from tatten.integrations.transformers.config import attention_implementation, count_layers
+from tatten.integrations.transformers.config import attention_implementation, caches_latents, count_layers
+from tatten.integrations.transformers.handover import hand_over
+from tatten.integrations.transformers.shared_prefix_layer import SharedPrefixCacheLayer
 
 
 class ShardedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A `ShardedLayer` for transformers. Attention gets the first tokens unchanged, and later all slots as DTensors."""
+    """A `ShardedLayer` for transformers. Attention gets the first tokens unchanged, and later all slots as DTensors.
+
+    Of latents, which the model expands before that, it gets this rank's slots as plain tensors, and has to be told.
+    """
 
     is_sliding = False
     is_compileable = True
 
-    def __init__(self, kv: ShardedLayer):
+    def __init__(self, kv: ShardedLayer, latents: bool = False):
         super().__init__()
         self.kv = kv
+        self.latents = latents
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.is_initialized and self.latents:
+            return _own(self.kv, key_states, value_states)
         if self.is_initialized:
             return self.kv.append(key_states, value_states)
         self.kv.prefill(key_states, value_states)
         self.lazy_initialization(key_states, value_states)
+        hand_over(None)
         return key_states, value_states
 
     def get_seq_length(self) -> int | Tensor:
@@ -63,6 +72,26 @@ class ShardedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
 
 
+class ShardedLatentsLayer(SharedPrefixCacheLayer):
+    """A layer of a shared-prefix cache over a mesh that holds latents, which the model expands before attention."""
+
+    kv: ShardedPrefixLayer
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kv.batch_size:
+            return _own(self.kv, key_states, value_states)
+        self.kv.append(key_states, value_states)
+        hand_over(None)
+        return key_states, value_states
+
+
+def _own(kv: ShardedLayer | ShardedPrefixLayer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Add new latents, return this rank's, and tell the attention that follows what they are a share of."""
+    own = kv.append_to_own(key, value)
+    hand_over(kv.layout if kv.layout.ranks > 1 else None)
+    return own
+
+
 class ShardedKVCache(Cache):  # type: ignore[misc]
     """Keys and values of all layers, sharded over the ranks of a mesh; for `attn_implementation="tatten"`.
 
@@ -75,15 +104,16 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
 
     Each rank computes the whole prefill, with ordinary causal attention, and keeps its share of the keys and values,
     layer by layer. In a decode step each rank attends to its share, and the states of the ranks are merged. The weights
-    are the same on all ranks, or tensor-parallel over a dim of the mesh: `heads="tp"`, mesh `("tp", "kv")`.
+    are the same on all ranks, or tensor-parallel over a dim of the mesh: `heads="tp"`, mesh `("tp", "kv")`. Of models
+    with multi-head latent attention each rank keeps its share of the latents, for all heads, and expands only those.
 
     Each rank draws its own tokens. They agree as long as prompts, weights and options do and, with sampling, all ranks
     have the same seed (`torch.manual_seed`). This is not checked: ranks that draw different tokens would attend to a
     mixture of their texts.
 
     Args:
-        config: the config of the model, or its number of layers. Attention may be full, sliding or chunked; every
-            layer keeps all tokens, and the masks of the model apply windows.
+        config: the config of the model, or its number of layers if it caches no latents. Attention may be full, sliding
+            or chunked; every layer keeps all tokens, and the masks of the model apply windows.
         mesh, capacity, sequence, heads: as for `tatten.ShardedKVCache`.
 
     Raises:
@@ -103,7 +133,8 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
         check_attention(config)
         num_layers = config if isinstance(config, int) else count_layers(config)
         self._cache = sharded_cache.ShardedKVCache(num_layers, mesh, capacity, sequence=sequence, heads=heads)
-        super().__init__(layers=[ShardedCacheLayer(kv) for kv in self._cache.layers])
+        latents = not isinstance(config, int) and caches_latents(config)
+        super().__init__(layers=[ShardedCacheLayer(kv, latents) for kv in self._cache.layers])
 
     @property
     def batch_size(self) -> int:
@@ -153,31 +184,26 @@ def check_attention(config: PreTrainedConfig | int) -> None:
 def attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: DTensor,
+    value: DTensor,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    *,
+    layout: Interleaved,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention "tatten" of transformers: its own SDPA, unless keys and values are DTensors of a sharded cache."""
+    """Attention "tatten" of transformers over the DTensors of a sharded cache, laid out as `layout` says."""
     if kwargs.get("s_aux") is not None:
         raise ValueError(
             f'`s_aux` must be None, as attention "tatten" has no sinks, got a {type(kwargs["s_aux"]).__name__}'
         )
-    if not isinstance(key, DTensor):
-        result: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-        )
-        return result
     for name in ("softcap", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"`{name}` must be None over a sharded cache, got {kwargs[name]!r}")
     if attention_mask is None:
         raise ValueError("`attention_mask` must exclude the unused slots of a sharded cache, got None")
-    layout = Interleaved(key.device_mesh, key.placements)
-    assert isinstance(value, DTensor)
     queries, mask = layout.queries(query), layout.mask(attention_mask[..., layout.own])
     # Eager PyTorch has no kernel that returns the lse if values have a head_dim of their own (DeepSeek), so its SDPA
     # could not be merged.

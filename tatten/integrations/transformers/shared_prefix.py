@@ -3,75 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
 
 from tatten.caches import shared_prefix
-from tatten.caches.shared_prefix_layer import SharedPrefixLayer
-from tatten.integrations.transformers.config import count_layers
+from tatten.integrations.transformers.config import caches_latents, count_layers
+from tatten.integrations.transformers.shared_prefix_layer import SharedPrefixCacheLayer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A `SharedPrefixLayer` for transformers: dynamic before a fork; static, hence compileable, after it.
-
-    Attributes:
-        repeated: how many tokens that are held already the next update begins with. To transformers that step is one
-            of an empty cache.
-    """
-
-    is_sliding = False
-
-    def __init__(self, kv: SharedPrefixLayer):
-        super().__init__()
-        self.kv = kv
-        self.is_initialized = bool(kv.segments)
-        self.repeated = 0
-
-    @property
-    def is_compileable(self) -> bool:
-        return self.kv.forked
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.repeated:
-            self.kv.append(key_states[:, :, self.repeated :], value_states[:, :, self.repeated :])
-            self.repeated = 0
-            return key_states, value_states
-        keys, values = self.kv.append(key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        return keys, values
-
-    def get_seq_length(self) -> int | Tensor:
-        if self.repeated:
-            return 0
-        return self.kv.prefix_length + self.kv.length if self.kv.forked else self.kv.prefix_length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.repeated:
-            if query_length <= self.repeated:
-                raise ValueError(
-                    f"assisted decoding must get the whole text as `input_ids`, of which the cache holds "
-                    f"{self.repeated} tokens, got {query_length} with the candidates"
-                )
-            return query_length, 0
-        if not self.kv.forked:
-            return self.kv.prefix_length + query_length, 0
-        # `generate` asks on the host, ahead of a compiled forward that cannot check.
-        if self.kv.length.device.type == "cpu":
-            self.kv.check_room(query_length)
-        return self.kv.prefix_length + self.kv.capacity, 0
-
-    def get_max_length(self) -> int:
-        return self.kv.prefix_length + self.kv.capacity if self.kv.forked else -1
 
 
 class SharedPrefixCache(Cache):  # type: ignore[misc]
@@ -93,8 +35,9 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
     need room in the suffix.
 
     Args:
-        config: the config of the model, or its number of layers. Attention may be full, sliding or chunked; every
-            layer keeps all tokens, and the masks of the model apply windows.
+        config: the config of the model, or its number of layers; over a mesh that tells too little of one that
+            caches latents. Attention may be full, sliding or chunked; every layer keeps all tokens, and the masks of
+            the model apply windows.
         mesh, sequence, heads: as for `tatten.SharedPrefixCache`, on every rank, for a model with
             `attn_implementation="tatten"`. Each rank computes the whole prefill and keeps its share of it. A cache over
             a mesh has to be forked before a model is called with single tokens.
@@ -113,10 +56,13 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         sequence: str | Sequence[str] = "kv",
         heads: str | None = None,
     ):
+        self._layer_type = SharedPrefixCacheLayer
         if mesh is not None:
-            from tatten.integrations.transformers.sharded import check_attention  # imports DTensor
+            from tatten.integrations.transformers.sharded import ShardedLatentsLayer, check_attention  # imports DTensor
 
             check_attention(config)
+            if not isinstance(config, int) and caches_latents(config):
+                self._layer_type = ShardedLatentsLayer
         num_layers = config if isinstance(config, int) else count_layers(config)
         self._adopt(shared_prefix.SharedPrefixCache(num_layers, mesh=mesh, sequence=sequence, heads=heads))
 
@@ -188,12 +134,12 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         """Not supported: other forks may share what it would remove."""
         raise NotImplementedError("SharedPrefixCache cannot be reset: make a new one, or a new fork")
 
-    @classmethod
-    def _of(cls, cache: shared_prefix.SharedPrefixCache) -> SharedPrefixCache:
-        new = cls.__new__(cls)
+    def _of(self, cache: shared_prefix.SharedPrefixCache) -> SharedPrefixCache:
+        new = type(self).__new__(type(self))
+        new._layer_type = self._layer_type
         new._adopt(cache)
         return new
 
     def _adopt(self, cache: shared_prefix.SharedPrefixCache) -> None:
         self._cache = cache
-        super().__init__(layers=[SharedPrefixCacheLayer(kv) for kv in cache.layers])
+        super().__init__(layers=[self._layer_type(kv) for kv in cache.layers])

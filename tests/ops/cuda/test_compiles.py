@@ -23,15 +23,17 @@ from tatten.ops.cuda import block_mask
 from tatten.ops.variant import AttentionVariant
 
 def attend(
-    dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, sm90=False, float8=False, indexed=False, **options
+    dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, sm90=False, float8=False, int8=False,
+    per_key=False, indexed=False, **options
 ):
     dtype, kv_len = getattr(torch, dtype), 4096
-    kv_dtype = torch.float8_e4m3fn if float8 else dtype
+    kv_dtype = torch.float8_e4m3fn if float8 else torch.int8 if int8 else dtype
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
     query = empty(2, 2 * rows, 1, dim)
     key, value = (empty(2, 2, kv_len, dim, dtype=kv_dtype) for _ in "kv")
-    scales = (empty(2, dtype=torch.float32),) * 2 if float8 else (None, None)
+    scaled = (2, 2, kv_len) if per_key else (2,)
+    scales = (empty(*scaled, dtype=torch.float32),) * 2 if float8 or int8 else (None, None)
     groups = empty(4, 3, dtype=torch.int32) if indexed else None
     if sm90:
         segment = segments.plan_prefix_segment(query, key, value, 0.1, None, groups)
@@ -75,8 +77,9 @@ print(json.dumps(variants))
 Variant = tuple[tuple[str, int, int], dict[str, object]]  # dtype, head_dim, packed rows; and options of `plan_segment`
 
 PER_SEQUENCE, LENS = {"mask": ("bool", 2, 1, 1)}, {"lens": True}
-FLOAT8 = {"float8": True}
+FLOAT8, INT8, PER_KEY = {"float8": True}, {"int8": True}, {"per_key": True}
 EXTRAS = {"window": 1000, "softcap": 30.0, "sinks": True}
+CAPPED = {"softcap": 30.0, "sinks": True, "whole": False, "follows": True}
 
 
 def shapes(dtype: str, dims: tuple[int, ...], rows: tuple[int, ...], *options: dict[str, object]) -> list[Variant]:
@@ -107,12 +110,21 @@ GROUPS: dict[str, list[Variant]] = {
         *shapes("float16", (128,), (4,), FLOAT8, {**FLOAT8, **EXTRAS}),
         *shapes("bfloat16", (80, 256), (4,), FLOAT8),
     ],
+    "8 bits per key": [
+        *shapes("bfloat16", (64, 128), (4,), {**FLOAT8, **PER_KEY, **PER_SEQUENCE}, {**INT8, **PER_KEY, **LENS}),
+        *shapes("bfloat16", (128,), (4, 64), {**INT8, **PER_KEY}, {**INT8, **PER_KEY, **PER_SEQUENCE}),
+        *shapes("float16", (128,), (4,), {**INT8, **PER_KEY, **PER_SEQUENCE}),
+        *shapes("bfloat16", (128,), (4,), INT8, {**INT8, **PER_SEQUENCE}),
+    ],
     "float32": shapes("float32", (64, 128, 256), (4,), {}, PER_SEQUENCE),
     "segments": [
         *shapes("bfloat16", (128,), (4, 64), {"whole": False}, {"whole": False, "follows": True}),
         *shapes("bfloat16", (64, 128), (4,), {"whole": False, "follows": True, "tiles": "SHORT_ROWS"}),
         *shapes("bfloat16", (64, 128), (128,), {"sm90": True}),
     ],
+    "capped segments": shapes(
+        *("bfloat16", (128,), (4, 64), CAPPED, {**CAPPED, "max_and_sum": True}, {**CAPPED, "indexed": True})
+    ),
     "rows": [
         *shapes("bfloat16", (128,), (4, 64), {"indexed": True}, {"indexed": True, **PER_SEQUENCE}),
         *shapes("bfloat16", (128,), (4,), {"indexed": True, "follows": True, "whole": False}),

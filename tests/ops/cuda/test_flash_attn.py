@@ -179,7 +179,7 @@ TAKEN = {
     "soft cap": PACKAGES,
     "sinks": ("fa4",),
     "mask": (),
-    "float8": (),
+    "float8 or int8": (),
     "scale that is 0 or less": (),
 }
 
@@ -196,7 +196,7 @@ def test_needs_have_the_names_of_the_arguments() -> None:
     x = torch.empty(1)
     assert needs_of(None, None, None, PLAIN) == needs_of(None, None, 0.1, PLAIN) == ()
     assert needs_of(x, x, 0.1, AttentionVariant(3, 2.0, x, x)) == (
-        *("mask", "lengths", "window", "soft cap", "sinks", "float8"),
+        *("mask", "lengths", "window", "soft cap", "sinks", "float8 or int8"),
     )
     for scale in (0.0, -1.0, float("nan")):
         assert needs_of(None, None, scale, PLAIN) == ("scale that is 0 or less",)

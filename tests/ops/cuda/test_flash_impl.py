@@ -14,7 +14,7 @@ from tatten.ops.cuda.launcher import by_layout
 from tatten.ops.cuda.providers import choose_provider, replaced_flash, unsupported_reason
 from tatten.ops.cuda.tuning import Table
 from tatten.ops.cuda.workload import Workload
-from tatten.ops.library import decode_kernel
+from tatten.ops.library import bifurcated_kernel, decode_kernel
 
 
 class Handle:
@@ -80,7 +80,7 @@ def test_a_plan_is_for_the_kernel_of_its_time(monkeypatch: pytest.MonkeyPatch) -
 
     def chosen() -> list[str]:
         plain = decode_kernel(dispatch.decode_attention)(query, key, value)
-        return [plain, dispatch.bifurcated_attention(query, [key], [value], [None], [None])]
+        return [plain, bifurcated_kernel(dispatch.bifurcated_attention)(query, [key], [value], [None], [None])]
 
     assert chosen() == ["flash", "flash"]
     attention.activate_flash_attention_impl("TATTEN_TEST")

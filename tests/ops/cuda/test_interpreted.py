@@ -17,10 +17,11 @@ from torch import Tensor
 
 from tatten.ops.cuda.schedule import Schedule
 from tatten.ops.layout import pack_gqa
+from tatten.ops.library import bifurcated_kernel
 from tatten.ops.masks import block_list
 from tatten.ops.reference import bifurcated_attention_reference
 from tatten.ops.states import combine_partials, merge
-from tatten.ops.variant import AttentionVariant
+from tatten.ops.variant import PLAIN, AttentionVariant
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 
@@ -65,11 +66,11 @@ def launch_and_merge(inputs: dict, **options) -> tuple[Any, tuple[Tensor, Tensor
     return parts, (state.out, state.lse)
 
 
-def triton_segments(query: Tensor, *given: Sequence) -> tuple[Tensor, Tensor]:
+def triton_segments(query: Tensor, *given: Sequence, variant: AttentionVariant = PLAIN) -> tuple[Tensor, Tensor]:
     from tatten.ops.cuda.segments import plan_segments
 
     *inputs, scale = given
-    return plan_segments(query, *inputs, scale)(query, *inputs)
+    return plan_segments(query, *inputs, scale, variant=variant)(query, *inputs, variant=variant)
 
 
 def assert_equal(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
@@ -114,7 +115,7 @@ def test_bfloat16_beyond_the_range_of_float16() -> None:
 
 
 def test_a_query_without_keys_is_zero_whatever_the_factors() -> None:
-    inputs = Case(float8="scaled", kv_len=70, head_dim=16).inputs(poison=False)
+    inputs = Case(narrow="scaled", kv_len=70, head_dim=16).inputs(poison=False)
     inputs |= {"kv_lens": torch.tensor([0, 70]), "value_scale": torch.tensor([float("inf"), 1.0])}
     out, lse = lean(inputs)
     assert not out[0].any()
@@ -123,11 +124,12 @@ def test_a_query_without_keys_is_zero_whatever_the_factors() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, mask, options, dtype",
+    "kind, int8, mask, options, dtype",
     slow_after(
-        3,
+        4,
         pairs(
-            ["plain", "scaled"],
+            ["plain", "scaled", "per_key"],
+            [False, True],
             ["none", "holes", "additive", "nearly_full"],
             [{}, {"lens": True, "sinks": True}, {"window": 20, "softcap": 1.5}],
             [torch.float32, torch.float16],
@@ -135,8 +137,9 @@ def test_a_query_without_keys_is_zero_whatever_the_factors() -> None:
     ),
     ids=str,
 )
-def test_float8(kind: str, mask: str, options: dict, dtype: torch.dtype) -> None:
-    case = Case(float8=kind, mask=mask, dtype=dtype, q_len=2, kv_len=150, head_dim=16, value_dim=24, **options)
+def test_eight_bits(kind: str, int8: bool, mask: str, options: dict, dtype: torch.dtype) -> None:
+    sizes = {"q_len": 2, "kv_len": 150, "head_dim": 16, "value_dim": 24}
+    case = Case(narrow=kind, int8=int8, mask=mask, dtype=dtype, **sizes, **options)
     inputs = case.inputs()
     assert_state(*lean(inputs, programs=5), inputs)
 
@@ -424,6 +427,36 @@ def test_segments(case: Segments, programs: int, monkeypatch: pytest.MonkeyPatch
     want_out, want_lse = bifurcated_attention_reference(query, keys, values, masks)
     torch.testing.assert_close(out.double(), want_out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("programs", slow_but([3], [3, 25]))
+@pytest.mark.parametrize("case", slow_after(4, [*SEGMENTS[:4], *SEGMENTS[7:12], SEGMENTS[-5]]), ids=str)
+def test_segments_of_variants(case: Segments, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sink counts once, in whatever parts the segments are read; -inf is none."""
+    from tatten.ops.cuda import decode as module
+
+    monkeypatch.setattr(module, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(module, "tiles_for", lambda *args, **kwargs: module.Tiles(16, 32, 4, 2))
+    query, keys, values, masks = case.inputs()
+    sinks = torch.tensor([2.0, NEG_INF, 0.0, -1.0, 3.0])[: case.q_heads]
+    for variant in (AttentionVariant(sinks=sinks), AttentionVariant(softcap=1.5, sinks=sinks)):
+        got = triton_segments(query, keys, values, masks, [None] * len(keys), case.dim**-0.5, variant=variant)
+        want = bifurcated_attention_reference(query, keys, values, masks, variant=variant)
+        torch.testing.assert_close([x.double() for x in got], [*want], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("q_len", slow_but([4], [1, 4]))
+def test_the_op_narrows_segments_to_a_window(q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three segments the first is cut, and read by all sequences; the last one's keys are ahead of some queries."""
+    from tatten.ops.cuda import dispatch
+
+    monkeypatch.setattr(dispatch, "on_device_of", lambda x, run, *args: run(*args))
+    query, keys, values, masks = Segments(((1, 70, ""), (2, 5, ""), (4, 9, "rows")), q_len=q_len).inputs()
+    keys[0][:, :, : 70 - 16 - q_len + 1] = float("nan")
+    variant = {"window": 30, "softcap": 1.5, "sinks": torch.tensor([2.0, NEG_INF, 0.0, -1.0])}
+    got = bifurcated_kernel(dispatch.bifurcated_attention)(query, keys, values, masks, [None] * 3, **variant)
+    want = bifurcated_attention_reference(query, keys, values, masks, variant=AttentionVariant(**variant))
+    torch.testing.assert_close([x.double() for x in got], [*want], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -16,6 +16,8 @@ from torch import Tensor
 
 import tatten
 from tatten.ops.cuda import latent as on_cuda
+from tatten.ops.cuda import mask_plan
+from tatten.ops.masks import block_list
 from tatten.ops.reference import latent_attention_reference
 from tatten.ops.variant import AttentionVariant
 
@@ -43,31 +45,51 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(given: dict[str, Any], out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The op's answer, in the interpreter by its plan."""
+def call_of(dtype: torch.dtype, variant: str, batch: int, heads: int, q_len: int, kv_len: int, rank: int, width: int):
+    """A call of those sizes, with a mask and more as VARIANTS have it."""
+    options = dict(VARIANTS[variant])
+    mask = options.pop("mask", None)
+    segment = Segment(batch, kv_len, mask, batch if mask is not None and "b" in mask.dims else 1)
+    sizes = {"q_heads": heads, "kv_heads": 1, "q_len": q_len, "head_dim": rank + width, "value_dim": rank}
+    scale = (rank + width) ** -0.5
+    return LatentCall(Call(dtype, segments=(segment,), batch=batch, scale=scale, **sizes, **options))
+
+
+def run(given: dict[str, Any], out_dtype: torch.dtype, found: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The op's answer, in the interpreter by its plan; `found` is the mask's block list, if it was found before."""
     tensors = [given[name] for name in ("query", "query_rope", "latent", "key_rope", "attn_mask", "kv_lens")]
     variant = AttentionVariant(given["window"], given["softcap"], given.get("sinks"), None, None)
-    plan = on_cuda._plan(*tensors, given["scale"], None, variant, out_dtype)
-    return plan(*tensors, None, variant)
+    plan = on_cuda._plan(*tensors, given["scale"], found, variant, out_dtype)
+    return plan(*tensors, found, variant)
 
 
 @pytest.mark.parametrize("variant", slow_but(["plain", "holes", "lens"], VARIANTS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_float64(shape: tuple[int, ...], dtype: torch.dtype, variant: str) -> None:
-    batch, heads, q_len, kv_len, rank, width = shape
+    kv_len, rank = shape[3:5]
     if dtype == torch.float32 and rank > 256:
         pytest.skip("float32 goes to a rank of 256")
-    options = dict(VARIANTS[variant])
-    mask = options.pop("mask", None)
-    segment = Segment(batch, kv_len, mask, batch if mask is not None and "b" in mask.dims else 1)
-    sizes = {"q_heads": heads, "kv_heads": 1, "q_len": q_len, "head_dim": rank + width, "value_dim": rank}
-    scale = (rank + width) ** -0.5
-    call = LatentCall(Call(dtype, segments=(segment,), batch=batch, scale=scale, **sizes, **options))
-    given, expanded = call.inputs(DEVICE)
+    given, expanded = call_of(dtype, variant, *shape).inputs(DEVICE)
     for out_dtype in {dtype, torch.float32}:
         out, lse = run(given, out_dtype)
         assert_within_bound(out, lse, expanded, parts=2 + kv_len // 16, out_dtype=out_dtype)
+
+
+FOUND = ["holes", "padding", "causal", "heads", "nothing", "bias", "everything"]
+
+
+@pytest.mark.parametrize("variant", slow_but(["heads", "everything"], FOUND))
+def test_a_block_list_found_before(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is taken for the mask's, and not found again; beside lengths or a window it is not what counts."""
+    given, expanded = call_of(torch.bfloat16, variant, 2, 5, 2, 150, 24, 8).inputs(DEVICE)
+    found = block_list(given["attn_mask"], 2)
+    if not GPU:
+        monkeypatch.setattr(on_cuda, "check_block_mask", lambda *_: None)  # which wants a CPU's there
+    if variant != "everything":
+        monkeypatch.setattr(mask_plan, "plan_block_list", None)
+    out, lse = run(given, torch.float32, found)
+    assert_within_bound(out, lse, expanded, parts=12, out_dtype=torch.float32)
 
 
 def test_views_of_one_cache_beside_nan() -> None:
@@ -93,6 +115,25 @@ def test_nan_comes_out(name: str) -> None:
     assert out[0].isnan().all()
     assert lse[1].isfinite().all()
     assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("sizes", [(17, 24, 8), *([(128, 512, 64)] if GPU else [])], ids=str)
+def test_scores_beyond_float32(sizes: tuple[int, int, int]) -> None:
+    """Products that overflow to -inf leave their keys out; where all of a tile do, a state has nothing yet."""
+    heads, rank, width = sizes
+    shapes = (2, heads, 1, rank), (2, heads, 1, width), (2, 1, 300, rank), (2, 1, 300, width)
+    query, query_rope, latent, key_rope = (torch.randn(x).to(DEVICE, torch.bfloat16) for x in shapes)
+    query[..., 0] = 0
+    query[:, 1, 0, 0] = 3e38
+    latent[0, 0, 40:, 0] = -1e20
+    latent[0, 0, :40, 0] = latent[1, :, :, 0] = 0
+    names = "query", "query_rope", "latent", "key_rope"
+    given = dict(zip(names, (query, query_rope, latent, key_rope), strict=True))
+    given |= dict.fromkeys(("attn_mask", "kv_lens", "window", "softcap"))
+    out, lse = run({**given, "scale": 0.2}, torch.float32)
+    want, want_lse = latent_attention_reference(*(x.double() for x in given.values() if x is not None), scale=0.2)
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("mask", slow_but(["of a sequence"], ["none", "of a query", "of a sequence"]))

@@ -49,9 +49,8 @@ def test_the_kernel_for_hopper() -> None:
     assert built["stack"] == 0, "registers spill to local memory"
     assert built["shared"] <= 227 * 1024
     assert built["launch_pdl"], "griddepcontrol.wait would not wait"
-    assert (
-        ptx.count("wgmma.mma_async") == 36 + 4 + 4
-    )  # the scores of 576 columns, and twice 64 keys by half of the values
+    # The scores of 576 columns, and half of the values of 64 keys twice.
+    assert ptx.count("wgmma.mma_async") == 36 + 4 + 4
     assert not FUSIBLE.search(ptx)
     # More in sum than the three warpgroups start with would hang.
     assert re.search(r"\.maxnreg 168\b", ptx)

@@ -106,7 +106,8 @@ def test_a_plan_keeps_no_tensor(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
             plan = cuda._plan_decode(query, *cache, mask, lens, None, None, variant, "triton", None)
         case "bifurcated":
             both = [list(pair) for pair in zip(shared, cache, strict=True)]
-            plan = cuda._plan_bifurcated(query, *both, [None, mask], [None, None], [None, None], None, None)
+            variant = AttentionVariant(sinks=sinks)
+            plan = cuda._plan_bifurcated(query, *both, [None, mask], [None, None], [None, None], None, variant, None)
             del both
         case "merge":
             plan = cuda._plan_merge_states(out, lse)

@@ -183,6 +183,7 @@ def test_float8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) ->
     assert "float8" in unsupported_reason("cudnn", float8)
     monkeypatch.setattr(providers, "capability", lambda device: (8, 6))
     assert "from compute capability 8.9 on" in unsupported_reason("triton", float8)
+    assert unsupported_reason("triton", Workload.of(query, *(x.to(torch.int8) for x in kv))) is None
     assert unsupported_reason("triton", work(plain=False)) is None
 
 

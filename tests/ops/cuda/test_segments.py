@@ -10,8 +10,10 @@ from torch import Tensor
 
 from tatten.ops.cuda import decode, segments
 from tatten.ops.cuda.combine import TileSpace
+from tatten.ops.cuda.decode import Segment
 from tatten.ops.cuda.prefix_sm90 import PrefixAttention
 from tatten.ops.cuda.segments import PrefixSegment, Segments, plan_prefix_segment, plan_segments
+from tatten.ops.variant import AttentionVariant
 
 SMS = 132
 
@@ -35,7 +37,12 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def plan(*shapes: tuple[int, int], masks: dict[int, torch.dtype] | None = None) -> Segments:
+def plan(
+    *shapes: tuple[int, int],
+    masks: dict[int, torch.dtype] | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+) -> Segments:
     """The plan for segments of so many rows and keys, of 256 sequences."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -44,7 +51,8 @@ def plan(*shapes: tuple[int, int], masks: dict[int, torch.dtype] | None = None) 
     keys = [empty(rows, 8, length, 128) for rows, length in shapes]
     masks = masks or {}
     attn_masks = [empty(1, 1, 1, key.shape[2], dtype=masks[i]) if i in masks else None for i, key in enumerate(keys)]
-    return plan_segments(empty(256, 32, 1, 128), keys, keys, attn_masks, [None] * len(keys), 0.1)
+    variant = AttentionVariant(softcap=softcap, sinks=empty(32) if sinks else None)
+    return plan_segments(empty(256, 32, 1, 128), keys, keys, attn_masks, [None] * len(keys), 0.1, variant=variant)
 
 
 def programs(plan: Segments) -> list[int]:
@@ -120,6 +128,22 @@ def test_states_have_maximum_and_sum_only_where_they_are_merged_beside_a_bias(nu
     if before:
         assert last.launch.arguments["WHOLES"] == len(before)
         assert last.launch.arguments["WHOLES_MAX_AND_SUM"] == (2 ** len(before) - 1 if additive else 0)
+
+
+def test_kernels_without_a_soft_cap_get_none() -> None:
+    planned = plan((1, 8192), (16, 300), (256, 256), softcap=30.0)
+    assert all(isinstance(launch, Segment) and launch.launch.arguments["SOFTCAP"] for launch in planned.launches)
+
+
+@pytest.mark.parametrize("shapes", [((1, 8192), (256, 256)), ((256, 256), (1, 8192)), ((1, 8192), (1, 300))])
+def test_one_segment_has_the_sinks(shapes: tuple[tuple[int, int], ...]) -> None:
+    """One that the fewest sequences share: the prefix kernel, which takes none, keeps the others."""
+    planned = plan(*shapes, sinks=True)
+    prefix, own = planned.launches
+    assert isinstance(prefix, PrefixSegment)
+    assert isinstance(own, Segment)
+    assert own.launch.arguments["SINKS"]
+    assert shapes[planned.takes[1][0]][0] == max(rows for rows, _ in shapes)
 
 
 def test_whole_states_are_not_searched_for() -> None:

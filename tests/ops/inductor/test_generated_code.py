@@ -41,6 +41,13 @@ def segments(q, k, v, k2, v2):
     out, _ = ops.bifurcated_attention.default(q, [k + 1, k2 + 1], [v + 1, v2 + 1], [None, None], [None, None], 0.1)
     return out * 3
 
+def capped_segments(q, sinks, k, v, k2, v2):
+    given = {"softcap": 30.0, "sinks": sinks}
+    return ops.bifurcated_attention.default(q, [k, k2], [v, v2], [None] * 2, [None] * 2, 0.1, **given)[0]
+
+def windowed_segments(q, k, v, k2, v2):
+    return ops.bifurcated_attention.default(q, [k, k2], [v, v2], [None] * 2, [None] * 2, 0.1, window=400)[0]
+
 def masked_segments(q, mask, *kv):
     # Only the first launch after it reads the block list.
     return ops.bifurcated_attention.default(q, kv[::2], kv[1::2], [mask, None, None], [None] * 3, 0.1)[0]
@@ -71,6 +78,12 @@ cases = {
     "two layers": (two_layers, [Q, KV, KV, MASK]),
     "views": (views, [((2, 1, 4096), bf16), ((2, 1, 6144), bf16), KV, KV]),
     "segments": (segments, [
+        ((8, 8, 1, 64), bf16), *[((2, 8, 500, 64), bf16)] * 2, *[((8, 8, 300, 64), bf16)] * 2
+    ]),
+    "capped segments": (capped_segments, [
+        ((8, 8, 1, 64), bf16), ((8,), bf16), *[((2, 8, 500, 64), bf16)] * 2, *[((8, 8, 300, 64), bf16)] * 2
+    ]),
+    "windowed segments": (windowed_segments, [
         ((8, 8, 1, 64), bf16), *[((2, 8, 500, 64), bf16)] * 2, *[((8, 8, 300, 64), bf16)] * 2
     ]),
     "masked segments": (masked_segments, [
@@ -117,14 +130,16 @@ STAY_OPAQUE = [
     ("large", True, "[tma] 537 MB"),
     ("prefix", True, "[not_recordable] NotRecordableError: launches the prefix_sm90 kernel, which is in Gluon"),
     ("128 heads", True, "[not_recordable] NotRecordableError: launches the latent_sm90 kernel, which is in Gluon"),
+    ("windowed segments", True, "[not_recordable] NotRecordableError: takes a view that begins elsewhere"),
     ("provider", True, "[not_recordable] NotRecordableError: calls aten._scaled_dot_product_cudnn_attention"),
     ("wrong", True, "[not_recordable] ValueError: `key` must be"),
     ("symbolic rows", True, "[symbolic]"),
     ("symbolic lengths", True, "[symbolic]"),
 ]
 NATIVE = torch.__version__ >= "2.12"  # PyTorch 2.11 runs the Python code first, for which there is no GPU
+LOWERED = "two layers", "segments", "capped segments", "masked segments", "merge", "rows", "16 heads"
 RUNS: list[tuple[str, bool, dict[str, bool]]] = [
-    *((case, True, {}) for case in ("two layers", "segments", "masked segments", "merge", "rows", "16 heads")),
+    *((case, True, {}) for case in LOWERED),
     *([("two layers", True, {"cpp_wrapper": True})] if NATIVE else []),
     *((case, lowered, {}) for case, lowered, _ in STAY_OPAQUE),
     *((case, True, {"package": True}) for case in ("prefix", "128 heads")),
@@ -217,6 +232,7 @@ def test_a_package_does_without_gluon(case: str) -> None:
     [
         ("merge", {"merge_states"}),
         ("rows", {"row_groups", "decode", "combine"}),
+        ("capped segments", {"decode", "combine"}),
         ("16 heads", {"decode", "combine"}),
     ],
 )

@@ -77,6 +77,12 @@ def three_segments() -> tuple:
     return ops.bifurcated_attention.default, (randn(8, 8, 1, 64), keys, values, [None] * 3, [None] * 3), {}
 
 
+def capped_segments() -> tuple:
+    (k, v), (k2, v2), sinks = kv(1, 8, 1000, 64), kv(8, 8, 300, 64), randn(8, dtype=torch.float32)
+    args = randn(8, 8, 1, 64), [k, k2], [v, v2], [None] * 2, [None] * 2
+    return ops.bifurcated_attention.default, args, {"softcap": 30.0, "sinks": sinks}
+
+
 def masked_segments() -> tuple:
     (k, v), (k2, v2) = kv(2, 8, 500, 64), kv(8, 8, 300, 64)
     mask = torch.rand(8, 1, 1, 300, device="cuda") < 0.5
@@ -107,7 +113,7 @@ def merge() -> tuple:
 
 CASES = [
     plain, short_and_whole, odd_dims, lengths, bool_mask, bool_mask_of_queries, bias, variant, float8, three_segments,
-    masked_segments, rows, find_rows, find_blocks, merge,
+    capped_segments, masked_segments, rows, find_rows, find_blocks, merge,
 ]  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def test_a_name_that_moved_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AttributeError, match="MutationOutput"):
         check_names()
     inner_compiler._register_lowerings.cache_clear()
-    monkeypatch.setattr(inner_compiler, "on_cuda", lambda inputs: True)
+    monkeypatch.setattr(inner_compiler, "_on_cuda", lambda inputs: True)
     note = inner_compiler.launch_note("inductor", [])
     assert note.startswith("Inductor calls the ops instead of launching their kernels: AttributeError: ")
     assert "MutationOutput" in note

@@ -245,7 +245,7 @@ def check_rewritten() -> str:
 
 def test_the_backend_reads_each_share_once() -> None:
     for rank, report in enumerate(run_ranks(2, check_rewritten)):
-        assert "total: 2 of 2 SDPA calls rewritten in 2 graphs" in report
+        assert "total: 2 of 2 attention calls rewritten in 2 graphs" in report
         assert report.count("tatten.bifurcated_attention.default") == 2
         assert report.count(f"k float32[2, 2, {8194 - rank}, 8]") == 2
         assert report.count("local, then merged over mesh dim 'kv'") == 2

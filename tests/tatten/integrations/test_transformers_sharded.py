@@ -26,7 +26,7 @@ from transformers.masking_utils import create_chunked_causal_mask
 
 import tatten.backend
 from tatten.integrations.transformers import ShardedKVCache
-from tatten.integrations.transformers.sharded import attention
+from tatten.integrations.transformers.registration import attention
 
 NEW = 6
 NAMES = ["llama", "mistral_window", "qwen3", "gemma3", "llama4", "gpt2", "gpt_bigcode", "opt"]
@@ -135,7 +135,7 @@ def check_compiled(name: str, options: dict[str, Any] | None, padded: bool) -> i
         for _ in range(2):
             got = generate(model, ids, mask, past_key_values=sharded(model), compile_config=config, do_sample=False)
             assert torch.equal(got, want)
-    assert options is None or "2 of 2 SDPA calls rewritten" in str(report)
+    assert options is None or "2 of 2 attention calls rewritten" in str(report)
     return len(graphs)
 
 

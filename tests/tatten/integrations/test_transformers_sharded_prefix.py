@@ -152,7 +152,7 @@ def test_compiled_generate(options: dict[str, Any] | None, padded: bool) -> None
     """One graph for all steps, and for the next fork."""
     for graphs, report in run_ranks(2, check_compiled, options, padded):
         assert graphs == 1
-        assert options is None or "2 of 2 SDPA calls rewritten" in report
+        assert options is None or "2 of 2 attention calls rewritten" in report
 
 
 def check_meshes() -> None:

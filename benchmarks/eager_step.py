@@ -1,0 +1,143 @@
+"""A decode step without torch.compile, by wall clock: `attn_implementation` "eager", "sdpa" and "tatten".
+
+    python benchmarks/eager_step.py --device cuda     # the shapes of Llama-3.1-8B, gpt-oss-20b and Gemma-2-9b, 4 layers
+    python benchmarks/eager_step.py --device cpu      # smaller ones; a minute
+
+Models of transformers with random weights and a static cache of `--capacity` slots, of which `--used` are used. The
+logits of each are held to those of "eager", of which the table has the largest difference. Steps take turns; a time is
+the median of their seconds from call to logits on the host. gpt-oss and Gemma 2 have no SDPA.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from support import results
+from support.command_line import arguments, machine
+from support.timing import in_turns
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    StaticCache,
+)
+
+import tatten.integrations.transformers  # noqa: F401  (registers "tatten")
+
+ATTENTIONS = "eager", "sdpa", "tatten"
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"heads": (32, 8, 128), "sizes": (4096, 14336)}),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig, {"heads": (64, 8, 64), "sizes": (2880, 2880)}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"heads": (16, 8, 256), "sizes": (3584, 14336)}),
+}
+
+
+def build(name: str, attention: str, layers: int, device: str) -> PreTrainedModel:
+    model_class, config_class, shape = MODELS[name]
+    small = device == "cpu"
+    heads, kv_heads, head_dim = shape["heads"]
+    hidden, intermediate = (256, 512) if small else shape["sizes"]
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2} if name == "gpt_oss" else {}
+    config = config_class(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads // 4 if small else heads,
+        num_key_value_heads=kv_heads // 4 if small else kv_heads,
+        head_dim=head_dim // 2 if small else head_dim,
+        vocab_size=32000,
+        max_position_embeddings=1 << 17,
+        pad_token_id=0,
+        **more,
+    )
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if small else torch.bfloat16)
+    with torch.device(device):
+        model = model_class._from_config(config, attn_implementation=attention).eval().requires_grad_(False)
+    torch.set_default_dtype(default)
+    return model
+
+
+class Step:
+    """A model's next step: each call adds tokens to a cache that holds `used` already."""
+
+    def __init__(self, model: PreTrainedModel, batch: int, used: int, capacity: int, queries: int):
+        config, device = model.config, model.device
+        self.model, self.queries, self.length = model, queries, used
+        self.cache = StaticCache(config, max_cache_len=capacity)
+        generator = torch.Generator(device).manual_seed(0)
+        shape = batch, config.num_key_value_heads, used, config.head_dim
+        for layer in range(config.num_hidden_layers):
+            kv = (torch.randn(shape, generator=generator, device=device, dtype=model.dtype) for _ in "kv")
+            self.cache.update(*kv, layer)
+        self.tokens = torch.ones(batch, queries, dtype=torch.int64, device=device)
+
+    def __call__(self) -> torch.Tensor:
+        self.length += self.queries
+        seen = self.tokens.new_ones(len(self.tokens), self.length)
+        seen[0, :3] = 0
+        return self.model(self.tokens, attention_mask=seen, past_key_values=self.cache).logits.float().cpu()
+
+
+def measure(name: str, batch: int, queries: int, args: Any) -> dict[str, Any]:
+    steps = {}
+    for attention in ATTENTIONS:
+        if attention == "sdpa" and not MODELS[name][0]._supports_sdpa:
+            continue
+        model = build(name, attention, args.layers, args.device)
+        steps[attention] = Step(model, batch, args.used, args.capacity, queries)
+    want = steps["eager"]()
+    error = {attention: (step() - want).abs().max().item() for attention, step in steps.items() if attention != "eager"}
+    for step in steps.values():
+        step()
+
+    def milliseconds(_: str, step: Step) -> float:
+        start = time.perf_counter()
+        step()
+        return (time.perf_counter() - start) * 1e3
+
+    return {"ms": in_turns(steps, args.rounds, milliseconds), "error": error}
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--queries", type=int, nargs="*", default=[1, 4])
+    parser.add_argument("--capacity", type=int)
+    parser.add_argument("--used", type=int)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    small = args.device == "cpu"
+    args.capacity, args.used = args.capacity or (4096 if small else 8192), args.used or 1000
+    print(f"{machine(args.device)}; {args.layers} layers, {args.capacity} slots, {args.used} used")
+    print("model    batch queries |    eager     sdpa   tatten ms | of eager  of the better | error")
+    found = []
+    with torch.inference_mode():
+        for name in args.models:
+            for batch in args.batch:
+                for queries in args.queries:
+                    row = {"model": name, "batch": batch, "queries": queries} | measure(name, batch, queries, args)
+                    found.append(row | {"capacity": args.capacity, "used": args.used, "layers": args.layers})
+                    ms = row["ms"]
+                    others = [ms[x] for x in ATTENTIONS[:2] if x in ms]
+                    shown = " ".join(f"{ms[x]:8.2f}" if x in ms else " " * 8 for x in ATTENTIONS)
+                    print(
+                        f"{name:8} {batch:5} {queries:7} | {shown}    | {ms['tatten'] / ms['eager']:8.3f} "
+                        f"{ms['tatten'] / min(others):14.3f} | {row['error']['tatten']:.1e}",
+                        flush=True,
+                    )
+                    if args.json:
+                        results.write(args.json, args.device, found)
+
+
+if __name__ == "__main__":
+    main()

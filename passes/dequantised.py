@@ -1,0 +1,269 @@
+"""Keys and values that the program dequantises before attention: found in 8 bits, with the scale that they get.
+
+`k8.to(dtype) * scale`, or int8 times a scale, represents each key as the product. The op reads keys in 8 bits and
+multiplies in float32, which rounds less than the program's own product in the dtype of the query does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from tatten.ops.cuda.providers import unsupported_reason
+from tatten.ops.cuda.workload import Workload
+from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
+from tatten.ops.validation import FLOAT_DTYPES, NARROW_DTYPES
+from tatten.passes.calls import op_name
+from tatten.passes.mutation import writes, written_between
+from tatten.passes.reasons import Decline, Reason
+from tatten.passes.sdpa import SdpaCall
+from tatten.passes.stored import Stored, stored_at, walk_on
+from tatten.passes.symbolic import FakeTensor, constant, hint, known_equal, known_shape, tensor_of
+from tatten.passes.views import REORDERS, RESHAPES, Size, source_of, way_back
+
+CASTS = {"to", "type", "float", "double", "half", "bfloat16", "type_as", "_to_copy"}
+PRODUCTS = {"mul", "multiply"}
+OTHER_ARITHMETIC = {"add", "sub", "subtract", "rsub", "div", "divide", "truediv", "true_divide", "mul_"}
+MAX_DEPTH = 8  # of ops between keys in 8 bits and attention; without a bound, sums of sums would take long
+
+
+@dataclass(frozen=True)
+class Dequantised:
+    """What a walk back found in 8 bits.
+
+    Attributes:
+        source: the tensor in 8 bits, of the shape of the one where the walk began.
+        path: the nodes from there to the one that reads `source`.
+        scales: the factors on the way.
+        trouble: why `source` times one scale isn't what the program computes; empty if it is.
+    """
+
+    source: Node
+    path: tuple[Node, ...] = ()
+    scales: tuple[Any, ...] = ()
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A factor of the keys or values `stored`, one for all of them, or for each head or each key.
+
+    Attributes:
+        factor: a node whose tensor broadcasts to the shape of what is stored, or a number.
+        per_key: whether it may differ within a head.
+    """
+
+    factor: Node | float
+    per_key: bool
+
+    def as_attention_takes_it(self, stored: Stored, dtype: torch.dtype) -> Node:
+        """Insert what makes of it `[kv_heads]` or `[batch, kv_heads, kv_length]`, in float32 or `dtype`."""
+        base = tensor_of(stored.base)
+        assert base is not None
+        assert isinstance(stored.base, Node)
+        heads = constant(stored.size(HEADS))
+        if not isinstance(self.factor, Node):
+            full = stored.base.graph.call_function(
+                torch.full, ((heads,), self.factor), {"dtype": torch.float32, "device": base.device}
+            )
+            full.meta.update({k: v for k, v in stored.base.meta.items() if k != "example_value"})
+            with base.fake_mode:  # type: ignore[attr-defined]
+                full.meta["example_value"] = torch.full((heads,), self.factor, device=base.device)  # type: ignore[arg-type]
+            return full
+        chain = _Chain(self.factor)
+        if chain.tensor.requires_grad:
+            chain.then("detach")
+        if chain.tensor.dtype not in (torch.float32, dtype):
+            chain.then("to", torch.float32)
+        if not self.per_key:
+            chain.then("reshape", -1)
+            if known_equal(chain.tensor.shape[0], 1):
+                chain.then("expand", heads)
+            chain.then("contiguous")  # as the op takes it: a copy of the op's own could not be fused
+            return chain.node
+        for _ in range(4 - chain.tensor.dim()):
+            chain.then("unsqueeze", 0)
+        chain.then("permute", *stored.dims)
+        chain.then("squeeze", HEAD_DIM)
+        sizes = [stored.size(role) for role in (BATCH, HEADS, LENGTH)]
+        if not known_shape(chain.tensor.shape, sizes):
+            chain.then(
+                "expand",
+                *(-1 if known_equal(a, b) else constant(b) for a, b in zip(chain.tensor.shape, sizes, strict=True)),
+            )
+        chain.then("contiguous")
+        return chain.node
+
+
+class _Chain:
+    """A node to which method calls are appended."""
+
+    def __init__(self, node: Node):
+        tensor = tensor_of(node)
+        assert tensor is not None
+        self.node, self.tensor = node, tensor
+
+    def then(self, method: str, *args: Any) -> None:
+        meta = self.node.meta
+        self.node = self.node.graph.call_method(method, (self.node, *args))
+        self.tensor = getattr(self.tensor, method)(*args)
+        self.node.meta.update(meta, example_value=self.tensor)
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """Keys or values in 8 bits, and their scale, if they have one."""
+
+    stored: Stored
+    scale: Scale | None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        base = tensor_of(self.stored.base)
+        return None if base is None else base.dtype
+
+    def written_before(self, call: Node) -> Node | None:
+        """The first node before `call` that may write to them, to a copy of them, or to their scale."""
+        scale = None if self.scale is None else tensor_of(self.scale.factor)
+        writer = None if scale is None else written_between([scale], min(self.stored.path), call)
+        return writer or self.stored.written_before(call)
+
+
+def both_in_8_bits(call: SdpaCall, key: Stored, value: Stored) -> tuple[Narrow, Narrow] | Decline | None:
+    """Find what the keys and values that a call reads were dequantised from. Adds no guards and changes nothing.
+
+    Returns:
+        Keys and values in 8 bits; why such tensors can't be read in the place of `key` and `value`; None where neither
+        is dequantised.
+    """
+    query = tensor_of(call.query)
+    assert query is not None
+    found = {name: _in_8_bits(stored, query) for name, stored in (("key", key), ("value", value))}
+    for name, x in found.items():
+        if isinstance(x, str):
+            return Decline(Reason.DEQUANTISED, f"{name} comes from {x}")
+    narrow_key, narrow_value = found.values()
+    if narrow_key is None and narrow_value is None:
+        return None
+    if not isinstance(narrow_key, Narrow) or not isinstance(narrow_value, Narrow):
+        wide = "key" if narrow_key is None else "value"
+        return Decline(Reason.DEQUANTISED, f"{wide} is not dequantised, as the other is")
+    if narrow_key.dtype != narrow_value.dtype:
+        return Decline(Reason.DEQUANTISED, f"key is in {narrow_key.dtype}, value in {narrow_value.dtype}")
+    for name, narrow in (("key", narrow_key), ("value", narrow_value)):
+        writer = narrow.written_before(call.node)
+        if writer is not None:
+            return Decline(Reason.WRITTEN, f"{name}, or what it is dequantised from, is written by `{writer}`")
+    return narrow_key, narrow_value
+
+
+def _in_8_bits(stored: Stored, query: Tensor) -> Narrow | str | None:
+    """What `stored` was dequantised from; why that can't be read in its place; None where it wasn't."""
+    ends = _ends(stored)
+    if not ends:
+        return None
+    stored, found = next((end for end in ends if not end[1].trouble), ends[0])
+    source, dims = tensor_of(found.source), stored.dims
+    assert source is not None
+    kind = f"`{found.source}` in {str(source.dtype)[6:]}"
+    if source.dtype not in NARROW_DTYPES:
+        return f"{kind}, where attention takes float8_e4m3fn and int8"
+    if found.trouble:
+        return f"{kind}, {found.trouble}"
+    if len(found.scales) > 1:
+        return f"{kind}, times {len(found.scales)} factors"
+    if None in dims or constant(stored.size(HEADS)) is None:
+        return f"{kind}, of shape {list(source.shape)}"
+    unsupported = _unsupported(source, query)
+    if unsupported:
+        return f"{kind}, but {unsupported}"
+    scale: Scale | str | None = None
+    if found.scales:
+        scale = _scale_of(found.scales[0], source, [d or 0 for d in dims], query.dtype)
+    if isinstance(scale, str):
+        return f"{kind}, {scale}"
+    return Narrow(dataclasses.replace(stored, base=found.source, path=(*stored.path, *found.path)), scale)
+
+
+def _ends(stored: Stored) -> list[tuple[Stored, Dequantised]]:
+    """What was found in 8 bits behind `stored`, and behind each tensor that it is a view of."""
+    if not isinstance(stored.base, Node) or stored.shared:
+        return []
+    ends = []
+    for walk in way_back(walk_on(stored, stored.base, stored.path)):
+        here = stored_at(walk)
+        found = None if here is None or here.shared else _walk_back(walk.here)
+        if here is not None and found is not None and found.path:
+            ends.append((here, found))
+    return ends
+
+
+def _walk_back(node: Node, depth: int = 0) -> Dequantised | None:
+    """The tensor in 8 bits that `node` was made of by casts, products and other arithmetic; None if there is none."""
+    tensor = tensor_of(node)
+    if not isinstance(tensor, FakeTensor) or depth > MAX_DEPTH:
+        return None
+    if tensor.element_size() == 1:
+        return None if tensor.dtype == torch.bool else Dequantised(node)
+    name = op_name(node)
+    if not (name in CASTS | PRODUCTS | OTHER_ARITHMETIC | RESHAPES | REORDERS and tensor.dtype in FLOAT_DTYPES):
+        return None
+    operands: list[Any] = [source_of(node)]
+    if name in PRODUCTS | OTHER_ARITHMETIC:
+        operands = [*node.args, *(x for x in node.kwargs.values() if isinstance(x, Node))][:2]
+    for i, operand in enumerate(operands):
+        before = tensor_of(operand)
+        if before is None or before.device != tensor.device:
+            continue
+        if name not in RESHAPES | REORDERS and not known_shape(before.shape, tensor.shape):
+            continue
+        found = _walk_back(operand, depth + 1)
+        if found is not None:
+            scales, trouble = found.scales, found.trouble
+            if name in PRODUCTS:
+                scales = (*scales, *(x for j, x in enumerate(operands) if j != i))
+            elif name not in CASTS:
+                trouble = trouble or f"changed by `{node}` ({name})"
+            if writes(node):
+                trouble = f"written in place by `{node}`"
+            return Dequantised(found.source, (node, *found.path), scales, trouble)
+    return None
+
+
+def _scale_of(factor: Any, source: Tensor, dims: list[int], dtype: torch.dtype) -> Scale | str:
+    """The scale that `factor` is to a tensor whose dims have the roles `dims`, or why it is none."""
+    if isinstance(factor, int | float):
+        return Scale(float(factor), per_key=False)
+    scale = tensor_of(factor)
+    if not isinstance(scale, FakeTensor) or not isinstance(factor, Node):
+        return f"times `{factor}`, which is not a tensor or a number"
+    if scale.device != source.device:
+        return f"times a scale on {scale.device}"
+    if scale.dtype not in (torch.float16, torch.bfloat16, torch.float32, dtype):
+        return f"times a scale in {str(scale.dtype)[6:]}"
+    sizes: list[Size] = [*[1] * (source.dim() - scale.dim()), *scale.shape]
+
+    def is_one(role: int) -> bool:
+        return known_equal(sizes[dims[role]], 1)
+
+    shown = f"times a scale of shape {list(scale.shape)}"
+    if not is_one(HEAD_DIM):
+        return f"{shown}, which differs along head_dim"
+    per_key = not (is_one(BATCH) and is_one(LENGTH))
+    for role in (BATCH, HEADS, LENGTH) if per_key else (HEADS,):
+        size, want = sizes[dims[role]], source.shape[dims[role]]
+        if not known_equal(size, want) and not (known_equal(size, 1) and constant(want) is not None):
+            return f"{shown}, which may or may not broadcast"
+    return Scale(factor, per_key)
+
+
+def _unsupported(source: Tensor, query: Tensor) -> str:
+    """Why no kernel reads `source` beside `query`; empty if one does."""
+    if source.device.type != "cuda":
+        return ""
+    return unsupported_reason("triton", Workload.of(query, source, source, (), lambda n: hint(n) or 0)) or ""

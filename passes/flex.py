@@ -1,0 +1,279 @@
+"""Calls of `flex_attention`: what their score function and their block mask compute, read from the graphs of both.
+
+`tatten.passes.flex_mask` makes one mask of what is found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from tatten.passes.calls import HigherOrderOperator, op_name
+from tatten.passes.reasons import Decline, Reason
+from tatten.passes.symbolic import FakeTensor, known_equal, tensor_of, value_of
+
+POSITIONS = 4  # a mask function takes batch, head, query and key; then tensors and numbers that it captured
+POINTWISE = {
+    *("add", "sub", "mul", "truediv", "div", "floordiv", "floor_divide", "mod", "remainder", "fmod", "neg", "abs"),
+    *("and_", "or_", "xor", "invert", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "rshift", "lshift"),
+    *("logical_and", "logical_or", "logical_xor", "logical_not", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("__eq__", "__ne__", "__and__", "__or__", "__invert__"),
+    *("where", "minimum", "maximum", "clamp", "to", "bool", "int", "long", "float"),
+}
+CONSTANTS = {"new_ones", "new_zeros", "new_full", "ones", "zeros", "full"}
+INDEXING = {"getitem", "index"}
+NO_BLOCKS = 1 << 30  # the block size of the mask that `flex_attention` makes where it is given none
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """The blocks of keys that each block of queries attends to.
+
+    Attributes:
+        counts: int32 `[batch or 1, heads or 1, q_blocks]`, how many blocks of each row of `indices` count.
+        indices: int32 `[batch or 1, heads or 1, q_blocks, any]`.
+    """
+
+    counts: Node
+    indices: Node
+
+
+@dataclass(frozen=True)
+class BlockMask:
+    """What a block mask leaves: keys of full blocks, and those keys of other blocks that a function leaves.
+
+    Attributes:
+        leaves: the function's body, a graph over scalars; None if it leaves all keys.
+        captured: what it reads beside positions, numbers and plain tensors.
+        partial: the blocks that the function is asked about; None for all.
+        full: the blocks of which all keys are left; None without any.
+        q_block, kv_block: queries and keys of a block.
+    """
+
+    leaves: GraphModule | None
+    captured: tuple[Any, ...]
+    partial: BlockList | None
+    full: BlockList | None
+    q_block: int
+    kv_block: int
+
+    @property
+    def reads(self) -> tuple[Node, ...]:
+        """The nodes whose values make up the mask."""
+        lists = [x for x in (self.partial, self.full) if x is not None]
+        blocks = [node for x in lists for node in (x.counts, x.indices)]
+        return (*blocks, *(x for x in self.captured if isinstance(x, Node)))
+
+
+@dataclass(frozen=True)
+class FlexCall:
+    """A call of `flex_attention`.
+
+    Attributes:
+        node: the call, which returns a tuple.
+        out: the node that takes attention's output from the tuple.
+        scale: a number, or the node of one.
+        softcap: what its score function caps scores at; None if it leaves them as they are.
+        mask: what its block mask leaves; None if that is all.
+        log_sums: the nodes whose value is the lse.
+        path: the nodes that have no users once the result is computed in another way.
+    """
+
+    node: Node
+    out: Node
+    query: Node
+    key: Node
+    value: Node
+    scale: Any
+    softcap: float | None
+    mask: BlockMask | None
+    log_sums: tuple[Node, ...]
+    path: tuple[Node, ...]
+
+    @property
+    def form(self) -> str:
+        """How attention was written, for the report."""
+        parts = [] if self.softcap is None else [f"soft cap of {self.softcap:g}"]
+        if self.mask is not None:
+            parts += ["mask function"] * (self.mask.leaves is not None) + ["blocks"] * (self.mask.partial is not None)
+        return f"flex_attention ({', '.join(parts)})" if parts else "flex_attention"
+
+
+def is_flex(node: Node) -> bool:
+    return isinstance(node.target, HigherOrderOperator) and node.target.name() == "flex_attention"
+
+
+def find_flex(graph: Graph) -> list[Node]:
+    """All calls of `flex_attention` in a graph, in order."""
+    return [node for node in graph.nodes if is_flex(node)]
+
+
+def read_flex(node: Node) -> FlexCall | Decline:
+    """Read what a call of `flex_attention` computes, or the reason why no op of tatten does. Changes nothing."""
+    if len(node.args) != 9 or node.kwargs:
+        return _left("its arguments are not those that are known")
+    query, key, value, score_mod, blocks, scale, options, _, mask_captured = node.args
+    results = _results(node, options)
+    if isinstance(results, Decline):
+        return results
+    out, log_sums, path = results
+    bodies = [_body_of(x) for x in (score_mod, blocks[-1])]  # type: ignore[index]
+    if bodies[0] is None or bodies[1] is None:
+        return _left("its functions are not part of the graph")
+    softcap = _softcap(bodies[0].graph)
+    if isinstance(softcap, Decline):
+        return softcap
+    mask = _read_mask(node, blocks, bodies[1], mask_captured)  # type: ignore[arg-type]
+    if isinstance(mask, Decline):
+        return mask
+    path = (*path, node, *(x for x in (score_mod, blocks[-1]) if isinstance(x, Node)))  # type: ignore[index]
+    return FlexCall(node, out, query, key, value, scale, softcap, mask, log_sums, path)  # type: ignore[arg-type]
+
+
+def _left(detail: str) -> Decline:
+    return Decline(Reason.FLEX_ATTENTION, f"a call to flex_attention: {detail}")
+
+
+def _body_of(function: Any) -> GraphModule | None:
+    if not isinstance(function, Node) or function.op != "get_attr":
+        return None
+    module = function.graph.owning_module
+    body = None if module is None else getattr(module, str(function.target), None)
+    return body if isinstance(body, GraphModule) else None
+
+
+def _results(node: Node, options: Any) -> tuple[Node, tuple[Node, ...], tuple[Node, ...]] | Decline:
+    """The output, the lse, and the nodes that take both from the tuple. The op's own lse is to base 2."""
+    taken: dict[Any, list[Node]] = {0: [], 1: []}
+    for user in node.users:
+        if op_name(user) != "getitem" or user.args[1] not in taken:
+            return _left("its largest scores are used")
+        taken[user.args[1]].append(user)
+    if len(taken[0]) != 1 or "BACKEND" not in options or options["BACKEND"] == "FLASH":
+        return _left("its output is not used once, or its kernel is chosen")
+    log_sums = [user for lse in taken[1] for user in lse.users]
+    if any(op_name(x) != "mul" or math.log(2.0) not in x.args for x in log_sums):
+        return _left("its lse is used in a way that is not known")
+    return taken[0][0], tuple(log_sums), (taken[0][0], *taken[1])
+
+
+def _softcap(scores: Graph) -> float | Decline | None:
+    """The `c` of a score function `c * tanh(score / c)`; None for one that returns scores as they are."""
+    score = next(iter(scores.nodes))
+    end = result_of(scores)
+    if end is score:
+        return None
+    cap, capped = _times(end)
+    if capped is not None and op_name(capped) == "tanh" and 0 < cap < math.inf:
+        inner = capped.args[0]
+        divides = isinstance(inner, Node) and op_name(inner) in ("truediv", "div") and not inner.kwargs
+        if (divides and inner.args == (score, cap)) or _times(inner) == (1 / cap, score):  # type: ignore[union-attr]
+            return cap
+    return _left("its score function is neither identity nor `cap * tanh(score / cap)`")
+
+
+def _times(node: Any) -> tuple[float, Node | None]:
+    """The number and the node whose product a node is; no node if it is no such product."""
+    if isinstance(node, Node) and op_name(node) == "mul" and len(node.args) == 2:
+        for number, factor in (node.args, node.args[::-1]):
+            if isinstance(number, int | float) and isinstance(factor, Node):
+                return float(number), factor
+    return math.nan, None
+
+
+def result_of(graph: Graph) -> Any:
+    """What a function returns, by its body."""
+    (output,) = graph.find_nodes(op="output")
+    result = output.args[0]
+    return result[0] if isinstance(result, tuple | list) and len(result) == 1 else result
+
+
+def _read_mask(
+    node: Node, blocks: Sequence[Any], body: GraphModule, captured: Sequence[Any]
+) -> BlockMask | Decline | None:
+    query = tensor_of(node.args[0])
+    counts, indices, full_counts, full_indices = blocks[2:6]
+    q_block, kv_block = blocks[-3:-1]
+    if query is None or not isinstance(q_block, int) or not isinstance(kv_block, int):
+        return _left("its block size is not a number")
+    lists = [x for x in (counts, indices, full_counts, full_indices) if x is not None]
+    decline = _check_body(body.graph) or _check_captured((*lists, *captured), query) or _check_lists(lists, query)
+    if decline is not None:
+        return decline
+    end = result_of(body.graph)
+    leaves = None if op_name(end) == "new_ones" else body
+    full = None if full_counts is None else BlockList(full_counts, full_indices)
+    none_given = q_block == kv_block == NO_BLOCKS and [op_name(x) for x in (counts, indices)] == ["ones", "zeros"]
+    partial = None if none_given and full is None else BlockList(counts, indices)
+    if leaves is None and partial is None:
+        return None
+    return BlockMask(leaves, tuple(captured) if leaves else (), partial, full, q_block, kv_block)
+
+
+def _check_captured(captured: Sequence[Any], query: Tensor) -> Decline | None:
+    for x in captured:
+        value = value_of(x) if isinstance(x, Node) else x
+        if isinstance(value, Tensor) and (not isinstance(value, FakeTensor) or value.device != query.device):
+            return _left(f"its mask reads `{x}`, which is not a plain tensor on {query.device}")
+        if value is None and isinstance(x, Node):
+            return _left(f"its mask reads `{x}`, whose value is unknown")
+    return None
+
+
+def _check_lists(lists: Sequence[Any], query: Tensor) -> Decline | None:
+    """Return the reason why lists of blocks don't broadcast to the batch and heads of a query, or None."""
+    for x in lists:
+        tensor = tensor_of(x)
+        if tensor is None:
+            return _left(f"its list of blocks `{x}` is not a tensor of the graph")
+        for dim in (0, 1):
+            if not any(known_equal(tensor.shape[dim], size) for size in (1, query.shape[dim])):
+                return _left(f"its list of blocks `{x}` is {list(tensor.shape)}, its query {list(query.shape)}")
+    return None
+
+
+def _check_body(body: Graph) -> Decline | None:
+    """Return the reason why a mask function can't be computed for all positions at once, or None.
+
+    What it computes has to be made of scalars, op by op; tensors of more dims may only be indexed.
+    """
+    for node in body.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        name, value = op_name(node), value_of(node)
+        inputs = [tensor_of(x) for x in node.all_input_nodes]
+        scalars = all(x is None or x.dim() == 0 for x in inputs)
+        known = scalars and isinstance(value, Tensor) and value.dim() == 0 and name in POINTWISE | CONSTANTS
+        if not known and not (name in INDEXING and _indexes(node)):
+            return _left(f"its mask function calls `{name or node.target}` in a way that is not known")
+    result = tensor_of(result_of(body))
+    if result is None or result.dim() != 0 or result.dtype != torch.bool:
+        return _left("its mask function does not return one bool")
+    return None
+
+
+def _indexes(node: Node) -> bool:
+    """Whether a node takes elements, or subtensors along the first dims, at places that are scalars."""
+    base = tensor_of(node.args[0])
+    places = places_of(node)
+    if base is None or len(places) > base.dim() or node.kwargs:
+        return False
+    for place in places:
+        tensor = tensor_of(place)
+        if tensor is None and (not isinstance(place, int) or isinstance(place, bool)):
+            return False
+        if tensor is not None and (tensor.dim() != 0 or tensor.dtype not in (torch.int32, torch.int64)):
+            return False
+    return True
+
+
+def places_of(node: Node) -> tuple[Any, ...]:
+    """The places at which a node indexes a tensor."""
+    places = node.args[1]
+    return tuple(places) if isinstance(places, tuple | list) else (places,)

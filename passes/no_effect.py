@@ -1,0 +1,58 @@
+"""Ops on scores and weights of attention that change neither its weights nor where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from tatten.passes.calls import argument, op_name
+from tatten.passes.products import CASTS, COPIES
+from tatten.passes.symbolic import known_equal, tensor_of
+
+MAXIMA = {"max", "amax"}
+
+
+def subtracts_maximum(node: Node) -> list[Node] | None:
+    """The nodes that take the maximum in `x - x.max(-1, keepdim=True)`, which softmax does not notice."""
+    if op_name(node) not in ("sub", "isub") or len(node.args) != 2 or node.kwargs:
+        return None
+    x, last = node.args
+    found, values = [], []
+    while isinstance(last, Node) and op_name(last) in {"getitem", "getattr", "detach"} | CASTS | COPIES:
+        found.append(last)
+        values += [last.args[1]] if op_name(last) in ("getitem", "getattr") else []
+        last = last.args[0]
+    if not isinstance(last, Node) or op_name(last) not in MAXIMA or last.args[0] is not x:
+        return None
+    tensor, rows = tensor_of(x), tensor_of(node.args[1])
+    if tensor is None or rows is None or rows.dim() != tensor.dim():
+        return None
+    if not is_last_dim(argument(last, 1, "dim"), tensor.dim()):
+        return None
+    takes_values = values in ([0], ["values"]) if op_name(last) == "max" else not values
+    return [*found, last] if takes_values else None
+
+
+def is_last_dim(dim: Any, rank: int) -> bool:
+    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    return isinstance(dim, int) and dim in (-1, rank - 1)
+
+
+def inactive_dropout(node: Node) -> bool:
+    """Whether a call of dropout returns its input."""
+    p = argument(node, 1, "p", 0.5)
+    training = argument(node, 2, "training", node.kwargs.get("train", True))
+    return (isinstance(p, int | float) and p == 0) or training is False
+
+
+def keeps_rows(source: Node, node: Node) -> bool:
+    """Whether a reshape keeps the last two dims, so that it only merges or splits those before."""
+    before, after = tensor_of(source), tensor_of(node)
+    return (
+        before is not None
+        and after is not None
+        and before.dtype == after.dtype
+        and {before.dim(), after.dim()} <= {3, 4}
+        and all(known_equal(a, b) for a, b in zip(before.shape[-2:], after.shape[-2:], strict=True))
+    )

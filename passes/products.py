@@ -1,0 +1,200 @@
+"""Matrix products of attention that is written out: which tensors they multiply, and how those are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from tatten.passes.calls import argument, op_name
+from tatten.passes.mutation import writes
+from tatten.passes.symbolic import known_equal, known_shape, tensor_of
+from tatten.passes.views import RESHAPES
+
+CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "_to_copy"}
+COPIES = {"contiguous", "clone", "alias"}
+MATMULS = {"matmul", "__matmul__", "bmm"}
+SWAPS = {"transpose", "swapaxes", "swapdims"}
+
+View = tuple[Any, ...]  # a method of tensors and its arguments
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factor of a product: `node` with `views` applied to it, which leave it in memory as it is.
+
+    Attributes:
+        path: the nodes from the product to the one that reads `node`.
+    """
+
+    node: Node
+    views: tuple[View, ...] = ()
+    path: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product `scale * (left @ right) + beta * bias` of tensors `[..., m, n]` and `[..., n, k]`.
+
+    Attributes:
+        back: the view that makes the result of it; None where it is the result.
+    """
+
+    node: Node
+    left: Factor
+    right: Factor
+    scale: float = 1.0
+    bias: Node | None = None
+    beta: float = 1.0
+    back: View | None = None
+
+
+def product_of(node: Node, weights: Node | None = None) -> Product | None:
+    """The batched product that a node computes, if it is one.
+
+    Args:
+        node: any node.
+        weights: what has to be the left factor; without it, the last dim of the result tells left from right.
+    """
+    name = op_name(node)
+    if name in MATMULS:
+        left = argument(node, 0, "input", node.kwargs.get("self"))
+        right = argument(node, 1, "other", node.kwargs.get("mat2"))
+        return _checked(Product(node, Factor(left), Factor(right)), weights)
+    if name == "baddbmm":
+        bias, left, right = (argument(node, i, x) for i, x in enumerate(("input", "batch1", "batch2")))
+        scale: Any = node.kwargs.get("alpha", 1)
+        beta: Any = node.kwargs.get("beta", 1)
+        if not isinstance(scale, int | float) or not isinstance(beta, int | float):
+            return None
+        added = bias if beta else None
+        return _checked(Product(node, Factor(left), Factor(right), float(scale), added, float(beta)), weights)
+    return _einsum(node, weights) if name == "einsum" else None
+
+
+def _checked(product: Product, weights: Node | None) -> Product | None:
+    factors = product.left.node, product.right.node
+    if writes(product.node) or (weights is not None and factors[0] is not weights):
+        return None
+    ranks = [tensor.dim() for x in factors if (tensor := tensor_of(x)) is not None]
+    return product if len(ranks) == 2 and ranks[0] == ranks[1] and ranks[0] in (3, 4) else None
+
+
+def _einsum(node: Node, weights: Node | None) -> Product | None:
+    """A product of two factors in any order of their dims, as in "bqhd,bkhd->bhqk"."""
+    equation: Any
+    factors: Any
+    equation, *factors = node.args
+    if len(factors) == 1 and isinstance(factors[0], (list, tuple)):
+        factors = list(factors[0])
+    if not isinstance(equation, str) or len(factors) != 2 or any(tensor_of(x) is None for x in factors):
+        return None
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    letters = inputs.split(",")
+    if not arrow or "." in equation or len(letters) != 2 or len(out) not in (3, 4):
+        return None
+    if any(len(set(x)) != len(x) for x in (*letters, out)) or any(len(x) != len(out) for x in letters):
+        return None
+    if (weights is not None and factors[0] is not weights) or (weights is None and out[-1] in letters[0]):
+        letters, factors = letters[::-1], factors[::-1]
+    left, right = letters
+    lead = [x for x in (left if weights is not None else out) if x in left and x in right and x in out]
+    rows, inner, columns = (
+        [x for x in left if x in out and x not in right],
+        [x for x in left if x in right and x not in out],
+        [x for x in right if x in out and x not in left],
+    )
+    if not len(rows) == len(inner) == len(columns) == 1 or len(lead) != len(out) - 2:
+        return None
+    result = "".join([*lead, *rows, *columns])
+    if weights is None and result != out:
+        return None
+    back = None if result == out else ("permute", *[result.index(x) for x in out])
+    if weights is not None and left != "".join([*lead, *rows, *inner]):
+        return None
+    if weights is not None and factors[0] is not weights:
+        return None
+    first = Factor(factors[0], _permuted(left, [*lead, *rows, *inner]))
+    return Product(node, first, Factor(factors[1], _permuted(right, [*lead, *inner, *columns])), back=back)
+
+
+def _permuted(have: str, want: list[str]) -> tuple[View, ...]:
+    return () if list(have) == want else (("permute", *[have.index(x) for x in want]),)
+
+
+def with_heads(factor: Factor, heads: tuple[Any, Any] | None, *, narrow: bool) -> Factor | None:
+    """The factor as `[batch, heads, ...]`, before what only copies, merges or swaps dims; None if it has other dims.
+
+    Args:
+        factor: a factor of a product of tensors of rank 3 or 4.
+        heads: the batch and the number of heads that the first dim of rank 3 merges.
+        narrow: whether to go back before casts to a wider dtype, too.
+    """
+    node, path, swapped = factor.node, list(factor.path), False
+    if not factor.views:
+        for here in _back(factor.node, narrow):
+            if here is not node:
+                path.append(node)
+                swapped ^= _swaps(node)
+                node = here
+    tensor = tensor_of(node)
+    if tensor is None:
+        return None
+    views = factor.views
+    if tensor.dim() == 3:
+        if heads is None:
+            return None
+        views += (("unsqueeze", 1) if known_equal(heads[1], 1) else ("unflatten", 0, heads),)
+    if swapped:
+        views += (("transpose", -2, -1),)
+    return Factor(node, views, tuple(path))
+
+
+def _back(node: Node, narrow: bool) -> Iterator[Node]:
+    """A factor, and the tensors behind it that hold the same numbers in dims `[batch, heads]` or one for both."""
+    while True:
+        yield node
+        source = node.args[0] if node.args else None
+        before, after = tensor_of(source), tensor_of(node)
+        if not isinstance(source, Node) or before is None or after is None or writes(node):
+            return
+        merged = before.dim() == 4 and after.dim() == 3 and op_name(node) in RESHAPES
+        if op_name(node) in CASTS:
+            floats = before.is_floating_point() and after.is_floating_point()
+            if not floats or not (before.dtype == after.dtype or (narrow and _widens(before.dtype, after.dtype))):
+                return
+        elif merged:
+            if not known_shape((before.shape[0] * before.shape[1], *before.shape[2:]), after.shape):
+                return
+        elif op_name(node) not in COPIES and not _swaps(node):
+            return
+        node = source
+
+
+def _widens(before: Any, after: Any) -> bool:
+    return bool(before.itemsize < after.itemsize)
+
+
+def _swaps(node: Node) -> bool:
+    """Whether a node swaps the last two dims, and nothing else."""
+    tensor, name = tensor_of(node), op_name(node)
+    if tensor is None or tensor.dim() < 3:
+        return False
+    rank = tensor.dim()
+    dims: Any = node.args[1:]
+    if node.target is getattr:
+        return bool(dims == ("mT",))
+    if name == "mT":
+        return True
+    if name in SWAPS and len(dims) == 2 and all(isinstance(x, int) for x in dims):
+        return {x % rank for x in dims} == {rank - 2, rank - 1}
+    if name == "permute":
+        order = dims[0] if len(dims) == 1 and isinstance(dims[0], (list, tuple)) else dims
+        return all(isinstance(x, int) for x in order) and [x % rank for x in order] == [
+            *range(rank - 2),
+            rank - 1,
+            rank - 2,
+        ]
+    return False

@@ -1,0 +1,307 @@
+"""The scores of attention that is written out, read backwards: from a softmax to the product of queries and keys.
+
+What lies between is proven to be `softmax([softcap * tanh(scale / softcap * product) + bias, sinks])`. The bias is what
+the steps make of a score of 0: none of them depends on the score but those that replace it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.fx import Node
+
+from tatten.passes.calls import argument, op_name
+from tatten.passes.literals import number_of, rounded
+from tatten.passes.mutation import writes
+from tatten.passes.no_effect import inactive_dropout, keeps_rows, subtracts_maximum
+from tatten.passes.products import CASTS, COPIES, Product, product_of
+from tatten.passes.reasons import Decline, Reason
+from tatten.passes.symbolic import known_equal, known_shape, tensor_of
+from tatten.passes.views import CATS, RESHAPES
+
+# A bias at or below this leaves nothing of a score in float32, so that to add it is to replace the score.
+ABSORBS = -1e30
+
+ADDS = {"add": 1, "iadd": 1, "sub": -1, "isub": -1}
+TIMES = {"mul", "imul", "multiply", "div", "truediv", "itruediv", "divide", "true_divide"}
+FILLS = {"where", "masked_fill"}
+BOUNDS = {"max", "maximum", "clamp", "clamp_min"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step from scores to what softmax gets.
+
+    Attributes:
+        kind: scores get `number * node` added, are multiplied by `number`, become `number` where `node` is True or
+            where it is False, become at least `number`, or are only rounded to `dtype`.
+        dtype: that of scores after the step.
+    """
+
+    kind: Literal["add", "times", "where", "where_not", "at_least", "to"]
+    number: float
+    dtype: torch.dtype
+    node: Node | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of attention that is written out.
+
+    Attributes:
+        product: that of queries and keys.
+        scale, softcap, sinks: as `tatten.decode_attention` takes them; `sinks` is `[heads]`, a node.
+        steps: what is done to scores after that, in order.
+        path: the nodes from softmax's input to the product, and to the sinks.
+        column: the column of softmax's input that has the sinks: 0, or -1 for the last.
+    """
+
+    product: Product
+    scale: float = 1.0
+    softcap: float | None = None
+    sinks: Node | None = None
+    steps: tuple[Step, ...] = ()
+    path: tuple[Node, ...] = ()
+    column: int = -1
+
+
+@dataclass
+class _Walk:
+    """A walk back, as far as it went."""
+
+    here: Node
+    steps: list[Step] = field(default_factory=list)  # the last one first
+    path: list[Node] = field(default_factory=list)
+    sinks: Node | None = None
+    column: int = -1
+    scale: float = 1.0
+    outer: float | None = None  # what the result of tanh is multiplied by
+
+    def go(self, source: Node, *others: Node) -> None:
+        self.path += [self.here, *others]
+        self.here = source
+
+
+def find_scores(softmax: Node, above: set[Node]) -> Scores | Decline | None:
+    """Read the scores of a softmax; `above` are the nodes that depend on products of activations.
+
+    Returns:
+        The scores, why they are of another form, or None where softmax's input is not made of a product.
+    """
+    source = argument(softmax, 0, "input", softmax.kwargs.get("self"))
+    if not isinstance(source, Node) or source not in above:
+        return None
+    walk = _Walk(source)
+    _round(walk, source, softmax)
+    return _read(walk, above)
+
+
+def _read(walk: _Walk, above: set[Node]) -> Scores | Decline | None:
+    while walk.here in above:
+        product = product_of(walk.here)
+        if product is not None:
+            shifted = next((x.node for x in walk.steps if _depends(x.node, product.node, above)), None)
+            if shifted is not None:
+                return Decline(Reason.RELATIVE, f"`{shifted}` joins the scores, and depends on them itself")
+            return _finish(walk, product)
+        trouble = _step_back(walk, above)
+        if trouble is not None:
+            return trouble
+    return None
+
+
+def _depends(node: Node | None, product: Node, above: set[Node]) -> bool:
+    """Whether a node is computed from a product of activations."""
+    seen, frontier = {node}, [node]
+    while frontier:
+        here = frontier.pop()
+        if here is product:
+            return True
+        new = [x for x in here.all_input_nodes if x in above and x not in seen] if here is not None else []
+        seen.update(new)
+        frontier += new
+    return False
+
+
+def _finish(walk: _Walk, product: Product) -> Scores | Decline:
+    if product.bias is not None and number_of(product.bias, product.node) != 0:
+        if walk.outer is not None:
+            return Decline(Reason.RELATIVE, f"`{product.node}` adds a bias before the soft cap")
+        walk.steps.append(Step("add", product.beta, _dtype(product.node), product.bias))
+    scale = walk.scale * product.scale * (1.0 if walk.outer is None else walk.outer)
+    softcap = None if walk.outer is None else abs(walk.outer)
+    if not math.isfinite(scale) or scale == 0:
+        return Decline(Reason.SCALE, f"scores are multiplied by {scale}")
+    path = (*walk.path, product.node)
+    return Scores(product, scale, softcap, walk.sinks, tuple(reversed(walk.steps)), path, walk.column)
+
+
+def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:
+    """Go one op back, or say why not."""
+    node, name = walk.here, op_name(walk.here)
+    if writes(node) and name not in ("iadd", "isub", "imul", "itruediv"):
+        return Decline(Reason.IN_PLACE, f"`{node}` changes scores in place")
+    sources = [x for x in node.all_input_nodes if x in above]
+    if name in CASTS | COPIES and _is_float(node) and len(sources) == 1:
+        _round(walk, sources[0], node)
+        walk.go(sources[0])
+        return None
+    if name in RESHAPES and len(sources) == 1 and keeps_rows(sources[0], node):
+        walk.go(sources[0])
+        return None
+    if name == "dropout" and inactive_dropout(node):
+        walk.go(sources[0])
+        return None
+    maximum = subtracts_maximum(node)
+    if maximum is not None and walk.sinks is None and walk.outer is None:
+        if all(x.kind == "to" for x in walk.steps):  # the largest is 0 then, whatever scores are rounded to
+            walk.steps.clear()
+        walk.go(node.args[0], *maximum)  # type: ignore[arg-type]
+        return None
+    if name in CATS:
+        return _concatenated(walk, sources)
+    if len(sources) > 1:  # a mask may depend on products, too: of an indexer, say
+        sources = [x for x in sources if isinstance(_read(_Walk(x), above), Scores)]
+    if len(sources) != 1:
+        return Decline(Reason.RELATIVE, f"`{node}` joins {len(sources)} terms that depend on products")
+    if writes(node) and node.args[0] is not sources[0]:
+        return Decline(Reason.IN_PLACE, f"`{node}` writes scores into `{node.args[0]}`")
+    if not _same_shape(node, sources[0]):
+        return Decline(Reason.RELATIVE, f"`{node}` repeats scores")
+    handle = _HANDLERS.get(name)
+    return _unknown(node) if handle is None else handle(walk, node, name, sources[0])
+
+
+def _unknown(node: Node) -> Decline:
+    return Decline(Reason.RELATIVE, f"`{op_name(node) or node.target}` is applied to scores")
+
+
+def _add(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
+    a, b = argument(node, 0, "input"), argument(node, 1, "other")
+    other, sign = (b, ADDS[name]) if a is source else (a, 1)
+    alpha = node.kwargs.get("alpha", 1)
+    if other is source or (a is not source and (name not in ("add", "iadd") or alpha != 1)):
+        return Decline(Reason.RELATIVE, f"`{node}` does not add to scores alone")
+    if isinstance(other, Node) and _is_float(other) and isinstance(alpha, int | float):
+        if walk.outer is not None:
+            return Decline(Reason.RELATIVE, f"`{node}` adds a bias before the soft cap")
+        walk.steps.append(Step("add", float(sign * alpha), _dtype(node), other))
+    elif number_of(other, node) != 0:
+        return _unknown(node)
+    walk.go(source)
+    return None
+
+
+def _times(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
+    a, b = argument(node, 0, "input"), argument(node, 1, "other")
+    divides = "div" in name
+    factor = number_of(a if b is source else b, node)
+    if factor is None or not math.isfinite(factor) or factor == 0 or (divides and b is source):
+        return Decline(Reason.RELATIVE, f"`{node}` multiplies scores by something else than a number")
+    if node.kwargs.get("rounding_mode") is not None:
+        return _unknown(node)
+    factor = 1 / factor if divides else factor
+    walk.scale *= factor
+    if walk.outer is None:
+        walk.steps.append(Step("times", factor, _dtype(node)))
+    walk.go(source)
+    return None
+
+
+def _tanh(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
+    """`a * tanh(b * x)`, a soft cap of a: `a * tanh(a * b * x / a)`."""
+    if walk.outer is not None:
+        return _unknown(node)
+    walk.outer, walk.scale = walk.scale, 1.0
+    walk.go(source)
+    return None
+
+
+def _fill(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
+    if name == "where":
+        names = ("input", "condition", "other") if node.op == "call_method" else ("condition", "input", "other")
+        given = {x: argument(node, i, x) for i, x in enumerate(names)}
+        condition, a, b = given["condition"], given["input"], given["other"]
+        kind: Any = "where_not" if a is source else "where"
+        value = b if a is source else a
+    else:
+        condition, value, kind = argument(node, 1, "mask"), argument(node, 2, "value"), "where"
+    number, mask = number_of(value, node), tensor_of(condition)
+    if mask is None or mask.dtype != torch.bool or number is None or math.isnan(number) or walk.outer is not None:
+        return _unknown(node)
+    if number > ABSORBS:
+        return Decline(Reason.MASK_VALUE, f"`{node}` replaces scores by {number}, which others may be near")
+    walk.steps.append(Step(kind, rounded(number, _dtype(node)), _dtype(node), condition))
+    walk.go(source)
+    return None
+
+
+def _at_least(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
+    bound = (
+        node.kwargs.get("min", argument(node, 1, "other")) if name.startswith("clamp") else argument(node, 1, "other")
+    )
+    if name == "clamp" and argument(node, 2, "max") is not None:
+        return _unknown(node)
+    if node.args[0] is not source:
+        bound = node.args[0]
+    number = number_of(bound, node)
+    if number is None or not number <= ABSORBS or walk.outer is not None:
+        return _unknown(node)
+    number = rounded(number, _dtype(node))
+    if number > -math.inf:
+        walk.steps.append(Step("at_least", number, _dtype(node)))
+    walk.go(source)
+    return None
+
+
+def _concatenated(walk: _Walk, sources: list[Node]) -> Decline | None:
+    """Sinks beside scores, one column for all keys."""
+    node = walk.here
+    tensors, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", node.kwargs.get("axis", 0))
+    whole = tensor_of(node)
+    if whole is None or len(sources) != 1 or len(tensors) != 2 or dim not in (-1, whole.dim() - 1):
+        return Decline(Reason.RELATIVE, f"`{node}` joins scores with others")
+    if walk.sinks is not None or any(x.kind != "to" for x in walk.steps) or walk.outer is not None or walk.scale != 1:
+        return Decline(Reason.RELATIVE, f"what `{node}` adds to scores is changed before softmax")
+    other = tensors[1] if tensors[0] is sources[0] else tensors[0]
+    column = tensor_of(other)
+    if column is None or not known_equal(column.shape[-1], 1):
+        return Decline(Reason.RELATIVE, f"`{node}` adds more than one column to scores")
+    walk.sinks, walk.column = other, -1 if tensors[0] is sources[0] else 0
+    walk.go(sources[0])
+    return None
+
+
+def _round(walk: _Walk, source: Node, node: Node) -> None:
+    """Note that `node` has scores in a dtype that may not hold what `source` has."""
+    before, after = _dtype(source), _dtype(node)
+    if before != after and before.itemsize >= after.itemsize:
+        walk.steps.append(Step("to", 1.0, after))
+
+
+def _dtype(node: Node) -> torch.dtype:
+    tensor = tensor_of(node)
+    assert tensor is not None
+    return tensor.dtype
+
+
+def _same_shape(a: Node, b: Node) -> bool:
+    one, other = tensor_of(a), tensor_of(b)
+    return one is not None and other is not None and known_shape(one.shape, other.shape)
+
+
+def _is_float(node: Node) -> bool:
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.is_floating_point()
+
+
+_HANDLERS = {
+    **dict.fromkeys(ADDS, _add),
+    **dict.fromkeys(TIMES, _times),
+    **dict.fromkeys(FILLS, _fill),
+    **dict.fromkeys(BOUNDS, _at_least),
+    "tanh": _tanh,
+}

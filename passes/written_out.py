@@ -1,0 +1,227 @@
+"""Attention that is written out as two products around a softmax: what it computes, as SDPA would be called for it.
+
+Found are a softmax over keys, the product of queries and keys that it is made of (`tatten.passes.scores`), and the
+product with values that it leads to (`tatten.passes.weights`). `tatten.passes.stand_in` puts one call in their place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from tatten.passes.calls import argument, op_name
+from tatten.passes.mutation import writes, written_between
+from tatten.passes.no_effect import is_last_dim, subtracts_maximum
+from tatten.passes.other_attention import SOFTMAX, scores_above
+from tatten.passes.products import CASTS, COPIES, Factor, Product, with_heads
+from tatten.passes.reasons import Decline, Reason
+from tatten.passes.scores import Scores, find_scores
+from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of
+from tatten.passes.views import RESHAPES, Size
+from tatten.passes.weights import Weights, find_weights
+
+Heads = tuple[Size, Size]
+ASSERTS = {"_assert_tensor_metadata"}  # of dtypes, by torch.export, about tensors that casts make
+
+
+@dataclass(frozen=True)
+class WrittenOut:
+    """Attention that is written out.
+
+    Attributes:
+        softmax: the node of the softmax.
+        scores, weights: what is above and below it.
+        query, key, value: `[batch, heads, length, head_dim]`.
+        heads: the batch and heads that the first dim of tensors of rank 3 merges; None where all have rank 4.
+        log_sums: the nodes of `logsumexp` of the same scores.
+        reads: all tensors that are read.
+        path: the nodes that have no users once the result is computed in another way.
+    """
+
+    softmax: Node
+    scores: Scores
+    weights: Weights
+    query: Factor
+    key: Factor
+    value: Factor
+    heads: Heads | None
+    log_sums: tuple[Node, ...]
+    reads: tuple[Node, ...]
+    path: tuple[Node, ...]
+
+    @property
+    def place(self) -> Node:
+        """The first node that uses what attention computes, or the product with values."""
+        return min([self.weights.product.node, *(user for node in self.log_sums for user in node.users)])
+
+    @property
+    def form(self) -> str:
+        """A line for the report."""
+        steps = {"add": "bias", "where": "mask", "where_not": "mask", "at_least": "lower bound"}
+        parts = [steps[x.kind] for x in self.scores.steps if x.kind in steps]
+        parts += [] if self.scores.softcap is None else [f"soft cap {self.scores.softcap:g}"]
+        parts += [] if self.scores.sinks is None else ["sinks"]
+        parts += ["logsumexp"] * bool(self.log_sums)
+        return "attention written out" + (f", with {', '.join(parts)}" if parts else "")
+
+
+def find_written_out(graph: Graph) -> list[tuple[Node, Node]]:
+    """Find attention that is written out: the product with values and the softmax of each, in the order of the former.
+
+    Softmaxes that lead to no product with values, or are not made of a product, are left out: they are no attention, or
+    of a form that `tatten.passes.other_attention` reports.
+    """
+    found = []
+    for node in graph.nodes:
+        if op_name(node) in SOFTMAX:
+            weights = find_weights(node)
+            if weights is not None and read_written_out(node) is not None:
+                found.append((weights.product.node, node))
+    return sorted(found)
+
+
+def read_written_out(softmax: Node) -> WrittenOut | Decline | None:
+    """Read the attention around a softmax. Changes nothing.
+
+    Returns:
+        What it computes, why that can't be said, or None where it is no attention.
+    """
+    tensor, weights = tensor_of(softmax), find_weights(softmax)
+    if tensor is None or weights is None or not is_last_dim(argument(softmax, 1, "dim"), tensor.dim()):
+        return None
+    scores = find_scores(softmax, scores_above(softmax) - {softmax})
+    if not isinstance(scores, Scores):
+        return scores
+    if weights.active_dropout is not None:
+        return Decline(Reason.DROPOUT, f"`{weights.active_dropout}` is active")
+    if weights.dropped != (None if scores.sinks is None else scores.column):
+        return Decline(Reason.RELATIVE, "the column beside those of the keys is not the one that is dropped")
+    found = _laid_out(softmax, scores, weights)
+    return found if isinstance(found, Decline) else _check_users(found)
+
+
+def _laid_out(softmax: Node, scores: Scores, weights: Weights) -> WrittenOut | Decline:
+    """Bring queries, keys and values to rank 4."""
+    chain = (*weights.path, *scores.path)
+    heads = _heads(scores.product, weights.product.right, chain)
+    factors = _factors(scores, weights, heads, narrow=False)
+    if factors is None or len({x.dtype for x in _tensors(factors)}) > 1:
+        factors = _factors(scores, weights, heads, narrow=True)
+    if factors is None:
+        return Decline(Reason.RANK, f"`{scores.product.node}` has {_rank(scores.product.node)} dims")
+    query, key, value = factors
+    if any(hasattr(x, "placements") for x in _tensors(factors)):
+        return Decline(Reason.PLACEMENT, "written out over DTensors")
+    if heads is not None and constant(heads[1]) is None:
+        return Decline(Reason.RANK, f"{heads[1]} heads are no constant")
+    given = scores.product.left, scores.product.right, weights.product.right
+    merged = [x.node for x, before in zip(factors, given, strict=True) if _rank(before.node) == 3]
+    if heads is not None and not all(_fits(node, heads) for node in (*chain, *merged)):
+        return Decline(Reason.RANK, f"`{softmax}` has other batch and heads than its queries")
+    steps = [x.node for x in scores.steps if x.node is not None]
+    sinks = [] if scores.sinks is None else [scores.sinks]
+    reads = (query.node, key.node, value.node, *steps, *sinks)
+    path = (*chain, *query.path, *key.path, *value.path, weights.product.node)
+    return WrittenOut(softmax, scores, weights, query, key, value, heads, (), reads, path)
+
+
+def _factors(scores: Scores, weights: Weights, heads: Heads | None, *, narrow: bool) -> tuple[Factor, ...] | None:
+    """Query, key and value of rank 4, or None; if `narrow`, before casts to a wider dtype."""
+    query, key = (with_heads(x, heads, narrow=narrow) for x in (scores.product.left, scores.product.right))
+    value = with_heads(weights.product.right, heads, narrow=narrow)
+    return None if query is None or key is None or value is None else (query, _swapped(key), value)
+
+
+def _tensors(factors: Iterable[Factor]) -> list[Tensor]:
+    return [tensor for x in factors if (tensor := tensor_of(x.node)) is not None]
+
+
+def _swapped(factor: Factor) -> Factor:
+    """The factor with its last two dims swapped."""
+    if factor.views and factor.views[-1] == ("transpose", -2, -1):
+        return dataclasses.replace(factor, views=factor.views[:-1])
+    return dataclasses.replace(factor, views=(*factor.views, ("transpose", -2, -1)))
+
+
+def _heads(product: Product, value: Factor, chain: tuple[Node, ...]) -> Heads | None:
+    """The batch and heads behind the first dim of tensors of rank 3: as somebody splits it, or one head."""
+    scores, query = tensor_of(product.node), tensor_of(product.left.node)
+    if scores is None or query is None or all(_rank(node) != 3 for node in chain):
+        return None
+    if query.dim() == 4:
+        return scores.shape[0], scores.shape[1]
+    merged: Heads = query.shape[0], 1
+    behind = [with_heads(x, merged, narrow=True) for x in (product.left, product.right, value)]
+    for node in (*(x.node for x in behind if x is not None), *chain):
+        tensor = tensor_of(node)
+        if tensor is not None and tensor.dim() == 4 and known_equal(tensor.shape[0] * tensor.shape[1], merged[0]):
+            return tensor.shape[0], tensor.shape[1]
+    return merged
+
+
+def _fits(node: Node, heads: Heads) -> bool:
+    tensor = tensor_of(node)
+    return tensor is None or tensor.dim() != 4 or known_shape(tensor.shape[:2], heads)
+
+
+def _rank(node: Node) -> int:
+    tensor = tensor_of(node)
+    return -1 if tensor is None else tensor.dim()
+
+
+def _check_users(found: WrittenOut) -> WrittenOut | Decline:
+    """Check that nothing else uses what will not be computed, and that nothing is written before it would be read."""
+    chain = {*found.path}
+    log_sums, asserts = set(), set()
+    for node in sorted({*found.scores.path, *found.weights.path}):
+        for user in node.users:
+            if user in chain:
+                continue
+            if op_name(user) in ASSERTS:
+                asserts.add(user)
+            elif writes(user):
+                return Decline(Reason.IN_PLACE, f"`{user}` changes `{node}` in place")
+            elif not _sums(user, node, found):
+                return Decline(Reason.WEIGHTS_USED, f"`{user}` uses `{node}`")
+            else:
+                log_sums.add(user)
+    found = dataclasses.replace(found, log_sums=tuple(sorted(log_sums)), path=(*found.path, *asserts))
+    late = next((x for x in found.reads if x >= found.place), None)
+    if late is not None:
+        return Decline(Reason.WEIGHTS_USED, f"`{found.place}` needs scores before there is `{late}`")
+    writer = _writer(found)
+    if writer is not None:
+        return Decline(Reason.WRITTEN, f"`{writer}` writes to what is read between the products")
+    return found
+
+
+def _writer(found: WrittenOut) -> Node | None:
+    """The first node that may write to what the products, or the steps between, have read before it."""
+    product, chain = found.weights.product.node, {*found.path}
+    since = [(x, min(user for user in x.users if user in chain)) for x in found.reads]
+    since += [(copy, copy) for x in (found.query, found.key, found.value) for copy in x.path if copy is not product]
+    for x, start in since:
+        tensor = tensor_of(x)
+        writer = None if tensor is None else written_between([tensor], start, product)
+        if writer is not None:
+            return writer
+    return None
+
+
+def _sums(user: Node, node: Node, found: WrittenOut) -> bool:
+    """Whether `user` is the logsumexp of what the softmax is taken of, which is the lse of attention."""
+    tensor = tensor_of(node)
+    if op_name(user) != "logsumexp" or tensor is None or tensor.dim() != 4 or found.scores.sinks is not None:
+        return False
+    as_softmax_gets_it = set()
+    for x in found.scores.path:
+        if subtracts_maximum(x) is not None:
+            break
+        as_softmax_gets_it.add(x)
+        if op_name(x) not in CASTS | COPIES | RESHAPES:
+            break
+    return node in as_softmax_gets_it and is_last_dim(argument(user, 1, "dim"), tensor.dim())

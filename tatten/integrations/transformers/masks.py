@@ -1,0 +1,53 @@
+"""The masks of attention "tatten": those of transformers' SDPA, with what is found in them once for all layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from tatten.integrations.transformers.config import made_for_sdpa
+from tatten.ops.api import block_mask
+from tatten.ops.masks import BlockMask
+from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
+
+_FOUND = "_tatten_block_mask"
+
+
+def mask(q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0, **kwargs: Any) -> Tensor | None:
+    """Make the mask of a forward pass; None where all keys count or `is_causal` says the same.
+
+    Models that do more with masks than to pass them on get what they get with `attn_implementation="eager"`.
+    """
+    kwargs |= {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+    made: Tensor | None
+    if not made_for_sdpa(kwargs["config"]):
+        made = eager_mask(**kwargs)
+    else:
+        if q_length == 1 and (isinstance(q_offset, Tensor) or q_offset + 1 != kv_offset + kv_length):
+            kwargs["allow_is_causal_skip"] = False  # there are unused slots, or may be
+        made = sdpa_mask(**kwargs)
+    return made if made is None or q_length > DEFAULT_MAX_Q_LEN else with_blocks(made)
+
+
+def with_blocks(made: Tensor) -> Tensor:
+    """Find the block mask of a mask that was just made, and keep it with that: where the op runs, and not compiled."""
+    if torch.compiler.is_compiling() or made.device.type not in ("cpu", "cuda"):
+        return made
+    with torch.inference_mode(False):  # inference tensors do not say whether they were written to
+        made = made.clone()
+    setattr(made, _FOUND, (made._version, block_mask(made)))
+    return made
+
+
+def blocks_of(attn_mask: Tensor) -> BlockMask | None:
+    """What `with_blocks` found in a mask that nothing was written to since; else None.
+
+    A CUDA graph that is captured now will read the mask as it is at each replay.
+    """
+    version, found = getattr(attn_mask, _FOUND, (None, None))
+    if found is None or version != attn_mask._version:
+        return None
+    return None if attn_mask.is_cuda and torch.cuda.is_current_stream_capturing() else found

@@ -1,0 +1,115 @@
+"""A static cache in 8 bits as a `transformers.Cache`: half the bytes to hold, and half to read in each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
+from transformers.cache_utils import StaticLayer
+
+from tatten.caches.quantised import LARGEST, dequantise, quantise
+from tatten.caches.static_address import mark_static
+from tatten.integrations.transformers.config import count_full_layers
+
+
+class QuantizedStaticLayer(StaticLayer):  # type: ignore[misc]
+    """A static layer whose `keys` and `values` are in 8 bits, with scales `[batch, heads, max_cache_len, 1]`."""
+
+    cumulative_length: Tensor
+    key_scale: Tensor
+    value_scale: Tensor
+
+    def __init__(self, max_cache_len: int, narrow_dtype: torch.dtype):
+        super().__init__(max_cache_len=max_cache_len)
+        self.narrow_dtype = narrow_dtype
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size, self.num_heads, _, self.k_head_dim = key_states.shape
+        self.v_head_dim = value_states.shape[-1]
+        slots = self.batch_size, self.num_heads, self.max_cache_len
+        self.keys, self.values = (
+            torch.zeros((*slots, dim), dtype=self.narrow_dtype, device=self.device)
+            for dim in (self.k_head_dim, self.v_head_dim)
+        )
+        self.key_scale, self.value_scale = (torch.zeros((*slots, 1), device=self.device) for _ in "kv")
+        self.cumulative_length = self.cumulative_length.to(self.device)
+        self.is_initialized = True
+        if not torch.compiler.is_compiling():
+            mark_static(*self.tensors, self.cumulative_length)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is stored; nothing before the first update."""
+        return (self.keys, self.values, self.key_scale, self.value_scale) if self.is_initialized else ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new = key_states.shape[-2]
+        slots = torch.arange(new, device=self.device) + self.cumulative_length
+        self.cumulative_length.add_(new)
+        # By index: index_copy_ takes no float8 on a CPU.
+        self.keys[:, :, slots], self.key_scale[:, :, slots] = quantise(key_states, self.narrow_dtype)
+        self.values[:, :, slots], self.value_scale[:, :, slots] = quantise(value_states, self.narrow_dtype)
+        keys = dequantise(self.keys, self.key_scale, self.dtype)
+        return keys, dequantise(self.values, self.value_scale, self.dtype)
+
+    def reset(self) -> None:
+        super().reset()
+        for scale in self.tensors[2:]:
+            scale.zero_()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self.get_seq_length() > 0:
+            beam_idx = beam_idx.to(self.device)
+            self.key_scale = self.key_scale.index_select(0, beam_idx)
+            self.value_scale = self.value_scale.index_select(0, beam_idx)
+
+
+class QuantizedStaticCache(Cache):  # type: ignore[misc]
+    """A static cache of keys and values in 8 bits, with a scale in float32 for each token and head.
+
+    Takes the place of `transformers.StaticCache`, with 0.52 of its bytes at 16 bits and head_dim 128:
+
+        cache = tatten.QuantizedStaticCache(model.config, max_cache_len=4096)
+        out = model.generate(**inputs, past_key_values=cache, compile_config=CompileConfig(backend="tatten"))
+
+    Keys and values are rounded when they are written, the prompt's too, and attention gets them dequantised, as plain
+    PyTorch. With `backend="tatten"` a decode step reads them in 8 bits; any other backend makes a copy in the dtype of
+    the model in each step, as eager mode does.
+
+    Args:
+        config: the config of the model, all of whose layers have full attention with keys and values of their own.
+        max_cache_len: the number of tokens that a sequence can have.
+        dtype: torch.float8_e4m3fn, for which a GPU has to have compute capability 8.9, or torch.int8, which is closer
+            to 16 bits.
+
+    Raises:
+        ValueError: an argument is invalid, or a layer holds anything else; sliding layers keep few tokens as they are.
+
+    Examples:
+        >>> import torch, tatten
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+        >>> cache = tatten.QuantizedStaticCache(config, max_cache_len=20, dtype=torch.int8)
+        >>> prompt = torch.tensor([[1, 2, 3]])
+        >>> model = LlamaForCausalLM(config)
+        >>> model.generate(prompt, past_key_values=cache, max_new_tokens=4, min_new_tokens=4, pad_token_id=0).shape
+        torch.Size([1, 7])
+    """
+
+    def __init__(self, config: PreTrainedConfig, max_cache_len: int, dtype: torch.dtype = torch.float8_e4m3fn):
+        if dtype not in LARGEST:
+            raise ValueError(f"`dtype` must be {' or '.join(map(str, LARGEST))}, got {dtype}")
+        if max_cache_len < 1:
+            raise ValueError(f"`max_cache_len` must be at least 1, got {max_cache_len}")
+        super().__init__(layers=[QuantizedStaticLayer(max_cache_len, dtype) for _ in range(count_full_layers(config))])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales; 0 before the first update."""
+        return sum(x.nbytes for layer in self.layers for x in layer.tensors)

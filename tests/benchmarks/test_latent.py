@@ -1,0 +1,24 @@
+"""What the section `sharded` of `benchmarks/latent.py` measures is right on each rank, or it is not timed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from ranks import run_ranks
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from support import latent_sharded
+from support.together import Ranks
+
+
+def row() -> dict[str, object]:
+    return latent_sharded.measure(latent_sharded.shapes("cpu")[0], Ranks(dist.get_world_size(), "cpu"), 1, 1)
+
+
+def test_sharded_latents() -> None:
+    for found in run_ranks(2, row):
+        assert set(found["us"]) == set(found["errors"]) == {"local", "sharded"}
+        assert max(found["errors"].values()) < 1e-2
+        assert found["ranks"] == 2

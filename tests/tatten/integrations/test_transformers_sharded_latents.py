@@ -1,0 +1,150 @@
+"""Caches over a mesh with models of latent attention: tokens and logits of one process, each rank with its latents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import latent_models
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from ranks import run_ranks
+from slow import slow_but
+from tiny_models import PROMPT, prompts
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import CompileConfig
+
+import tatten
+from tatten.integrations.transformers import ShardedKVCache, SharedPrefixCache
+from tatten.integrations.transformers.handover import hand_over, take_over
+from tatten.integrations.transformers.registration import attention
+from tatten.passes import cost
+
+NEW, N = 5, 2
+NAMES = ["deepseek_v3", "deepseek_v2", "glm4_moe_lite", "minicpm3", "mistral4", "youtu", "axk1", "longcat_flash"]
+
+
+def build(name: str) -> transformers.PreTrainedModel:
+    model = latent_models.build(name, torch.float64)
+    model.set_attn_implementation("tatten")
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def generate(model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Tokens, and the logits of all steps."""
+    torch.manual_seed(0)
+    kwargs = {"max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True} | kwargs
+    out = model.generate(ids, attention_mask=mask, **kwargs)
+    return out.sequences, torch.stack(out.logits)
+
+
+def one_dim() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("kv",))
+
+
+def forked(model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor, mesh: DeviceMesh) -> SharedPrefixCache:
+    """Samples of prompts that were prefilled in two parts."""
+    cache = SharedPrefixCache(model.config, mesh=mesh)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    for part in (slice(0, 7), slice(7, PROMPT - 1)):
+        seen = mask[:, : part.stop]
+        model(ids[:, part], attention_mask=seen, position_ids=positions[:, part], past_key_values=cache)
+    return cache.fork(N, NEW)
+
+
+def check_models(names: list[str], padded: bool, compiled: bool) -> list[str]:
+    cost.RATES["cpu"] = cost.Rates(bytes_per_us=1.0, segment_us=0.0)  # a process of its own, without the fixture
+    mesh, (ids, mask) = one_dim(), prompts(padded)
+    ids = ids % 60 + 3
+    reports = []
+    for name in names:
+        model, options = build(name), {}
+        if compiled:
+            config = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"}, fullgraph=True)
+            config._compile_all_devices = True
+            options = {"compile_config": config}
+        for kind in ("whole", "forked"):
+            how = {"do_sample": False} if kind == "whole" else {"do_sample": True, "num_return_sequences": N}
+            want = generate(model, ids, mask, **how)
+            cache = ShardedKVCache(model.config, mesh, PROMPT + NEW) if kind == "whole" else None
+            torch._dynamo.reset()
+            with tatten.recording() as report:
+                got = generate(
+                    model, ids, mask, past_key_values=cache or forked(model, ids, mask, mesh), **how, **options
+                )
+            assert torch.equal(got[0], want[0]), f"{name}, {kind}"
+            most = 1e-5 if name == "deepseek_v2" else 1e-10  # its rope is in float32
+            torch.testing.assert_close(got[1], want[1], rtol=most, atol=most)
+            if cache is not None:
+                share = cache.capacity // mesh.size() * len(ids) * len(cache.layers)
+                assert cache.nbytes == share * (model.config.kv_lora_rank + model.config.qk_rope_head_dim) * 8
+            reports += [str(report)] if compiled else []
+            if compiled:
+                assert {x.op for x in report.rewritten} == {"tatten.latent_attention.default"}, str(report)
+                assert len(report.rewritten) == len(model.model.layers)
+                assert not report.declined
+    return reports
+
+
+@pytest.mark.parametrize("n", slow_but([2], [2, 4]))
+def test_compiled_steps_attend_to_latents(n: int) -> None:
+    for whole, of_samples in run_ranks(n, check_models, ["deepseek_v3"], True, True):
+        for report in (whole, of_samples):
+            assert "local, then merged over mesh dim 'kv'; keys and values were made of latents" in report
+        assert of_samples.count(" c float64[") == 2  # of the prompt and of the samples
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "names, compiled", [(NAMES, False), (["mistral4", "minicpm3"], True)], ids=["eager", "compiled"]
+)
+def test_other_models(names: list[str], compiled: bool) -> None:
+    run_ranks(2, check_models, names, True, compiled, seconds=900.0)
+
+
+def test_eager_steps() -> None:
+    run_ranks(2, check_models, ["deepseek_v3"], True, False)
+
+
+def check_tensor_parallel() -> None:
+    """Half of the heads on each rank of one mesh dim; the latents, which all heads share, over the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "kv"))
+    ids, mask = prompts(True)
+    ids = ids % 60 + 3
+    whole, split = build("deepseek_v3"), build("deepseek_v3")
+    for layer in split.model.layers:
+        plan = {"self_attn.q_b_proj": ColwiseParallel(), "self_attn.kv_b_proj": ColwiseParallel()}
+        parallelize_module(layer, mesh["tp"], {**plan, "self_attn.o_proj": RowwiseParallel()})
+    want = generate(whole, ids, mask, do_sample=False)
+    cache = ShardedKVCache(split.config, mesh, PROMPT + NEW, heads="tp")
+    got = generate(split, ids, mask, past_key_values=cache, do_sample=False)
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_weights() -> None:
+    run_ranks(4, check_tensor_parallel)
+
+
+def check_left_over() -> None:
+    """What a step that failed has handed over does not reach the attention of whole keys."""
+    layer, k = ShardedKVCache(build("deepseek_v3").config, one_dim(), 8).layers[0], torch.randn(1, 1, 1, 16)
+    layer.update(k, k[..., :8])
+    own = layer.update(k, k[..., :8])
+    assert [type(x) for x in own] == [Tensor, Tensor]
+    q, mask = torch.randn(1, 1, 1, 16), torch.ones(1, 1, 1, 4, dtype=torch.bool)
+    got, _ = attention(torch.nn.Module(), q, *[torch.ones(1, 1, 4, 16)] * 2, mask)
+    assert torch.equal(got, torch.ones(1, 1, 1, 16))
+    hand_over(layer.kv.layout)
+    layer.reset()
+    layer.update(k, k[..., :8])
+    assert take_over() is None
+
+
+def test_what_is_left_over_of_a_failed_step() -> None:
+    run_ranks(2, check_left_over)
