@@ -40,7 +40,9 @@ def build(name: str, device: str) -> PreTrainedModel:
     torch.manual_seed(0)
     with torch.device(device):
         if name == "gpt_oss":
-            experts = {"num_local_experts": 2, "num_experts_per_tok": 1} if device == "cpu" else {}
+            experts = (
+                {"num_local_experts": 2, "num_experts_per_tok": 1} if device == "cpu" else {"num_local_experts": 32}
+            )
             config = GptOssConfig(num_hidden_layers=layers, layer_types=None, **small, **experts)
             model: PreTrainedModel = GptOssForCausalLM(config)
         else:
@@ -77,12 +79,19 @@ def decode_step(model: PreTrainedModel, row: Row, backend: str | None, device: s
 
 
 def floor_bytes(model: PreTrainedModel, row: Row) -> int:
-    """Each weight once, all experts', and each key and value in use once; windows keep as many as they have."""
+    """Each weight once, of the experts as many as evenly drawn tokens would pick, and each key and value in use once.
+
+    Windows keep as many keys as they have.
+    """
     config = model.config
     head_dim = config.head_dim
     keys = [min(row.used, config.sliding_window) if "sliding" in x else row.used for x in config.layer_types]
     per_key = 2 * config.num_key_value_heads * head_dim * row.batch
-    return weight_bytes(model) + sum(keys) * per_key * model.dtype.itemsize
+    weights = weight_bytes(model)
+    if row.model == "gpt_oss":
+        unpicked = (1 - config.num_experts_per_tok / config.num_local_experts) ** row.batch
+        weights -= int(unpicked * sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name))
+    return weights + sum(keys) * per_key * model.dtype.itemsize
 
 
 def step(row: Row, device: str, rate: float, rounds: int) -> dict[str, object]:

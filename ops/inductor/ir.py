@@ -77,7 +77,8 @@ def realize(args: Any, kwargs: Any) -> Any:
 
     return (
         tuple(walk(x, at) for x, at in zip(args, node.args, strict=True)),
-        {name: walk(x, node.kwargs[name]) for name, x in kwargs.items()},
+        # Inductor may have filled in defaults, of which the node knows nothing and which hold no box.
+        {name: walk(x, node.kwargs.get(name)) for name, x in kwargs.items()},
     )
 
 
