@@ -140,7 +140,7 @@ STAY_OPAQUE = [
     ("symbolic lengths", True, "[symbolic]"),
 ]
 NATIVE = torch.__version__ >= "2.12"  # PyTorch 2.11 runs the Python code first, for which there is no GPU
-LOWERED = "two layers", "segments", "capped segments", "masked segments", "merge", "rows", "16 heads"
+LOWERED = "two layers", "segments", "capped segments", "masked segments", "merge", "rows", "16 heads", "views"
 RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *((case, True, {}) for case in LOWERED),
     *([("two layers", True, {"cpp_wrapper": True})] if NATIVE else []),
