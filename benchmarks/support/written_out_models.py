@@ -40,7 +40,9 @@ def build(name: str, device: str) -> PreTrainedModel:
     torch.manual_seed(0)
     with torch.device(device):
         if name == "gpt_oss":
-            experts = {"num_local_experts": 2, "num_experts_per_tok": 1} if device == "cpu" else {"num_local_experts": 32}
+            experts = (
+                {"num_local_experts": 2, "num_experts_per_tok": 1} if device == "cpu" else {"num_local_experts": 32}
+            )
             config = GptOssConfig(num_hidden_layers=layers, layer_types=None, **small, **experts)
             model: PreTrainedModel = GptOssForCausalLM(config)
         else:
