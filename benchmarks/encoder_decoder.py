@@ -1,6 +1,6 @@
 """A decode step of an encoder-decoder with beams: Inductor with plain caches, tatten with one copy of encoder keys.
 
-    python benchmarks/encoder_decoder.py --device cuda
+    python benchmarks/encoder_decoder.py --device cuda                # --layers 8: a fourth of the time to compile
     python benchmarks/encoder_decoder.py                    # on a CPU: layers of the same kinds, tiny
 
 The shapes are Whisper-large-v3's (1500 frames) and T5-3B's (512 tokens, the shorter sources padded), with random
@@ -38,7 +38,7 @@ AT_LEAST = 2.0  # times as fast as Inductor
 CANDIDATES = {"inductor": ("inductor", False), "both": ("inductor", True), "tatten": ("tatten", True)}
 
 
-def whisper(device: str) -> tuple[PreTrainedModel, int]:
+def whisper(device: str, layers: int | None) -> tuple[PreTrainedModel, int]:
     """The model and the length of its sources."""
     if device == "cpu":
         sizes = {"d_model": 256, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 256}
@@ -46,14 +46,16 @@ def whisper(device: str) -> tuple[PreTrainedModel, int]:
     else:
         sizes = {"d_model": 1280, "decoder_layers": 32, "decoder_attention_heads": 20, "decoder_ffn_dim": 5120}
         sizes |= {"vocab_size": 51866, "num_mel_bins": 128}
+    sizes["decoder_layers"] = layers or sizes["decoder_layers"]
     config = WhisperConfig(encoder_layers=1, encoder_attention_heads=sizes["decoder_attention_heads"], **sizes)
     return WhisperForConditionalGeneration(config), 1500
 
 
-def t5(device: str) -> tuple[PreTrainedModel, int]:
+def t5(device: str, layers: int | None) -> tuple[PreTrainedModel, int]:
     sizes = {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_heads": 32, "num_layers": 24}
     if device == "cpu":
         sizes = {"d_model": 256, "d_kv": 64, "d_ff": 256, "num_heads": 4, "num_layers": 2, "vocab_size": 512}
+    sizes["num_layers"] = layers or sizes["num_layers"]
     return T5ForConditionalGeneration(T5Config(**sizes)), 512
 
 
@@ -92,10 +94,10 @@ def decode_step(
     return (step if device.type == "cpu" or backend is None else as_graph(step)), held
 
 
-def measure(name: str, batch: int, device: str, rounds: int) -> dict[str, object]:
+def measure(name: str, batch: int, device: str, layers: int | None, rounds: int) -> dict[str, object]:
     torch.manual_seed(0)
     with torch.device(device):
-        model, length = MODELS[name](device)
+        model, length = MODELS[name](device, layers)
         model = model.to(torch.bfloat16).eval().requires_grad_(False)
         states = torch.randn(batch, length, model.config.d_model, dtype=torch.bfloat16).repeat_interleave(BEAMS, 0)
         lengths = length - length // 8 * torch.arange(batch).repeat_interleave(BEAMS)
@@ -110,6 +112,7 @@ def measure(name: str, batch: int, device: str, rounds: int) -> dict[str, object
     return {
         "model": name,
         "batch": batch,
+        "layers": model.config.decoder_layers if name.startswith("whisper") else model.config.num_decoder_layers,
         "ms": {what: s * 1e3 for what, s in took.items()},
         "held_bytes": {what: held for what, (_, held) in made.items()},
         "errors": errors,
@@ -122,6 +125,7 @@ def parse() -> argparse.Namespace:
     parser = arguments(__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--batch", nargs="*", type=int, help="sources; default: 1, 4 and 8, on a CPU 2")
+    parser.add_argument("--layers", type=int, help="of the decoder; default: the model's, on a CPU 2")
     parser.add_argument("--rounds", type=int, default=15)
     return parser.parse_args()
 
@@ -135,7 +139,7 @@ def main() -> None:
     rows = []
     for name in args.models:
         for batch in args.batch or ([2] if args.device == "cpu" else [1, 4, 8]):
-            r = measure(name, batch, args.device, args.rounds)
+            r = measure(name, batch, args.device, args.layers, args.rounds)
             rows.append(r)
             print(f"{name:16} {batch:7} |", *(f"{ms:8.2f}" for ms in r["ms"].values()), end=" ")
             held = " to ".join(f"{r['held_bytes'][what] / 2**20:.1f}" for what in ("inductor", "tatten"))

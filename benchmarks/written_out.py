@@ -3,8 +3,9 @@
     python benchmarks/written_out.py --device cuda --section layer    # or step; default: both
     python benchmarks/written_out.py --section layer    # on a CPU, where tatten leaves it to Inductor: to try the code
 
-    layer    attention of one layer with 32 heads for 8 kv heads of width 128, in four forms, over a static cache that
-             is full or of which an eighth is used: `torch.compile` with tatten and with Inductor
+    layer    attention of a layer with 32 heads for 8 kv heads of width 128, in four forms, over a static cache that is
+             full or of which an eighth is used: `torch.compile` with tatten and with Inductor of four layers that share
+             a mask, as those of a model do, and a fourth of their time
     step     one compiled step with a static cache of 4 layers of gpt-oss-20b's and Gemma-2-9b's shapes; on a CPU of 2
              layers with next to no experts, MLP or vocabulary
 
@@ -28,7 +29,7 @@ from torch import Tensor
 def layer(args: argparse.Namespace) -> list[dict]:
     print("form       dtype    batch  keys  used | inductor    tatten     floor us | speedup | errors of both")
     rows = []
-    for case in written_out_forms.cases(args.device):
+    for case in written_out_forms.cases(args.device, args.forms):
         r = measure_layer(case, args)
         rows.append(r)
         print(f"{case.form:10} {case.dtype:8} {case.batch:5} {case.keys:5} {case.used:5} |", end=" ")
@@ -41,7 +42,7 @@ def layer(args: argparse.Namespace) -> list[dict]:
 
 def measure_layer(case: written_out_forms.Case, args: argparse.Namespace) -> dict:
     given = written_out_forms.inputs(case, args.device)
-    fn = written_out_forms.FORMS[case.form]
+    fn = written_out_forms.layers(written_out_forms.FORMS[case.form])
     exact = fn(*(x.double() for x in given))
     steps, errors = {}, {}
     for backend in ("tatten", "inductor"):
@@ -55,7 +56,8 @@ def measure_layer(case: written_out_forms.Case, args: argparse.Namespace) -> dic
             out = step()
         errors[backend] = ((out.double() - exact).norm() / exact.norm()).item()
         steps[backend] = step if args.device == "cpu" else as_graph(step)
-    took = in_turns(steps, args.rounds, lambda _, f: microseconds(f, args.device, repeats=args.repeats))
+    calls = written_out_forms.LAYERS
+    took = in_turns(steps, args.rounds, lambda _, f: microseconds(f, args.device, calls, args.repeats))
     return {
         "section": "layer",
         **asdict(case),
@@ -87,6 +89,8 @@ SECTIONS = {"layer": layer, "step": step}
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--section", nargs="*", default=list(SECTIONS), choices=list(SECTIONS))
+    forms = list(written_out_forms.FORMS)
+    parser.add_argument("--forms", nargs="*", default=forms, choices=forms, help="of layers")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--repeats", type=int, default=10, help="calls in a row that are timed together")
     args = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Attention of one layer as models write it out, over a static cache with grouped heads and a mask."""
+"""Attention of layers as models write it out, over static caches with grouped heads and a mask."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+LAYERS = 4
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -68,21 +69,31 @@ class Case:
         return self.keys if self.full else max(1, self.keys // 8)
 
     def bytes(self) -> int:
-        """Each key and value in use once."""
+        """Each key and value in use once, of a layer."""
         return 2 * self.batch * KV_HEADS * self.used * HEAD_DIM * getattr(torch, self.dtype).itemsize
 
 
-def cases(device: str) -> list[Case]:
+def cases(device: str, forms: Iterable[str]) -> list[Case]:
     batches, keys = ((1, 4), (64, 1024, 4096)) if device == "cpu" else ((1, 8, 32), (64, 512, 2048, 8192))
     dtypes = ("float32", "bfloat16") if device == "cpu" else ("bfloat16",)
     return [
         Case(form, batch, n, full, dtype)
-        for form in FORMS
+        for form in forms
         for dtype in dtypes
         for batch in batches
         for n in keys
         for full in (True, False)
     ]
+
+
+def layers(attend: Attend) -> Callable[..., Tensor]:
+    """The attention of layers that have queries and a cache of their own, and share a mask."""
+
+    def step(mask: Tensor, sinks: Tensor, *given: Tensor) -> Tensor:
+        each = zip(given[::3], given[1::3], given[2::3], strict=True)
+        return torch.stack([attend(q, k, v, mask, sinks) for q, k, v in each])
+
+    return step
 
 
 def inputs(case: Case, device: str) -> tuple[Tensor, ...]:
@@ -94,5 +105,5 @@ def inputs(case: Case, device: str) -> tuple[Tensor, ...]:
 
     mask = torch.zeros(case.batch, 1, 1, case.keys, dtype=dtype, device=device)
     mask[..., case.used :] = torch.finfo(dtype).min
-    keys, values = (randn(case.batch, KV_HEADS, case.keys, HEAD_DIM) for _ in "kv")
-    return randn(case.batch, HEADS, 1, HEAD_DIM), keys, values, mask, randn(HEADS)
+    query, cache = (case.batch, HEADS, 1, HEAD_DIM), (case.batch, KV_HEADS, case.keys, HEAD_DIM)
+    return mask, randn(HEADS), *(randn(*shape) for _ in range(LAYERS) for shape in (query, cache, cache))

@@ -29,7 +29,7 @@ for kernel, heads, rank, rope, mask, lens, kv_len in json.loads(sys.argv[1]):
         segment.launch.kernel = Recorder(segment.launch.kernel, launches)
         segment(q, ropes[0], c, ropes[1])
     else:
-        mask = empty(2, 1, 1, kv_len, dtype=torch.bool) if mask else None
+        mask = empty(2, 1, 1, kv_len, dtype=getattr(torch, mask)) if mask else None
         lens = empty(2, dtype=torch.int32) if lens else None
         segment = decode.plan_segment(q, c, c, mask, lens, 0.1, rope=ropes, latent=True)
         segment.launch.kernel = Recorder(segment.launch.kernel, launches)
@@ -44,7 +44,7 @@ print(json.dumps(built))
 
 
 def test_the_kernel_for_hopper() -> None:
-    (built,) = compile_in_subprocess(SCRIPT, [("sm90", 128, 512, 64, False, False, 4096)])
+    (built,) = compile_in_subprocess(SCRIPT, [("sm90", 128, 512, 64, None, False, 4096)])
     ptx = built["ptx"]
     assert built["stack"] == 0, "registers spill to local memory"
     assert built["shared"] <= 227 * 1024
@@ -61,9 +61,10 @@ def test_the_kernel_for_hopper() -> None:
 VARIANTS = [
     (None, heads, *rest)
     for heads in (16, 128)
-    for rest in ((512, 64, False, False, 65536), (512, 64, True, False, 4096), (512, 64, False, True, 4096))
+    for rest in ((512, 64, None, False, 65536), (512, 64, "bool", False, 4096), (512, 64, None, True, 4096))
 ]
-VARIANTS += [(None, 16, 512, 64, False, False, 4096), (None, 40, 256, 32, True, False, 4096)]
+VARIANTS += [(None, 16, 512, 64, None, False, 4096), (None, 40, 256, 32, "bool", False, 4096)]
+VARIANTS += [(None, heads, 512, 64, dtype, False, 4096) for heads in (16, 128) for dtype in ("float32", "bfloat16")]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
