@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
+from poison import fresh_memory_is_poison
 from torch import Tensor
 
 from tatten.ops.cuda.schedule import Schedule
@@ -104,21 +104,8 @@ def inputs(case: Case, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-@contextmanager
-def new_memory_is_nan() -> Iterator[None]:
-    """What is read before it is written, or never written, shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
-
-
 def run(case: Case, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with new_memory_is_nan():
+    with fresh_memory_is_poison():
         return plan_prefix_attention(query, key, value, case.dim**-0.5, case.programs)(query, key, value)
 
 
