@@ -1,6 +1,6 @@
 """A decode step without torch.compile, by wall clock: `attn_implementation` "eager", "sdpa" and "tatten".
 
-    python benchmarks/eager_step.py --device cuda     # the shapes of Llama-3.1-8B, gpt-oss-20b and Gemma-2-9b, 4 layers
+    python benchmarks/eager_step.py --device cuda     # the shapes of Llama-3.1-8B, gpt-oss-20b and Gemma-2-9b, 16 layers
     python benchmarks/eager_step.py --device cpu      # smaller ones; a minute
 
 Models of transformers with random weights and a static cache of `--capacity` slots, of which `--used` are used. The
@@ -109,7 +109,7 @@ def measure(name: str, batch: int, queries: int, args: Any) -> dict[str, Any]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--queries", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--capacity", type=int)
