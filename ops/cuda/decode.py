@@ -179,7 +179,6 @@ def plan_segment(
             query.element_size(),
             kv_batch * kv_len / multiprocessors(query.device),
             has_block_list=has_block_list,
-            wide_mask=attn_mask is not None and attn_mask.element_size() == 4,
             large_shared_memory=large_shared_memory,
         )
     tiles = tiles or tiles_for(

@@ -89,7 +89,6 @@ def latent_tiles_for(
     keys_per_sm: float,
     *,
     has_block_list: bool,
-    wide_mask: bool,
     large_shared_memory: bool,
 ) -> Tiles:
     """Choose tiles for latents, of which a tile is keys and values at once, as measured on an H200 at rank 512.
@@ -97,13 +96,14 @@ def latent_tiles_for(
     Args:
         q_rows, rank, element_size, has_block_list, large_shared_memory: as for `tiles_for`.
         keys_per_sm: the keys of all sequences over the number of SMs.
-        wide_mask: the mask's elements have 4 bytes.
     """
     if element_size == 4 or not large_shared_memory:
         return Tiles(16, 32, 8 if element_size == 4 else 4, 2)
     if q_rows > 16:
-        if rank > 256 and wide_mask:
-            return Tiles(32, 64, 8, 2)  # with 64 rows a float32 mask takes more than 227 KiB
+        if rank > 256 and has_block_list:
+            # 128 heads, 1 x 32768: 62.4 us, and 73.6 with 64 rows, which spill, and whose float32 mask has no room;
+            # 8 x 4096: 75.5 and 76.0; 32 heads: 29.3 and 45.1.
+            return Tiles(32, 64, 8, 3)
         return Tiles(64, 64, 8 if rank > 128 else 4, 2 if rank > 256 else 3)
     if keys_per_sm <= 128 and not has_block_list:
         return Tiles(16, 128, 8, 2)  # 1 x 8192: 13.2 us, and 16.4 with 64 keys; 1 x 131072: 60 and 51 us

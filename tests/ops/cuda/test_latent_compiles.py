@@ -70,7 +70,7 @@ VARIANTS += [(None, heads, 512, 64, dtype, False, 4096) for heads in (16, 128) f
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_decode_kernel(variant: tuple) -> None:
     (built,) = compile_in_subprocess(SCRIPT, [variant])
-    if variant[1] <= 16:  # an accumulator of 64 x 512 leaves 256 threads too few registers
+    if variant[1] <= 16 or (variant[2] > 256 and variant[4]):  # 64 x 512 sums leave 256 threads too few registers
         assert built["stack"] <= (256 if variant[4] else 64), "registers spill to local memory"
     assert built["shared"] <= 227 * 1024
     assert not FUSIBLE.search(built["ptx"])
