@@ -14,6 +14,7 @@ from tatten.ops.layout import BATCH, HEADS, LENGTH
 from tatten.passes.autocast import autocast_dtype
 from tatten.passes.calls import op_name
 from tatten.passes.mutation import written_between
+from tatten.passes.recomputed import Recomputed
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import constant, known_equal, tensor_of
@@ -26,6 +27,7 @@ class Masks:
         self._made: dict[object, Node] = {}
         self._columns: dict[tuple[Node, str], list[Node]] = {}
         self._unwritten: dict[object, tuple[Node, Node]] = {}
+        self._recomputed = Recomputed()
         self.drafts: list[Node] = []  # inserted before it is known whether they will be used
 
     def once(self, key: object, make: Callable[[], Node]) -> Node:
@@ -48,7 +50,9 @@ class Masks:
         return node
 
     def cast(self, call: SdpaCall) -> SdpaCall:
-        """The call with its mask cast as autocast, where it is on, casts SDPA's arguments."""
+        """The call with the first mask that is equal to its own, cast as autocast, where it is on, casts SDPA's."""
+        if call.attn_mask is not None:
+            call = dataclasses.replace(call, attn_mask=self._recomputed.first(call.attn_mask, call.node))
         mask = tensor_of(call.attn_mask)
         if mask is None or mask.dtype in (torch.bool, torch.float64) or call.form:
             return call
