@@ -45,12 +45,12 @@ def striped_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, sca
 
 def _merged(state: State | None, part: State, skipped: int) -> State:
     """Merge a state of the queries from `skipped` on, in the precision of the lse."""
-    out, lse = part
     if state is None:
-        return out.to(lse.dtype), lse
+        return part
+    out, lse = state[0].to(state[1].dtype), state[1]
     if not skipped:
-        return combine_partials([state[0], out], [state[1], lse])
-    rows = tuple(x[:, :, skipped:] for x in state)
-    for held, new in zip(rows, combine_partials([rows[0], out], [rows[1], lse]), strict=True):
+        return combine_partials([out, part[0]], [lse, part[1]])
+    rows = out[:, :, skipped:], lse[:, :, skipped:]
+    for held, new in zip(rows, combine_partials([rows[0], part[0]], [rows[1], part[1]]), strict=True):
         held.copy_(new)
-    return state
+    return out, lse

@@ -1,7 +1,7 @@
 """Whether the ranks that share a cache were given the same: otherwise attention would mix their texts.
 
 A call on a cache is described by a few integers, which all ranks gather. Every rank sees the same table, so either all
-of them raise, or none.
+of them raise, or none. `agree` does the same on the host, for calls that come before any token.
 """
 
 from __future__ import annotations

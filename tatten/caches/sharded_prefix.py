@@ -84,9 +84,8 @@ class ShardedPrefixLayer(SharedPrefixLayer):
         check_plain(key, value)
         self._check_fit(key, value)
         slots = self._slots_for(tokens)
-        return key.new_empty(*key.shape[:2], slots, key.shape[3]), value.new_empty(
-            *value.shape[:2], slots, value.shape[3]
-        )
+        keys, values = (new.new_empty(*new.shape[:2], slots, new.shape[3]) for new in (key, value))
+        return keys, values
 
     def adopt(self, storage: tuple[Tensor, Tensor], tokens: int) -> None:
         """Begin with what was written into `storage_for`, as the root."""

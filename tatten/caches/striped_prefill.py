@@ -54,8 +54,10 @@ class StripedPrefill:
     def store(self, layer: ShardedLayer | ShardedPrefixLayer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values of the current chunk; return all of this rank's so far, as a view."""
         index = next((i for i, known in enumerate(self._layers) if known is layer), None)
-        if index is None or index in self._done:
-            raise ValueError("`model` must give keys and values to each layer of the cache once, got them twice")
+        if index is None:
+            raise ValueError("`model` must be called with the cache that is prefilled, got keys for another one")
+        if index in self._done:
+            raise ValueError(f"`model` must give keys and values to each layer once, got them twice for layer {index}")
         self._check_attended()
         if key.shape[2] != self.width:
             raise ValueError(f"`key` must have the {self.width} tokens of this rank, got shape {tuple(key.shape)}")

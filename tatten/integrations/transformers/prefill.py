@@ -47,6 +47,8 @@ def prefill(
         capacity: number of tokens that it can hold; None for as many as come.
     """
 
+    model = getattr(model, "_orig_mod", model)  # of what torch.compile returns
+
     def describe() -> str:
         check_prompt(prompt, chunk, layout)
         tokens = prompt.shape[1]
@@ -63,7 +65,7 @@ def prefill(
     size = layout.ranks * -(-tokens // layout.ranks) if chunk is None else chunk
     kept = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1, "return_dict": True}
     try:
-        # Compiled code would be traced for each length of a chunk.
+        # A forward that was compiled in place would be traced for each length of a chunk.
         with run_prefill(striped), torch.compiler.set_stance("force_eager"):
             for positions in striped.chunks(size, prompt.device):
                 own = prompt.index_select(1, positions.clamp(max=tokens - 1))
