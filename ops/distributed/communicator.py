@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tatten.ops.distributed.collectives import group_backend, group_of, group_store, group_timeout
+from tatten.ops.distributed.host_exchange import MissingError, exchange
 from tatten.ops.distributed.push_layout import MAX_RANKS, PushPlan
 
 
@@ -79,19 +80,10 @@ class Communicator:
         """
         key = f"tatten.push/{self.exchanges}"
         self.exchanges += 1
-        keys = [f"{key}/{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], mine)
         try:
-            self.store.wait(keys, self.timeout)
-        except RuntimeError as error:
-            missing = [rank for rank, x in enumerate(keys) if not self.store.check([x])]
-            raise RuntimeError(self.missing_peers(missing, f"at its first use, to agree on {topic}")) from error
-        values = [self.store.get(x).decode() for x in keys]
-        # The last reader deletes the keys: a later group of the same name may get the same store.
-        if self.store.add(f"{key}/read", 1) == self.size:
-            for x in (*keys, f"{key}/read"):
-                self.store.delete_key(x)
-        return values
+            return exchange(self.store, key, self.rank, self.size, mine, self.timeout)
+        except MissingError as error:
+            raise RuntimeError(self.missing_peers(error.missing, f"at its first use, to agree on {topic}")) from error
 
     def missing_peers(self, missing: list[int], when: str) -> str:
         """The error message for peers that did not arrive."""

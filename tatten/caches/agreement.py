@@ -1,12 +1,12 @@
 """Whether the ranks that share a cache were given the same: otherwise attention would mix their texts.
 
 A call on a cache is described by a few integers, which all ranks gather. Every rank sees the same table, so either all
-of them raise, or none.
+of them raise, or none. `agree` does the same on the host, for calls that come before any token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 from tatten.caches.prompts import Prompts
 from tatten.caches.selection import Selection
 from tatten.caches.sharded_layer import Interleaved
+from tatten.ops.distributed.host_exchange import exchange_among
 
 PROMPT, FORK, SELECT = 1, 2, 3
 ARGUMENTS = {PROMPT: "`key`, `prompt_mask` and `prompt_lens`", FORK: "`n` and `capacity`", SELECT: "`indices`"}
@@ -28,11 +29,8 @@ class Agreement:
     """Compares calls on one cache, and on what is forked or selected from it. Not for graphs that are recorded."""
 
     def __init__(self, layout: Interleaved, prompts: Prompts):
-        self._mesh = layout.mesh
+        self._layout, self._mesh = layout, layout.mesh
         self._device = torch.device(layout.mesh.device_type)
-        placements = list(enumerate(layout.placements))
-        self._sequence = [dim for dim, placement in placements if placement.is_shard(2)]
-        self._sharing = [dim for dim, placement in placements if placement.is_shard()]  # heads of one text, too
         hashes = [fingerprint(tensor) for tensor in prompts.given.values()]
         self._prompts = (hashes or [torch.zeros(1, dtype=torch.int64)])[0].to(self._device)
         self._unread: Tensor | None = None  # the first table in which ranks disagree, or else the last one
@@ -47,14 +45,15 @@ class Agreement:
         self.settle()
         if key.dim() != 4 or not key.numel():
             return
-        table = self._gather(_projections(key), self._sequence)
+        table = self._gather(_projections(key), self._layout.sequence_dims)
         wide = torch.promote_types(key.dtype, torch.float32)
         norm = torch.linalg.vector_norm(key, dim=(1, 3), dtype=wide)[..., None]
         differ = ((table - table[0]).abs() > TOLERANCE * norm).any(-1).flatten(1)
         if differ.any():
             first = int(differ.any(0).int().argmax())
             prompt, token = divmod(first, key.shape[2])
-            ranks = zip(self._ranks(self._sequence), differ[:, first].tolist(), strict=True)
+            sharing = self._layout.global_ranks(self._layout.sequence_dims)
+            ranks = zip(sharing, differ[:, first].tolist(), strict=True)
             raise ValueError(
                 "prompts must be the same on all ranks that share a sequence, got others on ranks "
                 f"{[rank for rank, other in ranks if other]} from token {start + token} of prompt {prompt} on"
@@ -87,18 +86,13 @@ class Agreement:
         if len(set(rows)) > 1:
             kinds = {row[0] for row in rows}
             name = ARGUMENTS[kinds.pop()] if len(kinds) == 1 else "calls"
-            ranks = self._ranks(self._sharing)
-            calls = {row: [r for r, other in zip(ranks, rows, strict=True) if other == row] for row in rows}
-            raise ValueError(
-                f"{name} must be the same on all ranks that share a cache, got "
-                f"{' and '.join(f'{_describe(row)} on ranks {who}' for row, who in calls.items())}"
-            )
+            raise _disagreement(name, self._layout, [_describe(row) for row in rows])
 
     def _tell(self, *facts: int, last: Tensor | None = None) -> None:
         """Let all ranks know of a call; `last` is what the host does not know of it."""
         known = torch.tensor(facts, device=self._device)
         row = known if last is None else torch.cat([known, last])
-        table = self._gather(F.pad(row, (0, FACTS - len(row))), self._sharing)
+        table = self._gather(F.pad(row, (0, FACTS - len(row))), self._layout.sharing_dims)
         if self._unread is not None:
             table = torch.where((self._unread == self._unread[0]).all(), table, self._unread)
         self._unread = table
@@ -112,16 +106,39 @@ class Agreement:
             tensor = gathered
         return tensor.reshape(-1, *shape)
 
-    def _ranks(self, dims: Sequence[int]) -> list[int]:
-        """Global ranks in the order of `_gather`."""
-        own = self._mesh.get_coordinate()
-        assert own is not None
-        ranks: list[int] = (
-            self._mesh.mesh[tuple(slice(None) if dim in dims else place for dim, place in enumerate(own))]
-            .flatten()
-            .tolist()
-        )
-        return ranks
+
+def agree(layout: Interleaved, names: str, describe: Callable[[], str]) -> None:
+    """Raise unless all ranks that share a cache describe their arguments alike: a collective on the host.
+
+    Args:
+        names: the arguments, for messages.
+        describe: checks them, too; what it raises on some ranks becomes an error on all.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `describe` does.
+        ValueError: ranks disagree.
+        RuntimeError: a rank did not come in time; the message names it.
+    """
+    wrong: Exception | None = None
+    try:
+        mine = describe()
+    except (ValueError, TypeError, NotImplementedError) as error:
+        wrong, mine = error, f"{type(error).__name__} ({error})"
+    found = exchange_among(layout.global_ranks(layout.sharing_dims), f"to agree on {names}", mine)
+    if wrong is not None:
+        raise wrong
+    if len(set(found)) > 1:
+        raise _disagreement(names, layout, found)
+
+
+def _disagreement(names: str, layout: Interleaved, calls: Sequence[str]) -> ValueError:
+    """What to raise where the ranks that share a cache, in order, were called like this."""
+    ranks = layout.global_ranks(layout.sharing_dims)
+    who = {call: [rank for rank, other in zip(ranks, calls, strict=True) if other == call] for call in calls}
+    return ValueError(
+        f"{names} must be the same on all ranks that share a cache, got "
+        f"{' and '.join(f'{call} on ranks {ranks}' for call, ranks in who.items())}"
+    )
 
 
 def fingerprint(values: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from tatten.caches.arguments import check_alike
 from tatten.caches.capture import is_captured
 from tatten.caches.static_address import mark_static
+from tatten.ops.distributed.ring import Ring
 
 
 class Interleaved:
@@ -28,6 +30,7 @@ class Interleaved:
         ranks: number of ranks that share the sequence.
         rank: index of this rank among them; the first dim of the mesh varies slowest, as in DTensors.
         own: a slice that selects this rank's positions from all.
+        sequence_dims, sharing_dims: the dims of the mesh that shard the sequence, and those that shard anything.
     """
 
     def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement]):
@@ -39,7 +42,33 @@ class Interleaved:
                 self.ranks *= mesh.size(dim)
                 self.rank = self.rank * mesh.size(dim) + mesh.get_local_rank(dim)
         self.own = slice(self.rank, None, self.ranks)
+        self.sequence_dims = [dim for dim, placement in enumerate(self.placements) if placement.is_shard(2)]
+        self.sharing_dims = [dim for dim, placement in enumerate(self.placements) if placement.is_shard()]
         self._only_heads = tuple(Replicate() if placement.is_shard(2) else placement for placement in placements)
+
+    def global_ranks(self, dims: Sequence[int]) -> list[int]:
+        """The ranks at all places along these dims of the mesh, and at this rank's along the others, in order."""
+        place = self.mesh.get_coordinate()
+        assert place is not None
+        own = tuple(slice(None) if dim in dims else at for dim, at in enumerate(place))
+        ranks: list[int] = self.mesh.mesh[own].flatten().tolist()
+        return ranks
+
+    @property
+    def ring(self) -> Ring:
+        """The ranks that share the sequence, in the order of their positions."""
+        dims = self.sequence_dims
+        group = self.mesh.get_group(dims[0]) if len(dims) == 1 else None  # no group of a mesh spans several dims
+        return Ring(tuple(self.global_ranks(dims)), self.rank, group)
+
+    def broadcast(self, tensor: Tensor, position: int) -> Tensor:
+        """Overwrite a contiguous tensor by that of the rank that stores `position`; a collective."""
+        place = position % self.ranks
+        for dim in reversed(self.sequence_dims):
+            place, at = divmod(place, self.mesh.size(dim))
+            group = self.mesh.get_group(dim)
+            dist.broadcast(tensor, dist.get_global_rank(group, at), group)
+        return tensor
 
     def queries(self, local: Tensor) -> DTensor:
         """Make a DTensor of the queries of this rank's heads, the same on all ranks that share the sequence."""
@@ -110,6 +139,24 @@ class ShardedLayer:
             held[:, :, : own.shape[2]].copy_(own)
         self.length.fill_(key.shape[2])
 
+    def storage_for(self, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Slots for this rank's share of the first `tokens` tokens, of keys and values like these; see `adopt`.
+
+        Raises:
+            ValueError, TypeError: as for `append`.
+        """
+        self._check_fit(key, value)
+        self.check_room(tokens)
+        return self.tensors or self._new_slots(key, value)  # type: ignore[return-value]
+
+    def adopt(self, storage: tuple[Tensor, Tensor], tokens: int) -> None:
+        """Begin with what was written into `storage_for`, where the slot behind this rank's last token is cleared."""
+        own = len(range(tokens)[self.layout.own])
+        for tensor in storage:
+            tensor[:, :, own : own + 1].zero_()
+        self.keys, self.values = storage
+        self.length.fill_(tokens)
+
     def append(self, key: Tensor, value: Tensor) -> tuple[DTensor, DTensor]:
         """Add new tokens, `[batch, kv_heads of this rank, q_len, head_dim]`, the same on each rank; return all slots.
 
@@ -163,15 +210,16 @@ class ShardedLayer:
 
     def _storage(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if self.keys is None or self.values is None:
-            self._allocate(key, value)
-        return self.tensors  # type: ignore[return-value]
+            self.keys, self.values = self._new_slots(key, value)
+        return self.keys, self.values
 
     @torch.compiler.disable(
         reason="a graph can't allocate storage that outlives it: store the first tokens in eager mode"
     )
-    def _allocate(self, key: Tensor, value: Tensor) -> None:
-        self.keys, self.values = (new.new_zeros(*new.shape[:2], self.slots, new.shape[3]) for new in (key, value))
-        mark_static(self.keys, self.values)
+    def _new_slots(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = (new.new_zeros(*new.shape[:2], self.slots, new.shape[3]) for new in (key, value))
+        mark_static(keys, values)
+        return keys, values
 
     def _check_fit(self, key: Tensor, value: Tensor) -> None:
         check_plain(key, value)

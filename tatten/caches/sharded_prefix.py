@@ -79,6 +79,20 @@ class ShardedPrefixLayer(SharedPrefixLayer):
             self.agreement.check_prompt(key, self.prefix_length)
         return super().append(key, value)
 
+    def storage_for(self, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Slots for this rank's share of the first `tokens` tokens, of keys and values like these; see `adopt`."""
+        check_plain(key, value)
+        self._check_fit(key, value)
+        slots = self._slots_for(tokens)
+        keys, values = (new.new_empty(*new.shape[:2], slots, new.shape[3]) for new in (key, value))
+        return keys, values
+
+    def adopt(self, storage: tuple[Tensor, Tensor], tokens: int) -> None:
+        """Begin with what was written into `storage_for`, as the root."""
+        own = self._slots(0, tokens)
+        key, value = (tensor[:, :, :own] for tensor in storage)
+        self.segments, self.lengths, self.rows = ((key, value),), (tokens,), (None,)
+
     def check_room(self, q_len: int) -> None:
         """Raise ValueError if there are fewer than `q_len` free slots, or ranks have selected different sequences."""
         super().check_room(q_len)

@@ -55,6 +55,14 @@ def count_full_layers(config: PreTrainedConfig) -> int:
     return n
 
 
+def rope_types(config: PreTrainedConfig) -> set[str]:
+    """The kinds of rotary embeddings of the model; empty if it has none."""
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    each = [x for x in rope.values() if isinstance(x, dict)] or ([rope] if rope else [])
+    return {x.get("rope_type", "default") for x in each}
+
+
 def attention_implementation(config: PreTrainedConfig) -> str | None:
     """The name of the attention function that the model calls; None if it was not set."""
     name: str | None = config.get_text_config(decoder=True)._attn_implementation

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from tatten.integrations.transformers.config import made_for_sdpa
+from tatten.integrations.transformers.handover import running_prefill
 from tatten.ops.api import block_mask
 from tatten.ops.masks import BlockMask
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
@@ -22,6 +24,9 @@ def mask(q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: i
     Models that do more with masks than to pass them on get what they get with `attn_implementation="eager"`.
     """
     kwargs |= {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+    if running_prefill() is not None:
+        check_only_causal(kwargs["mask_function"], kwargs["attention_mask"])
+        return None
     made: Tensor | None
     if not made_for_sdpa(kwargs["config"]):
         made = eager_mask(**kwargs)
@@ -30,6 +35,13 @@ def mask(q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: i
             kwargs["allow_is_causal_skip"] = False  # there are unused slots, or may be
         made = sdpa_mask(**kwargs)
     return made if made is None or q_length > DEFAULT_MAX_Q_LEN else with_blocks(made)
+
+
+def check_only_causal(mask_function: Callable[..., Any], attention_mask: Tensor | None) -> None:
+    """Raise unless a mask is causal and no more: a prefill over several ranks has none."""
+    if mask_function is not causal_mask_function or (attention_mask is not None and not attention_mask.all()):
+        what = getattr(mask_function, "__qualname__", mask_function) if attention_mask is None else "padding"
+        raise NotImplementedError(f"`model` must have causal masks alone for a prefill over several ranks, got {what}")
 
 
 def with_blocks(made: Tensor) -> Tensor:

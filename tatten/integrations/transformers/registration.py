@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from tatten.integrations.transformers.handover import take_over
+from tatten.integrations.transformers.handover import running_prefill, take_over
 from tatten.integrations.transformers.masks import mask
 
 
@@ -24,6 +24,10 @@ def attention(
 
     Keys and values of a sharded cache are DTensors, or what the model has expanded from this rank's latents.
     """
+    if (prefill := running_prefill()) is not None:
+        from tatten.integrations.transformers.prefill import attention as striped
+
+        return striped(prefill, module, query, key, value, attention_mask, *args, **kwargs)
     from torch.distributed.tensor import DTensor  # takes seconds, unless transformers has loaded a model
 
     layout = take_over()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from tatten.caches import sharded as sharded_cache
@@ -19,7 +19,8 @@ from tatten.caches.sharded_layer import Interleaved, ShardedLayer
 from tatten.caches.sharded_prefix import ShardedPrefixLayer
 from tatten.dtensor_sdpa import merged_attention
 from tatten.integrations.transformers.config import attention_implementation, caches_latents, count_layers
-from tatten.integrations.transformers.handover import hand_over
+from tatten.integrations.transformers.handover import hand_over, running_prefill
+from tatten.integrations.transformers.prefill import prefill
 from tatten.integrations.transformers.shared_prefix_layer import SharedPrefixCacheLayer
 
 
@@ -41,6 +42,8 @@ class ShardedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if (prefill := running_prefill()) is not None:
+            return prefill.store(self.kv, key_states, value_states)
         if self.is_initialized and self.latents:
             return _own(self.kv, key_states, value_states)
         if self.is_initialized:
@@ -102,10 +105,11 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
         cache = ShardedKVCache(model.config, mesh, capacity=prompt_length + max_new_tokens)
         out = model.generate(prompt, past_key_values=cache, max_new_tokens=max_new_tokens)
 
-    Each rank computes the whole prefill, with ordinary causal attention, and keeps its share of the keys and values,
-    layer by layer. In a decode step each rank attends to its share, and the states of the ranks are merged. The weights
-    are the same on all ranks, or tensor-parallel over a dim of the mesh: `heads="tp"`, mesh `("tp", "kv")`. Of models
-    with multi-head latent attention each rank keeps its share of the latents, for all heads, and expands only those.
+    Each rank computes the whole prompt, with ordinary causal attention, and keeps its share of the keys and values,
+    layer by layer; or with `prefill`, its share of the prompt alone. In a decode step each rank attends to its share,
+    and the states of the ranks are merged. The weights are the same on all ranks, or tensor-parallel over a dim of the
+    mesh: `heads="tp"`, mesh `("tp", "kv")`. Of models with multi-head latent attention each rank keeps its share of the
+    latents, for all heads, and expands only those.
 
     Each rank draws its own tokens. They agree as long as prompts, weights and options do and, with sampling, all ranks
     have the same seed (`torch.manual_seed`). This is not checked: ranks that draw different tokens would attend to a
@@ -150,6 +154,35 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes of keys and values on this rank."""
         return self._cache.nbytes
+
+    def prefill(self, model: PreTrainedModel, prompt: Tensor, chunk: int | None = None) -> Tensor:
+        """Compute the keys and values of a prompt, with each rank running its share of the tokens.
+
+        A collective. Of the n ranks that share the sequence, rank r runs tokens r, r + n, ..., and its keys and values
+        are what it stores. Those of the others pass through it on a ring (Striped Attention, arXiv 2311.09431). The
+        cache is left as a call of the model leaves it, in which every rank runs all tokens.
+
+        Args:
+            model: a causal language model with `attn_implementation="tatten"`, whose layers mix tokens by full causal
+                attention alone. It runs in eager mode.
+            prompt: int64 `[batch, P]`, token ids, all of them real, the same on all ranks; `generate` needs a cache
+                that lacks its last token, `prompt[:, :-1]`.
+            chunk: number of tokens to run at a time on all ranks together, which bounds the memory of activations: a
+                multiple of n. None for all of them.
+
+        Returns:
+            The logits of the last token, `[batch, vocabulary]`, on every rank.
+
+        Raises:
+            ValueError, TypeError: an argument is not as above, the cache has tokens already or too few slots, or ranks
+                were given different prompts or chunks. Nothing has been written.
+            NotImplementedError: layers have windows, chunks, sinks, soft caps or latents, mix tokens by anything but
+                attention, or depend on the length in another way. The cache holds no tokens.
+            RuntimeError: a rank did not come within the timeout of the process group. The cache holds no tokens.
+        """
+        return prefill(
+            self, self._cache.layout, model, prompt, chunk, held=int(self._cache.length), capacity=self.capacity
+        )
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the sequences `indices`, in that order, on all ranks alike."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from tatten.caches import shared_prefix
 from tatten.integrations.transformers.config import caches_latents, count_layers
@@ -39,7 +39,8 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
             caches latents. Attention may be full, sliding or chunked; every layer keeps all tokens, and the masks of
             the model apply windows.
         mesh, sequence, heads: as for `tatten.SharedPrefixCache`, on every rank, for a model with
-            `attn_implementation="tatten"`. Each rank computes the whole prefill and keeps its share of it. A cache over
+            `attn_implementation="tatten"`. Each rank computes the whole prompt and keeps its share of it, or with
+            `prefill`, computes no more than that. A cache over
             a mesh has to be forked before a model is called with single tokens.
 
     Raises:
@@ -93,6 +94,17 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
             raise TypeError(f"`into` must be a SharedPrefixCache of this module, got {type(into).__name__}")
         self._cache.fork(n, capacity, into=into._cache)
         return into
+
+    def prefill(self, model: PreTrainedModel, prompt: Tensor, chunk: int | None = None) -> Tensor:
+        """Compute the keys and values of prompts over a mesh, with each rank running its share of the tokens.
+
+        See `tatten.integrations.transformers.ShardedKVCache.prefill`.
+        """
+        if self._cache.layout is None:
+            raise ValueError("`mesh` must be given to a cache for `prefill`, got None: call the model with the cache")
+        from tatten.integrations.transformers.prefill import prefill  # imports DTensor
+
+        return prefill(self, self._cache.layout, model, prompt, chunk, held=self._cache.length)
 
     def select(self, indices: Sequence[int] | Tensor) -> SharedPrefixCache:
         """Make a cache of the sequences `indices`; see `tatten.SharedPrefixCache.select`."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from tatten.caches.shared_prefix_layer import SharedPrefixLayer
+from tatten.integrations.transformers.handover import running_prefill
 
 
 class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -34,6 +35,8 @@ class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if (prefill := running_prefill()) is not None:
+            return prefill.store(self.kv, key_states, value_states)  # type: ignore[arg-type]
         if self.repeated:
             self.kv.append(key_states[:, :, self.repeated :], value_states[:, :, self.repeated :])
             self.repeated = 0

@@ -1,0 +1,66 @@
+"""What ranks tell each other on the host, through the store by which they found each other, in bounded time."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from tatten.ops.distributed.collectives import group_store, group_timeout
+
+
+class MissingError(RuntimeError):
+    """Some did not arrive in time: `missing` has their places."""
+
+    def __init__(self, missing: list[int]):
+        super().__init__(f"nothing came from {missing}")
+        self.missing = missing
+
+
+def exchange(store: dist.Store, key: str, place: int, size: int, mine: str, timeout: datetime.timedelta) -> list[str]:
+    """The strings of all `size` participants, of which this is number `place`; `key` is of this exchange alone.
+
+    Raises:
+        MissingError: not all arrived within the timeout.
+    """
+    keys = [f"{key}/{i}" for i in range(size)]
+    store.set(keys[place], mine)
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        raise MissingError([i for i, x in enumerate(keys) if not store.check([x])]) from error
+    values = [store.get(x).decode() for x in keys]
+    # The last reader deletes the keys: a later group of the same name may get the same store.
+    if store.add(f"{key}/read", 1) == size:
+        for x in (*keys, f"{key}/read"):
+            store.delete_key(x)
+    return values
+
+
+# Keyed by the default group, as one that is destroyed may have a successor with the same ranks.
+_exchanges: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+
+
+def exchange_among(ranks: Sequence[int], topic: str, mine: str) -> list[str]:
+    """The strings of these global ranks, this one among them, in that order: a collective on the host.
+
+    Raises:
+        RuntimeError: a rank did not arrive within the timeout of the default group; the message names it and the topic.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    counts = _exchanges.setdefault(world, Counter())
+    key = f"tatten/{','.join(map(str, ranks))}/{counts[tuple(ranks)]}"
+    counts[tuple(ranks)] += 1
+    timeout = group_timeout(world)
+    try:
+        return exchange(group_store(world), key, ranks.index(dist.get_rank()), len(ranks), mine, timeout)
+    except MissingError as error:
+        missing = " and ".join(str(ranks[place]) for place in error.missing) or "unknown"
+        raise RuntimeError(
+            f"{topic}: rank {missing} of ranks {list(ranks)} did not arrive within {timeout.total_seconds():g} s "
+            f"(this is rank {dist.get_rank()})"
+        ) from error

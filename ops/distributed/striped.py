@@ -1,0 +1,56 @@
+"""Causal attention of a prompt whose tokens are dealt out in turn to ranks (Striped Attention, arXiv 2311.09431).
+
+Rank r of n has the tokens r, r + n, r + 2n, ... Query i of rank r is token `r + n * i`, and sees key i' of rank j where
+`i' <= i`, if j <= r, or `i' < i`. Both are square causal problems, the second one with the first query and the last key
+left out: each rank has the same work in each hop of the ring, but for one row, and there is no mask.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tatten.ops.distributed.ring import Ring
+from tatten.ops.many_queries import attend_many
+from tatten.ops.states import State, combine_partials
+
+
+def striped_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, scale: float | None) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks, in the dtype of `query`.
+
+    A collective: all ranks call it with the same shapes. Tokens that come after all others, such as padding that makes
+    shapes equal, are seen by none of the others.
+
+    Args:
+        query: `[batch, q_heads, q_len, head_dim]`, those of this rank's last q_len tokens.
+        key, value: `[batch, kv_heads, kv_len, head_dim]`, those of all of its tokens so far.
+
+    Raises:
+        NotImplementedError: see `attend_many`.
+        RuntimeError: see `Ring.travel`.
+    """
+    q_len, earlier = query.shape[2], key.shape[2] - query.shape[2]
+    state: State | None = None
+    for source, (keys, values) in ring.travel(key, value):
+        skipped = int(source > ring.rank)
+        if skipped < q_len:
+            seen = slice(earlier, key.shape[2] - skipped)
+            part = attend_many(query[:, :, skipped:], keys[:, :, seen], values[:, :, seen], True, scale)
+            state = _merged(state, part, skipped)
+        if earlier:
+            part = attend_many(query, keys[:, :, :earlier], values[:, :, :earlier], False, scale)
+            state = _merged(state, part, 0)
+    assert state is not None  # this rank's own keys are the first
+    return state[0].to(query.dtype)
+
+
+def _merged(state: State | None, part: State, skipped: int) -> State:
+    """Merge a state of the queries from `skipped` on, in the precision of the lse."""
+    if state is None:
+        return part
+    out, lse = state[0].to(state[1].dtype), state[1]
+    if not skipped:
+        return combine_partials([out, part[0]], [lse, part[1]])
+    rows = out[:, :, skipped:], lse[:, :, skipped:]
+    for held, new in zip(rows, combine_partials([rows[0], part[0]], [rows[1], part[1]]), strict=True):
+        held.copy_(new)
+    return out, lse

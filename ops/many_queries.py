@@ -1,0 +1,66 @@
+"""Attention of many queries with its lse, by PyTorch's own flash kernels: what a prefill is made of.
+
+The ops of `tatten.ops.api` are for the few queries of a decode step. These kernels take as many as there are, a causal
+flag in place of a mask, and kv heads as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tatten.ops.cuda.heuristics import capability
+from tatten.ops.states import State
+
+WIDEST_FLASH, WIDEST_CUDNN = 256, 128
+
+
+def attend_many(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> State:
+    """The state of queries over at least one key; lse as `merge_states` has it.
+
+    Args:
+        query: `[batch, q_heads, q_len, head_dim]`, dense in head_dim, as the others are.
+        key, value: `[batch, kv_heads, kv_len, head_dim]`.
+        causal: whether query i sees the keys `0 ... i` only; then `kv_len == q_len`.
+
+    Raises:
+        NotImplementedError: there is no kernel that returns the lse for these tensors; the message says why.
+    """
+    if reason := unsupported_reason(query, value):
+        raise NotImplementedError(f"no flash kernel of PyTorch returns the lse here: {reason}")
+    causal = causal and query.shape[2] > 1  # one query sees its one key: nothing to ask of a kernel
+    if query.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+            query, key, value, 0.0, causal, scale=scale
+        )
+    elif _takes_cudnn(query):
+        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+            query, key, value, None, True, 0.0, causal, False, scale=scale
+        )[:2]
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention.default(
+            query, key, value, 0.0, causal, False, scale=scale
+        )[:2]
+    return out, lse.reshape(query.shape[:3])
+
+
+def unsupported_reason(query: Tensor, value: Tensor) -> str | None:
+    """Why `attend_many` can't compute this, or None. Reads no data."""
+    head_dim, device = query.shape[3], query.device.type
+    if value.shape[3] != head_dim:
+        return f"they take one head_dim, not {head_dim} for keys and {value.shape[3]} for values"
+    if device == "cpu":
+        return None
+    if device != "cuda":
+        return f"they take CPU and CUDA tensors, not {device}"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"on CUDA they take float16 and bfloat16, not {query.dtype}"
+    if head_dim > WIDEST_FLASH or head_dim % 8:
+        return f"on CUDA they take a head_dim up to {WIDEST_FLASH} in eights, not {head_dim}"
+    return None
+
+
+def _takes_cudnn(query: Tensor) -> bool:
+    """Whether cuDNN is asked, whose kernel is made for Hopper, unlike that of PyTorch's flash attention."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()
+    return enabled and query.shape[3] <= WIDEST_CUDNN and capability(query.device) >= (9, 0)

@@ -1,0 +1,103 @@
+"""A prompt on its way into a cache over a mesh: of n ranks that share the sequence, rank r runs tokens r, r + n, ...
+
+Their keys and values are what the cache stores on that rank, so they go into its slots as they come. The prompt may
+come in chunks: all ranks have as many tokens of each, the last of which may be padding, that comes after all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tatten.caches.sharded_layer import Interleaved, ShardedLayer
+from tatten.caches.sharded_prefix import ShardedPrefixLayer
+from tatten.ops.distributed.striped import striped_attention
+
+
+class StripedPrefill:
+    """The first `tokens` tokens of the layers of one cache, which are empty until `finish`.
+
+    Attributes:
+        width: number of tokens of the current chunk that this rank runs; the same on all ranks.
+        stored: number of tokens before it that each rank has stored.
+    """
+
+    def __init__(self, layout: Interleaved, layers: Sequence[ShardedLayer | ShardedPrefixLayer], tokens: int):
+        self._layout, self._layers, self._tokens = layout, layers, tokens
+        self._storage: dict[int, tuple[Tensor, Tensor]] = {}
+        self._done: set[int] = set()
+        self._attended = True  # to the keys and values that were stored last
+        self._ring = layout.ring
+        self.width = self.stored = 0
+
+    def chunks(self, size: int, device: torch.device) -> Iterator[Tensor]:
+        """Yield the positions of this rank's tokens of each chunk, `[width]`; those of padding are `tokens` or more.
+
+        Args:
+            size: tokens of a chunk on all ranks together, a multiple of their number.
+        """
+        ranks = self._layout.ranks
+        for start in range(0, self._tokens, size):
+            self.stored = start // ranks
+            self.width = -(-min(size, self._tokens - start) // ranks)
+            self._done.clear()
+            yield start + self._layout.rank + ranks * torch.arange(self.width, device=device)
+            self._check_attended()
+            missing = [index for index in range(len(self._layers)) if index not in self._done]
+            if missing:
+                raise ValueError(
+                    f"`model` must give keys and values to each layer of the cache, got none for {missing}"
+                )
+
+    def store(self, layer: ShardedLayer | ShardedPrefixLayer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a layer's keys and values of the current chunk; return all of this rank's so far, as a view."""
+        index = next((i for i, known in enumerate(self._layers) if known is layer), None)
+        if index is None:
+            raise ValueError("`model` must be called with the cache that is prefilled, got keys for another one")
+        if index in self._done:
+            raise ValueError(f"`model` must give keys and values to each layer once, got them twice for layer {index}")
+        self._check_attended()
+        if key.shape[2] != self.width:
+            raise ValueError(f"`key` must have the {self.width} tokens of this rank, got shape {tuple(key.shape)}")
+        if index not in self._storage:
+            self._storage[index] = layer.storage_for(key, value, self._tokens)
+        self._done.add(index)
+        self._attended = False
+        end = self.stored + self.width
+        for held, new in zip(self._storage[index], (key, value), strict=True):
+            held[:, :, self.stored : end].copy_(new)
+        keys, values = (held[:, :, :end] for held in self._storage[index])
+        return keys, values
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+        """Attention of this rank's queries of the current chunk to all tokens before them, on whatever rank.
+
+        A collective of the ranks that share the sequence; `keys` and `values` are what `store` returned.
+        """
+        if (query.shape[2], keys.shape[2]) != (self.width, self.stored + self.width):
+            raise ValueError(
+                f"attention must be of {self.width} tokens to {self.stored + self.width}, got query of shape "
+                f"{tuple(query.shape)} and key of shape {tuple(keys.shape)}"
+            )
+        self._attended = True
+        return striped_attention(query, keys, values, self._ring, scale)
+
+    def finish(self, last: Tensor) -> Tensor:
+        """Hand the tokens over to the layers, and return `last` of the rank that runs the last token, on all ranks."""
+        last = self._layout.broadcast(last.contiguous(), self._tokens - 1)
+        for index, layer in enumerate(self._layers):
+            layer.adopt(self._storage[index], self._tokens)
+        return last
+
+    def abandon(self) -> None:
+        """Clear what was written, in slots that may be those of a cache that was used before."""
+        for storage in self._storage.values():
+            for tensor in storage:
+                tensor[:, :, : self.stored + self.width].zero_()
+
+    def _check_attended(self) -> None:
+        """Raise if a layer attended otherwise than by `attend`: it saw no tokens but those of this rank."""
+        if not self._attended:
+            raise ValueError('`model` must call attention "tatten" in each layer, got one that did not')

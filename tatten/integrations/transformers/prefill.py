@@ -1,0 +1,166 @@
+"""A prefill in which each rank of a mesh runs its share of the prompt: a model of transformers, called as it is."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from tatten.caches.agreement import agree, fingerprint
+from tatten.caches.arguments import INTEGERS, check_positive
+from tatten.caches.sharded_layer import Interleaved
+from tatten.caches.striped_prefill import StripedPrefill
+from tatten.integrations.transformers.config import (
+    attention_implementation,
+    caches_latents,
+    count_full_layers,
+    made_for_sdpa,
+    rope_types,
+)
+from tatten.integrations.transformers.handover import run_prefill
+
+# Frequencies that do not depend on how many tokens a model has seen.
+FIXED_ROPE = {"default", "linear", "llama3", "proportional", "yarn"}
+# Modules that mix the tokens of a sequence, which is dealt out to ranks.
+MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+# Arguments of attention that say nothing of what is attended to.
+HARMLESS = {"position_ids", "past_key_values", "position_embeddings", "use_cache", "layer_idx"}
+
+
+@torch.no_grad()
+def prefill(
+    cache: Cache,
+    layout: Interleaved,
+    model: PreTrainedModel,
+    prompt: Tensor,
+    chunk: int | None,
+    held: int,
+    capacity: int | None = None,
+) -> Tensor:
+    """Fill a cache over a mesh, and return the logits of the last token; see `ShardedKVCache.prefill`.
+
+    Args:
+        held: number of tokens in the cache.
+        capacity: number of tokens that it can hold; None for as many as come.
+    """
+
+    model = getattr(model, "_orig_mod", model)  # of what torch.compile returns
+
+    def describe() -> str:
+        check_prompt(prompt, chunk, layout)
+        tokens = prompt.shape[1]
+        if held:
+            raise ValueError(f"`prefill` needs an empty cache for the {tokens} tokens of `prompt`, got one with {held}")
+        if capacity is not None and tokens > capacity:
+            raise ValueError(f"`capacity` must hold the {tokens} tokens of `prompt`, got {capacity}")
+        check_model(model, len(cache.layers))
+        return f"a prompt of shape {tuple(prompt.shape)} (#{int(fingerprint(prompt)) % 2**64:016x}), chunk {chunk}"
+
+    agree(layout, "`prompt` and `chunk`", describe)
+    tokens = prompt.shape[1]
+    striped = StripedPrefill(layout, [layer.kv for layer in cache.layers], tokens)
+    size = layout.ranks * -(-tokens // layout.ranks) if chunk is None else chunk
+    kept = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1, "return_dict": True}
+    try:
+        # A forward that was compiled in place would be traced for each length of a chunk.
+        with run_prefill(striped), torch.compiler.set_stance("force_eager"):
+            for positions in striped.chunks(size, prompt.device):
+                own = prompt.index_select(1, positions.clamp(max=tokens - 1))
+                out = model(own, position_ids=positions[None], **kept)
+        logits = striped.finish(out.logits[:, -1])
+    except BaseException:
+        striped.abandon()
+        raise
+    for layer in cache.layers:
+        layer.lazy_initialization(None, None)
+    return logits
+
+
+def attention(
+    prefill: StripedPrefill,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention "tatten" of transformers while a prefill runs: `key` and `value` are this rank's so far."""
+    given = {name: x for name, x in kwargs.items() if name not in HARMLESS and x is not None and x is not False}
+    if attention_mask is not None:
+        given["attention_mask"] = attention_mask
+    if dropout:
+        given["dropout"] = dropout
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        given["is_causal"] = False
+    if given:
+        raise NotImplementedError(
+            f"{type(module).__name__} must have plain causal attention for a prefill over several ranks, "
+            f"got {', '.join(f'`{name}`' for name in given)}: call the model with the cache instead"
+        )
+    return prefill.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+
+
+def check_prompt(prompt: Tensor, chunk: int | None, layout: Interleaved) -> None:
+    """Raise TypeError or ValueError unless `prompt` and `chunk` are as `ShardedKVCache.prefill` takes them."""
+    if not isinstance(prompt, Tensor) or prompt.dtype not in INTEGERS:
+        what = prompt.dtype if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise TypeError(f"`prompt` must be a tensor of integers, got {what}")
+    if prompt.dim() != 2 or not prompt.numel():
+        raise ValueError(f"`prompt` must be [batch, P] with a token at least, got shape {tuple(prompt.shape)}")
+    if prompt.device.type != layout.mesh.device_type:
+        raise ValueError(f"`prompt` must be on {layout.mesh.device_type}, as the mesh, got {prompt.device}")
+    if chunk is not None:
+        check_positive("chunk", chunk)
+        if chunk % layout.ranks:
+            raise ValueError(
+                f"`chunk` must be a multiple of {layout.ranks}, the ranks that share the sequence, got {chunk}"
+            )
+
+
+def check_model(model: PreTrainedModel, layers: int) -> None:
+    """Raise unless attention is all that mixes the tokens of a model, and it is ours, full and causal."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise TypeError(f"`model` must be a model of transformers, got {type(model).__name__}")
+    config = model.config
+    if (found := attention_implementation(config)) != "tatten":
+        raise ValueError(f'`model` must have attn_implementation="tatten", got {found!r}')
+    if reason := undivided_reason(model):
+        raise NotImplementedError(f"`model` can't be divided among ranks, which need {reason}: call it with the cache")
+    if (found_layers := count_full_layers(config)) != layers:
+        raise ValueError(f"`model` must have the {layers} layers of the cache, got {found_layers}")
+
+
+def undivided_reason(model: PreTrainedModel) -> str | None:
+    """What prompts need to be divided among ranks that this model lacks, as far as it is known before it runs."""
+    config, forward = model.config, inspect.signature(model.forward).parameters
+    name = type(model).__name__
+    missing = [
+        argument for argument in ("position_ids", "past_key_values", "logits_to_keep") if argument not in forward
+    ]
+    if missing:
+        return f"the argument `{missing[0]}`, and {name} has none"
+    if caches_latents(config):
+        return "keys and values in the cache, and it has latents there"
+    try:
+        count_full_layers(config)
+    except ValueError as error:
+        return f"attention to all tokens ({error})"
+    if lengths := sorted(rope_types(config) - FIXED_ROPE):
+        return f"rotary embeddings that do not depend on the length, and its are {lengths[0]!r}"
+    if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
+        return "attention without a soft cap, and `attn_logit_softcapping` is set"
+    for path, module in model.named_modules():
+        if isinstance(module, MIXERS):
+            return f"nothing but attention to mix tokens, and there is a {type(module).__name__} at {path}"
+        if isinstance(getattr(module, "sinks", None), Tensor):
+            return f"attention without sinks, and {path} has some"
+    if not made_for_sdpa(config):
+        return f"masks to be passed on as they are, which the code of {name} is not known to do"
+    return None
