@@ -1,6 +1,6 @@
 """A decode step without torch.compile, by wall clock: `attn_implementation` "eager", "sdpa" and "tatten".
 
-    python benchmarks/eager_step.py --device cuda     # the shapes of Llama-3.1-8B, gpt-oss-20b and Gemma-2-9b, 16 layers
+    python benchmarks/eager_step.py --device cuda     # shapes of Llama-3.1-8B, gpt-oss-20b, Gemma-2-9b, 16 layers
     python benchmarks/eager_step.py --device cpu      # smaller ones; a minute
 
 Models of transformers with random weights and a static cache of `--capacity` slots, of which `--used` are used. The

@@ -40,10 +40,9 @@ def build(name: str, device: str) -> PreTrainedModel:
     torch.manual_seed(0)
     with torch.device(device):
         if name == "gpt_oss":
-            experts = (
-                {"num_local_experts": 2, "num_experts_per_tok": 1} if device == "cpu" else {"num_local_experts": 32}
-            )
-            config = GptOssConfig(num_hidden_layers=layers, layer_types=None, **small, **experts)
+            experts, picked = (2, 1) if device == "cpu" else (32, 4)
+            small |= {"num_local_experts": experts, "num_experts_per_tok": picked}
+            config = GptOssConfig(num_hidden_layers=layers, layer_types=None, **small)
             model: PreTrainedModel = GptOssForCausalLM(config)
         else:
             sizes = {"hidden_size": 3584, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}
