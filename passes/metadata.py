@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 from torch.fx import Node
 
 from tatten.ops.storage import all_of
 from tatten.passes.calls import op_name
+from tatten.passes.views import RESHAPES
 
 # Ops that read no values of their first argument, or of their second.
 FIRST = {
@@ -25,9 +26,18 @@ def reads_values(user: Node, node: Node) -> bool:
     if name == "getattr":
         return user.args[1] not in ATTRIBUTES
     position = 0 if name in FIRST else 1 if name in SECOND else None
+    if name in RESHAPES and user.args and user.args[0] is node:
+        return any(reads_values(x, user) for x in user.users)
     if position is None or len(user.args) <= position or user.args[position] is not node:
         return True
     return sum(x is node for x in all_of(Node, [user.args, list(user.kwargs.values())])) > 1
+
+
+def readers(user: Node, node: Node) -> Iterator[Node]:
+    """Yield `user`, which reads no values of `node`, and if it is a view those that read none of that."""
+    yield user
+    for x in user.users if op_name(user) in RESHAPES and user.args[0] is node else ():
+        yield from readers(x, user)
 
 
 def depends(node: Node, source: Node, among: Container[Node]) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from tatten.passes.calls import argument, op_name
-from tatten.passes.metadata import reads_values
+from tatten.passes.metadata import readers, reads_values
 from tatten.passes.mutation import written_arguments, written_between
 from tatten.passes.no_effect import is_last_dim, subtracts_maximum
 from tatten.passes.other_attention import SOFTMAX, scores_above
@@ -176,20 +176,20 @@ def _rank(node: Node) -> int:
 def _check_users(found: WrittenOut) -> WrittenOut | Decline:
     """Check that nothing else uses what will not be computed, and that nothing is written before it would be read."""
     chain = {*found.path}
-    log_sums, readers = set(), set()
+    log_sums, read_nothing = set(), set()
     for node in sorted({*found.scores.path, *found.weights.path}):
         for user in node.users:
             if user in chain:
                 continue
             if not reads_values(user, node):
-                readers.add(user)
+                read_nothing.update(readers(user, node))
             elif node in written_arguments(user):
                 return Decline(Reason.IN_PLACE, f"`{user}` changes `{node}` in place")
             elif not _sums(user, node, found):
                 return Decline(Reason.WEIGHTS_USED, f"`{user}` uses `{node}`")
             else:
                 log_sums.add(user)
-    found = dataclasses.replace(found, log_sums=tuple(sorted(log_sums)), path=(*found.path, *readers))
+    found = dataclasses.replace(found, log_sums=tuple(sorted(log_sums)), path=(*found.path, *read_nothing))
     late = next((x for x in found.reads if x >= found.place), None)
     if late is not None:
         return Decline(Reason.WEIGHTS_USED, f"`{found.place}` needs scores before there is `{late}`")

@@ -58,6 +58,21 @@ def sizes_of_scores(q, k, v, m):
     return (s + bias + torch.ones_like(s)).softmax(-1) @ v, s.shape[-1] * m
 
 
+def sizes_of_a_view(q, k, v, m):
+    """As ProphetNet asks for them."""
+    s = q @ k.mT
+    view = s.view(B, H, Q, S)
+    bias = torch.zeros(view.shape[-2:], dtype=s.dtype) + view.unsqueeze(0).size(-1)
+    return (s + m + bias).softmax(-1) @ v
+
+
+def written_beside_scores(q, k, v, m):
+    """A view as of scores, of another tensor, which is written."""
+    s = q @ k.mT
+    m.view_as(s).add_(1)
+    return s.softmax(-1) @ v
+
+
 def log_sums_of_heads_in_the_batch(q, k, v, m):
     gate = torch.linspace(-1, 2, H, dtype=q.dtype).repeat(B).view(-1, 1)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -80,9 +95,12 @@ def log_sums_without_heads(q, k, v, m):
 
 REWRITTEN = [
     *(divided_in_place, all_in_place, cap_in_place, in_place_of_heads_in_the_batch, in_place_by_aten),
-    *(fill_like_scores, bias_like_scores, sizes_of_scores),
+    *(fill_like_scores, bias_like_scores, sizes_of_scores, sizes_of_a_view, written_beside_scores),
     *(log_sums_of_heads_in_the_batch, log_sums_of_no_keys, log_sums_without_heads),
 ]
+
+# What is as large as scores keeps their product in a Dynamo graph. Inductor drops it.
+KEEPS_SCORES = (bias_like_scores, sizes_of_scores, written_beside_scores)
 
 
 def arguments():
@@ -99,7 +117,7 @@ def test_same_as_eager(fn, dynamic: bool) -> None:
     def backend(gm, _):
         found.extend(rewrite(gm).findings)
         gm.graph.lint()
-        if fn not in (bias_like_scores, sizes_of_scores):  # a mask as large as scores keeps these, in a Dynamo graph
+        if fn not in KEEPS_SCORES:
             assert not {op_name(x) for x in gm.graph.nodes} & {"softmax", "matmul", "bmm", "baddbmm", "logsumexp"}
         return gm.forward
 
@@ -108,9 +126,11 @@ def test_same_as_eager(fn, dynamic: bool) -> None:
         torch._dynamo.maybe_mark_dynamic(x, 0)
     torch._dynamo.reset()
     with torch.no_grad():
-        got = torch.compile(fn, backend=backend, fullgraph=True)(*(x.clone() for x in args))
+        compiled = [x.clone() for x in args]
+        got = torch.compile(fn, backend=backend, fullgraph=True)(*compiled)
     assert [type(x) for x in found] == [Rewritten], found
     torch.testing.assert_close(got, fn(*args), rtol=1e-12, atol=1e-12, equal_nan=True)
+    torch.testing.assert_close(compiled, list(args), rtol=0, atol=0)
 
 
 def used_after_a_change(q, k, v, m):
@@ -145,6 +165,12 @@ def values_written_into_a_bias(q, k, v, m):
     return (s + bias).softmax(-1) @ v
 
 
+def values_written_by_a_view(q, k, v, m):
+    s = q @ k.mT
+    s.view(B * H, Q, S)[:, :, 0] = 1
+    return (s + m).softmax(-1) @ v
+
+
 def fill_of_scores(q, k, v, m):
     s = q @ k.mT
     return (s + torch.zeros_like(s) + s.new_ones(()) * s.sum()).softmax(-1) @ v
@@ -163,6 +189,7 @@ DECLINED = {
     mask_in_place: Reason.IN_PLACE,
     maximum_before_a_change: Reason.RELATIVE,
     values_written_into_a_bias: Reason.WEIGHTS_USED,
+    values_written_by_a_view: Reason.WEIGHTS_USED,
     fill_of_scores: Reason.RELATIVE,
     log_sums_before_a_change: Reason.WEIGHTS_USED,
 }
