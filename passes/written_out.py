@@ -176,7 +176,7 @@ def _rank(node: Node) -> int:
 def _check_users(found: WrittenOut) -> WrittenOut | Decline:
     """Check that nothing else uses what will not be computed, and that nothing is written before it would be read."""
     chain = {*found.path}
-    log_sums, read_nothing = set(), set()
+    log_sums, read_nothing = set[Node](), set[Node]()
     for node in sorted({*found.scores.path, *found.weights.path}):
         for user in node.users:
             if user in chain:
