@@ -1,7 +1,7 @@
 """Decode steps of models of transformers under attn_implementation="eager", which writes attention out.
 
-Here are those whose attention, masks or layers differ from the others', which take 4 s each. All classes of transformers
-take a quarter of an hour, and print a line each:
+Here are those whose attention, masks or layers differ from the others', which take 4 s each. All classes take a quarter
+of an hour, and print a line each:
 
     PYTHONPATH=tests/support OMP_NUM_THREADS=1 python tests/tatten/test_written_out_models.py
 """
