@@ -15,7 +15,7 @@ MAXIMA = {"max", "amax"}
 
 def subtracts_maximum(node: Node) -> list[Node] | None:
     """The nodes that take the maximum in `x - x.max(-1, keepdim=True)`, which softmax does not notice."""
-    if op_name(node) not in ("sub", "isub") or len(node.args) != 2 or node.kwargs:
+    if op_name(node) not in ("sub", "isub", "sub_") or len(node.args) != 2 or node.kwargs:
         return None
     x, last = node.args
     found, values = [], []

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 from tatten.passes.calls import op_name
 from tatten.passes.flex import is_flex
+from tatten.passes.metadata import reads_values
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import known_equal, tensor_of
 from tatten.passes.views import COPIES, RESHAPES, STRETCHES
@@ -107,7 +108,7 @@ def scores_above(softmax: Node) -> set[Node]:
         frontier += (node for node in new if op_name(node) not in PRODUCTS | NOT_SCORES)
     scores: set[Node] = set()
     for node in sorted(above):
-        if _multiplies_activations(node) or not scores.isdisjoint(node.all_input_nodes):
+        if _multiplies_activations(node) or any(x in scores and reads_values(node, x) for x in node.all_input_nodes):
             scores.add(node)
     return scores
 

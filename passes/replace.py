@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from tatten.passes.calls import OpOverload
+from tatten.passes.calls import OpOverload, argument
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import hint, known_equal, known_shape, tensor_of
 
@@ -41,12 +41,15 @@ def output_of(call: SdpaCall, state: Node, out: Node | None = None) -> Node:
 def replace_log_sums(call: SdpaCall, state: Node) -> None:
     """Replace what else computes the lse of a call by that of its state."""
     for node in call.log_sums:
-        like = tensor_of(node)
+        like, scores = tensor_of(node), tensor_of(argument(node, 0, "input"))
         assert like is not None
+        assert scores is not None
         with call.node.graph.inserting_before(call.node):
             lse = call.node.graph.call_function(operator.getitem, (state, 1))
             lse = call.node.graph.call_method("to", (lse, like.dtype))
-            if like.dim() == 4:
+            if scores.dim() == 3:
+                lse = call.node.graph.call_method("flatten", (lse, 0, 1))
+            if like.dim() == scores.dim():
                 lse = call.node.graph.call_method("unsqueeze", (lse, -1))
             lse.meta.update(node.meta)
         node.replace_all_uses_with(lse)

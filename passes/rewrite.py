@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from tatten.ops.cuda.providers import borrowed_table, choose_provider, replaced_flash
 from tatten.ops.cuda.workload import Workload, needs_of
@@ -45,13 +45,10 @@ def rewrite(
     """
     start = time.perf_counter()
     masks = Masks()
-    graphs = {name: body.graph for name, body in gm.named_modules() if isinstance(body, GraphModule)}
     written_out, flex = dict(find_written_out(gm.graph)), find_flex(gm.graph)
-    others = [
-        Declined(source_location(other.node), "", other.decline)
-        for graph in graphs.values()
-        for other in find_other_attention(graph, {*written_out.values(), *flex})
-    ]
+    bodies = {name: x.graph for name, x in gm.named_modules() if isinstance(x, GraphModule) and x.graph is not gm.graph}
+    nested = [finding for name, graph in bodies.items() for finding in _find_nested(name, graph)]
+    others = _other_attention(gm.graph, {*written_out.values(), *flex})
     moving = movers(gm.graph)
 
     def rewrite_call(call: SdpaCall) -> Rewritten | Declined:
@@ -69,12 +66,22 @@ def rewrite(
     erase_unused(gm.graph, masks.drafts)
     if any(isinstance(finding, Rewritten) for finding in findings):
         gm.recompile()
-    for name, graph in graphs.items():
-        if graph is not gm.graph:
-            nested = Decline(Reason.NESTED, f"inside `{name}`, the body of a higher-order operator")
-            findings += (_declined(call, nested) for call in find_sdpa(graph))
-    findings += others
-    return GraphReport(tuple(findings), (time.perf_counter() - start) * 1e3)
+    return GraphReport((*findings, *others, *nested), (time.perf_counter() - start) * 1e3)
+
+
+def _find_nested(name: str, graph: Graph) -> list[Declined]:
+    """The attention in the body of a higher-order operator: nothing of it is rewritten."""
+    nested = Decline(Reason.NESTED, f"inside `{name}`, the body of a higher-order operator")
+    findings = [_declined(call, nested) for call in find_sdpa(graph)]
+    written_out = dict(find_written_out(graph))
+    for product, softmax in written_out.items():
+        found = read_written_out(softmax)
+        findings.append(Declined(source_location(product), "", found if isinstance(found, Decline) else nested))
+    return findings + _other_attention(graph, written_out.values())
+
+
+def _other_attention(graph: Graph, known: Collection[Node]) -> list[Declined]:
+    return [Declined(source_location(x.node), "", x.decline) for x in find_other_attention(graph, known)]
 
 
 def _rewrite_written_out(

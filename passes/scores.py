@@ -15,7 +15,8 @@ from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
 from tatten.passes.literals import number_of, rounded
-from tatten.passes.mutation import writes
+from tatten.passes.metadata import depends, reads_values
+from tatten.passes.mutation import writes, written_arguments
 from tatten.passes.no_effect import inactive_dropout, keeps_rows, subtracts_maximum
 from tatten.passes.products import CASTS, COPIES, Product, product_of
 from tatten.passes.reasons import Decline, Reason
@@ -103,7 +104,7 @@ def _read(walk: _Walk, above: set[Node]) -> Scores | Decline | None:
     while walk.here in above:
         product = product_of(walk.here)
         if product is not None:
-            shifted = next((x.node for x in walk.steps if _depends(x.node, product.node, above)), None)
+            shifted = next((x.node for x in walk.steps if x.node and depends(x.node, product.node, above)), None)
             if shifted is not None:
                 return Decline(Reason.RELATIVE, f"`{shifted}` joins the scores, and depends on them itself")
             return _finish(walk, product)
@@ -111,19 +112,6 @@ def _read(walk: _Walk, above: set[Node]) -> Scores | Decline | None:
         if trouble is not None:
             return trouble
     return None
-
-
-def _depends(node: Node | None, product: Node, above: set[Node]) -> bool:
-    """Whether a node is computed from a product of activations."""
-    seen, frontier = {node}, [node]
-    while frontier:
-        here = frontier.pop()
-        if here is product:
-            return True
-        new = [x for x in here.all_input_nodes if x in above and x not in seen] if here is not None else []
-        seen.update(new)
-        frontier += new
-    return False
 
 
 def _finish(walk: _Walk, product: Product) -> Scores | Decline:
@@ -142,9 +130,11 @@ def _finish(walk: _Walk, product: Product) -> Scores | Decline:
 def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:
     """Go one op back, or say why not."""
     node, name = walk.here, op_name(walk.here)
-    if writes(node) and name not in ("iadd", "isub", "imul", "itruediv"):
-        return Decline(Reason.IN_PLACE, f"`{node}` changes scores in place")
-    sources = [x for x in node.all_input_nodes if x in above]
+    sources = [x for x in node.all_input_nodes if x in above and reads_values(node, x)]
+    if writes(node):
+        name = name.removesuffix("_")
+        if name not in _HANDLERS or {*written_arguments(node)} != {node.args[0]}:
+            return Decline(Reason.IN_PLACE, f"`{node}` changes scores in place")
     if name in CASTS | COPIES and _is_float(node) and len(sources) == 1:
         _round(walk, sources[0], node)
         walk.go(sources[0])

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from tatten.ops.layout import HEADS
-from tatten.passes.calls import op_name
+from tatten.passes.calls import argument, op_name
 from tatten.passes.masks import Masks, same_view
 from tatten.passes.mutation import written_between
 from tatten.passes.products import CASTS, Factor, View
@@ -139,8 +139,10 @@ def insert_stand_in(found: WrittenOut, sinks: Node | None, masks: Masks, *, fuse
             out = insert(*_method(out, product.back))
         replaced.append((out, product.node))
         for lse in found.log_sums if empty is not None else ():
-            like = tensor_of(lse)
-            rows = empty if like is not None and like.dim() == 4 else insert("squeeze", empty, -1)
+            rows, rank = empty, _rank(argument(lse, 0, "input"))
+            if rank == 3:
+                rows = insert("flatten", insert("expand_as", rows, insert("narrow", call.query, -1, 0, 1)), 0, 1)
+            rows = rows if _rank(lse) == rank else insert("squeeze", rows, -1)
             replaced.append((insert("masked_fill", lse, rows, -math.inf), lse))
     return StandIn.put(dataclasses.replace(call, attn_mask=mask), replaced)
 

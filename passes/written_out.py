@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from tatten.passes.calls import argument, op_name
-from tatten.passes.mutation import writes, written_between
+from tatten.passes.metadata import readers, reads_values
+from tatten.passes.mutation import written_arguments, written_between
 from tatten.passes.no_effect import is_last_dim, subtracts_maximum
 from tatten.passes.other_attention import SOFTMAX, scores_above
 from tatten.passes.products import CASTS, COPIES, Factor, Product, with_heads
@@ -25,7 +26,6 @@ from tatten.passes.views import RESHAPES, Size
 from tatten.passes.weights import Weights, find_weights
 
 Heads = tuple[Size, Size]
-ASSERTS = {"_assert_tensor_metadata"}  # of dtypes, by torch.export, about tensors that casts make
 
 
 @dataclass(frozen=True)
@@ -176,20 +176,20 @@ def _rank(node: Node) -> int:
 def _check_users(found: WrittenOut) -> WrittenOut | Decline:
     """Check that nothing else uses what will not be computed, and that nothing is written before it would be read."""
     chain = {*found.path}
-    log_sums, asserts = set(), set()
+    log_sums, read_nothing = set[Node](), set[Node]()
     for node in sorted({*found.scores.path, *found.weights.path}):
         for user in node.users:
             if user in chain:
                 continue
-            if op_name(user) in ASSERTS:
-                asserts.add(user)
-            elif writes(user):
+            if not reads_values(user, node):
+                read_nothing.update(readers(user, node))
+            elif node in written_arguments(user):
                 return Decline(Reason.IN_PLACE, f"`{user}` changes `{node}` in place")
             elif not _sums(user, node, found):
                 return Decline(Reason.WEIGHTS_USED, f"`{user}` uses `{node}`")
             else:
                 log_sums.add(user)
-    found = dataclasses.replace(found, log_sums=tuple(sorted(log_sums)), path=(*found.path, *asserts))
+    found = dataclasses.replace(found, log_sums=tuple(sorted(log_sums)), path=(*found.path, *read_nothing))
     late = next((x for x in found.reads if x >= found.place), None)
     if late is not None:
         return Decline(Reason.WEIGHTS_USED, f"`{found.place}` needs scores before there is `{late}`")
@@ -215,7 +215,7 @@ def _writer(found: WrittenOut) -> Node | None:
 def _sums(user: Node, node: Node, found: WrittenOut) -> bool:
     """Whether `user` is the logsumexp of what the softmax is taken of, which is the lse of attention."""
     tensor = tensor_of(node)
-    if op_name(user) != "logsumexp" or tensor is None or tensor.dim() != 4 or found.scores.sinks is not None:
+    if op_name(user) != "logsumexp" or tensor is None or found.scores.sinks is not None:
         return False
     as_softmax_gets_it = set()
     for x in found.scores.path:

@@ -18,6 +18,8 @@ from tatten.passes.mutation import written_arguments
 from tatten.passes.symbolic import same_storage, tensor_of
 from tatten.report import publish
 
+LIFTED = torch.ops.aten.lift_fresh_copy.default  # what `torch.tensor(...)` of numbers is in an exported graph
+
 
 def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
     """Rewrite the decode attention of an exported program: the passes of the backend, for what runs without Dynamo.
@@ -56,12 +58,14 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
             "tatten.rewrite: `exported_program` must be a torch.export.ExportedProgram, "
             f"got a {type(exported_program).__name__}; call torch.export.export on a module first"
         )
-    _check_constants(exported_program)
+    literals = _literals(exported_program)
+    _check_constants(exported_program, literals)
     with torch._C._DisableAutocast():  # tracing would put the casts of an autocast around this call into the program
         # In this form nothing is written in place. The passes would find such writes by the storage of the nodes'
         # values, which `torch.export.load` gives each node anew.
         program: ExportedProgram = exported_program.run_decompositions({})
         _restore_values(program)
+        _write_literals(program, literals)
         report = passes.rewrite(program.graph_module, may_guard=False)
         rewritten = exported_program
         if any(isinstance(finding, Rewritten) for finding in report.findings):
@@ -73,14 +77,17 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
     return rewritten
 
 
-def _check_constants(program: ExportedProgram) -> None:
-    """Raise if a program writes to a constant, for which PyTorch has no functional form."""
+def _check_constants(program: ExportedProgram, literals: set[str]) -> None:
+    """Raise if a program writes to a constant, for which PyTorch has no functional form.
+
+    Copies of literals are no constants, though their values in the graph share the storage of those.
+    """
     targets = {
         spec.arg.name: spec.target
         for spec in program.graph_signature.input_specs
         if spec.kind is InputKind.CONSTANT_TENSOR
     }
-    constants = [(node, tensor_of(node)) for node in program.graph.nodes if node.name in targets]
+    constants = [(node, tensor_of(node)) for node in program.graph.nodes if node.name in targets.keys() - literals]
     for node in program.graph.nodes if constants else ():
         for written in written_arguments(node) if isinstance(node.target, OpOverload) else ():
             tensor = tensor_of(written)
@@ -90,6 +97,34 @@ def _check_constants(program: ExportedProgram) -> None:
                         f"tatten.rewrite: `exported_program` writes to the constant {targets[constant.name]!r} in "
                         f"`{node.name}`; a cache has to be buffers of the module, exported with strict=True"
                     )
+
+
+def _literals(program: ExportedProgram) -> set[str]:
+    """The inputs that export makes of `torch.tensor(...)` in the program's code, which only copies read.
+
+    An attribute or a buffer of a module is none: it may be given another value between two runs.
+    """
+    inputs = program.graph.find_nodes(op="placeholder")
+    return {x.name for x in inputs if x.users and all(user.target is LIFTED for user in x.users)}
+
+
+def _write_literals(program: ExportedProgram, literals: set[str]) -> None:
+    """Make copies of inputs that are one number what the number says, as the passes know it."""
+    numbers = {}
+    for spec in program.graph_signature.input_specs:
+        value = program.constants.get(spec.target or "")
+        if spec.arg.name in literals and type(value) is Tensor and value.numel() == 1 and not value.is_complex():
+            numbers[spec.arg.name] = value
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        value = numbers.get(node.args[0].name)
+        if value is not None:
+            kind = {"dtype": value.dtype, "device": value.device}
+            with program.graph.inserting_before(node):
+                args = list(value.shape), value.item()
+                full = program.graph.call_function(torch.ops.aten.full.default, args, kind)
+            full.meta.update(node.meta)
+            node.replace_all_uses_with(full)
+            program.graph.erase_node(node)
 
 
 def _restore_values(program: ExportedProgram) -> None:

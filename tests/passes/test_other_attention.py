@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from graphs import capture
+from graphs import capture, listing
 from torch import nn
 
 from tatten.passes import Rewritten, rewrite
@@ -115,12 +115,33 @@ def test_beside_what_is_rewritten() -> None:
 
     def fn(a, k, v):
         x = F.scaled_dot_product_attention(exp(a, k, v), k, v, torch.ones(1, S, dtype=torch.bool))
-        return torch.utils.checkpoint.checkpoint(softcap, x, k, v, use_reentrant=False)
+        return torch.utils.checkpoint.checkpoint(softcap_of_exp, x, k, v, use_reentrant=False)
 
     done, written_out, nested = rewrite(capture(fn, q(), kv(), kv())).findings
     assert isinstance(done, Rewritten)
     assert written_out.decline.reason is Reason.NO_SDPA
     assert nested.decline.reason is Reason.BEYOND_SDPA
+
+
+def test_inside_a_higher_order_operator() -> None:
+    """What would be rewritten outside is left because it is inside; the rest for the reason that it has anyway."""
+
+    def branch(a, k, v):
+        return softcap(a, k, v) + shifted(a, k, v) + F.scaled_dot_product_attention(a, k, v)
+
+    def fn(a, k, v):
+        x = torch.utils.checkpoint.checkpoint(softcap, a, k, v, use_reentrant=False)
+        return torch.cond(x.sum() > 0, branch, lambda a, k, v: a.clone(), (x, k, v))
+
+    gm = capture(fn, q(), kv(), kv())
+    before = listing(gm)
+    findings = rewrite(gm).findings
+    assert all(x.location.file == __file__ for x in findings)
+    inside = {x.decline.detail for x in findings if x.decline.reason is Reason.NESTED}
+    assert [x.decline.reason for x in findings] == [Reason.NESTED] * 3 + [Reason.RELATIVE]
+    assert len(inside) == 2
+    assert all("the body of a higher-order operator" in x for x in inside)
+    assert listing(gm) == before
 
 
 class Router(nn.Module):

@@ -283,11 +283,6 @@ def masked_in_place(q, k, v, m):
     return s.softmax(-1) @ v
 
 
-def divided_in_place(q, k, v, m):
-    s = (q @ k.mT).div_(3.0)
-    return (s + m).softmax(-1) @ v
-
-
 def weak_fill(q, k, v, m):
     return (q @ k.mT).masked_fill(m < 0, -1e4).softmax(-1) @ v
 
@@ -362,7 +357,6 @@ DECLINED = {
     used: Reason.WEIGHTS_USED,
     scores_used: Reason.WEIGHTS_USED,
     masked_in_place: Reason.IN_PLACE,
-    divided_in_place: Reason.IN_PLACE,
     weak_fill: Reason.MASK_VALUE,
     relative: Reason.RELATIVE,
     multiplicative: Reason.RELATIVE,

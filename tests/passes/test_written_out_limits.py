@@ -35,6 +35,11 @@ def filled_in_float32(q, k, v, m):
     return (q @ k.mT).float().masked_fill(m < 0, LOWEST).softmax(-1).to(q.dtype) @ v
 
 
+def filled_in_float16(q, k, v, m):
+    """Scores of keys that count may be as low as the lowest number of this dtype: here all are."""
+    return (q @ k.mT - 1e5).clamp(min=-65504).masked_fill(m < 0, torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
 def no_keys_after_a_cast(q, k, v, m):
     return (q @ k.mT + torch.full((S,), LOWEST)).to(q.dtype).softmax(-1) @ v
 
@@ -153,6 +158,7 @@ CASES = {
     max_before_sinks: Reason.RELATIVE,
     added_to_a_mask: Reason.IN_PLACE,
     filled_in_float32: None,
+    filled_in_float16: Reason.MASK_VALUE,
     no_keys_after_a_cast: None,
     no_keys_in_place: None,
     no_keys_after_softmax_in_fewer_bits: None,
@@ -179,7 +185,7 @@ CASES = {
 }
 DTYPES = {
     **dict.fromkeys((scale_in_fewer_bits, integer_scale, literal_beyond_its_dtype), torch.float32),
-    **dict.fromkeys((filled_in_float32, masks_of_fewer_bits), torch.float16),
+    **dict.fromkeys((filled_in_float32, filled_in_float16, masks_of_fewer_bits), torch.float16),
     **dict.fromkeys((no_keys_after_a_cast, no_keys_in_place, no_keys_after_softmax_in_fewer_bits), torch.bfloat16),
     no_keys_below_the_maximum_in_fewer_bits: torch.bfloat16,
     bits_of_another_dtype: torch.bfloat16,
