@@ -79,6 +79,7 @@ class Prefilled:
             self.tokens.append(ids.numel())
 
 
+@pytest.mark.slow
 def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Completions, losses and weights of three steps. The second rollout, of changed weights, compiles nothing."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
