@@ -196,7 +196,7 @@ class Shared:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of the first step: the last token of each prompt, a mask of all slots to come, and positions."""
         ids, mask = self.prompts.repeated()
-        return ids[:, -1:], F.pad(mask, (0, self.new - 1), value=1), mask.sum(1, keepdim=True) - 1
+        return ids[:, -1:].contiguous(), F.pad(mask, (0, self.new - 1), value=1), mask.sum(1, keepdim=True) - 1
 
     @torch.no_grad()
     def draw(self, seed: int) -> tuple[Rollout, Tensor]:
@@ -313,8 +313,8 @@ def main() -> None:
         del duplicated
     print("a shared prefix, compiled by tatten ...", flush=True)
     shared = Shared(*task)
-    ours, log_p = shared.draw(1)
     before = compiled()
+    ours, log_p = shared.draw(1)
 
     for name, theirs in rows.items():
         print(f"{name}: {compare(ours.tokens, theirs.tokens, args.dtype)}")
@@ -323,7 +323,7 @@ def main() -> None:
     update(model)
     again, log_p = shared.draw(2)
     if compiled() != before:
-        raise SystemExit(f"a second rollout must not compile or capture anything, got {before} and {compiled()}")
+        raise SystemExit(f"rollouts must not compile or capture anything more, got {before} and {compiled()}")
     print("after a change of the weights: nothing was compiled or captured")
     print(check_log_p(log_p, forward_log_p(*task[:2], again.tokens), args.dtype))
 
