@@ -1,4 +1,4 @@
-"""A fork into the memory of an old one: what they must have in common, and the copy."""
+"""A fork or a selection into the memory of an old one: what they must have in common, and the copy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refill(
 
 
 def _refill_layer(layer: SharedPrefixLayer, new: Inherited) -> None:
-    """Copy segments and rows into the tensors of a layer, and empty its suffix."""
+    """Copy segments, rows and suffix into the tensors of a layer, and empty the suffix of a fork."""
     for held, segment in zip(layer.segments, new.segments, strict=True):
         for old, tensor in zip(held, segment, strict=True):
             if not old.is_set_to(tensor):
@@ -39,8 +39,8 @@ def _refill_layer(layer: SharedPrefixLayer, new: Inherited) -> None:
     for level, (old_rows, rows) in enumerate(zip(layer.rows, new.rows, strict=True)):
         if old_rows is not None:
             old_rows.copy_(_aligned(new.batch, new.segments[level][0]) if rows is None else rows)
-    for tensor in (layer.keys, layer.values, layer.length):
-        tensor.zero_()
+    for index, tensor in enumerate((layer.keys, layer.values, layer.length)):
+        tensor.zero_() if new.suffix is None else tensor.copy_(new.suffix[index])
     layer.frozen = 0
 
 
@@ -58,7 +58,7 @@ def _check_layer(index: int, layer: SharedPrefixLayer, new: Inherited) -> None:
                     f"copied into {where}"
                 )
         if layer.rows[level] is None and new.rows[level] is not None:
-            raise ValueError(f"`into` must have rows in level {level}, as the sequences to fork, got none")
+            raise ValueError(f"`into` must have rows in level {level}, as the given sequences, got none")
 
 
 def _aligned(batch: int, stored: Tensor) -> Tensor:

@@ -151,10 +151,7 @@ class SharedPrefixCache:
             self.agreement.check_fork(n, capacity, self.batch_size, used)
         check_positive("n", n)
         check_positive("capacity", capacity)
-        if into is not None and not isinstance(into, SharedPrefixCache):
-            raise TypeError(f"`into` must be a SharedPrefixCache, got {type(into).__name__}")
-        if into is not None and into._mesh != self._mesh:
-            raise ValueError(f"`into` must be sharded as {self._mesh}, got {into._mesh}")
+        self._check_into(into)
         inherited = inherit(self.layers, n, capacity, used)
         if into is None:
             layers = [layer.fork(what) for layer, what in zip(self.layers, inherited, strict=True)]
@@ -165,7 +162,7 @@ class SharedPrefixCache:
             layer.frozen = max(layer.frozen, used)
         return into
 
-    def select(self, indices: Sequence[int] | Tensor) -> SharedPrefixCache:
+    def select(self, indices: Sequence[int] | Tensor, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
         """Make a cache of the sequences `indices`, in that order; one may occur several times.
 
         Copies the suffixes and never a prefix: each sequence remembers the row of it that it reads. Sequences that
@@ -173,19 +170,32 @@ class SharedPrefixCache:
 
             cache = cache.select(finished.argsort(stable=True)[:96])  # bool [batch]; one graph for each batch size
 
+        A graph that was captured over an earlier selection goes on to be valid with `into`: it gets the prefixes, rows
+        and suffixes of the new one.
+
         Args:
             indices: ints, or an integer tensor with one dimension. A tensor on an accelerator is never read on the
                 host, and not checked. Where the host knows the indices, and rows of a prefix are read by equally many
                 consecutive sequences, the new cache keeps those rows alone, as a view.
+            into: a selection of the same shapes that is no longer needed, as for `fork`. It has to have rows wherever
+                the new one has them, as it has if its sequences did not read equal blocks.
 
         Raises:
             IndexError: there is no such sequence.
-            ValueError: `indices` is empty or has another number of dimensions.
-            TypeError: `indices` holds something other than integers.
+            ValueError: `indices` is empty or has another number of dimensions, `into` does not fit or is given before a
+                fork. Nothing has been written.
+            TypeError: `indices` holds something other than integers, or `into` is not a cache.
         """
         selection = self._selection(indices)
-        layers, root = select_layers(self.layers, selection)
-        return self._of(layers, self._selected_prompts(selection, root))
+        self._check_into(into)
+        if into is not None and not self.layers[0].forked:
+            raise ValueError("`into` must be None for a selection before a fork, which has no suffix")
+        layers, root = select_layers(self.layers, selection, narrow=into is None)
+        prompts = self._selected_prompts(selection, root)
+        if into is None:
+            return self._of(layers, prompts)
+        refill(into.layers, into.prompts, [layer.held for layer in layers], prompts)
+        return into
 
     def select_(self, indices: Sequence[int] | Tensor) -> None:
         """Select in place, as beam search does at each step. Memory stays where it is while the batch does.
@@ -250,6 +260,12 @@ class SharedPrefixCache:
     @property
     def _mesh(self) -> object:
         return None if self.layout is None else (self.layout.mesh, self.layout.placements)
+
+    def _check_into(self, into: object) -> None:
+        if into is not None and not isinstance(into, SharedPrefixCache):
+            raise TypeError(f"`into` must be a SharedPrefixCache, got {type(into).__name__}")
+        if into is not None and into._mesh != self._mesh:
+            raise ValueError(f"`into` must be sharded as {self._mesh}, got {into._mesh}")
 
     def _selection(self, indices: Sequence[int] | Tensor) -> Selection:
         """Check indices, on a mesh also against those of other ranks."""

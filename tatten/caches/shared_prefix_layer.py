@@ -24,13 +24,18 @@ Kept = list[tuple[slice, Tensor | None]]  # for each segment what `Selection.row
 
 @dataclass(frozen=True)
 class Inherited:
-    """What a fork takes over: segments with their lengths and rows, for a batch with as many slots each."""
+    """What a fork takes over: segments with their lengths and rows, for a batch with as many slots each.
+
+    Attributes:
+        suffix: what a selection has in its slots; None for a fork, whose slots are empty.
+    """
 
     segments: tuple[Segment, ...]
     lengths: tuple[int, ...]
     rows: Rows
     batch: int
     slots: int
+    suffix: Suffix | None = None
 
 
 class SharedPrefixLayer:
@@ -166,6 +171,12 @@ class SharedPrefixLayer:
         length = torch.zeros((), dtype=torch.int64, device=key.device)
         suffix = key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3]), length
         return self._with(inherited.segments, inherited.lengths, inherited.rows, suffix)
+
+    @property
+    def held(self) -> Inherited:
+        """All that a layer with a suffix holds."""
+        suffix = self.keys, self.values, self.length
+        return Inherited(self.segments, self.lengths, self.rows, self.batch_size, self.keys.shape[2], suffix)
 
     def selected_rows(self, selection: Selection, narrow: bool) -> Kept:
         """What to keep of each segment, see `Selection.rows`."""

@@ -39,9 +39,9 @@ def inherit(layers: Layers, n: int, capacity: int, used: int) -> list[Inherited]
     return [layer.inherited(n, capacity, used, rows[layer.device]) for layer in layers]
 
 
-def select_layers(layers: Layers, selection: Selection) -> tuple[Layers, slice]:
+def select_layers(layers: Layers, selection: Selection, narrow: bool) -> tuple[Layers, slice]:
     """Layers of the chosen sequences, and which rows of the root they keep."""
-    kept = _on_each_device(layers, lambda layer: layer.selected_rows(selection, narrow=True))
+    kept = _on_each_device(layers, lambda layer: layer.selected_rows(selection, narrow))
     return [layer.select(selection, kept[layer.device]) for layer in layers], kept[layers[0].device][0][0]
 
 

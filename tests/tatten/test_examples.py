@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -41,6 +42,18 @@ def test_prefix_tree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "2  tatten" in out
     assert "1 x 300 + 4 x 5 + 4 x 6 + 12 x 6" in out
     assert "times as fast" in out
+
+
+def test_rollouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    # Inductor takes most of the time, and makes no difference here.
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, example_inputs, **_: gm)
+    out = output("rollouts", "--prompts 3 --prompt-len 40 --samples 4 --ends 8 --new-tokens 20", monkeypatch, capsys)
+    for backend in ("inductor", "tatten"):
+        assert f"generate, {backend}: tokens: identical (12 sequences, " in out
+    assert out.count("log-probabilities: those of a forward of the whole texts up to ") == 2
+    assert "after a change of the weights: nothing was compiled or captured" in out
+    assert [int(n) for n in re.findall(r"(?:tor|ten|rollout) +(\d+) ", out)] == [12 * 40] * 2 + [3 * 39] * 2
+    assert " of 12 + " in out  # the rest in a batch of 6
 
 
 @pytest.mark.slow

@@ -42,6 +42,17 @@ def test_caches_static_address() -> None:
     assert x._dynamo_static_input_type  # what Dynamo and Inductor look for
 
 
+def test_integrations_trl() -> None:
+    """The hooks that a rollout takes away are known by name."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
+    model.enable_input_require_grads()
+    hooks = model.get_input_embeddings()._forward_hooks
+    assert [hook.__name__ for hook in hooks.values()] == ["make_inputs_require_grads"]
+
+
 def test_integrations_transformers_config() -> None:
     from transformers import DynamicCache, LlamaConfig
     from transformers.cache_utils import DynamicLayer

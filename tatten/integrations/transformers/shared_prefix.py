@@ -90,9 +90,7 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         """
         if into is None:
             return self._of(self._cache.fork(n, capacity))
-        if not isinstance(into, SharedPrefixCache):
-            raise TypeError(f"`into` must be a SharedPrefixCache of this module, got {type(into).__name__}")
-        self._cache.fork(n, capacity, into=into._cache)
+        self._cache.fork(n, capacity, into=_held(into))
         return into
 
     def prefill(self, model: PreTrainedModel, prompt: Tensor, chunk: int | None = None) -> Tensor:
@@ -106,9 +104,12 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
 
         return prefill(self, self._cache.layout, model, prompt, chunk, held=self._cache.length)
 
-    def select(self, indices: Sequence[int] | Tensor) -> SharedPrefixCache:
-        """Make a cache of the sequences `indices`; see `tatten.SharedPrefixCache.select`."""
-        return self._of(self._cache.select(indices))
+    def select(self, indices: Sequence[int] | Tensor, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
+        """Make a cache of the sequences `indices`; see `tatten.SharedPrefixCache.select`, also for `into`."""
+        if into is None:
+            return self._of(self._cache.select(indices))
+        self._cache.select(indices, into=_held(into))
+        return into
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select in place, for beam search; see `tatten.SharedPrefixCache.select_`."""
@@ -155,3 +156,9 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
     def _adopt(self, cache: shared_prefix.SharedPrefixCache) -> None:
         self._cache = cache
         super().__init__(layers=[self._layer_type(kv) for kv in cache.layers])
+
+
+def _held(into: SharedPrefixCache) -> shared_prefix.SharedPrefixCache:
+    if not isinstance(into, SharedPrefixCache):
+        raise TypeError(f"`into` must be a SharedPrefixCache of this module, got {type(into).__name__}")
+    return into._cache

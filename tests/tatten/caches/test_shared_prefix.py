@@ -193,7 +193,7 @@ def test_a_fork_into_an_old_one_says_what_differs() -> None:
         (one_layer, 2, 3, "as many layers, 1, got 2"),
         (halves, 2, 3, "the same keys in level 0 of layer 0, .*float32.*got .*float64"),
         (padded, 2, 3, r"prompts of the same kind, .*'prompt_mask': \(\(2, 4\), torch.bool, 'cpu'\).*got \{\}"),
-        (cache.fork(1, 3).select([1, 0]), 2, 3, "have rows in level 0, as the sequences to fork, got none"),
+        (cache.fork(1, 3).select([1, 0]), 2, 3, "have rows in level 0, as the given sequences, got none"),
         (step_once(cache.fork(1, 3)), 2, 3, r"levels of the same lengths, \(4, 1\), got \(4,\)"),
     ]:
         with pytest.raises(ValueError, match=f"`into` must .*{message}"):

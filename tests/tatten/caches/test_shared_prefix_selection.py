@@ -12,6 +12,7 @@ from shared_prefix_steps import (
     MODEL,
     memory,
     prefill,
+    state,
     step,
     tensors,
 )
@@ -128,6 +129,52 @@ def test_rows_stay_where_they_are() -> None:
     calls = [node.target for node in graphs[0].graph.nodes if node.op.startswith("call")]
     assert calls.count("index_select") == 2 * 2 * LAYERS
     assert not any(str(target) == "expand" for target in calls)
+
+
+def test_a_selection_into_an_old_one_is_read_by_its_graph() -> None:
+    """Sequences are dropped in each rollout, of other prompts and others of them: one graph for each batch."""
+    graphs = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        graphs.append(gm)
+        return gm
+
+    torch._dynamo.reset()
+    compiled = torch.compile(MODEL, fullgraph=True, dynamic=False, backend=backend)
+    fork = bucket = None
+    for picked in ([5, 0, 1], [3, 3, 1], [0, 1, 2], [2, 3, 4]):  # the last two read equal blocks, or one row
+        cache, texts = prefill(2, 4, "left")
+        fork, texts = cache.fork(3, 4, into=fork), [text for text in texts for _ in range(3)]
+        texts = step(fork, texts, forward=compiled)
+        addresses = bucket and [tensor.data_ptr() for tensor in bucket.layers[0].tensors]
+        chosen = fork.select(picked, into=bucket)
+        assert bucket is None or chosen is bucket
+        assert addresses in (None, [tensor.data_ptr() for tensor in chosen.layers[0].tensors])
+        both = step(chosen, step(chosen, [texts[i] for i in picked], forward=compiled), forward=compiled)
+        assert [len(text) for text in both] == [len(texts[i]) + 2 for i in picked]
+        step(fork, texts, forward=compiled)
+        bucket = chosen
+    assert len(graphs) == 2
+
+
+def test_a_selection_into_an_old_one_says_what_differs() -> None:
+    cache, texts = prefill(2, 4)
+    fork = cache.fork(3, 2)
+    rows, blocks = fork.select([5, 0]), fork.select([0, 3])
+    step(fork, [text for text in texts for _ in range(3)])
+    before = state(rows), state(blocks)
+    with pytest.raises(
+        ValueError, match=r"`into` must be a fork with the same batch and capacity, \(3, 2\), got \(2, 2\)"
+    ):
+        fork.select([5, 0, 1], into=rows)
+    with pytest.raises(ValueError, match="`into` must have rows in level 0, as the given sequences, got none"):
+        fork.select([5, 0], into=blocks)
+    with pytest.raises(ValueError, match="`into` must be None for a selection before a fork"):
+        cache.select([0], into=rows)
+    with pytest.raises(TypeError, match="`into` must be a SharedPrefixCache, got int"):
+        fork.select([0, 1], into=1)
+    for old, cache in zip(before, (rows, blocks), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(old, state(cache), strict=True))
 
 
 @pytest.mark.parametrize("kind", ["list", "tensor"])

@@ -280,6 +280,8 @@ def test_answers_to_transformers() -> None:
         fork.crop(12)
     with pytest.raises(TypeError, match="`into` must be a SharedPrefixCache of this module, got int"):
         root.fork(1, 1, into=1)
+    with pytest.raises(TypeError, match="`into` must be a SharedPrefixCache of this module, got int"):
+        root.select([0], into=1)
 
 
 @pytest.mark.parametrize("compiled", slow_but([False], [False, True]))

@@ -1,0 +1,162 @@
+"""Rollouts for TRL's `GRPOTrainer` without vLLM: each distinct prompt is prefilled and stored once for its samples."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from trl import GRPOTrainer, is_conversational
+from trl.models import unwrap_model_for_generation
+
+from tatten.integrations.transformers import SharedPrefixCache
+
+Tokens = list[list[int]]
+
+
+class SharedPrefixRollouts:
+    """A `rollout_func` for `GRPOTrainer`, which draws what the trainer would with `generate`, from the same seed.
+
+    The trainer passes each prompt `num_generations` times, and its own rollouts compute and store each copy. These
+    prefill a prompt once and decode from a fork of a `SharedPrefixCache`, compiled where `generate` compiles: on a GPU.
+
+        trainer = GRPOTrainer(model, rewards, args=config, train_dataset=prompts, rollout_func=SharedPrefixRollouts())
+
+    A process may have any part of a prompt's samples. The keys and values of the last rollout are kept until the next
+    one: if it has prompts of as many tokens, it gets their memory, and CUDA graphs stay valid. `pad_to_multiple_of` of
+    the `GRPOConfig` makes that likely, and saves compilations.
+
+    Args:
+        compile_config: what `generate` compiles the decode step with; by default `CompileConfig(backend="tatten")`.
+    """
+
+    def __init__(self, compile_config: CompileConfig | None = None):
+        self.compile_config = CompileConfig(backend="tatten") if compile_config is None else compile_config
+        self._last: tuple[object, SharedPrefixCache] | None = None
+
+    def __call__(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> dict[str, Tokens | None]:
+        """Draw a completion of each prompt.
+
+        Returns:
+            What a trainer expects: `prompt_ids` and `completion_ids`, lists of tokens; and `logprobs`, which is None,
+            as in the trainer's own rollouts with `generate`. It computes log-probabilities in a forward of its own.
+
+        Raises:
+            ValueError: the trainer generates with vLLM, is sharded by FSDP or has environments; or the prompts are more
+                than text.
+        """
+        _check(trainer)
+        prompt_ids = _tokenize(prompts, trainer)
+        unwrapped = unwrap_model_for_generation(
+            trainer.model_wrapped,
+            trainer.accelerator,
+            gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
+            generation_kwargs=trainer.generation_kwargs,
+            gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+        )
+        with unwrapped as model, _without_gradient_hooks(model), torch.no_grad():
+            completions = self._generate(model, prompt_ids, trainer)
+        return {"prompt_ids": prompt_ids, "completion_ids": _cut(completions, trainer.eos_token_ids), "logprobs": None}
+
+    def _generate(self, model: PreTrainedModel, prompt_ids: Tokens, trainer: GRPOTrainer) -> Tensor:
+        """The new tokens of each prompt, `[batch, new_tokens]`."""
+        distinct: dict[tuple[int, ...], int] = {}
+        chosen = [distinct.setdefault(tuple(ids), len(distinct)) for ids in prompt_ids]
+        ids, mask = _left_padded(list(distinct), trainer)
+        config = self._generation_config(trainer.generation_config)
+
+        prompts = SharedPrefixCache(model.config)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]  # as `generate` numbers them
+        model(
+            ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, past_key_values=prompts, logits_to_keep=1
+        )
+        like = chosen, ids.shape, config.max_new_tokens
+        into = self._last[1] if self._last is not None and self._last[0] == like else None
+        self._last = None  # so that one that does not fit is freed before the next is made
+        cache = prompts.fork(1, capacity=config.max_new_tokens).select(chosen, into=into)
+        self._last = like, cache
+
+        tokens: Tensor = model.generate(
+            ids[chosen], attention_mask=mask[chosen], past_key_values=cache, generation_config=config
+        )
+        return tokens[:, ids.shape[1] :]
+
+    def _generation_config(self, config: GenerationConfig) -> GenerationConfig:
+        """The trainer's, which says what to draw, without what it says of caches and compilation."""
+        config = copy.deepcopy(config)
+        config.cache_implementation, config.disable_compile = None, False
+        config.compile_config = self.compile_config
+        return config
+
+
+def _check(trainer: GRPOTrainer) -> None:
+    for refused, why in (
+        (trainer.use_vllm, "generate with transformers, got use_vllm=True"),
+        (trainer.is_fsdp_enabled, "have all weights on each rank, got FSDP"),
+        (trainer.environment_factories is not None, "have no environments, got an `environment_factory`"),
+    ):
+        if refused:
+            raise ValueError(f"`trainer` must {why}")
+
+
+@contextmanager
+def _without_gradient_hooks(model: PreTrainedModel) -> Iterator[None]:
+    """Take away the hooks by which the embeddings' output requires grad, of which a rollout has no use.
+
+    transformers (5.23) adds one more whenever gradient checkpointing is enabled again, as TRL does several times a
+    step, and a compiled model is compiled again for each number of hooks.
+    """
+    hooks = model.get_input_embeddings()._forward_hooks
+    held = dict(hooks)
+    for key, hook in held.items():
+        if getattr(hook, "__name__", None) == "make_inputs_require_grads":
+            del hooks[key]
+    try:
+        yield
+    finally:
+        hooks.clear()
+        hooks.update(held)
+
+
+def _tokenize(prompts: Sequence[Any], trainer: GRPOTrainer) -> Tokens:
+    """The tokens of text prompts, as the trainer would get them."""
+    if is_conversational({"prompt": prompts[0]}):
+        tokenized = trainer.processing_class.apply_chat_template(
+            conversation=prompts,
+            tools=trainer.tools or None,
+            chat_template=trainer.chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **trainer.chat_template_kwargs,
+        )
+    else:
+        tokenized = trainer.processing_class(text=prompts)
+    if more := sorted(tokenized.keys() - {"input_ids", "attention_mask"}):
+        raise ValueError(f"`prompts` must be text that becomes tokens alone, got {more} as well")
+    ids: Tokens = tokenized["input_ids"]
+    return ids
+
+
+def _left_padded(prompt_ids: Sequence[Sequence[int]], trainer: GRPOTrainer) -> tuple[Tensor, Tensor]:
+    """Tokens and attention mask, `[prompts, length]`, of at least two tokens: one to prefill, and one to decode."""
+    multiple = trainer.pad_to_multiple_of or 1
+    length = -(-max(2, *map(len, prompt_ids)) // multiple) * multiple
+    shape, device = (len(prompt_ids), length), trainer.accelerator.device
+    ids = torch.full(shape, trainer.generation_config.pad_token_id)
+    mask = torch.zeros(shape, dtype=torch.int64)
+    for row, real, tokens in zip(ids, mask, prompt_ids, strict=True):
+        row[length - len(tokens) :] = torch.tensor(tokens)
+        real[length - len(tokens) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+def _cut(completions: Tensor, ends: Sequence[int]) -> Tokens:
+    """Each completion up to the first token that ends it, which is kept."""
+    rows = completions.tolist()
+    lengths = [next((i for i, token in enumerate(row, start=1) if token in ends), len(row)) for row in rows]
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]

@@ -1,0 +1,151 @@
+"""Rollouts for TRL's GRPOTrainer: the completions and the training of its own, each prompt prefilled once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, PreTrainedTokenizerFast
+
+trl = pytest.importorskip("trl", reason="TRL is not installed")
+datasets = pytest.importorskip("datasets")  # comes with it
+
+from tatten.integrations.trl import SharedPrefixRollouts  # noqa: E402
+
+N, NEW, VOCABULARY = 4, 6, 99
+TEXTS = ["11 12 13 14 15 16 17", "21 22 23", "31 32 33 34 35", "41"]
+CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
+ENDS = list(range(1, 9))  # tokens that end a completion: about one in twelve
+
+
+def trainer(folder: Path, prompts: list[Any], rollouts: SharedPrefixRollouts | None, **options: Any) -> Any:
+    """A trainer of a tiny model, the same each time, that records what it is rewarded for as `completions`."""
+    model = tiny_models.build("llama", "sdpa").train()
+    model.generation_config.eos_token_id = ENDS
+    special = {"pad_token": "PAD", "eos_token": "END", "unk_token": "UNK"}
+    vocabulary = {word: i for i, word in enumerate([*special.values(), *map(str, range(3, VOCABULARY))])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="UNK"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    tokenizer.chat_template = "{% for message in messages %}50 {{ message['content'] }} 51 {% endfor %}"
+    completions: list[list[int]] = []
+
+    def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        completions.extend(completion_ids)
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    config = trl.GRPOConfig(
+        str(folder),
+        num_generations=N,
+        max_completion_length=NEW,
+        per_device_train_batch_size=2 * N,
+        learning_rate=1e-2,
+        max_steps=3,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        **options,
+    )
+    made = trl.GRPOTrainer(
+        model,
+        reward,
+        args=config,
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer,
+        rollout_func=rollouts,
+    )
+    made.completions = completions
+    return made
+
+
+class Prefilled:
+    """Counts the tokens that a model gets in calls with more than one for each sequence."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.tokens: list[int] = []
+        model.register_forward_pre_hook(self.count, with_kwargs=True)
+
+    def count(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if ids is not None and ids.shape[1] > 1 and not torch.is_grad_enabled():
+            self.tokens.append(ids.numel())
+
+
+@pytest.mark.slow
+def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completions, losses and weights of three steps. The second rollout, of changed weights, compiles nothing."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    everywhere = CompileConfig(backend="tatten", mode=None)
+    everywhere._compile_all_devices = True
+    torch._dynamo.reset()
+    counters.clear()
+    graphs: list[int] = []
+
+    class Counted(SharedPrefixRollouts):
+        def __call__(self, *args: Any) -> Any:
+            drawn = super().__call__(*args)
+            graphs.append(counters["stats"]["unique_graphs"])
+            return drawn
+
+    own = trainer(tmp_path, TEXTS, None, pad_to_multiple_of=8)
+    own.train()
+    ours = trainer(tmp_path, TEXTS, Counted(everywhere), pad_to_multiple_of=8)
+    ours.train()
+    assert len(own.completions) == 3 * 2 * N
+    assert ours.completions == own.completions
+    assert {len(ids) for ids in own.completions} >= {1, NEW}
+    assert graphs[0] > 0
+    assert graphs[1:] == graphs[:1] * 2
+    for name in ("loss", "entropy", "grad_norm"):
+        logged = [[entry[name] for entry in x.state.log_history if name in entry] for x in (own, ours)]
+        assert len(logged[0]) == 3
+        assert logged[0] == pytest.approx(logged[1], rel=1e-4, abs=1e-6)
+    for theirs, mine in zip(own.model.parameters(), ours.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("of", [[0] * N + [1] * N, [3, 3, 0, 2, 2, 2, 0], [3, 3]], ids=["groups", "parts", "one token"])
+@pytest.mark.parametrize("prompts", [TEXTS, CHATS], ids=["text", "chat"])
+def test_completions(prompts: list[Any], of: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whole groups, as of one process, and of parts of them, as processes have that share a group."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    rollouts = SharedPrefixRollouts()
+    made = trainer(tmp_path, prompts, rollouts, generation_kwargs={"top_k": 20})
+    batch = [prompts[i] for i in of]
+    prompt_ids, images, fields = made._tokenize_prompts(batch)
+    torch.manual_seed(1)
+    want, logprobs = made._generate_single_turn(prompt_ids, images, fields, N)
+    prefilled = Prefilled(made.model)
+    for _ in range(2):  # the second into the memory of the first
+        torch.manual_seed(1)
+        got = rollouts(batch, made)
+        assert got == {"prompt_ids": prompt_ids, "completion_ids": want, "logprobs": logprobs}
+    # A call of one token for each prompt is not counted.
+    new = max(map(len, prompt_ids)) - 1
+    assert prefilled.tokens == [len(set(of)) * new] * 2 * (new > 1)
+
+
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    rollouts = SharedPrefixRollouts()
+    made = trainer(tmp_path, TEXTS, rollouts)
+    for name, value, message in (
+        ("use_vllm", True, "generate with transformers, got use_vllm=True"),
+        ("is_fsdp_enabled", True, "have all weights on each rank, got FSDP"),
+        ("environment_factories", {}, "have no environments, got an `environment_factory`"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(made, name, value)
+            with pytest.raises(ValueError, match=f"`trainer` must {message}"):
+                rollouts(TEXTS, made)
+    made.processing_class.model_input_names = ["input_ids", "attention_mask", "token_type_ids"]
+    with pytest.raises(ValueError, match=r"`prompts` must be text .*, got \['token_type_ids'\] as well"):
+        rollouts(TEXTS, made)
