@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from tatten.ops.storage import all_of
 from tatten.passes.calls import op_name
+from tatten.passes.mutation import writes
 from tatten.passes.views import RESHAPES
 
 # Ops that read no values of their first argument, or of their second.
@@ -28,7 +29,7 @@ def reads_values(user: Node, node: Node) -> bool:
     position = 0 if name in FIRST else 1 if name in SECOND else None
     if name in RESHAPES and user.args and user.args[0] is node:
         return any(reads_values(x, user) for x in user.users)
-    if position is None or len(user.args) <= position or user.args[position] is not node:
+    if position is None or len(user.args) <= position or user.args[position] is not node or writes(user):
         return True
     return sum(x is node for x in all_of(Node, [user.args, list(user.kwargs.values())])) > 1
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from tatten.passes.calls import OpOverload, argument
+from tatten.passes.calls import OpOverload, argument, op_name
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import hint, known_equal, known_shape, tensor_of
 
@@ -43,13 +43,13 @@ def replace_log_sums(call: SdpaCall, state: Node) -> None:
     for node in call.log_sums:
         like, scores = tensor_of(node), tensor_of(argument(node, 0, "input"))
         assert like is not None
-        assert scores is not None
+        merged = op_name(node) == "logsumexp" and scores is not None and scores.dim() == 3
         with call.node.graph.inserting_before(call.node):
             lse = call.node.graph.call_function(operator.getitem, (state, 1))
             lse = call.node.graph.call_method("to", (lse, like.dtype))
-            if scores.dim() == 3:
+            if merged:
                 lse = call.node.graph.call_method("flatten", (lse, 0, 1))
-            if like.dim() == scores.dim():
+            if like.dim() == (3 if merged else 4):
                 lse = call.node.graph.call_method("unsqueeze", (lse, -1))
             lse.meta.update(node.meta)
         node.replace_all_uses_with(lse)

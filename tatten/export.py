@@ -87,7 +87,8 @@ def _check_constants(program: ExportedProgram, literals: set[str]) -> None:
         for spec in program.graph_signature.input_specs
         if spec.kind is InputKind.CONSTANT_TENSOR
     }
-    constants = [(node, tensor_of(node)) for node in program.graph.nodes if node.name in targets.keys() - literals]
+    names = targets.keys() - literals
+    constants = [(node, tensor_of(node)) for node in program.graph.nodes if node.name in names]
     for node in program.graph.nodes if constants else ():
         for written in written_arguments(node) if isinstance(node.target, OpOverload) else ():
             tensor = tensor_of(written)
@@ -118,10 +119,9 @@ def _write_literals(program: ExportedProgram, literals: set[str]) -> None:
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
         value = numbers.get(node.args[0].name)
         if value is not None:
-            kind = {"dtype": value.dtype, "device": value.device}
+            args, options = (list(value.shape), value.item()), {"dtype": value.dtype, "device": value.device}
             with program.graph.inserting_before(node):
-                args = list(value.shape), value.item()
-                full = program.graph.call_function(torch.ops.aten.full.default, args, kind)
+                full = program.graph.call_function(torch.ops.aten.full.default, args, options)
             full.meta.update(node.meta)
             node.replace_all_uses_with(full)
             program.graph.erase_node(node)

@@ -203,3 +203,14 @@ def test_what_stays(fn) -> None:
     assert isinstance(finding, Declined), finding
     assert finding.decline.reason is DECLINED[fn], finding.decline
     assert listing(gm) == before
+
+
+def test_what_is_like_scores_may_be_written_elsewhere() -> None:
+    gm = capture(fill_like_scores, *arguments())
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.full_like)
+    given = next(x for x in gm.graph.nodes if x.op == "placeholder" and "v" in x.name)
+    node.target, node.kwargs = torch.ops.aten.full_like.out, {"out": given}
+    before = listing(gm)
+    (finding,) = rewrite(gm).findings
+    assert isinstance(finding, Declined)
+    assert listing(gm) == before

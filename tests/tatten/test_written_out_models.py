@@ -1,7 +1,7 @@
 """Decode steps of models of transformers under attn_implementation="eager", which writes attention out.
 
-Here are those whose attention, masks or layers differ from the others', which take 4 s each. All classes take a quarter
-of an hour, and print a line each:
+Here are those whose attention, masks or layers differ from the others', which take 4 s each. All classes take about
+20 minutes, and print a line each:
 
     PYTHONPATH=tests/support OMP_NUM_THREADS=1 python tests/tatten/test_written_out_models.py
 """
@@ -122,19 +122,15 @@ def test_decode_step(name: str, seq2seq: bool) -> None:
 def main() -> None:
     every = [(name, False) for name in every_model.NAMES] + [(name, True) for name in every_model.SEQ2SEQ_NAMES]
     for name, seq2seq in every:
+        shown = f"{name:28} {'seq2seq' if seq2seq else 'decoder'} "
         try:
             want, got, report = decode(name, seq2seq)
         except Exception as error:
-            print(
-                f"{name:28} {'seq2seq' if seq2seq else 'decoder'}  not run: {type(error).__name__}: {str(error)[:90]}"
-            )
+            print(shown, f"not run: {error!r:.120}", flush=True)
             continue
         left = sorted({f"{x.decline.reason.value}: {x.decline.detail}" for x in report.declined})
-        print(
-            f"{name:28} {'seq2seq' if seq2seq else 'decoder'}  {(got - want).abs().max():.1e} from eager, "
-            f"{len(report.rewritten)} rewritten {sorted(forms(report))}, {len(report.declined)} left {left}",
-            flush=True,
-        )
+        found = f"{len(report.rewritten)} rewritten {sorted(forms(report))}, {len(report.declined)} left {left}"
+        print(shown, f"{(got - want).abs().max():.1e} from eager, {found}", flush=True)
 
 
 if __name__ == "__main__":
