@@ -162,7 +162,8 @@ def plan_segment(
         follows: the launch just before wrote nothing that this one reads, and nothing on the stream did since. Then the
             two run side by side.
         tiles, programs: by default what `tatten.ops.cuda.heuristics` chooses.
-        batch_invariant: add up each sequence in an order that depends on nothing else in the batch, nor on `programs`.
+        batch_invariant: add up each sequence in an order that depends on nothing else in the batch, nor on `programs`;
+            for `tatten::decode_attention` alone.
         pdl: let this launch begin before the one before ends (programmatic dependent launch), where a GPU can.
     """
     batch, q_heads, q_len, head_dim = query.shape
@@ -214,7 +215,7 @@ def plan_segment(
         tile_us = most * block_n * (head_dim + value_dim) * key.element_size() / BYTES_PER_US
         uneven = kv_lens is not None or has_row_groups
         if batch_invariant:
-            programs = min(WAVES * most, groups * work_tiles * n_tiles)
+            programs = min(WAVES * most, groups * work_tiles * ceil_div(n_tiles, chunk))
         elif uneven:
             programs = most
         elif whole or has_block_list or splitting_pays(work_tiles, n_tiles, tile_us, batch * q_heads * q_len, most):

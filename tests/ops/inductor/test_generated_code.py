@@ -29,6 +29,9 @@ def two_layers(q, k, v, mask):
     b, _ = ops.decode_attention.default(a * 2, k, v, mask, None, 0.1, blocks)
     return b + 1
 
+def invariant(q, k, v, mask):
+    return ops.decode_attention.default(q, k, v, mask, batch_invariant=True)[0]
+
 def segments(q, k, v, k2, v2):
     # Tensors that only one of the launches reads, and that nothing needs afterwards.
     out, _ = ops.bifurcated_attention.default(q, [k + 1, k2 + 1], [v + 1, v2 + 1], [None, None], [None, None], 0.1)
@@ -69,6 +72,7 @@ def find_rows(n, index):
 
 cases = {
     "two layers": (two_layers, [Q, KV, KV, MASK]),
+    "invariant": (invariant, [Q, KV, KV, MASK]),
     "segments": (segments, [
         ((8, 8, 1, 64), bf16), *[((2, 8, 500, 64), bf16)] * 2, *[((8, 8, 300, 64), bf16)] * 2
     ]),
@@ -133,7 +137,7 @@ STAY_OPAQUE = [
     ("symbolic lengths", True, "[symbolic]"),
 ]
 NATIVE = torch.__version__ >= "2.12"  # PyTorch 2.11 runs the Python code first, for which there is no GPU
-LOWERED = "two layers", "segments", "capped segments", "masked segments", "merge", "rows", "16 heads"
+LOWERED = "two layers", "invariant", "segments", "capped segments", "masked segments", "merge", "rows", "16 heads"
 RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *((case, True, {}) for case in LOWERED),
     *([("two layers", True, {"cpp_wrapper": True})] if NATIVE else []),
@@ -225,6 +229,7 @@ def test_a_package_does_without_gluon(case: str) -> None:
     "case, kernels",
     [
         ("merge", {"merge_states"}),
+        ("invariant", {"bits", "list", "decode", "combine"}),
         ("rows", {"row_groups", "decode", "combine"}),
         ("capped segments", {"decode", "combine"}),
         ("16 heads", {"decode", "combine"}),
