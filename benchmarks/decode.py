@@ -7,6 +7,8 @@
     grid    batch 1 to 128 x length 1k to 64k x four pairs of heads
     ragged  lengths that differ: ours with `kv_lens`, the peers on packed tokens or pages, SDPA with the mask that it
             needs at the longest length
+    invariant
+            the same shapes: ours with `batch_invariant=True`, beside the default
     static  a cache of which 1/16 is used, with a bool mask, against a cache of exactly that length; `layer` gets what
             the mask leaves, as the layers of a compiled model do, the others find it in each call; `bias` and
             `bias_layer` have a bias of `finfo.min` on the unused slots instead
@@ -39,12 +41,14 @@ COLUMNS = {
         "nine": UNIFORM,
         "grid": UNIFORM,
         "ragged": (*OURS, "sdpa", "fa3", "fa3_8", "fa3_32", "fi", "fi_tc"),
+        "invariant": ("auto", "invariant"),
         "static": (*OURS, "layer", "bias", "bias_layer", "exact", "sdpa"),
     },
     "cpu": {
         "nine": ("auto", "sdpa"),
         "grid": ("auto", "sdpa"),
         "ragged": ("auto", "sdpa"),
+        "invariant": ("auto", "invariant"),
         "static": ("auto", "layer", "bias", "bias_layer", "exact", "sdpa"),
     },
 }
@@ -84,6 +88,9 @@ def summarize(shape: Shape, found: dict, against: list[str], rate: float) -> dic
 
 def bars(section: str, rows: list[dict]) -> dict[str, tuple[float, float]]:
     """What is asked of a section's rows: a figure, and its bound."""
+    if section == "invariant":
+        slower = [r["us"]["invariant"] / r["us"]["auto"] for r in rows if {"auto", "invariant"} <= r["us"].keys()]
+        return {"largest ratio of invariant to default": (max(slower), 1.06)} if slower else {}
     ratios = [r["ratio"] for r in rows if r["ratio"]]
     small = [r["ratio"] for r in rows if r["ratio"] and r["kv_mb"] < 64]
     if not ratios:
@@ -127,7 +134,9 @@ def show_end(rows: list[dict], columns: Sequence[str], asked: dict[str, tuple[fl
 
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__)
-    parser.add_argument("--section", nargs="*", default=["nine", "grid", "ragged", "static"], choices=COLUMNS["cpu"])
+    parser.add_argument(
+        "--section", nargs="*", default=["nine", "grid", "ragged", "invariant", "static"], choices=COLUMNS["cpu"]
+    )
     parser.add_argument("--only", type=lambda x: x.split(","), help="which candidates, with commas; default: all")
     parser.add_argument("--flashinfer", action="store_true", help="FlashInfer also, which compiles for some minutes")
     parser.add_argument("--max-gb", type=float, default=40, help="leave out rows with a larger cache")
@@ -154,7 +163,7 @@ def main() -> None:
         for section in args.section:
             columns = [c for c in COLUMNS[device][section] if not args.only or c in args.only]
             columns = [c for c in columns if args.flashinfer or not c.startswith("fi")]
-            against = ["exact"] if section == "static" else [c for c in columns if c not in OURS]
+            against = {"static": ["exact"], "invariant": []}.get(section, [c for c in columns if c not in OURS])
             heads = (f"{c:>8.8}" for c in columns)
             print(f"\n{section}\nbatch  heads    D  {'lengths':>21}    KV MB |", *heads, end="")
             print("    floor | auto/best peer  auto/floor")
@@ -170,7 +179,7 @@ def main() -> None:
             rows += found
     if args.json:
         results.write(args.json, device, rows, bytes_per_second=rate, bars=asked)
-    if any(c in r["left_out"] for r in rows for c in (*OURS, "exact")):
+    if any(c in r["left_out"] for r in rows for c in (*OURS, "exact", "invariant")):
         raise SystemExit("of ours, something did not run or is wrong")
 
 

@@ -53,6 +53,12 @@ STEPS = {
         Step("float8", "float8.py --device cuda", 2),
         Step("quantised", "quantised.py --device cuda", 6, "quantised.py --rounds 1"),
         Step("overhead", "overhead.py --device cuda", 1),
+        Step(
+            "decode_invariant",
+            "decode.py --device cuda --section invariant",
+            1,
+            "decode.py --section invariant --rounds 1",
+        ),
         Step("decode_static", "decode.py --device cuda --section static", 1.5, "decode.py --section static --rounds 1"),
         Step(
             "best_of_n",

@@ -63,6 +63,7 @@ def decode_attention(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     provider: str = "auto",
+    batch_invariant: bool = False,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -81,6 +82,7 @@ def decode_attention(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     provider: str = "auto",
+    batch_invariant: bool = False,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @names_keywords
@@ -99,6 +101,7 @@ def decode_attention(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     provider: str = "auto",
+    batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a few queries per sequence over a long KV, as `F.scaled_dot_product_attention` defines it.
@@ -137,6 +140,9 @@ def decode_attention(
             "cudnn", "flash" (PyTorch's), or where they are installed "fa2", "fa3" and "fa4" (FlashAttention 2 to 4). A
             named provider that cannot compute the call raises; there is no fallback. FlashAttention's packages read
             whole tiles: values around the lengths and windows must be finite for them.
+        batch_invariant: make each sequence's result, to the bit, that of a call without the others, whatever they are
+            and however many. Keys are then added up in chunks that only the sequence's own length and mask decide. On
+            CUDA this takes tatten's own kernel, and on a CPU there is no `softcap` with it.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
@@ -171,6 +177,7 @@ def decode_attention(
         key_scale=key_scale,
         value_scale=value_scale,
         provider=provider,
+        batch_invariant=batch_invariant,
     )
     return (out, lse) if return_lse else out
 

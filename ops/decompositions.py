@@ -87,9 +87,12 @@ def _decode_attention(
     block_mask: Tensor | None,
     variant: AttentionVariant,
     provider: str,
+    batch_invariant: bool,
     *,
     core_aten: bool,
 ) -> State:
+    if batch_invariant:
+        raise NotImplementedError("`batch_invariant` must be False where decode_attention is decomposed, got True")
     dtype, kv_len = query.dtype, key.shape[2]
     scale = query.shape[3] ** -0.5 if scale is None else scale
     upcasts = key.dtype != dtype

@@ -40,6 +40,7 @@ DecodeImplementation = Callable[
         Tensor | None,  # block_mask
         AttentionVariant,
         str,  # provider
+        bool,  # batch_invariant
     ],
     State,
 ]
@@ -77,7 +78,8 @@ _library = torch.library.Library("tatten", "DEF")
 _library.define(
     "decode_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? kv_lens=None, "
     "float? scale=None, Tensor? block_mask=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
-    'Tensor? key_scale=None, Tensor? value_scale=None, str provider="auto") -> (Tensor out, Tensor lse)',
+    'Tensor? key_scale=None, Tensor? value_scale=None, str provider="auto", bool batch_invariant=False) '
+    "-> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -134,9 +136,11 @@ def decode_kernel(implementation: DecodeImplementation) -> Kernel:
         key_scale: Tensor | None = None,
         value_scale: Tensor | None = None,
         provider: str = "auto",
+        batch_invariant: bool = False,
     ) -> State:
         variant = AttentionVariant(window, softcap, sinks, key_scale, value_scale)
-        return implementation(query, key, value, attn_mask, kv_lens, scale, block_mask, variant, provider)
+        given = query, key, value, attn_mask, kv_lens, scale, block_mask
+        return implementation(*given, variant, provider, batch_invariant)
 
     return kernel
 
@@ -198,6 +202,7 @@ def _fake_decode_attention(
     block_mask: Tensor | None,
     variant: AttentionVariant,
     provider: str,
+    batch_invariant: bool,
 ) -> State:
     check_decode_no_grad(query, key, value, attn_mask, variant)
     return _fake_state(query, value)

@@ -80,6 +80,18 @@ def check_provider(provider: str, device: torch.device) -> None:
         raise ValueError(f"`provider` must be one of {', '.join(fit)} on a {device.type} device, got {provider!r}")
 
 
+def check_batch_invariant(provider: str, device: torch.device, variant: AttentionVariant) -> None:
+    """Raise unless `provider` can compute each sequence as if it were alone."""
+    own = "cpu" if device.type == "cpu" else "triton"
+    if provider not in ("auto", own):
+        raise ValueError(f"`provider` must be 'auto' or '{own}' with `batch_invariant`, got {provider!r}")
+    if own == "cpu" and variant.softcap is not None:
+        raise NotImplementedError(
+            f"`softcap` must be None with `batch_invariant` on a CPU, got {variant.softcap}: "
+            "it takes matrix products whose sums depend on the batch and the threads"
+        )
+
+
 def check_decode_attention(
     query: Tensor,
     key: Tensor,

@@ -27,10 +27,12 @@ class DecodeMatch(Match):
     Attributes:
         scales: of keys and of values, where they are in 8 bits.
         not_narrow: why keys and values that were dequantised are not read in 8 bits, if so.
+        batch_invariant: what the op is asked for.
     """
 
     scales: tuple[Scale | None, Scale | None] = (None, None)
     not_narrow: Decline | None = None
+    batch_invariant: bool = False
 
     @property
     def note(self) -> str:
@@ -105,4 +107,5 @@ def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
         }
     block_mask = masks.block_mask(call, call.attn_mask)
     args = (call.query, key, value, call.attn_mask, None, scale_of(call), block_mask)
-    return insert_op(call, torch.ops.tatten.decode_attention.default, args, call.variant | scales)
+    invariant = {"batch_invariant": True} if match.batch_invariant else {}
+    return insert_op(call, torch.ops.tatten.decode_attention.default, args, call.variant | scales | invariant)

@@ -75,6 +75,10 @@ class Reason(str, Enum):
         "keep keys and values both in float8_e4m3fn or both in int8, with one scale per tensor, head or token, and "
         "pass `x.to(dtype) * scale` to attention as it is",
     )
+    BATCH_INVARIANT = (
+        "batch_invariant",
+        "leave options['batch_invariant'] out, or keep the whole sequence on one device and soft caps on a GPU",
+    )
     NO_GAIN = "no_gain", "nothing: SDPA already reads each key and value once"
     WEIGHTS_USED = (
         "weights_used",

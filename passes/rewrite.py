@@ -13,6 +13,7 @@ from tatten.ops.cuda.providers import borrowed_table, choose_provider, replaced_
 from tatten.ops.cuda.workload import Workload, needs_of
 from tatten.ops.variant import AttentionVariant
 from tatten.passes.absorb import apply_latents
+from tatten.passes.batch_invariant import find_invariant
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
@@ -36,12 +37,18 @@ from tatten.passes.written_out import WrittenOut, find_written_out, read_written
 
 
 def rewrite(
-    gm: GraphModule, max_q_len: int = DEFAULT_MAX_Q_LEN, *, may_guard: bool = True, fuses: bool = False
+    gm: GraphModule,
+    max_q_len: int = DEFAULT_MAX_Q_LEN,
+    *,
+    may_guard: bool = True,
+    fuses: bool = False,
+    batch_invariant: bool = False,
 ) -> GraphReport:
     """Rewrite a Dynamo or export graph in place: every decode attention becomes a tatten op, everything else stays.
 
     Without `may_guard` all that counts is what holds in every run: nothing would heed a guard on an exported graph.
-    With `fuses` the graph's compiler is one that fuses attention that is written out, as Inductor does.
+    With `fuses` the graph's compiler is one that fuses attention that is written out, as Inductor does. With
+    `batch_invariant` each call that can be becomes `decode_attention(batch_invariant=True)`, whether it pays or not.
     """
     start = time.perf_counter()
     masks = Masks()
@@ -52,7 +59,7 @@ def rewrite(
     moving = movers(gm.graph)
 
     def rewrite_call(call: SdpaCall) -> Rewritten | Declined:
-        return _rewrite_call(call, max_q_len, masks, moving, may_guard)
+        return _rewrite_call(call, max_q_len, masks, moving, may_guard, batch_invariant)
 
     findings: list[Rewritten | Declined] = []
     for node in sorted([*sdpa_nodes(gm.graph), *written_out, *flex]):
@@ -120,7 +127,7 @@ def _rewrite_stand_in(
 
 
 def _rewrite_call(
-    call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence[Node], may_guard: bool
+    call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence[Node], may_guard: bool, batch_invariant: bool
 ) -> Rewritten | Declined:
     """Decide about one call, then change the graph. The report is read off first: nodes may be erased."""
     given = find_sharded(call) or PlainCall(call)
@@ -129,10 +136,10 @@ def _rewrite_call(
     decline = given.check() or check_call(call, max_q_len) or _check_movers(call, moving)
     if decline is not None:
         return _declined(call, decline)
-    latents = None if call.log_sums else given.latents()
+    latents = None if call.log_sums or batch_invariant else given.latents()
     if isinstance(latents, LatentMatch):
         return _absorb(given, latents, masks)
-    found = _find(given, may_guard)
+    found = find_invariant(given) if batch_invariant else _find(given, may_guard)
     if isinstance(found, Decline):
         return _declined(call, latents or found)
     match, note = found
@@ -237,6 +244,8 @@ def _provider(op: Node) -> str:
     if query.device.type != "cuda":
         return ""
     is_decode = op.target is torch.ops.tatten.decode_attention.default
+    if op.kwargs.get("batch_invariant"):
+        return "triton"
     given: Any = op.kwargs
     variant = AttentionVariant(**given)
     needs = needs_of(op.args[3], op.args[4], op.args[5], variant) if is_decode else ("segments",)

@@ -37,7 +37,7 @@ def tatten(
     """
     own, rest = split_options(options)
     compiler = inner_compiler(own.inner, mode, rest)
-    report = rewrite(gm, own.max_q_len, fuses=own.inner == "inductor")
+    report = rewrite(gm, own.max_q_len, fuses=own.inner == "inductor", batch_invariant=own.batch_invariant)
     publish(dataclasses.replace(report, note=launch_note(own.inner, example_inputs)))
     return compiler(gm, example_inputs)
 

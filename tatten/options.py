@@ -16,16 +16,20 @@ class Options:
     Attributes:
         inner: the backend that compiles the rewritten graph: "inductor", or any that Dynamo knows.
         max_q_len: an SDPA call with more queries than this per sequence counts as a prefill and is left unchanged.
+        batch_invariant: attention of a sequence has the same bits whatever else is in the batch.
     """
 
     inner: str = "inductor"
     max_q_len: int = DEFAULT_MAX_Q_LEN
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, str):
             raise TypeError(f"option `inner` must be a str, the name of a backend, got {self.inner!r}")
         if not isinstance(self.max_q_len, int) or isinstance(self.max_q_len, bool):
             raise TypeError(f"option `max_q_len` must be an int, got {self.max_q_len!r}")
+        if not isinstance(self.batch_invariant, bool):
+            raise TypeError(f"option `batch_invariant` must be a bool, got {self.batch_invariant!r}")
         if self.max_q_len < 1:
             raise ValueError(f"option `max_q_len` must be at least 1, got {self.max_q_len}")
 

@@ -79,7 +79,8 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def candidates(p: Problem) -> dict[str, tuple[str, Callable[[], Attention | None]]]:
     """For each the layout of its KV, and what makes its attention of `q` `[batch, q_heads, 1, d]`, k and v."""
     s = p.shape
-    given = {"ragged": {"kv_lens": p.lengths}, "static": {"attn_mask": p.mask}}.get(s.section, {})
+    by_length = {"kv_lens": p.lengths}
+    given = {"ragged": by_length, "invariant": by_length, "static": {"attn_mask": p.mask}}.get(s.section, {})
     mask = p.mask if given else None
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -87,6 +88,9 @@ def candidates(p: Problem) -> dict[str, tuple[str, Callable[[], Attention | None
 
     def triton(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return tatten.decode_attention(q, k, v, provider="triton", **given)
+
+    def invariant(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tatten.decode_attention(q, k, v, batch_invariant=True, **given)
 
     def biased(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return tatten.decode_attention(q, k, v, attn_mask=p.bias)
@@ -120,6 +124,7 @@ def candidates(p: Problem) -> dict[str, tuple[str, Callable[[], Attention | None
     return {
         "auto": ("slots", lambda: ours),
         "triton": ("slots", lambda: triton),
+        "invariant": ("slots", lambda: invariant),
         "layer": ("slots", lambda: layer(p.mask)),
         "bias": ("slots", lambda: biased),
         "bias_layer": ("slots", lambda: layer(p.bias)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,6 +57,11 @@ def log_uniform(batch: int, low: int, high: int) -> list[int]:
     return (low * (high / low) ** x).int().tolist()
 
 
+def with_invariant(shapes: list[Shape]) -> list[Shape]:
+    """`shapes`, and the ragged ones once more for the section "invariant"."""
+    return [*shapes, *(replace(s, section="invariant") for s in shapes if s.section == "ragged")]
+
+
 def cuda_shapes() -> list[Shape]:
     k = 1024
     nine = [
@@ -72,7 +77,7 @@ def cuda_shapes() -> list[Shape]:
     ]
     middle = torch.randint(1638, 16 * k + 1, (32,), generator=torch.Generator().manual_seed(0)).tolist()
     one_long = [128 * k] + [k] * 31
-    return [
+    shapes = [
         *(uniform("nine", *shape) for shape in nine),
         *(
             uniform("grid", batch, *heads, length)
@@ -87,10 +92,11 @@ def cuda_shapes() -> list[Shape]:
         ragged("one 128k and 31 of 1k", one_long, 64),
         *(static(batch, used) for batch in (1, 8, 32) for used in (k, 4 * k)),
     ]
+    return with_invariant(shapes)
 
 
 def cpu_shapes() -> list[Shape]:
-    return [
+    shapes = [
         uniform("nine", 2, 8, 2, 512, 64),
         uniform("nine", 1, 4, 4, 1024),
         *(uniform("grid", batch, 8, 2, length) for batch in (1, 4) for length in (128, 512)),
@@ -98,3 +104,4 @@ def cpu_shapes() -> list[Shape]:
         ragged("one 2k and 3 of 64", [2048, 64, 64, 64], 8, 2),
         *(static(batch, 64, 8, 2) for batch in (1, 4)),
     ]
+    return with_invariant(shapes)

@@ -16,13 +16,20 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cpu import thresholds
+from tatten.ops.cpu.batch_invariant import attend_each
 from tatten.ops.cpu.flash import additive, attend, empty_state
 from tatten.ops.layout import over_keys, pack_gqa, pack_mask, squeeze_broadcast
 from tatten.ops.masks import Span, key_spans
 from tatten.ops.reach import mask_of_reach, narrow_mask
 from tatten.ops.state_validation import check_stack
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, merge
-from tatten.ops.validation import check_block_mask, check_decode_attention, check_kv_lens, check_provider
+from tatten.ops.validation import (
+    check_batch_invariant,
+    check_block_mask,
+    check_decode_attention,
+    check_kv_lens,
+    check_provider,
+)
 from tatten.ops.variant import AttentionVariant
 
 Kernel = Callable[..., State]  # like `attend`; for keys in 8 bits, after their `Scales`
@@ -39,21 +46,26 @@ def decode_attention(
     block_mask: Tensor | None,
     variant: AttentionVariant,
     provider: str,
+    batch_invariant: bool,
 ) -> State:
     check_provider(provider, query.device)
     check_decode_attention(query, key, value, attn_mask, kv_lens, variant)
+    if batch_invariant:
+        check_batch_invariant(provider, query.device, variant)
     dtype, kv_len = query.dtype, key.shape[2]
     if block_mask is not None:
         check_block_mask(block_mask, key.shape[0], kv_len, key.device)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    upcasts = key.dtype != dtype
-    if upcasts:  # from 8 bits, for which PyTorch has no such products on a CPU
+    # From 8 bits, as PyTorch has no such products on a CPU. How it adds up 16 bits may depend on the batch.
+    upcasts = key.dtype != dtype or (batch_invariant and dtype.itemsize == 2)
+    if upcasts:
         query = query.to(accumulator_dtype(dtype))
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = squeeze_broadcast(attn_mask).to(query.dtype)
     lens = None if kv_lens is None else check_kv_lens(kv_lens, kv_len)
-    kernel = kernel_of(variant, upcasts)
-    out, lse = attend_variant(query, key, value, attn_mask, lens, scale, block_mask, variant, kernel)
+    kernel = kernel_of(variant, upcasts, batch_invariant)
+    given = query, key, value, attn_mask, lens, scale, block_mask, variant
+    out, lse = attend_variant(*given, kernel, separately=batch_invariant)
     return out.to(dtype).contiguous(), lse.contiguous()
 
 
@@ -67,10 +79,14 @@ def attend_variant(
     block_mask: Tensor | None,
     variant: AttentionVariant,
     kernel: Kernel,
+    separately: bool = False,
 ) -> State:
-    """The state over the sinks and the keys that mask, lengths and window leave; `kernel` computes that of keys."""
+    """The state over the sinks and the keys that mask, lengths and window leave; `kernel` computes that of keys.
+
+    `separately`: each sequence gets its own span of keys, whatever the others need.
+    """
     q_len, kv_len, spans = query.shape[2], key.shape[2], None
-    scales = (variant.key_scale, variant.value_scale) if key.element_size() == 1 else None
+    scales = (variant.key_scale, variant.value_scale) if key.dtype != query.dtype else None
     if lens is not None or variant.window is not None:
         lens = [kv_len] if lens is None else lens
         if variant.window is not None:  # keys before every window are left out before anything is computed for them
@@ -86,8 +102,15 @@ def attend_variant(
         mask = reach
     elif mask is not None:
         spans = spans_of(mask, kv_len, block_mask)
-    out, lse = attend_keys(query, key, value, mask, spans, scale, kernel, scales)
-    return (out, lse) if variant.sinks is None else merge_sinks(out, lse, variant.sinks)
+    out, lse = attend_keys(query, key, value, mask, spans, scale, kernel, scales, separately=separately)
+    if variant.sinks is None:
+        return out, lse
+    if not separately:
+        return merge_sinks(out, lse, variant.sinks)
+    # Vectorised functions round the numbers at the end of a tensor in another way than those before.
+    each = zip(out.split(1), lse.split(1), strict=True)
+    outs, lses = zip(*(merge_sinks(*state, variant.sinks) for state in each), strict=True)
+    return torch.cat(outs), torch.cat(lses)
 
 
 def merge_states(out: Tensor, lse: Tensor) -> State:
@@ -119,10 +142,11 @@ def attend_keys(
     scale: float,
     kernel: Kernel = attend,
     scales: Scales | None = None,
+    separately: bool = False,
 ) -> State:
     """The state over the keys that a mask leaves, in spans, one for each sequence or one for all of them.
 
-    `scales` are given for keys in 8 bits, for a kernel that takes them.
+    `scales` are given for keys that are upcast, for a kernel that takes them. `separately`: spans are not joined.
     """
     batch, q_heads, q_len, _ = query.shape
     kv_heads = key.shape[1]
@@ -150,12 +174,16 @@ def attend_keys(
         out, lse = bound()(q_rows, key, value, None, scale, False)
     else:
         pair_bytes = (key.shape[3] + value.shape[3]) * kv_heads * key.element_size()
-        out, lse = _attend_runs(attend_run, spans, batch, pair_bytes)
+        out, lse = _attend_runs(attend_run, spans, batch, pair_bytes, separately)
     return out.reshape(batch, q_heads, q_len, out.shape[3]), lse.reshape(batch, q_heads, q_len)
 
 
 def _attend_runs(
-    attend_run: Callable[[slice, Span, bool], State], spans: list[Span], batch: int, pair_bytes: int
+    attend_run: Callable[[slice, Span, bool], State],
+    spans: list[Span],
+    batch: int,
+    pair_bytes: int,
+    separately: bool,
 ) -> State:
     """The state of each sequence over its own span, in as few calls as pay; `pair_bytes`: of a key and its value."""
     some_empty = any(span.empty for span in spans)
@@ -164,7 +192,7 @@ def _attend_runs(
         return attend_run(*runs[0], some_empty)
     start, stop = min(span.start for span in spans if not span.empty), max(span.stop for span in spans)
     wasted = sum(stop - start - (span.stop - span.start) for span in spans)
-    if wasted * pair_bytes < len(runs) * thresholds.CPU.run_bytes:
+    if not separately and wasted * pair_bytes < len(runs) * thresholds.CPU.run_bytes:
         state = attend_run(slice(0, batch), Span(start, stop, False), some_empty)
         # Where a sequence's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that.
         if not math.isnan(state[0].sum().item()):
@@ -184,9 +212,9 @@ def _runs(spans: list[Span], batch: int) -> list[tuple[slice, Span]]:
     return runs
 
 
-def kernel_of(variant: AttentionVariant, upcasts: bool) -> Kernel:
-    """`attend` with what a variant adds to it; `upcasts`: keys and values are in 8 bits."""
-    kernel: Kernel = attend
+def kernel_of(variant: AttentionVariant, upcasts: bool, batch_invariant: bool = False) -> Kernel:
+    """`attend` with what a variant adds to it; `upcasts`: keys and values are in fewer bits than the queries."""
+    kernel: Kernel = attend_each if batch_invariant else attend
     if variant.softcap is not None:
         kernel = functools.partial(_attend_capped, softcap=variant.softcap)
     if upcasts:

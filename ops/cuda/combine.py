@@ -13,11 +13,13 @@ from torch import Tensor
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.heuristics import capability
 from tatten.ops.cuda.kernels.combine import _combine_kernel
+from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.validation import BLOCK_KEYS
 
+_MOST_CHUNKS: int = MOST_CHUNKS.value
 MANY_STATES = 1024  # output states, from which on a program takes several
 
 INTERPRETED = not isinstance(_combine_kernel, triton.JITFunction)
@@ -46,6 +48,7 @@ class TileSpace:
             `tatten.ops.cuda.kernels.online_softmax.store_lse` says.
         q_blocks_first: the work tiles are numbered by block of packed queries first, and then by kv_row. Programs
             that read the same keys then do so at about the same time, so that the L2 can serve them.
+        chunk: the tiles of the smallest chunk, where work tiles are cut by their own length alone; else 0.
     """
 
     groups: int
@@ -63,6 +66,7 @@ class TileSpace:
     has_row_groups: bool = False
     max_and_sum: bool = False
     q_blocks_first: bool = False
+    chunk: int = 0
 
     @property
     def even(self) -> bool:
@@ -72,8 +76,22 @@ class TileSpace:
     @property
     def split(self) -> bool:
         """Whether several programs may share a work tile."""
+        if self.chunk:
+            return self.most_chunks > 1
         divides = self.even and self.work_tiles % self.programs == 0
         return self.kv_len > self.block_n and not divides
+
+    @property
+    def most_chunks(self) -> int:
+        """The number of chunks of the longest work tile."""
+        return max(1, min(ceil_div(ceil_div(self.kv_len, self.block_n), self.chunk), _MOST_CHUNKS))
+
+    @property
+    def slots(self) -> int:
+        """The number of partial states that there is room for."""
+        if not self.split:
+            return 0
+        return self.groups * self.work_tiles * self.most_chunks if self.chunk else 2 * self.programs
 
     def int64_tiles(self, batch: int) -> bool:
         """Whether the number of tiles of `batch` sequences, times programs, needs 64 bits."""
@@ -83,6 +101,8 @@ class TileSpace:
 
     def most_partials(self, batch: int) -> int:
         """Estimate how many partial states one work tile of `batch` sequences has at most."""
+        if self.chunk:
+            return _MOST_CHUNKS  # whatever the batch, so that they are added in one order
         if self.groups > 1:
             return 32  # of ragged ones it may have all
         least = ceil_div(batch, self.seqs_per_kv) if self.has_row_groups else 1
@@ -210,6 +230,7 @@ def plan_combine(
         WINDOW=a.window is not None,
         INT64_TILES=a.int64_tiles(batch) or b.int64_tiles(batch),
         Q_BLOCKS_FIRST=a.q_blocks_first,
+        CHUNK=a.chunk,
         SEGMENTS=len(spaces),
         WHOLES=len(wholes),
         WHOLES_MAX_AND_SUM=sum(pair << i for i, pair in enumerate(wholes)),

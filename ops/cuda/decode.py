@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import INTERPRETED, Combine, Partials, TileSpace, plan_combine
 from tatten.ops.cuda.heuristics import (
+    MANY_KEYS,
     Tiles,
     capability,
     has_large_shared_memory,
@@ -40,6 +42,8 @@ from tatten.ops.validation import BLOCK_KEYS
 from tatten.ops.variant import PLAIN, AttentionVariant
 
 BYTES_PER_US = 4.4e6  # that an H200 reads
+LEAST_CHUNK = 256  # keys of a chunk, a multiple of all `block_n`
+WAVES = 8  # programs for each that fits on the GPU at once: chunks differ in size, and whoever is done takes the next
 Rope = tuple[()] | tuple[Tensor, Tensor]  # of the queries, of the keys
 
 
@@ -136,6 +140,7 @@ def plan_segment(
     tiles: Tiles | None = None,
     programs: int | None = None,
     pdl: bool = True,
+    batch_invariant: bool = False,
 ) -> Segment:
     """Plan one launch of the kernel for checked inputs.
 
@@ -151,6 +156,8 @@ def plan_segment(
         follows: the launch just before wrote nothing that this one reads, and nothing on the stream did since. Then the
             two run side by side.
         tiles, programs: by default what `tatten.ops.cuda.heuristics` chooses.
+        batch_invariant: add up each sequence in an order that depends on nothing else in the batch, nor on `programs`;
+            for `tatten::decode_attention` alone.
         pdl: let this launch begin before the one before ends (programmatic dependent launch), where a GPU can.
     """
     batch, q_heads, q_len, head_dim = query.shape
@@ -185,13 +192,14 @@ def plan_segment(
         packed,
         max(block_d, block_dv),
         query.element_size(),
-        kv_len,
+        MANY_KEYS if batch_invariant else kv_len,
         has_block_list=has_block_list,
         masked=masked,
         narrow=narrow,
         large_shared_memory=large_shared_memory,
     )
     block_n = BLOCK_KEYS if has_block_list else tiles.block_n
+    chunk = LEAST_CHUNK // block_n if batch_invariant else 0
     q_blocks = ceil_div(packed, tiles.block_m)
     work_tiles = (1 if has_row_groups else kv_batch // groups) * kv_heads * q_blocks
     if programs is None:
@@ -200,7 +208,9 @@ def plan_segment(
         # Ragged lengths have no even shares; the block lists of a mask are often equally long.
         tile_us = most * block_n * (head_dim + value_dim) * key.element_size() / BYTES_PER_US
         uneven = kv_lens is not None or has_row_groups
-        if uneven:
+        if batch_invariant:
+            programs = min(WAVES * most, groups * work_tiles * ceil_div(n_tiles, chunk))
+        elif uneven:
             programs = most
         elif whole or has_block_list or splitting_pays(work_tiles, n_tiles, tile_us, batch * q_heads * q_len, most):
             programs = programs_for(groups * work_tiles, n_tiles, most)
@@ -221,12 +231,14 @@ def plan_segment(
         has_block_list=has_block_list,
         has_row_groups=has_row_groups,
         max_and_sum=max_and_sum or mask.kind == ADDITIVE_MASK,
+        chunk=chunk,
     )
     # TMA reads whole tiles, so it is used where every key counts: without a mask, or in its run of full blocks.
     every_key = has_block_list or (kv_lens is None and window is None)
     hopper = not INTERPRETED and capability(query.device) >= (9, 0)
     kv_bytes = sum(x.numel() * x.element_size() for x in (key, value))
-    tma = hopper and every_key and kv_bytes >= LEAST_BYTES and takes_tma(key) and takes_tma(value)
+    tma = hopper and every_key and not batch_invariant and kv_bytes >= LEAST_BYTES
+    tma = tma and takes_tma(key) and takes_tma(value)
     if tma and (recording := recorder.get()) is not None:
         # Generated code would make descriptors anew in each call, and AOTInductor with another swizzle than Triton's.
         recording.without_tma += kv_bytes
@@ -235,7 +247,6 @@ def plan_segment(
     pdl = pdl and hopper
     acc_dtype = accumulator_dtype(query.dtype)
     pair = (2,) if space.max_and_sum else ()
-    slots = 2 * programs if space.split else 0
     launch = Launch(
         _decode_kernel,
         (programs,),
@@ -276,6 +287,7 @@ def plan_segment(
         HAS_BLOCK_LIST=has_block_list,
         WINDOW=window is not None,
         ROWS=has_row_groups,
+        CHUNK=chunk,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         KEY_SCALE=_scale_kind(key_scale),
@@ -297,8 +309,8 @@ def plan_segment(
         writes=(
             Dense.of((batch, q_heads, q_len, value_dim), (out_dtype or query.dtype) if whole else acc_dtype),
             Dense.of((batch, q_heads, q_len, *(() if whole else pair)), acc_dtype),
-            Dense.of((slots, tiles.block_m, value_dim), acc_dtype),
-            Dense.of((slots, tiles.block_m, *pair), acc_dtype),
+            Dense.of((space.slots, tiles.block_m, value_dim), acc_dtype),
+            Dense.of((space.slots, tiles.block_m, *pair), acc_dtype),
         ),
         mask=mask,
         key_tiles=_tiling(key, run_n) if tma else None,
@@ -336,12 +348,8 @@ def plan_attention(
     scale: float,
     block_mask: Tensor | None = None,
     variant: AttentionVariant = PLAIN,
-    *,
-    tiles: Tiles | None = None,
-    programs: int | None = None,
+    **options: Any,
 ) -> DecodeAttention:
-    """Plan the two launches for checked inputs."""
-    segment = plan_segment(
-        query, key, value, attn_mask, kv_lens, scale, block_mask, variant, tiles=tiles, programs=programs
-    )
+    """Plan the two launches for checked inputs; `options` are those of `plan_segment`."""
+    segment = plan_segment(query, key, value, attn_mask, kv_lens, scale, block_mask, variant, **options)
     return DecodeAttention(segment, plan_combine(query, value.shape[3], segment.tile_space))

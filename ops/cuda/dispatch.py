@@ -19,6 +19,7 @@ from tatten.ops.row_validation import check_rows
 from tatten.ops.state_validation import check_stack
 from tatten.ops.states import State, merge
 from tatten.ops.validation import (
+    check_batch_invariant,
     check_bifurcated_attention,
     check_block_mask,
     check_cuda_head_dims,
@@ -42,10 +43,11 @@ def decode_attention(
     block_mask: Tensor | None,
     variant: AttentionVariant,
     provider: str,
+    batch_invariant: bool,
 ) -> State:
     check_decode_no_grad(query, key, value, attn_mask, variant)
-    flash_impl = current_flash_attention_impl()
-    attend = _plan_decode(query, key, value, attn_mask, kv_lens, scale, block_mask, variant, provider, flash_impl)
+    given = query, key, value, attn_mask, kv_lens, scale, block_mask, variant
+    attend = _plan_decode(*given, provider, current_flash_attention_impl(), batch_invariant)
     return on_device_of(query, attend, query, key, value, attn_mask, kv_lens, block_mask, variant)
 
 
@@ -61,13 +63,14 @@ def _plan_decode(
     variant: AttentionVariant,
     provider: str,
     flash_impl: str | None,
+    batch_invariant: bool = False,
 ) -> Callable[..., State]:
     """Plan a function of query, key, value, attn_mask, kv_lens, block_mask and variant that computes the op.
 
     `flash_impl` is what PyTorch's flash attention is now: a `Workload` has it, and a plan is for one of them.
     """
-    given = {"key": key, "value": value, "attn_mask": attn_mask, "kv_lens": kv_lens, "block_mask": block_mask}
-    check_devices(query, **given, **variant.tensors)
+    tensors = {"key": key, "value": value, "attn_mask": attn_mask, "kv_lens": kv_lens, "block_mask": block_mask}
+    check_devices(query, **tensors, **variant.tensors)
     check_decode_attention(query, key, value, attn_mask, kv_lens, variant)
     check_cuda_head_dims(query, value)
     check_provider(provider, query.device)
@@ -75,7 +78,10 @@ def _plan_decode(
         check_block_mask(block_mask, query.shape[0], key.shape[2], query.device)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     work = Workload.of(query, key, value, needs_of(attn_mask, kv_lens, scale, variant))
-    if provider == "auto":
+    if batch_invariant:
+        check_batch_invariant(provider, query.device, variant)
+        provider = "triton"
+    elif provider == "auto":
         provider = choose_provider(work)
     if provider == "reference":
         return lambda q, k, v, mask, lens, _, variant: decode_attention_reference(q, k, v, mask, lens, scale, variant)
@@ -90,7 +96,8 @@ def _plan_decode(
 
     from tatten.ops.cuda.decode import plan_attention
 
-    return plan_attention(query, key, value, attn_mask, kv_lens, scale, block_mask, variant)
+    given = query, key, value, attn_mask, kv_lens, scale, block_mask, variant
+    return plan_attention(*given, batch_invariant=batch_invariant)
 
 
 def bifurcated_attention(

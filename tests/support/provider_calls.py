@@ -19,5 +19,5 @@ def provider_of_op(*args: Any, **kwargs: Any) -> str:
             patch.setattr(dispatch, f"{name}_attention", lambda *args, name=name: name)
         patch.setattr(dispatch, "package_attention", lambda provider, *args: provider)
         patch.setattr(dispatch, "decode_attention_reference", lambda *args: "reference")
-        patch.setattr(decode, "plan_attention", lambda *args: lambda *args: "triton")
+        patch.setattr(decode, "plan_attention", lambda *args, **options: lambda *args: "triton")
         return decode_kernel(dispatch.decode_attention)(*args, **kwargs)

@@ -72,6 +72,7 @@ def _combine_kernel(
     WINDOW: tl.constexpr,
     INT64_TILES: tl.constexpr,
     Q_BLOCKS_FIRST: tl.constexpr,
+    CHUNK: tl.constexpr,
     SEGMENTS: tl.constexpr,
     WHOLES: tl.constexpr,
     WHOLES_MAX_AND_SUM: tl.constexpr,
@@ -119,6 +120,7 @@ def _combine_kernel(
             ROWS_A,
             INT64_TILES,
             Q_BLOCKS_FIRST,
+            CHUNK,
         )
         if not FOLD_WHOLE:
             ok = ok & (found_a[2] > 1)
@@ -175,6 +177,7 @@ def _combine_kernel(
             PARTIALS,
             FOLD_WHOLE,
             MAX_AND_SUM_A,
+            1 if CHUNK else 2,
         )
     if SEGMENTS > 1:
         acc, row_max, row_sum = fold_partials(

@@ -6,6 +6,9 @@ device, so that one captured launch serves all of them. A work tile that one pro
 several programs share it, each leaves a partial state in a slot of its own, for `tatten.ops.cuda.kernels.combine`: no
 program waits for another. `tatten.ops.cuda.schedule` is the same arithmetic in Python.
 
+With `CHUNK`, a work tile is cut into chunks by its own length alone, programs share out whole chunks, and each chunk of
+a work tile of several leaves a partial state: the sums do not depend on what else is in the batch.
+
 The schedule is that of Lean Attention (arXiv 2405.10480), and queries are packed as in FlashInfer (arXiv 2501.01005).
 """
 
@@ -15,7 +18,7 @@ import triton
 import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_tile, scores_of, store_lse, upcast
-from tatten.ops.cuda.kernels.tile_scheduler import first_tile, sequences_of, tile_space
+from tatten.ops.cuda.kernels.tile_scheduler import chunks_of, first_tile, sequences_of, tile_space, tiles_of_chunk
 from tatten.ops.cuda.kernels.tiles import load_keys, load_values
 
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
@@ -94,6 +97,7 @@ def _decode_kernel(
     HAS_BLOCK_LIST: tl.constexpr,
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     KEY_SCALE: tl.constexpr,
@@ -138,6 +142,7 @@ def _decode_kernel(
         HAS_BLOCK_LIST,
         WINDOW,
         ROWS,
+        CHUNK,
     )
     groups = tl.arange(0, GROUPS)
     program = tl.program_id(0)
@@ -157,11 +162,18 @@ def _decode_kernel(
     while tile < program_end:
         group = tl.sum((ends <= tile).to(tl.int32), axis=0)
         n_tiles = tl.sum(tl.where(groups == group, tiles, 0), axis=0)
-        tile_in_group = tile - tl.sum(tl.where(groups < group, tiles * work_tiles, 0), axis=0)
-        work_tile = tile_in_group // n_tiles
-        first = tile_in_group - work_tile * n_tiles
+        shares = chunks_of(tiles, CHUNK)  # what the tile space numbers: chunks, or tiles
+        tile_in_group = tile - tl.sum(tl.where(groups < group, shares * work_tiles, 0), axis=0)
+        n_shares = chunks_of(n_tiles, CHUNK)
+        work_tile = tile_in_group // n_shares
+        first = tile_in_group - work_tile * n_shares
         work_tile += group * work_tiles
-        stop = tl.minimum(n_tiles, first + program_end - tile)
+        if CHUNK:
+            chunk = tiles_of_chunk(n_tiles, CHUNK)
+            first *= chunk
+            stop = tl.minimum(n_tiles, first + chunk)
+        else:
+            stop = tl.minimum(n_tiles, first + program_end - tile)
 
         kv_row = (work_tile // (kv_heads * q_blocks)).to(tl.int64)
         kv_head = (work_tile // q_blocks % kv_heads).to(tl.int64)
@@ -336,9 +348,15 @@ def _decode_kernel(
             )
         else:
             slot_rows = tl.arange(0, BLOCK_M)
-            slot = (2 * program + (work_tile_start > program_start).to(tl.int32)) * BLOCK_M + slot_rows
+            if CHUNK:
+                slot = tile.to(tl.int64) * BLOCK_M + slot_rows
+            else:
+                slot = (2 * program + (work_tile_start > program_start).to(tl.int32)) * BLOCK_M + slot_rows
             store_lse(partial_lse, slot, log_sum, row_max, row_sum, q_ok, MAX_AND_SUM)
             tl.store(partial_out + slot[:, None] * VALUE_DIM + value_dims[None, :], acc, mask=value_ok)
-        tile += stop - first
+        if CHUNK:
+            tile += 1
+        else:
+            tile += stop - first
     if PDL and WAIT_LAST:
         tl.extra.cuda.gdc_wait()

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import fold_states
-from tatten.ops.cuda.kernels.tile_scheduler import first_tile, program_of, tile_space
+from tatten.ops.cuda.kernels.tile_scheduler import chunks_of, first_tile, program_of, tile_space
 
 
 @triton.jit
@@ -29,6 +29,7 @@ def find_partials(
     ROWS: tl.constexpr,
     INT64_TILES: tl.constexpr,
     Q_BLOCKS_FIRST: tl.constexpr = False,
+    CHUNK: tl.constexpr = 0,
 ):
     """Find the slots of the partial states of some output states: of the first one, of the others, and how many."""
     block_list_stride, n_groups, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs = sizes
@@ -52,7 +53,9 @@ def find_partials(
         HAS_BLOCK_LIST,
         WINDOW,
         ROWS,
+        CHUNK,
     )
+    tiles = chunks_of(tiles, CHUNK)
     total_tiles = tl.max(ends, axis=0)
     active_programs = tl.minimum(programs, total_tiles)
     heads_per_kv = q_heads // kv_heads
@@ -70,6 +73,9 @@ def find_partials(
         n_tiles = tl.sum(tl.where(in_group, tiles[None, :], 0), axis=1)
         group_end = tl.sum(tl.where(in_group, ends[None, :], 0), axis=1)
         start = group_end - (work_tiles - work_tile % work_tiles) * n_tiles
+    if CHUNK:  # each has its own slot
+        slot = start * BLOCK_M + q_row % BLOCK_M
+        return slot, slot, n_tiles + 0 * start
     first = program_of(start, total_tiles, active_programs, INT64_TILES)
     owners = program_of(start + n_tiles - 1, total_tiles, active_programs, INT64_TILES) - first + 1
     # If the first owner began in another work tile, this is its second slot. The others began in this one.
@@ -93,8 +99,12 @@ def fold_partials(
     PARTIALS: tl.constexpr,
     FOLD_WHOLE: tl.constexpr,
     MAX_AND_SUM: tl.constexpr,
+    SLOTS: tl.constexpr = 2,
 ):
-    """Add a segment's states, whole or in partials that were `found`, to the running ones."""
+    """Add a segment's states, whole or in partials that were `found`, to the running ones.
+
+    `SLOTS`: the slots from one partial state of an output state to the next.
+    """
     first_slot, other_slots, owners = found
     out, lse, partial_out, partial_lse, _, _, _ = partials
     dims = tl.arange(0, BLOCK_DV)
@@ -116,7 +126,7 @@ def fold_partials(
     most = tl.max(tl.where(ok & (owners > 1), owners, 0), axis=0)
     for i in range(0, most, PARTIALS):
         nth = (i + tl.arange(0, PARTIALS))[:, None]
-        at = tl.where(nth == 0, first_slot[None, :], other_slots[None, :] + 2 * BLOCK_M * nth).to(tl.int64)
+        at = tl.where(nth == 0, first_slot[None, :], other_slots[None, :] + SLOTS * BLOCK_M * nth).to(tl.int64)
         here = (ok & (owners > 1))[None, :] & (nth < owners[None, :])
         acc, row_max, row_sum = fold_states(
             acc, row_max, row_sum, partial_out, partial_lse, at, here, dims, VALUE_DIM, MAX_AND_SUM

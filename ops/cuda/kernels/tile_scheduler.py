@@ -3,12 +3,16 @@
 A work tile is the block of output states that one kv_row, one kv head and one block of packed queries give. Its keys
 come in tiles of `BLOCK_N`; the tile space numbers the tiles of all work tiles one after the other. Each program takes
 an equal, contiguous range of it. `tatten.ops.cuda.schedule` is the same arithmetic in Python.
+
+With chunks, what is numbered and shared out is chunks of tiles instead, whose places depend on their work tile alone.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+MOST_CHUNKS = tl.constexpr(64)  # of a work tile
 
 
 @triton.jit
@@ -29,11 +33,13 @@ def tile_space(
     HAS_BLOCK_LIST: tl.constexpr,
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
+    CHUNK: tl.constexpr = 0,
 ):
     """Count the tiles of a work tile of each group, and find where the group ends in the tile space.
 
     A group is what has one length: a kv_row, or all of them. It has `work_tiles` work tiles, which is returned, too,
-    because with row groups (`ROWS`), which take the place of kv_rows, only the device knows how many these are.
+    because with row groups (`ROWS`), which take the place of kv_rows, only the device knows how many these are. With
+    `CHUNK` the ends count chunks.
     """
     groups = tl.arange(0, GROUPS)
     if ROWS:
@@ -57,7 +63,22 @@ def tile_space(
         if WINDOW:
             tiles -= tl.maximum(lens - q_len - window + 1, 0) // BLOCK_N
     tiles = tl.where(groups < n_groups, tl.maximum(tiles, 1), 0)  # the output of an empty kv_row is written too
-    return tiles, tl.cumsum(tiles * work_tiles, axis=0), work_tiles
+    return tiles, tl.cumsum(chunks_of(tiles, CHUNK) * work_tiles, axis=0), work_tiles
+
+
+@triton.jit
+def tiles_of_chunk(tiles, CHUNK: tl.constexpr):
+    """The tiles of a chunk of a work tile of `tiles`: the least multiple of `CHUNK` that makes few chunks."""
+    return CHUNK * tl.maximum(tl.cdiv(tl.cdiv(tiles, CHUNK), MOST_CHUNKS), 1)
+
+
+@triton.jit
+def chunks_of(tiles, CHUNK: tl.constexpr):
+    """The chunks of a work tile of `tiles`; its tiles, where `CHUNK` is 0."""
+    if CHUNK:
+        return tl.cdiv(tiles, tiles_of_chunk(tiles, CHUNK))
+    else:
+        return tiles
 
 
 @triton.jit

@@ -125,6 +125,9 @@ GROUPS: dict[str, list[Variant]] = {
     "capped segments": shapes(
         *("bfloat16", (128,), (4, 64), CAPPED, {**CAPPED, "max_and_sum": True}, {**CAPPED, "indexed": True})
     ),
+    "batch invariant": shapes(
+        *("bfloat16", (128,), (4, 64), *({"batch_invariant": True, **x} for x in ({}, LENS, PER_SEQUENCE, EXTRAS)))
+    ),
     "rows": [
         *shapes("bfloat16", (128,), (4, 64), {"indexed": True}, {"indexed": True, **PER_SEQUENCE}),
         *shapes("bfloat16", (128,), (4,), {"indexed": True, "follows": True, "whole": False}),

@@ -35,6 +35,9 @@ def views(x, packed, k, v):
     b, _ = ops.decode_attention.default(own, k, v)
     return a, b, ops.decode_attention.default(packed.narrow(2, 2048, 4096).view(2, 1, 32, 128).transpose(1, 2), k, v)[0]
 
+def invariant(q, k, v, mask):
+    return ops.decode_attention.default(q, k, v, mask, batch_invariant=True)[0]
+
 def segments(q, k, v, k2, v2):
     # Tensors that only one of the launches reads, and that nothing needs afterwards.
     out, _ = ops.bifurcated_attention.default(q, [k + 1, k2 + 1], [v + 1, v2 + 1], [None, None], [None, None], 0.1)
@@ -76,6 +79,7 @@ def find_rows(n, index):
 cases = {
     "two layers": (two_layers, [Q, KV, KV, MASK]),
     "views": (views, [((2, 1, 4096), bf16), ((2, 1, 6144), bf16), KV, KV]),
+    "invariant": (invariant, [Q, KV, KV, MASK]),
     "segments": (segments, [
         ((8, 8, 1, 64), bf16), *[((2, 8, 500, 64), bf16)] * 2, *[((8, 8, 300, 64), bf16)] * 2
     ]),
@@ -140,7 +144,17 @@ STAY_OPAQUE = [
     ("symbolic lengths", True, "[symbolic]"),
 ]
 NATIVE = torch.__version__ >= "2.12"  # PyTorch 2.11 runs the Python code first, for which there is no GPU
-LOWERED = "two layers", "segments", "capped segments", "masked segments", "merge", "rows", "16 heads", "views"
+LOWERED = (
+    "two layers",
+    "invariant",
+    "segments",
+    "capped segments",
+    "masked segments",
+    "merge",
+    "rows",
+    "16 heads",
+    "views",
+)
 RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *((case, True, {}) for case in LOWERED),
     *([("two layers", True, {"cpp_wrapper": True})] if NATIVE else []),
@@ -241,6 +255,7 @@ def test_a_package_does_without_gluon(case: str) -> None:
     "case, kernels",
     [
         ("merge", {"merge_states"}),
+        ("invariant", {"bits", "list", "decode", "combine"}),
         ("rows", {"row_groups", "decode", "combine"}),
         ("capped segments", {"decode", "combine"}),
         ("16 heads", {"decode", "combine"}),

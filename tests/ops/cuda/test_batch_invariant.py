@@ -1,0 +1,93 @@
+"""`batch_invariant=True` in the Triton interpreter: chunks that a sequence's own length and mask decide."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, assert_state, with_variant
+from poison import fresh_memory_is_poison
+from provider_calls import provider_of_op
+from random_batches import Sequences
+from slow import slow_after
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
+
+SMALL = {"head_dim": 16, "longest": 700, "q_heads": 2, "kv_heads": 1}
+CALLS = [
+    Sequences(**SMALL),
+    Sequences(**SMALL, q_len=3, mask="keys"),
+    Sequences(**SMALL, mask="holes", dtype=torch.bfloat16),
+    Sequences(**SMALL, q_len=3, dtype=torch.float16, extras={"window": 400, "sinks": torch.tensor([0.5, -1.0])}),
+    Sequences(**SMALL, mask="bias"),
+]
+
+
+def attend(inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+    from tatten.ops.cuda.decode import plan_attention
+
+    inputs = {"attn_mask": None, "kv_lens": None, "scale": None} | inputs
+    scale = inputs["query"].shape[3] ** -0.5 if inputs["scale"] is None else inputs["scale"]
+    given = with_variant(inputs)
+    plan = plan_attention(**{**given, "scale": scale}, batch_invariant=True, **options)
+    with fresh_memory_is_poison():
+        return plan(**{name: x for name, x in given.items() if name != "scale"})
+
+
+@pytest.mark.parametrize("call", slow_after(1, CALLS), ids=str)
+def test_a_sequence_has_the_same_bits_in_every_batch(call: Sequences) -> None:
+    want = None
+    for alone, together, at in call.batches(20, most=5):
+        want = want or attend(alone)
+        for got, x in zip(attend(together), want, strict=True):
+            assert torch.equal(got[at], x[0])
+
+
+@pytest.mark.parametrize("programs", [1, 3, 50])
+def test_the_bits_do_not_depend_on_the_programs(programs: int) -> None:
+    inputs = Case(batch=3, kv_len=700, head_dim=16, lens=True).inputs()
+    for got, want in zip(attend(inputs, programs=programs), attend(inputs), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "case",
+    slow_after(
+        3,
+        [
+            Case(batch=3, kv_len=600, head_dim=16, lens=True, sinks=True),
+            Case(kv_len=600, head_dim=16, q_len=3, mask="holes"),
+            Case(kv_len=600, head_dim=24, value_dim=40, dtype=torch.float16, window=300, lens=True, softcap=2.0),
+            Case(kv_len=600, head_dim=16, mask="additive", dtype=torch.bfloat16),
+            Case(kv_len=600, head_dim=16, mask="nearly_full", q_len=2, lens=True),
+            Case(kv_len=600, head_dim=16, narrow="per_key", dtype=torch.float16),
+            Case(kv_len=0, head_dim=16, lens=True, sinks=True),
+            Case(kv_len=1, head_dim=16),
+        ],
+    ),
+    ids=str,
+)
+def test_against_float64(case: Case) -> None:
+    inputs = case.inputs()
+    assert_state(*attend(inputs), inputs)
+
+
+def test_a_long_sequence_has_larger_chunks_but_no_more() -> None:
+    """20,000 keys are 79 times 256, and a sequence has at most 64 chunks."""
+    inputs = Case(batch=2, q_heads=1, kv_heads=1, kv_len=20000, head_dim=16).inputs(poison=False)
+    inputs["kv_lens"] = torch.tensor([20000, 300])
+    assert_state(*attend(inputs), inputs)
+
+
+def test_takes_its_own_kernel() -> None:
+    tensors = [torch.empty(2, n, length, 64, dtype=torch.bfloat16, device="meta") for n, length in [(8, 1), (8, 512)]]
+    query, key = tensors
+    assert provider_of_op(query, key, key, batch_invariant=True) == "triton"
+    assert provider_of_op(query, key, key, batch_invariant=True, provider="triton") == "triton"
+    with pytest.raises(ValueError, match="`provider` must be 'auto' or 'triton' with `batch_invariant`, got 'cudnn'"):
+        provider_of_op(query, key, key, batch_invariant=True, provider="cudnn")
+    with pytest.raises(NotImplementedError, match="it takes no float64"):
+        provider_of_op(*(x.double() for x in (query, key, key)), batch_invariant=True)

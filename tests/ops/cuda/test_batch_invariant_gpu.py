@@ -1,0 +1,66 @@
+"""`batch_invariant=True` on a GPU: one CUDA graph, replayed over random batches, and calls of other sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, assert_state
+from random_batches import Sequences
+from torch import Tensor
+
+import tatten
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+BATCH = 16
+SHAPE = {"q_heads": 8, "kv_heads": 2, "head_dim": 128, "longest": 5000}
+CALLS = [
+    Sequences(**{**SHAPE, "longest": 18000}, dtype=torch.bfloat16),  # more than 64 times 256
+    Sequences(**SHAPE, dtype=torch.float16, q_len=3, mask="causal"),
+    Sequences(**SHAPE, dtype=torch.float32, mask="bias"),
+    Sequences(**SHAPE, dtype=torch.bfloat16, q_len=3, mask="keys"),
+]
+
+
+def on_gpu(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.cuda() if isinstance(x, Tensor) else x for name, x in call.items()}
+
+
+def attend(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return tatten.decode_attention(**call, batch_invariant=True, return_lse=True)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_one_graph_over_20_batches(call: Sequences) -> None:
+    torch.manual_seed(0)
+    alone = call.draw(1, call.longest, call.longest // 2)
+    want = attend(on_gpu(alone))
+    static = on_gpu(call.draw(BATCH, call.longest, 1))
+    attend(static)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = attend(static)
+    for _ in range(20):
+        at = int(torch.randint(BATCH, ()))
+        for name, x in call.draw(BATCH, call.longest, call.longest // 2).items():
+            x[at] = alone[name][0]
+            static[name].copy_(x)
+        graph.replay()
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x[at], y[0])
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_any_batch_size(call: Sequences) -> None:
+    for alone, together, at in call.batches(20):
+        for x, y in zip(attend(on_gpu(together)), attend(on_gpu(alone)), strict=True):
+            assert torch.equal(x[at], y[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", [{"lens": True}, {"mask": "holes", "q_len": 3}, {"window": 900}], ids=str)
+def test_against_float64(dtype: torch.dtype, options: dict) -> None:
+    inputs = Case(q_heads=8, kv_len=5000, head_dim=128, dtype=dtype, **options).inputs("cuda")
+    assert_state(*attend(inputs), inputs)

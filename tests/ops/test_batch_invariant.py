@@ -1,0 +1,93 @@
+"""`batch_invariant=True` on a CPU: a sequence has the same bits in every batch, whatever the threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, assert_state
+from random_batches import Sequences
+
+import tatten
+
+CALLS = [
+    Sequences(),
+    Sequences(q_heads=8, kv_heads=1, q_len=3, head_dim=24),
+    Sequences(q_heads=3, kv_heads=3, mask="keys", dtype=torch.bfloat16, head_dim=64),
+    Sequences(mask="causal", q_len=3, dtype=torch.float16),
+    Sequences(mask="holes", head_dim=23, extras={"sinks": torch.tensor([0.5, -1.0, 2.0, float("-inf")])}),
+    Sequences(mask="bias", q_len=3, q_heads=8),
+    Sequences(dtype=torch.float64, q_heads=1, kv_heads=1, extras={"window": 600}),
+]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def attend(**call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return tatten.decode_attention(**call, batch_invariant=True, return_lse=True)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_a_sequence_has_the_same_bits_in_every_batch(call: Sequences) -> None:
+    want = None
+    for alone, together, at in call.batches(20):
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            want = want or attend(**alone)
+            for got, x in zip(attend(**together), want, strict=True):
+                assert torch.equal(got[at], x[0])
+
+
+def test_it_is_not_so_by_default() -> None:
+    """The batches drawn here would show it if nothing were done."""
+    torch.set_num_threads(2)
+    drawn = list(Sequences(q_heads=1, kv_heads=1).batches(20))
+    equal = [
+        torch.equal(tatten.decode_attention(**together)[at], tatten.decode_attention(**alone)[0])
+        for alone, together, at in drawn
+    ]
+    assert not all(equal)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(batch=3, kv_len=700, lens=True, sinks=True),
+        Case(kv_len=700, head_dim=23, value_dim=40, q_len=3, mask="holes"),
+        Case(kv_len=600, dtype=torch.bfloat16, mask="additive", window=300),
+        Case(kv_len=100, narrow="per_key", mask="nearly_full", dtype=torch.float16),
+        Case(batch=1, kv_heads=1, dtype=torch.float64),
+        Case(kv_len=700, mask="finfo_min"),
+        Case(kv_len=0, lens=True),
+        Case(mask="empty_rows", q_len=2),
+    ],
+    ids=str,
+)
+def test_against_float64(case: Case) -> None:
+    inputs = case.inputs(poison=case.mask != "finfo_min")
+    assert_state(*attend(**inputs), inputs)
+
+
+def test_what_cannot_be_invariant_is_an_error() -> None:
+    query, key, value = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 30, 16), torch.randn(2, 2, 30, 16)
+    with pytest.raises(NotImplementedError, match=r"`softcap` must be None with `batch_invariant` on a CPU, got 2.0"):
+        attend(query=query, key=key, value=value, softcap=2.0)
+
+
+def test_it_has_no_decomposition() -> None:
+    class Step(torch.nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+            return tatten.decode_attention(*tensors, batch_invariant=True)
+
+    given = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 30, 16), torch.randn(2, 2, 30, 16)
+    with torch.no_grad():
+        program = torch.export.export(Step(), given)
+    with pytest.raises(NotImplementedError, match="`batch_invariant` must be False where"):
+        program.run_decompositions(tatten.decompositions())

@@ -1,0 +1,76 @@
+"""Random batches around a sequence, for what must be the same to the bit in each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NEG_INF, NAN = float("-inf"), float("nan")
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Draws calls of decode attention. `mask` is "keys", "causal", "holes" or "bias", or "none", which has lengths."""
+
+    q_heads: int = 4
+    kv_heads: int = 2
+    q_len: int = 1
+    head_dim: int = 16
+    longest: int = 1400
+    dtype: torch.dtype = torch.float32
+    mask: str = "none"
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        dtype, extras = str(self.dtype)[6:], "-".join(self.extras)
+        heads = f"H{self.q_heads}x{self.kv_heads}-L{self.q_len}-D{self.head_dim}"
+        return f"{heads}-{dtype}-{self.mask}-{extras}"
+
+    def draw(self, batch: int, capacity: int, length: int) -> dict[str, Tensor]:
+        """A call with `batch` sequences, of which the first and some others have `length`; keys behind one are NaN."""
+
+        def randn(heads: int, length: int) -> Tensor:
+            return torch.randn(batch, heads, length, self.head_dim).to(self.dtype)
+
+        lens = (torch.rand(batch) ** 2 * (self.longest + 1)).long()
+        lens = torch.where((torch.rand(batch) < 0.3) | (torch.arange(batch) == 0), length, lens)
+        keys = torch.arange(capacity)
+        key, value = (randn(self.kv_heads, capacity) for _ in range(2))
+        for x in (key, value):
+            x.masked_fill_((keys >= lens[:, None])[:, None, :, None], NAN)
+        given = {"query": randn(self.q_heads, self.q_len), "key": key, "value": value}
+        if self.mask == "none":
+            return given | {"kv_lens": lens}
+        used = keys < (lens[:, None] - torch.arange(self.q_len).flip(0))[:, None, :, None]
+        match self.mask:
+            case "keys":
+                return given | {"attn_mask": used[:, :, -1:]}
+            case "causal":
+                return given | {"attn_mask": used}
+            case "holes":
+                return given | {"attn_mask": used & (torch.rand(batch, self.q_heads, self.q_len, capacity) < 0.9)}
+        bias = torch.randn(batch, self.q_heads, self.q_len, capacity)
+        return given | {"attn_mask": torch.where(used, bias, NEG_INF).to(self.dtype)}
+
+    def batches(self, n: int, most: int = 16) -> Iterator[tuple[dict[str, Any], dict[str, Any], int]]:
+        """Draw a sequence alone, and `n` batches that have it at a random place, some with more room for keys."""
+        torch.manual_seed(0)
+        length = self.longest // 2 + int(torch.randint(self.longest // 2, ()))
+        alone = self.draw(1, self.longest, length)
+        for _ in range(n):
+            batch = int(torch.randint(1, most + 1, ()))
+            at = int(torch.randint(batch, ()))
+            capacity = self.longest + 100 * int(torch.randint(3, ()))
+            together = self.draw(batch, capacity, length)
+            for name, x in alone.items():
+                own = together[name][at]
+                if name in ("key", "value"):
+                    own[:, self.longest :] = NAN
+                elif name == "attn_mask":
+                    own[..., self.longest :] = NEG_INF if x.is_floating_point() else False
+                own[(..., *(slice(n) for n in x.shape[1:]))] = x[0]
+            yield alone | self.extras, together | self.extras, at
