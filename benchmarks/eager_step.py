@@ -1,11 +1,12 @@
 """A decode step without torch.compile, by wall clock: `attn_implementation` "eager", "sdpa" and "tatten".
 
-    python benchmarks/eager_step.py --device cuda     # shapes of Llama-3.1-8B, gpt-oss-20b, Gemma-2-9b, 16 layers
-    python benchmarks/eager_step.py --device cpu      # smaller ones; a minute
+    python benchmarks/eager_step.py --device cuda    # shapes of Llama-3.1-8B, gpt-oss-20b and Gemma-2-9b, 16 layers
+    python benchmarks/eager_step.py --device cpu     # smaller ones; a minute
 
 Models of transformers with random weights and a static cache of `--capacity` slots, of which `--used` are used. The
 logits of each are held to those of "eager", of which the table has the largest difference. Steps take turns; a time is
-the median of their seconds from call to logits on the host. gpt-oss and Gemma 2 have no SDPA.
+the median of their seconds from call to logits on the host. gpt-oss has no SDPA. Where a release of transformers lets
+Gemma 2 take SDPA, that is without its soft cap.
 """
 
 from __future__ import annotations

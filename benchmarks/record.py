@@ -1,7 +1,7 @@
 """Record the figures of docs/benchmarks.md: each benchmark in turn, each with a time limit, into one folder of JSON.
 
-    python benchmarks/record.py one                   # all that one GPU measures, in at most 20 minutes
-    python benchmarks/record.py two                   # what two GPUs measure, in at most 7 minutes
+    python benchmarks/record.py one                   # all that one GPU measures, in at most 40 minutes
+    python benchmarks/record.py two                   # what two GPUs measure, in at most 9 minutes
     python benchmarks/record.py eight                 # the merge on the eight GPUs of a node, in at most 2 minutes
     python benchmarks/record.py cpu                   # what is said of a CPU; about 15 minutes of an idle machine
     python benchmarks/record.py one --steps lean_paper decode_grid --out folder
@@ -51,7 +51,7 @@ STEPS = {
         ),
         Step("shared_prefix", "shared_prefix.py --device cuda", 4, "shared_prefix.py --rows 16 17 --rounds 1"),
         Step("float8", "float8.py --device cuda", 2),
-        Step("quantised", "quantised.py --device cuda", 6, "quantised.py --rounds 1"),
+        Step("quantised", "quantised.py --device cuda --layers 16 --rounds 2", 6, "quantised.py --rounds 1"),
         Step("overhead", "overhead.py --device cuda", 1),
         Step(
             "decode_invariant",
@@ -86,6 +86,19 @@ STEPS = {
         ),
         Step("latent_kernel", "latent.py --device cuda --section kernel", 2, "latent.py --section kernel --rounds 1"),
         Step("latent_step", "latent.py --device cuda --section step", 4),
+        Step("written_out", "written_out.py --device cuda", 8, "written_out.py --section step --rounds 1"),
+        Step(
+            "encoder_decoder",
+            "encoder_decoder.py --device cuda --layers 8 --batch 1 8",
+            6,
+            "encoder_decoder.py --rounds 1",
+        ),
+        Step(
+            "eager_step",
+            "eager_step.py --device cuda --batch 1 8 --queries 1",
+            4,
+            "eager_step.py --layers 1 --batch 1 --queries 1 --rounds 1",
+        ),
         Step("latent_generate", "latent.py --device cuda --section generate", 4, "latent.py --section generate"),
         Step("latent_rounding", "latent.py --device cuda --section rounding", 1, "latent.py --section rounding"),
         Step("decode_grid", "decode.py --device cuda --section grid", 4, "decode.py --section grid --rounds 1"),
@@ -121,6 +134,13 @@ STEPS = {
             "sharded_prefix.py --section step --rounds 1",
             2,
         ),
+        Step(
+            "latent_sharded",
+            "latent.py --device cuda --section sharded",
+            2,
+            "latent.py --section sharded --rounds 1",
+            2,
+        ),
     ],
     "eight": [
         Step("tree_merge_8", "tree_merge.py --device cuda", 1.5, "tree_merge.py --rounds 1 --repeats 2", 8),
@@ -142,7 +162,7 @@ STEPS = {
         Step("aoti", "aoti.py", 8, "aoti.py --rows 1 --repeats 1"),
     ],
 }
-MINUTES = {"one": 20.0, "two": 7.0, "eight": 2.0, "cpu": 40.0}
+MINUTES = {"one": 40.0, "two": 9.0, "eight": 2.0, "cpu": 40.0}
 
 
 def line(step: Step, quick: bool, path: Path) -> list[str]:

@@ -25,6 +25,7 @@ class Table:
 
     file: str
     columns: dict[str, Cell | str]  # a string is the key of the row
+    only: Callable[[Row], bool] = lambda r: True  # which rows are shown
 
 
 def number(x: float | None, digits: int = 1) -> str:
@@ -85,6 +86,26 @@ def tree_ratio(r: Row) -> str:
     return "-" if r["ratio"] is None else f"{r['ratio']:.2f} of {r['best']}"
 
 
+def share(r: Row) -> str:
+    return "all" if r["full"] else "an eighth"
+
+
+def ms(name: str, digits: int = 2) -> Cell:
+    return lambda r: number(r["ms"].get(name), digits)
+
+
+def error(name: str) -> Cell:
+    return lambda r: f"{r[name]:.1e}"
+
+
+STEP: dict[str, Cell | str] = {
+    "Inductor ms": figure("inductor_ms", 2),
+    "tatten ms": figure("tatten_ms", 2),
+    "byte floor ms": figure("floor_ms", 2),
+    "times as fast": figure("faster", 2),
+    "error, Inductor": error("inductor_error"),
+    "error, tatten": error("tatten_error"),
+}
 MERGE = {
     "rows (queries times heads)": "rows",
     "three all-reduces": us("all_reduce"),
@@ -106,6 +127,92 @@ TABLES = {
             "tatten ms": figure("tatten_ms"),
             "byte floor ms": figure("floor_ms"),
             "times as fast": figure("faster"),
+        },
+    ),
+    "latent_kernel": Table(
+        "latent_kernel",
+        {
+            "heads": "heads",
+            "batch": "batch",
+            "latents": "length",
+            "FA3": us("fa3"),
+            "tatten": us("tatten"),
+            "tatten, output in float32": us("unrounded"),
+            "floor": lambda r: number(max(r["bytes_us"], r["flops_us"])),
+            "tatten to FA3": figure("ratio", 2),
+        },
+    ),
+    "latent_step": Table(
+        "latent_step", {"batch": "batch", "heads": "heads", "cache": "max_cache_len", "used": "used", **STEP}
+    ),
+    "latent_sharded": Table(
+        "latent_sharded",
+        {
+            "heads": "heads",
+            "latents": "length",
+            "all on one GPU": us("local"),
+            "sharded": us("sharded"),
+            "more than half": figure("over_share_us"),
+        },
+    ),
+    "written_out_steps": Table(
+        "written_out",
+        {"model": "model", "batch": "batch", "cache": "slots", "used": "used", **STEP},
+        lambda r: r["section"] == "step",
+    ),
+    "written_out_layers": Table(
+        "written_out",
+        {
+            "form": "form",
+            "slots": "keys",
+            "used": share,
+            "Inductor us": figure("inductor_us"),
+            "tatten us": figure("tatten_us"),
+            "floor us": figure("floor_us"),
+            "times as fast": figure("faster", 2),
+        },
+        lambda r: r["section"] == "layer" and r["batch"] == 8,
+    ),
+    "quantised": Table(
+        "quantised",
+        {
+            "cache": "cache",
+            "batch": "batch",
+            "slots": "capacity",
+            "used": "used",
+            "layers": "layers",
+            "ms a token": figure("token_ms", 2),
+            "tokens/s": figure("tokens_per_s", 0),
+            "times as fast": figure("faster", 2),
+            "of the bytes": figure("of_16_bits", 2),
+            "error of logits": figure("logits_error", 2),
+        },
+    ),
+    "encoder_decoder": Table(
+        "encoder_decoder",
+        {
+            "model": "model",
+            "sources": "batch",
+            "layers": "layers",
+            "Inductor ms": ms("inductor"),
+            "Inductor, stored once ms": ms("both"),
+            "tatten ms": ms("tatten"),
+            "times as fast": figure("faster", 2),
+            "MB, Inductor": lambda r: number(r["held_bytes"]["inductor"] / 1e6, 0),
+            "MB, tatten": lambda r: number(r["held_bytes"]["tatten"] / 1e6, 0),
+        },
+    ),
+    "eager_step": Table(
+        "eager_step",
+        {
+            "model": "model",
+            "batch": "batch",
+            "cache": "capacity",
+            "used": "used",
+            "eager ms": ms("eager"),
+            "sdpa ms": ms("sdpa"),
+            "tatten ms": ms("tatten"),
+            "logits differ, tatten": lambda r: number(r["error"]["tatten"], 2),
         },
     ),
     "decode_nine": Table("decode_nine", UNIFORM),
@@ -315,12 +422,13 @@ def markdown(table: Table, folder: Path) -> str:
     if not path.exists():
         return f"Not recorded: `{path.name}` is missing.\n"
     data = read(path)
-    if not data["rows"]:
-        raise ResultsError(f"{path} has no rows")
-    need(path, data["rows"], (key for key in table.columns.values() if isinstance(key, str)))
     lines: list[Sequence[object]] = [list(table.columns), ["---"] * len(table.columns)]
     try:
-        lines += [[r[c] if isinstance(c, str) else c(r) for c in table.columns.values()] for r in data["rows"]]
+        rows = [r for r in data["rows"] if table.only(r)]
+        if not rows:
+            raise ResultsError(f"{path} has no rows for the table")
+        need(path, rows, (key for key in table.columns.values() if isinstance(key, str)))
+        lines += [[r[c] if isinstance(c, str) else c(r) for c in table.columns.values()] for r in rows]
     except KeyError as error:
         raise ResultsError(f"{path}: a row lacks {error}") from None
     shown = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -126,6 +126,17 @@ def test_a_table_whose_column_is_missing(tmp_path: Path) -> None:
         fill("<!-- table: best_of_n -->\n<!-- end of table -->", tmp_path)
 
 
+def test_a_table_of_some_rows(tmp_path: Path) -> None:
+    step = {"section": "step", "model": "a", "batch": 8, "slots": 64, "used": 8, "floor_ms": 0.5, "faster": 2.0}
+    step |= {f"{who}_{what}": 1.0 for who in ("tatten", "inductor") for what in ("ms", "error")}
+    marked = "<!-- table: written_out_steps -->\n<!-- end of table -->"
+    results.write(tmp_path / "written_out.json", "cpu", [{"section": "layer", "batch": 8}, step])
+    assert fill(marked, tmp_path).count("\n|") == 3
+    results.write(tmp_path / "written_out.json", "cpu", [{"section": "layer", "batch": 8}])
+    with pytest.raises(results.ResultsError, match="has no rows for the table"):
+        fill(marked, tmp_path)
+
+
 def test_results_name_their_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.json"
     monkeypatch.setattr(
