@@ -74,7 +74,7 @@ def test_a_plan_is_for_the_kernel_of_its_time(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(dispatch, name, by_layout(getattr(dispatch, name).__wrapped__))
     monkeypatch.setattr(dispatch, "on_device_of", lambda x, run, *args: run(*args))
     monkeypatch.setattr(dispatch, "flash_attention", lambda *args: "flash")
-    monkeypatch.setattr(decode, "plan_attention", lambda *args: lambda *args: "triton")
+    monkeypatch.setattr(decode, "plan_attention", lambda *args, **options: lambda *args: "triton")
     attention.register_flash_attention_impl("TATTEN_TEST", register_fn=Handle)
     query, key, value = tensors()
 
