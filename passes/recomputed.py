@@ -11,55 +11,16 @@ from torch.fx.node import map_arg
 
 from tatten.passes.calls import op_name
 from tatten.passes.mutation import written_between
+from tatten.passes.products import CASTS
 from tatten.passes.symbolic import tensor_of
+from tatten.passes.views import COPIES, REORDERS, RESHAPES, STRETCHES
 
 # Ops that write to none of their inputs, and return the same for the same inputs.
 PURE = {
-    "where",
-    "masked_fill",
-    "add",
-    "sub",
-    "mul",
-    "neg",
-    "logical_not",
-    "logical_and",
-    "logical_or",
-    "bitwise_not",
-    "bitwise_and",
-    "bitwise_or",
-    "and_",
-    "or_",
-    "invert",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "to",
-    "type_as",
-    "float",
-    "half",
-    "bfloat16",
-    "double",
-    "bool",
-    "contiguous",
-    "clone",
-    "getitem",
-    "view",
-    "reshape",
-    "unsqueeze",
-    "squeeze",
-    "expand",
-    "expand_as",
-    "transpose",
-    "permute",
-    "zeros",
-    "ones",
-    "full",
-    "zeros_like",
-    "ones_like",
-    "full_like",
+    *("where", "masked_fill", "add", "sub", "mul", "neg", "logical_not", "logical_and", "logical_or", "bitwise_not"),
+    *("bitwise_and", "bitwise_or", "and_", "or_", "invert", "eq", "ne", "lt", "le", "gt", "ge", "bool", "getitem"),
+    *("zeros", "ones", "full", "zeros_like", "ones_like", "full_like"),
+    *(CASTS | COPIES | STRETCHES | RESHAPES | REORDERS),
 }
 
 
@@ -87,10 +48,11 @@ class Recomputed:
             node: computes a tensor.
             user: a later node, which is about to be replaced by one that reads the result. Users come in order.
         """
-        computing = [x for x in _above(node) if _is_pure(x)]
+        above = [*_above(node)]
+        computing = [x for x in above if _is_pure(x)]
         if not computing:
             return node
-        tensors = [tensor for tensor in map(tensor_of, _above(node)) if tensor is not None]
+        tensors = [tensor for tensor in map(tensor_of, above) if tensor is not None]
         if written_between(tensors, min(computing), user) is not None:
             return node
         number, node_then = self._number(node), node

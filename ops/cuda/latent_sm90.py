@@ -63,12 +63,11 @@ def plan_latent_segment(
         programs=programs,
         ALIGNED=aligned,
     )
-    slots = 2 * programs if space.split else 0
     writes = (
         Dense.of((batch, heads, q_len, RANK), out_dtype),
         Dense.of((batch, heads, q_len), torch.float32),
-        Dense.of((slots, BLOCK_M, RANK), torch.float32),
-        Dense.of((slots, BLOCK_M), torch.float32),
+        Dense.of((space.slots, BLOCK_M, RANK), torch.float32),
+        Dense.of((space.slots, BLOCK_M), torch.float32),
     )
     tilings = key_tiling(latent, BLOCK_N, RANK // 2), key_tiling(key_rope, BLOCK_N, ROPE)
     return LatentSegment(space, launch, *tilings, writes)
