@@ -30,6 +30,8 @@ SHAPES: list[tuple[tuple[int, ...], tuple[int, int, int]]] = [
     ((4, 2, 3, 65), (4, 1, 3)),
     ((4, 1, 1, 130), (4, 1, 1)),
     ((1, 1, 1, 150), (1, 1, 1)),
+    ((2, 5, 4, 70), (2, 1, 4)),  # 40 queries of a row
+    ((1, 7, 9, 70), (1, 1, 9)),  # 63, which are as many as the list tells apart
     ((1, 1, 1, 1100), (1, 1, 1)),  # more blocks than a program of `_bits_kernel` does
 ]
 
@@ -167,6 +169,12 @@ def test_in_triton(shape: tuple[int, ...], sizes: tuple[int, int, int], kind: st
     got = in_triton(mask, sizes[1])
     assert got.shape == block_list(mask, sizes[1]).shape
     assert listed(got) == expected(mask, *sizes)
+
+
+@pytest.mark.parametrize("kind", ["bool", "last", "additive"])
+def test_more_queries_than_a_program_takes_at_once(kind: str) -> None:
+    mask = make_mask((2, 7, 10, 70), kind)
+    assert listed(in_triton(mask, 1)) == expected(mask, 2, 1, 10)
 
 
 @pytest.mark.slow
