@@ -35,7 +35,7 @@ test: $(VENV)/installed-test
 
 # All tests, as CI does, and with as many threads for each op as PyTorch would take.
 test-all: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 --durations=30 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=30 $(ARGS)
 
 # The property tests alone, with N times as many examples as `make test-all` draws, and others than it draws.
 fuzz: SEED := $(shell date +%Y%m%d)
