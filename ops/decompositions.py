@@ -59,7 +59,7 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
         ops.bifurcated_attention.default: bifurcated_kernel(
             functools.partial(_bifurcated_attention, core_aten=core_aten)
         ),
-        ops.merge_states.default: merge,
+        ops.merge_states.default: _merge_states,
         ops.merge_state.default: _merge_state,
         ops.row_groups.default: _row_groups,
     }
@@ -143,9 +143,12 @@ def _latent_attention(
     block_mask: Tensor | None,
     variant: AttentionVariant,
     out_dtype: torch.dtype,
+    batch_invariant: bool,
     *,
     core_aten: bool,
 ) -> State:
+    if batch_invariant:
+        raise NotImplementedError("`batch_invariant` must be False where latent_attention is decomposed, got True")
     acc, in_products = accumulator_dtype(query.dtype), core_aten or variant.softcap is not None
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = squeeze_broadcast(attn_mask).to(acc)
@@ -197,6 +200,12 @@ def _bifurcated_attention(
     if variant.sinks is not None:
         out, lse = merge_sinks(out, lse, variant.sinks)
     return out.contiguous(), lse.contiguous()
+
+
+def _merge_states(out: Tensor, lse: Tensor, *, batch_invariant: bool = False) -> State:
+    if batch_invariant:
+        raise NotImplementedError("`batch_invariant` must be False where merge_states is decomposed, got True")
+    return merge(out, lse)
 
 
 def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:

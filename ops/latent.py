@@ -28,6 +28,7 @@ def latent_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -45,6 +46,7 @@ def latent_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @names_keywords
@@ -62,6 +64,7 @@ def latent_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of all heads to one latent for each token, as multi-head latent attention caches it: *absorbed*.
@@ -91,6 +94,7 @@ def latent_attention(
         sinks: `[heads]`, as in `decode_attention`.
         out_dtype: dtype of `out`: `query`'s, which is the default, or the one in which sums are made (float32, or
             float64 for float64), for `W_uv` to be applied to what was not rounded.
+        batch_invariant: as in `decode_attention`. Each sequence then has latents of its own: kv_batch is batch.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
@@ -132,5 +136,6 @@ def latent_attention(
         softcap=softcap,
         sinks=sinks,
         out_dtype=out_dtype,
+        batch_invariant=batch_invariant,
     )
     return (out, lse) if return_lse else out

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.states import accumulator_dtype
-from tatten.ops.validation import check_no_grad, check_query, check_softmax, widest_on_cuda
+from tatten.ops.validation import check_batch_invariant, check_no_grad, check_query, check_softmax, widest_on_cuda
 from tatten.ops.variant import AttentionVariant
 
 WIDEST_ROPE_ON_CUDA = 64  # of 128 columns, tiles do not fit in shared memory beside those of rank 512
@@ -67,6 +67,16 @@ def check_latent_attention(
     if out_dtype not in (query.dtype, wide):
         wanted = " or ".join(dict.fromkeys((str(query.dtype), str(wide))))
         raise TypeError(f"`out_dtype` must be {wanted} for `query` in {query.dtype}, got {out_dtype}")
+
+
+def check_latent_batch_invariant(query: Tensor, latent: Tensor, variant: AttentionVariant) -> None:
+    """Raise unless each sequence can be computed as if it were alone."""
+    check_batch_invariant("auto", query.device, variant)
+    if latent.shape[0] != query.shape[0]:
+        raise ValueError(
+            f"`latent` must have `query`'s batch, {query.shape[0]}, with `batch_invariant`, got {latent.shape[0]}; "
+            "expand it: which sequences share latents is about the batch"
+        )
 
 
 def check_latent_widths_on_cuda(latent: Tensor, key_rope: Tensor | None) -> None:

@@ -69,6 +69,7 @@ LatentImplementation = Callable[
         Tensor | None,  # block_mask
         AttentionVariant,
         torch.dtype,  # of out
+        bool,  # batch_invariant
     ],
     State,
 ]
@@ -85,7 +86,7 @@ _library.define(
 _library.define(
     "latent_attention(Tensor query, Tensor? query_rope, Tensor latent, Tensor? key_rope, Tensor? attn_mask=None, "
     "Tensor? kv_lens=None, *, float scale, Tensor? block_mask=None, int? window=None, float? softcap=None, "
-    "Tensor? sinks=None, ScalarType? out_dtype=None) -> (Tensor out, Tensor lse)",
+    "Tensor? sinks=None, ScalarType? out_dtype=None, bool batch_invariant=False) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -102,14 +103,17 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define("block_list(Tensor attn_mask, SymInt kv_batch) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define("merge_states(Tensor out, Tensor lse) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    "merge_states(Tensor out, Tensor lse, *, bool batch_invariant=False) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 _library.define(
     "merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "tree_merge(Tensor out, Tensor lse, str group, int n, int rank, str strategy, bool scatter_heads=False) "
-    "-> (Tensor out, Tensor lse)",
+    "tree_merge(Tensor out, Tensor lse, str group, int n, int rank, str strategy, bool scatter_heads=False, "
+    "bool batch_invariant=False) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -184,10 +188,11 @@ def latent_kernel(implementation: LatentImplementation) -> Kernel:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
+        batch_invariant: bool = False,
     ) -> State:
         variant, out_dtype = AttentionVariant(window, softcap, sinks), out_dtype or query.dtype
         latents = (query, query_rope, latent, key_rope)
-        return implementation(*latents, attn_mask, kv_lens, scale, block_mask, variant, out_dtype)
+        return implementation(*latents, attn_mask, kv_lens, scale, block_mask, variant, out_dtype, batch_invariant)
 
     return kernel
 
@@ -233,6 +238,7 @@ def _fake_latent_attention(
     block_mask: Tensor | None,
     variant: AttentionVariant,
     out_dtype: torch.dtype,
+    batch_invariant: bool,
 ) -> State:
     check_latent_no_grad(query, query_rope, latent, key_rope, attn_mask, variant)
     return _fake_state(query, latent, out_dtype)
@@ -262,7 +268,7 @@ def _(attn_mask: Tensor, kv_batch: int) -> Tensor:
 
 
 @torch.library.register_fake("tatten::merge_states", lib=_library)
-def _(out: Tensor, lse: Tensor) -> State:
+def _(out: Tensor, lse: Tensor, *, batch_invariant: bool = False) -> State:
     return out.new_empty(out.shape[1:]), lse.new_empty(lse.shape[1:])
 
 

@@ -66,6 +66,8 @@ def _attend(
             latent, rope = segment.latent.as_attention_takes_it(), segment.rope
             key_rope = None if rope is None else rope.as_attention_takes_it()
         kwargs = {"scale": scale, "block_mask": masks.block_mask(call, mask, stored), "out_dtype": wide, **variant}
+        if match.batch_invariant:
+            kwargs["batch_invariant"] = True
         variant.pop("sinks", None)  # the next segment would count them again
         args = (*queries, latent, key_rope, mask)
         states.append(insert_op(call, torch.ops.tatten.latent_attention.default, args, kwargs))

@@ -41,6 +41,7 @@ class LatentMatch:
         path: the nodes between these and SDPA.
         cost: what a rewrite saves; None if sizes are unknown.
         segments: those of the latents and their rope, if sequences share some of them.
+        batch_invariant: what the op is asked for.
     """
 
     call: SdpaCall
@@ -52,6 +53,7 @@ class LatentMatch:
     path: frozenset[Node]
     cost: LatentCost | None
     segments: tuple[LatentSegment, ...] = ()
+    batch_invariant: bool = False
 
     @property
     def parts(self) -> tuple[LatentSegment, ...]:
@@ -59,11 +61,15 @@ class LatentMatch:
         return self.segments or (LatentSegment(self.latent, None if self.rope is None else self.rope[0]),)
 
 
-def match_latents(call: SdpaCall, wrapped: tuple[Node, ...] = ()) -> LatentMatch | Decline | None:
+def match_latents(
+    call: SdpaCall, batch_invariant: bool = False, wrapped: tuple[Node, ...] = ()
+) -> LatentMatch | Decline | None:
     """Match a call that `check_call` found eligible. Adds no guards and changes nothing.
 
     Args:
         call: the call, or what each rank computes of it.
+        batch_invariant: match whether it pays or not, and latents that sequences share as a copy for each: both are
+            about the batch.
         wrapped: the nodes that are between keys and values of `call` and those of SDPA.
 
     Returns:
@@ -71,12 +77,14 @@ def match_latents(call: SdpaCall, wrapped: tuple[Node, ...] = ()) -> LatentMatch
         keys are left to the other passes.
     """
     keys = pieces_of(call.key, call.node)
-    found = _match(call, keys, wrapped)
+    found = _match(call, keys, wrapped, batch_invariant)
     # Attention of a few queries to states that are not cached looks alike: it isn't left for a reason of this pass.
     return found if keys.path or isinstance(found, LatentMatch) else None
 
 
-def _match(call: SdpaCall, keys: Assembly, wrapped: tuple[Node, ...]) -> LatentMatch | Decline | None:
+def _match(
+    call: SdpaCall, keys: Assembly, wrapped: tuple[Node, ...], batch_invariant: bool
+) -> LatentMatch | Decline | None:
     own, ropes = [], []
     for piece in keys.pieces:
         found, rope = projection_of(piece.source), peel_heads(piece.source)
@@ -110,6 +118,7 @@ def _match(call: SdpaCall, keys: Assembly, wrapped: tuple[Node, ...]) -> LatentM
         ropes[0] if ropes else None,
         frozenset((*wrapped, *keys.path, *projection.path, *values.path, *rope_path)),
         None,
+        batch_invariant=batch_invariant,
     )
     decline = _check_projections(match) or _check_tensors(match) or _check_writes(match, keys) or _check_users(match)
     if decline is not None:
@@ -117,10 +126,10 @@ def _match(call: SdpaCall, keys: Assembly, wrapped: tuple[Node, ...]) -> LatentM
     query = tensor_of(call.query)
     assert query is not None
     cost = latent_cost(query, match.latent, columns.width, sum(x.width for _, x in ropes), values.hi - values.lo)
-    if cost is not None and not cost.pays:
+    if cost is not None and not cost.pays and not batch_invariant:
         return Decline(Reason.LATENT_SMALL, str(cost))
     segments: tuple[LatentSegment, ...] = ()
-    if call.window is None:  # the op has one only where no sequences share latents
+    if call.window is None and not batch_invariant:  # the op has one only where no sequences share latents
         segments = shared_segments(projection.latent, ropes[0][1].source if ropes else None, call.node)
     match = dataclasses.replace(match, cost=cost, segments=segments)
     read = [x.path for segment in match.parts for x in (segment.latent, segment.rope) if x is not None]

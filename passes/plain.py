@@ -55,9 +55,9 @@ class PlainCall:
         """Whether a rewrite has to pay."""
         return True
 
-    def latents(self) -> LatentMatch | Decline | None:
+    def latents(self, batch_invariant: bool) -> LatentMatch | Decline | None:
         """Match keys and values that are expanded from latents; see `match_latents`."""
-        return match_latents(self.call)
+        return match_latents(self.call, batch_invariant)
 
     def insert(self, match: AnyMatch, masks: Masks) -> AnyMatch:
         """Insert nodes for the tensors that the matchers saw, and return the match on those."""

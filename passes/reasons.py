@@ -77,7 +77,7 @@ class Reason(str, Enum):
     )
     BATCH_INVARIANT = (
         "batch_invariant",
-        "leave options['batch_invariant'] out, or keep the whole sequence on one device and soft caps on a GPU",
+        "leave options['batch_invariant'] out, keep soft caps on a GPU, and concatenate local keys, not DTensors",
     )
     NO_GAIN = "no_gain", "nothing: SDPA already reads each key and value once"
     WEIGHTS_USED = (

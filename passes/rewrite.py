@@ -13,7 +13,7 @@ from tatten.ops.cuda.providers import borrowed_table, choose_provider, replaced_
 from tatten.ops.cuda.workload import Workload, needs_of
 from tatten.ops.variant import AttentionVariant
 from tatten.passes.absorb import apply_latents
-from tatten.passes.batch_invariant import find_invariant
+from tatten.passes.batch_invariant import check_invariant, find_invariant
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
@@ -48,7 +48,7 @@ def rewrite(
 
     Without `may_guard` all that counts is what holds in every run: nothing would heed a guard on an exported graph.
     With `fuses` the graph's compiler is one that fuses attention that is written out, as Inductor does. With
-    `batch_invariant` each call that can be becomes `decode_attention(batch_invariant=True)`, whether it pays or not.
+    `batch_invariant` each call that can be becomes an op with `batch_invariant=True`, whether it pays or not.
     """
     start = time.perf_counter()
     masks = Masks()
@@ -134,9 +134,11 @@ def _rewrite_call(
     if isinstance(given, Decline):
         return _declined(call, given)
     decline = given.check() or check_call(call, max_q_len) or _check_movers(call, moving)
+    if batch_invariant:
+        decline = decline or check_invariant(given)
     if decline is not None:
         return _declined(call, decline)
-    latents = None if call.log_sums or batch_invariant else given.latents()
+    latents = None if call.log_sums else given.latents(batch_invariant)
     if isinstance(latents, LatentMatch):
         return _absorb(given, latents, masks)
     found = find_invariant(given) if batch_invariant else _find(given, may_guard)

@@ -118,15 +118,17 @@ class MergedCall(PlainCall):
 
         Users that only take the local part of SDPA's DTensor get it directly; if all do, no DTensor is made.
         """
-        call, graph = self.call.node, state.graph
+        call, graph, invariant = self.call.node, state.graph, bool(state.kwargs.get("batch_invariant"))
         like = held(tensor_of(call))
         lse = like.new_empty(like.shape[:-1], dtype=accumulator_dtype(like.dtype))
         with graph.inserting_before(call):
             out = item(state, 0) if out is None else out
             for group in self.sharding.groups:
                 ranks, rank = group_size_and_rank(group)
-                args = out, item(state, 1), group, ranks, rank, fastest(like, lse, group, ranks)
-                state = graph.call_function(torch.ops.tatten.tree_merge.default, args)
+                strategy = fastest(like, lse, group, ranks, batch_invariant=invariant)
+                args = out, item(state, 1), group, ranks, rank, strategy
+                merge = torch.ops.tatten.tree_merge.default
+                state = graph.call_function(merge, args, {"batch_invariant": True} if invariant else None)
                 out = item(state, 0)
             out.meta.update({**call.meta, "example_value": like})
             out = with_strides_of(out, like)
@@ -158,13 +160,13 @@ class ShardedCall(MergedCall):
     def in_one(self, whole: Node, segments: tuple[Stored, ...]) -> Stored:
         return _local(peel_heads(whole), whole)
 
-    def latents(self) -> LatentMatch | Decline | None:
+    def latents(self, batch_invariant: bool) -> LatentMatch | Decline | None:
         """Match local keys and values that DTensors are made of, and are expanded from latents."""
         key, value = local_input(self.call.key), local_input(self.call.value)
         if key is None or value is None:
-            return match_latents(self.call)
+            return match_latents(self.call, batch_invariant)
         call = dataclasses.replace(self.call, query=local_part(self.call.query), key=key, value=value)
-        return match_latents(call, (self.call.key, self.call.value))
+        return match_latents(call, batch_invariant, (self.call.key, self.call.value))
 
     def weighs(self, match: Match) -> bool:
         """Whether a rewrite has to pay: one of tensors behind the local part does, which another can read as it is.

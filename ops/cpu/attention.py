@@ -22,7 +22,7 @@ from tatten.ops.layout import over_keys, pack_gqa, pack_mask, squeeze_broadcast
 from tatten.ops.masks import Span, key_spans
 from tatten.ops.reach import mask_of_reach, narrow_mask
 from tatten.ops.state_validation import check_stack
-from tatten.ops.states import NEG_INF, State, accumulator_dtype, merge
+from tatten.ops.states import NEG_INF, State, accumulator_dtype, merge, merge_each
 from tatten.ops.validation import (
     check_batch_invariant,
     check_block_mask,
@@ -113,9 +113,9 @@ def attend_variant(
     return torch.cat(outs), torch.cat(lses)
 
 
-def merge_states(out: Tensor, lse: Tensor) -> State:
+def merge_states(out: Tensor, lse: Tensor, *, batch_invariant: bool = False) -> State:
     check_stack(out, lse)
-    return merge(out, lse)
+    return merge_each(out, lse) if batch_invariant else merge(out, lse)
 
 
 def spans_of(mask: Tensor, kv_len: int, block_mask: Tensor | None = None) -> list[Span]:

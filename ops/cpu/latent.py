@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.attention import attend_variant
-from tatten.ops.latent_validation import check_latent_attention
+from tatten.ops.cpu.batch_invariant import attend_each
+from tatten.ops.latent_validation import check_latent_attention, check_latent_batch_invariant
 from tatten.ops.layout import fold_mask, fold_sequences, unfold_sequences
 from tatten.ops.states import NEG_INF, State, accumulator_dtype
 from tatten.ops.validation import check_block_mask, check_kv_lens
@@ -31,8 +32,11 @@ def latent_attention(
     block_mask: Tensor | None,
     variant: AttentionVariant,
     out_dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> State:
     check_latent_attention(query, query_rope, latent, key_rope, attn_mask, kv_lens, variant, out_dtype)
+    if batch_invariant:
+        check_latent_batch_invariant(query, latent, variant)
     batch, (kv_batch, _, kv_len, _) = query.shape[0], latent.shape
     if block_mask is not None:
         check_block_mask(block_mask, kv_batch, kv_len, latent.device)
@@ -41,8 +45,9 @@ def latent_attention(
         attn_mask = fold_mask(attn_mask.expand(*attn_mask.shape[:-1], kv_len), query, kv_batch)
     query, key_rope = query_and_rope(query, query_rope, latent, key_rope)
     query = fold_sequences(query, kv_batch)
-    kernel = functools.partial(_attend_in_groups, softcap=variant.softcap)
-    out, lse = attend_variant(query, latent, key_rope, attn_mask, lens, scale, block_mask, variant, kernel)
+    kernel = _attend_each if batch_invariant else functools.partial(_attend_in_groups, softcap=variant.softcap)
+    given = query, latent, key_rope, attn_mask, lens, scale, block_mask, variant
+    out, lse = attend_variant(*given, kernel, separately=batch_invariant)
     out, lse = unfold_sequences(out, batch), unfold_sequences(lse, batch)
     return out.to(out_dtype).contiguous(), lse.contiguous()
 
@@ -54,6 +59,16 @@ def query_and_rope(
     if query_rope is None or key_rope is None:
         return query, latent[..., :0]
     return torch.cat((query, query_rope), dim=3), key_rope
+
+
+def _attend_each(
+    q_rows: Tensor, latent: Tensor, rope: Tensor, mask: Tensor | None, scale: float, some_empty: bool
+) -> State:
+    """`_attend_in_groups` for each sequence as if it were alone: by PyTorch's kernel, which takes copies."""
+    acc = accumulator_dtype(q_rows.dtype)
+    value = latent.to(acc)
+    key, mask = torch.cat((value, rope.to(acc)), dim=3), None if mask is None else mask.to(acc)
+    return attend_each(q_rows.to(acc), key, value, mask, scale, some_empty)
 
 
 def _attend_in_groups(

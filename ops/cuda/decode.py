@@ -15,6 +15,7 @@ from tatten.ops.cuda.heuristics import (
     MANY_KEYS,
     Tiles,
     capability,
+    combining_pays,
     has_large_shared_memory,
     latent_tiles_for,
     multiprocessors,
@@ -32,6 +33,7 @@ from tatten.ops.cuda.kernels.decode import (
     NO_SCALE,
     _decode_kernel,
 )
+from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.mask_plan import MaskPlan, plan_mask
 from tatten.ops.cuda.recording import recorder
@@ -42,8 +44,9 @@ from tatten.ops.validation import BLOCK_KEYS
 from tatten.ops.variant import PLAIN, AttentionVariant
 
 BYTES_PER_US = 4.4e6  # that an H200 reads
-LEAST_CHUNK = 256  # keys of a chunk, a multiple of all `block_n`
-WAVES = 8  # programs for each that fits on the GPU at once: chunks differ in size, and whoever is done takes the next
+LEAST_CHUNK = 512  # keys of a chunk, a multiple of all `block_n`
+WAVES = 32  # programs for each that fits on the GPU at once: chunks differ in size, and whoever is done takes the next
+MOST_WHOLE = 8  # tiles up to which a work tile may stay whole: of ragged ones a long one would be waited for
 Rope = tuple[()] | tuple[Tensor, Tensor]  # of the queries, of the keys
 
 
@@ -157,7 +160,7 @@ def plan_segment(
             two run side by side.
         tiles, programs: by default what `tatten.ops.cuda.heuristics` chooses.
         batch_invariant: add up each sequence in an order that depends on nothing else in the batch, nor on `programs`;
-            for `tatten::decode_attention` alone.
+            for sequences that share no keys, in one segment.
         pdl: let this launch begin before the one before ends (programmatic dependent launch), where a GPU can.
     """
     batch, q_heads, q_len, head_dim = query.shape
@@ -184,7 +187,7 @@ def plan_segment(
             packed,
             block_d,
             query.element_size(),
-            kv_batch * kv_len / multiprocessors(query.device),
+            MANY_KEYS if batch_invariant else kv_batch * kv_len / multiprocessors(query.device),
             has_block_list=has_block_list,
             large_shared_memory=large_shared_memory,
         )
@@ -208,8 +211,11 @@ def plan_segment(
         # Ragged lengths have no even shares; the block lists of a mask are often equally long.
         tile_us = most * block_n * (head_dim + value_dim) * key.element_size() / BYTES_PER_US
         uneven = kv_lens is not None or has_row_groups
+        short = 1 < n_tiles <= MOST_WHOLE and not has_row_groups and (has_block_list or kv_lens is not None)
         if batch_invariant:
-            programs = min(WAVES * most, groups * work_tiles * ceil_div(n_tiles, chunk))
+            programs = min(WAVES * most, groups * work_tiles * min(ceil_div(n_tiles, chunk), MOST_CHUNKS.value))
+        elif whole and short and not combining_pays(groups * work_tiles, n_tiles, tile_us, most):
+            chunk, programs = power_of_2(n_tiles), groups * work_tiles  # one chunk is all of a work tile
         elif uneven:
             programs = most
         elif whole or has_block_list or splitting_pays(work_tiles, n_tiles, tile_us, batch * q_heads * q_len, most):

@@ -17,7 +17,7 @@ from tatten.ops.reference import bifurcated_attention_reference, decode_attentio
 from tatten.ops.row_groups import rows_of, rows_of_segments
 from tatten.ops.row_validation import check_rows
 from tatten.ops.state_validation import check_stack
-from tatten.ops.states import State, merge
+from tatten.ops.states import State, merge, merge_each
 from tatten.ops.validation import (
     check_batch_invariant,
     check_bifurcated_attention,
@@ -212,16 +212,17 @@ def _plan_block_list(attn_mask: Tensor, kv_batch: int) -> Callable[[Tensor], Ten
     return plan_block_list(attn_mask, kv_batch)
 
 
-def merge_states(out: Tensor, lse: Tensor) -> State:
+def merge_states(out: Tensor, lse: Tensor, *, batch_invariant: bool = False) -> State:
     check_no_grad("merge_states", out=out, lse=lse)
-    return on_device_of(out, _plan_merge_states(out, lse), out, lse)
+    return on_device_of(out, _plan_merge_states(out, lse, batch_invariant), out, lse)
 
 
 @by_layout
-def _plan_merge_states(out: Tensor, lse: Tensor) -> Callable[[Tensor, Tensor], State]:
+def _plan_merge_states(out: Tensor, lse: Tensor, batch_invariant: bool = False) -> Callable[[Tensor, Tensor], State]:
+    """Plan the merge. The kernel always merges each state by itself, in the order of dim 0."""
     check_stack(out, lse)
     if out.dtype == torch.float64 or out.numel() == 0:
-        return merge
+        return merge_each if batch_invariant else merge
     from tatten.ops.cuda.merge_states import plan_merge_states
 
     return plan_merge_states(out, lse)

@@ -1,4 +1,4 @@
-"""Planning a launch of the latent kernel for Hopper: many packed queries, latents of 512 + 64 without a mask."""
+"""Planning a launch of the latent kernel for Hopper: many packed queries, latents of 512 + 64."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from torch import Tensor
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import Partials, TileSpace
 from tatten.ops.cuda.heuristics import multiprocessors, programs_for
-from tatten.ops.cuda.kernels.latent_sm90 import BLOCK_M, BLOCK_N, RANK, ROPE, START_REGS, _latent_kernel
+from tatten.ops.cuda.kernels.latent_sm90 import RANK, ROPE, START_REGS, _latent_kernel
+from tatten.ops.cuda.kernels.latent_visits import ALL, BLOCK_M, BLOCK_N, FIRST, LISTED
 from tatten.ops.cuda.launcher import Launch
+from tatten.ops.cuda.mask_plan import MaskPlan
 from tatten.ops.cuda.sm90 import key_tiling, strides_in_units
 from tatten.ops.cuda.tma import Tiling
-from tatten.ops.sizes import ceil_div
+from tatten.ops.sizes import ceil_div, power_of_2
 
 
 @dataclass(frozen=True)
@@ -23,26 +25,62 @@ class LatentSegment:
 
     tile_space: TileSpace
     launch: Launch
+    mask: MaskPlan
     latent_tiles: Tiling
     rope_tiles: Tiling
     writes: tuple[Dense, ...]  # out, lse, partial_out, partial_lse
 
-    def __call__(self, query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor) -> Partials:
+    def __call__(
+        self,
+        query: Tensor,
+        query_rope: Tensor,
+        latent: Tensor,
+        key_rope: Tensor,
+        attn_mask: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        block_mask: Tensor | None = None,
+    ) -> Partials:
+        kv_lens, block_mask = [None if x is None else x.contiguous() for x in (kv_lens, block_mask)]
+        _, block_mask = self.mask(attn_mask, kv_lens, block_mask)
         out, lse, partial_out, partial_lse = allocate(query, *self.writes)
+        keys = [query if x is None else x for x in (kv_lens, block_mask)]
         tiles = self.latent_tiles(latent), self.rope_tiles(key_rope)
-        self.launch(query, query_rope, *tiles, out, lse, partial_out, partial_lse)
-        return Partials(out, lse, partial_out, partial_lse)
+        self.launch(query, query_rope, *tiles, *keys, out, lse, partial_out, partial_lse)
+        lens = kv_lens if self.tile_space.has_lens else None
+        return Partials(out, lse, partial_out, partial_lse, lens, block_mask)
 
 
 def plan_latent_segment(
-    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, out_dtype: torch.dtype
+    query: Tensor,
+    query_rope: Tensor,
+    latent: Tensor,
+    key_rope: Tensor,
+    mask: MaskPlan,
+    scale: float,
+    out_dtype: torch.dtype,
+    *,
+    has_lens: bool = False,
 ) -> LatentSegment:
+    """Plan a launch for checked inputs. `has_lens`: lengths decide alone, without a mask that they narrow."""
     batch, heads, q_len, _ = query.shape
     kv_len = latent.shape[2]
     q_blocks = ceil_div(heads * q_len, BLOCK_M)
-    work_tiles = batch * q_blocks
-    programs = programs_for(work_tiles, ceil_div(kv_len, BLOCK_N), multiprocessors(query.device))
-    space = TileSpace(1, work_tiles, kv_len, 1, 1, q_blocks, programs, BLOCK_M, BLOCK_N, q_blocks_first=True)
+    most = multiprocessors(query.device)
+    programs = most if has_lens else programs_for(batch * q_blocks, ceil_div(kv_len, BLOCK_N), most)
+    space = TileSpace(
+        mask.groups,
+        batch // mask.groups * q_blocks,
+        kv_len,
+        1,
+        1,
+        q_blocks,
+        programs,
+        BLOCK_M,
+        BLOCK_N,
+        has_lens=has_lens,
+        has_block_list=mask.has_block_list,
+        q_blocks_first=True,
+    )
     aligned, (of_query, of_rope) = strides_in_units(query, query_rope)
     launch = Launch(
         _latent_kernel,
@@ -55,13 +93,17 @@ def plan_latent_segment(
         rope_h=of_rope[1],
         rope_l=of_rope[2],
         scale=scale,
+        block_list_stride=space.block_list_stride,
         kv_len=kv_len,
-        work_tiles=work_tiles,
+        n_groups=space.groups,
+        q_blocks=q_blocks,
         heads=heads,
         q_len=q_len,
         batch=batch,
         programs=programs,
         ALIGNED=aligned,
+        GROUPS=power_of_2(space.groups),
+        KEYS=LISTED if space.has_block_list else FIRST if has_lens else ALL,
     )
     writes = (
         Dense.of((batch, heads, q_len, RANK), out_dtype),
@@ -70,4 +112,4 @@ def plan_latent_segment(
         Dense.of((space.slots, BLOCK_M), torch.float32),
     )
     tilings = key_tiling(latent, BLOCK_N, RANK // 2), key_tiling(key_rope, BLOCK_N, ROPE)
-    return LatentSegment(space, launch, *tilings, writes)
+    return LatentSegment(space, launch, mask, *tilings, writes)

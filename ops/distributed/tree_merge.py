@@ -5,7 +5,9 @@ Ranks send one state per query and head, so the bytes do not depend on the lengt
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ def tree_merge(
     *,
     strategy: str = "auto",
     scatter_heads: bool = False,
+    batch_invariant: bool = False,
 ) -> State:
     """Merge the attention states that the ranks of a group hold, each over its own keys: `merge_states` across ranks.
 
@@ -55,6 +58,9 @@ def tree_merge(
             named strategy never falls back to another; it is skipped only where nothing has to be sent: in a group of
             one, and for states without rows.
         scatter_heads: return only heads `r * heads / n ... (r + 1) * heads / n - 1` on rank r of n, and send less.
+        batch_invariant: no bit of a sequence, an index of the first dim, depends on the others, nor on how many there
+            are. "auto" is then "push" wherever the group supports it, else "all_gather"; "all_reduce" is an error. For
+            states that `decode_attention(batch_invariant=True)` returned.
 
     Returns:
         `(out, lse)` with the dtypes and, unless heads are scattered, the shapes of the arguments. Bitwise equal on all
@@ -85,7 +91,7 @@ def tree_merge(
     # One node of a graph. Eager mode calls the collectives directly, so that modes such as CommDebugMode see them.
     merge_one = torch.ops.tatten.tree_merge.default if torch.compiler.is_compiling() else tree_merge_op
     for group in groups:
-        out, lse = merge_one(out, lse, group, *group_size_and_rank(group), strategy, scatter_heads)
+        out, lse = merge_one(out, lse, group, *group_size_and_rank(group), strategy, scatter_heads, batch_invariant)
     return out, lse
 
 
@@ -104,12 +110,24 @@ def _group_names(mesh_or_group: DeviceMesh | ProcessGroup | str) -> list[str]:
 
 
 def tree_merge_op(
-    out: Tensor, lse: Tensor, group: str, n: int, rank: int, strategy: str, scatter_heads: bool = False
+    out: Tensor,
+    lse: Tensor,
+    group: str,
+    n: int,
+    rank: int,
+    strategy: str,
+    scatter_heads: bool = False,
+    batch_invariant: bool = False,
 ) -> State:
     """Merge over one group: `tatten::tree_merge`, which decomposes so that Inductor sees collectives and merge."""
     check_states("tree_merge", out, lse)
     if strategy not in STRATEGIES:
         raise ValueError(f"`strategy` must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    if batch_invariant and strategy == "all_reduce":
+        raise ValueError(
+            "`strategy` must be 'auto', 'push' or 'all_gather' with `batch_invariant`, got 'all_reduce': "
+            "the order in which it adds up ranks depends on the size"
+        )
     if scatter_heads and (out.dim() != 4 or out.shape[1] % n):
         wanted = f"[batch, heads, q_length, head_dim] with heads divisible by {n} ranks"
         raise ValueError(f"`out` must be {wanted} to be scattered, got shape {tuple(out.shape)}")
@@ -117,7 +135,7 @@ def tree_merge_op(
         out, lse = (x.chunk(n, dim=1)[0] if scatter_heads else x for x in (out, lse))
         return merge(out.unsqueeze(0), lse.unsqueeze(0))
     if strategy == "auto":
-        strategy = fastest(out, lse, group, n, scatter_heads)
+        strategy = fastest(out, lse, group, n, scatter_heads, batch_invariant)
     if strategy == "push":
         reason = push_unsupported_reason(out, lse, group)
         if reason is not None:
@@ -125,16 +143,21 @@ def tree_merge_op(
         merged: State = torch.ops.tatten.push_merge.default(out, lse, group, scatter_heads)
         return merged
     if strategy == "all_gather":
-        return _all_gather(out, lse, group, n, scatter_heads)
+        return _all_gather(out, lse, group, n, scatter_heads, batch_invariant)
     return _all_reduce(out, lse, group, n, rank, scatter_heads)
 
 
-def fastest(out: Tensor, lse: Tensor, group: str, n: int, scatter_heads: bool = False) -> str:
-    """The fastest strategy for this payload, by measurement, of those that the group supports."""
+def fastest(
+    out: Tensor, lse: Tensor, group: str, n: int, scatter_heads: bool = False, batch_invariant: bool = False
+) -> str:
+    """The fastest strategy for this payload, by measurement, of those that the group supports.
+
+    With `batch_invariant` it is one for payloads of all sizes.
+    """
     payload = out.numel() * out.element_size() + lse.numel() * lse.element_size()
-    if payload <= PUSH_BYTES and push_unsupported_reason(out, lse, group) is None:
+    if (batch_invariant or payload <= PUSH_BYTES) and push_unsupported_reason(out, lse, group) is None:
         return "push"
-    if scatter_heads:  # one all-to-all, in which each rank gets only its part of the payload
+    if scatter_heads or batch_invariant:  # scattered it is one all-to-all: each rank gets only its part of the payload
         return "all_gather"
     reduced = 2 * lse.element_size() * (out.numel() + 2 * lse.numel())  # an all-reduce sends everything twice
     return "all_gather" if n * payload <= GATHER_BYTES or n * payload <= reduced else "all_reduce"
@@ -156,13 +179,19 @@ def _all_reduce(out: Tensor, lse: Tensor, group: str, n: int, rank: int, scatter
     return merged.to(out.dtype), max_lse + torch.log(total.squeeze(-1))
 
 
-def _all_gather(out: Tensor, lse: Tensor, group: str, n: int, scatter_heads: bool) -> State:
-    """One collective of packed states, `all_to_all` if each rank needs only its own heads, and one merge."""
+def _all_gather(out: Tensor, lse: Tensor, group: str, n: int, scatter_heads: bool, batch_invariant: bool) -> State:
+    """One collective of packed states, `all_to_all` if each rank needs only its own heads, and one merge.
+
+    One that is `batch_invariant` is an op: Inductor's code for `merge` depends on the size.
+    """
+    merge_all: Callable[..., State] = merge
+    if batch_invariant:
+        merge_all = functools.partial(torch.ops.tatten.merge_states.default, batch_invariant=True)
     if scatter_heads:
         outs, lses = (x.unflatten(1, (n, -1)).movedim(1, 0) for x in (out, lse))
-        return merge(*_unpack(all_to_all(_pack(outs, lses), n, group), outs, lses))
+        return merge_all(*_unpack(all_to_all(_pack(outs, lses), n, group), outs, lses))
     outs, lses = out.unsqueeze(0), lse.unsqueeze(0)
-    return merge(*_unpack(all_gather(_pack(outs, lses), n, group), outs, lses))
+    return merge_all(*_unpack(all_gather(_pack(outs, lses), n, group), outs, lses))
 
 
 def _stack_heads(x: Tensor, n: int) -> Tensor:

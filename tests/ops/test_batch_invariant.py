@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, assert_state
-from random_batches import Sequences
+from random_batches import Sequences, with_latents
+from slow import slow_after
 
 import tatten
 
@@ -34,6 +35,10 @@ def attend(**call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return tatten.decode_attention(**call, batch_invariant=True, return_lse=True)
 
 
+def latents(**call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return tatten.latent_attention(**call, batch_invariant=True, return_lse=True)
+
+
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_a_sequence_has_the_same_bits_in_every_batch(call: Sequences) -> None:
     want = None
@@ -43,6 +48,32 @@ def test_a_sequence_has_the_same_bits_in_every_batch(call: Sequences) -> None:
             want = want or attend(**alone)
             for got, x in zip(attend(**together), want, strict=True):
                 assert torch.equal(got[at], x[0])
+
+
+LATENTS = [
+    (Sequences(q_heads=6, kv_heads=1, q_len=2, head_dim=40, mask="holes", dtype=torch.bfloat16), 32),
+    (Sequences(q_heads=70, kv_heads=1, q_len=3, head_dim=23, extras={"window": 600}), 23),
+    (Sequences(q_heads=1, kv_heads=1, head_dim=40, mask="bias", dtype=torch.float64), 24),
+    (Sequences(q_heads=3, kv_heads=1, head_dim=30, mask="bias", extras={"sinks": torch.tensor([0.5, -1.0, 2.0])}), 24),
+]
+
+
+@pytest.mark.parametrize("call, rank", slow_after(1, LATENTS), ids=str)
+def test_so_has_one_that_attends_to_latents(call: Sequences, rank: int) -> None:
+    want = None
+    for alone, together, at in call.batches(20):
+        together = with_latents(together, rank)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            want = want or latents(**with_latents(alone, rank))
+            for got, x in zip(latents(**together), want, strict=True):
+                assert torch.equal(got[at], x[0])
+    exact = {
+        name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in together.items()
+    }
+    eps = 4 * torch.finfo(call.dtype).eps
+    for x, y in zip(latents(**together), tatten.latent_attention(**exact, return_lse=True), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=eps, atol=max(eps, 1e-5))
 
 
 def test_it_is_not_so_by_default() -> None:
@@ -79,6 +110,10 @@ def test_what_cannot_be_invariant_is_an_error() -> None:
     query, key, value = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 30, 16), torch.randn(2, 2, 30, 16)
     with pytest.raises(NotImplementedError, match=r"`softcap` must be None with `batch_invariant` on a CPU, got 2.0"):
         attend(query=query, key=key, value=value, softcap=2.0)
+    with pytest.raises(
+        ValueError, match="`latent` must have `query`'s batch, 2, with `batch_invariant`, got 1; expand"
+    ):
+        latents(query=query, query_rope=None, latent=key[:1, :1], key_rope=None, scale=1.0)
 
 
 def test_it_has_no_decomposition() -> None:

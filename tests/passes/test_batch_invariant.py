@@ -10,7 +10,7 @@ from random_batches import Sequences
 from torch import Tensor
 
 import tatten  # noqa: F401  (the backend)
-from tatten.passes import rewrite
+from tatten.passes import cost, rewrite
 from tatten.passes.findings import Declined, Rewritten
 
 
@@ -26,6 +26,24 @@ def shared(query: Tensor, prefix: Tensor, key: Tensor) -> Tensor:
 def capped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     scores = 5.0 * torch.tanh(query @ key.transpose(2, 3) * 0.25 / 5.0)
     return scores.softmax(-1) @ value
+
+
+H, RANK, NOPE, ROPE, V = 4, 24, 12, 8, 16
+
+
+def latents(query: Tensor, weight: Tensor, latent: Tensor, rope: Tensor, mask: Tensor) -> Tensor:
+    """Keys and values are expanded from latents, of which sequences may share some."""
+    latent, rope = (x.expand(query.shape[0], -1, -1, -1) for x in (latent, rope))
+    kv = F.linear(latent, weight).view(query.shape[0], -1, H, NOPE + V).transpose(1, 2)
+    own, values = kv.split((NOPE, V), dim=-1)
+    keys = torch.cat((own, rope.expand(-1, H, -1, -1)), dim=-1)
+    return F.scaled_dot_product_attention(query, keys, values, mask, scale=0.3)
+
+
+def of_latents(batch: int, rows: int, length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    shapes = (batch, H, 1, NOPE + ROPE), (H * (NOPE + V), RANK), (rows, 1, length, RANK), (rows, 1, length, ROPE)
+    used = torch.arange(length) < torch.randint(1, length + 1, (batch, 1, 1, 1))
+    return [*(torch.randn(shape).to(dtype) for shape in shapes), used]
 
 
 def invariant_calls(gm: torch.fx.GraphModule) -> list[object]:
@@ -51,6 +69,38 @@ def test_is_rewritten_whether_it_pays_or_not(fn, shapes) -> None:
         assert invariant_calls(gm) == [True]
         step = torch.compile(fn, backend="tatten", options={"batch_invariant": True, "inner": "eager"})
         torch.testing.assert_close(step(*inputs), fn(*inputs))
+
+
+@pytest.mark.parametrize("rows", [3, 1])
+def test_latents_are_attended_to_whether_it_pays_or_not(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is paid for depends on the batch, and so does who shares latents."""
+    monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(bytes_per_us=1.0, segment_us=1e9))
+    inputs = of_latents(3, rows, 60)
+    with torch.no_grad():
+        gm = capture(latents, *inputs)
+        (finding,) = rewrite(gm, batch_invariant=True).findings
+        assert isinstance(finding, Rewritten)
+        op = torch.ops.tatten.latent_attention.default
+        (call,) = gm.graph.find_nodes(op="call_function", target=op)
+        assert call.kwargs["batch_invariant"]
+        step = torch.compile(latents, backend="tatten", options={"batch_invariant": True, "inner": "eager"})
+        torch.testing.assert_close(step(*inputs), latents(*inputs))
+
+
+def test_a_compiled_step_over_latents_has_the_same_bits_beside_any_others() -> None:
+    """In batches of one size: products with the weights are those of PyTorch."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    step = torch.compile(latents, backend="tatten", options={"batch_invariant": True, "inner": "eager"})
+    first = of_latents(6, 6, 700, torch.bfloat16)
+    with torch.no_grad():
+        want = step(*first)
+        for _ in range(20):
+            others = of_latents(6, 6, 700, torch.bfloat16)
+            others[1] = first[1]
+            for x, y in zip(others, first, strict=True):
+                x[4] = y[4]
+            assert torch.equal(step(*others)[4], want[4])
 
 
 def test_a_soft_cap_on_a_cpu_is_left() -> None:

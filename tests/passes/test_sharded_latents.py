@@ -142,6 +142,22 @@ def test_a_shared_prompt_is_read_once() -> None:
         assert read == [[1, 1, 8, RANK], [B, 1, 3, RANK]]
 
 
+def asked_of_a_fork() -> list[tuple[str, object]]:
+    mesh = a_mesh(2)
+    q, w, c, rope, mask = own(mesh, [S2], tensors())
+    given = q, w, c[:1, :, :8].clone(), rope[:1, :, :8].clone(), mask, c[:, :, 8:].clone(), rope[:, :, 8:].clone()
+    gm = capture(forked(mesh, [S2]), *given)
+    rewrite(gm, batch_invariant=True)
+    ours = [x for x in gm.graph.nodes if "_attention" in str(x.target) or "merge" in str(x.target)]
+    return [(x.target.__name__, x.kwargs.get("batch_invariant")) for x in ours]
+
+
+def test_a_batch_need_not_matter() -> None:
+    """Neither to attention, which then reads latents as they are concatenated, nor to the merge."""
+    asked = [("latent_attention.default", True), ("tree_merge.default", True)]
+    assert run_ranks(2, asked_of_a_fork) == [asked] * 2
+
+
 def graph() -> str:
     cost.RATES["cpu"] = cost.Rates(bytes_per_us=1.0, segment_us=0.0)  # a process of its own, without the fixture
     mesh = a_mesh(2)

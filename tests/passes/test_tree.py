@@ -114,18 +114,6 @@ def _groups(mesh: DeviceMesh) -> list[Any]:
     return [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
 
-def left_for_invariance() -> tuple[list[str], bool]:
-    fn, args = arguments("two layers")
-    gm = capture(fn, *args)
-    before = listing(gm)
-    found = [x.decline.reason.value for x in rewrite(gm, batch_invariant=True).findings if isinstance(x, Declined)]
-    return found, listing(gm) == before
-
-
-def test_sharded_keys_are_left_where_a_batch_must_not_matter() -> None:
-    assert run_ranks(2, left_for_invariance)[0] == ([Reason.BATCH_INVARIANT.value] * 2, True)
-
-
 class TestGraphs(TestCase):
     """Rewritten graphs of rank 1."""
 

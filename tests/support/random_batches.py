@@ -74,3 +74,22 @@ class Sequences:
                     own[..., self.longest :] = NEG_INF if x.is_floating_point() else False
                 own[(..., *(slice(n) for n in x.shape[1:]))] = x[0]
             yield alone | self.extras, together | self.extras, at
+
+
+def with_latents(call: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The call of `latent_attention` whose latents and rope are the keys of a call with one kv head."""
+    given = {name: x for name, x in call.items() if name not in ("query", "key", "value")}
+    parts = zip(("query", "query_rope"), call["query"].split((rank, call["query"].shape[3] - rank), dim=3), strict=True)
+    keys = zip(("latent", "key_rope"), call["key"].split((rank, call["key"].shape[3] - rank), dim=3), strict=True)
+    return given | dict(parts) | dict(keys) | {"scale": 0.3}
+
+
+def part_of(call: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """The part of a call that one of several ranks has: every `ranks`-th key, as caches shard them."""
+    every = slice(rank, None, ranks)
+    own = call | {name: call[name][:, :, every].contiguous() for name in ("key", "value")}
+    if "attn_mask" in call:
+        own["attn_mask"] = call["attn_mask"][..., every].contiguous()
+    if "kv_lens" in call:
+        own["kv_lens"] = (call["kv_lens"] + ranks - 1 - rank) // ranks
+    return own

@@ -69,10 +69,14 @@ def find_partials(
         n_tiles = tl.max(tiles, axis=0)
         start = work_tile * n_tiles
     else:
-        in_group = tl.arange(0, GROUPS)[None, :] == (work_tile // work_tiles)[:, None]
+        group = kv_tile if Q_BLOCKS_FIRST else work_tile // work_tiles
+        in_group = tl.arange(0, GROUPS)[None, :] == group[:, None]
         n_tiles = tl.sum(tl.where(in_group, tiles[None, :], 0), axis=1)
         group_end = tl.sum(tl.where(in_group, ends[None, :], 0), axis=1)
-        start = group_end - (work_tiles - work_tile % work_tiles) * n_tiles
+        if Q_BLOCKS_FIRST:  # all groups for one block of queries after the other; here a kv_row has one kv head
+            start = q_row // BLOCK_M * (total_tiles // q_blocks) + group_end // q_blocks - n_tiles
+        else:
+            start = group_end - (work_tiles - work_tile % work_tiles) * n_tiles
     if CHUNK:  # each has its own slot
         slot = start * BLOCK_M + q_row % BLOCK_M
         return slot, slot, n_tiles + 0 * start

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MOST_CHUNKS = tl.constexpr(64)  # of a work tile
+MOST_CHUNKS = tl.constexpr(32)  # of a work tile
 
 
 @triton.jit

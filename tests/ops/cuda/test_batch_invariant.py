@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from attention_cases import Case, assert_state, with_variant
 from poison import fresh_memory_is_poison
 from provider_calls import provider_of_op
-from random_batches import Sequences
+from random_batches import Sequences, with_latents
 from slow import slow_after
 from torch import Tensor
+
+from tatten.ops.variant import PLAIN, AttentionVariant
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 
@@ -37,13 +40,57 @@ def attend(inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         return plan(**{name: x for name, x in given.items() if name != "scale"})
 
 
-@pytest.mark.parametrize("call", slow_after(1, CALLS), ids=str)
-def test_a_sequence_has_the_same_bits_in_every_batch(call: Sequences) -> None:
+def assert_same_bits(attend: Callable[..., tuple[Tensor, Tensor]], call: Sequences, batches: int) -> None:
     want = None
-    for alone, together, at in call.batches(20, most=5):
+    for alone, together, at in call.batches(batches, most=5):
         want = want or attend(alone)
         for got, x in zip(attend(together), want, strict=True):
             assert torch.equal(got[at], x[0])
+
+
+@pytest.mark.parametrize("call", slow_after(1, CALLS), ids=str)
+def test_a_sequence_has_the_same_bits_in_every_batch(call: Sequences) -> None:
+    assert_same_bits(attend, call, 20)
+
+
+def attend_latents(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    from tatten.ops.cuda.latent import _plan
+
+    given = {"attn_mask": None, "kv_lens": None} | with_latents(call, 16)
+    tensors = [given[name] for name in ("query", "query_rope", "latent", "key_rope", "attn_mask", "kv_lens")]
+    variant = AttentionVariant(call.get("window"), None, call.get("sinks"), None, None)
+    plan = _plan(*tensors, 0.3, None, variant, torch.float32, True)
+    with fresh_memory_is_poison():
+        return plan(*tensors, None, variant)
+
+
+LATENTS = [
+    Sequences(q_heads=2, kv_heads=1, q_len=3, head_dim=24, longest=700, mask="holes", dtype=torch.bfloat16),
+    Sequences(q_heads=20, kv_heads=1, head_dim=24, longest=700),
+    Sequences(q_heads=3, kv_heads=1, head_dim=24, longest=700, mask="bias", extras={"sinks": torch.ones(3)}),
+]
+
+
+@pytest.mark.parametrize("call", slow_after(1, LATENTS), ids=str)
+def test_so_has_one_that_attends_to_latents(call: Sequences) -> None:
+    assert_same_bits(attend_latents, call, 8)
+
+
+def test_latents_have_tiles_for_their_widths_alone() -> None:
+    """And never the kernel for Hopper, which cuts by the batch."""
+    from tatten.ops.cuda.decode import plan_segment
+    from tatten.ops.cuda.latent import _plan
+
+    found = set()
+    for batch, kv_len in (1, 300), (1, 100_000), (64, 300), (64, 100_000):
+        query, latent = torch.empty(batch, 16, 1, 512, device="meta"), torch.empty(batch, 1, kv_len, 512, device="meta")
+        query, latent = query.bfloat16(), latent.bfloat16()
+        space = plan_segment(query, latent, latent, None, None, 0.1, latent=True, batch_invariant=True).tile_space
+        found.add((space.block_m, space.block_n, space.chunk))
+    assert found == {(16, 64, 8)}
+    query, latent = (torch.empty(2, n, 1, 16, dtype=torch.float64) for n in (4, 1))
+    with pytest.raises(NotImplementedError, match="`query` must not be float64 with `batch_invariant` on CUDA"):
+        _plan(query, None, latent, None, None, None, 0.1, None, PLAIN, torch.float64, True)
 
 
 @pytest.mark.parametrize("programs", [1, 3, 50])
@@ -76,7 +123,7 @@ def test_against_float64(case: Case) -> None:
 
 
 def test_a_long_sequence_has_larger_chunks_but_no_more() -> None:
-    """20,000 keys are 79 times 256, and a sequence has at most 64 chunks."""
+    """20,000 keys are 40 times 512, and a sequence has at most 32 chunks."""
     inputs = Case(batch=2, q_heads=1, kv_heads=1, kv_len=20000, head_dim=16).inputs(poison=False)
     inputs["kv_lens"] = torch.tensor([20000, 300])
     assert_state(*attend(inputs), inputs)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, assert_state
-from random_batches import Sequences
+from random_batches import Sequences, with_latents
 from torch import Tensor
 
 import tatten
@@ -17,19 +17,25 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 BATCH = 16
 SHAPE = {"q_heads": 8, "kv_heads": 2, "head_dim": 128, "longest": 5000}
 CALLS = [
-    Sequences(**{**SHAPE, "longest": 18000}, dtype=torch.bfloat16),  # more than 64 times 256
+    Sequences(**{**SHAPE, "longest": 18000}, dtype=torch.bfloat16),  # more than 32 times 512
     Sequences(**SHAPE, dtype=torch.float16, q_len=3, mask="causal"),
     Sequences(**SHAPE, dtype=torch.float32, mask="bias"),
     Sequences(**SHAPE, dtype=torch.bfloat16, q_len=3, mask="keys"),
 ]
+LATENTS = {"kv_heads": 1, "head_dim": 576, "longest": 1500, "dtype": torch.bfloat16}
+CALLS += [Sequences(q_heads=16, **LATENTS, mask="holes"), Sequences(q_heads=128, **LATENTS)]
 
 
 def on_gpu(call: dict[str, Any]) -> dict[str, Any]:
+    """The call on a GPU; keys of 576 numbers are latents with their rope."""
+    if call["key"].shape[3] == 576:
+        call = with_latents(call, 512)
     return {name: x.cuda() if isinstance(x, Tensor) else x for name, x in call.items()}
 
 
 def attend(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return tatten.decode_attention(**call, batch_invariant=True, return_lse=True)
+    op = tatten.latent_attention if "latent" in call else tatten.decode_attention
+    return op(**call, batch_invariant=True, return_lse=True)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
@@ -44,9 +50,12 @@ def test_one_graph_over_20_batches(call: Sequences) -> None:
         got = attend(static)
     for _ in range(20):
         at = int(torch.randint(BATCH, ()))
-        for name, x in call.draw(BATCH, call.longest, call.longest // 2).items():
+        batch = call.draw(BATCH, call.longest, call.longest // 2)
+        for name, x in batch.items():
             x[at] = alone[name][0]
-            static[name].copy_(x)
+        for name, x in on_gpu(batch).items():
+            if isinstance(x, Tensor):
+                static[name].copy_(x)
         graph.replay()
         for x, y in zip(got, want, strict=True):
             assert torch.equal(x[at], y[0])

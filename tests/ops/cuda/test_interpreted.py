@@ -85,6 +85,34 @@ def test_masks(case: Case, programs: int) -> None:
     assert_state(*lean(inputs, programs=programs), inputs)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(mask="holes", kv_len=200, head_dim=16),
+        Case(mask="causal", kv_len=200, head_dim=16, q_len=3, lens=True, sinks=True),
+        Case(mask="additive", kv_len=130, head_dim=16, window=20),
+        Case(kv_len=200, head_dim=16, lens=True, window=20, sinks=True),
+    ],
+    ids=str,
+)
+def test_few_keys_are_not_split(case: Case) -> None:
+    """Where a mask or lengths decide how many keys count, a program does all of a work tile."""
+    inputs = case.inputs() | {"scale": 0.25}
+    parts, state = launch_and_merge(inputs)
+    assert_state(*state, inputs)
+    assert not parts.partial_out.numel()
+
+
+def test_many_ragged_keys_are_split() -> None:
+    """Whole work tiles of one long sequence among short ones would leave all programs but its own idle."""
+    from tatten.ops.cuda.decode import plan_segment
+
+    inputs = Case(kv_len=600, head_dim=16, lens=True).inputs() | {"scale": 0.25}
+    space = plan_segment(**with_variant(inputs)).tile_space
+    assert space.chunk == 0
+    assert space.split
+
+
 @pytest.mark.parametrize("programs", slow_but([7], [2, 7]))
 @pytest.mark.parametrize(
     "case",
@@ -177,12 +205,14 @@ def test_tensor_descriptors(dims: tuple[int, int], options: dict, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "mask, tma, programs", slow_after(2, pairs(["causal", "nearly_full", "nearly_zero"], [False, True], [1, 5, 13]))
+    "mask, tma, programs",
+    slow_after(2, pairs(["causal", "nearly_full", "nearly_zero"], [False, True], [1, 5, 13, None])),
 )
-def test_a_run_of_full_blocks(mask: str, tma: bool, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two blocks at a time, from wherever a program begins; by the copy engine too."""
+def test_a_run_of_full_blocks(mask: str, tma: bool, programs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks at a time, from wherever a program begins, or whole work tiles (None); by the copy engine too."""
     from tatten.ops.cuda import decode as module
 
+    monkeypatch.setattr(module, "MOST_WHOLE", 16)
     monkeypatch.setattr(module, "INTERPRETED", not tma)
     monkeypatch.setattr(module, "LEAST_BYTES", 0)
     case = Case(kv_len=1000, head_dim=16, dtype=torch.float16, scale=0.2, q_len=2, mask=mask)
@@ -429,9 +459,14 @@ def test_segments(case: Segments, programs: int, monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("programs", slow_but([3], [3, 25]))
-@pytest.mark.parametrize("case", slow_after(4, [*SEGMENTS[:4], *SEGMENTS[7:12], SEGMENTS[-5]]), ids=str)
-def test_segments_of_variants(case: Segments, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "case, programs, softcap",
+    slow_after(8, pairs([*SEGMENTS[:4], *SEGMENTS[7:12], SEGMENTS[-5]], [3, 25], [None, 1.5])),
+    ids=str,
+)
+def test_segments_of_variants(
+    case: Segments, programs: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sink counts once, in whatever parts the segments are read; -inf is none."""
     from tatten.ops.cuda import decode as module
 
@@ -439,10 +474,10 @@ def test_segments_of_variants(case: Segments, programs: int, monkeypatch: pytest
     monkeypatch.setattr(module, "tiles_for", lambda *args, **kwargs: module.Tiles(16, 32, 4, 2))
     query, keys, values, masks = case.inputs()
     sinks = torch.tensor([2.0, NEG_INF, 0.0, -1.0, 3.0])[: case.q_heads]
-    for variant in (AttentionVariant(sinks=sinks), AttentionVariant(softcap=1.5, sinks=sinks)):
-        got = triton_segments(query, keys, values, masks, [None] * len(keys), case.dim**-0.5, variant=variant)
-        want = bifurcated_attention_reference(query, keys, values, masks, variant=variant)
-        torch.testing.assert_close([x.double() for x in got], [*want], atol=1e-5, rtol=1e-5)
+    variant = AttentionVariant(softcap=softcap, sinks=sinks)
+    got = triton_segments(query, keys, values, masks, [None] * len(keys), case.dim**-0.5, variant=variant)
+    want = bifurcated_attention_reference(query, keys, values, masks, variant=variant)
+    torch.testing.assert_close([x.double() for x in got], [*want], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("q_len", slow_but([4], [1, 4]))

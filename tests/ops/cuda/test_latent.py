@@ -92,16 +92,41 @@ def test_a_block_list_found_before(variant: str, monkeypatch: pytest.MonkeyPatch
     assert_within_bound(out, lse, expanded, parts=12, out_dtype=torch.float32)
 
 
-def test_views_of_one_cache_beside_nan() -> None:
+@pytest.mark.parametrize("dims", ["k", "bk"])
+@pytest.mark.parametrize("pattern", ["padding", "holes", "nothing"])
+@pytest.mark.parametrize("sizes", [(5, 2, 70, 24, 8), *([(64, 2, 1100, 512, 64)] if GPU else [])], ids=str)
+def test_views_of_one_cache_beside_nan(sizes: tuple[int, ...], pattern: str, dims: str) -> None:
     """Latents and rope by their strides, with NaN in what the mask leaves out."""
-    sizes = {"q_heads": 5, "kv_heads": 1, "q_len": 2, "head_dim": 32, "value_dim": 24}
-    segment = Segment(2, 70, Mask(pattern="padding", dims="bk"), 2)
-    call = Call(torch.float16, segments=(segment,), batch=2, scale=0.2, poison=True, **sizes)
+    heads, q_len, kv_len, rank, width = sizes
+    segment = Segment(2, kv_len, Mask(pattern=pattern, dims=dims), 2 if "b" in dims else 1)
+    options = {"q_heads": heads, "kv_heads": 1, "q_len": q_len, "head_dim": rank + width, "value_dim": rank}
+    call = Call(torch.float16, segments=(segment,), batch=2, scale=(rank + width) ** -0.5, poison=True, **options)
     given, expanded = LatentCall(call, joined=True).inputs(DEVICE)
-    assert given["latent"].stride(2) == 32
+    assert given["latent"].stride(2) == rank + width
     assert given["latent"].isnan().any()
     out, lse = run(given, torch.float16)
-    assert_within_bound(out, lse, expanded, parts=8)
+    assert_within_bound(out, lse, expanded, parts=2 + kv_len // 16)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("masked", [False, True], ids=["lengths", "masks"])
+def test_many_ragged_sequences(masked: bool) -> None:
+    """More sequences than a warp has threads, some empty, with NaN behind each."""
+    lens = torch.randint(0, 700, (45,), generator=torch.Generator().manual_seed(0))
+    lens[:3] = torch.tensor([0, 64, 700])
+    shapes = (45, 70, 1, 512), (45, 70, 1, 64), (45, 1, 700, 512), (45, 1, 700, 64)
+    query, query_rope, latent, key_rope = (torch.randn(x, device=DEVICE, dtype=torch.bfloat16) for x in shapes)
+    used = (torch.arange(700) < lens[:, None]).cuda()
+    for x in (latent, key_rope):
+        x.masked_fill_(~used[:, None, :, None], float("nan"))
+    mask, kv_lens = (used[:, None, None], None) if masked else (None, lens.cuda())
+    given = {"attn_mask": mask, "kv_lens": kv_lens, "scale": 0.05, "window": None, "softcap": None}
+    names = "query", "query_rope", "latent", "key_rope"
+    out, lse = run(given | dict(zip(names, (query, query_rope, latent, key_rope), strict=True)), torch.float32)
+    known = [x.double().nan_to_num() for x in (query, query_rope, latent, key_rope)]
+    want, want_lse = latent_attention_reference(*known, used[:, None, None], scale=0.05)
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["latent", "key_rope"])
@@ -196,7 +221,9 @@ def test_many_rows(batch: int, heads: int, q_len: int, kv_len: int, out_dtype: t
     planned = []
     with pytest.MonkeyPatch.context() as patch:
         plan = latent_sm90.plan_latent_segment
-        patch.setattr(latent_sm90, "plan_latent_segment", lambda *args: planned.append(args) or plan(*args))
+        patch.setattr(
+            latent_sm90, "plan_latent_segment", lambda *args, **kwargs: planned.append(args) or plan(*args, **kwargs)
+        )
         out, lse = tatten.latent_attention(*inputs, scale=0.05, out_dtype=out_dtype, return_lse=True)
     assert planned, "another kernel ran"
     expanded = {"query": joined, "key": keys, "value": inputs[2], "attn_mask": None, "kv_lens": None, "scale": 0.05}

@@ -8,6 +8,8 @@ from itertools import pairwise, product
 
 import pytest
 
+from tatten.ops.cuda.decode import BYTES_PER_US
+from tatten.ops.cuda.heuristics import combining_pays
 from tatten.ops.cuda.schedule import Schedule, Visit, flash_attention_2, flash_decoding
 
 
@@ -197,3 +199,13 @@ def test_what_cannot_be_laid_out_is_refused(name: str, case: tuple[tuple[int, ..
         Schedule(*case)
     with pytest.raises(ValueError, match="`min_tiles` must be at least 1, got 0"):
         Schedule((1,), 1, min_tiles=0)
+
+
+@pytest.mark.parametrize(
+    "sequences, kv_heads, keys, pays",
+    [(8, 32, 512, False), (16, 8, 1024, False), (1, 8, 128, False), (8, 8, 1024, True), (1, 32, 2048, True)],
+)
+def test_where_combining_pays_on_an_h200(sequences: int, kv_heads: int, keys: int, pays: bool) -> None:
+    """As measured: where whole work tiles fill the GPU, or are short, they take no longer than equal shares."""
+    tiles, tile_us = keys // 64, 264 * 64 * 256 * 2 / BYTES_PER_US
+    assert combining_pays(sequences * kv_heads, tiles, tile_us, 264) == pays

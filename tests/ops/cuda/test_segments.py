@@ -116,8 +116,8 @@ def test_one_segment_is_never_the_prefix_kernels() -> None:
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_states_have_maximum_and_sum_only_where_they_are_merged_beside_a_bias(number: int, dtype: torch.dtype) -> None:
-    """All are split here: masks have lists of their own lengths."""
-    planned = plan(*[(256, 100)] * number, masks=dict.fromkeys(range(number), dtype))
+    """All are split here: masks have lists of their own lengths, and one alone has too many keys to stay whole."""
+    planned = plan(*[(256, 600)] * number, masks=dict.fromkeys(range(number), dtype))
     additive = dtype == torch.float32
     assert planned.split == tuple(tuple(range(number))[i : i + 2] for i in range(0, number, 2))
     assert planned.whole == ()
@@ -128,6 +128,11 @@ def test_states_have_maximum_and_sum_only_where_they_are_merged_beside_a_bias(nu
     if before:
         assert last.launch.arguments["WHOLES"] == len(before)
         assert last.launch.arguments["WHOLES_MAX_AND_SUM"] == (2 ** len(before) - 1 if additive else 0)
+
+
+def test_a_segment_of_few_masked_keys_is_not_combined() -> None:
+    planned = plan((256, 100), masks={0: torch.bool})
+    assert [combine.launch for combine in planned.combines] == [None]
 
 
 def test_kernels_without_a_soft_cap_get_none() -> None:

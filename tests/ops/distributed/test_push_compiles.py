@@ -52,7 +52,7 @@ for shape, dtype, ranks, scatter in json.loads(sys.argv[1]):
     assert all(isinstance(x, torch.Tensor) for x in args)
     for param in kernel.params[len(args) :]:
         assert param.is_constexpr or param.do_not_specialize, param.name
-    found.append({"gather": plan.gather, **compile_launch(kernel, args, kwargs)})
+    found.append({"gather": plan.gather, **compile_launch(kernel, args, kwargs, sass=True)})
 print(json.dumps(found))
 """
 
@@ -78,6 +78,9 @@ def faults(built: dict, ranks: int, width: int) -> list[str]:
         found.append(f"{built['stack']} bytes of stack: registers spill")
     if -(-built["registers"] // 8) * 8 * built["threads"] > 65536:
         found.append(f"{built['registers']} registers for {built['threads']} threads do not fit")
+    fused, in_ptx = (len(re.findall(x, code)) for x, code in ((r"\bFFMA\b", built["sass"]), (r"\bfma\.rn\b", ptx)))
+    if fused != in_ptx:  # of kernels for other sizes ptxas might fuse others, so that a row would have other bits
+        found.append(f"{fused} fused products, and {in_ptx} in PTX")
     vector = {8: ".v2.b32", 16: ".v4.b32"}[width]
     received, sent = (len(re.findall(re.escape(x + vector), ptx)) for x in ("ld.global.cg", "st.global"))
     if received < rounds * ranks or sent < rounds * ranks + 1:

@@ -1,0 +1,101 @@
+"""Ways through the tiles of the latent_sm90 kernel, in Gluon: its visits, and the keys of a tile that are attended to.
+
+Each warpgroup and the producer warp of a program find them alone. What is scanned or summed lies in each warp as a
+whole, so that no warp waits for another.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+BLOCK_M, BLOCK_N = 64, 64
+_BLOCK_M, _BLOCK_N = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_N)
+
+# The keys that queries attend to: all of them, the first ones by `kv_lens`, or those of a block list.
+ALL, FIRST, LISTED = 0, 1, 2
+_FIRST, _LISTED = gl.constexpr(FIRST), gl.constexpr(LISTED)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def tiles_of_groups(lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
+    """Count the tiles of a work tile of each group, and add them up: as `tile_space` does, but in each warp alone."""
+    kv_lens, block_list, block_list_stride, kv_len, n_groups = lengths
+    layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))
+    groups = gl.arange(0, GROUPS, layout=layout)
+    if KEYS == _LISTED:
+        tiles = gl.load(block_list + groups * block_list_stride, mask=groups < n_groups, other=0).to(gl.int32)
+    else:
+        lens = kv_len + gl.full([GROUPS], 0, gl.int32, layout=layout)
+        if KEYS == _FIRST:
+            lens = gl.load(kv_lens + groups, mask=groups < n_groups, other=0)
+            lens = gl.minimum(gl.maximum(lens, 0), kv_len).to(gl.int32)
+        tiles = (lens + _BLOCK_N - 1) // _BLOCK_N
+    tiles = gl.where(groups < n_groups, gl.maximum(tiles, 1), 0)  # the output of an empty kv_row is written too
+    # Scans are there for no layout of one dim that every warp has as a whole.
+    ends = gl.associative_scan(gl.expand_dims(tiles, 0), 1, _add)
+    return groups, tiles, gl.sum(ends, axis=0)
+
+
+@gluon.jit
+def visit_at(tile, sizes, lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
+    """The visit that begins at `tile`: its tiles of a work tile, how many that has, and its kv_row and first query."""
+    _, program_end, q_block_tiles, batch, _, _ = sizes
+    q_block = tile // q_block_tiles
+    first = tile - q_block * q_block_tiles
+    if GROUPS == 1:
+        n_tiles = q_block_tiles // batch
+        kv_row = first // n_tiles
+        first -= kv_row * n_tiles
+    else:
+        groups, tiles, ends = tiles_of_groups(lengths, GROUPS, KEYS, WARPS)
+        kv_row = gl.sum((ends <= first).to(gl.int32), axis=0)
+        n_tiles = gl.sum(gl.where(groups == kv_row, tiles, 0), axis=0)
+        first -= gl.sum(gl.where(groups < kv_row, tiles, 0), axis=0)
+    return first, gl.minimum(n_tiles, first + program_end - tile), n_tiles, kv_row, q_block * _BLOCK_M
+
+
+@gluon.jit
+def block_list_of(kv_row, lengths, KEYS: gl.constexpr):
+    """The block list of a kv_row, how many blocks its run has, and the first of these."""
+    _, block_list, block_list_stride, _, n_groups = lengths
+    if KEYS == _LISTED:
+        if n_groups > 1:
+            block_list += kv_row.to(gl.int64) * block_list_stride
+        return block_list, gl.load(block_list + 1).to(gl.int32), gl.load(block_list + 2).to(gl.int32)
+    else:
+        return block_list, 0, 0
+
+
+@gluon.jit
+def attended_keys(tile, kv_row, run, block_list, lengths, KEYS: gl.constexpr):
+    """The keys of a tile that are attended to, as the bits of an int64."""
+    kv_lens, _, _, kv_len, _ = lengths
+    if KEYS == _LISTED:
+        return gl.load(block_list + 2 * (tile + 1) + 1, mask=tile >= run, other=-1)
+    else:
+        left = gl.minimum(gl.load(kv_lens + kv_row).to(gl.int64), kv_len) - tile * _BLOCK_N
+        return gl.where(left >= _BLOCK_N, -1, (1 << gl.maximum(gl.minimum(left, 63), 0)) - 1)
+
+
+@gluon.jit
+def bits_of(word, LAYOUT: gl.constexpr):
+    """The bits of an int64, as a vector in a layout; made in another one, where a thread has few of them."""
+    at = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.convert_layout(((word >> at) & 1).to(gl.int32), LAYOUT) != 0
+
+
+@gluon.jit
+def clear(latents, bits):
+    """Set the latents of a tile to 0 that are not among the keys of `bits`."""
+    WIDTH: gl.constexpr = latents.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    here = bits_of(bits, gl.SliceLayout(1, layout))
+    for column in gl.static_range(0, WIDTH, 64):
+        part = latents.slice(column, 64, dim=1)
+        part.store(gl.where(here[:, None], part.load(layout), 0.0))
