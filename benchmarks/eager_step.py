@@ -15,55 +15,24 @@ import time
 from typing import Any
 
 import torch
-from support import results
+from support import models, results
 from support.command_line import arguments, machine
 from support.timing import in_turns
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    StaticCache,
-)
+from transformers import PreTrainedModel, StaticCache
 
 import tatten.integrations.transformers  # noqa: F401  (registers "tatten")
 
 ATTENTIONS = "eager", "sdpa", "tatten"
-MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {"heads": (32, 8, 128), "sizes": (4096, 14336)}),
-    "gpt_oss": (GptOssForCausalLM, GptOssConfig, {"heads": (64, 8, 64), "sizes": (2880, 2880)}),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"heads": (16, 8, 256), "sizes": (3584, 14336)}),
-}
+MODELS = "llama", "gpt_oss", "gemma2"
 
 
 def build(name: str, attention: str, layers: int, device: str) -> PreTrainedModel:
-    model_class, config_class, shape = MODELS[name]
+    sizes = {"num_hidden_layers": layers, "vocab_size": 32000}
+    if name == "gpt_oss":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     small = device == "cpu"
-    heads, kv_heads, head_dim = shape["heads"]
-    hidden, intermediate = (256, 512) if small else shape["sizes"]
-    more = {"num_local_experts": 4, "num_experts_per_tok": 2} if name == "gpt_oss" else {}
-    config = config_class(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads // 4 if small else heads,
-        num_key_value_heads=kv_heads // 4 if small else kv_heads,
-        head_dim=head_dim // 2 if small else head_dim,
-        vocab_size=32000,
-        max_position_embeddings=1 << 17,
-        pad_token_id=0,
-        **more,
-    )
-    torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if small else torch.bfloat16)
-    with torch.device(device):
-        model = model_class._from_config(config, attn_implementation=attention).eval().requires_grad_(False)
-    torch.set_default_dtype(default)
-    return model
+    config = models.shape(name, tiny=small, **sizes)
+    return models.build(config, device, torch.float32 if small else torch.bfloat16, attention)
 
 
 class Step:
@@ -90,7 +59,7 @@ class Step:
 def measure(name: str, batch: int, queries: int, args: Any) -> dict[str, Any]:
     steps = {}
     for attention in ATTENTIONS:
-        if attention == "sdpa" and not MODELS[name][0]._supports_sdpa:
+        if attention == "sdpa" and not steps["eager"].model._supports_sdpa:
             continue
         model = build(name, attention, args.layers, args.device)
         steps[attention] = Step(model, batch, args.used, args.capacity, queries)

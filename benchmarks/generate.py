@@ -2,24 +2,38 @@
 
     python benchmarks/generate.py --device cuda                       # 32 layers of Llama-3.1-8B; minutes of compiling
     python benchmarks/generate.py --device cuda --layers 4 --batch 1 --modes default cpp_wrapper
+    python benchmarks/generate.py --device cuda --models gpt_oss deepseek_v3 --layers 2 8 --batch 1 8 --paired
     python benchmarks/generate.py --device cpu                        # a tiny model, to try the code
 
-A static cache of `--capacity` slots, of which a prompt fills `--used`. A time is that of one more token: the difference
-of two calls, one of which generates more. Both wait for the GPU at every token, as `generate` does to see whether it is
-done. Calls take turns. `compile` is how long the first call took beyond another one. The floor is each weight and each
-used key and value once, at the rate of a plain read.
+Models have the shapes of Llama-3.1-8B, Gemma-2-9b, gpt-oss-20b with all of its experts, and DeepSeek-V3 with small
+dense MLPs, and as many layers as are asked for. Each number of layers is measured with each batch, or, with `--paired`,
+the first with the first and so on. A static cache has `--capacity` slots, of which a prompt fills `--used`.
+
+A time is that of one more token: the difference of two calls, one of which generates more. Both wait for the GPU at
+every token, as `generate` does to see whether it is done. Calls take turns. `compile` is how long the first call took
+beyond another one, with nothing on disk that was compiled before. The floor is each weight and each used key and value
+once, at the rate of a plain read; of experts, as many as are picked.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
+import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby, product
+from pathlib import Path
+from unittest.mock import patch
 
 import torch
-from support import results
+from support import models, results
 from support.command_line import arguments, machine
 from support.timing import in_turns, read_rate
-from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StaticCache
+from torch._inductor.utils import clear_caches
+from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 BACKENDS = "inductor", "tatten"
 MODES = {
@@ -30,45 +44,18 @@ MODES = {
 FEW, MANY = 4, 36  # tokens of the two calls
 
 
-def build(layers: int, device: str) -> LlamaForCausalLM:
-    small = device == "cpu"
-    config = LlamaConfig(
-        hidden_size=128 if small else 4096,
-        intermediate_size=256 if small else 14336,
-        num_hidden_layers=layers,
-        num_attention_heads=4 if small else 32,
-        num_key_value_heads=2 if small else 8,
-        vocab_size=100 if small else 32000,
-        max_position_embeddings=1 << 17,
-    )
-    torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if small else torch.bfloat16)
-    with torch.device(device):
-        model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    torch.set_default_dtype(default)
-    return model
-
-
 def generator(
-    model: LlamaForCausalLM, prompt: torch.Tensor, capacity: int, backend: str, mode: str
+    model: PreTrainedModel, prompt: torch.Tensor, capacity: int, backend: str, mode: str
 ) -> Callable[[int], torch.Tensor]:
     """A function that generates so many tokens after the prompt, and returns them."""
-    compile_config = CompileConfig(backend=backend, **MODES[mode])
-    compile_config._compile_all_devices = True
+    config = CompileConfig(backend=backend, **MODES[mode])
+    config._compile_all_devices = True
     cache = StaticCache(model.config, max_cache_len=capacity)
 
     def generate(tokens: int) -> torch.Tensor:
         cache.reset()
-        return model.generate(
-            prompt,
-            past_key_values=cache,
-            min_new_tokens=tokens,
-            max_new_tokens=tokens,
-            do_sample=False,
-            compile_config=compile_config,
-            pad_token_id=0,
-        )[:, prompt.shape[1] :]
+        given = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        return model.generate(prompt, past_key_values=cache, compile_config=config, **given)[:, prompt.shape[1] :]
 
     return generate
 
@@ -81,74 +68,113 @@ def clock(call: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def measure(model: LlamaForCausalLM, batch: int, mode: str, args: object) -> dict[str, dict[str, float]]:
+@contextmanager
+def caches_in(folder: Path) -> Iterator[None]:
+    """What is compiled is looked up, and stored, in the folder."""
+    with patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder), TRITON_CACHE_DIR=str(folder / "triton")):
+        yield
+
+
+def first_call(
+    model: PreTrainedModel, prompt: torch.Tensor, backend: str, mode: str, args: argparse.Namespace, folder: Path
+) -> tuple[Callable[[int], torch.Tensor], float]:
+    """A function that generates so many tokens, with caches in the folder, and the seconds of its first call."""
+    torch._dynamo.reset()
+    clear_caches()  # those of Inductor in memory
+    model._compiled_call = None  # `generate` keeps what it compiled on the model
+    generate = generator(model, prompt, args.capacity, backend, mode)
+    with caches_in(folder):
+        seconds = clock(lambda: generate(FEW), args.device)
+    compiled = model._compiled_call
+
+    def again(tokens: int) -> torch.Tensor:
+        model._compiled_call = compiled
+        with caches_in(folder):
+            return generate(tokens)
+
+    return again, seconds
+
+
+def measure(model: PreTrainedModel, batch: int, mode: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Milliseconds of a token and seconds of compiling, by backend."""
     device = args.device
     prompt = torch.randint(1, model.config.vocab_size, (batch, args.used), device=device)
-    calls, first = {}, {}
-    for backend in BACKENDS:
-        torch._dynamo.reset()
-        model._compiled_call = None  # `generate` keeps what it compiled on the model
-        call = generator(model, prompt, args.capacity, backend, mode)
-        first[backend] = clock(lambda call=call: call(FEW), device)
-        compiled = model._compiled_call
-
-        def again(n: int, call: Callable[[int], torch.Tensor] = call, compiled: object = compiled) -> torch.Tensor:
-            model._compiled_call = compiled
-            return call(n)
-
-        again(MANY)
-        calls[backend] = again
 
     def token_ms(_: str, call: Callable[[int], torch.Tensor]) -> float:
         few = clock(lambda: call(FEW), device)
         return (clock(lambda: call(MANY), device) - few) / (MANY - FEW) * 1e3
 
-    took = in_turns(calls, args.rounds, token_ms)
-    again_s = {name: clock(lambda call=call: call(FEW), device) for name, call in calls.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        calls, first = {}, {}
+        for backend in BACKENDS:
+            calls[backend], first[backend] = first_call(model, prompt, backend, mode, args, Path(folder) / backend)
+        for call in calls.values():
+            call(MANY)  # before the second backend, Dynamo has dropped what the first one had compiled
+        took = in_turns(calls, args.rounds, token_ms)
+        again_s = {name: clock(lambda call=call: call(FEW), device) for name, call in calls.items()}
     return {"token_ms": took, "compile_s": {name: first[name] - again_s[name] for name in BACKENDS}}
 
 
-def main() -> None:
+def rows(args: argparse.Namespace, rate: float) -> Iterator[dict[str, object]]:
+    """The row of each model, number of layers, batch and mode, as soon as it is measured."""
+    tiny, dtype = args.device == "cpu", torch.float32 if args.device == "cpu" else torch.bfloat16
+    once = models.build(models.shape("llama", tiny=True), args.device, dtype)
+    measure(once, 1, "default", args)  # loads what the first row would load for all
+    pick = zip if args.paired else product
+    for name in args.models:
+        for layers, cells in groupby(pick(args.layers, args.batch), lambda cell: cell[0]):
+            model = models.build(models.shape(name, tiny, num_hidden_layers=layers), args.device, dtype)
+            for (_, batch), mode in product(cells, args.modes):
+                r = measure(model, batch, mode, args)
+                ms, row = r["token_ms"], {"model": name, "batch": batch, "mode": mode, "layers": layers}
+                floor = models.floor_bytes(model, batch, args.used) / rate * 1e3
+                row |= {"capacity": args.capacity, "used": args.used, **r, "floor_ms": floor}
+                yield row | {"ratio": ms["tatten"] / ms["inductor"]}
+            del model
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def parse() -> argparse.Namespace:
     parser = arguments(__doc__)
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--models", nargs="*", default=["llama"], choices=list(models.SHAPES))
+    parser.add_argument("--layers", type=int, nargs="*", help="default: 32; on a CPU 1")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--paired", action="store_true", help="the first of --layers with the first of --batch alone")
     parser.add_argument("--capacity", type=int)
     parser.add_argument("--used", type=int)
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     small = args.device == "cpu"
-    args.layers = args.layers or (1 if small else 32)
+    args.layers = args.layers or [1 if small else 32]
     args.capacity, args.used = args.capacity or (128 if small else 8192), args.used or (16 if small else 1000)
+    if args.paired and len(args.layers) != len(args.batch):
+        parser.error(f"--paired needs as many --layers as --batch, got {args.layers} and {args.batch}")
+    return args
+
+
+def main() -> None:
+    args = parse()
     rate = read_rate(args.device)
+    print(f"{machine(args.device)}, {rate / 1e9:.1f} GB/s; {args.capacity} slots, {args.used} used")
     print(
-        f"{machine(args.device)}, {rate / 1e9:.1f} GB/s; {args.layers} layers, {args.capacity} slots, {args.used} used"
+        "model       layers batch mode            | inductor   tatten    floor ms | tatten/inductor | compile s", end=""
     )
-    print("batch mode            | inductor   tatten    floor ms | tatten/inductor | compile s inductor tatten")
-    model = build(args.layers, args.device)
-    weights = sum(p.nbytes for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
+    print(" inductor tatten")
     found = []
     with torch.no_grad():
-        for batch in args.batch:
-            for mode in args.modes:
-                r = measure(model, batch, mode, args)
-                config = model.config
-                kv = 2 * batch * config.num_key_value_heads * config.head_dim * args.used * config.num_hidden_layers
-                kv *= model.dtype.itemsize
-                floor = (weights + kv) / rate * 1e3
-                found.append(
-                    {"batch": batch, "mode": mode, "layers": args.layers, "capacity": args.capacity, "used": args.used}
-                    | r
-                    | {"floor_ms": floor, "ratio": r["token_ms"]["tatten"] / r["token_ms"]["inductor"]}
-                )
-                ms, s = r["token_ms"], r["compile_s"]
-                print(
-                    f"{batch:5} {mode:15} | {ms['inductor']:8.2f} {ms['tatten']:8.2f} {floor:8.2f}    | "
-                    f"{found[-1]['ratio']:15.3f} | {s['inductor']:18.1f} {s['tatten']:6.1f}",
-                    flush=True,
-                )
-                if args.json:
-                    results.write(args.json, args.device, found, bytes_per_second=rate)
+        for r in rows(args, rate):
+            found.append(r)
+            ms, s = r["token_ms"], r["compile_s"]
+            print(
+                f"{r['model']:11} {r['layers']:6} {r['batch']:5} {r['mode']:15} | {ms['inductor']:8.2f} "
+                f"{ms['tatten']:8.2f} {r['floor_ms']:8.2f}    | {r['ratio']:15.3f} | {s['inductor']:18.1f} "
+                f"{s['tatten']:6.1f}",
+                flush=True,
+            )
+            if args.json:
+                results.write(args.json, args.device, found, bytes_per_second=rate)
 
 
 if __name__ == "__main__":

@@ -9,46 +9,21 @@ which margins are fixed: matplotlib's layout engines differ in the last digit fr
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import LogLocator
 from support import results
+from support.curves import DARK, LIGHT, Line, Theme, headline, lines, log_axis, thousands
 from support.tables import Row, fill, heads
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-@dataclass(frozen=True)
-class Theme:
-    """Colours of a page: its text, its lines, and what is drawn for each implementation."""
-
-    suffix: str
-    text: str
-    line: str
-    ours: str
-    others: dict[str, str]
-
-
-LIGHT = Theme(
-    "",
-    "#1f2328",
-    "#d1d9e0",
-    "#0b57d0",
-    {"PyTorch": "#d1242f", "cuDNN": "#1a7f37", "flash": "#9a6700", "FA3": "#8250df", "cascade": "#6e7781"},
-)
-DARK = Theme(
-    "-dark",
-    "#f0f6fc",
-    "#3d444d",
-    "#58a6ff",
-    {"PyTorch": "#ff7b72", "cuDNN": "#3fb950", "flash": "#d29922", "FA3": "#bc8cff", "cascade": "#9198a1"},
-)
 MARKERS = {"PyTorch": "X", "cuDNN": "s", "flash": "^", "FA3": "D", "cascade": "v"}
 
 
@@ -69,10 +44,6 @@ def case(name: str, r: Row, ours: str, others: dict[str, str]) -> Case:
         if column in us:
             found[drawn] = min(us[column] / floor, found.get(drawn, float("inf")))
     return Case(name, us[ours] / floor, found)
-
-
-def thousands(n: int) -> str:
-    return f"{n // 1024}k" if n % 1024 == 0 else f"{n / 1000:.0f}k" if n >= 1000 else str(n)
 
 
 def steps() -> list[Case]:
@@ -129,18 +100,6 @@ def panel(ax: Axes, title: str, cases: list[Case], theme: Theme) -> None:
     ax.set_xlim(min(0.9, 0.95 * min(drawn)), max(1.3 * largest, 2))
 
 
-def log_axis(scale: Callable[[str], None], ax: Axes, theme: Theme) -> None:
-    """Make an axis logarithmic, and give all the page's colours."""
-    scale("log")
-    ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.tick_params(which="both", colors=theme.text, length=0, labelsize=8.5)
-    ax.grid(axis="x", color=theme.line, linewidth=0.6)
-    ax.set_axisbelow(True)
-    ax.set_facecolor("none")
-    for spine in ax.spines.values():
-        spine.set_visible(False)
-
-
 LABELS = {
     "PyTorch": "PyTorch",
     "cuDNN": "cuDNN",
@@ -152,10 +111,6 @@ LABELS = {
 
 def device(name: str) -> str:
     return str(results.read(RESULTS / f"{name}.json")["device"])
-
-
-def headline(figure: Figure, text: str, theme: Theme) -> None:
-    figure.suptitle(text, color=theme.text, fontsize=11)
 
 
 def legend(figure: Figure, names: list[str], theme: Theme, labels: dict[str, str]) -> None:
@@ -201,34 +156,62 @@ def shared_prefix(theme: Theme) -> Figure:
 def tree_vs_ring(theme: Theme) -> Figure:
     """Attention of one query to a context on two GPUs, by its length."""
     rows = results.select(RESULTS / "tree_latency.json", ("length", "us"), section="latency")
-    figure = Figure(figsize=(6.4, 3.4))
-    figure.subplots_adjust(left=0.11, right=0.97, bottom=0.15, top=0.9)
-    ax = figure.add_subplot()
-    log_axis(ax.set_xscale, ax, theme)
-    ax.set_yscale("log")
-    ax.grid(axis="y", color=theme.line, linewidth=0.6)
-    drawn = (  # what, as what, where its label stands
-        ("ring", "ring attention", theme.others["PyTorch"], "-", (-12, 10, "right")),
-        ("tree:push", "tatten: merged by push", theme.ours, "-", (-12, 10, "right")),
-        ("local", "its own shard only", theme.text, ":", (8, -12, "left")),
-    )
-    lengths = [r["length"] for r in rows]
-    middle = len(rows) // 2
-    for column, label, color, style, (right, up, side) in drawn:
-        times = [r["us"][column] for r in rows]
-        ax.plot(lengths, times, style, marker="o", markersize=4, color=color)
-        at = lengths[middle], times[middle]
-        ax.annotate(label, at, (right, up), textcoords="offset points", ha=side, color=color, fontsize=9)
-    ax.set_xticks(lengths, [thousands(n) for n in lengths])
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g} us"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
-    ax.set_xlabel("keys in the context", color=theme.text, fontsize=9)
-    ranks = rows[0]["ranks"]
-    headline(figure, f"Attention of one query over {ranks} x {device('tree_latency')}", theme)
+
+    def points(column: str) -> list[tuple[int, float]]:
+        return [(r["length"], r["us"][column]) for r in rows]
+
+    drawn = [
+        Line("ring attention", points("ring"), theme.others["PyTorch"]),
+        Line("tatten: merged by push", points("tree:push"), theme.ours),
+        Line("its own shard only", points("local"), theme.text, ":", (8, -12, "left")),
+    ]
+    figure = lines(drawn, " us", "keys in the context", theme)
+    headline(figure, f"Attention of one query over {rows[0]['ranks']} x {device('tree_latency')}", theme)
     return figure
 
 
-PICTURES = {"speed_over_floor": speed_over_floor, "shared_prefix": shared_prefix, "tree_vs_ring": tree_vs_ring}
+def prefill(theme: Theme) -> Figure:
+    """Seconds of a prefill, by its length and the number of ranks."""
+    keys = "length", "ranks", "s", "floor_s"
+    one, all_ranks = (results.select(RESULTS / "prefill.json", keys, arm=arm) for arm in ("sdpa", "striped"))
+    all_ranks += results.select(RESULTS / "prefill_long.json", keys)
+    gpus = f"{all_ranks[0]['ranks']} GPUs"
+    drawn = [
+        Line("one GPU", [(r["length"], r["s"]) for r in one], theme.others["PyTorch"]),
+        Line(f"tatten: {gpus}", [(r["length"], r["s"]) for r in all_ranks], theme.ours, "-", (14, -6, "left")),
+        Line("its floor", [(r["length"], r["floor_s"]) for r in all_ranks], theme.text, ":", (14, -22, "left")),
+    ]
+    figure = lines(drawn, " s", "tokens of the prompt", theme)
+    headline(figure, f"Prefill at Llama-3.1-8B's shapes, {device('prefill')} (less is better)", theme)
+    return figure
+
+
+def rollouts(theme: Theme) -> Figure:
+    """Tokens per second of rollouts, by the number of samples of each prompt."""
+    rows = results.select(RESULTS / "rollouts.json", ("samples", "prompts", "tokens_per_second"))
+
+    def points(arm: str) -> list[tuple[int, float]]:
+        return [(r["samples"], r["tokens_per_second"][arm]) for r in rows]
+
+    drawn = [
+        Line("generate, compiled by Inductor", points("inductor"), theme.others["PyTorch"]),
+        Line("generate, compiled by tatten", points("tatten"), theme.ours, "--"),
+        Line("tatten: a fork of each prompt", points("fork"), theme.ours),
+    ]
+    figure = lines(drawn, "", f"samples of each of {rows[0]['prompts']} prompts", theme)
+    figure.axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    figure.axes[0].margins(y=0.15)  # for the label of the uppermost
+    headline(figure, f"Rollouts, tokens per second, {device('rollouts')} (more is better)", theme)
+    return figure
+
+
+PICTURES = {
+    "speed_over_floor": speed_over_floor,
+    "shared_prefix": shared_prefix,
+    "tree_vs_ring": tree_vs_ring,
+    "prefill": prefill,
+    "rollouts": rollouts,
+}
 
 
 def main() -> None:
@@ -239,8 +222,12 @@ def main() -> None:
     for name, draw in PICTURES.items():
         for theme in (LIGHT, DARK):
             path = images / f"{name}{theme.suffix}.svg"
-            draw(theme).savefig(path, transparent=True, metadata={"Date": None})
-            print(path.relative_to(ROOT))
+            try:
+                draw(theme).savefig(path, transparent=True, metadata={"Date": None})
+            except results.NotRecorded as missing:
+                print(f"{path.relative_to(ROOT)} not drawn: {missing}")
+            else:
+                print(path.relative_to(ROOT))
     page = ROOT / "docs" / "benchmarks.md"
     page.write_text(fill(page.read_text(), RESULTS))
     print(page.relative_to(ROOT))

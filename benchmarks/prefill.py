@@ -1,10 +1,10 @@
 """A prefill of which each rank runs its share, beside one GPU, and a prompt that is too long for one.
 
-    torchrun --nproc-per-node 2 benchmarks/prefill.py --device cuda                                # about ten minutes
-    torchrun --nproc-per-node 2 benchmarks/prefill.py --device cuda --section prompt --layers 8    # one minute or two
-    torchrun --nproc-per-node 2 benchmarks/prefill.py --device cpu                                 # gloo, tiny shapes
+    torchrun --nproc-per-node 2 benchmarks/prefill.py --device cuda                     # about eight minutes
+    torchrun --nproc-per-node 2 benchmarks/prefill.py --device cuda --section prompt    # two or three
+    torchrun --nproc-per-node 2 benchmarks/prefill.py --device cpu                      # gloo, tiny shapes
 
-    prompt    131072 tokens of a model in the shape of Llama-3.1-8B, random weights, bfloat16
+    prompt    8192, 32768 and 131072 tokens of a model in the shape of Llama-3.1-8B, random weights, bfloat16
         sdpa     a call of the model on one GPU: SDPA, with whatever kernel PyTorch picks
         alone    `cache.prefill` over a mesh of one rank: the kernels of `striped` without its ring
         striped  `cache.prefill` over all ranks
@@ -26,47 +26,32 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from support import results
+from support import models, results
 from support.command_line import arguments, machine
 from support.timing import product_rate
 from support.together import Ranks, join, say
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, PreTrainedModel
 
 from tatten.integrations.transformers import ShardedKVCache
 
-SIZES = {
-    "cuda": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    "cpu": {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-    },
+LENGTHS = {
+    "cuda": {"prompt": [8192, 32768, 131072], "long": [1 << 20]},
+    "cpu": {"prompt": [128, 512], "long": [2048]},
 }
-LENGTHS = {"cuda": {"prompt": 131072, "long": 1 << 20}, "cpu": {"prompt": 512, "long": 2048}}
 CHUNK = {"cuda": 65536, "cpu": 512}
 MOST = 0.2  # that logits may differ; where half of the prompt was another, they differ by 0.4 or more
 
 
-def make_model(device: str, layers: int | None, length: int) -> LlamaForCausalLM:
+def make_model(device: str, layers: int | None, length: int) -> PreTrainedModel:
     """A Llama with random weights, the same on all ranks, whose attention to `length` tokens weighs in its logits."""
-    sizes = SIZES[device] | ({"num_hidden_layers": layers} if layers else {})
+    changes: dict[str, object] = {"num_hidden_layers": layers} if layers else {}
+    if device == "cuda":
+        changes["vocab_size"] = 128256
     rope = {"rope_type": "default", "rope_theta": 5e5}
-    config = LlamaConfig(**sizes, max_position_embeddings=1 << 20, rope_parameters=rope, attn_implementation="tatten")
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    changes |= {"max_position_embeddings": 1 << 20, "rope_parameters": rope}
+    model = models.build(models.shape("llama", tiny=device == "cpu", **changes), device, torch.bfloat16, "tatten")
     for layer in model.model.layers:
         layer.self_attn.v_proj.weight.mul_(length**0.5 / 4)
     return model
@@ -77,13 +62,13 @@ def make_prompt(device: str, vocabulary: int, length: int) -> Tensor:
     return torch.randint(vocabulary, (1, length), generator=rng, device=device)
 
 
-def products(model: LlamaForCausalLM, tokens: int) -> int:
+def products(model: PreTrainedModel, tokens: int) -> int:
     """Floating point operations of a prefill."""
     weights = sum(x.weight.numel() for x in model.model.modules() if isinstance(x, nn.Linear))
     return 2 * tokens * weights + 2 * tokens**2 * model.config.hidden_size * model.config.num_hidden_layers
 
 
-def ring_bytes(model: LlamaForCausalLM, ranks: int, tokens: int, chunk: int | None) -> int:
+def ring_bytes(model: PreTrainedModel, ranks: int, tokens: int, chunk: int | None) -> int:
     """Bytes that a rank sends in a prefill of one prompt."""
     config, each = model.config, -(-tokens // ranks)
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
@@ -91,12 +76,12 @@ def ring_bytes(model: LlamaForCausalLM, ranks: int, tokens: int, chunk: int | No
     return (ranks - 1) * token * sum(min(end, each) for end in range(step, each + step, step))
 
 
-def striped(model: LlamaForCausalLM, mesh: DeviceMesh, prompt: Tensor, chunk: int | None) -> Tensor:
+def striped(model: PreTrainedModel, mesh: DeviceMesh, prompt: Tensor, chunk: int | None) -> Tensor:
     cache = ShardedKVCache(model.config, mesh, capacity=prompt.shape[1] + 256)
     return cache.prefill(model, prompt, chunk)
 
 
-def by_sdpa(model: LlamaForCausalLM, prompt: Tensor) -> Tensor:
+def by_sdpa(model: PreTrainedModel, prompt: Tensor) -> Tensor:
     return model(prompt, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits[:, -1]
 
 
@@ -118,8 +103,7 @@ def difference(ranks: Ranks, name: str, got: Tensor, want: Tensor) -> float:
     return error
 
 
-def prompt(ranks: Ranks, args: argparse.Namespace) -> list[dict]:
-    length = args.lengths["prompt"]
+def prompt(ranks: Ranks, args: argparse.Namespace, length: int) -> list[dict]:
     model = make_model(args.device, args.layers, length)
     ids = make_prompt(args.device, model.config.vocab_size, length)
     one = init_device_mesh(args.device, (ranks.size, 1), mesh_dim_names=("copy", "kv"))
@@ -128,8 +112,8 @@ def prompt(ranks: Ranks, args: argparse.Namespace) -> list[dict]:
         "alone": (1, lambda: striped(model, one, ids, args.chunk)),
         "striped": (ranks.size, lambda: striped(model, args.mesh, ids, args.chunk)),
     }
-    want = by_sdpa(model, ids)
-    errors = {name: difference(ranks, name, step(), want) for name, (_, step) in arms.items()}
+    logits = {name: step() for name, (_, step) in arms.items()}
+    errors = {name: difference(ranks, name, got, logits["sdpa"]) for name, got in logits.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
     for _ in range(args.rounds):
         for name, (_, step) in arms.items():
@@ -152,8 +136,8 @@ def prompt(ranks: Ranks, args: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def long(ranks: Ranks, args: argparse.Namespace) -> list[dict]:
-    length, chunk = args.lengths["long"], args.chunk or CHUNK[args.device]
+def long(ranks: Ranks, args: argparse.Namespace, length: int) -> list[dict]:
+    chunk = args.chunk or CHUNK[args.device]
     model = make_model(args.device, args.layers, length)
     ids = make_prompt(args.device, model.config.vocab_size, length)
     striped(model, args.mesh, ids[:, : 2 * ranks.size], None)  # connects the ranks
@@ -184,11 +168,10 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--section", nargs="*", default=list(SECTIONS), choices=SECTIONS)
     parser.add_argument("--layers", type=int, help="default: 32, on a CPU 2")
-    parser.add_argument("--lengths", nargs=2, type=int, metavar=("PROMPT", "LONG"), help="tokens of the two sections")
+    parser.add_argument("--lengths", nargs="*", type=int, help="of the prompt, for all sections; default: each its own")
     parser.add_argument("--chunk", type=int, help="default: all of `prompt`, and 65536 tokens of `long`, on a CPU 512")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    args.lengths = dict(zip(SECTIONS, args.lengths, strict=True)) if args.lengths else LENGTHS[args.device]
     join(args.device, datetime.timedelta(minutes=10))
     ranks = Ranks(dist.get_world_size(), args.device)
     args.mesh = init_device_mesh(args.device, (ranks.size,), mesh_dim_names=("kv",))
@@ -197,7 +180,8 @@ def main() -> None:
     rows: list[dict] = []
     with torch.no_grad():
         for section in args.section:
-            rows += SECTIONS[section](ranks, args)
+            for length in args.lengths or LENGTHS[args.device][section]:
+                rows += SECTIONS[section](ranks, args, length)
             if args.json and ranks.rank == 0:
                 results.write(args.json, args.device, rows, products_per_second=args.rate)
     dist.destroy_process_group()

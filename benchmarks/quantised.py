@@ -21,12 +21,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from generate import FEW, MANY, MODES, build, clock
-from support import results
+from generate import FEW, MANY, MODES, clock
+from support import models, results
 from support.command_line import arguments, machine
 from support.timing import in_turns
 from torch import Tensor
-from transformers import Cache, CompileConfig, LlamaForCausalLM, StaticCache
+from transformers import Cache, CompileConfig, PreTrainedModel, StaticCache
 
 import tatten
 from tatten.caches.quantised import dequantise, quantise
@@ -36,7 +36,7 @@ WIDE = "16 bits"
 FASTER, SMALLER = 1.3, 0.55  # asked for on a GPU: tokens per second over, and bytes of, those in 16 bits
 
 
-def make_cache(name: str, model: LlamaForCausalLM, capacity: int) -> Cache:
+def make_cache(name: str, model: PreTrainedModel, capacity: int) -> Cache:
     if name == WIDE:
         return StaticCache(model.config, max_cache_len=capacity)
     return tatten.QuantizedStaticCache(model.config, capacity, DTYPES[name])
@@ -49,7 +49,7 @@ def bytes_of(cache: Cache) -> int:
 
 
 def generator(
-    model: LlamaForCausalLM, prompt: Tensor, cache: Cache, config: CompileConfig
+    model: PreTrainedModel, prompt: Tensor, cache: Cache, config: CompileConfig
 ) -> tuple[Callable[[int], Tensor], tatten.Report]:
     """A function that generates so many tokens, compiled, and the report of what was compiled."""
 
@@ -64,7 +64,7 @@ def generator(
     return generate, report
 
 
-def logits_after(model: LlamaForCausalLM, prompt: Tensor, cache: Cache) -> Tensor:
+def logits_after(model: PreTrainedModel, prompt: Tensor, cache: Cache) -> Tensor:
     """The logits of a step after the prompt, in eager mode."""
     cache.reset()
     model(prompt, past_key_values=cache, logits_to_keep=1)
@@ -99,7 +99,7 @@ def attention_errors(batch: int, length: int, dtype: torch.dtype, device: str) -
     return errors
 
 
-def measure(model: LlamaForCausalLM, args: argparse.Namespace) -> list[dict]:
+def measure(model: PreTrainedModel, args: argparse.Namespace) -> list[dict]:
     device = args.device
     prompt = torch.randint(1, model.config.vocab_size, (args.batch, args.used), device=device)
     caches = {name: make_cache(name, model, args.capacity) for name in (WIDE, *DTYPES)}
@@ -158,7 +158,8 @@ def main() -> None:
     args.capacity = args.capacity or (96 if small else 4096)
     args.used = args.used or args.capacity - MANY
     print(f"{machine(args.device)}; {args.batch} x {args.capacity} slots, {args.used} used, {args.layers} layers")
-    model = build(args.layers, args.device)
+    config = models.shape("llama", tiny=small, num_hidden_layers=args.layers)
+    model = models.build(config, args.device, torch.float32 if small else torch.bfloat16)
     with torch.no_grad():
         errors = attention_errors(args.batch, args.capacity, model.dtype, args.device)
         print("attention, relative error to float64: " + ", ".join(f"{name} {x:.1e}" for name, x in errors.items()))

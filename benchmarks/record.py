@@ -1,7 +1,7 @@
 """Record the figures of docs/benchmarks.md: each benchmark in turn, each with a time limit, into one folder of JSON.
 
-    python benchmarks/record.py one                   # all that one GPU measures, in at most 40 minutes
-    python benchmarks/record.py two                   # what two GPUs measure, in at most 9 minutes
+    python benchmarks/record.py one                   # all that one GPU measures, in at most 55 minutes
+    python benchmarks/record.py two                   # what two GPUs measure, in at most 25 minutes
     python benchmarks/record.py eight                 # the merge on the eight GPUs of a node, in at most 2 minutes
     python benchmarks/record.py cpu                   # what is said of a CPU; about 15 minutes of an idle machine
     python benchmarks/record.py one --steps lean_paper decode_grid --out folder
@@ -49,10 +49,24 @@ STEPS = {
             5,
             "generate.py --batch 1 --modes default --rounds 1",
         ),
+        Step(
+            "generate_batch8",
+            "generate.py --device cuda --layers 32 --batch 8 --modes default cpp_wrapper --rounds 3",
+            7,
+            "generate.py --batch 8 --modes default --rounds 1",
+        ),
+        Step(
+            "generate_architectures",
+            "generate.py --device cuda --models llama gemma2 gpt_oss deepseek_v3 --layers 2 8 --batch 1 8 --paired "
+            "--modes default reduce-overhead --rounds 2",
+            9.5,
+            "generate.py --models llama gemma2 gpt_oss deepseek_v3 --batch 2 --modes default --rounds 1",
+        ),
         Step("shared_prefix", "shared_prefix.py --device cuda", 4, "shared_prefix.py --rows 16 17 --rounds 1"),
         Step("float8", "float8.py --device cuda", 2),
         Step("quantised", "quantised.py --device cuda --layers 16 --rounds 2", 6, "quantised.py --rounds 1"),
         Step("overhead", "overhead.py --device cuda", 1),
+        Step("aoti_cuda", "aoti.py --device cuda --rows 0", 4, "aoti.py --rows 1 --repeats 1"),
         Step(
             "decode_invariant",
             "decode.py --device cuda --section invariant",
@@ -65,6 +79,12 @@ STEPS = {
             "best_of_n.py --device cuda --variants with",
             3,
             "best_of_n.py --n 1 2 --layers 1 --context 64 --repeats 1 --variants with",
+        ),
+        Step(
+            "rollouts",
+            "rollouts.py --device cuda",
+            6,
+            "rollouts.py --prompts 2 --prompt-len 20 --samples 2 --new-tokens 4",
         ),
         Step(
             "lean_paper",
@@ -116,7 +136,7 @@ STEPS = {
         Step(
             "tree_table1",
             "tree_vs_ring.py --device cuda --section table1 --lengths 131072",
-            2,
+            3,
             "tree_vs_ring.py --section table1 --trials 1",
             2,
         ),
@@ -141,6 +161,14 @@ STEPS = {
             "latent.py --section sharded --rounds 1",
             2,
         ),
+        Step(
+            "prefill",
+            "prefill.py --device cuda --section prompt --rounds 2",
+            4,
+            "prefill.py --section prompt --rounds 1",
+            2,
+        ),
+        Step("prefill_long", "prefill.py --device cuda --section long", 7, "prefill.py --section long", 2),
     ],
     "eight": [
         Step("tree_merge_8", "tree_merge.py --device cuda", 1.5, "tree_merge.py --rounds 1 --repeats 2", 8),
@@ -162,7 +190,7 @@ STEPS = {
         Step("aoti", "aoti.py", 8, "aoti.py --rows 1 --repeats 1"),
     ],
 }
-MINUTES = {"one": 40.0, "two": 9.0, "eight": 2.0, "cpu": 40.0}
+MINUTES = {"one": 55.0, "two": 25.0, "eight": 2.0, "cpu": 40.0}
 
 
 def line(step: Step, quick: bool, path: Path) -> list[str]:

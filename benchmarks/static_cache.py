@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 import torch
-from support import results
+from support import models, results
 from support.command_line import arguments, machine
-from support.static_step import measure_step, weight_bytes
+from support.static_step import measure_step
 from support.timing import read_rate
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -59,29 +59,19 @@ def cuda_grid() -> list[Row]:
     return [Row(batch, 32, 8, 128, length, used, "bfloat16") for batch, length, used in shapes]
 
 
-def build(row: Row, device: str) -> LlamaForCausalLM:
-    hidden = row.q_heads * row.head_dim
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=14336 if device == "cuda" else 11 * hidden // 4,
-        num_hidden_layers=8,
-        num_attention_heads=row.q_heads,
-        num_key_value_heads=row.kv_heads,
-        head_dim=row.head_dim,
-        vocab_size=32000 if device == "cuda" else 16000,
-        max_position_embeddings=1 << 17,
-        tie_word_embeddings=device == "cpu",
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        return LlamaForCausalLM(config).to(getattr(torch, row.dtype)).eval().requires_grad_(False)
+def build(row: Row, device: str) -> PreTrainedModel:
+    sizes = {"num_hidden_layers": 8}
+    if device == "cpu":
+        hidden = row.q_heads * row.head_dim
+        sizes |= {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "head_dim": row.head_dim}
+        sizes |= {"num_attention_heads": row.q_heads, "num_key_value_heads": row.kv_heads}
+        sizes |= {"vocab_size": 16000, "tie_word_embeddings": True}
+    return models.build(models.shape("llama", **sizes), device, getattr(torch, row.dtype))
 
 
 def measure(row: Row, device: str, rate: float, repeats: int) -> dict[str, float]:
     model = build(row, device)
-    weights = weight_bytes(model)
-    kv = 2 * 8 * row.batch * row.kv_heads * row.used * row.head_dim * getattr(torch, row.dtype).itemsize
-    floor = {"floor_ms": (weights + kv) / rate * 1e3}
+    floor = {"floor_ms": models.floor_bytes(model, row.batch, row.used) / rate * 1e3}
     return asdict(row) | measure_step(model, row, device, repeats) | floor
 
 

@@ -18,9 +18,10 @@ it is timed each is held to float64.
 Of the paper's symbols b is the batch, t the keys of a rank, p the ranks, n_h the query heads. It knows one d; here
 d = n_h * head_dim for what has the shape of the query, and kv heads * head_dim for keys and values.
 
-Table 1 times "10 tokens with prefill". As in the paper's code both arms have the same prefill, here a ring whose shards
-are interleaved so that ranks are equally busy; it is timed once for all arms, and each starts from the cache that it
-left. New tokens are stored on one rank in turn.
+Table 1 times "10 tokens with prefill". The ring's prefill is a ring where each rank has an early and a late chunk, so
+that all are equally busy; the trees' is `cache.prefill`, where each has every n-th token, of a model of transformers
+over the same weights. In the paper's code both arms have the same. Each is timed once for its arms, which start from
+the cache that it left. New tokens are stored on one rank in turn.
 """
 
 from __future__ import annotations

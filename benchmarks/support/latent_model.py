@@ -1,4 +1,4 @@
-"""DeepSeek-V3's shapes with dense MLPs and random weights, and the steps that `latent.py` measures of them."""
+"""The steps of DeepSeek-V3's shapes that `latent.py` measures."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 
 import generate
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import PreTrainedModel
 
-from support.static_step import measure_step, weight_bytes
+from support import models
+from support.static_step import measure_step
 
 
 @dataclass(frozen=True)
@@ -30,33 +31,19 @@ def rows(device: str) -> list[Row]:
     return [Row(1, 32768, 32000, 12), Row(8, 4096, 4000, 12), Row(1, 8192, 1000, 4)]
 
 
-def config(device: str) -> DeepseekV3Config:
+def build(device: str, dtype: str) -> PreTrainedModel:
     """4 layers with 128 heads; on a CPU a layer with 16, beside which MLP and vocabulary are next to nothing."""
-    sizes = {"num_hidden_layers": 4, "intermediate_size": 2048, "vocab_size": 32000}
+    sizes = {"num_hidden_layers": 4}
     if device == "cpu":
         sizes = {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 128, "num_attention_heads": 16}
         sizes |= {"num_key_value_heads": 16, "hidden_size": 2048}
-    return DeepseekV3Config(first_k_dense_replace=sizes["num_hidden_layers"], max_position_embeddings=1 << 16, **sizes)
-
-
-def build(device: str, dtype: str) -> DeepseekV3ForCausalLM:
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = DeepseekV3ForCausalLM(config(device))
-    return model.to(getattr(torch, dtype)).eval().requires_grad_(False)
-
-
-def floor_bytes(model: DeepseekV3ForCausalLM, batch: int, used: int) -> int:
-    """Each weight and each used latent once."""
-    c = model.config
-    latents = c.num_hidden_layers * batch * used * (c.kv_lora_rank + c.qk_rope_head_dim)
-    return weight_bytes(model) + latents * model.dtype.itemsize
+    return models.build(models.shape("deepseek_v3", **sizes), device, getattr(torch, dtype))
 
 
 def step(row: Row, device: str, rate: float, repeats: int) -> dict[str, object]:
     """A row of the results."""
     model = build(device, row.dtype)
-    floor = floor_bytes(model, row.batch, row.used) / rate * 1e3
+    floor = models.floor_bytes(model, row.batch, row.used) / rate * 1e3
     found = measure_step(model, row, device, repeats)
     faster = found["inductor_ms"] / found["tatten_ms"]
     heads = model.config.num_attention_heads
@@ -69,7 +56,7 @@ def tokens(device: str, rate: float, rounds: int) -> list[dict[str, object]]:
     if device == "cpu":
         batch, capacity, used, modes = (2, 256, 64, ("default",))
     model = build(device, "float32" if device == "cpu" else "bfloat16")
-    floor = floor_bytes(model, batch, used) / rate * 1e3
+    floor = models.floor_bytes(model, batch, used) / rate * 1e3
     asked = Namespace(device=device, capacity=capacity, used=used, rounds=rounds)
     found: list[dict[str, object]] = []
     for mode in modes:

@@ -26,6 +26,10 @@ class ResultsError(ValueError):
     """A file of figures that is missing, or does not hold what is read from it."""
 
 
+class NotRecorded(ResultsError):
+    """A file of figures that is missing."""
+
+
 def write(path: Path, device: str, rows: Sequence[dict[str, Any]], **more: object) -> None:
     """Write a run's figures; `device` is `cpu` or `cuda`."""
     try:
@@ -47,11 +51,11 @@ def write(path: Path, device: str, rows: Sequence[dict[str, Any]], **more: objec
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A run's figures; raises ResultsError if the file is missing, or isn't in the format."""
+    """A run's figures; raises NotRecorded if the file is missing, and ResultsError if it isn't in the format."""
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ResultsError(f"{path} is missing") from None
+        raise NotRecorded(f"{path} is missing") from None
     except json.JSONDecodeError as error:
         raise ResultsError(f"{path} is no JSON: {error}") from None
     missing = [field for field in FIELDS if not isinstance(data, dict) or field not in data]

@@ -52,12 +52,6 @@ def decode_step(model: PreTrainedModel, row: Shape, backend: str | None, device:
     return as_graph(step)
 
 
-def weight_bytes(model: PreTrainedModel) -> int:
-    """What a step reads of the weights; of an embedding that is no output projection it reads a row per sequence."""
-    weights = sum(p.nbytes for p in model.parameters())
-    return weights if model.config.tie_word_embeddings else weights - model.get_input_embeddings().weight.nbytes
-
-
 def measure_step(model: PreTrainedModel, row: Shape, device: str, repeats: int) -> dict[str, float]:
     """Milliseconds and errors of both; `model` is in float32 afterwards."""
     with torch.no_grad():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.results import ResultsError, need, read
+from support.results import NotRecorded, ResultsError, need, read
 
 Row = dict[str, Any]
 Cell = Callable[[Row], object]
@@ -106,12 +106,37 @@ STEP: dict[str, Cell | str] = {
     "error, Inductor": error("inductor_error"),
     "error, tatten": error("tatten_error"),
 }
+AOTI = {
+    "batch": "batch",
+    "heads": heads,
+    "head_dim": "head_dim",
+    "cache": "max_cache_len",
+    "used": "used",
+    "layers": "layers",
+    "Inductor's package ms": figure("inductor_ms", 1),
+    "tatten's package ms": figure("tatten_ms", 1),
+    "compiled ms": figure("compiled_ms", 1),
+}
+GENERATE: dict[str, Cell | str] = {
+    "mode": "mode",
+    "batch": "batch",
+    "layers": "layers",
+    "slots": "capacity",
+    "used": "used",
+    "Inductor ms": lambda r: number(r["token_ms"]["inductor"], 2),
+    "tatten ms": lambda r: number(r["token_ms"]["tatten"], 2),
+    "byte floor ms": figure("floor_ms", 2),
+    "tatten to Inductor": figure("ratio", 2),
+    "compile s, Inductor": lambda r: number(r["compile_s"]["inductor"], 0),
+    "compile s, tatten": lambda r: number(r["compile_s"]["tatten"], 0),
+}
 MERGE = {
     "rows (queries times heads)": "rows",
     "three all-reduces": us("all_reduce"),
     "one all-gather": us("all_gather"),
     "push": us("push"),
 }
+ARMS = {"sdpa": "a call of the model", "alone": "`cache.prefill`, one rank", "striped": "`cache.prefill`"}
 TABLES = {
     "static_cache": Table("static_cache", STATIC_CACHE),
     "static_cache_cpu": Table("static_cache_cpu", STATIC_CACHE),
@@ -253,36 +278,11 @@ TABLES = {
             "floor": us("floor", 0),
         },
     ),
-    "generate": Table(
-        "generate",
-        {
-            "mode": "mode",
-            "batch": "batch",
-            "layers": "layers",
-            "slots": "capacity",
-            "used": "used",
-            "Inductor ms": lambda r: number(r["token_ms"]["inductor"], 2),
-            "tatten ms": lambda r: number(r["token_ms"]["tatten"], 2),
-            "byte floor ms": figure("floor_ms", 2),
-            "tatten to Inductor": figure("ratio", 2),
-            "compile s, Inductor": lambda r: number(r["compile_s"]["inductor"], 0),
-            "compile s, tatten": lambda r: number(r["compile_s"]["tatten"], 0),
-        },
-    ),
-    "aoti": Table(
-        "aoti",
-        {
-            "batch": "batch",
-            "heads": heads,
-            "head_dim": "head_dim",
-            "cache": "max_cache_len",
-            "used": "used",
-            "layers": "layers",
-            "Inductor's package ms": figure("inductor_ms", 1),
-            "tatten's package ms": figure("tatten_ms", 1),
-            "compiled ms": figure("compiled_ms", 1),
-        },
-    ),
+    "generate": Table("generate", GENERATE),
+    "generate_architectures": Table("generate_architectures", {"model": "model", **GENERATE}),
+    "generate_batch8": Table("generate_batch8", GENERATE),
+    "aoti": Table("aoti", AOTI),
+    "aoti_cuda": Table("aoti_cuda", AOTI),
     "overhead": Table(
         "overhead", {"call": "call", "us": figure("us", 0), "over SDPA": lambda r: number(r["over_sdpa"], 2)}
     ),
@@ -404,7 +404,59 @@ TABLES = {
     ),
     "tree_table1": Table(
         "tree_table1",
-        {"keys": "length", "arm": "arm", "ms a step": lambda r: number(1e3 * r["decode_s"] / (len(r["tokens"]) - 1))},
+        {
+            "keys": "length",
+            "arm": "arm",
+            "prefill s": figure("prefill_s", 2),
+            "ms a step": lambda r: number(1e3 * r["decode_s"] / (len(r["tokens"]) - 1)),
+            "10 tokens s": lambda r: number(r["prefill_s"] + r["decode_s"], 2),
+        },
+    ),
+    "prefill": Table(
+        "prefill",
+        {
+            "tokens": "length",
+            "by": lambda r: ARMS[r["arm"]],
+            "GPUs": "ranks",
+            "s": figure("s", 2),
+            "floor s": figure("floor_s", 2),
+            "times as fast as a call on one GPU": lambda r: number(r["faster"]["sdpa"], 2),
+            "GB sent by a GPU": lambda r: number(r["ring_bytes"] / 1e9),
+            "most GiB on a GPU": figure("gib"),
+            "logits differ": error("difference"),
+        },
+    ),
+    "prefill_long": Table(
+        "prefill_long",
+        {
+            "tokens": "length",
+            "GPUs": "ranks",
+            "chunk": "chunk",
+            "s": figure("s"),
+            "floor s": figure("floor_s"),
+            "tokens/s": lambda r: number(r["length"] / r["s"], 0),
+            "GB sent by a GPU": lambda r: number(r["ring_bytes"] / 1e9),
+            "most GiB on a GPU": figure("gib"),
+            "logits": lambda r: "finite" if r["finite"] else "not finite",
+        },
+    ),
+    "rollouts": Table(
+        "rollouts",
+        {
+            "samples": "samples",
+            **{
+                f"{shown} tokens/s": lambda r, arm=arm: number(r["tokens_per_second"][arm], 0)
+                for arm, shown in (("inductor", "generate, Inductor"), ("tatten", "generate, tatten"), ("fork", "fork"))
+            },
+            "times Inductor's": lambda r: number(r["tokens_per_second"]["fork"] / r["tokens_per_second"]["inductor"]),
+            "times tatten's `generate`": lambda r: number(
+                r["tokens_per_second"]["fork"] / r["tokens_per_second"]["tatten"]
+            ),
+            "tokens prefilled, generate": lambda r: r["prefilled"]["tatten"],
+            "tokens prefilled, fork": lambda r: r["prefilled"]["fork"],
+            "KV GB, generate": lambda r: number(r["kv_bytes"]["tatten"] / 1e9),
+            "KV GB, fork": lambda r: number(r["kv_bytes"]["fork"] / 1e9),
+        },
     ),
 }
 
@@ -419,9 +471,10 @@ def provenance(data: dict[str, Any]) -> str:
 def markdown(table: Table, folder: Path) -> str:
     """The table as it stands in the page; raises ResultsError if a column is missing."""
     path = folder / f"{table.file}.json"
-    if not path.exists():
+    try:
+        data = read(path)
+    except NotRecorded:
         return f"Not recorded: `{path.name}` is missing.\n"
-    data = read(path)
     lines: list[Sequence[object]] = [list(table.columns), ["---"] * len(table.columns)]
     try:
         rows = [r for r in data["rows"] if table.only(r)]

@@ -1,4 +1,4 @@
-"""The shapes of models that write their attention out, with random weights and 4 layers, for `written_out.py`."""
+"""The steps of models that write their attention out, which `written_out.py` measures."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
-from transformers import Gemma2Config, GptOssConfig, PreTrainedModel, StaticCache
-from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
+from transformers import PreTrainedModel, StaticCache
 
 import tatten
-from support.static_step import weight_bytes
+from support import models
 from support.timing import as_graph, in_turns, seconds
 
 
@@ -35,21 +33,13 @@ def rows(device: str) -> list[Row]:
 
 
 def build(name: str, device: str) -> PreTrainedModel:
-    """gpt-oss-20b's or Gemma-2-9b's; on a CPU a layer of each kind, with next to no experts, MLP and vocabulary."""
-    layers, small = (2, {"vocab_size": 128, "intermediate_size": 64}) if device == "cpu" else (4, {})
-    torch.manual_seed(0)
-    with torch.device(device):
-        if name == "gpt_oss":
-            experts, picked = (2, 1) if device == "cpu" else (32, 4)
-            small |= {"num_local_experts": experts, "num_experts_per_tok": picked}
-            config = GptOssConfig(num_hidden_layers=layers, layer_types=None, **small)
-            model: PreTrainedModel = GptOssForCausalLM(config)
-        else:
-            sizes = {"hidden_size": 3584, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}
-            sizes |= {"intermediate_size": 14336, "query_pre_attn_scalar": 256, "vocab_size": 256000}
-            model = Gemma2ForCausalLM(Gemma2Config(num_hidden_layers=layers, layer_types=None, **(sizes | small)))
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    return model.to(dtype).eval().requires_grad_(False)
+    """4 layers; on a CPU a layer of each kind, with next to no experts, MLP and vocabulary."""
+    if device == "cuda":
+        return models.build(models.shape(name, num_hidden_layers=4), device, torch.bfloat16)
+    small = {"num_hidden_layers": 2, "vocab_size": 128, "intermediate_size": 64}
+    if name == "gpt_oss":
+        small |= {"num_local_experts": 2, "num_experts_per_tok": 1}
+    return models.build(models.shape(name, **small), device, torch.float32)
 
 
 def decode_step(model: PreTrainedModel, row: Row, backend: str | None, device: str) -> Callable[[], Tensor]:
@@ -77,26 +67,10 @@ def decode_step(model: PreTrainedModel, row: Row, backend: str | None, device: s
     return step if device == "cpu" or backend is None else as_graph(step)
 
 
-def floor_bytes(model: PreTrainedModel, row: Row) -> int:
-    """Each weight once, of the experts as many as evenly drawn tokens would pick, and each key and value in use once.
-
-    Windows keep as many keys as they have.
-    """
-    config = model.config
-    head_dim = config.head_dim
-    keys = [min(row.used, config.sliding_window) if "sliding" in x else row.used for x in config.layer_types]
-    per_key = 2 * config.num_key_value_heads * head_dim * row.batch
-    weights = weight_bytes(model)
-    if row.model == "gpt_oss":
-        unpicked = (1 - config.num_experts_per_tok / config.num_local_experts) ** row.batch
-        weights -= int(unpicked * sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name))
-    return weights + sum(keys) * per_key * model.dtype.itemsize
-
-
 def step(row: Row, device: str, rate: float, rounds: int) -> dict[str, object]:
     """A row of the results: milliseconds of both, and their errors against float32 in eager mode."""
     model = build(row.model, device)
-    floor = floor_bytes(model, row) / rate * 1e3
+    floor = models.floor_bytes(model, row.batch, row.used) / rate * 1e3
     with torch.no_grad():
         with tatten.recording() as report:
             ours = decode_step(model, row, "tatten", device)

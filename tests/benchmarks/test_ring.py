@@ -99,16 +99,22 @@ def test_prefill(n: int, heads: tuple[int, int]) -> None:
 SIZES = Sizes(layers=2, hidden=64, intermediate=96, q_heads=4, kv_heads=2, head_dim=16, vocabulary=97)
 
 
-def generate(prompt: Tensor, new: int) -> dict[str, list[int]]:
+def generate(prompt: Tensor, new: int) -> list[dict[str, list[int]]]:
+    """The tokens of each arm, from the cache that each prefill leaves."""
+    from support.striped_llama import StripedPrefill  # imports transformers
+
     ranks = Ranks(dist.get_world_size(), "cpu")
     model = Decoder(SIZES, ranks, torch.float32)
-    model.allocate(prompt.shape[1], new)
-    model.prefill(prompt)
-    tokens = {}
-    for name, merged in decoders(ranks, ["all_reduce", "all_gather"]).items():
-        model.restart()
-        tokens[name] = [model.first.item(), *(model.step(merged).item() for _ in range(new - 1))]
-    return tokens
+    found = []
+    for prefill in (model.prefill, StripedPrefill(model)):
+        model.allocate(prompt.shape[1], new)
+        prefill(prompt)
+        tokens = {}
+        for name, merged in decoders(ranks, ["all_reduce", "all_gather"]).items():
+            model.restart()
+            tokens[name] = [model.first.item(), *(model.step(merged).item() for _ in range(new - 1))]
+        found.append(tokens)
+    return found
 
 
 def generate_whole(prompt: Tensor, new: int) -> list[int]:
@@ -129,8 +135,8 @@ def test_decoder(n: int) -> None:
     prompt = torch.randint(97, (1, 16), generator=torch.Generator().manual_seed(0))
     (expected,) = run_ranks(1, generate_whole, prompt, 7)
     assert len(set(expected)) > 2
-    for tokens in run_ranks(n, generate, prompt, 7):
-        assert tokens == dict.fromkeys(("tree:all_reduce", "tree:all_gather", "ring"), expected)
+    for found in run_ranks(n, generate, prompt, 7):
+        assert found == [dict.fromkeys(("tree:all_reduce", "tree:all_gather", "ring"), expected)] * 2
 
 
 @pytest.mark.slow
