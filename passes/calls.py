@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -35,12 +35,7 @@ def op_name(node: Node) -> str:
         packet = target.overloadpacket if isinstance(target, OpOverload) else target
         namespace, name = packet._qualified_op_name.split("::")
         return name if namespace == "aten" else ""
-    name = getattr(target, "__name__", "")
-    if any(getattr(owner, name, None) is target for owner in (*OWNERS, type(value_of(node)))):
-        return name
-    if (getattr(target, "__module__", None) or "").startswith("torch._dynamo.variables."):
-        return name.removeprefix("prim").lstrip("_ ")  # Dynamo's wrappers of methods of DTensor
-    return ""
+    return _name_of(target, type(value_of(node)))
 
 
 def overloads(node: Node) -> tuple[OpOverload, ...]:
@@ -62,6 +57,17 @@ def only_adds_dims(index: Any) -> bool:
     """Whether `x[index]` is all of `x`, in order."""
     parts: Sequence[Any] = index if isinstance(index, (list, tuple)) else (index,)
     return all(part is None or part is builtins.Ellipsis or part == slice(None) for part in parts)
+
+
+@functools.lru_cache(maxsize=1024)  # a user's functions are not kept for ever
+def _name_of(function: Callable[..., Any], made: type) -> str:
+    """The name of a function that is PyTorch's or a method of what it returns; empty for others."""
+    name = getattr(function, "__name__", "")
+    if any(getattr(owner, name, None) is function for owner in (*OWNERS, made)):
+        return name
+    if (getattr(function, "__module__", None) or "").startswith("torch._dynamo.variables."):
+        return name.removeprefix("prim").lstrip("_ ")  # Dynamo's wrappers of methods of DTensor
+    return ""
 
 
 @functools.cache

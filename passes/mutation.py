@@ -16,10 +16,10 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from tatten.ops.storage import all_of
+from tatten.ops.storage import all_of, same_storage
 from tatten.ops.watch import Watch
 from tatten.passes.calls import OpOverload, op_name, overloads
-from tatten.passes.symbolic import held, hint, same_storage, value_of
+from tatten.passes.symbolic import held, hint, value_of
 
 IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name)
@@ -112,7 +112,7 @@ def _in_place(node: Node) -> tuple[OpOverload, ...]:
 
 
 def _may_alias(node: Node, tensors: Sequence[Tensor]) -> bool:
-    """Whether a write to the value of a node may change one of `tensors`."""
+    """Whether a write to the value of a node may change one of `tensors`, which are those that own storage."""
     value = value_of(node)
     if value is None:  # a value made of no inputs, such as the token of a context manager, holds no tensor
         return node.op != "call_function" or bool(node.all_input_nodes)
@@ -121,7 +121,8 @@ def _may_alias(node: Node, tensors: Sequence[Tensor]) -> bool:
 
 def _holds(value: Any, tensors: Sequence[Tensor]) -> bool:
     if isinstance(value, Tensor):
-        return any(same_storage(value, tensor) for tensor in tensors)
+        owner = held(value)
+        return any(same_storage(owner, tensor) for tensor in tensors)
     if isinstance(value, (list, tuple)):
         return any(_holds(x, tensors) for x in value)
     return not isinstance(value, (int, float, complex, str, SymInt, SymFloat, SymBool, type(None)))

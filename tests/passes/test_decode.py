@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from graphs import capture, listing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
 
 from tatten.passes import Declined, Rewritten, rewrite
 from tatten.passes.reasons import Reason
@@ -346,7 +347,7 @@ def test_only_a_cpu_reads_a_kv_head_for_each_query_head(device: str, times: int)
 
 
 @pytest.mark.slow
-def test_a_32_layer_graph_takes_less_than_50_ms() -> None:
+def test_a_32_layer_graph_takes_50_ms_where_its_copy_takes_33() -> None:
     def fn(x, mask, *caches):
         for k, v in zip(caches[::2], caches[1::2], strict=True):
             for _ in range(8):  # about the size of a Llama layer's graph, 100 nodes
@@ -357,18 +358,19 @@ def test_a_32_layer_graph_takes_less_than_50_ms() -> None:
             x = x + sdpa(x, keys, values, attn_mask=mask)
         return x
 
-    took = float("inf")
-    for _ in range(3):  # one of three: the machine may be busy
+    rewriting, copying = [], []
+    for _ in range(3):  # the machine may be busy, and slower than another
         gm = capture(fn, q(), torch.rand(B, 1, 1, S) > 0.5, *(kv() for _ in range(64)))
         assert len(gm.graph.nodes) > 32 * 90
         start = time.thread_time()  # not process_time: idle OpenMP threads that spin count there
+        Graph().graph_copy(gm.graph, {})
+        copied = time.thread_time()
         report = rewrite(gm)
-        took = min(took, time.thread_time() - start)
-        if took < 0.05:
-            break
+        rewriting.append(time.thread_time() - copied)
+        copying.append(copied - start)
     assert sum(isinstance(x, Rewritten) for x in report.findings) == 32
     assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.tatten.block_mask.default)) == 1
-    assert took < 0.05, f"{took * 1e3:.0f} ms"
+    assert min(rewriting) / min(copying) < 50 / 33
 
 
 def test_spans_are_found_again_after_the_mask_is_written() -> None:
