@@ -35,7 +35,7 @@ def op_name(node: Node) -> str:
         packet = target.overloadpacket if isinstance(target, OpOverload) else target
         namespace, name = packet._qualified_op_name.split("::")
         return name if namespace == "aten" else ""
-    return _name_of(target, type(value_of(node)))
+    return _name_of(target, type(value_of(node)))  # type: ignore[arg-type]
 
 
 def overloads(node: Node) -> tuple[OpOverload, ...]:
