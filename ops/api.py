@@ -163,6 +163,15 @@ def decode_attention(
         torch.Size([2, 8, 1, 64])
     """
     check_tensors(query=query, key=key, value=value)
+    options = {
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "key_scale": key_scale,
+        "value_scale": value_scale,
+        "provider": None if provider == "auto" else provider,
+        "batch_invariant": batch_invariant or None,
+    }
     out, lse = torch.ops.tatten.decode_attention.default(
         query,
         key,
@@ -171,13 +180,8 @@ def decode_attention(
         kv_lens,
         scale,
         None if block_mask is None else data_of(block_mask, attn_mask, key),
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        provider=provider,
-        batch_invariant=batch_invariant,
+        # The dispatcher takes its time for each argument, even for a default.
+        **{name: x for name, x in options.items() if x is not None},
     )
     return (out, lse) if return_lse else out
 

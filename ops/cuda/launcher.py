@@ -99,7 +99,7 @@ class Launch:
 
 
 def _address(x: Any) -> Any:
-    if isinstance(x, tuple):
+    if x and isinstance(x, tuple):
         return tuple([y.data_ptr() if isinstance(y, Tensor) else _address(y) for y in x])
     return x
 
@@ -110,12 +110,12 @@ def _run_again(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 
     driver, hooks, with_hooks = triton.runtime.driver.active, triton.knobs.runtime, compiled[grid]
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    current_stream, current_device = driver.get_current_stream, driver.get_current_device
+    current_stream, device = driver.get_current_stream, driver.get_current_device()  # tensors of a layout have one
 
     def run_again(*args: Any) -> None:
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
             with_hooks(*args)
         else:
-            run(*grid, current_stream(current_device()), function, metadata, None, None, None, *args)
+            run(*grid, current_stream(device), function, metadata, None, None, None, *args)
 
     return run_again
