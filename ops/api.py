@@ -199,6 +199,7 @@ def bifurcated_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    batch_invariant: bool = False,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -214,6 +215,7 @@ def bifurcated_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    batch_invariant: bool = False,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @names_keywords
@@ -229,6 +231,7 @@ def bifurcated_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over keys and values in segments, each of which several sequences of the batch may share.
@@ -261,6 +264,9 @@ def bifurcated_attention(
             segment that the window narrows.
         softcap: as in `decode_attention`.
         sinks: `[q_heads]`, as in `decode_attention`: each counts once, however many segments there are.
+        batch_invariant: as in `decode_attention`, for sequences whose own keys are in the last segment: its batch is
+            `B`, without `rows`. The call with one of them alone has the same segments, with the row that it reads of
+            each. Block masks of the others are ignored.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
@@ -295,8 +301,11 @@ def bifurcated_attention(
             data[i] = None if found is None else data_of(found, mask, key, i)
     groups = None if rows is None else _row_groups(query, keys, rows)
     op = torch.ops.tatten.bifurcated_attention.default
+    if batch_invariant and data:  # they depend on who shares the segment
+        data[:-1] = [None] * (len(data) - 1)
     segments = list(keys), list(values), masks, data
-    out, lse = op(query, *segments, scale, groups, window=window, softcap=softcap, sinks=sinks)
+    options = {"window": window, "softcap": softcap, "sinks": sinks, "batch_invariant": batch_invariant}
+    out, lse = op(query, *segments, scale, groups, **options)
     return (out, lse) if return_lse else out
 
 

@@ -176,9 +176,12 @@ def _bifurcated_attention(
     scale: float | None,
     row_groups: Sequence[Tensor | None] | None,
     variant: AttentionVariant,
+    batch_invariant: bool,
     *,
     core_aten: bool,
 ) -> State:
+    if batch_invariant:
+        raise NotImplementedError("`batch_invariant` must be False where bifurcated_attention is decomposed, got True")
     scale = query.shape[3] ** -0.5 if scale is None else scale
     rows = rows_of_segments(row_groups or [None] * len(keys), query, keys)
     if variant.window is not None:

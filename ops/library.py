@@ -54,6 +54,7 @@ BifurcatedImplementation = Callable[
         float | None,  # scale
         Sequence[Tensor | None] | None,  # row_groups
         AttentionVariant,
+        bool,  # batch_invariant
     ],
     State,
 ]
@@ -91,18 +92,21 @@ _library.define(
 )
 _library.define(
     "bifurcated_attention(Tensor query, Tensor[] keys, Tensor[] values, Tensor?[] attn_masks, Tensor?[] block_masks, "
-    "float? scale=None, Tensor?[]? row_groups=None, *, int? window=None, float? softcap=None, Tensor? sinks=None) "
-    "-> (Tensor out, Tensor lse)",
+    "float? scale=None, Tensor?[]? row_groups=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
+    "bool batch_invariant=False) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "row_groups(Tensor rows, SymInt kv_batch, SymInt queries) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
 _library.define(
-    "block_mask(Tensor attn_mask, SymInt? kv_batch=None, Tensor? rows=None) -> Tensor",
+    "block_mask(Tensor attn_mask, SymInt? kv_batch=None, Tensor? rows=None, bool every_block=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_library.define("block_list(Tensor attn_mask, SymInt kv_batch) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    "block_list(Tensor attn_mask, SymInt kv_batch, bool every_block=False) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 _library.define(
     "merge_states(Tensor out, Tensor lse, *, bool batch_invariant=False) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -164,9 +168,11 @@ def bifurcated_kernel(implementation: BifurcatedImplementation) -> Kernel:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        batch_invariant: bool = False,
     ) -> State:
         variant = AttentionVariant(window, softcap, sinks)
-        return implementation(query, keys, values, attn_masks, block_masks, scale, row_groups, variant)
+        segments = keys, values, attn_masks, block_masks
+        return implementation(query, *segments, scale, row_groups, variant, batch_invariant)
 
     return kernel
 
@@ -222,6 +228,7 @@ def _fake_bifurcated_attention(
     scale: float | None,
     row_groups: Sequence[Tensor | None] | None,
     variant: AttentionVariant,
+    batch_invariant: bool,
 ) -> State:
     check_segments_no_grad(query, keys, values, attn_masks, variant)
     return _fake_state(query, values[0])
@@ -262,7 +269,7 @@ def _(rows: Tensor, kv_batch: int, queries: int) -> Tensor:
 
 
 @torch.library.register_fake("tatten::block_list", lib=_library)
-def _(attn_mask: Tensor, kv_batch: int) -> Tensor:
+def _(attn_mask: Tensor, kv_batch: int, every_block: bool = False) -> Tensor:
     n_blocks = ceil_div(attn_mask.shape[-1], BLOCK_KEYS)
     return attn_mask.new_empty((mask_rows(attn_mask, kv_batch), n_blocks + 1, 2), dtype=torch.int64)
 
@@ -298,13 +305,15 @@ def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     return out, lse
 
 
-def block_mask(attn_mask: Tensor, kv_batch: int | None = None, rows: Tensor | None = None) -> Tensor:
+def block_mask(
+    attn_mask: Tensor, kv_batch: int | None = None, rows: Tensor | None = None, every_block: bool = False
+) -> Tensor:
     """Find the `data` of a `BlockMask`: on a CPU in plain PyTorch, which Inductor fuses; on CUDA by one opaque op."""
     if rows is not None and kv_batch is not None and attn_mask.dim() == 4 and 1 != attn_mask.shape[0] == rows.shape[0]:
         attn_mask = mask_of_rows(attn_mask, kv_batch, rows)
     if attn_mask.device.type == "cpu":
         return key_spans(attn_mask, kv_batch)
-    data: Tensor = torch.ops.tatten.block_list.default(attn_mask, mask_rows(attn_mask, kv_batch))
+    data: Tensor = torch.ops.tatten.block_list.default(attn_mask, mask_rows(attn_mask, kv_batch), every_block)
     return data
 
 

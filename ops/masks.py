@@ -200,7 +200,7 @@ def key_spans(attn_mask: Tensor, kv_batch: int | None = None) -> Tensor:
     return torch.stack((start, stop, full.to(torch.int64)), dim=1).expand(rows, -1).contiguous()
 
 
-def block_list(attn_mask: Tensor, kv_batch: int) -> Tensor:
+def block_list(attn_mask: Tensor, kv_batch: int, every_block: bool = False) -> Tensor:
     """Find the `data` of `BlockList`: for each row of the KV the blocks with a key that any of its queries attends to.
 
     Plain PyTorch. `tatten.ops.cuda.block_mask` does the same on a GPU, except that it lists keys at `EXCLUDING_BIAS`
@@ -210,6 +210,8 @@ def block_list(attn_mask: Tensor, kv_batch: int) -> Tensor:
         attn_mask: bool or additive, `[sequences or kv_batch or 1, heads or 1, q_length or 1, kv_length]`, or of lower
             rank.
         kv_batch: the batch of the KV, where sequences share its rows; divides the number of sequences.
+        every_block: list empty blocks too, all in order and none in a run: where a block is listed then does not
+            depend on which queries there are.
     """
     rows = mask_rows(attn_mask, kv_batch)
     mask = squeeze_broadcast(attn_mask)
@@ -220,6 +222,8 @@ def block_list(attn_mask: Tensor, kv_batch: int) -> Tensor:
     used, plain = (torch.nn.functional.pad(x, padding).unflatten(1, (n_blocks, -1)) for x in (used, plain))
     keys = (used.to(torch.int64) << torch.arange(BLOCK_KEYS, device=used.device)).sum(dim=2)
     some, full = keys != 0, plain.all(dim=2)
+    if every_block:
+        some, full = torch.ones_like(some), torch.zeros_like(full)
     numbers = torch.arange(n_blocks, device=used.device)
     run_lengths = numbers - torch.where(full, -1, numbers).cummax(dim=1).values  # of the run that ends at each block
     run, end = run_lengths.amax(dim=1, keepdim=True), run_lengths.argmax(dim=1, keepdim=True)

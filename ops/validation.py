@@ -92,6 +92,20 @@ def check_batch_invariant(provider: str, device: torch.device, variant: Attentio
         )
 
 
+def check_segments_batch_invariant(
+    query: Tensor, keys: Sequence[Tensor], row_groups: Sequence[Tensor | None], variant: AttentionVariant
+) -> None:
+    """Raise unless each sequence can be computed as if it were alone: for checked segments."""
+    check_batch_invariant("auto", query.device, variant)
+    batch, rows = query.shape[0], keys[-1].shape[0]
+    if row_groups[-1] is not None or rows != batch:
+        given = f"a batch of {rows}" + (" and `rows`" if row_groups[-1] is not None else "")
+        raise ValueError(
+            f"`keys[{len(keys) - 1}]`, the last segment, must be each sequence's own with `batch_invariant`: "
+            f"a batch of {batch} without `rows`, got {given}"
+        )
+
+
 def check_decode_attention(
     query: Tensor,
     key: Tensor,

@@ -30,9 +30,11 @@ class BifurcatedMatch(Match):
 
     Attributes:
         columns: those of the mask for each segment; None where the lengths of the segments tell.
+        batch_invariant: what the op is asked for.
     """
 
     columns: tuple[Node | None, ...] | None = None
+    batch_invariant: bool = False
 
     @property
     def unpaid(self) -> Decline | None:
@@ -112,7 +114,10 @@ def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     columns = masks.columns(call, match.keys) if match.columns is None else list(match.columns)
     rows = [masks.rows(call, segment) for segment in match.keys]
     groups = [masks.row_groups(call, segment, own) for segment, own in zip(match.keys, rows, strict=True)]
-    made_for = zip(columns, match.keys, rows, strict=True)
-    block_masks = [masks.block_mask(call, mask, segment, own) for mask, segment, own in made_for]
+    # Where a kernel finds a block must not depend on what other sequences attend to, if they share it.
+    shared = len(columns) - 1 if match.batch_invariant else 0
+    made_for = enumerate(zip(columns, match.keys, rows, strict=True))
+    block_masks = [masks.block_mask(call, *segment, every_block=i < shared) for i, segment in made_for]
     args = (call.query, keys, values, columns, block_masks, scale_of(call), *([groups] if any(groups) else []))
-    return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args, call.variant)
+    invariant = {"batch_invariant": True} if match.batch_invariant else {}
+    return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args, call.variant | invariant)

@@ -107,11 +107,16 @@ class Masks:
         return self.once_unless_written((rows, str(stored), queries), call, (rows,), insert)
 
     def block_mask(
-        self, call: SdpaCall, columns: Node | None, segment: Stored | None = None, rows: Node | None = None
+        self,
+        call: SdpaCall,
+        columns: Node | None,
+        segment: Stored | None = None,
+        rows: Node | None = None,
+        every_block: bool = False,
     ) -> Node | None:
         """The node that tells which keys of a segment the mask, or `columns` of it, leaves: once for all layers.
 
-        None without a mask, or if it broadcasts over keys.
+        None without a mask, or if it broadcasts over keys. With `every_block` empty blocks are listed too, on CUDA.
         """
         mask, key, query = (tensor_of(x) for x in (call.attn_mask, call.key, call.query))
         if columns is None or mask is None or key is None or query is None:
@@ -119,12 +124,13 @@ class Masks:
         if not known_equal(mask.shape[-1], key.shape[2]):
             return None
         one_to_one = segment is None or (rows is None and known_equal(segment.size(BATCH), query.shape[0]))
-        made_for = columns, "" if segment is None or one_to_one else str(segment.size(BATCH)), rows
+        made_for = columns, "" if segment is None or one_to_one else str(segment.size(BATCH)), rows, every_block
 
         def insert() -> Node:
             kv_batch = () if segment is None or one_to_one else (_size(segment, BATCH),)
             args = (columns, *kv_batch, *(() if rows is None else (rows,)))
-            found = call.node.graph.call_function(torch.ops.tatten.block_mask.default, args)
+            listing: dict[str, Any] = {"every_block": True} if every_block else {}
+            found = call.node.graph.call_function(torch.ops.tatten.block_mask.default, args, listing)
             found.meta["stack_trace"] = call.node.meta.get("stack_trace")
             return found
 

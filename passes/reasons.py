@@ -77,7 +77,7 @@ class Reason(str, Enum):
     )
     BATCH_INVARIANT = (
         "batch_invariant",
-        "leave options['batch_invariant'] out, keep soft caps on a GPU, and concatenate local keys, not DTensors",
+        "leave options['batch_invariant'] out, keep soft caps on a GPU, and concatenate each sequence's own keys last",
     )
     NO_GAIN = "no_gain", "nothing: SDPA already reads each key and value once"
     WEIGHTS_USED = (

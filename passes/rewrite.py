@@ -141,7 +141,7 @@ def _rewrite_call(
     latents = None if call.log_sums else given.latents(batch_invariant)
     if isinstance(latents, LatentMatch):
         return _absorb(given, latents, masks)
-    found = find_invariant(given) if batch_invariant else _find(given, may_guard)
+    found = find_invariant(given, may_guard) if batch_invariant else _find(given, may_guard)
     if isinstance(found, Decline):
         return _declined(call, latents or found)
     match, note = found

@@ -15,7 +15,7 @@ from tatten.ops.layout import fold_mask, fold_sequences, unfold_sequences
 from tatten.ops.reach import segments_in_window
 from tatten.ops.row_groups import rows_of_segments
 from tatten.ops.states import State, accumulator_dtype, combine_partials
-from tatten.ops.validation import check_bifurcated_attention
+from tatten.ops.validation import check_bifurcated_attention, check_segments_batch_invariant
 from tatten.ops.variant import AttentionVariant
 
 
@@ -28,15 +28,46 @@ def bifurcated_attention(
     scale: float | None,
     row_groups: Sequence[Tensor | None] | None,
     variant: AttentionVariant,
+    batch_invariant: bool,
 ) -> State:
     row_groups = row_groups or [None] * len(keys)
     check_bifurcated_attention(query, keys, values, attn_masks, block_masks, row_groups, variant)
+    if batch_invariant:
+        check_segments_batch_invariant(query, keys, row_groups, variant)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    rows, kernel = rows_of_segments(row_groups, query, keys), kernel_of(variant, upcasts=False)
+    rows = rows_of_segments(row_groups, query, keys)
     if variant.window is not None:
         segments = list(zip(keys, values, attn_masks, block_masks, strict=True))
         narrowed = segments_in_window(variant.window, query.shape[2], segments)
         keys, values, attn_masks, block_masks = zip(*narrowed, strict=True)
+    if not batch_invariant:
+        out, lse = _attend(query, keys, values, attn_masks, block_masks, rows, scale, variant, batch_invariant)
+        return out.contiguous(), lse.contiguous()
+    # A sequence depends on no others where it is alone. How products in 16 bits add up may depend on the threads.
+    acc = accumulator_dtype(query.dtype)
+    outs, lses = [], []
+    for b in range(query.shape[0]):
+        sequence = _sequence(query, keys, values, attn_masks, rows, b, acc)
+        no_masks = no_rows = [None] * len(keys)
+        out, lse = _attend(*sequence, no_masks, no_rows, scale, variant, batch_invariant)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs).to(query.dtype), torch.cat(lses)
+
+
+def _attend(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    block_masks: Sequence[Tensor | None],
+    rows: Sequence[Tensor | None],
+    scale: float,
+    variant: AttentionVariant,
+    batch_invariant: bool,
+) -> State:
+    """The state over the sinks and all segments, which have been narrowed to the window."""
+    kernel = kernel_of(variant, upcasts=False, batch_invariant=batch_invariant)
     outs, lses = [], []
     for key, value, mask, block_mask, own_rows in zip(keys, values, attn_masks, block_masks, rows, strict=True):
         if key.shape[2] == 0:
@@ -53,9 +84,39 @@ def bifurcated_attention(
             at = slice(b, b + 1)
             key, value, mask = _concatenate(query, keys, values, attn_masks, rows, b)
             out[at], lse[at] = attend_keys(query[at], key, value, mask, spans_of(mask, key.shape[2]), scale, kernel)
-    if variant.sinks is not None:
-        out, lse = merge_sinks(out, lse, variant.sinks)
-    return out.contiguous(), lse.contiguous()
+    return (out, lse) if variant.sinks is None else merge_sinks(out, lse, variant.sinks)
+
+
+def _sequence(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    rows: Sequence[Tensor | None],
+    b: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor | None]]:
+    """The query, keys, values and masks of sequence `b`, each with a batch of one, in `dtype`."""
+    own_keys, own_values, own_masks = [], [], []
+    for key, value, mask, own_rows in zip(keys, values, attn_masks, rows, strict=True):
+        kv_row = _row_of(query, key, own_rows, b)
+        own_keys.append(key[kv_row : kv_row + 1].to(dtype))
+        own_values.append(value[kv_row : kv_row + 1].to(dtype))
+        mask = None if mask is None else _mask_of(query, mask, kv_row, b)
+        own_masks.append(mask if mask is None or mask.dtype == torch.bool else mask.to(dtype))
+    return query[b : b + 1].to(dtype), own_keys, own_values, own_masks
+
+
+def _row_of(query: Tensor, key: Tensor, rows: Tensor | None, b: int) -> int:
+    """The row of a segment that sequence `b` reads."""
+    return b * key.shape[0] // query.shape[0] if rows is None else int(rows[b])
+
+
+def _mask_of(query: Tensor, mask: Tensor, kv_row: int, b: int) -> Tensor:
+    """The mask of sequence `b`, which reads `kv_row`, of rank 4 with a batch of one."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    at = 0 if mask.shape[0] == 1 else b if mask.shape[0] == query.shape[0] else kv_row
+    return mask[at : at + 1]
 
 
 def _attend_blocks(
@@ -119,16 +180,14 @@ def _concatenate(
 
     Each segment gives only the span that its mask leaves over: what lies outside may be NaN.
     """
-    batch, q_heads, q_len, _ = query.shape
+    _, q_heads, q_len, _ = query.shape
     dtype, kv_heads = accumulator_dtype(query.dtype), math.lcm(*(key.shape[1] for key in keys))
     own_keys, own_values, biases = [], [], []
     for key, value, mask, own_rows in zip(keys, values, attn_masks, rows, strict=True):
-        kv_row = b * key.shape[0] // batch if own_rows is None else int(own_rows[b])
+        kv_row = _row_of(query, key, own_rows, b)
         bias = query.new_zeros((1, 1, 1, 1), dtype=dtype)
         if mask is not None:
-            mask = mask[(None,) * (4 - mask.dim())]
-            at = 0 if mask.shape[0] == 1 else b if mask.shape[0] == batch else kv_row
-            bias = additive(mask[at : at + 1], query.dtype)
+            bias = additive(_mask_of(query, mask, kv_row, b), query.dtype)
         bias = bias.to(dtype).expand(1, q_heads, q_len, key.shape[2])
         (span,) = spans_of(bias, key.shape[2])
         repeats = kv_heads // key.shape[1]

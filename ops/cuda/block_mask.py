@@ -41,10 +41,12 @@ def plan_block_list(
     kv_lens: Tensor | None = None,
     q_len: int = 1,
     window: int | None = None,
+    every_block: bool = False,
 ) -> FindBlockList:
     """Plan for a mask, which `kv_lens` and `window` may narrow.
 
-    `kv_len` is for a mask that broadcasts over keys. Only a window, which ends at each query, asks for `q_len`.
+    `kv_len` is for a mask that broadcasts over keys. Only a window, which ends at each query, asks for `q_len`. With
+    `every_block` empty ones are listed too, all of them in order.
     """
     mask = squeeze_broadcast(attn_mask)
     kv_len = mask.shape[3] if kv_len is None else kv_len
@@ -83,6 +85,7 @@ def plan_block_list(
         n_blocks=n_blocks,
         n_queries=n_queries,
         ADDITIVE=additive,
+        EVERY_BLOCK=every_block,
         BLOCKS_AT_ONCE=64 if n_blocks <= 64 else 1024,
     )
     shapes = (kv_rows, n_blocks, 4 if additive else 2), (kv_rows, n_blocks + 1, 2)

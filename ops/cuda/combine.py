@@ -42,8 +42,9 @@ class TileSpace:
         window: the sliding window, if any, that the tiles are narrowed to.
         has_lens: each group has its own length in `kv_lens`.
         has_block_list: the tiles of a group are those blocks of a mask that are listed.
-        has_row_groups: row groups take the place of kv_rows. They are counted on the device: `groups` is how many there
-            can be if each has a block list of its own, and else 1 with `work_tiles` those of one row group.
+        row_groups: how many row groups there can be, which take the place of kv_rows; 0 where there are none. They are
+            counted on the device: `groups` is as many if each has a block list of its own, and else 1 with `work_tiles`
+            those of one row group.
         max_and_sum: partial states have maximum and sum instead of their lse, as
             `tatten.ops.cuda.kernels.online_softmax.store_lse` says.
         q_blocks_first: the work tiles are numbered by block of packed queries first, and then by kv_row. Programs
@@ -63,7 +64,7 @@ class TileSpace:
     window: int | None = None
     has_lens: bool = False
     has_block_list: bool = False
-    has_row_groups: bool = False
+    row_groups: int = 0
     max_and_sum: bool = False
     q_blocks_first: bool = False
     chunk: int = 0
@@ -71,7 +72,7 @@ class TileSpace:
     @property
     def even(self) -> bool:
         """Whether all work tiles have equally many tiles, and how many there are is known from shapes."""
-        return self.groups == 1 and not self.has_block_list and not self.has_row_groups
+        return self.groups == 1 and not self.has_block_list and not self.row_groups
 
     @property
     def split(self) -> bool:
@@ -91,11 +92,12 @@ class TileSpace:
         """The number of partial states that there is room for."""
         if not self.split:
             return 0
-        return self.groups * self.work_tiles * self.most_chunks if self.chunk else 2 * self.programs
+        most_groups = max(self.groups, self.row_groups)
+        return most_groups * self.work_tiles * self.most_chunks if self.chunk else 2 * self.programs
 
     def int64_tiles(self, batch: int) -> bool:
         """Whether the number of tiles of `batch` sequences, times programs, needs 64 bits."""
-        groups = batch if self.has_row_groups else self.groups
+        groups = batch if self.row_groups else self.groups
         total_tiles = groups * self.work_tiles * max(1, ceil_div(self.kv_len, self.block_n))
         return total_tiles * self.programs >= 1 << 31
 
@@ -105,13 +107,13 @@ class TileSpace:
             return _MOST_CHUNKS  # whatever the batch, so that they are added in one order
         if self.groups > 1:
             return 32  # of ragged ones it may have all
-        least = ceil_div(batch, self.seqs_per_kv) if self.has_row_groups else 1
+        least = ceil_div(batch, self.seqs_per_kv) if self.row_groups else 1
         return self.programs // (least * self.work_tiles) + 2
 
     @property
     def block_list_stride(self) -> int:
         """The distance between the block lists of two groups, or of two kv_rows if there are row groups."""
-        if not self.has_block_list or (self.has_row_groups and self.groups == 1):
+        if not self.has_block_list or (self.row_groups and self.groups == 1):
             return 0
         return 2 * (ceil_div(self.kv_len, BLOCK_KEYS) + 1)
 
@@ -218,14 +220,14 @@ def plan_combine(
         GROUPS_A=power_of_2(a.groups),
         HAS_LENS_A=a.has_lens,
         HAS_BLOCK_LIST_A=a.has_block_list,
-        ROWS_A=a.has_row_groups,
+        ROWS_A=a.row_groups > 0,
         MAX_AND_SUM_A=a.max_and_sum,
         BLOCK_M_B=b.block_m,
         BLOCK_N_B=b.block_n,
         GROUPS_B=power_of_2(b.groups),
         HAS_LENS_B=b.has_lens,
         HAS_BLOCK_LIST_B=b.has_block_list,
-        ROWS_B=b.has_row_groups,
+        ROWS_B=b.row_groups > 0,
         MAX_AND_SUM_B=b.max_and_sum,
         WINDOW=a.window is not None,
         INT64_TILES=a.int64_tiles(batch) or b.int64_tiles(batch),

@@ -160,7 +160,7 @@ def plan_segment(
             two run side by side.
         tiles, programs: by default what `tatten.ops.cuda.heuristics` chooses.
         batch_invariant: add up each sequence in an order that depends on nothing else in the batch, nor on `programs`;
-            for sequences that share no keys, in one segment.
+            given the same `tiles`.
         pdl: let this launch begin before the one before ends (programmatic dependent launch), where a GPU can.
     """
     batch, q_heads, q_len, head_dim = query.shape
@@ -213,7 +213,8 @@ def plan_segment(
         uneven = kv_lens is not None or has_row_groups
         short = 1 < n_tiles <= MOST_WHOLE and not has_row_groups and (has_block_list or kv_lens is not None)
         if batch_invariant:
-            programs = min(WAVES * most, groups * work_tiles * min(ceil_div(n_tiles, chunk), MOST_CHUNKS.value))
+            most_groups = most_kv_rows if has_row_groups else groups
+            programs = min(WAVES * most, most_groups * work_tiles * min(ceil_div(n_tiles, chunk), MOST_CHUNKS.value))
         elif whole and short and not combining_pays(groups * work_tiles, n_tiles, tile_us, most):
             chunk, programs = power_of_2(n_tiles), groups * work_tiles  # one chunk is all of a work tile
         elif uneven:
@@ -235,7 +236,7 @@ def plan_segment(
         window=None if has_block_list else window,
         has_lens=kv_lens is not None and not has_block_list,
         has_block_list=has_block_list,
-        has_row_groups=has_row_groups,
+        row_groups=most_kv_rows if has_row_groups else 0,
         max_and_sum=max_and_sum or mask.kind == ADDITIVE_MASK,
         chunk=chunk,
     )

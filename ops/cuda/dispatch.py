@@ -28,6 +28,7 @@ from tatten.ops.validation import (
     check_devices,
     check_no_grad,
     check_provider,
+    check_segments_batch_invariant,
     check_segments_no_grad,
 )
 from tatten.ops.variant import AttentionVariant
@@ -109,20 +110,26 @@ def bifurcated_attention(
     scale: float | None,
     row_groups: Sequence[Tensor | None] | None,
     variant: AttentionVariant,
+    batch_invariant: bool,
 ) -> State:
     check_segments_no_grad(query, keys, values, attn_masks, variant)
     row_groups = row_groups or [None] * len(keys)
+    if batch_invariant:
+        _check_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, variant)
+        check_segments_batch_invariant(query, keys, row_groups, variant)
     if variant.window is not None:
         _check_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, variant)
         segments = list(zip(keys, values, attn_masks, block_masks, strict=True))
         narrowed = segments_in_window(variant.window, query.shape[2], segments)
         keys, values, attn_masks, block_masks = zip(*narrowed, strict=True)
         variant = variant._replace(window=None)
-    if any(x is not None for x in row_groups):
+    if batch_invariant or any(x is not None for x in row_groups):
         of_segments = zip(keys, attn_masks, block_masks, row_groups, strict=True)
-        block_masks = [_block_mask_of_rows(query, *segment) for segment in of_segments]
+        shared = len(keys) - 1 if batch_invariant else 0
+        block_masks = [_block_mask_of_rows(query, *x, i < shared) for i, x in enumerate(of_segments)]
     flash_impl = current_flash_attention_impl()
-    attend = _plan_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, scale, variant, flash_impl)
+    given = query, keys, values, attn_masks, block_masks, row_groups, scale, variant
+    attend = _plan_bifurcated(*given, flash_impl, batch_invariant)
     return on_device_of(query, attend, query, keys, values, attn_masks, block_masks, row_groups, variant)
 
 
@@ -137,6 +144,7 @@ def _plan_bifurcated(
     scale: float | None,
     variant: AttentionVariant,
     flash_impl: str | None,
+    batch_invariant: bool = False,
 ) -> Callable[..., State]:
     """Plan a function of query, keys, values, attn_masks, block_masks, row_groups and variant that computes the op.
 
@@ -146,16 +154,20 @@ def _plan_bifurcated(
     check_cuda_head_dims(query, values[0])
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if len(keys) == 1 and keys[0].shape[0] == query.shape[0] and row_groups[0] is None and attn_masks[0] is None:
-        attend = _plan_decode(query, keys[0], values[0], None, None, scale, None, variant, "auto", flash_impl)
+        options = scale, None, variant, "auto", flash_impl, batch_invariant
+        attend = _plan_decode(query, keys[0], values[0], None, None, *options)
         return lambda q, ks, vs, _, __, ___, variant: attend(q, ks[0], vs[0], None, None, None, variant)
     if query.dtype == torch.float64:
+        if batch_invariant:
+            raise NotImplementedError("`query` must not be float64 with `batch_invariant` on CUDA: no kernel takes it")
         return lambda q, ks, vs, masks, _, groups, variant: _dense(
             bifurcated_attention_reference(q, ks, vs, masks, scale, rows_of_segments(groups, q, ks), variant)
         )
 
     from tatten.ops.cuda.segments import plan_segments
 
-    return plan_segments(query, keys, values, attn_masks, block_masks, scale, row_groups, variant)
+    given = query, keys, values, attn_masks, block_masks, scale, row_groups, variant
+    return plan_segments(*given, batch_invariant=batch_invariant)
 
 
 def _check_bifurcated(
@@ -175,13 +187,19 @@ def _check_bifurcated(
 
 
 def _block_mask_of_rows(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None, block_mask: Tensor | None, row_groups: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    block_mask: Tensor | None,
+    row_groups: Tensor | None,
+    every_block: bool,
 ) -> Tensor | None:
-    """Find the block mask of a segment with row groups, if it needs one and has none."""
-    if attn_mask is None or row_groups is None or block_mask is not None or key.shape[2] == 0:
+    """Find the block mask of a segment that has row groups or lists every block, if it needs one and has none."""
+    if attn_mask is None or block_mask is not None or key.shape[2] == 0 or not (every_block or row_groups is not None):
         return block_mask
     mask = attn_mask.expand(*attn_mask.shape[:-1], key.shape[2])
-    found: Tensor = torch.ops.tatten.block_mask.default(mask, key.shape[0], rows_of(row_groups, query, key))
+    rows = None if row_groups is None else rows_of(row_groups, query, key)
+    found: Tensor = torch.ops.tatten.block_mask.default(mask, key.shape[0], rows, every_block)
     return found
 
 
@@ -201,15 +219,15 @@ def _dense(state: State) -> State:
     return state[0].contiguous(), state[1].contiguous()
 
 
-def block_list(attn_mask: Tensor, kv_batch: int) -> Tensor:
-    return on_device_of(attn_mask, _plan_block_list(attn_mask, kv_batch), attn_mask)
+def block_list(attn_mask: Tensor, kv_batch: int, every_block: bool = False) -> Tensor:
+    return on_device_of(attn_mask, _plan_block_list(attn_mask, kv_batch, every_block), attn_mask)
 
 
 @by_layout
-def _plan_block_list(attn_mask: Tensor, kv_batch: int) -> Callable[[Tensor], Tensor]:
+def _plan_block_list(attn_mask: Tensor, kv_batch: int, every_block: bool = False) -> Callable[[Tensor], Tensor]:
     from tatten.ops.cuda.block_mask import plan_block_list
 
-    return plan_block_list(attn_mask, kv_batch)
+    return plan_block_list(attn_mask, kv_batch, every_block=every_block)
 
 
 def merge_states(out: Tensor, lse: Tensor, *, batch_invariant: bool = False) -> State:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, assert_state
-from random_batches import Sequences, with_latents
+from random_batches import Sequences, SharedSequences, with_latents
 from slow import slow_after
 
 import tatten
@@ -76,6 +76,30 @@ def test_so_has_one_that_attends_to_latents(call: Sequences, rank: int) -> None:
         torch.testing.assert_close(x.double(), y, rtol=eps, atol=max(eps, 1e-5))
 
 
+def bifurcated(**call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return tatten.bifurcated_attention(**call, batch_invariant=True, return_lse=True)
+
+
+SHARED = [
+    SharedSequences(Sequences(mask="keys", longest=300)),
+    SharedSequences(Sequences(mask="holes", q_len=2, longest=300, dtype=torch.bfloat16), rows=True, holes=True),
+    SharedSequences(Sequences(mask="causal", q_len=3, longest=300, extras={"window": 500}), holes=True),
+    SharedSequences(Sequences(mask="bias", longest=300, q_heads=1, kv_heads=1, dtype=torch.float64), rows=True),
+    SharedSequences(Sequences(mask="bias", longest=300, extras={"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])})),
+]
+
+
+@pytest.mark.parametrize("call", slow_after(2, SHARED), ids=str)
+def test_so_has_one_that_shares_keys(call: SharedSequences) -> None:
+    want = None
+    for alone, together, at in call.batches(20, most=8):
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            want = want or bifurcated(**alone)
+            for got, x in zip(bifurcated(**together), want, strict=True):
+                assert torch.equal(got[at], x[0])
+
+
 def test_it_is_not_so_by_default() -> None:
     """The batches drawn here would show it if nothing were done."""
     torch.set_num_threads(2)
@@ -114,6 +138,17 @@ def test_what_cannot_be_invariant_is_an_error() -> None:
         ValueError, match="`latent` must have `query`'s batch, 2, with `batch_invariant`, got 1; expand"
     ):
         latents(query=query, query_rope=None, latent=key[:1, :1], key_rope=None, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    "shape, rows, came", [(1, None, "a batch of 1"), (2, [None, torch.tensor([1, 0])], "a batch of 2 and `rows`")]
+)
+def test_the_last_segment_must_be_each_sequences_own(shape: int, rows: list | None, came: str) -> None:
+    query, (prefix, own) = torch.randn(2, 4, 1, 16), (torch.randn(n, 2, 30, 16) for n in (1, shape))
+    with pytest.raises(
+        ValueError, match=rf"`keys\[1\]`, the last segment, must be each .*: a batch of 2 without `rows`, got {came}"
+    ):
+        bifurcated(query=query, keys=[prefix, own], values=[prefix, own], rows=rows)
 
 
 def test_it_has_no_decomposition() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ def test_in_pytorch(shape: tuple[int, ...], sizes: tuple[int, int, int], kind: s
     assert listed(got) == expected(mask, *sizes)
 
 
-def in_triton(mask: Tensor, kv_batch: int, kv_lens: Tensor | None = None, **given: int | None) -> Tensor:
+def in_triton(mask: Tensor, kv_batch: int, kv_lens: Tensor | None = None, **given: Any) -> Tensor:
     from tatten.ops.cuda.block_mask import plan_block_list
 
     mask, kv_lens = mask.to(DEVICE), None if kv_lens is None else kv_lens.to(DEVICE)
@@ -175,6 +176,18 @@ def test_in_triton(shape: tuple[int, ...], sizes: tuple[int, int, int], kind: st
 def test_more_queries_than_a_program_takes_at_once(kind: str) -> None:
     mask = make_mask((2, 7, 10, 70), kind)
     assert listed(in_triton(mask, 1)) == expected(mask, 2, 1, 10)
+
+
+@pytest.mark.parametrize("kind", ["bool", "last", "additive", "all_false"])
+def test_every_block_in_order(kind: str) -> None:
+    mask = make_mask((2, 1, 3, 300), kind)
+    got = in_triton(mask, 2, every_block=True)
+    assert torch.equal(got, block_list(mask, 2, every_block=True))
+    found, default = BlockList(got, 300), BlockList(block_list(mask, 2), 300)
+    assert found.blocks.tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert found.counts.tolist() == [5, 5]
+    assert not found.runs.any()
+    assert torch.equal(found.keys, default.keys.gather(1, default.blocks.argsort(dim=1)))
 
 
 @pytest.mark.slow

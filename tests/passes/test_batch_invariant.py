@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import capture
-from random_batches import Sequences
+from random_batches import Sequences, SharedSequences
 from torch import Tensor
 
 import tatten  # noqa: F401  (the backend)
@@ -21,6 +21,19 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = N
 def shared(query: Tensor, prefix: Tensor, key: Tensor) -> Tensor:
     keys = torch.cat((prefix.expand(query.shape[0], -1, -1, -1), key), dim=2)
     return F.scaled_dot_product_attention(query, keys, keys, enable_gqa=True)
+
+
+def all_shared(query: Tensor, prefix: Tensor) -> Tensor:
+    keys = prefix.expand(query.shape[0], -1, -1, -1)
+    return F.scaled_dot_product_attention(query, keys, keys, enable_gqa=True)
+
+
+def chosen(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], masks: list[Tensor], rows: list[Tensor | None]
+) -> Tensor:
+    """Each sequence reads a row of the first segment."""
+    key, value = (torch.cat((x[0].index_select(0, rows[0]), x[1]), dim=2) for x in (keys, values))
+    return F.scaled_dot_product_attention(query, key, value, torch.cat(masks, dim=3), enable_gqa=True)
 
 
 def capped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -46,27 +59,34 @@ def of_latents(batch: int, rows: int, length: int, dtype: torch.dtype = torch.fl
     return [*(torch.randn(shape).to(dtype) for shape in shapes), used]
 
 
-def invariant_calls(gm: torch.fx.GraphModule) -> list[object]:
-    op = torch.ops.tatten.decode_attention.default
-    return [node.kwargs.get("batch_invariant") for node in gm.graph.find_nodes(op="call_function", target=op)]
+def invariant_calls(gm: torch.fx.GraphModule) -> list[tuple[str, object]]:
+    ops = [torch.ops.tatten.decode_attention.default, torch.ops.tatten.bifurcated_attention.default]
+    found = [node for op in ops for node in gm.graph.find_nodes(op="call_function", target=op)]
+    return [(node.target.name().removeprefix("tatten::"), node.kwargs.get("batch_invariant")) for node in found]
 
 
 @pytest.mark.parametrize(
-    "fn, shapes",
+    "fn, shapes, op",
     [
-        (sdpa, [(2, 4, 1, 16), (2, 2, 50, 16), (2, 2, 50, 16), (2, 1, 1, 50)]),
-        (sdpa, [(2, 2, 1, 16), (2, 2, 50, 16), (2, 2, 50, 16)]),  # SDPA reads each key once, but isn't invariant
-        (shared, [(3, 4, 1, 16), (1, 2, 500, 16), (3, 2, 50, 16)]),
+        (sdpa, [(2, 4, 1, 16), (2, 2, 50, 16), (2, 2, 50, 16), (2, 1, 1, 50)], "decode"),
+        # SDPA reads each key once, but isn't invariant
+        (sdpa, [(2, 2, 1, 16), (2, 2, 50, 16), (2, 2, 50, 16)], "decode"),
+        (shared, [(3, 4, 1, 16), (1, 2, 50, 16), (3, 2, 50, 16)], "bifurcated"),
+        (shared, [(1, 4, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16)], "bifurcated"),
+        (all_shared, [(3, 4, 1, 16), (1, 2, 500, 16)], "decode"),
+        (all_shared, [(1, 4, 1, 16), (1, 2, 500, 16)], "decode"),
     ],
-    ids=["gqa", "no_gain", "shared"],
+    ids=["gqa", "no_gain", "shared", "shared_alone", "all_shared", "all_shared_alone"],
 )
-def test_is_rewritten_whether_it_pays_or_not(fn, shapes) -> None:
+def test_is_rewritten_whether_it_pays_or_not(fn, shapes, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is paid for depends on the batch."""
+    monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(bytes_per_us=1.0, segment_us=1e9))
     inputs = [torch.randn(shape) for shape in shapes]
     with torch.no_grad():
         gm = capture(fn, *inputs)
         (finding,) = rewrite(gm, batch_invariant=True).findings
         assert isinstance(finding, Rewritten)
-        assert invariant_calls(gm) == [True]
+        assert invariant_calls(gm) == [(f"{op}_attention", True)]
         step = torch.compile(fn, backend="tatten", options={"batch_invariant": True, "inner": "eager"})
         torch.testing.assert_close(step(*inputs), fn(*inputs))
 
@@ -122,3 +142,31 @@ def test_a_compiled_step_has_the_same_bits_in_every_batch(inner: str) -> None:
         for alone, together, at in call.batches(20 if inner == "eager" else 5):
             want = step(**alone) if want is None else want
             assert torch.equal(step(**together)[at], want[0])
+
+
+def test_the_block_list_of_shared_keys_has_every_block() -> None:
+    """Of those that some sequence attends to each has a place that depends on all of them."""
+    call = SharedSequences(Sequences(mask="holes", longest=40), shared=70, rows=True, holes=True)
+    (_, together, _), *_ = call.batches(1)
+    with torch.no_grad():
+        gm = capture(chosen, *as_arguments(together))
+        rewrite(gm, batch_invariant=True)
+    op = torch.ops.tatten.block_mask.default
+    found = gm.graph.find_nodes(op="call_function", target=op)
+    assert [node.kwargs.get("every_block") for node in found] == [True, None]
+
+
+def as_arguments(call: dict) -> list:
+    return [call[name] for name in ("query", "keys", "values", "attn_masks", "rows")]
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_so_has_a_step_over_shared_keys(inner: str) -> None:
+    torch._dynamo.reset()
+    step = torch.compile(chosen, backend="tatten", options={"batch_invariant": True, "inner": inner})
+    call = SharedSequences(Sequences(mask="holes", q_len=2, longest=200), shared=700, rows=True, holes=True)
+    with torch.no_grad():
+        want = None
+        for alone, together, at in call.batches(10 if inner == "eager" else 4, most=6):
+            want = step(*as_arguments(alone)) if want is None else want
+            assert torch.equal(step(*as_arguments(together))[at], want[0])

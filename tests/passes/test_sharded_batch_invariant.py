@@ -68,7 +68,49 @@ def test_a_sequence_has_the_same_bits_in_every_batch(mesh: str, inner: str) -> N
     assert run_ranks(ranks, compiled, shape, inner, batches) == [(0, [])] * ranks
 
 
-def rewritten(form: str) -> tuple[list[str], list[object]]:
+def attend_shared(mesh: DeviceMesh) -> Callable[..., Tensor]:
+    """The same to a prefix and own keys, which each rank has some of."""
+
+    def fn(query: Tensor, keys: list[Tensor], values: list[Tensor], masks: list[Tensor]) -> Tensor:
+        key, value = (torch.cat((x[0].expand(query.shape[0], -1, -1, -1), x[1]), dim=2) for x in (keys, values))
+        given = (query, R), (key, S2), (value, S2), (torch.cat(masks, dim=3), S3)
+        tensors = (DTensor.from_local(x, mesh, [placed], run_check=False) for x, placed in given)
+        return F.scaled_dot_product_attention(*tensors, enable_gqa=True).to_local()
+
+    return fn
+
+
+def compiled_with_prefix(ranks: int, batches: int) -> int:
+    """In how many batches a sequence has other bits than alone."""
+    tatten.enable_dtensor_sdpa()
+    mesh = init_device_mesh("cpu", (ranks,))
+    step = torch.compile(attend_shared(mesh), backend="tatten", options={"batch_invariant": True, "inner": "eager"})
+    own_keys = Sequences(mask="holes", q_len=2, longest=80)
+
+    def of_rank(call: dict[str, Any], prefix: list[Tensor]) -> list[Any]:
+        parts = []
+        for own in (prefix, [call[name] for name in ("key", "value", "attn_mask")]):
+            given = dict(zip(("key", "value", "attn_mask"), own, strict=True))
+            parts.append(part_of(given, mesh.get_local_rank(), ranks))
+        return [call["query"], *([x[name] for x in parts] for name in ("key", "value", "attn_mask"))]
+
+    want, found = None, 0
+    for alone, together, at in own_keys.batches(batches):
+        if want is None:
+            prefix = [torch.randn(1, 2, 300, 16) for _ in "kv"]
+            mask = torch.rand(1, 4, 2, 300) < 0.7
+            want = step(*of_rank(alone, [*prefix, mask]))
+        masks = torch.rand(together["query"].shape[0], 4, 2, 300) < 0.5
+        masks[at] = mask[0]
+        found += not torch.equal(step(*of_rank(together, [*prefix, masks]))[at], want[0])
+    return found
+
+
+def test_so_has_one_that_shares_a_prefix() -> None:
+    assert run_ranks(2, compiled_with_prefix, 2, 10) == [0, 0]
+
+
+def rewritten(form: str) -> tuple[list[str], list[tuple[str, object]]]:
     """Why calls are left, and which ops take their place, with what they are asked for."""
     tatten.enable_dtensor_sdpa()
     mesh, tree = init_device_mesh("cpu", (2,)), Tree.of((1, 40), (B, 8), mask="bool")
@@ -77,16 +119,20 @@ def rewritten(form: str) -> tuple[list[str], list[object]]:
     else:
         gm = capture(of_dtensors, *place(tree, mesh, [R], [[S2], [R]]))
     declined = [x.decline for x in rewrite(gm, batch_invariant=True).findings if isinstance(x, Declined)]
-    nodes = gm.graph.find_nodes(op="call_function", target=torch.ops.tatten.decode_attention.default)
-    nodes += gm.graph.find_nodes(op="call_function", target=torch.ops.tatten.tree_merge.default)
-    return [f"{x.reason.value}: {x.detail}" for x in declined], [x.kwargs.get("batch_invariant") for x in nodes]
+    ops = torch.ops.tatten
+    targets = ops.decode_attention.default, ops.bifurcated_attention.default, ops.tree_merge.default
+    nodes = [node for op in targets for node in gm.graph.find_nodes(op="call_function", target=op)]
+    reasons = [f"{x.reason.value}: {x.detail}" for x in declined]
+    return reasons, [(x.target.name(), x.kwargs.get("batch_invariant")) for x in nodes]
 
 
-def test_a_prefix_is_read_as_a_copy_for_each_sequence() -> None:
-    assert run_ranks(2, rewritten, "locals") == [([], [True, True])] * 2
+BOTH = [("tatten::bifurcated_attention", True), ("tatten::tree_merge", True)]
+
+
+def test_a_prefix_is_read_once() -> None:
+    assert run_ranks(2, rewritten, "locals") == [([], BOTH)] * 2
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch has no rule for SDPA over DTensors on a CPU")
-def test_dtensors_of_several_placements_are_left() -> None:
-    left = "batch_invariant: keys are concatenated of DTensors, so no rank has its part in one piece"
-    assert run_ranks(2, rewritten, "DTensors") == [([left], [])] * 2
+def test_so_is_one_of_dtensors_of_several_placements() -> None:
+    assert run_ranks(2, rewritten, "DTensors") == [([], BOTH)] * 2

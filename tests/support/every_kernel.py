@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tatten.ops.cuda import combine, decode, segments
+from tatten.ops.cuda import combine, decode, segment_launches
 from tatten.ops.masks import block_list
 from tatten.ops.variant import AttentionVariant
 
@@ -45,7 +45,7 @@ def attend(
     if indexed:
         groups = torch.ops.tatten.row_groups.default(torch.tensor([1, 0], device="cuda"), 2, rows)
     if sm90:
-        segments.plan_prefix_segment(query, key, value, 0.1, None, groups)(query, key, value, row_groups=groups)
+        segment_launches.plan_prefix_segment(query, key, value, 0.1, None, groups)(query, key, value, row_groups=groups)
         return
     if float8:
         key, value = (x.to(torch.float8_e4m3fn) for x in (key, value))
@@ -68,7 +68,7 @@ def attend(
         torch.rand(scaled, device="cuda") if float8 or int8 else None,
     )
     if tiles:
-        options["tiles"] = getattr(segments, tiles)
+        options["tiles"] = getattr(segment_launches, tiles)
     plan = decode.plan_segment(query, key, value, mask, kv_lens, 0.1, blocks, variant, groups, **options)
     partials = plan(query, key, value, mask, kv_lens, blocks, variant, groups)
     twice = 1 if options.get("whole", True) else 2

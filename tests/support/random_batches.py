@@ -76,6 +76,58 @@ class Sequences:
             yield alone | self.extras, together | self.extras, at
 
 
+@dataclass(frozen=True)
+class SharedSequences:
+    """Draws calls of bifurcated attention: beside keys of their own, sequences read rows of others that they share.
+
+    `own` has a mask. With `rows` they choose among those rows, else aligned blocks share them. With `holes` each
+    sequence has a mask of its own for them, and keys behind the last one that counts are NaN.
+    """
+
+    own: Sequences
+    shared: int = 900
+    rows: bool = False
+    holes: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.own}-shared" + "-rows" * self.rows + "-holes" * self.holes
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of a row, and the mask of a sequence that reads it."""
+        own = self.own
+        mask = torch.rand(1, own.q_heads, own.q_len, self.shared) < 0.8
+        mask[..., -300:] = False
+        return torch.randn(2, 1, own.kv_heads, self.shared, own.head_dim).to(own.dtype), mask
+
+    def share(self, call: dict[str, Any], at: int, row: Tensor, mask: Tensor, stored: int) -> dict[str, Any]:
+        """The call with so many rows that sequences share; sequence `at` reads `row` with `mask`."""
+        batch = call["query"].shape[0]
+        rows = torch.randint(stored, (batch,)) if self.rows else torch.arange(batch) * stored // batch
+        segment = torch.randn(2, stored, *row.shape[2:]).to(row.dtype)
+        masks = torch.rand(batch, *mask.shape[1:]) < torch.rand(batch, 1, 1, 1)
+        segment[:, rows[at]], masks[at] = row[:, 0], mask[0]
+        if self.holes:
+            used = torch.zeros(stored, self.shared).index_add(0, rows, masks.flatten(1, 2).sum(1).float())
+            behind = used.flip(1).cumsum(1).flip(1) == 0
+            segment = segment.masked_fill(behind[:, None, :, None], NAN)
+        own = {name: call[name] for name in ("key", "value", "attn_mask")}
+        return {name: x for name, x in call.items() if name not in own} | {
+            "keys": [segment[0], own["key"]],
+            "values": [segment[1], own["value"]],
+            "attn_masks": [masks if self.holes else None, own["attn_mask"]],
+            "rows": [rows, None] if self.rows else None,
+        }
+
+    def batches(self, n: int, most: int = 16) -> Iterator[tuple[dict[str, Any], dict[str, Any], int]]:
+        """As `Sequences.batches`: the sequence alone reads the same keys."""
+        drawn = None
+        for alone, together, at in self.own.batches(n, most):
+            drawn = drawn or self.draw()
+            batch = together["query"].shape[0]
+            stored = int(torch.randint(1, 5, ())) if self.rows else batch // 2 if batch % 2 == 0 else 1
+            yield self.share(alone, 0, *drawn, 1), self.share(together, at, *drawn, stored), at
+
+
 def with_latents(call: dict[str, Any], rank: int) -> dict[str, Any]:
     """The call of `latent_attention` whose latents and rope are the keys of a call with one kv head."""
     given = {name: x for name, x in call.items() if name not in ("query", "key", "value")}

@@ -103,7 +103,15 @@ def _either(a, b):
 
 
 @triton.jit(do_not_specialize=["n_blocks", "n_queries"])
-def _list_kernel(bits, block_list, n_blocks, n_queries, ADDITIVE: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr):
+def _list_kernel(
+    bits,
+    block_list,
+    n_blocks,
+    n_queries,
+    ADDITIVE: tl.constexpr,
+    EVERY_BLOCK: tl.constexpr,
+    BLOCKS_AT_ONCE: tl.constexpr,
+):
     """Write the block list of a kv_row, which `tatten.ops.masks.BlockList` describes."""
     WORDS: tl.constexpr = 4 if ADDITIVE else 2
     kv_row = tl.program_id(0).to(tl.int64)
@@ -121,7 +129,7 @@ def _list_kernel(bits, block_list, n_blocks, n_queries, ADDITIVE: tl.constexpr, 
         words_at = bits
     count, run, end = 0, 0, -1
     last_not_full = -1  # the last block so far that is not full
-    for start in range(0, n_blocks, BLOCKS_AT_ONCE):
+    for start in range(0, 0 if EVERY_BLOCK else n_blocks, BLOCKS_AT_ONCE):
         blocks = start + tl.arange(0, BLOCKS_AT_ONCE)
         words = tl.load(words_at + WORDS * blocks, mask=blocks < n_blocks, other=0)
         full = tl.load(bits + WORDS * blocks + 1, mask=blocks < n_blocks, other=0)
@@ -138,13 +146,14 @@ def _list_kernel(bits, block_list, n_blocks, n_queries, ADDITIVE: tl.constexpr, 
         blocks = start + tl.arange(0, BLOCKS_AT_ONCE)
         words = tl.load(words_at + WORDS * blocks, mask=blocks < n_blocks, other=0)
         in_run = (blocks > end - run) & (blocks <= end)
-        other = ((words != 0) & ~in_run).to(tl.int32)
-        empty = ((words == 0) & (blocks < n_blocks)).to(tl.int32)
+        listed = (blocks < n_blocks) if EVERY_BLOCK else (words != 0)
+        other = (listed & ~in_run).to(tl.int32)
+        empty = (~listed & (blocks < n_blocks)).to(tl.int32)
         entry = tl.where(other > 0, n_others + tl.cumsum(other, axis=0), n_empty + tl.cumsum(empty, axis=0))
         entry = tl.where(in_run, blocks - (end - run), entry)
         tl.store(block_list + 2 * entry, blocks.to(tl.int64), mask=blocks < n_blocks)
         tl.store(block_list + 2 * entry + 1, words, mask=blocks < n_blocks)
         n_others += tl.sum(other, axis=0)
         n_empty += tl.sum(empty, axis=0)
-    tl.store(block_list, count)
+    tl.store(block_list, n_blocks if EVERY_BLOCK else count)
     tl.store(block_list + 1, run)

@@ -11,10 +11,13 @@ import torch
 from attention_cases import Case, assert_state, with_variant
 from poison import fresh_memory_is_poison
 from provider_calls import provider_of_op
-from random_batches import Sequences, with_latents
+from random_batches import Sequences, SharedSequences, with_latents
 from slow import slow_after
 from torch import Tensor
 
+import tatten
+from tatten.ops.cpu.rows import row_groups
+from tatten.ops.masks import block_list, mask_of_rows
 from tatten.ops.variant import PLAIN, AttentionVariant
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
@@ -40,7 +43,9 @@ def attend(inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         return plan(**{name: x for name, x in given.items() if name != "scale"})
 
 
-def assert_same_bits(attend: Callable[..., tuple[Tensor, Tensor]], call: Sequences, batches: int) -> None:
+def assert_same_bits(
+    attend: Callable[..., tuple[Tensor, Tensor]], call: Sequences | SharedSequences, batches: int
+) -> None:
     want = None
     for alone, together, at in call.batches(batches, most=5):
         want = want or attend(alone)
@@ -74,6 +79,48 @@ LATENTS = [
 @pytest.mark.parametrize("call", slow_after(1, LATENTS), ids=str)
 def test_so_has_one_that_attends_to_latents(call: Sequences) -> None:
     assert_same_bits(attend_latents, call, 8)
+
+
+def attend_segments(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """As the op on CUDA does."""
+    from tatten.ops.cuda.segments import plan_segments
+
+    call = {"rows": None, "sinks": None, "softcap": None} | call
+    query, keys, values, masks = (call[name] for name in ("query", "keys", "values", "attn_masks"))
+    lists, groups = [None, None], [None, None]
+    rows, shared, mask = call["rows"] and call["rows"][0], keys[0], masks[0]
+    if rows is not None:
+        queries = query.shape[1] // shared.shape[1] * query.shape[2]
+        groups[0] = row_groups(rows, shared.shape[0], queries)
+    if mask is not None:
+        of_rows = mask if rows is None else mask_of_rows(mask, shared.shape[0], rows)
+        lists[0] = block_list(of_rows, shared.shape[0], every_block=True)
+    given = (query, keys, values, masks, lists)
+    variant = AttentionVariant(softcap=call["softcap"], sinks=call["sinks"])
+    plan = plan_segments(*given, query.shape[3] ** -0.5, groups, variant, batch_invariant=True)
+    with fresh_memory_is_poison():
+        return plan(*given, groups, variant)
+
+
+TINY = {"q_heads": 2, "kv_heads": 1, "longest": 200}
+SHARED = [
+    SharedSequences(Sequences(**TINY, mask="keys"), shared=1100),
+    SharedSequences(Sequences(**TINY, mask="holes", q_len=2, dtype=torch.bfloat16), shared=1100, rows=True, holes=True),
+    SharedSequences(Sequences(**TINY, mask="causal", q_len=3), shared=1100, holes=True),
+    SharedSequences(Sequences(**TINY, mask="bias", extras={"softcap": 3.0}), shared=700, rows=True),
+    SharedSequences(Sequences(**TINY, mask="keys", extras={"sinks": torch.tensor([0.5, -1.0])}), shared=600),
+    SharedSequences(Sequences(**TINY, mask="keys"), shared=17000, rows=True),  # more than 32 times 512
+]
+
+
+@pytest.mark.parametrize("call", slow_after(2, SHARED), ids=str)
+def test_so_has_one_that_shares_keys(call: SharedSequences) -> None:
+    assert_same_bits(attend_segments, call, 8 if call.shared < 2000 else 2)
+    for _, together, _ in call.batches(1, most=5):
+        out, lse = attend_segments(together)
+        want = tatten.bifurcated_attention(**together, return_lse=True)
+        tolerance = 0.02 if call.own.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close((out, lse), want, atol=tolerance, rtol=tolerance)
 
 
 def test_latents_have_tiles_for_their_widths_alone() -> None:

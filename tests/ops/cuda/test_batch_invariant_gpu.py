@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, assert_state
-from random_batches import Sequences, with_latents
+from random_batches import Sequences, SharedSequences, with_latents
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import tatten
 
@@ -26,43 +27,58 @@ LATENTS = {"kv_heads": 1, "head_dim": 576, "longest": 1500, "dtype": torch.bfloa
 CALLS += [Sequences(q_heads=16, **LATENTS, mask="holes"), Sequences(q_heads=128, **LATENTS)]
 
 
+SHARE = {"shared": 9000, "rows": True}
+SHARED = [
+    SharedSequences(Sequences(**SHAPE, dtype=torch.bfloat16, mask="keys"), shared=20000),  # more than 32 times 512
+    SharedSequences(Sequences(**SHAPE, dtype=torch.bfloat16, mask="keys"), **SHARE, holes=True),
+    SharedSequences(Sequences(**SHAPE, dtype=torch.float16, q_len=3, mask="causal"), **SHARE, holes=True),
+    SharedSequences(Sequences(**SHAPE, dtype=torch.float32, mask="bias"), **SHARE),
+]
+
+
 def on_gpu(call: dict[str, Any]) -> dict[str, Any]:
     """The call on a GPU; keys of 576 numbers are latents with their rope."""
-    if call["key"].shape[3] == 576:
+    if "key" in call and call["key"].shape[3] == 576:
         call = with_latents(call, 512)
-    return {name: x.cuda() if isinstance(x, Tensor) else x for name, x in call.items()}
+    return {name: tree_map_only(Tensor, Tensor.cuda, x) for name, x in call.items()}
 
 
 def attend(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
     op = tatten.latent_attention if "latent" in call else tatten.decode_attention
+    op = tatten.bifurcated_attention if "keys" in call else op
     return op(**call, batch_invariant=True, return_lse=True)
 
 
-@pytest.mark.parametrize("call", CALLS, ids=str)
-def test_one_graph_over_20_batches(call: Sequences) -> None:
+@pytest.mark.parametrize("call", [*CALLS, *SHARED], ids=str)
+def test_one_graph_over_20_batches(call: Sequences | SharedSequences) -> None:
     torch.manual_seed(0)
-    alone = call.draw(1, call.longest, call.longest // 2)
-    want = attend(on_gpu(alone))
-    static = on_gpu(call.draw(BATCH, call.longest, 1))
+    own = call.own if isinstance(call, SharedSequences) else call
+    shared = call.draw() if isinstance(call, SharedSequences) else None
+    alone = own.draw(1, own.longest, own.longest // 2)
+
+    def draw(at: int) -> dict[str, Any]:
+        batch = own.draw(BATCH, own.longest, own.longest // 2)
+        for name, x in batch.items():
+            x[at] = alone[name][0]
+        return on_gpu(batch if shared is None else call.share(batch, at, *shared, 4))
+
+    want = attend(on_gpu(alone if shared is None else call.share(alone, 0, *shared, 1)))
+    static = draw(0)
     attend(static)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = attend(static)
-    for _ in range(20):
-        at = int(torch.randint(BATCH, ()))
-        batch = call.draw(BATCH, call.longest, call.longest // 2)
-        for name, x in batch.items():
-            x[at] = alone[name][0]
-        for name, x in on_gpu(batch).items():
+    for at in torch.randint(BATCH, (20,)).tolist():
+        for x, y in zip(tree_leaves(static), tree_leaves(draw(at)), strict=True):
             if isinstance(x, Tensor):
-                static[name].copy_(x)
+                x.copy_(y)
         graph.replay()
         for x, y in zip(got, want, strict=True):
             assert torch.equal(x[at], y[0])
 
 
-@pytest.mark.parametrize("call", CALLS, ids=str)
-def test_any_batch_size(call: Sequences) -> None:
+@pytest.mark.parametrize("call", [*CALLS, *SHARED], ids=str)
+def test_any_batch_size(call: Sequences | SharedSequences) -> None:
     for alone, together, at in call.batches(20):
         for x, y in zip(attend(on_gpu(together)), attend(on_gpu(alone)), strict=True):
             assert torch.equal(x[at], y[0])

@@ -18,7 +18,7 @@ from compiled import Recorder, compile_launch
 from tatten.ops.cuda import prefix_sm90
 from tatten.ops.cuda import decode
 from tatten.ops.cuda import combine
-from tatten.ops.cuda import segments
+from tatten.ops.cuda import segment_launches
 from tatten.ops.cuda import block_mask
 from tatten.ops.variant import AttentionVariant
 
@@ -36,14 +36,14 @@ def attend(
     scales = (empty(*scaled, dtype=torch.float32),) * 2 if float8 or int8 else (None, None)
     groups = empty(4, 3, dtype=torch.int32) if indexed else None
     if sm90:
-        segment = segments.plan_prefix_segment(query, key, value, 0.1, None, groups)
+        segment = segment_launches.plan_prefix_segment(query, key, value, 0.1, None, groups)
         return segment(query, key, value, row_groups=groups)
     if mask is not None:
         mask = empty(*mask[1:], kv_len, dtype=getattr(torch, mask[0]))
     lens = empty(2, dtype=torch.int64) if lens else None
     sinks = empty(query.shape[1]) if sinks else None
     if tiles is not None:
-        chosen.append(getattr(segments, tiles))
+        chosen.append(getattr(segment_launches, tiles))
         options["tiles"] = chosen[0]
     variant = AttentionVariant(options.pop("window", None), options.pop("softcap", None), sinks, *scales)
     blocks = None
@@ -58,7 +58,7 @@ launches, chosen = [], []
 tiles_for = decode.tiles_for
 decode.LEAST_BYTES = 0
 decode.tiles_for = lambda *args, **kwargs: chosen.append(tiles_for(*args, **kwargs)) or chosen[-1]
-decode.multiprocessors = segments.multiprocessors = lambda device: 132
+decode.multiprocessors = segment_launches.multiprocessors = lambda device: 132
 for module in (decode, combine, block_mask, prefix_sm90):
     for name, x in list(vars(module).items()):
         if isinstance(x, triton.JITFunction) and name.endswith("_kernel"):
@@ -126,7 +126,8 @@ GROUPS: dict[str, list[Variant]] = {
         *("bfloat16", (128,), (4, 64), CAPPED, {**CAPPED, "max_and_sum": True}, {**CAPPED, "indexed": True})
     ),
     "batch invariant": shapes(
-        *("bfloat16", (128,), (4, 64), *({"batch_invariant": True, **x} for x in ({}, LENS, PER_SEQUENCE, EXTRAS)))
+        *("bfloat16", (128,), (4, 64), *({"batch_invariant": True, **x} for x in ({}, LENS, PER_SEQUENCE, EXTRAS))),
+        *({"batch_invariant": True, "indexed": True, "whole": False, **x} for x in ({}, PER_SEQUENCE)),
     ),
     "rows": [
         *shapes("bfloat16", (128,), (4, 64), {"indexed": True}, {"indexed": True, **PER_SEQUENCE}),

@@ -11,7 +11,7 @@ from compiled import compile_in_subprocess
 from poison import fresh_memory_is_poison
 from torch import Tensor
 
-from tatten.ops.cuda import levels, segments
+from tatten.ops.cuda import levels, segment_launches, segments
 from tatten.ops.cuda.levels import TILES, Levels, Tile, choose_levels, plan_levels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,7 +69,7 @@ def test_states(tree: tuple, batch: int, heads: tuple, q_len: int, dims: tuple, 
 @runs
 @pytest.mark.parametrize("chosen", [(0, 1), (0, 1, 2), (1, 2), (), (0, 1, 2, 3)])
 def test_beside_other_segments(chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "choose_levels", lambda query, keys: Levels(chosen, TILES[0]) if chosen else None)
+    monkeypatch.setattr(segment_launches, "choose_levels", lambda query, keys: Levels(chosen, TILES[0]) if chosen else None)
     torch.manual_seed(0)
     query = randn(8, 4, 1, 16)
     tree = ((1, 40), (2, 33), (4, 7), (8, 20))

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tatten.ops.cuda import decode, segments
+from tatten.ops.cuda import decode, segment_launches
 from tatten.ops.cuda.combine import TileSpace
 from tatten.ops.cuda.decode import Segment
 from tatten.ops.cuda.prefix_sm90 import PrefixAttention
-from tatten.ops.cuda.segments import PrefixSegment, Segments, plan_prefix_segment, plan_segments
+from tatten.ops.cuda.segment_launches import PrefixSegment, plan_prefix_segment
+from tatten.ops.cuda.segments import Segments, plan_segments
 from tatten.ops.variant import AttentionVariant
 
 SMS = 132
@@ -28,12 +29,12 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         space = TileSpace(1, 8, key.shape[2], 8, query.shape[0], 1, programs or SMS, 128, 128)
         return PrefixSegment(space, lambda *_: (query,) * 4)
 
-    for module in (segments, decode):
+    for module in (segment_launches, decode):
         monkeypatch.setattr(module, "multiprocessors", lambda device: SMS)
-    monkeypatch.setattr(segments, "choose_levels", lambda query, keys: None)
-    monkeypatch.setattr(segments, "plan_prefix_segment", plan_prefix)
+    monkeypatch.setattr(segment_launches, "choose_levels", lambda query, keys: None)
+    monkeypatch.setattr(segment_launches, "plan_prefix_segment", plan_prefix)
     monkeypatch.setattr(
-        segments, "_takes_prefix_kernel", lambda query, x, scale: x.key.shape[0] == 1 and x.attn_mask is None
+        segment_launches, "_takes_prefix_kernel", lambda query, x, scale: x.key.shape[0] == 1 and x.attn_mask is None
     )
 
 
@@ -62,7 +63,7 @@ def programs(plan: Segments) -> list[int]:
 def test_a_short_segment_has_sms_beside_the_prefix_kernel() -> None:
     prefix, beside = programs(plan((1, 8192), (256, 256)))
     assert 0 < SMS - prefix < SMS
-    assert beside == (SMS - prefix) * segments.SHORT_ROWS.per_sm
+    assert beside == (SMS - prefix) * segment_launches.SHORT_ROWS.per_sm
     assert programs(plan((256, 256), (1, 8192))) == [prefix, beside]
 
 

@@ -1,0 +1,238 @@
+"""Planning the launches for segments: which kernel attends to each, in which tiles, and what runs beside what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tatten.ops.cuda.combine import Partials, TileSpace
+from tatten.ops.cuda.decode import Segment, plan_segment
+from tatten.ops.cuda.heuristics import (
+    MANY_KEYS,
+    Tiles,
+    capability,
+    has_large_shared_memory,
+    multiprocessors,
+    packed_q_rows,
+    programs_for,
+    seqs_and_rows,
+    splitting_pays,
+    tiles_for,
+    whole_programs,
+)
+from tatten.ops.cuda.levels import LevelsLaunch, choose_levels, plan_levels
+from tatten.ops.cuda.recording import may_take_gluon
+from tatten.ops.cuda.tma import takes_tma
+from tatten.ops.sizes import ceil_div, power_of_2
+from tatten.ops.variant import AttentionVariant
+
+# Short kv_rows beside the prefix kernel: several small programs are under way on an SM.
+SHORT_ROWS = Tiles(16, 64, 2, 2, 4)
+# Measured on an H200: the prefix kernel's time for 128 packed queries by 128 keys of head_dim 128, and what an SM
+# reads beside it.
+PREFIX_TILE_US, SM_BYTES_PER_US = 2.2, 40e3
+SHARED_ROWS = 64  # packed queries of a tile of shared keys, however many sequences share them, with `batch_invariant`
+
+
+@dataclass(frozen=True)
+class PrefixSegment:
+    """A launch of the prefix kernel, for plain shared keys and many packed queries."""
+
+    tile_space: TileSpace
+    attend: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: object, row_groups: Tensor | None = None
+    ) -> Partials:
+        if row_groups is not None:
+            row_groups = row_groups.contiguous()
+        return Partials(*self.attend(query, key, value, row_groups), row_groups=row_groups)
+
+
+AnyLaunch = Segment | PrefixSegment | LevelsLaunch
+
+
+class Inputs(NamedTuple):
+    """The tensors of one segment."""
+
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    block_mask: Tensor | None
+    row_groups: Tensor | None
+    sinks: Tensor | None
+
+
+def plan_launches(
+    query: Tensor, inputs: Sequence[Inputs], scale: float, softcap: float | None, max_and_sum: bool
+) -> Iterator[tuple[tuple[int, ...], AnyLaunch]]:
+    """Plan launches in order, with their segments. The prefix kernel waits for what came before, so it comes first."""
+    plain = {i: x for i, x in enumerate(inputs) if softcap is None and x.sinks is None}  # not the decode kernel's alone
+    levels = choose_levels(query, {i: x.key for i, x in plain.items() if _takes_levels_kernel(query, x, scale)})
+    together = levels.segments if levels else ()
+    alone = [i for i in range(len(inputs)) if i not in together]
+    shared = [i for i in alone if i in plain] if len(inputs) > 1 else []
+    wide = [i for i in shared if _takes_prefix_kernel(query, inputs[i], scale)]
+    narrow = [i for i in alone if i not in wide]
+    programs: int | None = None
+    beside: dict[str, Any] = {}
+    if len(inputs) == 2 and len(wide) == 1:
+        prefix, other = inputs[wide[0]], inputs[narrow[0]]
+        sms, sms_left = multiprocessors(query.device), _sms_beside_prefix(query, prefix, other)
+        if sms_left:
+            programs = sms - sms_left
+            tiles = SHORT_ROWS if other.key.shape[2] <= 512 else tiles_for(1, other.key.shape[3], 2)
+            beside = {"tiles": tiles, "programs": sms_left * tiles.per_sm}
+    for i in wide:
+        x = inputs[i]
+        yield (i,), plan_prefix_segment(query, x.key, x.value, scale, programs, x.row_groups)
+    if levels:
+        whole = len(together) == len(inputs)
+        keys, values = ([getattr(inputs[i], name) for i in together] for name in ("key", "value"))
+        yield (
+            together,
+            plan_levels(
+                query, keys, values, scale, levels.tile, whole=whole, max_and_sum=max_and_sum, follows=bool(wide)
+            ),
+        )
+    for i in narrow:
+        x = inputs[i]
+        yield (
+            (i,),
+            plan_segment(
+                *(query, x.key, x.value, x.attn_mask, None, scale, x.block_mask),
+                AttentionVariant(softcap=softcap, sinks=x.sinks),
+                row_groups=x.row_groups,
+                whole=len(inputs) == 1,
+                max_and_sum=max_and_sum,
+                follows=i != narrow[0] or bool(wide or together),
+                **beside,
+            ),
+        )
+
+
+def plan_invariant_launches(
+    query: Tensor, inputs: Sequence[Inputs], scale: float, softcap: float | None, max_and_sum: bool
+) -> Iterator[tuple[tuple[int, ...], AnyLaunch]]:
+    """Plan a launch of the decode kernel for each segment, with tiles that do not depend on who shares its keys."""
+    for i, x in enumerate(inputs):
+        own, tiles = i == len(inputs) - 1, None
+        if not own:
+            queries = query.shape[1] // x.key.shape[1] * query.shape[2]
+            dim = max(16, power_of_2(max(query.shape[3], x.value.shape[3])))
+            masked = x.attn_mask is not None
+            tiles = tiles_for(
+                max(SHARED_ROWS, queries),
+                dim,
+                query.element_size(),
+                MANY_KEYS,
+                has_block_list=masked,
+                masked=masked,
+                large_shared_memory=has_large_shared_memory(query.device),
+            )
+        yield (
+            (i,),
+            plan_segment(
+                *(query, x.key, x.value, x.attn_mask, None, scale, x.block_mask),
+                AttentionVariant(softcap=softcap, sinks=x.sinks),
+                row_groups=x.row_groups,
+                whole=len(inputs) == 1,
+                max_and_sum=max_and_sum,
+                follows=i > 0,
+                tiles=tiles,
+                batch_invariant=True,
+            ),
+        )
+
+
+def _takes_levels_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
+    """Whether the levels kernel can compute this."""
+    return (
+        x.attn_mask is None
+        and x.row_groups is None
+        and x.key.shape[2] > 0
+        and max(y.stride(3) * y.shape[3] for y in (query, x.key, x.value)) < 1 << 31
+        and max(query.shape[3], x.value.shape[3]) <= 128
+        and query.element_size() == 2
+        and scale > 0
+    )
+
+
+def _takes_prefix_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
+    """Whether the prefix kernel can compute this, and is faster: with many keys even half empty."""
+    dim = query.shape[3]
+    packed = packed_q_rows(query, x.key, x.row_groups is not None)
+    return (
+        x.attn_mask is None
+        and packed > 32
+        and x.key.shape[2] > (64 if packed > 64 else 2048)
+        and dim == x.value.shape[3]
+        and dim in (64, 128)
+        and query.is_cuda
+        and capability(query.device) == (9, 0)
+        and query.stride(3) == 1
+        and scale > 0
+        and takes_tma(x.key)
+        and takes_tma(x.value)
+        and may_take_gluon("prefix_sm90")
+    )
+
+
+def _sms_beside_prefix(query: Tensor, prefix: Inputs, beside: Inputs) -> int:
+    """The number of SMs to leave to the segment `beside` the one of the prefix kernel, or 0 to run one after the other.
+
+    The prefix kernel is bound by arithmetic and fills an SM; the other segment is bound by memory. On an H200 they take
+    125 us side by side and 144 us one after the other (256 sequences, 32/8 heads, 8192 and 256 keys). A few SMs are not
+    worth the partials that they leave.
+    """
+    _, kv_heads, kv_len, head_dim = prefix.key.shape
+    if beside.attn_mask is not None or beside.row_groups is not None or packed_q_rows(query, beside.key) > 16:
+        return 0
+    if beside.key.shape[2] <= 64:
+        return 0  # bound by latency rather than by memory
+    has_row_groups = prefix.row_groups is not None
+    seqs, kv_rows = seqs_and_rows(query, prefix.key, has_row_groups)
+    if has_row_groups:  # about how many there are, where `kv_rows` is how many there can be
+        kv_rows = max(prefix.key.shape[0], ceil_div(query.shape[0], seqs))
+    q_blocks = ceil_div(packed_q_rows(query, prefix.key, has_row_groups), 128)
+    tiles = q_blocks * kv_rows * kv_heads * ceil_div(kv_len, 128)
+    prefix_us = tiles * head_dim / 128 * PREFIX_TILE_US
+    beside_us = 2 * beside.key.numel() * beside.key.element_size() / SM_BYTES_PER_US
+    sms = multiprocessors(query.device)
+    sms_left = round(sms * beside_us / (prefix_us + beside_us))
+    return min(sms_left, sms - 1) if sms_left >= sms // 5 else 0
+
+
+def plan_prefix_segment(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    programs: int | None = None,
+    row_groups: Tensor | None = None,
+) -> PrefixSegment:
+    """Plan a segment as `plan_segment` does, for plain shared keys that the prefix kernel takes."""
+    from tatten.ops.cuda.prefix_sm90 import BLOCK_M, BLOCK_N, plan_prefix_attention
+
+    _, kv_heads, kv_len, _ = key.shape
+    has_row_groups = row_groups is not None
+    seqs_per_kv, kv_rows = seqs_and_rows(query, key, has_row_groups)
+    q_blocks = ceil_div(packed_q_rows(query, key, has_row_groups), BLOCK_M)
+    work_tiles = (1 if has_row_groups else kv_rows) * kv_heads * q_blocks
+    if programs is None:
+        most, n_tiles = multiprocessors(query.device), ceil_div(kv_len, BLOCK_N)
+        n_states = query.shape[0] * query.shape[1] * query.shape[2]
+        if has_row_groups:
+            programs = most
+        elif splitting_pays(work_tiles, n_tiles, PREFIX_TILE_US, n_states, most):
+            programs = programs_for(work_tiles, n_tiles, most)
+        else:
+            programs = whole_programs(work_tiles, n_tiles, most)
+    sizes = 1, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs, BLOCK_M, BLOCK_N
+    space = TileSpace(*sizes, row_groups=kv_rows if has_row_groups else 0)
+    return PrefixSegment(
+        space, plan_prefix_attention(query, key, value, scale, programs, row_groups, split=space.split)
+    )
