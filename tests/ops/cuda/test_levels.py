@@ -69,7 +69,9 @@ def test_states(tree: tuple, batch: int, heads: tuple, q_len: int, dims: tuple, 
 @runs
 @pytest.mark.parametrize("chosen", [(0, 1), (0, 1, 2), (1, 2), (), (0, 1, 2, 3)])
 def test_beside_other_segments(chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment_launches, "choose_levels", lambda query, keys: Levels(chosen, TILES[0]) if chosen else None)
+    monkeypatch.setattr(
+        segment_launches, "choose_levels", lambda query, keys: Levels(chosen, TILES[0]) if chosen else None
+    )
     torch.manual_seed(0)
     query = randn(8, 4, 1, 16)
     tree = ((1, 40), (2, 33), (4, 7), (8, 20))
