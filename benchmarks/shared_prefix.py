@@ -9,6 +9,7 @@ Side by side in one run, on random data:
     inductor  the graph of a shared-prefix cache, `sdpa(q, cat([prefix.expand(batch), suffix]))`, through Inductor
     tatten    the same graph through backend="tatten"
     op        tatten.bifurcated_attention itself
+    invariant the same with `batch_invariant=True`
     aten      prefix, suffix and merge from PyTorch's flash attention, which returns the lse (GPU)
     flash     the prefix from PyTorch's flash attention, the suffix from cuDNN, and a compiled merge (GPU)
     fa3       the same with the prefix from FlashAttention-3 (GPU, where `peers.py` finds it)
@@ -38,7 +39,7 @@ from support.timing import in_turns, microseconds, product_rate, read_rate
 from tatten.passes import cost
 from tatten.passes.cost import Rates
 
-COLUMNS = {"cpu": ("expanded", "inductor", "tatten", "op")}
+COLUMNS = {"cpu": ("expanded", "inductor", "tatten", "op", "invariant")}
 COLUMNS["cuda"] = (*COLUMNS["cpu"], "aten", "flash", "fa3", "paged", "cascade")
 COMPOSITIONS = "aten", "flash", "fa3"
 PLAIN = "expanded", "paged"
@@ -107,6 +108,9 @@ def show_end(rows: list[dict]) -> None:
         if ratios:
             mean = statistics.geometric_mean(ratios)
             print(f"op over {what}: largest {max(ratios):.3f}, geometric mean {mean:.3f}")
+    slower = [x for r in rows if (x := ratio(r, "invariant", ["op"])) is not None]
+    if slower:
+        print(f"invariant over op: largest {max(slower):.3f}, geometric mean {statistics.geometric_mean(slower):.3f}")
 
 
 def parse() -> argparse.Namespace:

@@ -63,9 +63,9 @@ class Problem:
             attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)
             sdpa = compiled(attend, "inductor") if self.device == "cpu" else attend  # in a CUDA graph they are the same
             return lambda: sdpa(self.q, keys, values)
-        if name == "op":
+        if name in ("op", "invariant"):
             keys, values = zip(self.prefix, self.suffix, strict=True)
-            return lambda: tatten.bifurcated_attention(self.q, keys, values)
+            return lambda: tatten.bifurcated_attention(self.q, keys, values, batch_invariant=name == "invariant")
         if name in PLANNED:
             return PLANNED[name](row, *args)
         fn, backend = GRAPHS[name]
@@ -101,7 +101,7 @@ def prepare(problem: Problem, name: str) -> Callable[[], Tensor] | None:
             step().fill_(math.nan)
         return step
     except Exception as e:
-        if name in ("tatten", "op"):
+        if name in ("tatten", "op", "invariant"):
             raise
         print(f"{name} is left out: {first_line(e)}")
         return None

@@ -32,91 +32,45 @@ def bifurcated_attention(
 ) -> State:
     row_groups = row_groups or [None] * len(keys)
     check_bifurcated_attention(query, keys, values, attn_masks, block_masks, row_groups, variant)
-    if batch_invariant:
-        check_segments_batch_invariant(query, keys, row_groups, variant)
+    dtype, acc = query.dtype, accumulator_dtype(query.dtype)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    rows = rows_of_segments(row_groups, query, keys)
+    rows, kernel = rows_of_segments(row_groups, query, keys), kernel_of(variant, False, batch_invariant)
     if variant.window is not None:
         segments = list(zip(keys, values, attn_masks, block_masks, strict=True))
         narrowed = segments_in_window(variant.window, query.shape[2], segments)
         keys, values, attn_masks, block_masks = zip(*narrowed, strict=True)
-    if not batch_invariant:
-        out, lse = _attend(query, keys, values, attn_masks, block_masks, rows, scale, variant, batch_invariant)
-        return out.contiguous(), lse.contiguous()
-    # A sequence depends on no others where it is alone. How products in 16 bits add up may depend on the threads.
-    acc = accumulator_dtype(query.dtype)
-    outs, lses = [], []
-    for b in range(query.shape[0]):
-        sequence = _sequence(query, keys, values, attn_masks, rows, b, acc)
-        no_masks = no_rows = [None] * len(keys)
-        out, lse = _attend(*sequence, no_masks, no_rows, scale, variant, batch_invariant)
-        outs.append(out)
-        lses.append(lse)
-    return torch.cat(outs).to(query.dtype), torch.cat(lses)
+    additive_masks = any(mask is not None and mask.dtype != torch.bool for mask in attn_masks)
+    if batch_invariant:
+        check_segments_batch_invariant(query, keys, row_groups, variant)
+        query, keys, values = query.to(acc), [x.to(acc) for x in keys], [x.to(acc) for x in values]
+        attn_masks = [x if x is None or x.dtype == torch.bool else x.to(acc) for x in attn_masks]
 
-
-def _attend(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    attn_masks: Sequence[Tensor | None],
-    block_masks: Sequence[Tensor | None],
-    rows: Sequence[Tensor | None],
-    scale: float,
-    variant: AttentionVariant,
-    batch_invariant: bool,
-) -> State:
-    """The state over the sinks and all segments, which have been narrowed to the window."""
-    kernel = kernel_of(variant, upcasts=False, batch_invariant=batch_invariant)
-    outs, lses = [], []
+    states = []
     for key, value, mask, block_mask, own_rows in zip(keys, values, attn_masks, block_masks, rows, strict=True):
         if key.shape[2] == 0:
             mask = None
-        if own_rows is None:
-            out, lse = _attend_blocks(query, key, value, mask, block_mask, scale, kernel)
+        if batch_invariant:
+            states.append(_attend_each(query, key, value, mask, scale, kernel, own_rows))
+        elif own_rows is None:
+            states.append(_attend_blocks(query, key, value, mask, block_mask, scale, kernel))
         else:
-            out, lse = _attend_rows(query, key, value, mask, block_mask, scale, kernel, own_rows)
-        outs.append(out)
-        lses.append(lse)
-    out, lse = combine_partials(outs, lses)
-    if len(keys) > 1 and any(mask is not None and mask.dtype != torch.bool for mask in attn_masks):
-        for b in coarse_sequences(lse):
-            at = slice(b, b + 1)
-            key, value, mask = _concatenate(query, keys, values, attn_masks, rows, b)
-            out[at], lse[at] = attend_keys(query[at], key, value, mask, spans_of(mask, key.shape[2]), scale, kernel)
-    return (out, lse) if variant.sinks is None else merge_sinks(out, lse, variant.sinks)
+            states.append(_attend_rows(query, key, value, mask, block_mask, scale, kernel, own_rows))
 
+    def combine(first: int, stop: int) -> State:
+        """The state of some sequences over the sinks and all segments."""
+        out, lse = combine_partials(*zip(*[(x[first:stop], y[first:stop]) for x, y in states], strict=True))
+        for b in coarse_sequences(lse) if additive_masks and len(keys) > 1 else ():
+            at, own = slice(b, b + 1), slice(first + b, first + b + 1)
+            key, value, mask = _concatenate(query, keys, values, attn_masks, rows, first + b)
+            out[at], lse[at] = attend_keys(query[own], key, value, mask, spans_of(mask, key.shape[2]), scale, kernel)
+        return (out, lse) if variant.sinks is None else merge_sinks(out, lse, variant.sinks)
 
-def _sequence(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    attn_masks: Sequence[Tensor | None],
-    rows: Sequence[Tensor | None],
-    b: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor | None]]:
-    """The query, keys, values and masks of sequence `b`, each with a batch of one, in `dtype`."""
-    own_keys, own_values, own_masks = [], [], []
-    for key, value, mask, own_rows in zip(keys, values, attn_masks, rows, strict=True):
-        kv_row = _row_of(query, key, own_rows, b)
-        own_keys.append(key[kv_row : kv_row + 1].to(dtype))
-        own_values.append(value[kv_row : kv_row + 1].to(dtype))
-        mask = None if mask is None else _mask_of(query, mask, kv_row, b)
-        own_masks.append(mask if mask is None or mask.dtype == torch.bool else mask.to(dtype))
-    return query[b : b + 1].to(dtype), own_keys, own_values, own_masks
-
-
-def _row_of(query: Tensor, key: Tensor, rows: Tensor | None, b: int) -> int:
-    """The row of a segment that sequence `b` reads."""
-    return b * key.shape[0] // query.shape[0] if rows is None else int(rows[b])
-
-
-def _mask_of(query: Tensor, mask: Tensor, kv_row: int, b: int) -> Tensor:
-    """The mask of sequence `b`, which reads `kv_row`, of rank 4 with a batch of one."""
-    mask = mask[(None,) * (4 - mask.dim())]
-    at = 0 if mask.shape[0] == 1 else b if mask.shape[0] == query.shape[0] else kv_row
-    return mask[at : at + 1]
+    if not batch_invariant:
+        out, lse = combine(0, query.shape[0])
+        return out.contiguous(), lse.contiguous()
+    # Vectorised functions round the numbers at the end of a tensor in another way than those before.
+    outs, lses = zip(*(combine(b, b + 1) for b in range(query.shape[0])), strict=True)
+    return torch.cat(outs).to(dtype), torch.cat(lses)
 
 
 def _attend_blocks(
@@ -127,6 +81,7 @@ def _attend_blocks(
     block_mask: Tensor | None,
     scale: float,
     kernel: Kernel,
+    separately: bool = False,
 ) -> State:
     """The state of each sequence over a segment whose rows serve aligned blocks of sequences."""
     batch, kv_batch, kv_len = query.shape[0], key.shape[0], key.shape[2]
@@ -134,7 +89,8 @@ def _attend_blocks(
     if mask is not None:
         mask = fold_mask(mask.expand(*mask.shape[:-1], kv_len), query, kv_batch)
         spans = spans_of(mask, kv_len, block_mask)
-    out, lse = attend_keys(fold_sequences(query, kv_batch), key, value, mask, spans, scale, kernel)
+    folded = fold_sequences(query, kv_batch)
+    out, lse = attend_keys(folded, key, value, mask, spans, scale, kernel, separately=separately)
     return unfold_sequences(out, batch), unfold_sequences(lse, batch)
 
 
@@ -168,6 +124,35 @@ def _attend_rows(
     return out, lse
 
 
+def _attend_each(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    kernel: Kernel,
+    rows: Tensor | None,
+) -> State:
+    """The state of each sequence over the row of a segment that it reads, as if it were alone."""
+    batch, kv_batch = query.shape[0], key.shape[0]
+    if rows is None and kv_batch == batch:
+        return _attend_blocks(query, key, value, mask, None, scale, kernel, separately=True)
+    row_of = torch.arange(batch) * kv_batch // batch if rows is None else rows
+    out, lse = query.new_empty((*query.shape[:3], value.shape[3])), query.new_empty(query.shape[:3])
+    for stored in row_of.unique().tolist():
+        sequences, row = (row_of == stored).nonzero().flatten(), slice(stored, stored + 1)
+        own_query, own_mask, spans = query[sequences], mask, None
+        if mask is not None:
+            of_rows = mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, key.shape[2])
+            own_mask = of_rows if of_rows.shape[0] == 1 else of_rows[sequences if of_rows.shape[0] == batch else row]
+            spans = spans_of(own_mask, key.shape[2])
+        own_key, own_value = (x[row].expand(len(sequences), -1, -1, -1) for x in (key, value))
+        out[sequences], lse[sequences] = attend_keys(
+            own_query, own_key, own_value, own_mask, spans, scale, kernel, separately=True
+        )
+    return out, lse
+
+
 def _concatenate(
     query: Tensor,
     keys: Sequence[Tensor],
@@ -180,14 +165,16 @@ def _concatenate(
 
     Each segment gives only the span that its mask leaves over: what lies outside may be NaN.
     """
-    _, q_heads, q_len, _ = query.shape
+    batch, q_heads, q_len, _ = query.shape
     dtype, kv_heads = accumulator_dtype(query.dtype), math.lcm(*(key.shape[1] for key in keys))
     own_keys, own_values, biases = [], [], []
     for key, value, mask, own_rows in zip(keys, values, attn_masks, rows, strict=True):
-        kv_row = _row_of(query, key, own_rows, b)
+        kv_row = b * key.shape[0] // batch if own_rows is None else int(own_rows[b])
         bias = query.new_zeros((1, 1, 1, 1), dtype=dtype)
         if mask is not None:
-            bias = additive(_mask_of(query, mask, kv_row, b), query.dtype)
+            mask = mask[(None,) * (4 - mask.dim())]
+            at = 0 if mask.shape[0] == 1 else b if mask.shape[0] == batch else kv_row
+            bias = additive(mask[at : at + 1], query.dtype)
         bias = bias.to(dtype).expand(1, q_heads, q_len, key.shape[2])
         (span,) = spans_of(bias, key.shape[2])
         repeats = kv_heads // key.shape[1]
