@@ -39,7 +39,7 @@ def find_invariant(given: PlainCall, may_guard: bool) -> tuple[BifurcatedMatch |
         )
     call = given.call
     key, value = (given.in_one(x, given.segments(x, rows=False)) for x in (call.key, call.value))
-    match = match_decode(given.seen(), key, value)
+    match = match_decode(given.seen(), key, value, may_guard)
     if isinstance(match, Decline):
         return match
     return dataclasses.replace(match, batch_invariant=True), match.note

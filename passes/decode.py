@@ -17,7 +17,7 @@ from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import known_equal, tensor_of
+from tatten.passes.symbolic import guard_equal, known_equal, tensor_of
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,20 @@ class DecodeMatch(Match):
         return f"not weighed: the mask decides at run time how much is read; if that is all, {self.cost}"
 
 
-def match_decode(call: SdpaCall, peeled_key: Stored, peeled_value: Stored) -> DecodeMatch | Decline:
+def match_decode(
+    call: SdpaCall, peeled_key: Stored, peeled_value: Stored, may_guard: bool = True
+) -> DecodeMatch | Decline:
     """Match a call that `check_call` found eligible, given its key and value before heads were repeated.
 
-    Adds no guards and changes nothing.
+    Changes nothing; adds a guard only where batches can't be proven equal, as of DTensors that are inputs: under dynamic
+    shapes each has a symbol of its own. Without `may_guard` such don't match.
     """
     query, key, value = (tensor_of(x) for x in (call.query, call.key, call.value))
     assert query is not None
     assert key is not None
     assert value is not None
-    if not known_equal(query.shape[0], key.shape[0]) or not known_equal(query.shape[0], value.shape[0]):
+    equal = guard_equal if may_guard else known_equal
+    if not all(equal(query.shape[0], x.shape[0]) for x in (key, value)):
         return Decline(Reason.BATCH, f"query, key, value have batch {query.shape[0]}, {key.shape[0]}, {value.shape[0]}")
     if peeled_key.repeats != peeled_value.repeats:  # DiffLlama pairs values of its own: take both as they are
         peeled_key, peeled_value = Stored(call.key), Stored(call.value)

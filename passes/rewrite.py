@@ -200,7 +200,7 @@ def _find(given: PlainCall, may_guard: bool) -> tuple[BifurcatedMatch | DecodeMa
         return bifurcated, copied
     if bifurcated is not None and not given.in_one_piece:
         return bifurcated
-    decode = match_decode(given.seen(), given.in_one(call.key, keys), given.in_one(call.value, values))
+    decode = match_decode(given.seen(), given.in_one(call.key, keys), given.in_one(call.value, values), may_guard)
     if isinstance(decode, DecodeMatch) and given.weighs(decode):
         decode = decode.unpaid or decode
     if isinstance(decode, Decline):

@@ -400,6 +400,30 @@ def test_lengths_are_dynamic() -> None:
         assert error < 1e-5
 
 
+def with_other_batches() -> tuple[list[str], float]:
+    """Why calls are left, and the largest error, where the batch of DTensors that are inputs changes."""
+    mesh = init_device_mesh("cpu", (2,))
+    tatten.enable_dtensor_sdpa()
+    torch._dynamo.reset()
+    step = torch.compile(one_layer, backend="tatten", options={"inner": "aot_eager"})
+    errors = []
+    with tatten.recording() as report, torch.no_grad():
+        for batch in (2, 3, 5):
+            q, k, v, mask = (x[:1].expand(batch, -1, -1, -1).contiguous() for x in tensors())
+            sharded = place(mesh, (q, [R]), (k, [S2]), (v, [S2]), (mask, [S3]))
+            errors.append((step(*sharded).full_tensor() - one_layer(q, k, v, mask)).abs().max().item())
+    assert report.rewritten
+    return [str(x.decline) for x in report.declined], max(errors)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch has no rule for SDPA over DTensors on a CPU")
+def test_batches_of_inputs_are_dynamic() -> None:
+    """Each of the DTensors has a symbol of its own for its batch."""
+    for left, error in run_ranks(2, with_other_batches):
+        assert left == []
+        assert error < 1e-5
+
+
 def difference(fn: Callable[..., Any], *args: Any, **how: Any) -> float:
     """Between the compiled function and the function."""
     torch._dynamo.reset()
