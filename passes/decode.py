@@ -74,7 +74,7 @@ def match_decode(
 ) -> DecodeMatch | Decline:
     """Match a call that `check_call` found eligible, given its key and value before heads were repeated.
 
-    Changes nothing; adds a guard only where batches can't be proven equal, as of DTensors that are inputs: under dynamic
+    Changes nothing; adds a guard only where batches can't be proven equal, as of DTensors that are inputs: with dynamic
     shapes each has a symbol of its own. Without `may_guard` such don't match.
     """
     query, key, value = (tensor_of(x) for x in (call.query, call.key, call.value))
