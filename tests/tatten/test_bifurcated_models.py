@@ -151,3 +151,25 @@ def test_nothing_of_the_size_of_batch_times_prefix_is_allocated() -> None:
     assert largest["inductor"] >= expanded  # or the profiler sees nothing
     # The mask has an element for each sequence and key, scores one for each query head: neither holds head_dim of them.
     assert largest["tatten"] < expanded / 4
+
+
+def test_a_sample_has_the_same_bits_beside_any_others() -> None:
+    """In batches of one size: products with the weights are those of PyTorch."""
+    model, (ids, mask) = build("Llama"), prompts(padded=True)
+    step = torch.compile(model, backend="tatten", options={"batch_invariant": True, "inner": "eager"}, fullgraph=True)
+    cache, want = prefilled(model, ids, mask), []
+    torch._dynamo.reset()
+    with tatten.recording() as report, torch.no_grad():
+        for others in ([1, 0, 1], [2, 2, 2], [0, 1, 2], [1, 1, 1]):
+            rows = [others[0], 1, *others[1:]]
+            fork = cache.fork(1, capacity=NEW).select(rows)
+            token, seen = ids[rows, -1:], torch.nn.functional.pad(mask[rows], (0, NEW - 1), value=1)
+            positions, logits = mask[rows].sum(1, keepdim=True) - 1, []
+            for t in range(NEW):
+                logits.append(step(token, seen, positions + t, fork).logits[1])
+                token = torch.randint(1, 99, (4, 1))
+                token[1] = 5 + t
+            want = want or logits
+            assert all(torch.equal(x, y) for x, y in zip(logits, want, strict=True))
+    assert not report.declined
+    assert {finding.op for finding in report.rewritten} == {"tatten.bifurcated_attention.default"}
