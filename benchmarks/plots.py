@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from support import results
 from support.curves import DARK, LIGHT, Line, Theme, headline, lines, log_axis, thousands
-from support.tables import Row, fill, heads
+from tables import fill
+from tables.table import Row, heads
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

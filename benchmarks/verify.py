@@ -14,7 +14,8 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from claims import CLAIMS, Claim
+from claims import CLAIMS
+from claims.claim import Claim
 from record import STEPS
 from support.results import ResultsError, read
 

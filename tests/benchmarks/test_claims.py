@@ -12,10 +12,11 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import verify as command
-from claims import CLAIMS, Claim, geomean, largest, to_peers
+from claims import CLAIMS
+from claims.claim import Claim, geomean, largest, to_peers
 from record import STEPS
 from support import results
-from support.tables import MARKED, TABLES, fill
+from tables import MARKED, TABLES, fill
 from verify import verify
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,10 @@
+"""What docs/benchmarks.md claims, each with the figure that has to bear it out.
+
+A claim that a new run does not support is mended in the page and here together: `said` is the page's own words.
+"""
+
+from __future__ import annotations
+
+from claims import attention, model_steps, several_gpus, shared_prefixes
+
+CLAIMS = [*model_steps.CLAIMS, *attention.CLAIMS, *shared_prefixes.CLAIMS, *several_gpus.CLAIMS]

@@ -1,0 +1,177 @@
+"""Tables of whole decode steps: of models, of `generate`, of packages."""
+
+from __future__ import annotations
+
+from tables.table import Cell, Row, Table, error, figure, heads, number, us
+
+
+def faster(slow: str, fast: str) -> Cell:
+    return lambda r: number(r[slow] / r[fast], 2)
+
+
+STATIC_CACHE: dict[str, Cell | str] = {
+    "dtype": "dtype",
+    "batch": "batch",
+    "heads": heads,
+    "head_dim": "head_dim",
+    "cache": "max_cache_len",
+    "used": lambda r: f"{r['used']}{', padded' * r['padded']}",
+    "Inductor ms": figure("inductor_ms", 2),
+    "tatten ms": figure("tatten_ms", 2),
+    "byte floor ms": figure("floor_ms", 2),
+    "speedup": faster("inductor_ms", "tatten_ms"),
+}
+
+
+def share(r: Row) -> str:
+    return "all" if r["full"] else "an eighth"
+
+
+def ms(name: str, digits: int = 2) -> Cell:
+    return lambda r: number(r["ms"].get(name), digits)
+
+
+STEP: dict[str, Cell | str] = {
+    "Inductor ms": figure("inductor_ms", 2),
+    "tatten ms": figure("tatten_ms", 2),
+    "byte floor ms": figure("floor_ms", 2),
+    "times as fast": figure("faster", 2),
+    "error, Inductor": error("inductor_error"),
+    "error, tatten": error("tatten_error"),
+}
+
+AOTI = {
+    "batch": "batch",
+    "heads": heads,
+    "head_dim": "head_dim",
+    "cache": "max_cache_len",
+    "used": "used",
+    "layers": "layers",
+    "Inductor's package ms": figure("inductor_ms", 1),
+    "tatten's package ms": figure("tatten_ms", 1),
+    "compiled ms": figure("compiled_ms", 1),
+}
+
+GENERATE: dict[str, Cell | str] = {
+    "mode": "mode",
+    "batch": "batch",
+    "layers": "layers",
+    "slots": "capacity",
+    "used": "used",
+    "Inductor ms": lambda r: number(r["token_ms"]["inductor"], 2),
+    "tatten ms": lambda r: number(r["token_ms"]["tatten"], 2),
+    "byte floor ms": figure("floor_ms", 2),
+    "tatten to Inductor": figure("ratio", 2),
+    "compile s, Inductor": lambda r: number(r["compile_s"]["inductor"], 0),
+    "compile s, tatten": lambda r: number(r["compile_s"]["tatten"], 0),
+}
+
+TABLES = {
+    "static_cache": Table("static_cache", STATIC_CACHE),
+    "static_cache_cpu": Table("static_cache_cpu", STATIC_CACHE),
+    "generate": Table("generate", GENERATE),
+    "generate_architectures": Table("generate_architectures", {"model": "model", **GENERATE}),
+    "generate_batch8": Table("generate_batch8", GENERATE),
+    "aoti": Table("aoti", AOTI),
+    "aoti_cuda": Table("aoti_cuda", AOTI),
+    "written_out_steps": Table(
+        "written_out",
+        {"model": "model", "batch": "batch", "cache": "slots", "used": "used", **STEP},
+        lambda r: r["section"] == "step",
+    ),
+    "written_out_layers": Table(
+        "written_out",
+        {
+            "form": "form",
+            "slots": "keys",
+            "used": share,
+            "Inductor us": figure("inductor_us"),
+            "tatten us": figure("tatten_us"),
+            "floor us": figure("floor_us"),
+            "times as fast": figure("faster", 2),
+        },
+        lambda r: r["section"] == "layer" and r["batch"] == 8,
+    ),
+    "latent_kernel": Table(
+        "latent_kernel",
+        {
+            "heads": "heads",
+            "batch": "batch",
+            "latents": "length",
+            "FA3": us("fa3"),
+            "tatten": us("tatten"),
+            "tatten, output in float32": us("unrounded"),
+            "floor": lambda r: number(max(r["bytes_us"], r["flops_us"])),
+            "tatten to FA3": figure("ratio", 2),
+        },
+    ),
+    "latent_step": Table(
+        "latent_step", {"batch": "batch", "heads": "heads", "cache": "max_cache_len", "used": "used", **STEP}
+    ),
+    "latent_sharded": Table(
+        "latent_sharded",
+        {
+            "heads": "heads",
+            "latents": "length",
+            "all on one GPU": us("local"),
+            "sharded": us("sharded"),
+            "more than half": figure("over_share_us"),
+        },
+    ),
+    "latent_cpu": Table(
+        "latent_cpu",
+        {
+            "dtype": "dtype",
+            "batch": "batch",
+            "heads": "heads",
+            "cache": "max_cache_len",
+            "used": "used",
+            "Inductor ms": figure("inductor_ms", 0),
+            "tatten ms": figure("tatten_ms"),
+            "byte floor ms": figure("floor_ms"),
+            "times as fast": figure("faster"),
+        },
+    ),
+    "encoder_decoder": Table(
+        "encoder_decoder",
+        {
+            "model": "model",
+            "sources": "batch",
+            "layers": "layers",
+            "Inductor ms": ms("inductor"),
+            "Inductor, stored once ms": ms("both"),
+            "tatten ms": ms("tatten"),
+            "times as fast": figure("faster", 2),
+            "MB, Inductor": lambda r: number(r["held_bytes"]["inductor"] / 1e6, 0),
+            "MB, tatten": lambda r: number(r["held_bytes"]["tatten"] / 1e6, 0),
+        },
+    ),
+    "eager_step": Table(
+        "eager_step",
+        {
+            "model": "model",
+            "batch": "batch",
+            "cache": "capacity",
+            "used": "used",
+            "eager ms": ms("eager"),
+            "sdpa ms": ms("sdpa"),
+            "tatten ms": ms("tatten"),
+            "logits differ, tatten": lambda r: number(r["error"]["tatten"], 2),
+        },
+    ),
+    "quantised": Table(
+        "quantised",
+        {
+            "cache": "cache",
+            "batch": "batch",
+            "slots": "capacity",
+            "used": "used",
+            "layers": "layers",
+            "ms a token": figure("token_ms", 2),
+            "tokens/s": figure("tokens_per_s", 0),
+            "times as fast": figure("faster", 2),
+            "of the bytes": figure("of_16_bits", 2),
+            "error of logits": figure("logits_error", 2),
+        },
+    ),
+}

@@ -1,0 +1,70 @@
+"""What a table of the page is, its cells, and how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.results import NotRecorded, ResultsError, need, read
+
+Row = dict[str, Any]
+Cell = Callable[[Row], object]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of a file's rows, by their heads."""
+
+    file: str
+    columns: dict[str, Cell | str]  # a string is the key of the row
+    only: Callable[[Row], bool] = lambda r: True  # which rows are shown
+
+
+def number(x: float | None, digits: int = 1) -> str:
+    """A figure with so many digits after the point, or `-` where it was not measured."""
+    return "-" if x is None else f"{x:.{digits}f}"
+
+
+def heads(r: Row) -> str:
+    return f"{r['q_heads']}/{r['kv_heads']}"
+
+
+def us(name: str, digits: int = 1) -> Cell:
+    return lambda r: number(r["us"].get(name), digits)
+
+
+def figure(name: str, digits: int = 1) -> Cell:
+    return lambda r: number(r[name], digits)
+
+
+def error(name: str) -> Cell:
+    return lambda r: f"{r[name]:.1e}"
+
+
+def provenance(data: dict[str, Any]) -> str:
+    """How, where and when the figures were measured."""
+    versions = [f"{name} {data[name]}" for name in ("torch", "triton") if data[name]]
+    where = ", ".join([data["device"], *versions, data["date"], *([data["note"]] if "note" in data else [])])
+    return f"`{data['command']}` — {where}"
+
+
+def markdown(table: Table, folder: Path) -> str:
+    """The table as it stands in the page; raises ResultsError if a column is missing."""
+    path = folder / f"{table.file}.json"
+    try:
+        data = read(path)
+    except NotRecorded:
+        return f"Not recorded: `{path.name}` is missing.\n"
+    lines: list[Sequence[object]] = [list(table.columns), ["---"] * len(table.columns)]
+    try:
+        rows = [r for r in data["rows"] if table.only(r)]
+        if not rows:
+            raise ResultsError(f"{path} has no rows for the table")
+        need(path, rows, (key for key in table.columns.values() if isinstance(key, str)))
+        lines += [[r[c] if isinstance(c, str) else c(r) for c in table.columns.values()] for r in rows]
+    except KeyError as error:
+        raise ResultsError(f"{path}: a row lacks {error}") from None
+    shown = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return f"{provenance(data)}\n\n{shown}\n"
