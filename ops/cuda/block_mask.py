@@ -15,6 +15,8 @@ from tatten.ops.masks import mask_rows
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.validation import BLOCK_KEYS
 
+WIDEST_GRID = 65535  # programs in a grid's second dim
+
 
 @dataclass(frozen=True)
 class FindBlockList:
@@ -57,7 +59,7 @@ def plan_block_list(
     # A program looks at 64 queries of few blocks, as each round of queries waits for its loads: 160 by 8 took 21 us.
     n_queries = seqs_per_kv * mask.shape[1] * mask.shape[2]
     block_q = min(64, power_of_2(n_queries)) if n_queries > 4 else 1
-    blocks_at_once = 16 if block_q == 1 else max(1, 32 // block_q)
+    blocks_at_once = max(16 if block_q == 1 else 32 // block_q, power_of_2(max(1, ceil_div(n_blocks, WIDEST_GRID))))
     additive = mask.dtype != torch.bool
     find_bits = Launch(
         _bits_kernel,

@@ -49,7 +49,8 @@ class TileSpace:
             `tatten.ops.cuda.kernels.online_softmax.store_lse` says.
         q_blocks_first: the work tiles are numbered by block of packed queries first, and then by kv_row. Programs
             that read the same keys then do so at about the same time, so that the L2 can serve them.
-        chunk: the tiles of the smallest chunk, where work tiles are cut by their own length alone; else 0.
+        chunk: the tiles of the smallest chunk, where work tiles are cut by their own length alone; else 0. One that is
+            as long as any work tile leaves all of them whole.
     """
 
     groups: int
@@ -84,7 +85,7 @@ class TileSpace:
 
     @property
     def most_chunks(self) -> int:
-        """The number of chunks of the longest work tile."""
+        """The most chunks that a work tile can have: a longer one may have fewer, of more tiles each."""
         return max(1, min(ceil_div(ceil_div(self.kv_len, self.block_n), self.chunk), _MOST_CHUNKS))
 
     @property

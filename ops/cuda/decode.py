@@ -46,7 +46,7 @@ from tatten.ops.variant import PLAIN, AttentionVariant
 BYTES_PER_US = 4.4e6  # that an H200 reads
 LEAST_CHUNK = 512  # keys of a chunk, a multiple of all `block_n`
 WAVES = 32  # programs for each that fits on the GPU at once: chunks differ in size, and whoever is done takes the next
-MOST_WHOLE = 8  # tiles up to which a work tile may stay whole: of ragged ones a long one would be waited for
+MOST_WHOLE = 8  # tiles up to which a work tile may stay whole: a longer one among short ones would be waited for
 Rope = tuple[()] | tuple[Tensor, Tensor]  # of the queries, of the keys
 
 

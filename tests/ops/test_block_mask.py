@@ -178,6 +178,18 @@ def test_more_queries_than_a_program_takes_at_once(kind: str) -> None:
     assert listed(in_triton(mask, 1)) == expected(mask, 2, 1, 10)
 
 
+def test_more_blocks_than_a_grid_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a mask of 5 million keys has, for which programs look at more blocks at once."""
+    from tatten.ops.cuda import block_mask
+
+    long = torch.empty(1, 1, 32, 5_000_000, dtype=torch.bool, device="meta")
+    assert block_mask.plan_block_list(long, 1).find_bits.grid[1] <= 65535
+    monkeypatch.setattr(block_mask, "WIDEST_GRID", 3)
+    mask = torch.rand(2, 1, 40, 700, generator=torch.Generator().manual_seed(0)) < 0.1
+    assert block_mask.plan_block_list(mask, 2).find_bits.grid == (2, 3)
+    assert torch.equal(in_triton(mask, 2), block_list(mask, 2))
+
+
 @pytest.mark.parametrize("kind", ["bool", "last", "additive", "all_false"])
 def test_every_block_in_order(kind: str) -> None:
     mask = make_mask((2, 1, 3, 300), kind)

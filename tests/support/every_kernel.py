@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck python tests/support/every_kernel.py
     compute-sanitizer --tool racecheck python tests/support/every_kernel.py 0 8    # every eighth one, from the first
 
-The variants are those of tests/ops/cuda/test_compiles.py.
+The variants are those of tests/ops/cuda/test_compiles.py, and latent attention with each kind of keys.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import tatten
 from tatten.ops.cuda import combine, decode, segment_launches
 from tatten.ops.masks import block_list
 from tatten.ops.variant import AttentionVariant
@@ -75,12 +76,26 @@ def attend(
     combine.plan_combine(query, dim, *[plan.tile_space] * twice, dtype=dtype)(*[partials] * twice)
 
 
+def attend_latents(heads: int, keys: str) -> None:
+    """More than 16 heads take the latent_sm90 kernel on Hopper."""
+
+    def randn(heads: int, length: int, width: int) -> torch.Tensor:
+        return torch.randn(2, heads, length, width, device="cuda").bfloat16()
+
+    mask = torch.rand(2, 1, 1, KV_LEN, device="cuda") > 0.5 if keys == "mask" else None
+    kv_lens = torch.tensor([KV_LEN, 70], device="cuda") if keys == "lengths" else None
+    given = randn(heads, 1, 512), randn(heads, 1, 64), randn(1, KV_LEN, 512), randn(1, KV_LEN, 64)
+    tatten.latent_attention(*given, attn_mask=mask, kv_lens=kv_lens, scale=0.05)
+
+
 def main() -> None:
     decode.LEAST_BYTES = 0
     first, step = (int(x) for x in sys.argv[1:3]) if len(sys.argv) > 2 else (0, 1)
-    variants = [variant for group in compile_tests().GROUPS.values() for variant in group][first::step]
-    for shape, options in variants:
-        attend(*shape, **options)
+    variants: list[Any] = [(attend, *variant) for group in compile_tests().GROUPS.values() for variant in group]
+    variants += [(attend_latents, (heads, keys), {}) for heads in (16, 128) for keys in ("all", "lengths", "mask")]
+    variants = variants[first::step]
+    for launch, shape, options in variants:
+        launch(*shape, **options)
         torch.cuda.synchronize()
     print(f"{len(variants)} variants ran")
 

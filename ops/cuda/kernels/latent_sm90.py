@@ -187,7 +187,8 @@ def _score(
             row_max = new_row_max
             p = exponents.to(DTYPE)
             if KEYS:  # noqa: SIM102 (known when this is compiled)
-                # Before `p` is there: the other warpgroup may not clear another tile until this one has waited.
+                # The left half is summed when it is clear. This comes before `p` is handed over, with which the other
+                # warpgroup goes on to the next tile: it may not be two phases of `cleared` ahead.
                 if attended != -1:
                     mbarrier.wait(cleared, tiles_cleared & 1)
                     tiles_cleared += 1

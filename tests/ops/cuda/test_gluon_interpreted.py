@@ -1,0 +1,156 @@
+"""The Gluon kernels for Hopper, run on a CPU in many orders of their partitions, against float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from gluon_interpreted import Interpreted
+from poison import fresh_memory_is_poison
+from slow import slow_after
+from torch import Tensor
+
+from tatten.ops.reference import decode_attention_reference, latent_attention_reference
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
+
+State = tuple[Tensor, Tensor]
+NAN = float("nan")
+
+
+def latents(batch: int, heads: int, q_len: int, kv_len: int, keys: str) -> tuple[list[Tensor | None], Tensor]:
+    """The tensors of a call, with NaN in latents that no query attends to, and the mask that says which those are.
+
+    `keys` are "all", or those of "lengths", a "mask" for all sequences, "masks" with one for each, or "both".
+    """
+    shapes = (heads, q_len, 512), (heads, q_len, 64), (1, kv_len, 512), (1, kv_len, 64)
+    query, query_rope, latent, key_rope = (torch.randn(batch, *shape).to(torch.bfloat16) for shape in shapes)
+    places, mask, lens = torch.arange(kv_len), None, None
+    used = torch.ones(batch, kv_len, dtype=torch.bool)
+    if keys in ("lengths", "both"):
+        lens = torch.randint(kv_len + 1, (batch,))
+        odd = torch.tensor([0, kv_len + 3, -2, 64])[: batch // 2]
+        lens[: len(odd)] = odd
+        used &= places < lens[:, None]
+    if keys in ("mask", "masks", "both"):
+        mask = torch.rand(1 if keys == "mask" else batch, kv_len) < 0.9
+        mask[:, 64 : kv_len // 2] = True  # full blocks
+        mask[:, 2 * kv_len // 3 : 2 * kv_len // 3 + 130] = False  # empty ones
+        mask[0] &= keys == "mask"
+        used &= mask
+        mask = mask[:, None, None]
+    for x in (latent, key_rope):
+        x.masked_fill_(~used[:, None, :, None], NAN)
+    return [query, query_rope, latent, key_rope, mask, lens], used[:, None, None]
+
+
+def attend(tensors: list[Tensor | None], programs: int, seed: int, *modules: ModuleType) -> State:
+    """What the op on CUDA does where it takes the kernel, which is in `modules`."""
+    from tatten.ops.cuda import latent, latent_sm90
+    from tatten.ops.cuda.kernels import latent_sm90 as kernel
+    from tatten.ops.cuda.kernels import latent_visits
+    from tatten.ops.cuda.mask_plan import plan_mask
+
+    query, _, latents, _, mask, lens = tensors
+    with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
+        interpreted = Interpreted(patch, seed, "_latent_kernel", *(modules or (kernel, latent_visits)))
+        patch.setattr(latent_sm90, "_latent_kernel", interpreted)
+        patch.setattr(latent_sm90, "multiprocessors", lambda device: programs)
+        masks = plan_mask(query, latents, mask, lens, None, None)
+        return latent._plan_sm90(*tensors[:4], masks, lens, 0.05, torch.float32)(*tensors, None, None)
+
+
+def assert_latents(state: State, tensors: list[Tensor | None], used: Tensor) -> None:
+    known = [x.double().nan_to_num() for x in tensors[:4] if x is not None]
+    out, lse = latent_attention_reference(*known, used, scale=0.05)
+    torch.testing.assert_close(state[0].double(), out, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(state[1].double(), lse, rtol=1e-4, atol=1e-4)
+
+
+LATENTS = [
+    ((3, 9, 2, 300, "lengths"), 4),
+    ((2, 17, 1, 450, "masks"), 5),
+    ((1, 70, 1, 400, "all"), 3),
+    ((2, 3, 6, 65, "mask"), 7),
+    ((2, 35, 2, 200, "both"), 5),
+    ((1, 20, 4, 130, "lengths"), 1),
+    ((1, 17, 1, 64, "all"), 2),
+    ((3, 66, 1, 300, "mask"), 3),
+    ((2, 66, 1, 500, "masks"), 4),
+    ((35, 17, 1, 100, "lengths"), 13),
+]
+
+
+@pytest.mark.parametrize(("sizes", "programs"), slow_after(5, LATENTS), ids=str)
+def test_latents(sizes: tuple[int, int, int, int, str], programs: int) -> None:
+    """Work tiles of one program and of several, ragged and empty ones; more programs than tiles."""
+    torch.manual_seed(0)
+    tensors, used = latents(*sizes)
+    assert_latents(attend(tensors, programs, 0), tensors, used)
+
+
+FAULTS = {
+    "scores wait for what is cleared": ("mbarrier.wait(cleared, tiles_cleared & 1)", "pass"),
+    "scores wait for queries": ("mbarrier.wait(q_full, visits & 1)", "pass"),
+    "a visit is a handover too": ("((n + visits) & 1) ^ 1)  # one", "(n & 1) ^ 1)  # one"),
+    "a tile waits for TMA": ("mbarrier.wait(full.index(stage), (n // _STAGES) & 1)\n            k_left", "k_left"),
+    "TMA waits for both warpgroups": ("init(empty.index(i), count=2)", "init(empty.index(i), count=1)"),
+    "p is fenced": ("shared_alpha.store(alpha)\n            fence_async_shared()", "shared_alpha.store(alpha)"),
+    "a handover waits for the one before": ("mbarrier.wait(p_empty, ((n + visits) & 1) ^ 1)  # one", "pass  # one"),
+    "the left half is cleared": ("clear(left.index(stage).reshape([_BLOCK_N, _HALF]), attended)", "pass"),
+}
+
+
+@pytest.mark.parametrize("fault", slow_after(3, FAULTS))
+def test_a_fault_shows(fault: str, tmp_path: Path) -> None:
+    """Without one of these lines of the kernel, some order of its partitions deadlocks or gives something else."""
+    from tatten.ops.cuda.kernels import latent_sm90, latent_visits
+
+    code = Path(str(latent_sm90.__file__)).read_text()
+    assert code.count(FAULTS[fault][0]) == 1
+    path = tmp_path / "faulty.py"
+    path.write_text(code.replace(*FAULTS[fault]))
+    spec = importlib.util.spec_from_file_location("faulty", path)
+    assert spec is not None
+    assert spec.loader is not None
+    faulty = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(faulty)
+    torch.manual_seed(0)
+    tensors, used = latents(1, 66, 1, 500, "mask")
+
+    def attend_in_any_order() -> None:
+        for seed in range(20):
+            assert_latents(attend(tensors, 1, seed, faulty, latent_visits), tensors, used)
+
+    with pytest.raises(AssertionError):
+        attend_in_any_order()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "sizes", [(6, 2, 35, 3, 500, 64), (3, 3, 20, 3, 129, 128), (2, 1, 1, 1, 127, 64), (1, 1, 70, 2, 128, 128)], ids=str
+)
+def test_shared_keys(sizes: tuple[int, int, int, int, int, int], seed: int) -> None:
+    """The prefix kernel, with a program for each work tile and with one for all of them."""
+    from tatten.ops.cuda import prefix_sm90
+    from tatten.ops.cuda.kernels import prefix_sm90 as kernel
+    from tatten.ops.sizes import ceil_div
+
+    batch, kv_batch, heads_per_kv, q_len, kv_len, dim = sizes
+    torch.manual_seed(seed)
+    query = torch.randn(batch, 2 * heads_per_kv, q_len, dim).half()
+    key, value = torch.randn(2, kv_batch, 2, kv_len, dim).half()
+    shared = batch // kv_batch
+    expanded = [x.repeat_interleave(shared, dim=0).double() for x in (key, value)]
+    want, want_lse = decode_attention_reference(query.double(), *expanded, scale=0.1)
+    for programs in 1, 2 * kv_batch * ceil_div(heads_per_kv * shared * q_len, kernel.BLOCK_M):
+        with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
+            patch.setattr(prefix_sm90, "_prefix_kernel", Interpreted(patch, seed, "_prefix_kernel", kernel))
+            plan = prefix_sm90.plan_prefix_attention(query, key, value, 0.1, programs)
+            out, lse, _, _ = plan(query, key, value)
+        torch.testing.assert_close(out.double(), want, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=1e-3)

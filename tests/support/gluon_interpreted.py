@@ -1,0 +1,145 @@
+"""Gluon kernels for Hopper on a CPU: the kernel's own code runs, with PyTorch in the place of Gluon's language.
+
+`gluon_machine` says what of concurrency is seen. Layouts are ignored, and integers have 64 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from gluon_machine import Barrier, Barriers, Machine, Shared, Value
+from torch import Tensor
+from triton.experimental.gluon.language import constexpr
+
+
+class Pointer:
+    """The address of an element of `base`, or those of a tile."""
+
+    def __init__(self, base: Tensor, at: Any = 0) -> None:
+        self.base, self.at, self.dtype = base, at, SimpleNamespace(element_ty=base.dtype)
+
+    def __add__(self, n: Any) -> Pointer:
+        return Pointer(self.base, self.at + n)
+
+    def places(self, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The whole storage, the places in it that are pointed to, and which of them `mask` leaves."""
+        storage = self.base.as_strided((self.base.untyped_storage().nbytes() // self.base.element_size(),), (1,), 0)
+        at, ok = torch.broadcast_tensors(torch.as_tensor(self.at), torch.as_tensor(True if mask is None else mask))
+        return storage, torch.where(ok, at + self.base.storage_offset(), 0), ok
+
+
+class Descriptor:
+    """A TMA descriptor, as the kernel sees it."""
+
+    def __init__(self, made: Any) -> None:
+        self.base, self.block_shape, self.layout = made.base, made.block_shape, made.layout
+        self.block_type = SimpleNamespace(nbytes=math.prod(made.block_shape) * made.base.element_size())
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+    storage, at, ok = pointer.places(mask)
+    return torch.where(ok, storage[at], other)
+
+
+def _store(pointer: Pointer, values: Tensor, mask: Any = None) -> None:
+    storage, at, ok = pointer.places(mask)
+    storage[at[ok]] = values.expand(ok.shape)[ok]
+
+
+def _of_numbers(operator: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+    return lambda a, b: operator(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def _nothing(*_: object, **__: object) -> None: ...
+
+
+def _language(machine: Machine, program: Callable[[], int]) -> dict[str, Any]:
+    """What the module of a kernel imports, by the names there."""
+
+    def allocate(dtype: torch.dtype, shape: list[int], layout: object) -> Shared | Barriers | Barrier:
+        if layout == "barriers":
+            return Barriers(Barrier() for _ in range(shape[0])) if len(shape) > 1 else Barrier()
+        return Shared(machine, torch.full(shape, float("nan"), dtype=dtype))
+
+    def arrive(barrier: Barrier) -> None:
+        barrier.arrive(1, 0)
+        machine.pause()
+
+    layouts = ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")
+    gl = SimpleNamespace(
+        **dict.fromkeys(layouts, _nothing),
+        NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
+        int32=torch.int64,
+        int64=torch.int64,
+        float32=torch.float32,
+        arange=lambda start, stop, layout: torch.arange(start, stop),
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype).as_subclass(Value),
+        load=_load,
+        store=_store,
+        where=torch.where,
+        minimum=_of_numbers(torch.minimum),
+        maximum=_of_numbers(torch.maximum),
+        exp2=torch.exp2,
+        log=torch.log,
+        fma=lambda a, b, c: a * b + c,
+        sum=torch.sum,
+        max=torch.amax,
+        expand_dims=torch.unsqueeze,
+        associative_scan=lambda x, dim, _: x.cumsum(dim),
+        convert_layout=lambda x, layout: x,
+        static_range=range,
+        program_id=lambda _: torch.tensor(program()),
+        allocate_shared_memory=allocate,
+        warp_specialize=machine.run,
+    )
+    barriers = SimpleNamespace(
+        MBarrierLayout=lambda: "barriers",
+        init=Barrier.init,
+        expect=lambda barrier, size: barrier.arrive(1, size),
+        arrive=arrive,
+        wait=lambda barrier, parity: machine.pause(lambda: barrier.phases % 2 != parity),
+    )
+    return {
+        "gl": gl,
+        "mbarrier": barriers,
+        "fence_async_shared": machine.fence,
+        "warpgroup_mma": machine.multiply,
+        "warpgroup_mma_wait": machine.wait_for_products,
+        "_barrier": machine.pause,
+        "_load": machine.load_tile,
+        **dict.fromkeys(("gdc_wait", "gdc_launch_dependents"), _nothing),
+    }
+
+
+class Interpreted:
+    """A kernel to launch in the place of the one called `name`, the code of which is in these modules."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, seed: int, name: str, *modules: ModuleType) -> None:
+        kernel = vars(modules[0])[name]
+        self.__name__, self.arg_names, self.function, self.program = name, kernel.arg_names, kernel.fn, 0
+        language = _language(Machine(seed), lambda: self.program)
+        for module in modules:
+            for other, x in list(vars(module).items()):
+                if other in language:
+                    patch.setattr(module, other, language[other])
+                elif isinstance(x, constexpr):
+                    patch.setattr(module, other, x.value)
+                elif hasattr(x, "fn"):
+                    patch.setattr(module, other, x.fn)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*tensors: Any, **arguments: Any) -> None:
+            given = [Pointer(x) if isinstance(x, Tensor) else Descriptor(x) for x in tensors]
+            for name in self.arg_names[len(tensors) :]:
+                x = arguments[name]
+                given.append(torch.tensor(x).as_subclass(Value) if name.islower() and isinstance(x, int) else x)
+            for self.program in range(math.prod(grid)):
+                self.function(*given)
+
+        return launch
