@@ -25,6 +25,7 @@ class Segments:
         split: the launches that leave partial states, as each combine takes them: two or fewer.
         whole: the other launches.
         combines: the last one takes whole states as well, those that the combines before it make included.
+        with_sinks: the segment that has the sinks, if there are any, so that they count once.
     """
 
     launches: tuple[AnyLaunch, ...]
@@ -32,6 +33,7 @@ class Segments:
     split: tuple[tuple[int, ...], ...]
     whole: tuple[int, ...]
     combines: tuple[Combine, ...]
+    with_sinks: int
 
     def __call__(
         self,
@@ -43,7 +45,7 @@ class Segments:
         row_groups: Sequence[Tensor | None] | None = None,
         variant: AttentionVariant = PLAIN,
     ) -> State:
-        inputs = _inputs(keys, values, attn_masks, block_masks, row_groups, _once(variant.sinks, keys))
+        inputs = _inputs(keys, values, attn_masks, block_masks, row_groups, variant.sinks, self.with_sinks)
         left = [
             _start(launch, query, [inputs[i] for i in own])
             for launch, own in zip(self.launches, self.takes, strict=True)
@@ -72,7 +74,9 @@ def plan_segments(
 
     With `batch_invariant` the last segment is each sequence's own, and the block lists of the others have every block.
     """
-    inputs = _inputs(keys, values, attn_masks, block_masks, row_groups, _once(variant.sinks, keys))
+    # One that the fewest sequences share has the sinks; who shares a segment must not matter with `batch_invariant`.
+    with_sinks = len(keys) - 1 if batch_invariant else max(range(len(keys)), key=lambda i: keys[i].shape[0])
+    inputs = _inputs(keys, values, attn_masks, block_masks, row_groups, variant.sinks, with_sinks)
     max_and_sum = any(x.attn_mask is not None and x.attn_mask.dtype != torch.bool for x in inputs)
     plan = plan_invariant_launches if batch_invariant else plan_launches
     takes, launches = zip(*plan(query, inputs, scale, variant.softcap, max_and_sum), strict=True)
@@ -97,18 +101,20 @@ def plan_segments(
                 max_and_sum=max_and_sum and not final,
             )
         )
-    return Segments(launches, takes, split, whole, tuple(combines))
+    return Segments(launches, takes, split, whole, tuple(combines), with_sinks)
 
 
-def _inputs(*of_segments: Sequence[Tensor | None] | None) -> list[Inputs]:
-    given = [[None] * len(of_segments[0] or ()) if x is None else x for x in of_segments]
-    return [Inputs(*x) for x in zip(*given, strict=True)]  # type: ignore[arg-type]
-
-
-def _once(sinks: Tensor | None, keys: Sequence[Tensor]) -> list[Tensor | None]:
-    """The sinks for each segment: the last one that the fewest sequences share has them, so that they count once."""
-    own = max(range(len(keys)), key=lambda i: (keys[i].shape[0], i))
-    return [sinks if i == own else None for i in range(len(keys))]
+def _inputs(
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_masks: Sequence[Tensor | None],
+    block_masks: Sequence[Tensor | None],
+    row_groups: Sequence[Tensor | None] | None,
+    sinks: Tensor | None,
+    with_sinks: int,
+) -> list[Inputs]:
+    of_segments = zip(keys, values, attn_masks, block_masks, row_groups or [None] * len(keys), strict=True)
+    return [Inputs(*x, sinks if i == with_sinks else None) for i, x in enumerate(of_segments)]
 
 
 def _start(launch: AnyLaunch, query: Tensor, own: Sequence[Inputs]) -> Partials:

@@ -125,7 +125,7 @@ class SharedSequences:
             drawn = drawn or self.draw()
             batch = together["query"].shape[0]
             stored = int(torch.randint(1, 5, ())) if self.rows else batch // 2 if batch % 2 == 0 else 1
-            yield self.share(alone, 0, *drawn, 1), self.share(together, at, *drawn, stored), at
+            yield self.share(alone, 0, *drawn, 3 if self.rows else 1), self.share(together, at, *drawn, stored), at
 
 
 def with_latents(call: dict[str, Any], rank: int) -> dict[str, Any]:

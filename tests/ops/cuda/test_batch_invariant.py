@@ -108,7 +108,7 @@ SHARED = [
     SharedSequences(Sequences(**TINY, mask="holes", q_len=2, dtype=torch.bfloat16), shared=1100, rows=True, holes=True),
     SharedSequences(Sequences(**TINY, mask="causal", q_len=3), shared=1100, holes=True),
     SharedSequences(Sequences(**TINY, mask="bias", extras={"softcap": 3.0}), shared=700, rows=True),
-    SharedSequences(Sequences(**TINY, mask="keys", extras={"sinks": torch.tensor([0.5, -1.0])}), shared=600),
+    SharedSequences(Sequences(**TINY, mask="keys", extras={"sinks": torch.tensor([0.5, -1.0])}), shared=60, rows=True),
     SharedSequences(Sequences(**TINY, mask="keys"), shared=17000, rows=True),  # more than 32 times 512
 ]
 
