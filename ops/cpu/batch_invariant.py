@@ -31,7 +31,8 @@ def attend_each(
         q_rows, key, value = (x.expand(2, -1, -1, -1) for x in (q_rows, key, value))
     out, lse = attend_in_one_call(q_rows, key, value, mask, scale, some_empty)
     sequences = slice(1) if alone else slice(None)
-    return out[sequences, :, :n_rows, :value_dim], lse[sequences, :, :n_rows]
+    # Copied so that they lie alike however many calls there are: vectorised functions round strided numbers otherwise.
+    return out[sequences, :, :n_rows, :value_dim].contiguous(), lse[sequences, :, :n_rows].contiguous()
 
 
 def _fill_up(q_rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

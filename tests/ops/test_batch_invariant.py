@@ -100,6 +100,20 @@ def test_so_has_one_that_shares_keys(call: SharedSequences) -> None:
                 assert torch.equal(got[at], x[0])
 
 
+@pytest.mark.parametrize("q_heads, q_len", [(3, 16), (8, 5)])
+def test_states_of_segments_are_combined_alike_however_their_sequences_were_computed(q_heads: int, q_len: int) -> None:
+    """PyTorch's kernel leaves the queries of a head apart in memory; where spans differ there is a call for each."""
+    torch.manual_seed(0)
+    mask = torch.arange(40) < torch.tensor([40, 20])[:, None, None, None]
+    for _ in range(10):
+        query, shared, own = (torch.randn(b, q_heads, n, 64) for b, n in ((2, q_len), (1, 60), (2, 40)))
+        together = bifurcated(query=query, keys=[shared, own], values=[shared, own], attn_masks=[None, mask])
+        keys = [shared, own[1:]]
+        alone = bifurcated(query=query[1:], keys=keys, values=keys, attn_masks=[None, mask[1:]])
+        for got, x in zip(together, alone, strict=True):
+            assert torch.equal(got[1], x[0])
+
+
 def test_it_is_not_so_by_default() -> None:
     """The batches drawn here would show it if nothing were done."""
     torch.set_num_threads(2)
