@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from tatten.ops.layout import BATCH
-from tatten.passes.bifurcated import BifurcatedMatch, match_bifurcated
+from tatten.passes.bifurcated import BifurcatedMatch, correspond, match_bifurcated
 from tatten.passes.decode import DecodeMatch, match_decode
 from tatten.passes.plain import PlainCall
 from tatten.passes.reasons import Decline, Reason
+from tatten.passes.segments import Cut
+from tatten.passes.stored import Stored
 from tatten.passes.symbolic import known_equal, tensor_of
 
 
@@ -24,20 +26,15 @@ def check_invariant(given: PlainCall) -> Decline | None:
 def find_invariant(given: PlainCall, may_guard: bool) -> tuple[BifurcatedMatch | DecodeMatch, str] | Decline:
     """Match a call without changing the graph. Returns the match and a note for the report, or why there is none.
 
-    Segments that sequences share are read as such before a last one that each has for itself. Where that one is shared,
-    too, all are read as a copy for each sequence: who shares them is about the batch.
+    Where keys are cut must not depend on the batch, nor on who shares them: a graph of one sequence has the same cuts.
     """
-    segments = given.segments(given.call.key), given.segments(given.call.value)
-    bifurcated = match_bifurcated(given.seen(), *segments, may_guard)
-    if isinstance(bifurcated, BifurcatedMatch) and _last_is_own(bifurcated):
-        return dataclasses.replace(bifurcated, batch_invariant=True), ""
     if not given.in_one_piece:
-        return (
-            bifurcated
-            if isinstance(bifurcated, Decline)
-            else Decline(Reason.BATCH_INVARIANT, "the last of the DTensors that keys are concatenated of is shared")
-        )
+        return _of_several_placements(given, may_guard)
     call = given.call
+    segments = _correspond(given, given.cuts(call.key), given.cuts(call.value), may_guard)
+    bifurcated = match_bifurcated(given.seen(), *segments, may_guard) if segments is not None else None
+    if isinstance(bifurcated, BifurcatedMatch):
+        return dataclasses.replace(bifurcated, batch_invariant=True), ""
     key, value = (given.in_one(x, given.segments(x, rows=False)) for x in (call.key, call.value))
     match = match_decode(given.seen(), key, value, may_guard)
     if isinstance(match, Decline):
@@ -45,8 +42,34 @@ def find_invariant(given: PlainCall, may_guard: bool) -> tuple[BifurcatedMatch |
     return dataclasses.replace(match, batch_invariant=True), match.note
 
 
-def _last_is_own(match: BifurcatedMatch) -> bool:
-    """Whether each sequence has a row of the last segment for itself."""
-    query, last = tensor_of(match.call.query), match.keys[-1]
-    assert query is not None
-    return last.rows is None and known_equal(last.size(BATCH), query.shape[0])
+def _correspond(
+    given: PlainCall, keys: tuple[Cut, ...], values: tuple[Cut, ...], may_guard: bool
+) -> tuple[tuple[Stored, ...], tuple[Stored, ...]] | None:
+    """Choose how each segment is read: once for all that share it, if keys and values say so, but the last one as own.
+
+    None for one segment, or if keys and values are not cut alike.
+    """
+    if len(keys) != len(values) or len(keys) < 2:
+        return None
+    chosen = []
+    for i, (key, value) in enumerate(zip(keys, values, strict=True)):
+        shared = i < len(keys) - 1 and correspond((key.shared,), (value.shared,), may_guard)
+        chosen.append((key.shared, value.shared) if shared else (key.own, value.own))
+    own_keys, own_values = zip(*chosen, strict=True)
+    return own_keys, own_values
+
+
+def _of_several_placements(given: PlainCall, may_guard: bool) -> tuple[BifurcatedMatch, str] | Decline:
+    """Match segments that are DTensors, which can't be read in one piece."""
+    segments = given.segments(given.call.key), given.segments(given.call.value)
+    match = match_bifurcated(given.seen(), *segments, may_guard)
+    if isinstance(match, BifurcatedMatch):
+        query, last = tensor_of(given.call.query), match.keys[-1]
+        assert query is not None
+        if last.rows is None and known_equal(last.size(BATCH), query.shape[0]):
+            return dataclasses.replace(match, batch_invariant=True), ""
+    return (
+        match
+        if isinstance(match, Decline)
+        else Decline(Reason.BATCH_INVARIANT, "the last of the DTensors that keys are concatenated of is shared")
+    )

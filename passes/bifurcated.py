@@ -6,7 +6,6 @@ Such a call becomes `tatten::bifurcated_attention`, which reads each segment onc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,6 @@ from tatten.passes.rows import Rows
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import constant, guard_equal, known_different, known_equal, tensor_of
-from tatten.passes.views import Size
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def match_bifurcated(
         return None
     if not one_for_all and not all(known_equal(x.shape[0], query.shape[0]) for x in (key, value)):
         return Decline(Reason.BATCH, f"query, key, value have batch {query.shape[0]}, {key.shape[0]}, {value.shape[0]}")
-    if not _correspond(keys, values, guard_equal if may_guard else known_equal):
+    if not correspond(keys, values, may_guard):
         shown = " and ".join(f"{name} in {_describe(x)}" for name, x in (("key", keys), ("value", values)))
         return Decline(Reason.SEGMENTS, f"{shown} (batch x heads x length)")
     if any(x.rows and constant(query.shape[1] // x.size(HEADS)) is None for x in keys):
@@ -77,8 +75,9 @@ def match_bifurcated(
     return BifurcatedMatch(call, keys, values)
 
 
-def _correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...], equal: Callable[[Size, Size], bool]) -> bool:
+def correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...], may_guard: bool) -> bool:
     """Whether keys and values have the same segments. Under dynamic shapes one size may have two symbols."""
+    equal = guard_equal if may_guard else known_equal
     if len(keys) != len(values):
         return False
     pairs = list(zip(keys, values, strict=True))

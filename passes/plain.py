@@ -14,7 +14,7 @@ from tatten.passes.match import Match
 from tatten.passes.reasons import Decline
 from tatten.passes.replace import output_of
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.segments import find_segments, in_one
+from tatten.passes.segments import Cut, find_cuts, find_segments, in_one
 from tatten.passes.stored import Stored
 
 AnyMatch = TypeVar("AnyMatch", bound=Match)
@@ -46,6 +46,10 @@ class PlainCall:
         Without `rows`, what an index selected is read as a copy.
         """
         return find_segments(whole, rows)
+
+    def cuts(self, whole: Node) -> tuple[Cut, ...]:
+        """Return the segments of `whole` that the matchers see, between cuts that don't depend on the batch."""
+        return find_cuts(whole)
 
     def in_one(self, whole: Node, segments: tuple[Stored, ...]) -> Stored:
         """Return what the matchers see of `whole` before its heads were repeated; `segments` are those of it."""

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch.fx import Node
 
@@ -28,8 +30,48 @@ def find_segments(start: Node | Walk, rows: bool = True) -> tuple[Stored, ...]:
 
 def segments_behind(stored: Stored, node: Node, rows: bool = True) -> tuple[Stored, ...]:
     """The segments of SDPA's key or value where one was found, but `node` is its base by another name."""
+    return _segments(_walk_behind(stored, node), rows) or (stored,)
+
+
+def _walk_behind(stored: Stored, node: Node) -> Walk:
     assert isinstance(stored.base, LocalPart)
-    return _segments(walk_on(stored, node, (*stored.path, stored.base.dtensor)), rows) or (stored,)
+    return walk_on(stored, node, (*stored.path, stored.base.dtensor))
+
+
+class Cut(NamedTuple):
+    """A segment as it is stored, once for all sequences that share it, and as one that each sequence has for itself."""
+
+    shared: Stored
+    own: Stored
+
+
+def find_cuts(start: Node | Walk) -> tuple[Cut, ...]:
+    """The segments of SDPA's key or value between cuts that don't depend on the batch; none if one can't be read.
+
+    Where others use what was concatenated, it is one segment: it exists anyway.
+    """
+    cuts = []
+    for walk in _cut(start if isinstance(start, Walk) else begin(start)):
+        shared, own = _segments(walk, rows=True, depth=MAX_DEPTH), peel_heads(walk)
+        if shared is None:
+            return ()
+        cuts.append(Cut(shared[0], own))
+    return tuple(cuts)
+
+
+def cuts_behind(stored: Stored, node: Node) -> tuple[Cut, ...]:
+    """`find_cuts` where one segment was found, but `node` is its base by another name."""
+    return find_cuts(_walk_behind(stored, node))
+
+
+def _cut(start: Walk, depth: int = 0) -> Iterator[Walk]:
+    for walk in way_back(start):
+        parts = _parts(walk) if depth < MAX_DEPTH else None
+        if parts is not None and all(len(node.users) == 1 for node in (*walk.path, walk.here)):
+            for part in parts:
+                yield from _cut(part, depth + 1)
+            return
+    yield start
 
 
 def in_one(node: Node, segments: tuple[Stored, ...]) -> Stored:

@@ -28,7 +28,7 @@ from tatten.passes.plain import AnyMatch, PlainCall
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import item, with_strides_of
 from tatten.passes.sdpa import SDPA_TARGETS, SdpaCall
-from tatten.passes.segments import find_segments, segments_behind
+from tatten.passes.segments import Cut, cuts_behind, find_segments, segments_behind
 from tatten.passes.stored import Stored, peel_heads
 from tatten.passes.symbolic import FakeTensor, LocalPart, held, known_equal, tensor_of
 
@@ -152,10 +152,20 @@ class ShardedCall(MergedCall):
 
     def segments(self, whole: Node, rows: bool = True) -> tuple[Stored, ...]:
         """Return the segments of the local part of `whole`: as the graph made it, if it did, else one."""
+        stored, local = self._stored(whole, rows)
+        return (stored,) if local is None else segments_behind(stored, local, rows)
+
+    def cuts(self, whole: Node) -> tuple[Cut, ...]:
+        """Return the segments of the local part of `whole` as the graph made it; none if it didn't."""
+        stored, local = self._stored(whole, rows=False)
+        return () if local is None else cuts_behind(stored, local)
+
+    def _stored(self, whole: Node, rows: bool) -> tuple[Stored, Node | None]:
+        """The local part of what `whole` is stored as, and the node that the graph made it of, if it did."""
         best, *others = find_segments(whole, rows)
         stored = Stored(local_part(whole)) if others else _local(best, whole)
         local = local_input(stored.base.dtensor) if isinstance(stored.base, LocalPart) and not stored.shared else None
-        return (stored,) if local is None else segments_behind(stored, local, rows)
+        return stored, local
 
     def in_one(self, whole: Node, segments: tuple[Stored, ...]) -> Stored:
         return _local(peel_heads(whole), whole)

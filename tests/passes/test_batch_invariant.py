@@ -170,3 +170,33 @@ def test_so_has_a_step_over_shared_keys(inner: str) -> None:
         for alone, together, at in call.batches(10 if inner == "eager" else 4, most=6):
             want = step(*as_arguments(alone)) if want is None else want
             assert torch.equal(step(*as_arguments(together))[at], want[0])
+
+
+def concatenated(query: Tensor, prefix: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """What was concatenated is returned, as a cache."""
+    keys = torch.cat((prefix.expand(query.shape[0], -1, -1, -1), key), dim=2)
+    return F.scaled_dot_product_attention(query, keys, keys, enable_gqa=True), keys
+
+
+def shared_last(query: Tensor, prefix: Tensor, key: Tensor) -> tuple[Tensor]:
+    keys = torch.cat((key, prefix.expand(query.shape[0], -1, -1, -1)), dim=2)
+    return (F.scaled_dot_product_attention(query, keys, keys, enable_gqa=True),)
+
+
+def unlike(query: Tensor, prefix: Tensor, key: Tensor) -> tuple[Tensor]:
+    """Keys show that they are shared, and values don't."""
+    prefixes = prefix.expand(query.shape[0], -1, -1, -1)
+    keys, values = torch.cat((prefixes, key), dim=2), torch.cat((prefixes * 2.0, key), dim=2)
+    return (F.scaled_dot_product_attention(query, keys, values, enable_gqa=True),)
+
+
+@pytest.mark.parametrize("fn", [concatenated, shared_last, unlike])
+def test_a_step_with_one_sequence_cuts_its_keys_as_one_with_many(fn) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    step = torch.compile(fn, backend="tatten", options={"batch_invariant": True, "inner": "eager"})
+    query, prefix, key = torch.randn(8, 4, 1, 64), torch.randn(1, 2, 400, 64), torch.randn(8, 2, 300, 64)
+    with torch.no_grad():
+        together = step(query, prefix, key)[0]
+        for i in range(8):
+            assert torch.equal(step(query[i : i + 1], prefix, key[i : i + 1])[0][0], together[i])
