@@ -275,8 +275,8 @@ def bifurcated_attention(
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it, what was expected and what came.
-        NotImplementedError: gradients are required, head_dim is too large for the CUDA kernel, or `batch_invariant` comes
-            with a `softcap` on a CPU or float64 on CUDA.
+        NotImplementedError: gradients are required, head_dim is too large for the CUDA kernel, or `batch_invariant`
+            comes with a `softcap` on a CPU or with float64 on CUDA.
 
     Examples:
         >>> import torch, tatten

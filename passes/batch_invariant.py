@@ -47,14 +47,17 @@ def _correspond(
 ) -> tuple[tuple[Stored, ...], tuple[Stored, ...]] | None:
     """Choose how each segment is read: once for all that share it, if keys and values say so, but the last one as own.
 
-    None for one segment, or if keys and values are not cut alike.
+    None for one segment, if keys and values are not cut alike, or if a segment can't be read as each sequence's own.
     """
     if len(keys) != len(values) or len(keys) < 2:
         return None
     chosen = []
     for i, (key, value) in enumerate(zip(keys, values, strict=True)):
         shared = i < len(keys) - 1 and correspond((key.shared,), (value.shared,), may_guard)
-        chosen.append((key.shared, value.shared) if shared else (key.own, value.own))
+        pair = (key.shared, value.shared) if shared else (key.own, value.own)
+        if pair[0] is None or pair[1] is None:
+            return None
+        chosen.append((pair[0], pair[1]))
     own_keys, own_values = zip(*chosen, strict=True)
     return own_keys, own_values
 

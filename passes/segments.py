@@ -39,10 +39,13 @@ def _walk_behind(stored: Stored, node: Node) -> Walk:
 
 
 class Cut(NamedTuple):
-    """A segment as it is stored, once for all sequences that share it, and as one that each sequence has for itself."""
+    """A segment as it is stored, once for all sequences that share it, and as one that each sequence has for itself.
+
+    The latter is None where rows were repeated or selected after they were concatenated.
+    """
 
     shared: Stored
-    own: Stored
+    own: Stored | None
 
 
 def find_cuts(start: Node | Walk) -> tuple[Cut, ...]:
@@ -52,10 +55,11 @@ def find_cuts(start: Node | Walk) -> tuple[Cut, ...]:
     """
     cuts = []
     for walk in _cut(start if isinstance(start, Walk) else begin(start)):
-        shared, own = _segments(walk, rows=True, depth=MAX_DEPTH), peel_heads(walk)
+        shared = _segments(walk, rows=True, depth=MAX_DEPTH)
         if shared is None:
             return ()
-        cuts.append(Cut(shared[0], own))
+        own = (x for x in stored_among(way_back(walk)) if not x.shared)
+        cuts.append(Cut(shared[0], next(own, None)))
     return tuple(cuts)
 
 
