@@ -30,7 +30,8 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
     The program is left without tatten's ops, so that it runs where tatten cannot be imported: packaged by AOTInductor,
     in C++ too. It still reads each key and value that counts once, whatever the mask holds at run time, and is the same
     whatever the machine that made it. Ops on other devices than the CPU stay. Lengths and rows out of range are not
-    errors as in eager mode: they are clamped.
+    errors as in eager mode: they are clamped. Ops with `batch_invariant=True` have no decomposition:
+    `run_decompositions` raises NotImplementedError.
 
     Args:
         core_aten: decompose without PyTorch's flash kernel, which isn't in core ATen, and whose lse PyTorch's own
