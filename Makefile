@@ -28,10 +28,10 @@ $(VENV)/installed-docs: $(VENV)/installed
 demo: $(VENV)/installed
 	$(BIN)/python examples/static_cache.py
 
-# Each op, pass, cache and kernel in a few of its cases, in less than 5 minutes on 2 cores. What is marked `slow` is left
+# Each op, pass, cache and kernel in a few of its cases, in about 7 minutes on 2 cores. What is marked `slow` is left
 # out here, and nowhere else: plain `pytest` runs whatever it is pointed at.
 test: $(VENV)/installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=30 -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=30 -m "not slow" $(ARGS)
 
 # All tests, as CI does, and with as many threads for each op as PyTorch would take. They sleep while they wait: two
 # processes whose threads spin on two cores take three times as long.
