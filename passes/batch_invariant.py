@@ -31,7 +31,7 @@ def find_invariant(given: PlainCall, may_guard: bool) -> tuple[BifurcatedMatch |
     if not given.in_one_piece:
         return _of_several_placements(given, may_guard)
     call = given.call
-    segments = _correspond(given, given.cuts(call.key), given.cuts(call.value), may_guard)
+    segments = _choose(given.cuts(call.key), given.cuts(call.value), may_guard)
     bifurcated = match_bifurcated(given.seen(), *segments, may_guard) if segments is not None else None
     if isinstance(bifurcated, BifurcatedMatch):
         return dataclasses.replace(bifurcated, batch_invariant=True), ""
@@ -42,8 +42,8 @@ def find_invariant(given: PlainCall, may_guard: bool) -> tuple[BifurcatedMatch |
     return dataclasses.replace(match, batch_invariant=True), match.note
 
 
-def _correspond(
-    given: PlainCall, keys: tuple[Cut, ...], values: tuple[Cut, ...], may_guard: bool
+def _choose(
+    keys: tuple[Cut, ...], values: tuple[Cut, ...], may_guard: bool
 ) -> tuple[tuple[Stored, ...], tuple[Stored, ...]] | None:
     """Choose how each segment is read: once for all that share it, if keys and values say so, but the last one as own.
 
@@ -58,8 +58,8 @@ def _correspond(
         if pair[0] is None or pair[1] is None:
             return None
         chosen.append((pair[0], pair[1]))
-    own_keys, own_values = zip(*chosen, strict=True)
-    return own_keys, own_values
+    chosen_keys, chosen_values = zip(*chosen, strict=True)
+    return chosen_keys, chosen_values
 
 
 def _of_several_placements(given: PlainCall, may_guard: bool) -> tuple[BifurcatedMatch, str] | Decline:

@@ -114,11 +114,11 @@ def bifurcated_attention(
 ) -> State:
     check_segments_no_grad(query, keys, values, attn_masks, variant)
     row_groups = row_groups or [None] * len(keys)
-    if batch_invariant:
+    if batch_invariant or variant.window is not None:
         _check_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, variant)
+    if batch_invariant:
         check_segments_batch_invariant(query, keys, row_groups, variant)
     if variant.window is not None:
-        _check_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, variant)
         segments = list(zip(keys, values, attn_masks, block_masks, strict=True))
         narrowed = segments_in_window(variant.window, query.shape[2], segments)
         keys, values, attn_masks, block_masks = zip(*narrowed, strict=True)

@@ -102,10 +102,8 @@ def plan_launches(
         x = inputs[i]
         yield (
             (i,),
-            plan_segment(
-                *(query, x.key, x.value, x.attn_mask, None, scale, x.block_mask),
-                AttentionVariant(softcap=softcap, sinks=x.sinks),
-                row_groups=x.row_groups,
+            _plan_decode_segment(
+                *(query, x, scale, softcap),
                 whole=len(inputs) == 1,
                 max_and_sum=max_and_sum,
                 follows=i != narrow[0] or bool(wide or together),
@@ -135,10 +133,8 @@ def plan_invariant_launches(
             )
         yield (
             (i,),
-            plan_segment(
-                *(query, x.key, x.value, x.attn_mask, None, scale, x.block_mask),
-                AttentionVariant(softcap=softcap, sinks=x.sinks),
-                row_groups=x.row_groups,
+            _plan_decode_segment(
+                *(query, x, scale, softcap),
                 whole=len(inputs) == 1,
                 max_and_sum=max_and_sum,
                 follows=i > 0,
@@ -146,6 +142,12 @@ def plan_invariant_launches(
                 batch_invariant=True,
             ),
         )
+
+
+def _plan_decode_segment(query: Tensor, x: Inputs, scale: float, softcap: float | None, **options: Any) -> Segment:
+    tensors = query, x.key, x.value, x.attn_mask, None, scale, x.block_mask
+    variant = AttentionVariant(softcap=softcap, sinks=x.sinks)
+    return plan_segment(*tensors, variant, row_groups=x.row_groups, **options)
 
 
 def _takes_levels_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
