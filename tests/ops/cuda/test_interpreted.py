@@ -211,8 +211,9 @@ def test_tensor_descriptors(dims: tuple[int, int], options: dict, monkeypatch: p
 def test_a_run_of_full_blocks(mask: str, tma: bool, programs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks at a time, from wherever a program begins, or whole work tiles (None); by the copy engine too."""
     from tatten.ops.cuda import decode as module
+    from tatten.ops.cuda import decode_grid
 
-    monkeypatch.setattr(module, "MOST_WHOLE", 16)
+    monkeypatch.setattr(decode_grid, "MOST_WHOLE", 16)
     monkeypatch.setattr(module, "INTERPRETED", not tma)
     monkeypatch.setattr(module, "LEAST_BYTES", 0)
     case = Case(kv_len=1000, head_dim=16, dtype=torch.float16, scale=0.2, q_len=2, mask=mask)
@@ -448,7 +449,7 @@ SEGMENTS = [
 @pytest.mark.parametrize("programs", slow_but([3], [3, 25]))
 @pytest.mark.parametrize("case", slow_after(6, SEGMENTS), ids=str)
 def test_segments(case: Segments, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tatten.ops.cuda import decode as module
+    from tatten.ops.cuda import decode_grid as module
 
     monkeypatch.setattr(module, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(module, "tiles_for", lambda *args, **kwargs: module.Tiles(16, 32, 4, 2))
@@ -468,7 +469,7 @@ def test_segments_of_variants(
     case: Segments, programs: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sink counts once, in whatever parts the segments are read; -inf is none."""
-    from tatten.ops.cuda import decode as module
+    from tatten.ops.cuda import decode_grid as module
 
     monkeypatch.setattr(module, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(module, "tiles_for", lambda *args, **kwargs: module.Tiles(16, 32, 4, 2))
