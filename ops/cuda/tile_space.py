@@ -57,16 +57,12 @@ class TileSpace:
     chunk: int = 0
 
     @property
-    def even(self) -> bool:
-        """Whether all work tiles have equally many tiles, and how many there are is known from shapes."""
-        return self.groups == 1 and not self.has_block_list and not self.row_groups
-
-    @property
     def split(self) -> bool:
         """Whether several programs may share a work tile."""
         if self.chunk:
             return self.most_chunks > 1
-        divides = self.even and self.work_tiles % self.programs == 0
+        # Work tiles of one group have equally many tiles, also where only the device knows how many.
+        divides = self.groups == 1 and not self.row_groups and self.work_tiles % self.programs == 0
         return self.kv_len > self.block_n and not divides
 
     @property

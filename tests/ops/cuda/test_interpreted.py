@@ -103,6 +103,22 @@ def test_few_keys_are_not_split(case: Case) -> None:
     assert not parts.partial_out.numel()
 
 
+@pytest.mark.parametrize("mask, programs", pairs(["keys", "2d", "broadcast", "alibi"], [1, 2, 4]))
+def test_equal_work_tiles_are_not_split_where_programs_divide_them(mask: str, programs: int) -> None:
+    """A mask that all sequences share leaves each of 4 work tiles as many blocks, whatever their number."""
+    inputs = Case(kv_len=700, head_dim=16, mask=mask, sinks=True).inputs() | {"scale": 0.25}
+    parts, state = launch_and_merge(inputs, programs=programs)
+    assert_state(*state, inputs)
+    assert not parts.partial_out.numel()
+
+
+def test_sequences_with_masks_of_their_own_are_split() -> None:
+    inputs = Case(kv_len=700, head_dim=16, mask="causal").inputs() | {"scale": 0.25}
+    parts, state = launch_and_merge(inputs, programs=4)
+    assert_state(*state, inputs)
+    assert parts.partial_out.numel()
+
+
 def test_many_ragged_keys_are_split() -> None:
     """Whole work tiles of one long sequence among short ones would leave all programs but its own idle."""
     from tatten.ops.cuda.decode import plan_segment
