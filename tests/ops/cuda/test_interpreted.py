@@ -16,8 +16,8 @@ from slow import slow_after, slow_but
 from torch import Tensor
 
 from tatten.ops.cuda.schedule import Schedule
+from tatten.ops.kernel_signatures import bifurcated_kernel
 from tatten.ops.layout import pack_gqa
-from tatten.ops.library import bifurcated_kernel
 from tatten.ops.masks import block_list
 from tatten.ops.reference import bifurcated_attention_reference
 from tatten.ops.states import combine_partials, merge

@@ -51,7 +51,9 @@ def plan(
 
     keys = [empty(rows, 8, length, 128) for rows, length in shapes]
     masks = masks or {}
-    attn_masks = [empty(key.shape[0], 1, 1, key.shape[2], dtype=masks[i]) if i in masks else None for i, key in enumerate(keys)]
+    attn_masks = [
+        empty(key.shape[0], 1, 1, key.shape[2], dtype=masks[i]) if i in masks else None for i, key in enumerate(keys)
+    ]
     variant = AttentionVariant(softcap=softcap, sinks=empty(32) if sinks else None)
     return plan_segments(empty(256, 32, 1, 128), keys, keys, attn_masks, [None] * len(keys), 0.1, variant=variant)
 
