@@ -24,7 +24,7 @@ from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, tensor_of
 
 
-def apply_latents(match: LatentMatch, masks: Masks) -> tuple[Node, Node]:
+def apply_latents(match: LatentMatch, masks: Masks, wide_products: bool) -> tuple[Node, Node]:
     """Insert attention to latents before SDPA. Returns its state, and the output for the values of these latents."""
     call = masks.cast(match.call)
     query = tensor_of(call.query)
@@ -44,7 +44,8 @@ def apply_latents(match: LatentMatch, masks: Masks) -> tuple[Node, Node]:
     with call.node.graph.inserting_before(call.node):
         state = _merge(insert, states)
         sums = insert(operator.getitem, state, 0)
-        rows = _values(insert, sums, match.values, query, autocast_dtype(call.node, query.device.type))
+        autocast = autocast_dtype(call.node, query.device.type)
+        rows = _values(insert, sums, match.values, query, autocast, wide_products)
         return state, insert("contiguous", _heads(insert, rows, q_len))
 
 
@@ -82,22 +83,30 @@ def _merge(insert: Inserter, states: list[Node]) -> Node:
     return insert(torch.ops.tatten.merge_states.default, *(insert(torch.stack, x) for x in parts))
 
 
-def _values(insert: Inserter, sums: Node, values: Projection, like: Tensor, autocast: torch.dtype | None) -> Node:
-    """Insert the product of sums over latents with the values' weight, `[heads, rows, head_dim]`, rounded only once.
+def _values(
+    insert: Inserter, sums: Node, values: Projection, like: Tensor, autocast: torch.dtype | None, wide_products: bool
+) -> Node:
+    """Insert the product of sums over latents with the values' weight, `[heads, rows, head_dim]`.
 
-    In low precision the sums are in float32. A CPU multiplies them so, unless autocast is on, which would round them. A
-    GPU multiplies what rounding takes off them, then adds the product with what it leaves; the weight stays as it is.
+    In low precision the sums are in float32, and the weight stays as it is on a GPU. There the upper 16 bits of the
+    sums and what these leave are rows of one product in float32, which reads the weight once; without `wide_products`
+    the sums are rounded. A CPU multiplies in float32, unless autocast is on, which would round the sums.
     """
     weight, wide = insert("transpose", _weight(insert, values), 1, 2), accumulator_dtype(like.dtype)
+    rows, on_cpu = _rows(insert, sums), like.device.type == "cpu"
     if wide == like.dtype:
-        return insert(torch.bmm, _rows(insert, sums), weight)
-    if like.device.type == "cpu" and autocast is None:
-        product = insert(torch.bmm, _rows(insert, sums), insert("to", weight, wide))
-        return insert("to", product, like.dtype)
-    high = insert("to", sums, like.dtype)
-    low = insert("to", insert(operator.sub, sums, high), like.dtype)
-    rest = insert(torch.bmm, _rows(insert, low), weight)
-    return insert(torch.baddbmm, rest, _rows(insert, high), weight)
+        return insert(torch.bmm, rows, weight)
+    if on_cpu and autocast is None:
+        return insert("to", insert(torch.bmm, rows, insert("to", weight, wide)), like.dtype)
+    if not (on_cpu or wide_products):
+        return insert(torch.bmm, insert("to", rows, like.dtype), weight)
+    # Not `rows - rows.to(torch.bfloat16)`, of which Inductor makes 0: it leaves conversions out where it fuses ops.
+    upper = insert("view", insert(operator.and_, insert("view", rows, torch.int32), ~0xFFFF), wide)
+    high, low = (insert("to", x, like.dtype) for x in (upper, insert(operator.sub, rows, upper)))
+    if on_cpu:
+        return insert(torch.baddbmm, insert(torch.bmm, low, weight), high, weight)
+    products = insert(torch.bmm, insert(torch.cat, (high, low), 1), weight, wide)
+    return insert("to", insert("sum", insert("unflatten", products, 1, (2, -1)), 1), like.dtype)
 
 
 def _weight(insert: Inserter, projection: Projection) -> Node:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tatten.inner_compiler import Compiled, inner_compiler, launch_note, reset_inner
+from tatten.inner_compiler import Compiled, has_wide_products, inner_compiler, launch_note, reset_inner
 from tatten.options import split_options
 from tatten.passes import rewrite
 from tatten.report import publish
@@ -37,7 +37,13 @@ def tatten(
     """
     own, rest = split_options(options)
     compiler = inner_compiler(own.inner, mode, rest)
-    report = rewrite(gm, own.max_q_len, fuses=own.inner == "inductor", batch_invariant=own.batch_invariant)
+    report = rewrite(
+        gm,
+        own.max_q_len,
+        fuses=own.inner == "inductor",
+        batch_invariant=own.batch_invariant,
+        wide_products=has_wide_products(own.inner, rest),
+    )
     publish(dataclasses.replace(report, note=launch_note(own.inner, example_inputs)))
     return compiler(gm, example_inputs)
 
