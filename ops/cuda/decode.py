@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import INTERPRETED, Combine, Partials, plan_combine
-from tatten.ops.cuda.decode_grid import choose_tiles, plan_tile_space
+from tatten.ops.cuda.decode_grid import choose_tiles, deepened, plan_tile_space
 from tatten.ops.cuda.heuristics import Tiles, capability
 from tatten.ops.cuda.kernels.decode import HEAD_SCALE, KEY_SCALE, NO_SCALE, _decode_kernel
 from tatten.ops.cuda.launcher import Launch
@@ -159,6 +159,7 @@ def plan_segment(
     space = plan_tile_space(
         query, key, value, mask, tiles, whole=whole, max_and_sum=max_and_sum, programs=programs, **given
     )
+    tiles = deepened(tiles, space, query)
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
     rope_dim = rope[1].shape[3] if rope else 0
     # TMA reads whole tiles, so it is used where every key counts: without a mask, or in its run of full blocks.

@@ -60,10 +60,15 @@ class TileSpace:
     def split(self) -> bool:
         """Whether several programs may share a work tile."""
         if self.chunk:
-            return self.most_chunks > 1
+            return not self.stays_whole
         # Work tiles of one group have equally many tiles, also where only the device knows how many.
         divides = self.groups == 1 and not self.row_groups and self.work_tiles % self.programs == 0
         return self.kv_len > self.block_n and not divides
+
+    @property
+    def stays_whole(self) -> bool:
+        """Whether each work tile is one chunk, however many tiles it has."""
+        return self.chunk > 0 and self.most_chunks == 1
 
     @property
     def most_chunks(self) -> int:

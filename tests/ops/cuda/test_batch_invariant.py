@@ -102,6 +102,14 @@ def attend_segments(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
         return plan(*given, groups, variant)
 
 
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short sequences have several."""
+    from tatten.ops.cuda import decode_grid
+
+    monkeypatch.setattr(decode_grid, "LEAST_CHUNK", 512)
+
+
 TINY = {"q_heads": 2, "kv_heads": 1, "longest": 200}
 SHARED = [
     SharedSequences(Sequences(**TINY, mask="keys"), shared=1100),

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 BATCH = 16
 SHAPE = {"q_heads": 8, "kv_heads": 2, "head_dim": 128, "longest": 5000}
 CALLS = [
-    Sequences(**{**SHAPE, "longest": 18000}, dtype=torch.bfloat16),  # more than 32 times 512
+    Sequences(**{**SHAPE, "longest": 36000}, dtype=torch.bfloat16),  # more than 32 times 1024
     Sequences(**SHAPE, dtype=torch.float16, q_len=3, mask="causal"),
     Sequences(**SHAPE, dtype=torch.float32, mask="bias"),
     Sequences(**SHAPE, dtype=torch.bfloat16, q_len=3, mask="keys"),
@@ -29,7 +29,7 @@ CALLS += [Sequences(q_heads=16, **LATENTS, mask="holes"), Sequences(q_heads=128,
 
 SHARE = {"shared": 9000, "rows": True}
 SHARED = [
-    SharedSequences(Sequences(**SHAPE, dtype=torch.bfloat16, mask="keys"), shared=20000),  # more than 32 times 512
+    SharedSequences(Sequences(**SHAPE, dtype=torch.bfloat16, mask="keys"), shared=40000),  # more than 32 times 1024
     SharedSequences(Sequences(**SHAPE, dtype=torch.bfloat16, mask="keys"), **SHARE, holes=True),
     SharedSequences(Sequences(**SHAPE, dtype=torch.float16, q_len=3, mask="causal"), **SHARE, holes=True),
     SharedSequences(Sequences(**SHAPE, dtype=torch.float32, mask="bias"), **SHARE),
