@@ -68,7 +68,7 @@ def prefill(
         # A forward that was compiled in place would be traced for each length of a chunk.
         with run_prefill(striped), torch.compiler.set_stance("force_eager"):
             for positions in striped.chunks(size, prompt.device):
-                own = prompt.index_select(1, positions.clamp(max=tokens - 1))
+                own = prompt.index_select(1, positions)
                 out = model(own, position_ids=positions[None], **kept)
         logits = striped.finish(out.logits[:, -1])
     except BaseException:
