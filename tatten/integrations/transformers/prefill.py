@@ -57,9 +57,10 @@ def prefill(
         if capacity is not None and tokens > capacity:
             raise ValueError(f"`capacity` must hold the {tokens} tokens of `prompt`, got {capacity}")
         check_model(model, len(cache.layers))
-        return f"a prompt of shape {tuple(prompt.shape)} (#{int(fingerprint(prompt)) % 2**64:016x}), chunk {chunk}"
+        given = f"a prompt of shape {tuple(prompt.shape)} (#{int(fingerprint(prompt)) % 2**64:016x}), chunk {chunk}"
+        return f"{given}, a {type(model).__name__} in {model.dtype}"  # keys go round as bytes
 
-    agree(layout, "`prompt` and `chunk`", describe)
+    agree(layout, "`prompt`, `chunk` and `model`", describe)
     tokens = prompt.shape[1]
     striped = StripedPrefill(layout, [layer.kv for layer in cache.layers], tokens)
     size = layout.ranks * -(-tokens // layout.ranks) if chunk is None else chunk
