@@ -136,7 +136,7 @@ class Duplicated:
         self.cache = StaticCache(model.config, max_cache_len=task.ids.shape[1] + task.new)
         self.compile_config = CompileConfig(backend=backend)
         self.compile_config._compile_all_devices = True  # transformers compiles on accelerators only, unless told
-        self.generate(Noise(0, task), 4)  # compile, capture, replay
+        self.generate(Noise(0, task), min(4, task.new))  # compile, capture, replay
 
     def generate(self, noise: Noise, new: int) -> Tensor:
         ids, mask = self.task.repeated()
@@ -197,7 +197,8 @@ class Shared:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of the first step: the last token of each prompt, a mask of all slots to come, and positions."""
         ids, mask = self.task.repeated()
-        return ids[:, -1:].contiguous(), F.pad(mask, (0, self.task.new - 1), value=1), mask.sum(1, keepdim=True) - 1
+        last = ids[:, -1:].clone(memory_format=torch.contiguous_format)  # with the strides of tokens that are drawn
+        return last, F.pad(mask, (0, self.task.new - 1), value=1), mask.sum(1, keepdim=True) - 1
 
     @torch.no_grad()
     def draw(self, seed: int) -> tuple[Rollout, Tensor]:

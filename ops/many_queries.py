@@ -49,6 +49,8 @@ def unsupported_reason(query: Tensor, value: Tensor) -> str | None:
     head_dim, device = query.shape[3], query.device.type
     if value.shape[3] != head_dim:
         return f"they take one head_dim, not {head_dim} for keys and {value.shape[3]} for values"
+    if value.dtype != query.dtype:
+        return f"they take one dtype, not {query.dtype} for queries and {value.dtype} for values"
     if device == "cpu":
         return None
     if device != "cuda":

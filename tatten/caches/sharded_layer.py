@@ -47,11 +47,16 @@ class Interleaved:
         self._only_heads = tuple(Replicate() if placement.is_shard(2) else placement for placement in placements)
 
     def global_ranks(self, dims: Sequence[int]) -> list[int]:
-        """The ranks at all places along these dims of the mesh, and at this rank's along the others, in order."""
+        """The ranks at all places along these dims of the mesh, and at this rank's along the others, in order.
+
+        That is the order of `get_local_rank`: along each dim, whatever the mesh says, PyTorch sorts the ranks.
+        """
         place = self.mesh.get_coordinate()
         assert place is not None
-        own = tuple(slice(None) if dim in dims else at for dim, at in enumerate(place))
-        ranks: list[int] = self.mesh.mesh[own].flatten().tolist()
+        own = self.mesh.mesh[tuple(slice(None) if dim in dims else at for dim, at in enumerate(place))]
+        for dim in range(own.dim()):
+            own = own.sort(dim).values
+        ranks: list[int] = own.flatten().tolist()
         return ranks
 
     @property
@@ -278,6 +283,10 @@ def placements(mesh: DeviceMesh, sequence: str | Sequence[str], heads: str | Non
         raise ValueError("`mesh` must have named dims, got none: use init_device_mesh(..., mesh_dim_names=...)")
     if mesh.get_coordinate() is None:
         raise ValueError(f"`mesh` must contain this rank, got {mesh}")
+    for dim in range(mesh.ndim):  # else several ranks have the same places in their groups, which are sorted
+        orders = mesh.mesh.argsort(dim).movedim(dim, 0).reshape(mesh.size(dim), -1)
+        if (orders != orders[:, :1]).any():
+            raise ValueError(f"`mesh` must have ranks in one order along each dim, got {mesh.mesh.tolist()}")
     shared = [sequence] if isinstance(sequence, str) else list(sequence)
     if not shared or shared != [name for name in names if name in shared]:
         raise ValueError(f"`sequence` must name dims of the mesh, {names}, in their order, got {sequence!r}")

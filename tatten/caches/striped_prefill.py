@@ -33,7 +33,7 @@ class StripedPrefill:
         self.width = self.stored = 0
 
     def chunks(self, size: int, device: torch.device) -> Iterator[Tensor]:
-        """Yield the positions of this rank's tokens of each chunk, `[width]`; those of padding are `tokens` or more.
+        """Yield the positions of this rank's tokens of each chunk, `[width]`; padding has that of the last token.
 
         Args:
             size: tokens of a chunk on all ranks together, a multiple of their number.
@@ -43,7 +43,8 @@ class StripedPrefill:
             self.stored = start // ranks
             self.width = -(-min(size, self._tokens - start) // ranks)
             self._done.clear()
-            yield start + self._layout.rank + ranks * torch.arange(self.width, device=device)
+            positions = start + self._layout.rank + ranks * torch.arange(self.width, device=device)
+            yield positions.clamp(max=self._tokens - 1)  # a table of positions may end there
             self._check_attended()
             missing = [index for index in range(len(self._layers)) if index not in self._done]
             if missing:

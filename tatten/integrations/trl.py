@@ -46,8 +46,8 @@ class SharedPrefixRollouts:
             as in the trainer's own rollouts with `generate`. It computes log-probabilities in a forward of its own.
 
         Raises:
-            ValueError: the trainer generates with vLLM, is sharded by FSDP or has environments; or the prompts are more
-                than text.
+            ValueError: the trainer generates with vLLM, is sharded by FSDP, has environments, searches with beams, or
+                sets no length for completions; or the prompts are more than text.
         """
         _check(trainer)
         prompt_ids = _tokenize(prompts, trainer)
@@ -74,7 +74,8 @@ class SharedPrefixRollouts:
         model(
             ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, past_key_values=prompts, logits_to_keep=1
         )
-        like = chosen, ids.shape, config.max_new_tokens
+        memory = [(x.shape, x.dtype, x.device) for layer in prompts.layers for x in layer.kv.tensors]
+        like = chosen, config.max_new_tokens, memory
         into = self._last[1] if self._last is not None and self._last[0] == like else None
         self._last = None  # so that one that does not fit is freed before the next is made
         cache = prompts.fork(1, capacity=config.max_new_tokens).select(chosen, into=into)
@@ -89,15 +90,19 @@ class SharedPrefixRollouts:
         """The trainer's, which says what to draw, without what it says of caches and compilation."""
         config = copy.deepcopy(config)
         config.cache_implementation, config.disable_compile = None, False
+        config.use_cache = True
         config.compile_config = self.compile_config
         return config
 
 
 def _check(trainer: GRPOTrainer) -> None:
+    new, beams = trainer.generation_config.max_new_tokens, trainer.generation_config.num_beams
     for refused, why in (
         (trainer.use_vllm, "generate with transformers, got use_vllm=True"),
         (trainer.is_fsdp_enabled, "have all weights on each rank, got FSDP"),
         (trainer.environment_factories is not None, "have no environments, got an `environment_factory`"),
+        (new is None, "have a `max_completion_length`, for which the cache gets room, got None"),
+        (beams not in (None, 1), f"draw its completions one by one, got num_beams={beams}"),
     ):
         if refused:
             raise ValueError(f"`trainer` must {why}")

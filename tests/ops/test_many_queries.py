@@ -73,3 +73,11 @@ def test_unsupported(device: str, dtype: torch.dtype, dim: int, value_dim: int, 
         assert unsupported_reason(query, value) == says
         with pytest.raises(NotImplementedError, match=says):
             attend_many(query, query, value, True, None)
+
+
+def test_queries_and_values_of_several_dtypes_are_not_supported() -> None:
+    """As under autocast, where rotary embeddings leave queries and keys in float32."""
+    query, value = torch.randn(1, 1, 4, 16), torch.randn(1, 1, 4, 16, dtype=torch.bfloat16)
+    says = "they take one dtype, not torch.float32 for queries and torch.bfloat16 for values"
+    with pytest.raises(NotImplementedError, match=says):
+        attend_many(query, query, value, True, None)

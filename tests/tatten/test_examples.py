@@ -56,6 +56,13 @@ def test_rollouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert " of 12 + " in out  # the rest in a batch of 6
 
 
+def test_a_rollout_of_one_token(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, example_inputs, **_: gm)
+    out = output("rollouts", "--prompts 1 --prompt-len 20 --samples 1 --new-tokens 1", monkeypatch, capsys)
+    assert out.count(": tokens: identical (1 sequences, 1 tokens)") == 2
+    assert "after a change of the weights: nothing was compiled or captured" in out
+
+
 @pytest.mark.slow
 def test_latent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     options = "--layers 1 --batch 2 --max-cache-len 256 --prompt-len 40 --new-tokens 8"

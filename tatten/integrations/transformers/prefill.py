@@ -57,9 +57,10 @@ def prefill(
         if capacity is not None and tokens > capacity:
             raise ValueError(f"`capacity` must hold the {tokens} tokens of `prompt`, got {capacity}")
         check_model(model, len(cache.layers))
-        return f"a prompt of shape {tuple(prompt.shape)} (#{int(fingerprint(prompt)) % 2**64:016x}), chunk {chunk}"
+        given = f"a prompt of shape {tuple(prompt.shape)} (#{int(fingerprint(prompt)) % 2**64:016x}), chunk {chunk}"
+        return f"{given}, a {type(model).__name__} in {model.dtype}"  # keys go round as bytes
 
-    agree(layout, "`prompt` and `chunk`", describe)
+    agree(layout, "`prompt`, `chunk` and `model`", describe)
     tokens = prompt.shape[1]
     striped = StripedPrefill(layout, [layer.kv for layer in cache.layers], tokens)
     size = layout.ranks * -(-tokens // layout.ranks) if chunk is None else chunk
@@ -68,7 +69,7 @@ def prefill(
         # A forward that was compiled in place would be traced for each length of a chunk.
         with run_prefill(striped), torch.compiler.set_stance("force_eager"):
             for positions in striped.chunks(size, prompt.device):
-                own = prompt.index_select(1, positions.clamp(max=tokens - 1))
+                own = prompt.index_select(1, positions)
                 out = model(own, position_ids=positions[None], **kept)
         logits = striped.finish(out.logits[:, -1])
     except BaseException:

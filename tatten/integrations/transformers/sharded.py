@@ -175,7 +175,7 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
 
         Raises:
             ValueError, TypeError: an argument is not as above, the cache has tokens already or too few slots, or ranks
-                were given different prompts or chunks. Nothing has been written.
+                were given different prompts, chunks or models. Nothing has been written.
             NotImplementedError: layers have windows, chunks, sinks, soft caps or latents, mix tokens by anything but
                 attention, or depend on the length in another way. The cache holds no tokens.
             RuntimeError: a rank did not come within the timeout of the process group. The cache holds no tokens.

@@ -122,6 +122,38 @@ def test_meshes_of_two_dims() -> None:
     run_ranks(4, check_meshes)
 
 
+def check_order() -> None:
+    """Ranks in another order than their numbers, in which PyTorch has its groups."""
+    for order in ([3, 1, 0, 2], [2, 0]):
+        mesh = DeviceMesh("cpu", order, mesh_dim_names=("kv",))
+        if dist.get_rank() in order:
+            check_sharded("llama", [(17, 8)], mesh)
+    mesh = DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("node", "gpu"))
+    check_sharded("llama", [(17, 8)], mesh, sequence=("node", "gpu"))
+    twisted = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("node", "gpu"))
+    with pytest.raises(
+        ValueError, match=r"`mesh` must have ranks in one order along each dim, got \[\[3, 1\], \[0, 2\]\]"
+    ):
+        ShardedKVCache(2, twisted, 8, sequence=("node", "gpu"))
+
+
+def test_the_order_of_ranks() -> None:
+    run_ranks(4, check_order)
+
+
+def check_last_position() -> None:
+    """A prompt that fills the table of positions, which padding would not find a place in."""
+    model, ids = build("gpt2"), prompts(31)
+    model.transformer.wpe.weight.data = model.transformer.wpe.weight[:31].clone()
+    cache = ShardedKVCache(model.config, one_dim(), 31)
+    torch.testing.assert_close(cache.prefill(model, ids), model(ids).logits[:, -1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_last_position(n: int) -> None:
+    run_ranks(n, check_last_position)
+
+
 def check_shared_prefix(cases: list[tuple[int, int | None]]) -> None:
     model, mesh = build("llama"), one_dim()
     for length, chunk in cases:

@@ -60,6 +60,8 @@ def check_arguments() -> list[str]:
         message(model, ids[:, rank:]),
         message(model, ids, 2 + 2 * rank),
         message(model, ids, 2 + rank),
+        message(tiny_models.build("llama", "tatten").to([torch.bfloat16, torch.float16][rank]), ids),
+        message(tiny_models.build(["llama", "qwen3"][rank], "tatten"), ids),
         message(no_tatten, ids, cache=SharedPrefixCache(2, mesh=one_dim())),
         message(model, ids, cache=SharedPrefixCache(3, mesh=one_dim())),
         message(model, ids, cache=SharedPrefixCache(2)),
@@ -68,7 +70,7 @@ def check_arguments() -> list[str]:
 
 def test_arguments() -> None:
     zero, one = run_ranks(2, check_arguments)
-    differ = "ValueError: `prompt` and `chunk` must be the same on all ranks that share a cache, got "
+    differ = "ValueError: `prompt`, `chunk` and `model` must be the same on all ranks that share a cache, got "
     says = [
         "ValueError: `prefill` needs an empty cache for the 12 tokens of `prompt`, got one with 12",
         "ValueError: `prefill` needs an empty cache for the 12 tokens of `prompt`, got one with 12",
@@ -79,6 +81,8 @@ def test_arguments() -> None:
         "TypeError: `chunk` must be an int, got 4.0",
         "ValueError: `prompt` must be [batch, P] with a token at least, got shape (12,)",
         "TypeError: `prompt` must be a tensor of integers, got torch.float32",
+        differ + "a prompt of shape (1, 12) (#",
+        differ + "a prompt of shape (1, 12) (#",
         differ + "a prompt of shape (1, 12) (#",
         differ + "a prompt of shape (1, 12) (#",
         differ + "a prompt of shape (1, 12) (#",
@@ -95,8 +99,13 @@ def test_arguments() -> None:
         assert mine == theirs
         assert mine.startswith(want), mine
         assert not want.startswith(differ) or ("on ranks [0] and " in mine and mine.endswith(" on ranks [1]"))
-    assert ", chunk 2 on ranks [0] and " in zero[11]
-    assert ", chunk 4 on ranks [1]" in zero[11]
+    for i, mine, theirs in (
+        (11, ", chunk 2, a LlamaForCausalLM", ", chunk 4, a LlamaForCausalLM"),
+        (13, "a LlamaForCausalLM in torch.bfloat16 on ranks [0]", "a LlamaForCausalLM in torch.float16 on ranks [1]"),
+        (14, "a LlamaForCausalLM in torch.float32 on ranks [0]", "a Qwen3ForCausalLM in torch.float32 on ranks [1]"),
+    ):
+        assert mine in zero[i]
+        assert theirs in zero[i]
 
 
 class Mixed(nn.Module):
@@ -215,4 +224,4 @@ def come_late() -> None:
 def test_a_rank_that_does_not_come() -> None:
     zero, _ = try_ranks(2, come_late, timeout=3, seconds=60)
     assert isinstance(zero, RankError)
-    assert "to agree on `prompt` and `chunk`: rank 1 of ranks [0, 1] did not arrive within 3 s" in str(zero)
+    assert "to agree on `prompt`, `chunk` and `model`: rank 1 of ranks [0, 1] did not arrive within 3 s" in str(zero)

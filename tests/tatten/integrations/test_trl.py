@@ -133,6 +133,21 @@ def test_completions(prompts: list[Any], of: list[int], tmp_path: Path, monkeypa
     assert prefilled.tokens == [len(set(of)) * new] * 2 * (new > 1)
 
 
+def test_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of the last rollout is that of other keys; and a model that is trained need not use a cache."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    rollouts = SharedPrefixRollouts()
+    for dtype in (torch.float32, torch.bfloat16):
+        made = trainer(tmp_path, TEXTS, rollouts)
+        made.model.to(dtype).generation_config.use_cache = False
+        prompt_ids, images, fields = made._tokenize_prompts(TEXTS)
+        torch.manual_seed(1)
+        want, _ = made._generate_single_turn(prompt_ids, images, fields, N)
+        torch.manual_seed(1)
+        got = rollouts(TEXTS, made)["completion_ids"]
+        assert got == want or dtype == torch.bfloat16
+
+
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     rollouts = SharedPrefixRollouts()
@@ -144,6 +159,14 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         with monkeypatch.context() as patch:
             patch.setattr(made, name, value)
+            with pytest.raises(ValueError, match=f"`trainer` must {message}"):
+                rollouts(TEXTS, made)
+    for name, value, message in (
+        ("max_new_tokens", None, "have a `max_completion_length`, for which the cache gets room, got None"),
+        ("num_beams", 2, "draw its completions one by one, got num_beams=2"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(made.generation_config, name, value)
             with pytest.raises(ValueError, match=f"`trainer` must {message}"):
                 rollouts(TEXTS, made)
     made.processing_class.model_input_names = ["input_ids", "attention_mask", "token_type_ids"]
