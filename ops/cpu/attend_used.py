@@ -11,7 +11,6 @@ from tatten.ops.cpu.flash import additive, attend_in_one_call, empty_state
 from tatten.ops.cpu.used_keys import UsedKeys
 from tatten.ops.layout import fold_sequences, pack_gqa, pack_mask, unfold_sequences
 from tatten.ops.states import NEG_INF, State, accumulator_dtype
-from tatten.ops.storage import same_storage
 
 
 def attend_used(query: Tensor, used: UsedKeys, scale: float) -> State:
@@ -40,34 +39,23 @@ def _packed_mask(folded: Tensor, used: UsedKeys) -> Tensor | None:
 
 
 def _attend_masked(q_rows: Tensor, used: UsedKeys, mask: Tensor, scale: float) -> State:
-    def attend(key: Tensor, value: Tensor, q_rows: Tensor, mask: Tensor) -> State:
+    def attend(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> State:
         out, lse = attend_in_one_call(q_rows, key, value, mask, scale, True)
         # What a query without any key is given may be NaN.
         return out.masked_fill((lse == NEG_INF).unsqueeze(-1), 0.0), lse
 
-    def again(key: Tensor, value: Tensor, q_rows: Tensor, mask: Tensor, inside: Tensor, *state: Tensor) -> State:
-        clean = UsedKeys(key, value, inside=inside).without_poison
-        return attend(clean.key, clean.value, q_rows, mask)
-
-    def keep(*operands: Tensor) -> State:
-        return operands[-2].clone(), operands[-1].clone()
-
-    out, lse = attend(used.key, used.value, q_rows, mask)
+    out, lse = attend(q_rows, used.key, used.value, mask)
     if used.inside is None or used.inside.shape[0] == 1:
         return out, lse
-    # Where a row's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that. The operator, not
-    # torch.cond: that has Dynamo trace the branches, which knows nothing of the sizes that were checked.
-    # Keys come first: of a query from the same projection it is the query that is copied.
-    operands = _in_storages_of_their_own(used.key, used.value, q_rows, mask, used.inside, out, lse)
-    out, lse = torch.ops.higher_order.cond(out.sum().isnan(), again, keep, operands)
-    return out, lse
-
-
-def _in_storages_of_their_own(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copy each tensor that shares memory with one before it: packaging takes no such operands of torch.cond."""
-    return tuple(
-        x.clone() if any(same_storage(x, before) for before in tensors[:i]) else x for i, x in enumerate(tensors)
-    )
+    # Where a row's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that. Such rows, mostly
+    # none, are selected, and no torch.cond decides: AOTInductor reads what a branch is given by the strides that it had
+    # at export, and may have laid it out in another way.
+    poisoned = out.isnan().flatten(1).any(dim=1).nonzero().squeeze(1)
+    own = (used.key, used.value, None, used.inside)
+    clean = UsedKeys(*(x if x is None else x.index_select(0, poisoned) for x in own)).without_poison
+    mask = mask if mask.shape[0] == 1 else mask.index_select(0, poisoned)
+    again = attend(q_rows.index_select(0, poisoned), clean.key, clean.value, mask)
+    return out.index_copy(0, poisoned, again[0]), lse.index_copy(0, poisoned, again[1])
 
 
 def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float, softcap: float | None = None) -> State:
