@@ -72,7 +72,8 @@ def test_the_example_decodes_from_cpp(tmp_path: Path) -> None:
 class Attend(torch.nn.Module):
     """Ragged sequences: by a mask, by lengths, beside shared keys, with keys that are the values, and of latents.
 
-    And with keys that are computed in the layout `[batch, length, kv_heads, d]` in which `stored` is.
+    And with keys that are computed in the layout `[batch, length, kv_heads, d]` in which `stored` is, and with a
+    computed bias for each query that all heads share.
     """
 
     def forward(
@@ -95,7 +96,11 @@ class Attend(torch.nn.Module):
         )
         computed = stored.transpose(1, 2).neg()
         turned = tatten.decode_attention(query, computed, computed, attn_mask=mask, return_lse=True)
-        return *masked, *windowed, *shared, *biased, *same, *latents, *turned
+        places = torch.arange(60)
+        seen = (places <= lens[:2, None]) & (places < lens[:, None])[:, None, None]
+        floor = torch.where(seen, 0.0, float("-inf")).to(query.dtype)
+        several = tatten.decode_attention(query, key, value, attn_mask=floor, return_lse=True)
+        return *masked, *windowed, *shared, *biased, *same, *latents, *turned, *several
 
 
 @pytest.mark.slow
