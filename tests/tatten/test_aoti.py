@@ -126,6 +126,32 @@ def test_a_package_keeps_what_a_sequence_does_not_use_out_of_its_result(dtype: t
                 torch.testing.assert_close(x, y, rtol=0, atol=torch.finfo(dtype).eps * 4)
 
 
+class Lengths(torch.nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, lens: Tensor):
+        plain = tatten.decode_attention(query, key, value, kv_lens=lens, return_lse=True)
+        return *plain, *tatten.decode_attention(query, key, value, kv_lens=lens, softcap=2.0, return_lse=True)
+
+
+@pytest.mark.slow
+def test_a_package_takes_any_batch_and_any_length(tmp_path: Path) -> None:
+    def inputs(batch: int, length: int) -> tuple[Tensor, ...]:
+        query, lens = torch.randn(batch, 4, 1, 16), torch.randint(length + 1, (batch,))
+        key, value = torch.randn(2, batch, 2, length, 16)
+        unused = (torch.arange(length) >= lens[:, None])[:, None, :, None]
+        return query, key.masked_fill(unused, float("nan")), value.masked_fill(unused, float("nan")), lens
+
+    torch.manual_seed(0)
+    batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=4096)
+    sizes = {0: batch}, {0: batch, 2: length}, {0: batch, 2: length}, {0: batch}
+    with torch.no_grad():
+        program = torch.export.export(Lengths(), inputs(3, 40), dynamic_shapes=sizes)
+        program = program.run_decompositions(tatten.decompositions())
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "lengths.pt2"))
+    packaged = torch._inductor.aoti_load_package(path)
+    for given in (inputs(3, 40), inputs(1, 2), inputs(5, 77)):
+        torch.testing.assert_close(tuple(packaged(*given)), Lengths()(*given))
+
+
 RUN_ON_CUDA = """
 import sys
 sys.modules["tatten"] = sys.modules["triton"] = None
