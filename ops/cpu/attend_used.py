@@ -67,23 +67,37 @@ def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float, so
     acc, batch = accumulator_dtype(query.dtype), query.shape[0]
     row_max = query.new_full((*query.shape[:3], 1), NEG_INF, dtype=acc)
     scores, values = [], []
-    for used in (segment.without_poison for segment in segments if _has_keys(segment)):
+    for used in (segment for segment in segments if _has_keys(segment)):
         folded = fold_sequences(query, used.key.shape[0])
         q_rows, mask = pack_gqa(folded, used.key.shape[1]), _packed_mask(folded, used)
-        own = q_rows.to(acc) @ used.key.to(acc).transpose(2, 3) * scale
+        key, value = _as_products_take_them(used)
+        own = torch.bmm(q_rows.flatten(0, 1).to(acc), key.to(acc)).unflatten(0, q_rows.shape[:2]) * scale
         own = own if softcap is None else softcap * torch.tanh(own / softcap)
         own = own if mask is None else torch.where(mask == NEG_INF, NEG_INF, own + mask)
         scores.append(own)
-        values.append(used.value.to(acc))
+        values.append(value.to(acc))
         own_max = own.amax(dim=-1).reshape(folded.shape[:3])
         row_max = torch.maximum(row_max, unfold_sequences(own_max, batch).unsqueeze(-1))
     row_sum, out = torch.zeros_like(row_max), query.new_zeros((*query.shape[:3], segments[0].value.shape[3]), dtype=acc)
     finite_max = torch.where(row_max == NEG_INF, 0.0, row_max)
     for own, value in zip(scores, values, strict=True):
-        folded_max = fold_sequences(finite_max, value.shape[0])
-        p = torch.exp(own - pack_gqa(folded_max, value.shape[1]))
-        own_out = (p @ value).reshape(*folded_max.shape[:3], value.shape[3])
+        folded_max = fold_sequences(finite_max, own.shape[0])
+        p = torch.exp(own - pack_gqa(folded_max, own.shape[1]))
+        own_out = torch.bmm(p.flatten(0, 1), value).reshape(*folded_max.shape[:3], value.shape[2])
         row_sum = row_sum + unfold_sequences(p.sum(dim=-1).reshape(folded_max.shape[:3]), batch).unsqueeze(-1)
         out = out + unfold_sequences(own_out, batch)
     out = out / torch.where(row_sum == 0, 1.0, row_sum)
     return out.to(query.dtype), (row_max + torch.log(row_sum)).squeeze(-1)
+
+
+def _as_products_take_them(used: UsedKeys) -> tuple[Tensor, Tensor]:
+    """Keys `[rows * kv_heads, d, length]` and values `[rows * kv_heads, length, d]`, with 0 where anything may be.
+
+    A copy is made in the shape that is multiplied: at views of it, Inductor asks for a length that only a run knows.
+    """
+    rows, kv_heads = used.key.shape[:2]
+    key, value = used.key.flatten(0, 1).transpose(1, 2), used.value.flatten(0, 1)
+    if used.inside is None:
+        return key, value
+    outside = ~used.inside[:, None].expand(rows, kv_heads, -1).flatten(0, 1)
+    return key.masked_fill(outside.unsqueeze(1), 0.0), value.masked_fill(outside.unsqueeze(2), 0.0)

@@ -128,8 +128,11 @@ def test_a_package_keeps_what_a_sequence_does_not_use_out_of_its_result(dtype: t
 
 class Lengths(torch.nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, lens: Tensor):
-        plain = tatten.decode_attention(query, key, value, kv_lens=lens, return_lse=True)
-        return *plain, *tatten.decode_attention(query, key, value, kv_lens=lens, softcap=2.0, return_lse=True)
+        def attend(heads: int, softcap: float | None) -> tuple[Tensor, Tensor]:
+            k, v = key[:, :heads], value[:, :heads]
+            return tatten.decode_attention(query, k, v, kv_lens=lens, softcap=softcap, return_lse=True)
+
+        return *attend(2, None), *attend(2, 2.0), *attend(1, None), *attend(1, 2.0)
 
 
 @pytest.mark.slow
