@@ -1,6 +1,7 @@
 """Ops of `torch.library` that return attention states `(out, lse)`, and their implementations."""
 
-from tatten.ops.api import bifurcated_attention, block_mask, decode_attention
+from tatten.ops.bifurcated import bifurcated_attention
+from tatten.ops.decode import block_mask, decode_attention
 from tatten.ops.decompositions import decompositions
 from tatten.ops.distributed.tree_merge import tree_merge
 from tatten.ops.latent import latent_attention

@@ -13,8 +13,9 @@ from tatten.ops.cpu.attend_used import attend_jointly, attend_used
 from tatten.ops.cpu.attention import merge_sinks, upcast
 from tatten.ops.cpu.latent import query_and_rope
 from tatten.ops.cpu.used_keys import UsedKeys, used_by_rows, used_in_blocks
+from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.layout import squeeze_broadcast
-from tatten.ops.library import bifurcated_kernel, block_mask, decode_kernel, latent_kernel
+from tatten.ops.library import block_mask
 from tatten.ops.reach import mask_of_reach, masks_of_window, narrow_mask
 from tatten.ops.row_groups import group_size, row_groups_reference, rows_of_segments
 from tatten.ops.states import State, accumulator_dtype, combine_partials, merge

@@ -1,4 +1,4 @@
-"""The public function for attention to latents. It works in eager mode and inside `torch.compile` with any backend."""
+"""The public function for attention to latents, in eager mode and in `torch.compile` with any backend."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ All schemas are functional: no op mutates its inputs. Modules that need Triton a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,60 +20,15 @@ from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.cuda.latent import latent_attention as latent_on_cuda
 from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
+from tatten.ops.kernel_signatures import Kernel, bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.latent_validation import check_latent_no_grad
 from tatten.ops.masks import block_list, key_spans, mask_of_rows, mask_rows
+from tatten.ops.segment_validation import check_segments_no_grad
 from tatten.ops.sizes import ceil_div
 from tatten.ops.state_validation import check_state_pair
 from tatten.ops.states import State, accumulator_dtype
-from tatten.ops.validation import BLOCK_KEYS, check_decode_no_grad, check_segments_no_grad
+from tatten.ops.validation import BLOCK_KEYS, check_decode_no_grad
 from tatten.ops.variant import AttentionVariant
-
-Kernel = Callable[..., Any]
-DecodeImplementation = Callable[
-    [
-        Tensor,  # query
-        Tensor,  # key
-        Tensor,  # value
-        Tensor | None,  # attn_mask
-        Tensor | None,  # kv_lens
-        float | None,  # scale
-        Tensor | None,  # block_mask
-        AttentionVariant,
-        str,  # provider
-        bool,  # batch_invariant
-    ],
-    State,
-]
-BifurcatedImplementation = Callable[
-    [
-        Tensor,  # query
-        Sequence[Tensor],  # keys
-        Sequence[Tensor],  # values
-        Sequence[Tensor | None],  # attn_masks
-        Sequence[Tensor | None],  # block_masks
-        float | None,  # scale
-        Sequence[Tensor | None] | None,  # row_groups
-        AttentionVariant,
-        bool,  # batch_invariant
-    ],
-    State,
-]
-LatentImplementation = Callable[
-    [
-        Tensor,  # query
-        Tensor | None,  # query_rope
-        Tensor,  # latent
-        Tensor | None,  # key_rope
-        Tensor | None,  # attn_mask
-        Tensor | None,  # kv_lens
-        float,  # scale
-        Tensor | None,  # block_mask
-        AttentionVariant,
-        torch.dtype,  # of out
-        bool,  # batch_invariant
-    ],
-    State,
-]
 
 _library = torch.library.Library("tatten", "DEF")
 
@@ -124,83 +79,6 @@ _library.define(
     "push_merge(Tensor out, Tensor lse, str group, bool scatter_heads) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-
-
-def decode_kernel(implementation: DecodeImplementation) -> Kernel:
-    """Adapt an implementation of `tatten::decode_attention` to its schema: it gets the variant as one value."""
-
-    def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        kv_lens: Tensor | None = None,
-        scale: float | None = None,
-        block_mask: Tensor | None = None,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        key_scale: Tensor | None = None,
-        value_scale: Tensor | None = None,
-        provider: str = "auto",
-        batch_invariant: bool = False,
-    ) -> State:
-        variant = AttentionVariant(window, softcap, sinks, key_scale, value_scale)
-        given = query, key, value, attn_mask, kv_lens, scale, block_mask
-        return implementation(*given, variant, provider, batch_invariant)
-
-    return kernel
-
-
-def bifurcated_kernel(implementation: BifurcatedImplementation) -> Kernel:
-    """Adapt an implementation of `tatten::bifurcated_attention` to its schema."""
-
-    def kernel(
-        query: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        attn_masks: Sequence[Tensor | None],
-        block_masks: Sequence[Tensor | None],
-        scale: float | None = None,
-        row_groups: Sequence[Tensor | None] | None = None,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        batch_invariant: bool = False,
-    ) -> State:
-        variant = AttentionVariant(window, softcap, sinks)
-        segments = keys, values, attn_masks, block_masks
-        return implementation(query, *segments, scale, row_groups, variant, batch_invariant)
-
-    return kernel
-
-
-def latent_kernel(implementation: LatentImplementation) -> Kernel:
-    """Adapt an implementation of `tatten::latent_attention` to its schema."""
-
-    def kernel(
-        query: Tensor,
-        query_rope: Tensor | None,
-        latent: Tensor,
-        key_rope: Tensor | None,
-        attn_mask: Tensor | None = None,
-        kv_lens: Tensor | None = None,
-        *,
-        scale: float,
-        block_mask: Tensor | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-        batch_invariant: bool = False,
-    ) -> State:
-        variant, out_dtype = AttentionVariant(window, softcap, sinks), out_dtype or query.dtype
-        latents = (query, query_rope, latent, key_rope)
-        return implementation(*latents, attn_mask, kv_lens, scale, block_mask, variant, out_dtype, batch_invariant)
-
-    return kernel
 
 
 def _fake_decode_attention(

@@ -1,6 +1,6 @@
 """Attention of many queries with its lse, by PyTorch's own flash kernels: what a prefill is made of.
 
-The ops of `tatten.ops.api` are for the few queries of a decode step. These kernels take as many as there are, a causal
+The ops are for the few queries of a decode step. These kernels take as many as there are, a causal
 flag in place of a mask, and kv heads as they are.
 """
 

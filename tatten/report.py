@@ -70,7 +70,10 @@ class Report:
 
     def __str__(self) -> str:
         if not self.graphs:
-            return "tatten: no graph was compiled (either all was compiled before, or nothing can be traced)"
+            return (
+                "tatten: no graph was compiled (all was compiled before, nothing can be traced, or `generate` ran on a "
+                "CPU, where it compiles only if it is told to)"
+            )
         lines, empty = [], []
         for i, graph in enumerate(self.graphs):
             if graph.findings:

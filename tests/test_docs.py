@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import runpy
+import textwrap
 from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 BLOCKS = [
     pytest.param(code, id=f"{path.stem}-{i}")
     for path in sorted(DOCS.glob("*.md"))
@@ -29,3 +32,17 @@ def test_code_in_a_page(code: str) -> None:
     with contextlib.redirect_stdout(printed):
         exec(code, {"__name__": "__main__"})  # Dynamo imports the module of that name
     assert not said or printed.getvalue().splitlines() == said
+
+
+def without_times(text: str) -> str:
+    return re.sub(r"[\d.]+ ms", "0 ms", text)
+
+
+def test_the_readme_prints_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    block = r"^```python\n(import torch\n.*?)^```\n\n((?:    [^\n]*\n)+)"
+    [(code, said)] = re.findall(block, (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    script = tmp_path / "attend.py"
+    script.write_text(code)
+    runpy.run_path(str(script))
+    printed = capsys.readouterr().out.replace(f"{tmp_path}/", "")
+    assert without_times(printed) == without_times(textwrap.dedent(said))

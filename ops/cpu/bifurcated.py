@@ -14,8 +14,8 @@ from tatten.ops.cpu.rows import runs_of
 from tatten.ops.layout import fold_mask, fold_sequences, unfold_sequences
 from tatten.ops.reach import segments_in_window
 from tatten.ops.row_groups import rows_of_segments
+from tatten.ops.segment_validation import check_bifurcated_attention, check_segments_batch_invariant
 from tatten.ops.states import State, accumulator_dtype, combine_partials
-from tatten.ops.validation import check_bifurcated_attention, check_segments_batch_invariant
 from tatten.ops.variant import AttentionVariant
 
 

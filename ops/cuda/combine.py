@@ -13,110 +13,14 @@ from torch import Tensor
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.heuristics import capability
 from tatten.ops.cuda.kernels.combine import _combine_kernel
-from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
 from tatten.ops.cuda.launcher import Launch
+from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
-from tatten.ops.validation import BLOCK_KEYS
 
-_MOST_CHUNKS: int = MOST_CHUNKS.value
 MANY_STATES = 1024  # output states, from which on a program takes several
 
 INTERPRETED = not isinstance(_combine_kernel, triton.JITFunction)
-
-
-@dataclass(frozen=True)
-class TileSpace:
-    """The tile space of a launch, from which the combine finds its partials.
-
-    Attributes:
-        groups: what has a length of its own: each kv_row, or all of them together.
-        work_tiles: the work tiles of each group: kv_rows times kv heads times blocks of packed queries.
-        kv_len: the number of keys, where no shorter length is given.
-        kv_heads: the heads of K and V.
-        seqs_per_kv: the sequences that share a kv_row, or at most those of a row group.
-        q_blocks: the blocks of packed queries of a kv_row and kv head.
-        programs: the number of programs launched.
-        block_m: the packed queries of a work tile.
-        block_n: the keys of a tile.
-        window: the sliding window, if any, that the tiles are narrowed to.
-        has_lens: each group has its own length in `kv_lens`.
-        has_block_list: the tiles of a group are those blocks of a mask that are listed.
-        row_groups: how many row groups there can be, which take the place of kv_rows; 0 where there are none. They are
-            counted on the device: `groups` is as many if each has a block list of its own, and else 1 with `work_tiles`
-            those of one row group.
-        max_and_sum: partial states have maximum and sum instead of their lse, as
-            `tatten.ops.cuda.kernels.online_softmax.store_lse` says.
-        q_blocks_first: the work tiles are numbered by block of packed queries first, and then by kv_row. Programs
-            that read the same keys then do so at about the same time, so that the L2 can serve them.
-        chunk: the tiles of the smallest chunk, where work tiles are cut by their own length alone; else 0. One that is
-            as long as any work tile leaves all of them whole.
-    """
-
-    groups: int
-    work_tiles: int
-    kv_len: int
-    kv_heads: int
-    seqs_per_kv: int
-    q_blocks: int
-    programs: int
-    block_m: int
-    block_n: int
-    window: int | None = None
-    has_lens: bool = False
-    has_block_list: bool = False
-    row_groups: int = 0
-    max_and_sum: bool = False
-    q_blocks_first: bool = False
-    chunk: int = 0
-
-    @property
-    def even(self) -> bool:
-        """Whether all work tiles have equally many tiles, and how many there are is known from shapes."""
-        return self.groups == 1 and not self.has_block_list and not self.row_groups
-
-    @property
-    def split(self) -> bool:
-        """Whether several programs may share a work tile."""
-        if self.chunk:
-            return self.most_chunks > 1
-        divides = self.even and self.work_tiles % self.programs == 0
-        return self.kv_len > self.block_n and not divides
-
-    @property
-    def most_chunks(self) -> int:
-        """The most chunks that a work tile can have: a longer one may have fewer, of more tiles each."""
-        return max(1, min(ceil_div(ceil_div(self.kv_len, self.block_n), self.chunk), _MOST_CHUNKS))
-
-    @property
-    def slots(self) -> int:
-        """The number of partial states that there is room for."""
-        if not self.split:
-            return 0
-        most_groups = max(self.groups, self.row_groups)
-        return most_groups * self.work_tiles * self.most_chunks if self.chunk else 2 * self.programs
-
-    def int64_tiles(self, batch: int) -> bool:
-        """Whether the number of tiles of `batch` sequences, times programs, needs 64 bits."""
-        groups = batch if self.row_groups else self.groups
-        total_tiles = groups * self.work_tiles * max(1, ceil_div(self.kv_len, self.block_n))
-        return total_tiles * self.programs >= 1 << 31
-
-    def most_partials(self, batch: int) -> int:
-        """Estimate how many partial states one work tile of `batch` sequences has at most."""
-        if self.chunk:
-            return _MOST_CHUNKS  # whatever the batch, so that they are added in one order
-        if self.groups > 1:
-            return 32  # of ragged ones it may have all
-        least = ceil_div(batch, self.seqs_per_kv) if self.row_groups else 1
-        return self.programs // (least * self.work_tiles) + 2
-
-    @property
-    def block_list_stride(self) -> int:
-        """The distance between the block lists of two groups, or of two kv_rows if there are row groups."""
-        if not self.has_block_list or (self.row_groups and self.groups == 1):
-            return 0
-        return 2 * (ceil_div(self.kv_len, BLOCK_KEYS) + 1)
 
 
 class Partials(NamedTuple):

@@ -10,43 +10,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tatten.ops.cuda.allocation import Dense, allocate
-from tatten.ops.cuda.combine import INTERPRETED, Combine, Partials, TileSpace, plan_combine
-from tatten.ops.cuda.heuristics import (
-    MANY_KEYS,
-    Tiles,
-    capability,
-    combining_pays,
-    has_large_shared_memory,
-    latent_tiles_for,
-    multiprocessors,
-    programs_for,
-    seqs_and_rows,
-    splitting_pays,
-    tiles_for,
-    whole_programs,
-)
-from tatten.ops.cuda.kernels.decode import (
-    ADDITIVE_MASK,
-    HEAD_SCALE,
-    KEY_SCALE,
-    NO_MASK,
-    NO_SCALE,
-    _decode_kernel,
-)
-from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
+from tatten.ops.cuda.combine import INTERPRETED, Combine, Partials, plan_combine
+from tatten.ops.cuda.decode_grid import choose_tiles, plan_tile_space
+from tatten.ops.cuda.heuristics import Tiles, capability
+from tatten.ops.cuda.kernels.decode import HEAD_SCALE, KEY_SCALE, NO_SCALE, _decode_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.mask_plan import MaskPlan, plan_mask
 from tatten.ops.cuda.recording import recorder
+from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tma import LEAST_BYTES, Tiling, takes_tma
-from tatten.ops.sizes import ceil_div, power_of_2
+from tatten.ops.sizes import power_of_2
 from tatten.ops.states import accumulator_dtype
-from tatten.ops.validation import BLOCK_KEYS
 from tatten.ops.variant import PLAIN, AttentionVariant
 
-BYTES_PER_US = 4.4e6  # that an H200 reads
-LEAST_CHUNK = 512  # keys of a chunk, a multiple of all `block_n`
-WAVES = 32  # programs for each that fits on the GPU at once: chunks differ in size, and whoever is done takes the next
-MOST_WHOLE = 8  # tiles up to which a work tile may stay whole: a longer one among short ones would be waited for
 Rope = tuple[()] | tuple[Tensor, Tensor]  # of the queries, of the keys
 
 
@@ -164,84 +140,29 @@ def plan_segment(
         pdl: let this launch begin before the one before ends (programmatic dependent launch), where a GPU can.
     """
     batch, q_heads, q_len, head_dim = query.shape
-    kv_batch, kv_heads, kv_len, value_dim = *key.shape[:3], value.shape[3]
-    has_row_groups = row_groups is not None
-    seqs_per_kv, most_kv_rows = seqs_and_rows(query, key, has_row_groups)
-    packed = q_heads // kv_heads * seqs_per_kv * q_len
+    kv_heads, kv_len, value_dim = *key.shape[1:3], value.shape[3]
     window, softcap, sinks, key_scale, value_scale = variant
     window = None if window is None else min(window, kv_len + q_len)  # a longer one is the same, and could overflow
+    has_lens, has_row_groups = kv_lens is not None, row_groups is not None
 
     mask = plan_mask(query, key, attn_mask, kv_lens, block_mask, window, has_row_groups)
-    has_block_list, groups = mask.has_block_list, mask.groups
-    if has_row_groups and groups > 1:
-        groups = max(2, most_kv_rows)  # 1 would be one list for all rows
     copies = any(x is not None and not x.is_contiguous() for x in (block_mask, row_groups))
     follows = follows and mask.find_blocks is None and not copies
+    given: dict[str, Any] = {
+        "window": window,
+        "has_lens": has_lens,
+        "has_row_groups": has_row_groups,
+        "batch_invariant": batch_invariant,
+    }
+    if tiles is None:
+        tiles = choose_tiles(query, key, value, mask, latent=latent, **given)
+    space = plan_tile_space(
+        query, key, value, mask, tiles, whole=whole, max_and_sum=max_and_sum, programs=programs, **given
+    )
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
     rope_dim = rope[1].shape[3] if rope else 0
-    narrow = key.element_size() == 1
-    masked = mask.kind != NO_MASK or window is not None or (narrow and kv_lens is not None)
-    large_shared_memory = has_large_shared_memory(query.device)
-    if tiles is None and latent:
-        tiles = latent_tiles_for(
-            packed,
-            block_d,
-            query.element_size(),
-            MANY_KEYS if batch_invariant else kv_batch * kv_len / multiprocessors(query.device),
-            has_block_list=has_block_list,
-            large_shared_memory=large_shared_memory,
-        )
-    tiles = tiles or tiles_for(
-        packed,
-        max(block_d, block_dv),
-        query.element_size(),
-        MANY_KEYS if batch_invariant else kv_len,
-        has_block_list=has_block_list,
-        masked=masked,
-        narrow=narrow,
-        large_shared_memory=large_shared_memory,
-    )
-    block_n = BLOCK_KEYS if has_block_list else tiles.block_n
-    chunk = LEAST_CHUNK // block_n if batch_invariant else 0
-    q_blocks = ceil_div(packed, tiles.block_m)
-    work_tiles = (1 if has_row_groups else kv_batch // groups) * kv_heads * q_blocks
-    if programs is None:
-        most = tiles.per_sm * multiprocessors(query.device)
-        n_tiles = max(1, ceil_div(kv_len, block_n))
-        # Ragged lengths have no even shares; the block lists of a mask are often equally long.
-        tile_us = most * block_n * (head_dim + value_dim) * key.element_size() / BYTES_PER_US
-        uneven = kv_lens is not None or has_row_groups
-        short = 1 < n_tiles <= MOST_WHOLE and not has_row_groups and (has_block_list or kv_lens is not None)
-        if batch_invariant:
-            most_groups = most_kv_rows if has_row_groups else groups
-            programs = min(WAVES * most, most_groups * work_tiles * min(ceil_div(n_tiles, chunk), MOST_CHUNKS.value))
-        elif whole and short and not combining_pays(groups * work_tiles, n_tiles, tile_us, most):
-            chunk, programs = power_of_2(n_tiles), groups * work_tiles  # one chunk is all of a work tile
-        elif uneven:
-            programs = most
-        elif whole or has_block_list or splitting_pays(work_tiles, n_tiles, tile_us, batch * q_heads * q_len, most):
-            programs = programs_for(groups * work_tiles, n_tiles, most)
-        else:
-            programs = whole_programs(work_tiles, n_tiles, most)
-    space = TileSpace(
-        groups,
-        work_tiles,
-        kv_len,
-        kv_heads,
-        seqs_per_kv,
-        q_blocks,
-        programs,
-        tiles.block_m,
-        block_n,
-        window=None if has_block_list else window,
-        has_lens=kv_lens is not None and not has_block_list,
-        has_block_list=has_block_list,
-        row_groups=most_kv_rows if has_row_groups else 0,
-        max_and_sum=max_and_sum or mask.kind == ADDITIVE_MASK,
-        chunk=chunk,
-    )
     # TMA reads whole tiles, so it is used where every key counts: without a mask, or in its run of full blocks.
-    every_key = has_block_list or (kv_lens is None and window is None)
+    every_key = mask.has_block_list or (not has_lens and window is None)
     hopper = not INTERPRETED and capability(query.device) >= (9, 0)
     kv_bytes = sum(x.numel() * x.element_size() for x in (key, value))
     tma = hopper and every_key and not batch_invariant and kv_bytes >= LEAST_BYTES
@@ -250,13 +171,13 @@ def plan_segment(
         # Generated code would make descriptors anew in each call, and AOTInductor with another swizzle than Triton's.
         recording.without_tma += kv_bytes
         tma = False
-    run_n = max(tiles.block_n, block_n)
+    run_n = max(tiles.block_n, space.block_n)
     pdl = pdl and hopper
     acc_dtype = accumulator_dtype(query.dtype)
     pair = (2,) if space.max_and_sum else ()
     launch = Launch(
         _decode_kernel,
-        (programs,),
+        (space.programs,),
         {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl},
         query_strides=query.stride(),
         key_strides=key.stride(),
@@ -268,14 +189,14 @@ def plan_segment(
         softcap=softcap or 0.0,
         window=window or 0,
         kv_len=kv_len,
-        n_groups=groups,
-        work_tiles=work_tiles,
-        seqs_per_kv=seqs_per_kv,
+        n_groups=space.groups,
+        work_tiles=space.work_tiles,
+        seqs_per_kv=space.seqs_per_kv,
         kv_heads=kv_heads,
         heads_per_kv=q_heads // kv_heads,
         q_len=q_len,
-        q_blocks=q_blocks,
-        programs=programs,
+        q_blocks=space.q_blocks,
+        programs=space.programs,
         batch=batch,
         KEY_S=_constant_stride(key),
         VALUE_S=_constant_stride(value),
@@ -286,15 +207,15 @@ def plan_segment(
         BLOCK_DV=block_dv,
         BLOCK_R=max(16, power_of_2(rope_dim)),
         BLOCK_M=tiles.block_m,
-        BLOCK_N=block_n,
+        BLOCK_N=space.block_n,
         RUN_N=run_n,
-        GROUPS=power_of_2(groups),
+        GROUPS=power_of_2(space.groups),
         MASK=mask.kind,
-        HAS_LENS=kv_lens is not None,
-        HAS_BLOCK_LIST=has_block_list,
+        HAS_LENS=has_lens,
+        HAS_BLOCK_LIST=mask.has_block_list,
         WINDOW=window is not None,
         ROWS=has_row_groups,
-        CHUNK=chunk,
+        CHUNK=space.chunk,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         KEY_SCALE=_scale_kind(key_scale),

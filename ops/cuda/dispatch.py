@@ -16,11 +16,15 @@ from tatten.ops.reach import segments_in_window
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
 from tatten.ops.row_groups import rows_of, rows_of_segments
 from tatten.ops.row_validation import check_rows
+from tatten.ops.segment_validation import (
+    check_bifurcated_attention,
+    check_segments_batch_invariant,
+    check_segments_no_grad,
+)
 from tatten.ops.state_validation import check_stack
 from tatten.ops.states import State, merge, merge_each
 from tatten.ops.validation import (
     check_batch_invariant,
-    check_bifurcated_attention,
     check_block_mask,
     check_cuda_head_dims,
     check_decode_attention,
@@ -28,8 +32,6 @@ from tatten.ops.validation import (
     check_devices,
     check_no_grad,
     check_provider,
-    check_segments_batch_invariant,
-    check_segments_no_grad,
 )
 from tatten.ops.variant import AttentionVariant
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cuda.allocation import Dense, allocate
-from tatten.ops.cuda.combine import Partials, TileSpace
+from tatten.ops.cuda.combine import Partials
 from tatten.ops.cuda.heuristics import multiprocessors, programs_for
 from tatten.ops.cuda.kernels.latent_sm90 import RANK, ROPE, START_REGS, _latent_kernel
 from tatten.ops.cuda.kernels.latent_visits import ALL, BLOCK_M, BLOCK_N, FIRST, LISTED
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.mask_plan import MaskPlan
 from tatten.ops.cuda.sm90 import key_tiling, strides_in_units
+from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tma import Tiling
 from tatten.ops.sizes import ceil_div, power_of_2
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tatten.ops.cuda.allocation import Dense, allocate
-from tatten.ops.cuda.combine import INTERPRETED, Partials, TileSpace
-from tatten.ops.cuda.decode import BYTES_PER_US
+from tatten.ops.cuda.combine import INTERPRETED, Partials
+from tatten.ops.cuda.decode_grid import BYTES_PER_US
 from tatten.ops.cuda.heuristics import capability, multiprocessors, packed_q_rows
 from tatten.ops.cuda.kernels.levels import _levels_kernel
 from tatten.ops.cuda.launcher import Launch
+from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
 

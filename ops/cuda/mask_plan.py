@@ -17,7 +17,7 @@ class MaskPlan:
     """Reads masks of the layout that it was planned for, for a launch.
 
     Attributes:
-        groups: what has a length of its own, as in `tatten.ops.cuda.combine.TileSpace`.
+        groups: what has a length of its own, as in `tatten.ops.cuda.tile_space.TileSpace`.
         has_block_list: the tiles of a group are the listed blocks of a mask.
         find_blocks: finds the block list where it is not given.
         kind: how the mask itself is read: not at all, as bool or as an additive one.

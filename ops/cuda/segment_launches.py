@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tatten.ops.cuda.combine import Partials, TileSpace
+from tatten.ops.cuda.combine import Partials
 from tatten.ops.cuda.decode import Segment, plan_segment
 from tatten.ops.cuda.heuristics import (
     MANY_KEYS,
@@ -25,6 +25,7 @@ from tatten.ops.cuda.heuristics import (
 )
 from tatten.ops.cuda.levels import LevelsLaunch, choose_levels, plan_levels
 from tatten.ops.cuda.recording import may_take_gluon
+from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.variant import AttentionVariant

@@ -110,10 +110,10 @@ def test_segments_with_numbers_of_heads_of_their_own(device: str) -> None:
 def test_segments_in_triton(
     name: str, low: float, programs: int, interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tatten.ops.cuda import decode
+    from tatten.ops.cuda import decode_grid
 
-    monkeypatch.setattr(decode, "multiprocessors", lambda device: programs)
-    monkeypatch.setattr(decode, "tiles_for", lambda *args, **kwargs: decode.Tiles(16, 32, 4, 2))
+    monkeypatch.setattr(decode_grid, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(decode_grid, "tiles_for", lambda *args, **kwargs: decode_grid.Tiles(16, 32, 4, 2))
     query, keys, values, masks, mean = segments(name, 2, low, torch.float32, "cpu")
     check(*triton_segments(query, keys, values, masks), mean, low)
 

@@ -6,9 +6,11 @@ and take launches down, and `compile_launch` compiles one of them.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import tempfile
@@ -20,14 +22,50 @@ FUSIBLE = re.compile(r"\b(?:mul|add|sub)\.(?:ftz\.)?f32")  # without `.rn` ptxas
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
+FORK_SERVER = """
+import json, os, sys, traceback
+import compiled
+from tatten.ops.cuda import decode, latent_sm90, prefix_sm90
+
+for line in sys.stdin:
+    script, args, output = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(output, os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        sys.argv[1:], status = args, 1
+        try:
+            exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
 def compile_in_subprocess(script: str, *args: object) -> Any:
     """What a script prints last, as JSON; it gets `args` as JSON in `sys.argv`."""
+    server = _fork_server()
+    with tempfile.NamedTemporaryFile("r") as output:
+        print(json.dumps([script, list(map(json.dumps, args)), output.name]), file=server.stdin, flush=True)
+        if not select.select([server.stdout], [], [], 300)[0]:
+            server.kill()
+            _fork_server.cache_clear()
+            raise AssertionError(f"still running after 300 s:\n{output.read()[-3000:]}")
+        status, printed = server.stdout.readline().strip(), output.read()
+        assert status == "0", printed[-3000:]
+        return json.loads(printed.splitlines()[-1])
+
+
+@functools.cache
+def _fork_server() -> Any:
+    """A process that has imported the kernels without TRITON_INTERPRET, and runs each script in a fork of itself."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [env.get("PYTHONPATH")])])
-    command = [sys.executable, "-c", script, *map(json.dumps, args)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-c", FORK_SERVER]
+    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 class Recorder:

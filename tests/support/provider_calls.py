@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tatten.ops.cuda import decode, dispatch
-from tatten.ops.library import decode_kernel
+from tatten.ops.kernel_signatures import decode_kernel
 
 
 def provider_of_op(*args: Any, **kwargs: Any) -> str:

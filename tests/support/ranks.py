@@ -21,7 +21,9 @@ from typing import Any
 # Inductor of torch 2.11 asks for CUDA as it is imported. By NVML that leaves a process from which one can fork.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.tensor", "torch._inductor.compile_fx", "tatten"])
+_context.set_forkserver_preload(
+    ["torch.distributed.tensor", "torch._inductor.compile_fx", "tatten.integrations.transformers", "tiny_models"]
+)
 
 
 class RankError(AssertionError):

@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tatten.integrations.transformers.config import eager_attention
 from tatten.integrations.transformers.masks import blocks_of
-from tatten.ops.api import decode_attention
+from tatten.ops.decode import decode_attention
 from tatten.ops.states import NEG_INF
 from tatten.ops.validation import FLOAT_DTYPES, widest_on_cuda
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN

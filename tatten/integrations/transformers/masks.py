@@ -11,7 +11,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 
 from tatten.integrations.transformers.config import made_for_sdpa
 from tatten.integrations.transformers.handover import running_prefill
-from tatten.ops.api import block_mask
+from tatten.ops.decode import block_mask
 from tatten.ops.masks import BlockMask
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
 

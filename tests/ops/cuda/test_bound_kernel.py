@@ -14,13 +14,13 @@ SCRIPT = """
 import json, sys
 import torch
 from compiled import compile_launch
-from tatten.ops.cuda import block_mask, combine, decode, heuristics, levels, merge_states, row_groups
+from tatten.ops.cuda import block_mask, combine, decode, decode_grid, heuristics, levels, merge_states, row_groups
 from tatten.ops.cuda import segment_launches, segments
 from tatten.ops.cuda.bound_kernel import bind
 from tatten.ops.cuda.recording import record
 from tatten.ops.variant import PLAIN, AttentionVariant
 
-for module in (decode, combine, row_groups, levels, segment_launches):
+for module in (decode, decode_grid, combine, row_groups, levels, segment_launches):
     module.capability = lambda device: (9, 0)
     module.multiprocessors = lambda device: 132
 

@@ -17,6 +17,7 @@ import torch, triton
 from compiled import Recorder, compile_launch
 from tatten.ops.cuda import prefix_sm90
 from tatten.ops.cuda import decode
+from tatten.ops.cuda import decode_grid
 from tatten.ops.cuda import combine
 from tatten.ops.cuda import segment_launches
 from tatten.ops.cuda import block_mask
@@ -55,10 +56,10 @@ def attend(
     combine.plan_combine(query, dim, *[segment.tile_space] * twice, dtype=dtype)(*[partials] * twice)
 
 launches, chosen = [], []
-tiles_for = decode.tiles_for
+tiles_for = decode_grid.tiles_for
 decode.LEAST_BYTES = 0
-decode.tiles_for = lambda *args, **kwargs: chosen.append(tiles_for(*args, **kwargs)) or chosen[-1]
-decode.multiprocessors = segment_launches.multiprocessors = lambda device: 132
+decode_grid.tiles_for = lambda *args, **kwargs: chosen.append(tiles_for(*args, **kwargs)) or chosen[-1]
+decode_grid.multiprocessors = segment_launches.multiprocessors = lambda device: 132
 for module in (decode, combine, block_mask, prefix_sm90):
     for name, x in list(vars(module).items()):
         if isinstance(x, triton.JITFunction) and name.endswith("_kernel"):

@@ -23,7 +23,7 @@ from tatten.ops.cuda.providers import choose_provider, unsupported_reason
 from tatten.ops.cuda.recording import NotRecordableError, record
 from tatten.ops.cuda.tuning import Table
 from tatten.ops.cuda.workload import Workload, needs_of
-from tatten.ops.library import decode_kernel
+from tatten.ops.kernel_signatures import decode_kernel
 from tatten.ops.reference import decode_attention_reference
 from tatten.ops.variant import PLAIN, AttentionVariant
 

@@ -14,7 +14,7 @@ from tatten.ops.cuda.launcher import by_layout
 from tatten.ops.cuda.providers import choose_provider, replaced_flash, unsupported_reason
 from tatten.ops.cuda.tuning import Table
 from tatten.ops.cuda.workload import Workload
-from tatten.ops.library import bifurcated_kernel, decode_kernel
+from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel
 
 
 class Handle:

@@ -16,8 +16,8 @@ from slow import slow_after, slow_but
 from torch import Tensor
 
 from tatten.ops.cuda.schedule import Schedule
+from tatten.ops.kernel_signatures import bifurcated_kernel
 from tatten.ops.layout import pack_gqa
-from tatten.ops.library import bifurcated_kernel
 from tatten.ops.masks import block_list
 from tatten.ops.reference import bifurcated_attention_reference
 from tatten.ops.states import combine_partials, merge
@@ -101,6 +101,22 @@ def test_few_keys_are_not_split(case: Case) -> None:
     parts, state = launch_and_merge(inputs)
     assert_state(*state, inputs)
     assert not parts.partial_out.numel()
+
+
+@pytest.mark.parametrize("mask, programs", pairs(["keys", "2d", "broadcast", "alibi"], [1, 2, 4]))
+def test_equal_work_tiles_are_not_split_where_programs_divide_them(mask: str, programs: int) -> None:
+    """A mask that all sequences share leaves each of 4 work tiles as many blocks, whatever their number."""
+    inputs = Case(kv_len=700, head_dim=16, mask=mask, sinks=True).inputs() | {"scale": 0.25}
+    parts, state = launch_and_merge(inputs, programs=programs)
+    assert_state(*state, inputs)
+    assert not parts.partial_out.numel()
+
+
+def test_sequences_with_masks_of_their_own_are_split() -> None:
+    inputs = Case(kv_len=700, head_dim=16, mask="causal").inputs() | {"scale": 0.25}
+    parts, state = launch_and_merge(inputs, programs=4)
+    assert_state(*state, inputs)
+    assert parts.partial_out.numel()
 
 
 def test_many_ragged_keys_are_split() -> None:
@@ -211,8 +227,9 @@ def test_tensor_descriptors(dims: tuple[int, int], options: dict, monkeypatch: p
 def test_a_run_of_full_blocks(mask: str, tma: bool, programs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks at a time, from wherever a program begins, or whole work tiles (None); by the copy engine too."""
     from tatten.ops.cuda import decode as module
+    from tatten.ops.cuda import decode_grid
 
-    monkeypatch.setattr(module, "MOST_WHOLE", 16)
+    monkeypatch.setattr(decode_grid, "MOST_WHOLE", 16)
     monkeypatch.setattr(module, "INTERPRETED", not tma)
     monkeypatch.setattr(module, "LEAST_BYTES", 0)
     case = Case(kv_len=1000, head_dim=16, dtype=torch.float16, scale=0.2, q_len=2, mask=mask)
@@ -448,7 +465,7 @@ SEGMENTS = [
 @pytest.mark.parametrize("programs", slow_but([3], [3, 25]))
 @pytest.mark.parametrize("case", slow_after(6, SEGMENTS), ids=str)
 def test_segments(case: Segments, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tatten.ops.cuda import decode as module
+    from tatten.ops.cuda import decode_grid as module
 
     monkeypatch.setattr(module, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(module, "tiles_for", lambda *args, **kwargs: module.Tiles(16, 32, 4, 2))
@@ -468,7 +485,7 @@ def test_segments_of_variants(
     case: Segments, programs: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sink counts once, in whatever parts the segments are read; -inf is none."""
-    from tatten.ops.cuda import decode as module
+    from tatten.ops.cuda import decode_grid as module
 
     monkeypatch.setattr(module, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(module, "tiles_for", lambda *args, **kwargs: module.Tiles(16, 32, 4, 2))

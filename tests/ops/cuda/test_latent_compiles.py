@@ -11,10 +11,10 @@ SCRIPT = """
 import json, sys
 import torch
 from compiled import Recorder, compile_launch
-from tatten.ops.cuda import decode, heuristics, latent_sm90
+from tatten.ops.cuda import decode, decode_grid, latent_sm90
 from tatten.ops.cuda.mask_plan import plan_mask
 
-decode.multiprocessors = latent_sm90.multiprocessors = lambda device: 132
+decode_grid.multiprocessors = latent_sm90.multiprocessors = lambda device: 132
 
 def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
-from tatten.ops.cuda import decode
+from tatten.ops.cuda import decode, decode_grid
 from tatten.ops.cuda.combine import plan_combine
 
 launches = []
@@ -56,7 +56,7 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
 driver.set_active(Driver())
-decode.multiprocessors = lambda device: 132
+decode_grid.multiprocessors = lambda device: 132
 decode.LEAST_BYTES = 0
 names = []
 

@@ -18,7 +18,7 @@ from tatten.ops.cuda import providers, tuning
 from tatten.ops.cuda.providers import choose_provider, unsupported_reason
 from tatten.ops.cuda.tuning import Table, module_name, round_log2, table_of, tables
 from tatten.ops.cuda.workload import Workload
-from tatten.ops.library import decode_kernel
+from tatten.ops.kernel_signatures import decode_kernel
 
 # 1, 2 and 4 pairs; 256, 512 and 1024 keys
 TABLE = Table(

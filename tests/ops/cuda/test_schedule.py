@@ -8,7 +8,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from tatten.ops.cuda.decode import BYTES_PER_US
+from tatten.ops.cuda.decode_grid import BYTES_PER_US
 from tatten.ops.cuda.heuristics import combining_pays
 from tatten.ops.cuda.schedule import Schedule, Visit, flash_attention_2, flash_decoding
 

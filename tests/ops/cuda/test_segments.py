@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tatten.ops.cuda import decode, segment_launches
-from tatten.ops.cuda.combine import TileSpace
+from tatten.ops.cuda import decode, decode_grid, segment_launches
 from tatten.ops.cuda.decode import Segment
 from tatten.ops.cuda.prefix_sm90 import PrefixAttention
 from tatten.ops.cuda.segment_launches import PrefixSegment, plan_prefix_segment
 from tatten.ops.cuda.segments import Segments, plan_segments
+from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.variant import AttentionVariant
 
 SMS = 132
@@ -29,7 +29,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         space = TileSpace(1, 8, key.shape[2], 8, query.shape[0], 1, programs or SMS, 128, 128)
         return PrefixSegment(space, lambda *_: (query,) * 4)
 
-    for module in (segment_launches, decode):
+    for module in (segment_launches, decode_grid):
         monkeypatch.setattr(module, "multiprocessors", lambda device: SMS)
     monkeypatch.setattr(segment_launches, "choose_levels", lambda query, keys: None)
     monkeypatch.setattr(segment_launches, "plan_prefix_segment", plan_prefix)
@@ -51,7 +51,9 @@ def plan(
 
     keys = [empty(rows, 8, length, 128) for rows, length in shapes]
     masks = masks or {}
-    attn_masks = [empty(1, 1, 1, key.shape[2], dtype=masks[i]) if i in masks else None for i, key in enumerate(keys)]
+    attn_masks = [
+        empty(key.shape[0], 1, 1, key.shape[2], dtype=masks[i]) if i in masks else None for i, key in enumerate(keys)
+    ]
     variant = AttentionVariant(softcap=softcap, sinks=empty(32) if sinks else None)
     return plan_segments(empty(256, 32, 1, 128), keys, keys, attn_masks, [None] * len(keys), 0.1, variant=variant)
 

@@ -1,0 +1,148 @@
+"""How a launch of the decode kernel is cut: the sizes of its tiles, and how many programs share them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tatten.ops.cuda.heuristics import (
+    MANY_KEYS,
+    Tiles,
+    combining_pays,
+    has_large_shared_memory,
+    latent_tiles_for,
+    multiprocessors,
+    programs_for,
+    seqs_and_rows,
+    splitting_pays,
+    tiles_for,
+    whole_programs,
+)
+from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, NO_MASK
+from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
+from tatten.ops.cuda.mask_plan import MaskPlan
+from tatten.ops.cuda.tile_space import TileSpace
+from tatten.ops.sizes import ceil_div, power_of_2
+from tatten.ops.validation import BLOCK_KEYS
+
+BYTES_PER_US = 4.4e6  # that an H200 reads
+LEAST_CHUNK = 512  # keys of a chunk, a multiple of all `block_n`
+WAVES = 32  # programs for each that fits on the GPU at once: chunks differ in size, and whoever is done takes the next
+MOST_WHOLE = 8  # tiles up to which a work tile may stay whole: a longer one among short ones would be waited for
+
+
+def choose_tiles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: MaskPlan,
+    *,
+    window: int | None,
+    has_lens: bool,
+    has_row_groups: bool,
+    latent: bool,
+    batch_invariant: bool,
+) -> Tiles:
+    """Choose the sizes of tiles; with `batch_invariant` whatever the number of sequences and keys.
+
+    Args:
+        query, key, value: of one launch.
+        mask: how their mask is read.
+        window: the sliding window, if any.
+        has_lens: each kv_row has a length.
+        has_row_groups: each sequence reads any row.
+        latent: `key` and `value` are one tensor, the latents.
+    """
+    kv_batch, kv_heads, kv_len, _ = key.shape
+    packed = query.shape[1] // kv_heads * seqs_and_rows(query, key, has_row_groups)[0] * query.shape[2]
+    block_d, block_dv = (max(16, power_of_2(x.shape[3])) for x in (query, value))
+    large_shared_memory = has_large_shared_memory(query.device)
+    if latent:
+        return latent_tiles_for(
+            packed,
+            block_d,
+            query.element_size(),
+            MANY_KEYS if batch_invariant else kv_batch * kv_len / multiprocessors(query.device),
+            has_block_list=mask.has_block_list,
+            large_shared_memory=large_shared_memory,
+        )
+    narrow = key.element_size() == 1
+    return tiles_for(
+        packed,
+        max(block_d, block_dv),
+        query.element_size(),
+        MANY_KEYS if batch_invariant else kv_len,
+        has_block_list=mask.has_block_list,
+        masked=mask.kind != NO_MASK or window is not None or (narrow and has_lens),
+        narrow=narrow,
+        large_shared_memory=large_shared_memory,
+    )
+
+
+def plan_tile_space(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: MaskPlan,
+    tiles: Tiles,
+    *,
+    window: int | None,
+    has_lens: bool,
+    has_row_groups: bool,
+    whole: bool,
+    max_and_sum: bool,
+    batch_invariant: bool,
+    programs: int | None,
+) -> TileSpace:
+    """Cut a launch into work tiles and choose its programs, unless they are given.
+
+    Args:
+        query, key, value, mask, window, has_lens, has_row_groups: as for `choose_tiles`.
+        whole, max_and_sum, batch_invariant, programs: as for `tatten.ops.cuda.decode.plan_segment`.
+    """
+    batch, q_heads, q_len, head_dim = query.shape
+    kv_batch, kv_heads, kv_len, value_dim = *key.shape[:3], value.shape[3]
+    seqs_per_kv, most_kv_rows = seqs_and_rows(query, key, has_row_groups)
+    groups = mask.groups
+    if has_row_groups and groups > 1:
+        groups = max(2, most_kv_rows)  # 1 would be one list for all rows
+    block_n = BLOCK_KEYS if mask.has_block_list else tiles.block_n
+    chunk = LEAST_CHUNK // block_n if batch_invariant else 0
+    q_blocks = ceil_div(q_heads // kv_heads * seqs_per_kv * q_len, tiles.block_m)
+    work_tiles = (1 if has_row_groups else kv_batch // groups) * kv_heads * q_blocks
+    if programs is None:
+        most = tiles.per_sm * multiprocessors(query.device)
+        n_tiles = max(1, ceil_div(kv_len, block_n))
+        tile_us = most * block_n * (head_dim + value_dim) * key.element_size() / BYTES_PER_US
+        # Ragged lengths have no even shares; the block lists of a mask are often equally long.
+        uneven = has_lens or has_row_groups
+        short = 1 < n_tiles <= MOST_WHOLE and not has_row_groups and (mask.has_block_list or has_lens)
+        if batch_invariant:
+            most_groups = most_kv_rows if has_row_groups else groups
+            programs = min(WAVES * most, most_groups * work_tiles * min(ceil_div(n_tiles, chunk), MOST_CHUNKS.value))
+        elif whole and short and not combining_pays(groups * work_tiles, n_tiles, tile_us, most):
+            chunk, programs = power_of_2(n_tiles), groups * work_tiles  # one chunk is all of a work tile
+        elif uneven:
+            programs = most
+        elif (
+            whole or mask.has_block_list or splitting_pays(work_tiles, n_tiles, tile_us, batch * q_heads * q_len, most)
+        ):
+            programs = programs_for(groups * work_tiles, n_tiles, most)
+        else:
+            programs = whole_programs(work_tiles, n_tiles, most)
+    return TileSpace(
+        groups,
+        work_tiles,
+        kv_len,
+        kv_heads,
+        seqs_per_kv,
+        q_blocks,
+        programs,
+        tiles.block_m,
+        block_n,
+        window=None if mask.has_block_list else window,
+        has_lens=has_lens and not mask.has_block_list,
+        has_block_list=mask.has_block_list,
+        row_groups=most_kv_rows if has_row_groups else 0,
+        max_and_sum=max_and_sum or mask.kind == ADDITIVE_MASK,
+        chunk=chunk,
+    )
