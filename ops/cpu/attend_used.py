@@ -51,10 +51,10 @@ def _attend_masked(q_rows: Tensor, used: UsedKeys, mask: Tensor, scale: float) -
     # none, are selected, and no torch.cond decides: AOTInductor reads what a branch is given by the strides that it had
     # at export, and may have laid it out in another way.
     poisoned = out.isnan().flatten(1).any(dim=1).nonzero().squeeze(1)
-    own = (used.key, used.value, None, used.inside)
-    clean = UsedKeys(*(x if x is None else x.index_select(0, poisoned) for x in own)).without_poison
-    mask = mask if mask.shape[0] == 1 else mask.index_select(0, poisoned)
-    again = attend(q_rows.index_select(0, poisoned), clean.key, clean.value, mask)
+    own_q_rows, key, value, inside = (x.index_select(0, poisoned) for x in (q_rows, used.key, used.value, used.inside))
+    clean = UsedKeys(key, value, inside=inside).without_poison
+    own_mask = mask if mask.shape[0] == 1 else mask.index_select(0, poisoned)
+    again = attend(own_q_rows, clean.key, clean.value, own_mask)
     return out.index_copy(0, poisoned, again[0]), lse.index_copy(0, poisoned, again[1])
 
 
