@@ -34,9 +34,10 @@ def pack_mask(mask: Tensor, q_heads: int, kv_heads: int, q_len: int) -> Tensor:
     if mask.shape[1] == 1 and mask.shape[2] == 1:
         return mask
     group = q_heads // kv_heads
-    heads = kv_heads if mask.shape[1] == q_heads else 1
-    mask = mask.unflatten(1, (heads, -1))
-    return mask.expand(-1, heads, group, q_len, -1).flatten(2, 3)
+    if mask.shape[1] == 1:  # not by views, at which Inductor asks for a length that only a run knows
+        return mask if group == 1 else mask.repeat(1, 1, group, 1)
+    mask = mask.unflatten(1, (kv_heads, group))
+    return mask.expand(-1, -1, -1, q_len, -1).flatten(2, 3)
 
 
 def fold_sequences(query: Tensor, batch: int) -> Tensor:

@@ -95,7 +95,8 @@ class Reason(str, Enum):
     MASK_VALUE = "mask_value", "replace the scores of masked keys by torch.finfo(dtype).min of a wide dtype, or by -inf"
     NO_SDPA = (
         "no_sdpa",
-        "use F.scaled_dot_product_attention; with transformers, attn_implementation='sdpa' where the model supports it",
+        "use F.scaled_dot_product_attention; with transformers, attn_implementation='sdpa' where the model supports "
+        "it; call tatten.rewrite before run_decompositions, which takes SDPA apart",
     )
     BEYOND_SDPA = (
         "beyond_sdpa",

@@ -11,7 +11,6 @@ from tatten.ops.cpu.flash import additive, attend_in_one_call, empty_state
 from tatten.ops.cpu.used_keys import UsedKeys
 from tatten.ops.layout import fold_sequences, pack_gqa, pack_mask, unfold_sequences
 from tatten.ops.states import NEG_INF, State, accumulator_dtype
-from tatten.ops.storage import same_storage
 
 
 def attend_used(query: Tensor, used: UsedKeys, scale: float) -> State:
@@ -40,34 +39,23 @@ def _packed_mask(folded: Tensor, used: UsedKeys) -> Tensor | None:
 
 
 def _attend_masked(q_rows: Tensor, used: UsedKeys, mask: Tensor, scale: float) -> State:
-    def attend(key: Tensor, value: Tensor, q_rows: Tensor, mask: Tensor) -> State:
+    def attend(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> State:
         out, lse = attend_in_one_call(q_rows, key, value, mask, scale, True)
         # What a query without any key is given may be NaN.
         return out.masked_fill((lse == NEG_INF).unsqueeze(-1), 0.0), lse
 
-    def again(key: Tensor, value: Tensor, q_rows: Tensor, mask: Tensor, inside: Tensor, *state: Tensor) -> State:
-        clean = UsedKeys(key, value, inside=inside).without_poison
-        return attend(clean.key, clean.value, q_rows, mask)
-
-    def keep(*operands: Tensor) -> State:
-        return operands[-2].clone(), operands[-1].clone()
-
-    out, lse = attend(used.key, used.value, q_rows, mask)
+    out, lse = attend(q_rows, used.key, used.value, mask)
     if used.inside is None or used.inside.shape[0] == 1:
         return out, lse
-    # Where a row's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that. The operator, not
-    # torch.cond: that has Dynamo trace the branches, which knows nothing of the sizes that were checked.
-    # Keys come first: of a query from the same projection it is the query that is copied.
-    operands = _in_storages_of_their_own(used.key, used.value, q_rows, mask, used.inside, out, lse)
-    out, lse = torch.ops.higher_order.cond(out.sum().isnan(), again, keep, operands)
-    return out, lse
-
-
-def _in_storages_of_their_own(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copy each tensor that shares memory with one before it: packaging takes no such operands of torch.cond."""
-    return tuple(
-        x.clone() if any(same_storage(x, before) for before in tensors[:i]) else x for i, x in enumerate(tensors)
-    )
+    # Where a row's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that. Such rows, mostly
+    # none, are selected, and no torch.cond decides: AOTInductor reads what a branch is given by the strides that it had
+    # at export, and may have laid it out in another way.
+    poisoned = out.isnan().flatten(1).any(dim=1).nonzero().squeeze(1)
+    own_q_rows, key, value, inside = (x.index_select(0, poisoned) for x in (q_rows, used.key, used.value, used.inside))
+    clean = UsedKeys(key, value, inside=inside).without_poison
+    own_mask = mask if mask.shape[0] == 1 else mask.index_select(0, poisoned)
+    again = attend(own_q_rows, clean.key, clean.value, own_mask)
+    return out.index_copy(0, poisoned, again[0]), lse.index_copy(0, poisoned, again[1])
 
 
 def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float, softcap: float | None = None) -> State:
@@ -79,23 +67,37 @@ def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float, so
     acc, batch = accumulator_dtype(query.dtype), query.shape[0]
     row_max = query.new_full((*query.shape[:3], 1), NEG_INF, dtype=acc)
     scores, values = [], []
-    for used in (segment.without_poison for segment in segments if _has_keys(segment)):
+    for used in (segment for segment in segments if _has_keys(segment)):
         folded = fold_sequences(query, used.key.shape[0])
         q_rows, mask = pack_gqa(folded, used.key.shape[1]), _packed_mask(folded, used)
-        own = q_rows.to(acc) @ used.key.to(acc).transpose(2, 3) * scale
+        key, value = _as_products_take_them(used)
+        own = torch.bmm(q_rows.flatten(0, 1).to(acc), key.to(acc)).unflatten(0, q_rows.shape[:2]) * scale
         own = own if softcap is None else softcap * torch.tanh(own / softcap)
         own = own if mask is None else torch.where(mask == NEG_INF, NEG_INF, own + mask)
         scores.append(own)
-        values.append(used.value.to(acc))
+        values.append(value.to(acc))
         own_max = own.amax(dim=-1).reshape(folded.shape[:3])
         row_max = torch.maximum(row_max, unfold_sequences(own_max, batch).unsqueeze(-1))
     row_sum, out = torch.zeros_like(row_max), query.new_zeros((*query.shape[:3], segments[0].value.shape[3]), dtype=acc)
     finite_max = torch.where(row_max == NEG_INF, 0.0, row_max)
     for own, value in zip(scores, values, strict=True):
-        folded_max = fold_sequences(finite_max, value.shape[0])
-        p = torch.exp(own - pack_gqa(folded_max, value.shape[1]))
-        own_out = (p @ value).reshape(*folded_max.shape[:3], value.shape[3])
+        folded_max = fold_sequences(finite_max, own.shape[0])
+        p = torch.exp(own - pack_gqa(folded_max, own.shape[1]))
+        own_out = torch.bmm(p.flatten(0, 1), value).reshape(*folded_max.shape[:3], value.shape[2])
         row_sum = row_sum + unfold_sequences(p.sum(dim=-1).reshape(folded_max.shape[:3]), batch).unsqueeze(-1)
         out = out + unfold_sequences(own_out, batch)
     out = out / torch.where(row_sum == 0, 1.0, row_sum)
     return out.to(query.dtype), (row_max + torch.log(row_sum)).squeeze(-1)
+
+
+def _as_products_take_them(used: UsedKeys) -> tuple[Tensor, Tensor]:
+    """Keys `[rows * kv_heads, d, length]` and values `[rows * kv_heads, length, d]`, with 0 where anything may be.
+
+    A copy is made in the shape that is multiplied: at views of it, Inductor asks for a length that only a run knows.
+    """
+    rows, kv_heads = used.key.shape[:2]
+    key, value = used.key.flatten(0, 1).transpose(1, 2), used.value.flatten(0, 1)
+    if used.inside is None:
+        return key, value
+    outside = ~used.inside[:, None].expand(rows, kv_heads, -1).flatten(0, 1)
+    return key.masked_fill(outside.unsqueeze(1), 0.0), value.masked_fill(outside.unsqueeze(2), 0.0)

@@ -94,6 +94,7 @@ def _narrow(
         begin, length = (cast(int, x.item()) for x in (first, (stop.amax() - first).clamp(min=least)))
         torch._check(begin >= 0)
         torch._check(length >= least)
+        torch._check(begin <= kv_len)  # which follows from the next, but not for PyTorch where kv_len is dynamic
         torch._check(begin + length <= kv_len)
         key, value, mask = key.narrow(2, begin, length), value.narrow(2, begin, length), mask.narrow(3, begin, length)
         places = places.narrow(0, begin, length)

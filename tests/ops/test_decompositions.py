@@ -234,7 +234,7 @@ class OneStorage(torch.nn.Module):
 
 @pytest.mark.parametrize("views", ["key is value", "value in key", "one buffer", "one projection"])
 def test_views_of_one_storage_decompose_twice(views: str) -> None:
-    """As packaging does: its check of torch.cond takes no two operands in one storage."""
+    """As packaging does."""
     torch.manual_seed(0)
     query, x, module = torch.randn(3, 6, 1, 16), torch.randn(3, 6, 33, 16), OneStorage(views)
     mask = torch.arange(33) >= torch.tensor([5, 0, 32])[:, None, None, None]

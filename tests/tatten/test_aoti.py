@@ -70,9 +70,15 @@ def test_the_example_decodes_from_cpp(tmp_path: Path) -> None:
 
 
 class Attend(torch.nn.Module):
-    """Ragged sequences: by a mask, by lengths, beside shared keys, with keys that are the values, and of latents."""
+    """Ragged sequences: by a mask, by lengths, beside shared keys, with keys that are the values, and of latents.
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, lens: Tensor, sinks: Tensor):
+    And with keys that are computed in the layout `[batch, length, kv_heads, d]` in which `stored` is, and with a
+    computed bias for each query that all heads share.
+    """
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, lens: Tensor, sinks: Tensor, stored: Tensor
+    ):
         masked = tatten.decode_attention(query, key, value, attn_mask=mask, return_lse=True)
         variant = {"window": 9, "softcap": 3.0, "sinks": sinks}
         windowed = tatten.decode_attention(query, key, value, kv_lens=lens, **variant, return_lse=True)
@@ -88,7 +94,13 @@ class Attend(torch.nn.Module):
         latents = tatten.latent_attention(
             query, ropes[0], key[:, :1], ropes[1], attn_mask=mask, scale=0.1, return_lse=True
         )
-        return *masked, *windowed, *shared, *biased, *same, *latents
+        computed = stored.transpose(1, 2).neg()
+        turned = tatten.decode_attention(query, computed, computed, attn_mask=mask, return_lse=True)
+        places = torch.arange(60)
+        seen = (places <= lens[:2, None]) & (places < lens[:, None])[:, None, None]
+        floor = torch.where(seen, 0.0, float("-inf")).to(query.dtype)
+        several = tatten.decode_attention(query, key, value, attn_mask=floor, return_lse=True)
+        return *masked, *windowed, *shared, *biased, *same, *latents, *turned, *several
 
 
 @pytest.mark.slow
@@ -98,15 +110,49 @@ def test_a_package_keeps_what_a_sequence_does_not_use_out_of_its_result(dtype: t
     query, (key, value) = torch.randn(3, 4, 2, 32).to(dtype), torch.randn(2, 3, 2, 60, 32).to(dtype)
     lens = torch.tensor([60, 7, 0])
     mask = (torch.arange(60) < lens[:, None])[:, None, None]
-    key, value = (x.masked_fill(~mask.transpose(2, 3), float("nan")) for x in (key, value))
-    inputs = query, key, value, mask, lens, torch.randn(4)
+    sinks = torch.randn(4)
+
+    def inputs(unused: float) -> tuple[Tensor, ...]:
+        k, v = (x.masked_fill(~mask.transpose(2, 3), unused) for x in (key, value))
+        return query, k, v, mask, lens, sinks, k.transpose(1, 2).contiguous()
+
     with torch.no_grad():
-        program = torch.export.export(Attend(), tuple(map(torch.ones_like, inputs)))
+        program = torch.export.export(Attend(), tuple(map(torch.ones_like, inputs(1.0))))
         program = program.run_decompositions(tatten.decompositions())
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attend.pt2"))
-        got, want = torch._inductor.aoti_load_package(path)(*inputs), Attend()(*inputs)
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=torch.finfo(dtype).eps * 4)
+        packaged = torch._inductor.aoti_load_package(path)
+        for unused in (1.0, float("nan")):
+            for x, y in zip(packaged(*inputs(unused)), Attend()(*inputs(unused)), strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=torch.finfo(dtype).eps * 4)
+
+
+class Lengths(torch.nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, lens: Tensor):
+        def attend(heads: int, softcap: float | None) -> tuple[Tensor, Tensor]:
+            k, v = key[:, :heads], value[:, :heads]
+            return tatten.decode_attention(query, k, v, kv_lens=lens, softcap=softcap, return_lse=True)
+
+        return *attend(2, None), *attend(2, 2.0), *attend(1, None), *attend(1, 2.0)
+
+
+@pytest.mark.slow
+def test_a_package_takes_any_batch_and_any_length(tmp_path: Path) -> None:
+    def inputs(batch: int, length: int) -> tuple[Tensor, ...]:
+        query, lens = torch.randn(batch, 4, 1, 16), torch.randint(length + 1, (batch,))
+        key, value = torch.randn(2, batch, 2, length, 16)
+        unused = (torch.arange(length) >= lens[:, None])[:, None, :, None]
+        return query, key.masked_fill(unused, float("nan")), value.masked_fill(unused, float("nan")), lens
+
+    torch.manual_seed(0)
+    batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=4096)
+    sizes = {0: batch}, {0: batch, 2: length}, {0: batch, 2: length}, {0: batch}
+    with torch.no_grad():
+        program = torch.export.export(Lengths(), inputs(3, 40), dynamic_shapes=sizes)
+        program = program.run_decompositions(tatten.decompositions())
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "lengths.pt2"))
+    packaged = torch._inductor.aoti_load_package(path)
+    for given in (inputs(3, 40), inputs(1, 2), inputs(5, 77)):
+        torch.testing.assert_close(tuple(packaged(*given)), Lengths()(*given))
 
 
 RUN_ON_CUDA = """

@@ -333,6 +333,7 @@ def test_a_device_without_kernels() -> None:
 def test_decomposed_first_there_is_no_sdpa() -> None:
     _, report = rewritten(exported(Attend(), attend_args()).run_decompositions())
     assert [x.decline.reason for x in report.declined] == [Reason.NO_SDPA]
+    assert "call tatten.rewrite before run_decompositions" in str(report)
 
 
 def test_parameters_that_require_grad() -> None:
