@@ -65,6 +65,7 @@ class StandIn:
 def insert_stand_in(found: WrittenOut, sinks: Factor | None, masks: Masks, *, fused: bool) -> StandIn:
     """Insert a call in the place of attention written out, which is `fused` if it is left as it is."""
     place, product = found.place, found.weights.product
+    own_dims = found.heads is not None and len(found.heads) == 3
     insert = Drafts(place, masks.drafts)
     with place.graph.inserting_before(place):
         factors = tuple(insert.views(x) for x in (found.query, found.key, found.value))
@@ -78,13 +79,14 @@ def insert_stand_in(found: WrittenOut, sinks: Factor | None, masks: Masks, *, fu
         factors[1],
         factors[2],
         scale=found.scores.scale,
-        enable_gqa=found.heads is not None and len(found.heads) == 3,
+        enable_gqa=own_dims,
         softcap=found.scores.softcap,
         sinks=vector,
         form=found.form,
         log_sums=found.log_sums,
         path=found.path,
         fused=fused,
+        grouped=own_dims,
     )
     mask, empty = _mask(found, call, masks)
     node.args = factors if mask is None else (*factors, mask)

@@ -135,6 +135,12 @@ def test_forms(fn, q_len: int) -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+def test_keys_that_no_query_repeats_count_once() -> None:
+    """The program's own products read a kv head for all of its queries at once."""
+    (finding,), _, _ = run(grouped_einsum, *tensors())
+    assert finding.cost.moved == 2 * B * KV * S * D * 8
+
+
 @pytest.mark.parametrize("value", [LOWEST, -math.inf])
 def test_rows_without_keys(value: float) -> None:
     """They are the mean of all values, or NaN."""
