@@ -49,8 +49,9 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored]) ->
     """Compare reading each segment of keys and values once with what SDPA reads; None if sizes are unknown.
 
     A tensor that is repeated or concatenated in memory is read, written, and read again by SDPA. On a CPU, SDPA reads a
-    row once for each sequence, and a kv head once for each query head. In low precision the first four query heads are
-    free: packing four gains nothing there, packing eight does (2-core Xeon with AMX, measured).
+    row once for each sequence, and a kv head once for each query head, unless these are grouped. In low precision the
+    first four query heads are free: packing four gains nothing there, packing eight does (2-core Xeon with AMX,
+    measured).
     """
     query = tensor_of(call.query)
     assert query is not None
@@ -69,7 +70,7 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored]) ->
         copied = not any(
             same_storage(whole, base) for base in (tensor_of(x.base) for x in segments) if base is not None
         )
-        group = q_heads // kv_heads if query.device.type == "cpu" else 1
+        group = q_heads // kv_heads if query.device.type == "cpu" and not call.grouped else 1
         reads = batch // rows * (group if query.element_size() >= 4 else max(1, group // 4))
         moved += size * reads + (size + once) * copied
         read += once

@@ -53,6 +53,6 @@ def keeps_rows(source: Node, node: Node) -> bool:
         before is not None
         and after is not None
         and before.dtype == after.dtype
-        and {before.dim(), after.dim()} <= {3, 4}
+        and {before.dim(), after.dim()} <= {3, 4, 5}
         and all(known_equal(a, b) for a, b in zip(before.shape[-2:], after.shape[-2:], strict=True))
     )

@@ -20,6 +20,7 @@ from tatten.passes.views import COPIES, RESHAPES, STRETCHES
 
 SOFTMAX = {"softmax", "_softmax", "special_softmax"}
 EXP = {"exp", "exp_", "exp2"}
+LOG_SUMS = {"logsumexp", "log_softmax", "_log_softmax", "special_log_softmax"}
 PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "mm", "addmm", "einsum", "tensordot"}
 NOT_SCORES = {
     "linear",
@@ -36,7 +37,19 @@ CARRIES = (
     | RESHAPES
     | COPIES
     | {"to", "type", "type_as", "float", "double", "half", "bfloat16", "_to_copy"}
-    | {"transpose", "swapaxes", "swapdims", "permute", "movedim", "getattr", "getitem", "slice", "narrow"}
+    | {
+        "transpose",
+        "swapaxes",
+        "swapdims",
+        "permute",
+        "movedim",
+        "getattr",
+        "getitem",
+        "slice",
+        "narrow",
+        "split",
+        "chunk",
+    }
     | {"mul", "mul_", "imul", "div", "div_", "truediv", "itruediv"}
     | {"where", "masked_fill", "masked_fill_", "nan_to_num", "nan_to_num_", "dropout", "dropout_"}
 )
@@ -73,9 +86,12 @@ def find_other_attention(graph: Graph, known: Container[Node] = ()) -> Iterator[
 def _written_out(softmax: Node, name: str) -> OtherAttention | None:
     users = sorted({user for node in _weights(softmax) for user in node.users})
     output = next((user for user in users if _multiplies_activations(user)), None)
-    if output is None or (name in EXP and not any(op_name(user) == "sum" for user in users)):
-        return None
     scores = scores_above(softmax)
+    normalised = (
+        name in SOFTMAX or any(op_name(x) == "sum" for x in users) or any(op_name(x) in LOG_SUMS for x in scores)
+    )
+    if output is None or not normalised:
+        return None
     if softmax not in scores:
         return None
     detail = f"attention written out: {'softmax' if name in SOFTMAX else 'exp over its sum'} of a matrix product"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
 from tatten.passes.symbolic import known_equal, known_shape, tensor_of
-from tatten.passes.views import RESHAPES
+from tatten.passes.views import RESHAPES, Size
 
 CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "_to_copy"}
 COPIES = {"contiguous", "clone", "alias"}
@@ -19,6 +22,7 @@ MATMULS = {"matmul", "__matmul__", "bmm"}
 SWAPS = {"transpose", "swapaxes", "swapdims"}
 
 View = tuple[Any, ...]  # a method of tensors and its arguments
+Heads = tuple[Size, ...]  # [batch, heads], or [batch, kv heads, queries of each]
 
 
 @dataclass(frozen=True)
@@ -79,77 +83,124 @@ def _checked(product: Product, weights: Node | None) -> Product | None:
     if writes(product.node) or (weights is not None and factors[0] is not weights):
         return None
     ranks = [tensor.dim() for x in factors if (tensor := tensor_of(x)) is not None]
-    return product if len(ranks) == 2 and ranks[0] == ranks[1] and ranks[0] in (3, 4) else None
+    return product if len(ranks) == 2 and ranks[0] == ranks[1] and ranks[0] in (3, 4, 5) else None
 
 
 def _einsum(node: Node, weights: Node | None) -> Product | None:
-    """A product of two factors in any order of their dims, as in "bqhd,bkhd->bhqk"."""
-    equation: Any
-    factors: Any
-    equation, *factors = node.args
-    if len(factors) == 1 and isinstance(factors[0], (list, tuple)):
-        factors = list(factors[0])
-    if not isinstance(equation, str) or len(factors) != 2 or any(tensor_of(x) is None for x in factors):
-        return None
-    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    """A product of two factors in any order of their dims, as in "bqhd,bkhd->bhqk", or "bkgqd,bskd->bkgqs"."""
+    equation, factors = _spelled_out(node)
+    inputs, _, out = equation.partition("->")
     letters = inputs.split(",")
-    if not arrow or "." in equation or len(letters) != 2 or len(out) not in (3, 4):
-        return None
-    if any(len(set(x)) != len(x) for x in (*letters, out)) or any(len(x) != len(out) for x in letters):
+    if len(letters) != 2 or any(len(set(x)) != len(x) for x in (*letters, out)) or len(out) not in (3, 4, 5):
         return None
     if (weights is not None and factors[0] is not weights) or (weights is None and out[-1] in letters[0]):
         letters, factors = letters[::-1], factors[::-1]
+    if weights is not None and factors[0] is not weights:
+        return None
     left, right = letters
-    lead = [x for x in (left if weights is not None else out) if x in left and x in right and x in out]
     rows, inner, columns = (
         [x for x in left if x in out and x not in right],
         [x for x in left if x in right and x not in out],
         [x for x in right if x in out and x not in left],
     )
-    if not len(rows) == len(inner) == len(columns) == 1 or len(lead) != len(out) - 2:
+    # What counts queries and not keys is a row, but for heads that share their keys: these come before it.
+    order = out if weights is None else left
+    rows = [x for x in order if x in rows][-1:]
+    lead = [x for x in order if x in out and x not in (*rows, *inner, *columns)]
+    if not len(rows) == len(inner) == len(columns) == 1 or set(left) != {*lead, *rows, *inner}:
         return None
     result = "".join([*lead, *rows, *columns])
-    if weights is None and result != out:
+    have = {*out} == {*result} and {*right} <= {*lead, *inner, *columns}
+    if (
+        not have
+        or (weights is None and result != out)
+        or (weights is not None and left != "".join([*lead, *rows, *inner]))
+    ):
         return None
     back = None if result == out else ("permute", *[result.index(x) for x in out])
-    if weights is not None and left != "".join([*lead, *rows, *inner]):
-        return None
-    if weights is not None and factors[0] is not weights:
-        return None
     first = Factor(factors[0], _permuted(left, [*lead, *rows, *inner]))
-    return Product(node, first, Factor(factors[1], _permuted(right, [*lead, *inner, *columns])), back=back)
+    shared = [("unsqueeze", i) for i, x in enumerate(lead) if x not in right]
+    kept = [x for x in lead if x in right]
+    second = Factor(factors[1], (*_permuted(right, [*kept, *inner, *columns]), *shared))
+    return Product(node, first, second, back=back)
+
+
+def _spelled_out(node: Node) -> tuple[str, list[Any]]:
+    """The equation of an einsum with letters in place of dots, and its factors; an empty one where it is of no use."""
+    equation: Any
+    factors: Any
+    equation, *factors = node.args
+    if len(factors) == 1 and isinstance(factors[0], (list, tuple)):
+        factors = list(factors[0])
+    tensors = [tensor_of(x) for x in factors]
+    if not isinstance(equation, str) or "->" not in equation or len(tensors) != 2:
+        return "", factors
+    equation = equation.replace(" ", "")
+    *inputs, out = re.split(",|->", equation)
+    if "..." in equation and len(inputs) == 2:
+        dotted = {
+            -1 if x is None or "..." not in letters else x.dim() - len(letters) + 3
+            for x, letters in zip(tensors, inputs, strict=True)
+        }
+        unused = [x for x in string.ascii_letters if x not in equation]
+        if len(dotted) != 1 or "..." not in out or not 0 <= max(dotted) <= len(unused):
+            return "", factors
+        equation = equation.replace("...", "".join(unused[: max(dotted)]))
+        inputs = equation.partition("->")[0].split(",")
+    fits = all(x is not None and x.dim() == len(n) for x, n in zip(tensors, inputs, strict=False))
+    return (equation if fits and "." not in equation else ""), factors
 
 
 def _permuted(have: str, want: list[str]) -> tuple[View, ...]:
     return () if list(have) == want else (("permute", *[have.index(x) for x in want]),)
 
 
-def with_heads(factor: Factor, heads: tuple[Any, Any] | None, *, narrow: bool) -> Factor | None:
+def with_heads(factor: Factor, heads: Heads | None, *, narrow: bool) -> Factor | None:
     """The factor as `[batch, heads, ...]`, before what only copies, merges or swaps dims; None if it has other dims.
 
     Args:
-        factor: a factor of a product of tensors of rank 3 or 4.
-        heads: the batch and the number of heads that the first dim of rank 3 merges.
+        factor: a factor of a product of tensors of rank 3 to 5.
+        heads: the batch and the number of heads that the first dim of rank 3 merges, or the batch, the kv heads and the
+            queries of each that are dims of their own.
         narrow: whether to go back before casts to a wider dtype, too.
     """
     node, path, swapped = factor.node, list(factor.path), False
-    if not factor.views:
-        for here in _back(factor.node, narrow):
-            if here is not node:
-                path.append(node)
-                swapped ^= _swaps(node)
-                node = here
+    for here in _back(factor.node, narrow):
+        if here is not node:
+            if factor.views and op_name(node) not in CASTS | COPIES:  # views are of these dims
+                break
+            path.append(node)
+            swapped ^= _swaps(node)
+            node = here
     tensor = tensor_of(node)
     if tensor is None:
         return None
+    for name, *args in factor.views:
+        tensor = getattr(tensor, name)(*args)
     views = factor.views
-    if tensor.dim() == 3:
+    if heads is not None and len(heads) == 3:
+        joined = _joined(tensor, heads)
+        if joined is None:
+            return None
+        views += joined
+    elif tensor.dim() == 3:
         if heads is None:
             return None
         views += (("unsqueeze", 1) if known_equal(heads[1], 1) else ("unflatten", 0, heads),)
     if swapped:
         views += (("transpose", -2, -1),)
     return Factor(node, views, tuple(path))
+
+
+def _joined(tensor: Tensor, heads: Heads) -> tuple[View, ...] | None:
+    """Views that make one dim of kv heads and the queries of each, or of kv heads that are there once."""
+    views: tuple[View, ...] = (("flatten", 1, 2),)
+    if tensor.dim() == 4:
+        views, tensor = (("unsqueeze", 0), *views), tensor.unsqueeze(0)
+    if tensor.dim() != 5 or not known_shape(tensor.shape[:2], heads[:2]):
+        return None
+    each = tensor.shape[2]
+    return views if known_equal(each, 1) or known_equal(each, heads[2]) else None
 
 
 def _back(node: Node, narrow: bool) -> Iterator[Node]:

@@ -29,7 +29,7 @@ from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import replace_call, replace_log_sums
 from tatten.passes.sdpa import SdpaCall, bind_sdpa, find_sdpa, sdpa_nodes
 from tatten.passes.source_location import source_location
-from tatten.passes.stand_in import StandIn, erase_unused, insert_stand_in, sinks_of
+from tatten.passes.stand_in import StandIn, erase_unused, insert_stand_in
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import LocalPart, hint, tensor_of
 from tatten.passes.tree import find_sharded
@@ -102,7 +102,7 @@ def _rewrite_written_out(
 ) -> Rewritten | Declined:
     """Decide about attention that is written out, as about a call of SDPA that stands in for it."""
     found = read_written_out(softmax)
-    sinks = sinks_of(found) if isinstance(found, WrittenOut) else found
+    sinks = found.sinks() if isinstance(found, WrittenOut) else found
     if isinstance(sinks, Decline) or not isinstance(found, WrittenOut):
         assert isinstance(sinks, Decline)
         return Declined(source_location(product), "", sinks)

@@ -160,7 +160,7 @@ def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:
     if writes(node) and node.args[0] is not sources[0]:
         return Decline(Reason.IN_PLACE, f"`{node}` writes scores into `{node.args[0]}`")
     if not _same_shape(node, sources[0]):
-        return Decline(Reason.RELATIVE, f"`{node}` repeats scores")
+        return Decline(Reason.RELATIVE, f"`{node}` changes the shape of scores")
     handle = _HANDLERS.get(name)
     return _unknown(node) if handle is None else handle(walk, node, name, sources[0])
 

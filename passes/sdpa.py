@@ -26,6 +26,7 @@ class SdpaCall:
         log_sums: nodes whose value is the call's lse, in their own dtypes.
         path: nodes that may have no users once the call is computed in another way.
         fused: whether the compiler of the graph would fuse these nodes by itself.
+        grouped: whether these nodes multiply a kv head by all of its query heads at once.
     """
 
     node: Node
@@ -44,6 +45,7 @@ class SdpaCall:
     log_sums: tuple[Node, ...] = ()
     path: tuple[Node, ...] = ()
     fused: bool = False
+    grouped: bool = False
 
     @property
     def variant(self) -> dict[str, Any]:

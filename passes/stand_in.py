@@ -17,58 +17,14 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from tatten.ops.layout import HEADS
-from tatten.passes.calls import argument, op_name
+from tatten.passes.calls import argument
 from tatten.passes.masks import Masks, same_view
-from tatten.passes.mutation import written_between
-from tatten.passes.products import CASTS, Factor, View
-from tatten.passes.reasons import Decline, Reason
+from tatten.passes.products import Factor, Heads, View
 from tatten.passes.replace import Inserter
 from tatten.passes.scores import Step
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, known_equal, tensor_of
-from tatten.passes.views import Walk, begin, source_of, way_back
 from tatten.passes.written_out import WrittenOut
-
-
-def sinks_of(found: WrittenOut) -> Node | Decline | None:
-    """The tensor `[heads]` whose values stand beside the scores of all keys; None without one."""
-    column = found.scores.sinks
-    if column is None:
-        return None
-    query = tensor_of(found.query.node)
-    start: Walk | None = begin(column) if _rank(column) == 4 else None
-    while start is not None:
-        for walk in way_back(start):
-            tensor = tensor_of(walk.here)
-            if tensor is not None and query is not None and tensor.dim() == 1:
-                one = known_equal(tensor.shape[0], 1)
-                if (one or walk.parts == ((HEADS,),)) and known_equal(tensor.shape[0], query.shape[1]):
-                    return _unless_written(walk, found.place)
-                break
-            start = walk
-        start = _before_cast(start)
-    return Decline(Reason.RELATIVE, f"`{column}` is not one number for each head")
-
-
-def _before_cast(walk: Walk) -> Walk | None:
-    """The walk before a cast to a wider dtype."""
-    source, here = source_of(walk.here), tensor_of(walk.here)
-    before = tensor_of(source)
-    if source is None or before is None or here is None or op_name(walk.here) not in CASTS:
-        return None
-    widens = before.is_floating_point() and before.dtype.itemsize < here.dtype.itemsize
-    return dataclasses.replace(walk, here=source, path=(*walk.path, walk.here)) if widens else None
-
-
-def _unless_written(walk: Walk, place: Node) -> Node | Decline:
-    """Where a walk has come to, unless that may be written between a copy of it and `place`."""
-    tensor = tensor_of(walk.here)
-    assert tensor is not None
-    writer = written_between([tensor], min(walk.path), place)
-    if writer is not None:
-        return Decline(Reason.WRITTEN, f"`{writer}` writes to sinks after they were copied")
-    return walk.here
 
 
 @dataclass(frozen=True)
@@ -106,12 +62,14 @@ class StandIn:
             new.replace_all_uses_with(old)
 
 
-def insert_stand_in(found: WrittenOut, sinks: Node | None, masks: Masks, *, fused: bool) -> StandIn:
+def insert_stand_in(found: WrittenOut, sinks: Factor | None, masks: Masks, *, fused: bool) -> StandIn:
     """Insert a call in the place of attention written out, which is `fused` if it is left as it is."""
     place, product = found.place, found.weights.product
+    own_dims = found.heads is not None and len(found.heads) == 3
     insert = Drafts(place, masks.drafts)
     with place.graph.inserting_before(place):
         factors = tuple(insert.views(x) for x in (found.query, found.key, found.value))
+        vector = None if sinks is None else insert.views(sinks)
         node = place.graph.call_function(F.scaled_dot_product_attention, factors)
     node.meta.update(product.node.meta)
     node.meta["example_value"] = _result(found)
@@ -121,19 +79,24 @@ def insert_stand_in(found: WrittenOut, sinks: Node | None, masks: Masks, *, fuse
         factors[1],
         factors[2],
         scale=found.scores.scale,
+        enable_gqa=own_dims,
         softcap=found.scores.softcap,
-        sinks=sinks,
+        sinks=vector,
         form=found.form,
         log_sums=found.log_sums,
         path=found.path,
         fused=fused,
+        grouped=own_dims,
     )
     mask, empty = _mask(found, call, masks)
     node.args = factors if mask is None else (*factors, mask)
     masks.drafts.append(node)
     out, replaced = node, []
     with place.graph.inserting_before(node.next):
-        if _rank(product.node) == 3:
+        if found.heads is not None and len(found.heads) == 3:
+            out = insert("unflatten", out, 1, found.heads[1:])
+            out = out if _rank(product.node) == 5 else insert("squeeze", out, 0)
+        elif _rank(product.node) == 3:
             out = insert("flatten", out, 0, 1)
         if product.back is not None:
             out = insert(*_method(out, product.back))
@@ -155,6 +118,8 @@ def _result(found: WrittenOut) -> Tensor:
     if product.back is not None:
         order = product.back[1:]
         tensor = tensor.permute([order.index(d) for d in range(len(order))])
+    if found.heads is not None and len(found.heads) == 3:
+        return (tensor if tensor.dim() == 5 else tensor.unsqueeze(0)).flatten(1, 2)
     return tensor.unflatten(0, _heads(found)) if tensor.dim() == 3 else tensor
 
 
@@ -212,11 +177,24 @@ def _like_scores(node: Node, found: WrittenOut) -> Factor:
     tensor = tensor_of(node)
     if tensor is not None and tensor.dim() == 0:
         return Factor(node, (("unsqueeze", 0),))
+    if found.heads is not None and tensor is not None and len(found.heads) == 3:
+        return Factor(node, _joined(tensor, found.heads))
     if found.heads is None or tensor is None or tensor.dim() != 3 or known_equal(tensor.shape[0], 1):
         return Factor(node)
     if known_equal(tensor.shape[0], found.heads[0] * found.heads[1]):
         return Factor(node, (("unflatten", 0, _heads(found)),))
     return Factor(node)
+
+
+def _joined(tensor: Tensor, heads: Heads) -> tuple[View, ...]:
+    """Views that make one dim of the two that heads have in what broadcasts to scores."""
+    if tensor.dim() < 3:
+        return ()
+    fill = (("unsqueeze", 0),) * (5 - tensor.dim())
+    kv_heads, each = (1, 1, *tensor.shape)[-4:-2]
+    if known_equal(kv_heads, 1) != known_equal(each, 1):
+        return (*fill, ("expand", -1, *heads[1:], -1, -1), ("flatten", 1, 2))
+    return (*fill, ("flatten", 1, 2))
 
 
 def _rank(node: Node) -> int:

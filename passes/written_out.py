@@ -18,14 +18,13 @@ from tatten.passes.metadata import readers, reads_values
 from tatten.passes.mutation import written_arguments, written_between
 from tatten.passes.no_effect import is_last_dim, subtracts_maximum
 from tatten.passes.other_attention import SOFTMAX, scores_above
-from tatten.passes.products import CASTS, COPIES, Factor, Product, with_heads
+from tatten.passes.products import CASTS, COPIES, Factor, Heads, Product, with_heads
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.scores import Scores, find_scores
+from tatten.passes.sinks import find_vector, sinks_of
 from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of
 from tatten.passes.views import RESHAPES, Size
 from tatten.passes.weights import Weights, find_weights
-
-Heads = tuple[Size, Size]
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,8 @@ class WrittenOut:
         softmax: the node of the softmax.
         scores, weights: what is above and below it.
         query, key, value: `[batch, heads, length, head_dim]`.
-        heads: the batch and heads that the first dim of tensors of rank 3 merges; None where all have rank 4.
+        heads: the batch and heads that the first dim of tensors of rank 3 merges, or the batch, the kv heads and the
+            queries of each that are dims of their own; None where all have rank 4.
         log_sums: the nodes of `logsumexp` of the same scores.
         reads: all tensors that are read.
         path: the nodes that have no users once the result is computed in another way.
@@ -57,6 +57,11 @@ class WrittenOut:
     def place(self) -> Node:
         """The first node that uses what attention computes, or the product with values."""
         return min([self.weights.product.node, *(user for node in self.log_sums for user in node.users)])
+
+    def sinks(self) -> Factor | Decline | None:
+        """The sinks, one for each head of the query; None without any."""
+        column = self.scores.sinks
+        return None if column is None else sinks_of(column, self.query.node, _heads_of(self.query), self.place)
 
     @property
     def form(self) -> str:
@@ -107,7 +112,10 @@ def read_written_out(softmax: Node) -> WrittenOut | Decline | None:
 def _laid_out(softmax: Node, scores: Scores, weights: Weights) -> WrittenOut | Decline:
     """Bring queries, keys and values to rank 4."""
     chain = (*weights.path, *scores.path)
-    heads = _heads(scores.product, weights.product.right, chain)
+    heads = _own_dims(scores, chain)
+    if heads is None and any(_rank(node) == 5 for node in chain):
+        return Decline(Reason.RANK, "heads have two dims in some of the scores and weights, but not in all")
+    heads = heads or _heads(scores.product, weights.product.right, chain)
     factors = _factors(scores, weights, heads, narrow=False)
     if factors is None or len({x.dtype for x in _tensors(factors)}) > 1:
         factors = _factors(scores, weights, heads, narrow=True)
@@ -116,8 +124,12 @@ def _laid_out(softmax: Node, scores: Scores, weights: Weights) -> WrittenOut | D
     query, key, value = factors
     if any(hasattr(x, "placements") for x in _tensors(factors)):
         return Decline(Reason.PLACEMENT, "written out over DTensors")
-    if heads is not None and constant(heads[1]) is None:
-        return Decline(Reason.RANK, f"{heads[1]} heads are no constant")
+    if heads is not None and any(constant(x) is None for x in heads[1:]):
+        return Decline(Reason.RANK, f"{' x '.join(map(str, heads[1:]))} heads are no constant")
+    if heads is not None and len(heads) == 3:
+        each = scores.product.left.node
+        if not known_equal(_heads_of(query), heads[1] * heads[2]):
+            return Decline(Reason.RANK, f"`{each}` has fewer heads than its scores")
     given = scores.product.left, scores.product.right, weights.product.right
     merged = [x.node for x, before in zip(factors, given, strict=True) if _rank(before.node) == 3]
     if heads is not None and not all(_fits(node, heads) for node in (*chain, *merged)):
@@ -163,7 +175,39 @@ def _heads(product: Product, value: Factor, chain: tuple[Node, ...]) -> Heads | 
     return merged
 
 
+def _own_dims(scores: Scores, chain: tuple[Node, ...]) -> Heads | None:
+    """The batch, the kv heads and the queries of each, where these are dims of their own in all scores and weights.
+
+    There may be no batch then: sinks that differ along both dims before the queries tell.
+    """
+    shapes = [tensor.shape for x in chain if (tensor := tensor_of(x)) is not None]
+    if all(len(shape) == 5 for shape in shapes):
+        return tuple(shapes[-1][:3])
+    if all(len(shape) == 4 for shape in shapes) and _differs_along_both(scores):
+        return 1, *shapes[-1][:2]
+    return None
+
+
+def _differs_along_both(scores: Scores) -> bool:
+    """Whether sinks, and nothing else that joins scores, have numbers of their own for each index of the first dim."""
+    if scores.sinks is None or find_vector(scores.sinks) is not None:
+        return False
+    others = [tensor for x in scores.steps if x.node is not None and (tensor := tensor_of(x.node)) is not None]
+    return not any(x.dim() == 4 and not known_equal(x.shape[0], 1) for x in others)
+
+
+def _heads_of(query: Factor) -> Size:
+    """The number of heads of a factor with views."""
+    tensor = tensor_of(query.node)
+    assert tensor is not None
+    for name, *args in query.views:
+        tensor = getattr(tensor, name)(*args)
+    return tensor.shape[1]
+
+
 def _fits(node: Node, heads: Heads) -> bool:
+    if len(heads) == 3:
+        return True  # as their factors are
     tensor = tensor_of(node)
     return tensor is None or tensor.dim() != 4 or known_shape(tensor.shape[:2], heads)
 
@@ -215,7 +259,8 @@ def _writer(found: WrittenOut) -> Node | None:
 def _sums(user: Node, node: Node, found: WrittenOut) -> bool:
     """Whether `user` is the logsumexp of what the softmax is taken of, which is the lse of attention."""
     tensor = tensor_of(node)
-    if op_name(user) != "logsumexp" or tensor is None or found.scores.sinks is not None:
+    own_dims = found.heads is not None and len(found.heads) == 3
+    if op_name(user) != "logsumexp" or tensor is None or found.scores.sinks is not None or own_dims:
         return False
     as_softmax_gets_it = set()
     for x in found.scores.path:
