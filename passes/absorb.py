@@ -1,11 +1,13 @@
 """The latent pass applies: SDPA over projected latents becomes attention to the latents, and the weights move.
 
 What was the keys' weight multiplies the query, and the values' weight the output: both are views of the model's own.
-Each product is a `bmm` over heads; `matmul` would copy the weight for each sequence.
+Each product is a `bmm` over heads; `matmul` would copy the weight for each sequence. What LoRA adds is moved alike, as
+two products with few columns between.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.fx import Node
 
 from tatten.ops.layout import HEAD_DIM, LENGTH
 from tatten.ops.states import accumulator_dtype
+from tatten.passes.adapters import Adapter
 from tatten.passes.autocast import autocast_dtype
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
@@ -33,7 +36,7 @@ def apply_latents(match: LatentMatch, masks: Masks) -> tuple[Node, Node]:
     assert q_len is not None
     with call.node.graph.inserting_before(call.node):
         q_own = insert("narrow", call.query, HEAD_DIM, match.columns.lo, match.columns.width)
-        q_rows = insert(torch.bmm, _rows(insert, q_own), _weight(insert, match.keys))
+        q_rows = _queries(insert, _rows(insert, q_own), match.keys)
         q_latent = _heads(insert, q_rows, q_len)
         q_rope = None
         if match.rope is not None:
@@ -82,22 +85,64 @@ def _merge(insert: Inserter, states: list[Node]) -> Node:
     return insert(torch.ops.tatten.merge_states.default, *(insert(torch.stack, x) for x in parts))
 
 
+def _queries(insert: Inserter, rows: Node, keys: Projection) -> Node:
+    """Insert the product of queries `[heads, rows, head_dim]` with the keys' weight."""
+    added = None
+    for adapter in keys.adapters:
+        inner = insert(torch.bmm, rows, _weight(insert, _up(keys, adapter)))
+        term = insert(operator.mul, insert(torch.matmul, inner, _down(insert, adapter)), adapter.factor)
+        added = _plus(insert, added, term)
+    return _product(insert, rows, _weight(insert, keys), added)
+
+
 def _values(insert: Inserter, sums: Node, values: Projection, like: Tensor, autocast: torch.dtype | None) -> Node:
     """Insert the product of sums over latents with the values' weight, `[heads, rows, head_dim]`, rounded only once.
 
     In low precision the sums are in float32. A CPU multiplies them so, unless autocast is on, which would round them. A
     GPU multiplies what rounding takes off them, then adds the product with what it leaves; the weight stays as it is.
+    (What LoRA adds would be rounded there, so there is none.)
     """
     weight, wide = insert("transpose", _weight(insert, values), 1, 2), accumulator_dtype(like.dtype)
     if wide == like.dtype:
-        return insert(torch.bmm, _rows(insert, sums), weight)
+        return _product(insert, _rows(insert, sums), weight, _added(insert, sums, values, wide))
     if like.device.type == "cpu" and autocast is None:
-        product = insert(torch.bmm, _rows(insert, sums), insert("to", weight, wide))
+        added = _added(insert, sums, values, wide)
+        product = _product(insert, _rows(insert, sums), insert("to", weight, wide), added)
         return insert("to", product, like.dtype)
     high = insert("to", sums, like.dtype)
     low = insert("to", insert(operator.sub, sums, high), like.dtype)
     rest = insert(torch.bmm, _rows(insert, low), weight)
     return insert(torch.baddbmm, rest, _rows(insert, high), weight)
+
+
+def _added(insert: Inserter, sums: Node, values: Projection, dtype: torch.dtype) -> Node | None:
+    """Insert what adapters make of sums over latents in `dtype`; None if there are none."""
+    added = None
+    for adapter in values.adapters:
+        down, up = insert("t", _down(insert, adapter)), insert("transpose", _weight(insert, _up(values, adapter)), 1, 2)
+        down, up = (insert("to", x, dtype) for x in (down, up))
+        product = insert(torch.bmm, _rows(insert, insert(torch.matmul, sums, down)), up)
+        added = _plus(insert, added, insert(operator.mul, product, adapter.factor))
+    return added
+
+
+def _product(insert: Inserter, rows: Node, weight: Node, added: Node | None) -> Node:
+    """Insert the product of rows with a weight, plus `added`, with one rounding."""
+    return insert(torch.bmm, rows, weight) if added is None else insert(torch.baddbmm, added, rows, weight)
+
+
+def _plus(insert: Inserter, x: Node | None, y: Node) -> Node:
+    return y if x is None else insert(operator.add, x, y)
+
+
+def _up(projection: Projection, adapter: Adapter) -> Projection:
+    """The same columns of the same heads, of what an adapter adds."""
+    return dataclasses.replace(projection, weight=adapter.up.weight, order=adapter.up.order)
+
+
+def _down(insert: Inserter, adapter: Adapter) -> Node:
+    """Insert the weight `[columns, rank]` that an adapter applies to latents first."""
+    return insert("squeeze", _weight(insert, adapter.down), 0)
 
 
 def _weight(insert: Inserter, projection: Projection) -> Node:

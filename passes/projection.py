@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
+from tatten.passes.adapters import Adapter, adapter_of, terms_of
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
 from tatten.passes.pieces import columns_of
@@ -37,6 +38,7 @@ class Projection:
         order: the dims of `weight` that have heads, columns and rank; or columns of all heads, and rank.
         heads, width: the heads of the product, and the columns of each.
         path: the nodes from where this was found on, the product among them.
+        adapters: what LoRA adds to the product.
     """
 
     product: Node
@@ -48,6 +50,15 @@ class Projection:
     lo: int
     hi: int
     path: tuple[Node, ...]
+    adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def products(self) -> tuple[Node, ...]:
+        return (self.product, *(x.product for adapter in self.adapters for x in (adapter.down, adapter.up)))
+
+    @property
+    def weights(self) -> tuple[Node, ...]:
+        return (self.weight, *(x.weight for adapter in self.adapters for x in (adapter.down, adapter.up)))
 
 
 def projection_of(start: Walk) -> Projection | Node:
@@ -59,7 +70,7 @@ def projection_of(start: Walk) -> Projection | Node:
         end = walk.here
         columns = columns_of(end)
         if columns is None:
-            found = _product(end, walk.parts) or _split_into_heads(walk)
+            found = _adapted(end, walk.parts) or _split_into_heads(walk)
             if found is not None:
                 width = constant(tensor_of(start.here).shape[start.parts.index((HEAD_DIM,))])  # type: ignore[union-attr]
                 path = (*path, *walk.path, *found.path)
@@ -115,10 +126,22 @@ def _split_into_heads(walk: Walk) -> Projection | None:
         return None
     for ones in ((), (None,)):
         if known_shape(flat.shape, (batch, *(1 for _ in ones), length, heads * width)):
-            found = _product(source, ((BATCH,), *ones, (LENGTH,), FLAT))
+            found = _adapted(source, ((BATCH,), *ones, (LENGTH,), FLAT))
             if found is not None:
-                return dataclasses.replace(found, heads=heads, width=width, path=(*path, source))
+                return dataclasses.replace(found, heads=heads, width=width, path=(*path, *found.path))
     return None
+
+
+def _adapted(node: Node, parts: Sequence[Part | None]) -> Projection | None:
+    """The projection of latents that `node` is, alone or with what LoRA makes of the same latents added."""
+    terms = terms_of(node)
+    if terms is None:
+        return _product(node, parts)
+    base, adapter = _adapted(terms[0], parts), adapter_of(terms[1], parts, _product)
+    if base is None or adapter is None or not same_latents(base.latent, adapter.down.latent):
+        return None
+    path = (node, *base.path, *adapter.path)
+    return dataclasses.replace(base, adapters=(*base.adapters, adapter), path=path)
 
 
 def _product(node: Node, parts: Sequence[Part | None]) -> Projection | None:
