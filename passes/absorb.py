@@ -17,11 +17,10 @@ from torch.fx import Node
 
 from tatten.ops.layout import HEAD_DIM, LENGTH
 from tatten.ops.states import accumulator_dtype
-from tatten.passes.adapters import Adapter
 from tatten.passes.autocast import autocast_dtype
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
-from tatten.passes.projection import Projection
+from tatten.passes.projection import Adapter, Projection
 from tatten.passes.replace import Inserter, insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, tensor_of

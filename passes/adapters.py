@@ -6,38 +6,13 @@ query becomes `q W_uk + s (q B_uk) A`, and neither `B A` nor anything of the lat
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
 from tatten.passes.no_effect import inactive_dropout
 from tatten.passes.symbolic import known_shape, tensor_of
-from tatten.passes.views import Part, Walk
-
-if TYPE_CHECKING:
-    from tatten.passes.projection import Projection
-
-Find = Callable[[Node, Sequence[Part | None]], "Projection | None"]
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """What is added to a projection: `factor` times the product of latents with `down`'s weight and `up`'s.
-
-    Attributes:
-        up: the outer product, whose `latent` is the inner one.
-        path: the nodes from the sum to the inner product, and dropout before that.
-    """
-
-    down: Projection
-    up: Projection
-    factor: float
-    path: tuple[Node, ...]
+from tatten.passes.views import COPIES
 
 
 def terms_of(node: Node) -> tuple[Node, Node] | None:
@@ -53,25 +28,29 @@ def terms_of(node: Node) -> tuple[Node, Node] | None:
     return (base, added) if alike else None
 
 
-def adapter_of(node: Node, parts: Sequence[Part | None], product_of: Find) -> Adapter | None:
-    """The two products, one of the other, that `node` is, maybe times a number; `product_of` finds a single one."""
-    factor, path, outer = 1.0, list[Node](), node
-    if op_name(node) == "mul" and len(node.args) == 2 and not node.kwargs and not writes(node):
-        numbers = [x for x in node.args if isinstance(x, int | float)]
-        tensors = [x for x in node.args if isinstance(x, Node)]
-        if len(numbers) != 1 or len(tensors) != 1:
-            return None
-        factor, path, outer = float(numbers[0]), [node], tensors[0]
-    up = product_of(outer, parts)
-    down = None if up is None else product_of(up.latent.here, up.latent.parts)
-    if up is None or down is None:
+def multiple_of(node: Node) -> tuple[float, Node] | None:
+    """The number and the tensor of which `node` is the product: 1 and itself if it is none; None if it is of others."""
+    if op_name(node) != "mul":
+        return 1.0, node
+    numbers = [x for x in node.args if isinstance(x, int | float)]
+    tensors = [x for x in node.args if isinstance(x, Node)]
+    if len(numbers) != 1 or len(tensors) != 1 or node.kwargs or writes(node):
         return None
-    path += [*up.path, *down.path]
-    latent = down.latent
-    while op_name(latent.here) == "dropout" and inactive_dropout(latent.here) and not writes(latent.here):
-        path.append(latent.here)
-        latent = Walk(latent.here.all_input_nodes[0], latent.parts)
-    return Adapter(dataclasses.replace(down, latent=latent), up, factor, tuple(path))
+    return float(numbers[0]), tensors[0]
+
+
+def before_copies(node: Node) -> tuple[Node, tuple[Node, ...]]:
+    """The tensor that copies, or dropout which is off, leave as it is, and the nodes that are such."""
+    path: tuple[Node, ...] = ()
+    while op_name(node) in COPIES or (op_name(node) == "dropout" and inactive_dropout(node)):
+        source = node.all_input_nodes[0]
+        before, after = tensor_of(source), tensor_of(node)
+        if before is None or after is None or before.dtype != after.dtype or before.device != after.device:
+            break
+        if writes(node) or not known_shape(before.shape, after.shape):
+            break
+        path, node = (*path, node), source
+    return node, path
 
 
 def adds_bias(product: Node) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
-from tatten.passes.adapters import Adapter, adapter_of, terms_of
+from tatten.passes.adapters import before_copies, multiple_of, terms_of
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
 from tatten.passes.pieces import columns_of
@@ -25,6 +25,20 @@ FLAT: Part = (HEADS, HEAD_DIM)  # of a dim that has all columns of the first hea
 RANK: Part = (-1,)  # of the dim of a weight that latents are multiplied with
 
 Letters = tuple[str, str, str]  # of the dims of both factors and of the product
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What LoRA adds to a projection: `factor` times the product of latents with `down`'s weight, and then with `up`'s.
+
+    Attributes:
+        path: the nodes from the sum to the first product, and copies of latents before that.
+    """
+
+    down: Projection
+    up: Projection
+    factor: float
+    path: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
@@ -137,11 +151,24 @@ def _adapted(node: Node, parts: Sequence[Part | None]) -> Projection | None:
     terms = terms_of(node)
     if terms is None:
         return _product(node, parts)
-    base, adapter = _adapted(terms[0], parts), adapter_of(terms[1], parts, _product)
+    base, adapter = _adapted(terms[0], parts), _adapter(terms[1], parts)
     if base is None or adapter is None or not same_latents(base.latent, adapter.down.latent):
         return None
     path = (node, *base.path, *adapter.path)
     return dataclasses.replace(base, adapters=(*base.adapters, adapter), path=path)
+
+
+def _adapter(node: Node, parts: Sequence[Part | None]) -> Adapter | None:
+    """The two products, one of the other, that `node` is, maybe times a number."""
+    multiple = multiple_of(node)
+    up = None if multiple is None else _product(multiple[1], parts)
+    down = None if up is None else _product(up.latent.here, up.latent.parts)
+    if multiple is None or up is None or down is None:
+        return None
+    latent, copies = before_copies(down.latent.here)
+    path = (*([node] if node is not up.product else []), *up.path, *down.path, *copies)
+    down = dataclasses.replace(down, latent=dataclasses.replace(down.latent, here=latent))
+    return Adapter(down, up, multiple[0], path)
 
 
 def _product(node: Node, parts: Sequence[Part | None]) -> Projection | None:

@@ -174,7 +174,7 @@ def lora(q, c, rope, w, mask):
 
 
 def adapted(q, c, rope, w, mask, down, up, join=copied):
-    projected = F.linear(c, w) + F.linear(F.linear(F.dropout(c, 0.1, training=False), down), up) * 2.0
+    projected = F.linear(c, w) + F.linear(F.linear(F.dropout(c.to(c.dtype), 0.1, training=False), down), up) * 2.0
     projected = projected + 0.5 * (c @ down.mT @ up.mT)
     own, values = heads(projected.to(c.dtype)).split((NOPE, V), dim=-1)
     return sdpa(q, join(own, rope), values, mask)
@@ -401,7 +401,7 @@ def test_exported_programs(strict: bool, loaded: bool) -> None:
 
 
 @pytest.mark.parametrize("functional", [False, True])
-@pytest.mark.parametrize("name", ["assigned", "assigned_with_heads_last", "weight_of_heads"])
+@pytest.mark.parametrize("name", ["assigned", "assigned_with_heads_last", "weight_of_heads", "lora_of_heads"])
 def test_exported_forms(name: str, functional: bool) -> None:
     class Attention(torch.nn.Module):
         def forward(self, *args):
@@ -432,6 +432,14 @@ def lora_returned(q, c, rope, w, mask):
     inner = F.linear(c, w[:3])
     own, values = heads(F.linear(c, w) + F.linear(inner, w[:, 3:6])).split((NOPE, V), dim=-1)
     return sdpa(q, copied(own, rope), values, mask), inner
+
+
+def lora_of_stale(q, c, rope, w, mask):
+    """What LoRA adds is made of a copy, and latents are written after that."""
+    copy = c.clone()
+    c.mul_(2)
+    own, values = heads(F.linear(c, w) + F.linear(F.linear(copy, w[:3]), w[:, 3:6])).split((NOPE, V), dim=-1)
+    return sdpa(q, copied(own, rope), values, mask)
 
 
 def lora_written(q, c, rope, w, mask, down):
@@ -578,6 +586,7 @@ DECLINED = {
     "projection lora computed": lambda q, c, rope, w, mask: adapted(q, c, rope, w, mask, w[:3] * 2, w[:, 3:6]),
     "projection_used lora": lora_returned,
     "written_between lora": lora_written,
+    "written_between lora of a copy": lora_of_stale,
     "projection bias": with_bias,
     "projection dequantised": lambda q, c, rope, w, mask: attend(q, c, rope, w * 2, mask),
     "projection other latents": other_values,
@@ -628,7 +637,7 @@ def test_what_float16_cannot_hold_is_left_alone() -> None:
 def test_declines(name: str) -> None:
     """Such a call is left to the decode pass, whose report says so."""
     fn, args = DECLINED[name], inputs()
-    if name == "written_between lora":
+    if fn is lora_written:
         args.append(torch.randn(3, R, dtype=args[0].dtype))
     gm = capture(fn, *clones(args))
     (finding,) = rewrite(gm).findings
