@@ -1,11 +1,13 @@
 """The latent pass applies: SDPA over projected latents becomes attention to the latents, and the weights move.
 
 What was the keys' weight multiplies the query, and the values' weight the output: both are views of the model's own.
-Each product is a `bmm` over heads; `matmul` would copy the weight for each sequence.
+Each product is a `bmm` over heads; `matmul` would copy the weight for each sequence. What LoRA adds is moved alike, as
+two products with few columns between.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from typing import Any
 
@@ -18,7 +20,7 @@ from tatten.ops.states import accumulator_dtype
 from tatten.passes.autocast import autocast_dtype
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
-from tatten.passes.projection import Projection
+from tatten.passes.projection import Adapter, Projection
 from tatten.passes.replace import Inserter, insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, tensor_of
@@ -33,7 +35,7 @@ def apply_latents(match: LatentMatch, masks: Masks, wide_products: bool) -> tupl
     assert q_len is not None
     with call.node.graph.inserting_before(call.node):
         q_own = insert("narrow", call.query, HEAD_DIM, match.columns.lo, match.columns.width)
-        q_rows = insert(torch.bmm, _rows(insert, q_own), _weight(insert, match.keys))
+        q_rows = _queries(insert, _rows(insert, q_own), match.keys)
         q_latent = _heads(insert, q_rows, q_len)
         q_rope = None
         if match.rope is not None:
@@ -83,6 +85,16 @@ def _merge(insert: Inserter, states: list[Node]) -> Node:
     return insert(torch.ops.tatten.merge_states.default, *(insert(torch.stack, x) for x in parts))
 
 
+def _queries(insert: Inserter, rows: Node, keys: Projection) -> Node:
+    """Insert the product of queries `[heads, rows, head_dim]` with the keys' weight."""
+    added = None
+    for adapter in keys.adapters:
+        inner = insert(torch.bmm, rows, _weight(insert, _up(keys, adapter)))
+        term = insert(operator.mul, insert(torch.matmul, inner, _down(insert, adapter)), adapter.factor)
+        added = _plus(insert, added, term)
+    return _product(insert, rows, _weight(insert, keys), added)
+
+
 def _values(
     insert: Inserter, sums: Node, values: Projection, like: Tensor, autocast: torch.dtype | None, wide_products: bool
 ) -> Node:
@@ -90,14 +102,16 @@ def _values(
 
     In low precision the sums are in float32, and the weight stays as it is on a GPU. There the upper 16 bits of the
     sums and what these leave are rows of one product in float32, which reads the weight once; without `wide_products`
-    the sums are rounded. A CPU multiplies in float32, unless autocast is on, which would round the sums.
+    the sums are rounded. A CPU multiplies in float32, unless autocast is on, which would round the sums. (What LoRA
+    adds would be rounded where that is on or on a GPU, so there is none.)
     """
     weight, wide = insert("transpose", _weight(insert, values), 1, 2), accumulator_dtype(like.dtype)
     rows, on_cpu = _rows(insert, sums), like.device.type == "cpu"
     if wide == like.dtype:
-        return insert(torch.bmm, rows, weight)
+        return _product(insert, rows, weight, _added(insert, sums, values, wide))
     if on_cpu and autocast is None:
-        return insert("to", insert(torch.bmm, rows, insert("to", weight, wide)), like.dtype)
+        added = _added(insert, sums, values, wide)
+        return insert("to", _product(insert, rows, insert("to", weight, wide), added), like.dtype)
     if not (on_cpu or wide_products):
         return insert(torch.bmm, insert("to", rows, like.dtype), weight)
     # Not `rows - rows.to(torch.bfloat16)`, of which Inductor makes 0: it leaves conversions out where it fuses ops.
@@ -107,6 +121,36 @@ def _values(
         return insert(torch.baddbmm, insert(torch.bmm, low, weight), high, weight)
     products = insert(torch.bmm, insert(torch.cat, (high, low), 1), weight, wide)
     return insert("to", insert("sum", insert("unflatten", products, 1, (2, -1)), 1), like.dtype)
+
+
+def _added(insert: Inserter, sums: Node, values: Projection, dtype: torch.dtype) -> Node | None:
+    """Insert what adapters make of sums over latents in `dtype`; None if there are none."""
+    added = None
+    for adapter in values.adapters:
+        down, up = insert("t", _down(insert, adapter)), insert("transpose", _weight(insert, _up(values, adapter)), 1, 2)
+        down, up = (insert("to", x, dtype) for x in (down, up))
+        product = insert(torch.bmm, _rows(insert, insert(torch.matmul, sums, down)), up)
+        added = _plus(insert, added, insert(operator.mul, product, adapter.factor))
+    return added
+
+
+def _product(insert: Inserter, rows: Node, weight: Node, added: Node | None) -> Node:
+    """Insert the product of rows with a weight, plus `added`, with one rounding."""
+    return insert(torch.bmm, rows, weight) if added is None else insert(torch.baddbmm, added, rows, weight)
+
+
+def _plus(insert: Inserter, x: Node | None, y: Node) -> Node:
+    return y if x is None else insert(operator.add, x, y)
+
+
+def _up(projection: Projection, adapter: Adapter) -> Projection:
+    """The same columns of the same heads, of what an adapter adds."""
+    return dataclasses.replace(projection, weight=adapter.up.weight, order=adapter.up.order)
+
+
+def _down(insert: Inserter, adapter: Adapter) -> Node:
+    """Insert the weight `[columns, rank]` that an adapter applies to latents first."""
+    return insert("squeeze", _weight(insert, adapter.down), 0)
 
 
 def _weight(insert: Inserter, projection: Projection) -> Node:

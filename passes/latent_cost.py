@@ -48,16 +48,17 @@ class LatentCost:
         return f"about {self.saved_us:.0f} us saved by {less} instead of {work}, about {self.extra_us:.0f} us more"
 
 
-def latent_cost(query: Tensor, latent: Stored, own: int, rope: int, value: int) -> LatentCost | None:
+def latent_cost(query: Tensor, latent: Stored, own: int, rope: int, value: int, adapters: int = 0) -> LatentCost | None:
     """Estimate the work before and after; None if sizes are unknown.
 
-    A key has `own` columns that are projected for each head and `rope` columns that heads share.
+    A key has `own` columns that are projected for each head and `rope` columns that heads share. LoRA adds weights of
+    `adapters` numbers.
     """
     batch, q_len, heads = (hint(query.shape[dim]) for dim in (BATCH, LENGTH, HEADS))
     rank, kv_len = hint(latent.size(HEAD_DIM)), constant(latent.size(LENGTH)) or TYPICAL_LENGTH
     if batch is None or q_len is None or heads is None or rank is None:
         return None
-    weight, latents = heads * rank * (own + value), batch * kv_len * (rank + rope)
+    weight, latents = heads * rank * (own + value) + adapters, batch * kv_len * (rank + rope)
     scores = batch * heads * q_len * kv_len
     keys_and_values = batch * kv_len * heads * (own + value)
     assembled = batch * kv_len * heads * (2 * own + rope)  # a head's own part is read, and all columns written

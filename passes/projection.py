@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
+from tatten.passes.adapters import before_copies, multiple_of, terms_of
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
 from tatten.passes.pieces import columns_of
@@ -27,6 +28,20 @@ Letters = tuple[str, str, str]  # of the dims of both factors and of the product
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """What LoRA adds to a projection: `factor` times the product of latents with `down`'s weight, and then with `up`'s.
+
+    Attributes:
+        path: the nodes from the sum to the first product, and copies of latents before that.
+    """
+
+    down: Projection
+    up: Projection
+    factor: float
+    path: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
 class Projection:
     """Columns `lo` to `hi` of each head of a product of latents and a weight, as `[batch, heads, length, hi - lo]`.
 
@@ -37,6 +52,7 @@ class Projection:
         order: the dims of `weight` that have heads, columns and rank; or columns of all heads, and rank.
         heads, width: the heads of the product, and the columns of each.
         path: the nodes from where this was found on, the product among them.
+        adapters: what LoRA adds to the product.
     """
 
     product: Node
@@ -48,6 +64,15 @@ class Projection:
     lo: int
     hi: int
     path: tuple[Node, ...]
+    adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def products(self) -> tuple[Node, ...]:
+        return (self.product, *(x.product for adapter in self.adapters for x in (adapter.down, adapter.up)))
+
+    @property
+    def weights(self) -> tuple[Node, ...]:
+        return (self.weight, *(x.weight for adapter in self.adapters for x in (adapter.down, adapter.up)))
 
 
 def projection_of(start: Walk) -> Projection | Node:
@@ -59,7 +84,7 @@ def projection_of(start: Walk) -> Projection | Node:
         end = walk.here
         columns = columns_of(end)
         if columns is None:
-            found = _product(end, walk.parts) or _split_into_heads(walk)
+            found = _adapted(end, walk.parts) or _split_into_heads(walk)
             if found is not None:
                 width = constant(tensor_of(start.here).shape[start.parts.index((HEAD_DIM,))])  # type: ignore[union-attr]
                 path = (*path, *walk.path, *found.path)
@@ -115,10 +140,35 @@ def _split_into_heads(walk: Walk) -> Projection | None:
         return None
     for ones in ((), (None,)):
         if known_shape(flat.shape, (batch, *(1 for _ in ones), length, heads * width)):
-            found = _product(source, ((BATCH,), *ones, (LENGTH,), FLAT))
+            found = _adapted(source, ((BATCH,), *ones, (LENGTH,), FLAT))
             if found is not None:
-                return dataclasses.replace(found, heads=heads, width=width, path=(*path, source))
+                return dataclasses.replace(found, heads=heads, width=width, path=(*path, *found.path))
     return None
+
+
+def _adapted(node: Node, parts: Sequence[Part | None]) -> Projection | None:
+    """The projection of latents that `node` is, alone or with what LoRA makes of the same latents added."""
+    terms = terms_of(node)
+    if terms is None:
+        return _product(node, parts)
+    base, adapter = _adapted(terms[0], parts), _adapter(terms[1], parts)
+    if base is None or adapter is None or not same_latents(base.latent, adapter.down.latent):
+        return None
+    path = (node, *base.path, *adapter.path)
+    return dataclasses.replace(base, adapters=(*base.adapters, adapter), path=path)
+
+
+def _adapter(node: Node, parts: Sequence[Part | None]) -> Adapter | None:
+    """The two products, one of the other, that `node` is, maybe times a number."""
+    multiple = multiple_of(node)
+    up = None if multiple is None else _product(multiple[1], parts)
+    down = None if up is None else _product(up.latent.here, up.latent.parts)
+    if multiple is None or up is None or down is None:
+        return None
+    latent, copies = before_copies(down.latent.here)
+    path = (*([node] if node is not up.product else []), *up.path, *down.path, *copies)
+    down = dataclasses.replace(down, latent=dataclasses.replace(down.latent, here=latent))
+    return Adapter(down, up, multiple[0], path)
 
 
 def _product(node: Node, parts: Sequence[Part | None]) -> Projection | None:

@@ -190,6 +190,7 @@ def _absorb(given: PlainCall, match: LatentMatch, masks: Masks, wide_products: b
     state, out = apply_latents(given.insert_latents(match, masks), masks, wide_products)
     replace_call(call, given.output(state, out), match.path)
     made = "one projection" if match.keys.product is match.values.product else "two projections"
+    made += " with LoRA" if match.keys.adapters or match.values.adapters else ""
     made_of = f"keys and values were made of latents by {made} for {match.keys.heads} heads"
     note = "; ".join(filter(None, (call.form, given.note, made_of)))
     return Rewritten(location, "tatten.latent_attention.default", shapes, match.cost, note)

@@ -168,6 +168,26 @@ def without_rope(q, c, rope, w, mask):
     return sdpa(q[..., :NOPE], own, values, mask)
 
 
+def lora(q, c, rope, w, mask):
+    """As PEFT spells it, not merged, and a second one."""
+    return adapted(q, c, rope, w, mask, w[:3], w[:, 3:6])
+
+
+def adapted(q, c, rope, w, mask, down, up, join=copied):
+    projected = F.linear(c, w) + F.linear(F.linear(F.dropout(c.to(c.dtype), 0.1, training=False), down), up) * 2.0
+    projected = projected + 0.5 * (c @ down.mT @ up.mT)
+    own, values = heads(projected.to(c.dtype)).split((NOPE, V), dim=-1)
+    return sdpa(q, join(own, rope), values, mask)
+
+
+def lora_of_heads(q, c, rope, w, mask):
+    """Beside products with three dims."""
+    w = w.view(H, NOPE + V, R)
+    kv = torch.einsum("bsr,hdr->bhsd", c[:, 0], w)
+    kv = kv + torch.einsum("bsl,hdl->bhsd", c[:, 0] @ w[0, :3].T, w[..., 5:8])
+    return sdpa(q, joined(kv[..., :NOPE], rope), kv[..., NOPE:], mask)
+
+
 def caches_written(q, c, rope, w, mask):
     """What is written before latents are expanded, or after attention, stays."""
     c[:, :, 3:4].copy_(2 * c[:, :, 5:6])
@@ -200,6 +220,8 @@ ACCEPTED = {
     "slices_of_one_cache": slices_of_one_cache,
     "rows_of_weight": rows_of_weight,
     "without_rope": without_rope,
+    "lora": lora,
+    "lora_of_heads": lora_of_heads,
     "caches_written": caches_written,
     "no_mask": lambda q, c, rope, w, mask: attend(q, c, rope, w),
     "additive": lambda q, c, rope, w, mask: attend(q, c, rope, w, torch.where(mask, 0.5, -torch.inf).to(q.dtype)),
@@ -245,7 +267,8 @@ def test_takes(name: str, q_len: int) -> None:
     [(False, "aot_eager"), (True, "aot_eager"), pytest.param(True, "inductor", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("peak", [1, 4], ids=["flat", "peaked"])
-def test_rounds_no_more_than_sdpa_does(peak: int, autocast: bool, inner: str) -> None:
+@pytest.mark.parametrize("adapted", [False, True], ids=["", "lora"])
+def test_rounds_no_more_than_sdpa_does(adapted: bool, peak: int, autocast: bool, inner: str) -> None:
     """With DeepSeek-V3's widths, against float64 of the same inputs."""
     dtype = torch.bfloat16
     batch, n_heads, length, rank, own, width = 4, 4, 1024, 512, 128, 64
@@ -255,7 +278,9 @@ def test_rounds_no_more_than_sdpa_does(peak: int, autocast: bool, inner: str) ->
     weight = (torch.randn(n_heads * 2 * own, rank) * rank**-0.5).to(dtype)
 
     def fn(q, c, rope, w):
-        kv = F.linear(c, w).view(batch, length, n_heads, 2 * own).transpose(1, 2)
+        kv = F.linear(c, w)
+        kv = kv + F.linear(F.linear(c, w[:16]), w[:, :16]) * 2.0 if adapted else kv
+        kv = kv.view(batch, length, n_heads, 2 * own).transpose(1, 2)
         keys = torch.cat((kv[..., :own], rope.expand(-1, n_heads, -1, -1)), dim=-1)
         return sdpa(q, keys, kv[..., own:])
 
@@ -265,6 +290,17 @@ def test_rounds_no_more_than_sdpa_does(peak: int, autocast: bool, inner: str) ->
         far, got = ((x - want).abs() for x in (fn(*args), compiled(fn, args, inner=inner)))
     assert got.norm() <= far.norm()
     assert got.max() <= 1.1 * far.max()  # the largest of 2048 errors varies
+
+
+def test_the_report_counts_lora() -> None:
+    """Its products with all latents before, and with the queries now."""
+    plain, adapted = (rewrite(capture(ACCEPTED[name], *inputs())).findings[0] for name in ("copied", "lora"))
+    assert isinstance(plain, Rewritten)
+    assert isinstance(adapted, Rewritten)
+    assert adapted.note == "keys and values were made of latents by one projection with LoRA for 4 heads"
+    (before, now), (more, left) = ((x.cost.projected.flops, x.cost.absorbed.flops) for x in (plain, adapted))
+    weights = 2 * 3 * (R + H * (NOPE + V))  # `lora` has two adapters of the same weights' columns
+    assert (more - before, left - now) == (2 * B * S * weights, 2 * B * weights)
 
 
 def test_one_head() -> None:
@@ -368,7 +404,7 @@ def test_exported_programs(strict: bool, loaded: bool) -> None:
 
 
 @pytest.mark.parametrize("functional", [False, True])
-@pytest.mark.parametrize("name", ["assigned", "assigned_with_heads_last", "weight_of_heads"])
+@pytest.mark.parametrize("name", ["assigned", "assigned_with_heads_last", "weight_of_heads", "lora_of_heads"])
 def test_exported_forms(name: str, functional: bool) -> None:
     class Attention(torch.nn.Module):
         def forward(self, *args):
@@ -384,9 +420,36 @@ def test_exported_forms(name: str, functional: bool) -> None:
         assert (rewritten(*args) - ACCEPTED[name](*args)).abs().max() < 1e-12
 
 
-def lora(q, c, rope, w, mask, a, b):
-    projected = F.linear(c, w) + F.linear(F.linear(c, a), b) * 2
-    own, values = heads(projected).split((NOPE, V), dim=-1)
+def lora_of(latents=lambda c: c, between=lambda x: x, scale=lambda w: 2.0):
+    """LoRA of something else than the latents, with something between its products, or scaled by a tensor."""
+
+    def fn(q, c, rope, w, mask):
+        added = F.linear(between(F.linear(latents(c), w[:3])), w[:, 3:6]) * scale(w)
+        own, values = heads(F.linear(c, w) + added).split((NOPE, V), dim=-1)
+        return sdpa(q, copied(own, rope), values, mask)
+
+    return fn
+
+
+def lora_returned(q, c, rope, w, mask):
+    inner = F.linear(c, w[:3])
+    own, values = heads(F.linear(c, w) + F.linear(inner, w[:, 3:6])).split((NOPE, V), dim=-1)
+    return sdpa(q, copied(own, rope), values, mask), inner
+
+
+def lora_of_stale(q, c, rope, w, mask):
+    """What LoRA adds is made of a copy, and latents are written after that."""
+    copy = c.clone()
+    c.mul_(2)
+    own, values = heads(F.linear(c, w) + F.linear(F.linear(copy, w[:3]), w[:, 3:6])).split((NOPE, V), dim=-1)
+    return sdpa(q, copied(own, rope), values, mask)
+
+
+def lora_written(q, c, rope, w, mask, down):
+    """The weight that is applied first is written after that, and before the other products."""
+    inner = F.linear(c, down)
+    down.mul_(2)
+    own, values = heads(F.linear(c, w) + F.linear(inner, w[:, 3:6])).split((NOPE, V), dim=-1)
     return sdpa(q, copied(own, rope), values, mask)
 
 
@@ -518,7 +581,15 @@ def broadcast(q, c, rope, w, mask):
 
 
 DECLINED = {
-    "projection lora": lora,
+    "projection lora of others": lora_of(latents=lambda c: c + 1),
+    "projection lora of a copy": lora_of(latents=lambda c: c.flip(2)),
+    "projection lora with an activation": lora_of(between=F.silu),
+    "projection lora with a bias": lora_of(between=lambda x: x + 1),
+    "projection lora scaled": lora_of(scale=lambda w: w[:, 0]),
+    "projection lora computed": lambda q, c, rope, w, mask: adapted(q, c, rope, w, mask, w[:3] * 2, w[:, 3:6]),
+    "projection_used lora": lora_returned,
+    "written_between lora": lora_written,
+    "written_between lora of a copy": lora_of_stale,
     "projection bias": with_bias,
     "projection dequantised": lambda q, c, rope, w, mask: attend(q, c, rope, w * 2, mask),
     "projection other latents": other_values,
@@ -569,8 +640,8 @@ def test_what_float16_cannot_hold_is_left_alone() -> None:
 def test_declines(name: str) -> None:
     """Such a call is left to the decode pass, whose report says so."""
     fn, args = DECLINED[name], inputs()
-    if name == "projection lora":
-        args += [torch.randn(2, R, dtype=args[0].dtype), torch.randn(H * (NOPE + V), 2, dtype=args[0].dtype)]
+    if fn is lora_written:
+        args.append(torch.randn(3, R, dtype=args[0].dtype))
     gm = capture(fn, *clones(args))
     (finding,) = rewrite(gm).findings
     assert isinstance(finding, Rewritten)
@@ -680,14 +751,28 @@ class OnCuda(torch.fx.Interpreter):
         return result
 
 
-def on_cuda(rank: int, dtype: torch.dtype, width: int = ROPE) -> GraphModule:
-    q, c, rope, w, mask = inputs(rope=width, dtype=dtype)
-    c, w = (x[..., :1].repeat_interleave(rank, -1) for x in (c, w))
-    gm = capture(lambda *x: attend(*x, join=joined), q, c, rope, w, mask)
+def as_on_cuda(gm: GraphModule) -> GraphModule:
     values = [x.meta["example_value"] for x in gm.graph.find_nodes(op="placeholder")]
     with FakeTensorMode():
         OnCuda(gm).run(*(torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in values))
     return gm
+
+
+def on_cuda(rank: int, dtype: torch.dtype, width: int = ROPE) -> GraphModule:
+    q, c, rope, w, mask = inputs(rope=width, dtype=dtype)
+    c, w = (x[..., :1].repeat_interleave(rank, -1) for x in (c, w))
+    return as_on_cuda(capture(lambda *x: attend(*x, join=joined), q, c, rope, w, mask))
+
+
+@pytest.mark.parametrize("where", ["cuda", "autocast", "cpu"])
+def test_lora_in_16_bits_is_rounded_no_more_often(where: str) -> None:
+    args = inputs(dtype=torch.bfloat16)
+    args += [torch.randn(x, dtype=torch.bfloat16) for x in ((3, R), (H * (NOPE + V), 3))]
+    with torch.autocast("cpu", torch.bfloat16, enabled=where == "autocast"):
+        gm = capture(lambda *x: adapted(*x, join=joined), *args)
+        findings = rewrite(as_on_cuda(gm) if where == "cuda" else gm).findings
+    (note,) = [x.note for x in findings if isinstance(x, Rewritten)]
+    assert ("not absorbed [projection]: LoRA adds to keys or values in torch.bfloat16" in note) == (where != "cpu")
 
 
 @pytest.mark.parametrize("wide_products", [False, True])

@@ -1,0 +1,57 @@
+"""LoRA beside a projection of latents, where it is not merged: `c W + s (c A) B` is a projection, too.
+
+Hu et al., arXiv 2106.09685. A sum of products with the same latents is taken apart here, and absorbed term by term: the
+query becomes `q W_uk + s (q B_uk) A`, and neither `B A` nor anything of the latents' length is made.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from tatten.passes.calls import argument, op_name
+from tatten.passes.mutation import writes
+from tatten.passes.no_effect import inactive_dropout
+from tatten.passes.symbolic import known_shape, tensor_of
+from tatten.passes.views import COPIES
+
+
+def terms_of(node: Node) -> tuple[Node, Node] | None:
+    """The tensors of which `node` is the sum, if it is one that broadcasts neither."""
+    if op_name(node) != "add" or len(node.args) != 2 or node.kwargs or writes(node):
+        return None
+    base, added = node.args
+    whole = tensor_of(node)
+    if not isinstance(base, Node) or not isinstance(added, Node) or whole is None:
+        return None
+    terms = [tensor_of(x) for x in (base, added)]
+    alike = all(x is not None and x.dtype == whole.dtype and known_shape(x.shape, whole.shape) for x in terms)
+    return (base, added) if alike else None
+
+
+def multiple_of(node: Node) -> tuple[float, Node] | None:
+    """The number and the tensor of which `node` is the product: 1 and itself if it is none; None if it is of others."""
+    if op_name(node) != "mul":
+        return 1.0, node
+    numbers = [x for x in node.args if isinstance(x, int | float)]
+    tensors = [x for x in node.args if isinstance(x, Node)]
+    if len(numbers) != 1 or len(tensors) != 1 or node.kwargs or writes(node):
+        return None
+    return float(numbers[0]), tensors[0]
+
+
+def before_copies(node: Node) -> tuple[Node, tuple[Node, ...]]:
+    """The tensor that copies, or dropout which is off, leave as it is, and the nodes that are such."""
+    path: tuple[Node, ...] = ()
+    while op_name(node) in COPIES or (op_name(node) == "dropout" and inactive_dropout(node)):
+        source = node.all_input_nodes[0]
+        before, after = tensor_of(source), tensor_of(node)
+        if before is None or after is None or before.dtype != after.dtype or before.device != after.device:
+            break
+        if writes(node) or not known_shape(before.shape, after.shape):
+            break
+        path, node = (*path, node), source
+    return node, path
+
+
+def adds_bias(product: Node) -> bool:
+    return op_name(product) == "linear" and argument(product, 2, "bias") is not None
