@@ -24,6 +24,14 @@ CLAIMS = [
         at_most=0.89,
     ),
     Claim(
+        "batch-invariant, worst",
+        "decode_invariant",
+        5,
+        largest(over("invariant", "auto")),
+        "at most 1.05 times as long as without",
+        at_most=1.05,
+    ),
+    Claim(
         "equal lengths, worst",
         "decode_nine",
         9,

@@ -36,6 +36,17 @@ TABLES = {
             "floor": figure("floor_us", 0),
         },
     ),
+    "decode_invariant": Table(
+        "decode_invariant",
+        {
+            "lengths": lambda r: f"{len(r['lengths'])} x {r['name']}" if "one" not in r["name"] else r["name"],
+            "heads": heads,
+            "tatten": us("auto", 0),
+            "batch-invariant": us("invariant", 0),
+            "floor": figure("floor_us", 0),
+            "times as long": lambda r: number(r["us"]["invariant"] / r["us"]["auto"], 2),
+        },
+    ),
     "decode_nine": Table("decode_nine", UNIFORM),
     "decode_static": Table(
         "decode_static",

@@ -108,6 +108,30 @@ TABLES = {
     "latent_step": Table(
         "latent_step", {"batch": "batch", "heads": "heads", "cache": "max_cache_len", "used": "used", **STEP}
     ),
+    "latent_generate": Table(
+        "latent_generate",
+        {
+            "mode": "mode",
+            "batch": "batch",
+            "slots": "capacity",
+            "used": "used",
+            "Inductor ms": lambda r: number(r["token_ms"]["inductor"], 2),
+            "tatten ms": lambda r: number(r["token_ms"]["tatten"], 2),
+            "byte floor ms": figure("floor_ms", 2),
+            "times as fast": figure("faster"),
+        },
+    ),
+    "latent_rounding": Table(
+        "latent_rounding",
+        {
+            "latents": "length",
+            "query times": lambda r: number(r["sharpness"], 0),
+            "SDPA, norm": lambda r: f"{r['sdpa']['norm']:.2e}",
+            "tatten, norm": lambda r: f"{r['tatten']['norm']:.2e}",
+            "SDPA, largest": lambda r: f"{r['sdpa']['max']:.2e}",
+            "tatten, largest": lambda r: f"{r['tatten']['max']:.2e}",
+        },
+    ),
     "latent_sharded": Table(
         "latent_sharded",
         {
