@@ -86,12 +86,10 @@ def find_other_attention(graph: Graph, known: Container[Node] = ()) -> Iterator[
 def _written_out(softmax: Node, name: str) -> OtherAttention | None:
     users = sorted({user for node in _weights(softmax) for user in node.users})
     output = next((user for user in users if _multiplies_activations(user)), None)
-    scores = scores_above(softmax)
-    normalised = (
-        name in SOFTMAX or any(op_name(x) == "sum" for x in users) or any(op_name(x) in LOG_SUMS for x in scores)
-    )
+    normalised = name in SOFTMAX or any(op_name(user) == "sum" for user in users) or _less_log_sum(softmax)
     if output is None or not normalised:
         return None
+    scores = scores_above(softmax)
     if softmax not in scores:
         return None
     detail = f"attention written out: {'softmax' if name in SOFTMAX else 'exp over its sum'} of a matrix product"
@@ -103,6 +101,16 @@ def _written_out(softmax: Node, name: str) -> OtherAttention | None:
     if beyond:
         return OtherAttention(output, Decline(Reason.BEYOND_SDPA, f"{detail}, with {' and '.join(beyond)}"))
     return OtherAttention(output, Decline(Reason.NO_SDPA, detail))
+
+
+def _less_log_sum(exp: Node) -> bool:
+    """Whether this is `exp` of a `log_softmax`, or of scores less their `logsumexp`, maybe by way of a view."""
+    sources = exp.all_input_nodes
+    for _ in range(3):
+        if any(op_name(node) in LOG_SUMS for node in sources):
+            return True
+        sources = [before for node in sources for before in node.all_input_nodes]
+    return False
 
 
 def _weights(softmax: Node) -> set[Node]:

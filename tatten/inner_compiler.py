@@ -54,10 +54,9 @@ def has_wide_products(name: str, options: dict[str, Any]) -> bool:
     """Whether a compiler takes `torch.bmm(..., out_dtype=...)`: from C++ it can't be called (PyTorch 2.11 to 2.13)."""
     if name != "inductor":
         return False
-    import torch._inductor.config
+    from tatten.ops.inductor.options import option
 
-    given = {key.replace("-", "_"): value for key, value in options.items()}  # as Inductor takes their names
-    return not given.get("cpp_wrapper", torch._inductor.config.cpp_wrapper)
+    return not option("cpp_wrapper", options)
 
 
 def launch_note(name: str, inputs: Iterable[object]) -> str:

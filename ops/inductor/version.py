@@ -7,9 +7,11 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from torch._inductor import config, custom_graph_pass
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
+
+from tatten.ops.inductor.options import option
 
 OPTION = "post_grad_custom_post_pass"
 # From PyTorch 2.13 on, some passes are told whether the graph is for inference, and there may be several.
@@ -42,10 +44,10 @@ class LaunchesKernels(_Pass):  # type: ignore[misc, valid-type]
 
 def in_force() -> bool:
     """Whether the graph that Inductor compiles now has ops that are to be lowered."""
-    return isinstance(getattr(config, OPTION), LaunchesKernels)
+    return isinstance(option(OPTION), LaunchesKernels)
 
 
 def with_lowerings(options: dict[str, Any]) -> dict[str, Any]:
     """Inductor's options with which ops are lowered; a pass of the user's stays."""
-    before = options.get(OPTION, getattr(config, OPTION))
+    before = option(OPTION, options)
     return {**options, OPTION: before if isinstance(before, LaunchesKernels) else LaunchesKernels(before)}
