@@ -159,7 +159,8 @@ def plan_segment(
     space = plan_tile_space(
         query, key, value, mask, tiles, whole=whole, max_and_sum=max_and_sum, programs=programs, **given
     )
-    tiles = deepened(tiles, space, query)
+    if not batch_invariant:  # the number of programs depends on the batch
+        tiles = deepened(tiles, space, query)
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
     rope_dim = rope[1].shape[3] if rope else 0
     # TMA reads whole tiles, so it is used where every key counts: without a mask, or in its run of full blocks.

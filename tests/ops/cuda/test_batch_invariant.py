@@ -184,6 +184,23 @@ def test_a_long_sequence_has_larger_chunks_but_no_more() -> None:
     assert_state(*attend(inputs), inputs)
 
 
+@pytest.mark.parametrize("mask", [False, True])
+def test_no_option_of_a_launch_depends_on_the_batch(mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few sequences leave each program an SM to itself, which by default has it load a tile more ahead."""
+    from tatten.ops.cuda import decode_grid
+    from tatten.ops.cuda.decode import plan_segment
+
+    monkeypatch.setattr(decode_grid, "multiprocessors", lambda device: 132)
+
+    def options(batch: int, **invariant: bool) -> dict[str, object]:
+        query, key = (torch.empty(batch, 8, n, 128, dtype=torch.bfloat16, device="meta") for n in (1, 256))
+        attn_mask = torch.empty(batch, 1, 1, 256, dtype=torch.bool, device="meta") if mask else None
+        return plan_segment(query, key, key, attn_mask, None, 0.1, **invariant).launch.options
+
+    assert options(1, batch_invariant=True) == options(64, batch_invariant=True)
+    assert not mask or options(8)["num_stages"] > options(64)["num_stages"]
+
+
 def test_takes_its_own_kernel() -> None:
     tensors = [torch.empty(2, n, length, 64, dtype=torch.bfloat16, device="meta") for n, length in [(8, 1), (8, 512)]]
     query, key = tensors
