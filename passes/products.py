@@ -172,12 +172,10 @@ def with_heads(factor: Factor, heads: Heads | None, *, narrow: bool) -> Factor |
             path.append(node)
             swapped ^= _swaps(node)
             node = here
-    tensor = tensor_of(node)
+    views = factor.views
+    tensor = viewed(Factor(node, views))
     if tensor is None:
         return None
-    for name, *args in factor.views:
-        tensor = getattr(tensor, name)(*args)
-    views = factor.views
     if heads is not None and len(heads) == 3:
         joined = _joined(tensor, heads)
         if joined is None:
@@ -190,6 +188,14 @@ def with_heads(factor: Factor, heads: Heads | None, *, narrow: bool) -> Factor |
     if swapped:
         views += (("transpose", -2, -1),)
     return Factor(node, views, tuple(path))
+
+
+def viewed(factor: Factor) -> Tensor | None:
+    """The tensor that a factor's views make of its node."""
+    tensor = tensor_of(factor.node)
+    for name, *args in factor.views if tensor is not None else ():
+        tensor = getattr(tensor, name)(*args)
+    return tensor
 
 
 def _joined(tensor: Tensor, heads: Heads) -> tuple[View, ...] | None:

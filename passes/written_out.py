@@ -18,7 +18,7 @@ from tatten.passes.metadata import readers, reads_values
 from tatten.passes.mutation import written_arguments, written_between
 from tatten.passes.no_effect import is_last_dim, subtracts_maximum
 from tatten.passes.other_attention import SOFTMAX, scores_above
-from tatten.passes.products import CASTS, COPIES, Factor, Heads, Product, with_heads
+from tatten.passes.products import CASTS, COPIES, Factor, Heads, Product, viewed, with_heads
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.scores import Scores, find_scores
 from tatten.passes.sinks import find_vector, sinks_of
@@ -198,10 +198,8 @@ def _differs_along_both(scores: Scores) -> bool:
 
 def _heads_of(query: Factor) -> Size:
     """The number of heads of a factor with views."""
-    tensor = tensor_of(query.node)
+    tensor = viewed(query)
     assert tensor is not None
-    for name, *args in query.views:
-        tensor = getattr(tensor, name)(*args)
     return tensor.shape[1]
 
 

@@ -18,6 +18,11 @@ UNIFORM: dict[str, Cell | str] = {
 }
 
 
+def lengths(r: Row) -> str:
+    name: str = r["name"]
+    return name if "one" in name else f"{len(r['lengths'])} x {name}"
+
+
 def fa3_best(r: Row) -> str:
     """FlashAttention-3 with the splits that suit it best."""
     found = [r["us"][name] for name in ("fa3", "fa3_8", "fa3_32") if name in r["us"]]
@@ -28,7 +33,7 @@ TABLES = {
     "decode_ragged": Table(
         "decode_ragged",
         {
-            "lengths": lambda r: f"{len(r['lengths'])} x {r['name']}" if "one" not in r["name"] else r["name"],
+            "lengths": lengths,
             "heads": heads,
             "SDPA": us("sdpa", 0),
             "FA3": fa3_best,
@@ -39,7 +44,7 @@ TABLES = {
     "decode_invariant": Table(
         "decode_invariant",
         {
-            "lengths": lambda r: f"{len(r['lengths'])} x {r['name']}" if "one" not in r["name"] else r["name"],
+            "lengths": lengths,
             "heads": heads,
             "tatten": us("auto", 0),
             "batch-invariant": us("invariant", 0),

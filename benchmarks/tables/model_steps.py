@@ -31,6 +31,10 @@ def ms(name: str, digits: int = 2) -> Cell:
     return lambda r: number(r["ms"].get(name), digits)
 
 
+def token_ms(name: str) -> Cell:
+    return lambda r: number(r["token_ms"][name], 2)
+
+
 STEP: dict[str, Cell | str] = {
     "Inductor ms": figure("inductor_ms", 2),
     "tatten ms": figure("tatten_ms", 2),
@@ -58,8 +62,8 @@ GENERATE: dict[str, Cell | str] = {
     "layers": "layers",
     "slots": "capacity",
     "used": "used",
-    "Inductor ms": lambda r: number(r["token_ms"]["inductor"], 2),
-    "tatten ms": lambda r: number(r["token_ms"]["tatten"], 2),
+    "Inductor ms": token_ms("inductor"),
+    "tatten ms": token_ms("tatten"),
     "byte floor ms": figure("floor_ms", 2),
     "tatten to Inductor": figure("ratio", 2),
     "compile s, Inductor": lambda r: number(r["compile_s"]["inductor"], 0),
@@ -115,8 +119,8 @@ TABLES = {
             "batch": "batch",
             "slots": "capacity",
             "used": "used",
-            "Inductor ms": lambda r: number(r["token_ms"]["inductor"], 2),
-            "tatten ms": lambda r: number(r["token_ms"]["tatten"], 2),
+            "Inductor ms": token_ms("inductor"),
+            "tatten ms": token_ms("tatten"),
             "byte floor ms": figure("floor_ms", 2),
             "times as fast": figure("faster"),
         },

@@ -13,6 +13,7 @@ from tatten.ops.cuda.heuristics import (
     has_large_shared_memory,
     latent_tiles_for,
     multiprocessors,
+    packed_q_rows,
     programs_for,
     seqs_and_rows,
     splitting_pays,
@@ -54,8 +55,8 @@ def choose_tiles(
         has_row_groups: each sequence reads any row.
         latent: `key` and `value` are one tensor, the latents.
     """
-    kv_batch, kv_heads, kv_len, _ = key.shape
-    packed = query.shape[1] // kv_heads * seqs_and_rows(query, key, has_row_groups)[0] * query.shape[2]
+    kv_batch, _, kv_len, _ = key.shape
+    packed = packed_q_rows(query, key, has_row_groups)
     block_d, block_dv = (max(16, power_of_2(x.shape[3])) for x in (query, value))
     large_shared_memory = has_large_shared_memory(query.device)
     if latent:
@@ -119,7 +120,7 @@ def plan_tile_space(
         groups = max(2, most_kv_rows)  # 1 would be one list for all rows
     block_n = BLOCK_KEYS if mask.has_block_list else tiles.block_n
     chunk = LEAST_CHUNK // block_n if batch_invariant else 0
-    q_blocks = ceil_div(q_heads // kv_heads * seqs_per_kv * q_len, tiles.block_m)
+    q_blocks = ceil_div(packed_q_rows(query, key, has_row_groups), tiles.block_m)
     work_tiles = (1 if has_row_groups else kv_batch // groups) * kv_heads * q_blocks
     if programs is None:
         most = tiles.per_sm * multiprocessors(query.device)
