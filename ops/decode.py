@@ -163,6 +163,10 @@ def decode_attention(
     """
     check_tensors(query=query, key=key, value=value)
     options = {
+        "attn_mask": attn_mask,
+        "kv_lens": kv_lens,
+        "scale": scale,
+        "block_mask": None if block_mask is None else data_of(block_mask, attn_mask, key),
         "window": window,
         "softcap": softcap,
         "sinks": sinks,
@@ -171,15 +175,7 @@ def decode_attention(
         "provider": None if provider == "auto" else provider,
         "batch_invariant": batch_invariant or None,
     }
-    out, lse = torch.ops.tatten.decode_attention.default(
-        query,
-        key,
-        value,
-        attn_mask,
-        kv_lens,
-        scale,
-        None if block_mask is None else data_of(block_mask, attn_mask, key),
-        # The dispatcher takes its time for each argument, even for a default.
-        **{name: x for name, x in options.items() if x is not None},
-    )
+    # The dispatcher takes its time for each argument, even for a default.
+    given = {name: x for name, x in options.items() if x is not None}
+    out, lse = torch.ops.tatten.decode_attention.default(query, key, value, **given)
     return (out, lse) if return_lse else out
