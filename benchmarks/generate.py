@@ -81,14 +81,14 @@ def first_call(
     """A function that generates so many tokens, with caches in the folder, and the seconds of its first call."""
     torch._dynamo.reset()
     clear_caches()  # those of Inductor in memory
-    model._compiled_call = None  # `generate` keeps what it compiled on the model
+    model._last_compile_config = None  # `generate` keeps on the model what it compiled, and how
     generate = generator(model, prompt, args.capacity, backend, mode)
     with caches_in(folder):
         seconds = clock(lambda: generate(FEW), args.device)
-    compiled = model._compiled_call
+    compiled = model._compiled_call, model._last_compile_config
 
     def again(tokens: int) -> torch.Tensor:
-        model._compiled_call = compiled
+        model._compiled_call, model._last_compile_config = compiled
         with caches_in(folder):
             return generate(tokens)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from slow import slow_but
 from torch._dynamo.utils import counters
+from transformers import CompileConfig
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import generate
@@ -71,6 +72,16 @@ def test_timed_calls_compile_nothing(name: str, monkeypatch: pytest.MonkeyPatch)
         found = generate.measure(model, 2, "default", args)
     assert compiled == [0]
     assert set(found["token_ms"]) == set(found["compile_s"]) == {"eager", "aot_eager"}
+
+
+def test_how_the_model_would_compile_by_itself_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` takes that for compiled already, as its default mode of Inductor."""
+    monkeypatch.setattr(generate, "BACKENDS", ("eager", "aot_eager"))
+    args = argparse.Namespace(device="cpu", capacity=64, used=8, rounds=1)
+    with torch.no_grad():
+        model = models.build(models.shape("llama", tiny=True), "cpu", torch.float32)
+        model.generation_config.compile_config = CompileConfig(backend="eager", **generate.MODES["default"])
+        assert generate.measure(model, 1, "default", args)["token_ms"].keys() == {"eager", "aot_eager"}
 
 
 Measured = dict[str, dict[str, float]]
