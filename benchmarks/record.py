@@ -50,6 +50,12 @@ STEPS = {
             "generate.py --batch 1 --modes default --rounds 1",
         ),
         Step(
+            "generate_cpp_wrapper",
+            "generate.py --device cuda --layers 32 --batch 1 --modes cpp_wrapper --rounds 2",
+            5.5,
+            "generate.py --batch 1 --modes default --rounds 1",
+        ),
+        Step(
             "generate_batch8",
             "generate.py --device cuda --layers 32 --batch 8 --modes default cpp_wrapper --rounds 3",
             7,

@@ -74,6 +74,7 @@ TABLES = {
     "static_cache": Table("static_cache", STATIC_CACHE),
     "static_cache_cpu": Table("static_cache_cpu", STATIC_CACHE),
     "generate": Table("generate", GENERATE),
+    "generate_cpp_wrapper": Table("generate_cpp_wrapper", GENERATE),
     "generate_architectures": Table("generate_architectures", {"model": "model", **GENERATE}),
     "generate_batch8": Table("generate_batch8", GENERATE),
     "aoti": Table("aoti", AOTI),
