@@ -25,6 +25,7 @@ from tatten.passes.masks import Masks
 from tatten.passes.mutation import mover_of, movers
 from tatten.passes.other_attention import find_other_attention
 from tatten.passes.plain import PlainCall
+from tatten.passes.query import restore_query
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import replace_call, replace_log_sums
 from tatten.passes.sdpa import SdpaCall, bind_sdpa, find_sdpa, sdpa_nodes
@@ -161,13 +162,14 @@ def _rewrite_call(
     state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
     replace_log_sums(call, state)
     replace_call(call, given.output(state), match.path)
+    restored = restore_query(state)
     provider = _provider(state)
     return Rewritten(
         location,
         str(state.target),
         shapes,
         cost,
-        "; ".join(filter(None, (call.form, given.note, note, doubt))),
+        "; ".join(filter(None, (call.form, given.note, note, restored, doubt))),
         provider,
     )
 
