@@ -1,6 +1,7 @@
 """The ops `torch.ops.tatten.*`: schemas, shape functions, and the implementation for each device.
 
-All schemas are functional: no op mutates its inputs. Modules that need Triton are imported when they first run.
+All schemas but that of `slide_` are functional: no op mutates its inputs. Modules that need Triton are imported when
+they first run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tatten.ops.cpu.rows import row_groups as row_groups_on_cpu
 from tatten.ops.cpu.without_autocast import without_autocast
 from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.cuda.latent import latent_attention as latent_on_cuda
+from tatten.ops.cuda.slide import slide_, slide_on_cpu
 from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
 from tatten.ops.kernel_signatures import Kernel, bifurcated_kernel, decode_kernel, latent_kernel
@@ -230,3 +232,7 @@ for _name, _kernels in _KERNELS.items():
         _library.impl(_name, without_autocast(_kernel) if _device == "CPU" else _kernel, _device)
     # Implementations raise if gradients are required. PyTorch's own fallback aliases each output first (10 us, cold).
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+
+# Inductor looks into a `triton_op`: it knows what is written, and that it needs no copy of it.
+torch.library.triton_op("tatten::slide_", slide_, mutates_args={"cache"})
+torch.library.register_kernel("tatten::slide_", "cpu", slide_on_cpu)

@@ -29,6 +29,7 @@ from tatten.passes.query import restore_query
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import replace_call, replace_log_sums
 from tatten.passes.sdpa import SdpaCall, bind_sdpa, find_sdpa, sdpa_nodes
+from tatten.passes.sliding import apply_slide, find_slides
 from tatten.passes.source_location import source_location
 from tatten.passes.stand_in import StandIn, erase_unused, insert_stand_in
 from tatten.passes.stored import Stored
@@ -49,7 +50,7 @@ def rewrite(
     """Rewrite a Dynamo or export graph in place: every decode attention becomes a tatten op, everything else stays.
 
     Without `may_guard` all that counts is what holds in every run: nothing would heed a guard on an exported graph.
-    With `fuses` the graph's compiler is one that fuses attention that is written out, as Inductor does. With
+    With `fuses` the graph's compiler is Inductor, which fuses attention that is written out and looks into ops. With
     `batch_invariant` each call that can be becomes an op with `batch_invariant=True`, whether it pays or not. With
     `wide_products` the compiler takes products of 16 bits in 32, `torch.bmm(..., out_dtype=torch.float32)`, for a GPU.
     """
@@ -74,9 +75,18 @@ def rewrite(
         else:
             findings.append(rewrite_call(bind_sdpa(node)))
     erase_unused(gm.graph, masks.drafts)
-    if any(isinstance(finding, Rewritten) for finding in findings):
+    slides = [x for x in find_slides(gm.graph) if fuses and _on_cuda(x.cache)]
+    for slide in slides:
+        apply_slide(slide)
+    if slides or any(isinstance(finding, Rewritten) for finding in findings):
         gm.recompile()
-    return GraphReport((*findings, *others, *nested), (time.perf_counter() - start) * 1e3)
+    note = f"{len(slides)} full caches of sliding windows are moved in place" if slides else ""
+    return GraphReport((*findings, *others, *nested), (time.perf_counter() - start) * 1e3, note)
+
+
+def _on_cuda(node: Node) -> bool:
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.is_cuda
 
 
 def _find_nested(name: str, graph: Graph) -> list[Declined]:

@@ -44,7 +44,8 @@ def tatten(
         batch_invariant=own.batch_invariant,
         wide_products=has_wide_products(own.inner, rest),
     )
-    publish(dataclasses.replace(report, note=launch_note(own.inner, example_inputs)))
+    notes = report.note, launch_note(own.inner, example_inputs)
+    publish(dataclasses.replace(report, note="; ".join(filter(None, notes))))
     return compiler(gm, example_inputs)
 
 

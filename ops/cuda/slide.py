@@ -1,0 +1,51 @@
+"""Moving the cache of a sliding window on by one slot, in place.
+
+A full `StaticSlidingWindowLayer` of transformers copies itself twice for each token, `roll` and `copy_`: four times its
+bytes, where attention reads them once. In place it is two.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tatten.ops.sizes import ceil_div, power_of_2
+
+CHUNK_BYTES, WARPS = 32768, 8  # of a program
+
+
+def slide_(cache: Tensor, new: Tensor) -> None:
+    """Drop the first slot of each row of a cache and append a new one: `cache = cat((cache[:, :, 1:], new), 2)`.
+
+    Args:
+        cache: `[batch, heads, slots, head_dim]`, contiguous; it is written.
+        new: `[batch, heads, 1, head_dim]` in the dtype of `cache`, any strides, of other memory.
+    """
+    from tatten.ops.cuda.kernels.slide import _slide_kernel
+
+    batch, heads, slots, dim = cache.shape
+    block_d = power_of_2(dim)
+    block_s = min(power_of_2(slots), max(1, CHUNK_BYTES // (block_d * cache.element_size())))
+    chunks = ceil_div(slots, block_s)
+    # A chunk ends in what the next one begins with, which that one writes.
+    edges = cache[:, :, block_s::block_s].clone(memory_format=torch.contiguous_format) if chunks > 1 else new
+    torch.library.wrap_triton(_slide_kernel)[(batch * heads * chunks,)](
+        cache,
+        edges,
+        new,
+        new.stride(0),
+        new.stride(1),
+        new.stride(3),
+        HEADS=heads,
+        SLOTS=slots,
+        DIM=dim,
+        CHUNKS=chunks,
+        BLOCK_S=block_s,
+        BLOCK_D=block_d,
+        num_warps=WARPS,
+    )
+
+
+def slide_on_cpu(cache: Tensor, new: Tensor) -> None:
+    """Do the same in plain PyTorch."""
+    cache.copy_(torch.cat((cache[:, :, 1:], new), 2))

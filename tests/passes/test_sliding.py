@@ -1,0 +1,244 @@
+"""Caches of sliding windows that are rolled: they are moved in place, and hold the same bits."""
+
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+from graphs import capture, listing
+from torch import Tensor
+from transformers import MistralConfig, MistralForCausalLM, StaticCache
+
+import tatten
+from tatten.passes.sliding import apply_slide, find_slides
+
+B, H, S, D = 2, 3, 8, 4
+
+
+def tensors(dtype=torch.float32, slots=S):
+    torch.manual_seed(0)
+    return torch.randn(B, H, slots, D, dtype=dtype), torch.randn(B, 1, H, D, dtype=dtype).transpose(1, 2)
+
+
+def roll(cache, new, index=(-1,), shift=-1, dims=-2):
+    moved = cache.roll(shift, dims=dims)
+    moved[:, :, torch.tensor([*index], device=cache.device)] = new
+    return moved
+
+
+def transformers_own(cache, new):
+    cache.copy_(roll(cache, new))
+    return cache.sum()
+
+
+def what_it_returns(cache, new):
+    return cache.copy_(roll(cache, new)) + 1
+
+
+def a_positive_dim(cache, new):
+    cache.copy_(roll(cache, new, shift=(-1,), dims=(2,)))
+    return cache + 1
+
+
+def read_before(cache, new):
+    """What reads the cache before it is written gets what was there."""
+    moved = roll(cache, new)
+    before = cache * 2
+    cache.copy_(moved)
+    return before + cache
+
+
+def through_a_view(cache, new):
+    view = cache[:, :, 2:5]
+    cache.copy_(roll(cache, new))
+    return view + 1
+
+
+def run(fn, cache: Tensor, new: Tensor):
+    """The number of caches that are moved in place, the graph, and what it returns and writes."""
+    gm = capture(fn, cache.clone(), new)
+    found = find_slides(gm.graph)
+    for slide in found:
+        apply_slide(slide)
+    gm.recompile()
+    given = {"cache": cache.clone(), "new": new}
+    out = gm(*(given[next(name for name in given if name in x.name)] for x in gm.graph.find_nodes(op="placeholder")))
+    return len(found), gm, (out[0], given["cache"])
+
+
+def expected(fn, cache: Tensor, new: Tensor):
+    cache = cache.clone()
+    return fn(cache, new), cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fn", [transformers_own, what_it_returns, a_positive_dim, read_before, through_a_view])
+def test_forms(fn, dtype: torch.dtype) -> None:
+    args = tensors(dtype)
+    want = expected(fn, *args)
+    moved, gm, got = run(fn, *args)
+    assert moved == 1
+    assert "roll" not in listing(gm)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+class TestGraph(expecttest.TestCase):
+    def test_of_transformers(self) -> None:
+        _, gm, _ = run(transformers_own, *tensors())
+        self.assertExpectedInline(
+            listing(gm),
+            """\
+slide__default = slide_.default(l_cache_, l_new_)
+sum_1 = sum(l_cache_)
+return (sum_1)""",
+        )
+
+
+def another_slot(cache, new):
+    cache.copy_(roll(cache, new, index=(0,)))
+    return cache + 1
+
+
+def two_slots(cache, new):
+    cache.copy_(roll(cache, new, index=(-1, 0)))
+    return cache + 1
+
+
+def the_other_way(cache, new):
+    cache.copy_(roll(cache, new, shift=1))
+    return cache + 1
+
+
+def by_two(cache, new):
+    cache.copy_(roll(cache, new, shift=-2))
+    return cache + 1
+
+
+def along_heads(cache, new):
+    cache.copy_(roll(cache, new, dims=1))
+    return cache + 1
+
+
+def used_elsewhere(cache, new):
+    moved = roll(cache, new)
+    cache.copy_(moved)
+    return cache + moved
+
+
+def nothing_new(cache, new):
+    cache.copy_(cache.roll(-1, dims=-2))
+    return cache + new
+
+
+def written_between(cache, new):
+    moved = roll(cache, new)
+    cache.zero_()
+    cache.copy_(moved)
+    return cache + 1
+
+
+def new_written_since(cache, new):
+    new = new + 1
+    moved = roll(cache, new)
+    new.zero_()
+    cache.copy_(moved)
+    return cache + 1
+
+
+def new_is_in_the_cache(cache, new):
+    cache.copy_(roll(cache, cache[:, :, 3:4]))
+    return cache + new
+
+
+def new_is_broadcast(cache, new):
+    cache.copy_(roll(cache, new[:, :1]))
+    return cache + 1
+
+
+def into_another(cache, new):
+    other = cache * 2
+    other.copy_(roll(cache, new))
+    return other + cache
+
+
+def not_dense(cache, new):
+    cache = cache.transpose(0, 1)
+    cache.copy_(roll(cache, new.transpose(0, 1)))
+    return cache + 1
+
+
+NOT_MOVED = [
+    *(another_slot, two_slots, the_other_way, by_two, along_heads, used_elsewhere, nothing_new, written_between),
+    *(new_written_since, new_is_in_the_cache, new_is_broadcast, into_another, not_dense),
+]
+
+
+@pytest.mark.parametrize("fn", NOT_MOVED)
+def test_what_is_left(fn) -> None:
+    args = tensors()
+    want = expected(fn, *args)
+    moved, _, got = run(fn, *args)
+    assert moved == 0
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def step_of_mistral(device: str):
+    """A step of two layers whose windows of 16 slots are full, by backend: the logits and the cache afterwards."""
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=16,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model = MistralForCausalLM(config).to(device).eval()
+    tokens = torch.randint(64, (2, 20), device=device)
+
+    def run(backend: str):
+        cache = StaticCache(config, max_cache_len=64)
+        model(tokens, past_key_values=cache)
+        torch._dynamo.reset()
+        step = torch.compile(model, backend=backend, dynamic=False)
+        for token in range(3):
+            logits = step(tokens[:, token : token + 1], past_key_values=cache).logits
+        return logits, [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
+
+    return run
+
+
+def test_on_a_cpu_inductor_keeps_them() -> None:
+    with torch.no_grad(), tatten.recording() as report:
+        step_of_mistral("cpu")("tatten")
+    assert "in place" not in str(report)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_step_of_a_model_on_a_gpu() -> None:
+    run = step_of_mistral("cuda")
+    with torch.no_grad():
+        want = run("eager")
+        with tatten.recording() as report:
+            got = run("tatten")
+    assert "4 full caches of sliding windows are moved in place" in str(report)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (2, 3, 5, 7), (1, 8, 4096, 256), (8, 8, 4096, 256), (3, 5, 1000, 80), (64, 8, 128, 64)]
+)
+def test_the_op_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Many times over: what one thread writes, others have to have read."""
+    b, h, _, d = shape
+    cache = torch.randn(shape, device="cuda").to(dtype)
+    want = cache.clone().view(torch.uint8)
+    for _ in range(10):
+        new = torch.randn(b, 1, h, d, device="cuda").to(dtype).transpose(1, 2)
+        torch.ops.tatten.slide_(cache, new)
+        want = torch.cat((want[:, :, 1:], new.contiguous().view(torch.uint8)), 2)
+    assert torch.equal(cache.view(torch.uint8), want)
