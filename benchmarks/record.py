@@ -68,6 +68,12 @@ STEPS = {
             9.5,
             "generate.py --models llama gemma2 gpt_oss deepseek_v3 --batch 2 --modes default --rounds 1",
         ),
+        Step(
+            "generate_two_layers",
+            "generate.py --device cuda --models llama --layers 2 --batch 1 --modes reduce-overhead --rounds 8",
+            1,
+            "generate.py --models llama --layers 1 --batch 1 --modes default --rounds 1",
+        ),
         Step("shared_prefix", "shared_prefix.py --device cuda", 4, "shared_prefix.py --rows 16 17 --rounds 1"),
         Step("float8", "float8.py --device cuda", 2),
         Step("quantised", "quantised.py --device cuda --layers 16 --rounds 2", 6, "quantised.py --rounds 1"),
