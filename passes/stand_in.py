@@ -65,7 +65,7 @@ class StandIn:
 def insert_stand_in(found: WrittenOut, sinks: Factor | None, masks: Masks, *, fused: bool) -> StandIn:
     """Insert a call in the place of attention written out, which is `fused` if it is left as it is."""
     place, product = found.place, found.weights.product
-    own_dims = found.heads is not None and len(found.heads) == 3
+    own_dims = found.own_dims
     insert = Drafts(place, masks.drafts)
     with place.graph.inserting_before(place):
         factors = tuple(insert.views(x) for x in (found.query, found.key, found.value))
@@ -79,22 +79,22 @@ def insert_stand_in(found: WrittenOut, sinks: Factor | None, masks: Masks, *, fu
         factors[1],
         factors[2],
         scale=found.scores.scale,
-        enable_gqa=own_dims,
+        enable_gqa=own_dims is not None,
         softcap=found.scores.softcap,
         sinks=vector,
         form=found.form,
         log_sums=found.log_sums,
         path=found.path,
         fused=fused,
-        grouped=own_dims,
+        grouped=own_dims is not None,
     )
     mask, empty = _mask(found, call, masks)
     node.args = factors if mask is None else (*factors, mask)
     masks.drafts.append(node)
     out, replaced = node, []
     with place.graph.inserting_before(node.next):
-        if found.heads is not None and len(found.heads) == 3:
-            out = insert("unflatten", out, 1, found.heads[1:])
+        if own_dims is not None:
+            out = insert("unflatten", out, 1, own_dims[1:])
             out = out if _rank(product.node) == 5 else insert("squeeze", out, 0)
         elif _rank(product.node) == 3:
             out = insert("flatten", out, 0, 1)
@@ -118,7 +118,7 @@ def _result(found: WrittenOut) -> Tensor:
     if product.back is not None:
         order = product.back[1:]
         tensor = tensor.permute([order.index(d) for d in range(len(order))])
-    if found.heads is not None and len(found.heads) == 3:
+    if found.own_dims is not None:
         return (tensor if tensor.dim() == 5 else tensor.unsqueeze(0)).flatten(1, 2)
     return tensor.unflatten(0, _heads(found)) if tensor.dim() == 3 else tensor
 
@@ -177,8 +177,8 @@ def _like_scores(node: Node, found: WrittenOut) -> Factor:
     tensor = tensor_of(node)
     if tensor is not None and tensor.dim() == 0:
         return Factor(node, (("unsqueeze", 0),))
-    if found.heads is not None and tensor is not None and len(found.heads) == 3:
-        return Factor(node, _joined(tensor, found.heads))
+    if found.own_dims is not None and tensor is not None:
+        return Factor(node, _joined(tensor, found.own_dims))
     if found.heads is None or tensor is None or tensor.dim() != 3 or known_equal(tensor.shape[0], 1):
         return Factor(node)
     if known_equal(tensor.shape[0], found.heads[0] * found.heads[1]):

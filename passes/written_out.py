@@ -54,6 +54,11 @@ class WrittenOut:
     path: tuple[Node, ...]
 
     @property
+    def own_dims(self) -> Heads | None:
+        """`heads` where kv heads and the queries of each are dims of their own."""
+        return self.heads if self.heads is not None and len(self.heads) == 3 else None
+
+    @property
     def place(self) -> Node:
         """The first node that uses what attention computes, or the product with values."""
         return min([self.weights.product.node, *(user for node in self.log_sums for user in node.users)])
@@ -257,8 +262,7 @@ def _writer(found: WrittenOut) -> Node | None:
 def _sums(user: Node, node: Node, found: WrittenOut) -> bool:
     """Whether `user` is the logsumexp of what the softmax is taken of, which is the lse of attention."""
     tensor = tensor_of(node)
-    own_dims = found.heads is not None and len(found.heads) == 3
-    if op_name(user) != "logsumexp" or tensor is None or found.scores.sinks is not None or own_dims:
+    if op_name(user) != "logsumexp" or tensor is None or found.scores.sinks is not None or found.own_dims:
         return False
     as_softmax_gets_it = set()
     for x in found.scores.path:
