@@ -1,7 +1,7 @@
 """The ops `torch.ops.tatten.*`: schemas, shape functions, and the implementation for each device.
 
-All schemas but that of `slide_` are functional: no op mutates its inputs. Modules that need Triton are imported when
-they first run.
+All schemas but those of `slide_` and `slide_on_cpu_` are functional: no op mutates its inputs. Modules that need Triton
+are imported when they first run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tatten.ops.cpu import attention as cpu
 from tatten.ops.cpu.bifurcated import bifurcated_attention as bifurcated_on_cpu
 from tatten.ops.cpu.latent import latent_attention as latent_on_cpu
 from tatten.ops.cpu.rows import row_groups as row_groups_on_cpu
+from tatten.ops.cpu.slide import slide_on_cpu_
 from tatten.ops.cpu.without_autocast import without_autocast
 from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.cuda.latent import latent_attention as latent_on_cuda
-from tatten.ops.cuda.slide import slide_, slide_on_cpu
 from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
 from tatten.ops.kernel_signatures import Kernel, bifurcated_kernel, decode_kernel, latent_kernel
@@ -27,6 +27,7 @@ from tatten.ops.latent_validation import check_latent_no_grad
 from tatten.ops.masks import block_list, key_spans, mask_of_rows, mask_rows
 from tatten.ops.segment_validation import check_segments_no_grad
 from tatten.ops.sizes import ceil_div
+from tatten.ops.slide import slide_
 from tatten.ops.state_validation import check_state_pair
 from tatten.ops.states import State, accumulator_dtype
 from tatten.ops.validation import BLOCK_KEYS, check_decode_no_grad
@@ -235,4 +236,6 @@ for _name, _kernels in _KERNELS.items():
 
 # Inductor looks into a `triton_op`: it knows what is written, and that it needs no copy of it.
 torch.library.triton_op("tatten::slide_", slide_, mutates_args={"cache"})
-torch.library.register_kernel("tatten::slide_", "cpu", slide_on_cpu)
+_library.define("slide_on_cpu_(Tensor(a!) cache, Tensor new) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("slide_on_cpu_", slide_on_cpu_, "CPU")
+torch.library.register_fake("tatten::slide_on_cpu_", lambda cache, new: None, lib=_library)

@@ -75,18 +75,13 @@ def rewrite(
         else:
             findings.append(rewrite_call(bind_sdpa(node)))
     erase_unused(gm.graph, masks.drafts)
-    slides = [x for x in find_slides(gm.graph) if fuses and _on_cuda(x.cache)]
+    slides = find_slides(gm.graph) if fuses else []
     for slide in slides:
         apply_slide(slide)
     if slides or any(isinstance(finding, Rewritten) for finding in findings):
         gm.recompile()
     note = f"{len(slides)} full caches of sliding windows are moved in place" if slides else ""
     return GraphReport((*findings, *others, *nested), (time.perf_counter() - start) * 1e3, note)
-
-
-def _on_cuda(node: Node) -> bool:
-    tensor = tensor_of(node)
-    return tensor is not None and tensor.is_cuda
 
 
 def _find_nested(name: str, graph: Graph) -> list[Declined]:

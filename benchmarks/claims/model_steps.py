@@ -250,6 +250,14 @@ CLAIMS = [
         at_least=1.35,
     ),
     Claim(
+        "full sliding windows on a CPU",
+        "sliding_cpu",
+        12,
+        those(lambda r: r["bytes"] >= 8 << 20, least(lambda r: r["faster"])),
+        "at least 1.5 times as fast from 8 MiB on",
+        at_least=1.5,
+    ),
+    Claim(
         "latent attention on a CPU against Inductor",
         "latent_cpu",
         2,

@@ -148,6 +148,18 @@ TABLES = {
             "more than half": figure("over_share_us"),
         },
     ),
+    "sliding_cpu": Table(
+        "sliding_cpu",
+        {
+            "batch, kv heads, slots, head_dim": lambda r: ", ".join(map(str, r["shape"])),
+            "dtype": "dtype",
+            "MB": lambda r: number(r["bytes"] / 1e6),
+            "Inductor us": us("inductor"),
+            "tatten us": us("tatten"),
+            "byte floor us": figure("floor_us"),
+            "times as fast": figure("faster", 2),
+        },
+    ),
     "latent_cpu": Table(
         "latent_cpu",
         {

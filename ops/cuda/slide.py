@@ -1,8 +1,4 @@
-"""Moving the cache of a sliding window on by one slot, in place.
-
-A full `StaticSlidingWindowLayer` of transformers copies itself twice for each token, `roll` and `copy_`: four times its
-bytes, where attention reads them once. In place it is two.
-"""
+"""Moving the cache of a sliding window on by one slot, in place, on a GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +10,8 @@ from tatten.ops.sizes import ceil_div, power_of_2
 CHUNK_BYTES, WARPS = 32768, 8  # of a program
 
 
-def slide_(cache: Tensor, new: Tensor) -> None:
-    """Drop the first slot of each row of a cache and append a new one: `cache = cat((cache[:, :, 1:], new), 2)`.
-
-    Args:
-        cache: `[batch, heads, slots, head_dim]`, contiguous; it is written.
-        new: `[batch, heads, 1, head_dim]` in the dtype of `cache`, any strides, of other memory.
-    """
+def slide_on_cuda_(cache: Tensor, new: Tensor) -> None:
+    """Launch the kernel; see `tatten.ops.slide`."""
     from tatten.ops.cuda.kernels.slide import _slide_kernel
 
     batch, heads, slots, dim = cache.shape
@@ -44,8 +35,3 @@ def slide_(cache: Tensor, new: Tensor) -> None:
         BLOCK_D=block_d,
         num_warps=WARPS,
     )
-
-
-def slide_on_cpu(cache: Tensor, new: Tensor) -> None:
-    """Do the same in plain PyTorch."""
-    cache.copy_(torch.cat((cache[:, :, 1:], new), 2))

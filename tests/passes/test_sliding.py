@@ -10,9 +10,16 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, StaticCache
 
 import tatten
+from tatten.passes import sliding
 from tatten.passes.sliding import apply_slide, find_slides
 
 B, H, S, D = 2, 3, 8, 4
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sliding.LEAST_BYTES, "cpu", 1)
 
 
 def tensors(dtype=torch.float32, slots=S):
@@ -210,15 +217,9 @@ def step_of_mistral(device: str):
     return run
 
 
-def test_on_a_cpu_inductor_keeps_them() -> None:
-    with torch.no_grad(), tatten.recording() as report:
-        step_of_mistral("cpu")("tatten")
-    assert "in place" not in str(report)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_step_of_a_model_on_a_gpu() -> None:
-    run = step_of_mistral("cuda")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_a_step_of_a_model(device: str) -> None:
+    run = step_of_mistral(device)
     with torch.no_grad():
         want = run("eager")
         with tatten.recording() as report:
@@ -227,7 +228,15 @@ def test_a_step_of_a_model_on_a_gpu() -> None:
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_small_caches_stay_inductors_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with torch.no_grad(), tatten.recording() as report:
+        step_of_mistral("cpu")("tatten")
+    assert report.rewritten
+    assert "in place" not in str(report)
+
+
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64])
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1, 1), (2, 3, 5, 7), (1, 8, 4096, 256), (8, 8, 4096, 256), (3, 5, 1000, 80), (64, 8, 128, 64)]

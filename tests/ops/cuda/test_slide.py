@@ -10,6 +10,7 @@ import pytest
 import torch
 from compiled import compile_in_subprocess
 
+from tatten.ops.cpu import slide as slide_on_cpu
 from tatten.ops.cuda import slide
 
 SCRIPT = """
@@ -21,9 +22,10 @@ kernel, launches = kernels._slide_kernel, []
 kernels._slide_kernel = Recorder(kernel, launches)
 torch.library.wrap_triton = lambda x: x
 for shape, dtype in json.loads(sys.argv[1]):
-    b, h, _, d = shape
+    b, h, s, d = shape
     dtype = getattr(torch, dtype)
-    slide.slide_(torch.empty(shape, device="meta", dtype=dtype), torch.empty(b, h, 1, d, device="meta", dtype=dtype))
+    cache, new = (torch.empty(b, h, n, d, device="meta", dtype=dtype) for n in (s, 1))
+    slide.slide_on_cuda_(cache, new)
 print(json.dumps([compile_launch(*x) for x in launches]))
 """
 
@@ -36,11 +38,12 @@ def test_holds_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shape: tuple[int, ...], chunk_bytes: int
 ) -> None:
     monkeypatch.setattr(slide, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(slide_on_cpu, "BLOCK_BYTES", chunk_bytes)
     b, h, _, d = shape
     cache = (torch.randn(shape) * 50).to(dtype)
     new = (torch.randn(b, 1, h, d) * 50).to(dtype).transpose(1, 2)
     on_cpu, want = cache.clone(), torch.cat((cache[:, :, 1:], new), 2)
-    slide.slide_(cache, new)
+    slide.slide_on_cuda_(cache, new)
     torch.ops.tatten.slide_(on_cpu, new)
     assert torch.equal(cache, want)
     assert torch.equal(on_cpu, want)

@@ -1,0 +1,25 @@
+"""Moving the cache of a sliding window on by one slot, in place.
+
+A full `StaticSlidingWindowLayer` of transformers copies itself twice for each token, `roll` and `copy_`: four times its
+bytes, where attention reads them once. In place it is two.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tatten.ops.cuda.slide import slide_on_cuda_
+
+
+def slide_(cache: Tensor, new: Tensor) -> None:
+    """Drop the first slot of each row of a cache and append a new one: `cache = cat((cache[:, :, 1:], new), 2)`.
+
+    Args:
+        cache: `[batch, heads, slots, head_dim]`, contiguous; it is written.
+        new: `[batch, heads, 1, head_dim]` in the dtype of `cache`, any strides, of other memory.
+    """
+    if cache.device.type == "cpu":
+        torch.ops.tatten.slide_on_cpu_.default(cache, new)
+    else:
+        slide_on_cuda_(cache, new)
