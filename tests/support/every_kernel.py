@@ -88,11 +88,19 @@ def attend_latents(heads: int, keys: str) -> None:
     tatten.latent_attention(*given, attn_mask=mask, kv_lens=kv_lens, scale=0.05)
 
 
+def slide(slots: int, dim: int) -> None:
+    cache, new = (torch.randn(2, 3, n, dim, device="cuda").bfloat16() for n in (slots, 1))
+    want = torch.cat((cache[:, :, 1:], new), 2)
+    torch.ops.tatten.slide_(cache, new)
+    assert torch.equal(cache, want)
+
+
 def main() -> None:
     decode.LEAST_BYTES = 0
     first, step = (int(x) for x in sys.argv[1:3]) if len(sys.argv) > 2 else (0, 1)
     variants: list[Any] = [(attend, *variant) for group in compile_tests().GROUPS.values() for variant in group]
     variants += [(attend_latents, (heads, keys), {}) for heads in (16, 128) for keys in ("all", "lengths", "mask")]
+    variants += [(slide, shape, {}) for shape in ((KV_LEN, 80), (2000, 128))]
     variants = variants[first::step]
     for launch, shape, options in variants:
         launch(*shape, **options)
