@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes, written_between
 from tatten.passes.products import CASTS
 from tatten.passes.symbolic import value_of
+
+TIMES = {"mul", "imul", "multiply", "div", "truediv", "itruediv", "divide", "true_divide"}
 
 
 def number_of(x: Any, reader: Node) -> float | None:
@@ -33,9 +36,30 @@ def number_of(x: Any, reader: Node) -> float | None:
         number = 0.0
     elif name in CASTS and x.args:
         number = number_of(x.args[0], x)
-    return None if number is None else rounded(number, value.dtype)
+    return None if number is None or not _holds(value.dtype, number) else rounded(number, value.dtype)
+
+
+def _holds(dtype: torch.dtype, number: float) -> bool:
+    """Whether it is defined what a tensor of this dtype holds for a number."""
+    if dtype.is_floating_point or dtype == torch.bool:
+        return True
+    return not dtype.is_complex and torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
     """The number that a tensor of this dtype holds for it; infinite where it is too large."""
     return float(torch.tensor(number, dtype=dtype).item())
+
+
+def factor_of(node: Node) -> tuple[Node, float] | None:
+    """What a node multiplies by a number and the number, or divides by one; None if it does something else."""
+    a, b = argument(node, 0, "input"), argument(node, 1, "other")
+    name = op_name(node).removesuffix("_")
+    if name not in TIMES or node.kwargs.get("rounding_mode") is not None:
+        return None
+    divides, source, number = "div" in name, a, number_of(b, node)
+    if number is None and not divides:
+        source, number = b, number_of(a, node)
+    if not isinstance(source, Node) or number is None or not math.isfinite(number) or number == 0:
+        return None
+    return source, 1 / number if divides else number

@@ -1,4 +1,4 @@
-"""Queries as they were before a program multiplied them by a number, or merged their heads with the batch.
+"""Queries as they were before a program multiplied them by a number, merged their heads with the batch, or copied them.
 
 The op multiplies scores by a number anyway, in the dtype of sums. In the program the product is a rounding more, and
 where nothing is fused with it a kernel of each layer, as in Whisper and BART. Heads that were merged with the batch
@@ -8,23 +8,25 @@ are a copy where the queries are a part of a larger tensor.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
 
-from tatten.passes.calls import argument, op_name
-from tatten.passes.literals import number_of
+from tatten.ops.storage import all_of
+from tatten.passes.calls import op_name
+from tatten.passes.literals import TIMES, factor_of
 from tatten.passes.metadata import reads_values
 from tatten.passes.mutation import writes, written_between
 from tatten.passes.products import COPIES
+from tatten.passes.replace import erase_unused_of
 from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of
-from tatten.passes.views import REORDERS, RESHAPES
+from tatten.passes.views import REORDERS, RESHAPES, source_of
 
-SCALE = 5  # the position of `scale` in the schemas of `decode_attention` and `bifurcated_attention`
-LEAST, LARGEST = 1e-30, 1e30  # kernels get the scale in float32
-PRODUCTS = {"mul", "multiply", "div", "truediv", "divide", "true_divide"}
+# Of the number: scores before they are multiplied should not leave float32 where the program's would not.
+LEAST, LARGEST = 2.0**-20, 2.0**20
 
 
 @dataclass(frozen=True)
@@ -44,79 +46,133 @@ class ScaledQuery:
     factor: float
     scale: float
 
+    @property
+    def note(self) -> str:
+        """A line for the report."""
+        return f"scale {self.scale:g}, with the {self.factor:g} that multiplied the queries"
+
+
+@dataclass(frozen=True)
+class CopiedQuery:
+    """Queries that were only reshaped and copied.
+
+    Attributes:
+        source: a tensor of their shape that they were made of.
+        path: the nodes between, the last one first.
+    """
+
+    source: Node
+    path: tuple[Node, ...]
+
 
 def find_scaled_query(op: Node) -> ScaledQuery | None:
     """Find what an op's queries were multiplied by. Changes nothing."""
-    reader, node = op, op.args[0]
-    while isinstance(node, Node) and [x for x in node.users if reads_values(x, node)] == [reader] and not writes(node):
-        if op_name(node) in PRODUCTS:
+    for reader, node in _behind(op):
+        if op_name(node) in TIMES:
             return _scaled(op, reader, node)
-        if op_name(node) not in RESHAPES | REORDERS | COPIES:
-            return None
-        reader, node = node, node.args[0]
     return None
 
 
+def find_copied_query(op: Node) -> CopiedQuery | None:
+    """Find the first tensor of the shape of an op's queries that they were only reshaped and copied from."""
+    query, path, found = tensor_of(op.args[0]), list[Node](), None
+    for _, node in _behind(op):
+        source = source_of(node) if op_name(node) in RESHAPES | COPIES else None
+        tensor = tensor_of(source)
+        if source is None or tensor is None or query is None or not _alike(tensor, query):
+            break
+        if written_between([tensor], node, op) is not None:
+            break
+        path.append(node)
+        if known_shape(tensor.shape, query.shape):
+            found = CopiedQuery(source, tuple(path))
+    return found
+
+
+def _behind(op: Node) -> Iterator[tuple[Node, Node]]:
+    """Yield what reads and what is read: an op's queries, and back through views and copies that nothing else reads.
+
+    So nothing else writes to them either.
+    """
+    reader, node, query = op, source_of(op), tensor_of(op.args[0])
+    while node is not None and query is not None and _reads_alone(reader, node) and not writes(node):
+        tensor = tensor_of(node)
+        if tensor is None or not _alike(tensor, query):
+            return
+        yield reader, node
+        if op_name(node) not in RESHAPES | REORDERS | COPIES:
+            return
+        reader, node = node, source_of(node)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return (a.dtype, a.device, a.requires_grad) == (b.dtype, b.device, b.requires_grad)
+
+
+def _reads_alone(reader: Node, node: Node) -> bool:
+    """Whether `reader` is all that reads values of a node, and reads it once."""
+    arguments = all_of(Node, [reader.args, list(reader.kwargs.values())])
+    return [x for x in node.users if reads_values(x, node)] == [reader] and sum(x is node for x in arguments) == 1
+
+
 def _scaled(op: Node, reader: Node, product: Node) -> ScaledQuery | None:
-    a, b = argument(product, 0, "input"), argument(product, 1, "other")
-    divides = "div" in op_name(product)
-    source, number = (b, a) if number_of(b, product) is None and not divides else (a, b)
-    factor, scale = number_of(number, product), _scale(op)
+    found, scale = factor_of(product), _scale_of(op)
+    if found is None or scale is None:
+        return None
+    source, factor = found
     before, after = tensor_of(source), tensor_of(product)
-    if factor is None or not 0 < factor < math.inf or product.kwargs.get("rounding_mode") is not None or scale is None:
+    if before is None or after is None or not _alike(before, after) or not _same_strides(before, after):
         return None
-    # With the same strides the views between give the same, be they copies or not.
-    if before is None or after is None or before.dtype != after.dtype or not _same_strides(before, after):
-        return None
-    factor = 1 / factor if divides else factor
-    if not LEAST <= scale * factor <= LARGEST or written_between([before], product, op) is not None:
+    if not LEAST <= factor <= LARGEST or written_between([before], product, op) is not None:
         return None
     return ScaledQuery(product, source, reader, factor, scale * factor)
 
 
 def _same_strides(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have one shape, and equal strides where a stride has a meaning."""
+    """Whether two tensors have one shape, and equal strides in dims of more than one element.
+
+    Then views and copies of the one are laid out as those of the other.
+    """
     if not known_shape(a.shape, b.shape):
         return False
     each = zip(a.shape, a.stride(), b.stride(), strict=True)
     return all(known_equal(size, 1) or known_equal(one, other) for size, one, other in each)
 
 
-def _scale(op: Node) -> float | None:
+def _scale_of(op: Node) -> float | None:
     """The scale of an op as a number; None where it isn't one."""
-    scale: Any = op.args[SCALE]
+    scale: Any = op.args[_scale_position(op)]
     if scale is not None:
-        return scale if isinstance(scale, float) else None
+        return scale if isinstance(scale, float) and 0 < scale < math.inf else None
     query = tensor_of(op.args[0])
     head_dim = None if query is None else constant(query.shape[3])
     return head_dim**-0.5 if head_dim else None
 
 
-def find_unmerged_query(op: Node) -> Node | None:
-    """Find the first tensor of the shape of an op's queries that they were only reshaped and copied from."""
-    node: Any = op.args[0]
-    want, found = tensor_of(node), None
-    while want is not None and op_name(node) in RESHAPES | COPIES and not writes(node):
-        reader, node = node, node.args[0]
-        tensor = tensor_of(node)
-        if tensor is None or tensor.dtype != want.dtype or written_between([tensor], reader, op) is not None:
-            break
-        found = node if known_shape(tensor.shape, want.shape) else found
-    return found
+def _scale_position(op: Node) -> int:
+    schema: Any = op.target
+    return [x.name for x in schema._schema.arguments].index("scale")
+
+
+def apply_scaled_query(op: Node, found: ScaledQuery) -> None:
+    """Let an op multiply by what the program did."""
+    found.reader.replace_input_with(found.product, found.source)
+    op.update_arg(_scale_position(op), found.scale)
+    erase_unused_of([found.product])
+
+
+def apply_copied_query(op: Node, found: CopiedQuery) -> None:
+    """Let an op read its queries where they were."""
+    op.update_arg(0, found.source)
+    erase_unused_of(found.path)
 
 
 def restore_query(op: Node) -> str:
-    """Let an op read its queries as they were, and multiply them itself. Returns a note for the report."""
+    """Let an op read its queries as they were. Returns a note for the report."""
     scaled = find_scaled_query(op)
     if scaled is not None:
-        scaled.reader.replace_input_with(scaled.product, scaled.source)
-        op.update_arg(SCALE, scaled.scale)
-        if not scaled.product.users:
-            scaled.product.graph.erase_node(scaled.product)
-    unmerged, node = find_unmerged_query(op), op.args[0]
-    if unmerged is not None:
-        op.update_arg(0, unmerged)
-    while isinstance(node, Node) and unmerged is not None and not node.users:
-        unused, node = node, node.args[0]
-        unused.graph.erase_node(unused)
-    return "" if scaled is None else f"scale {scaled.scale:g}, with the {scaled.factor:g} that multiplied the queries"
+        apply_scaled_query(op, scaled)
+    copied = find_copied_query(op)
+    if copied is not None:
+        apply_copied_query(op, copied)
+    return "" if scaled is None else scaled.note

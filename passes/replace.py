@@ -63,9 +63,14 @@ def replace_call(call: SdpaCall, out: Node, orphans: Iterable[Node]) -> None:
     """
     call.node.replace_all_uses_with(out)
     call.node.graph.erase_node(call.node)
-    for orphan in sorted({*orphans, *call.path}, reverse=True):
-        if not orphan.users:
-            orphan.graph.erase_node(orphan)
+    erase_unused_of({*orphans, *call.path})
+
+
+def erase_unused_of(nodes: Iterable[Node]) -> None:
+    """Erase those nodes that have no users, or none but others of them."""
+    for node in sorted(nodes, reverse=True):
+        if not node.users:
+            node.graph.erase_node(node)
 
 
 class Inserter:

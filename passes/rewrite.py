@@ -75,7 +75,7 @@ def rewrite(
         else:
             findings.append(rewrite_call(bind_sdpa(node)))
     erase_unused(gm.graph, masks.drafts)
-    slides = find_slides(gm.graph) if fuses else []
+    slides = find_slides(gm.graph, moving) if fuses else []
     for slide in slides:
         apply_slide(slide)
     if slides or any(isinstance(finding, Rewritten) for finding in findings):

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
-from tatten.passes.literals import number_of, rounded
+from tatten.passes.literals import TIMES, factor_of, number_of, rounded
 from tatten.passes.metadata import depends, reads_values
 from tatten.passes.mutation import writes, written_arguments
 from tatten.passes.no_effect import inactive_dropout, keeps_rows, subtracts_maximum
@@ -27,7 +27,6 @@ from tatten.passes.views import CATS, RESHAPES
 ABSORBS = -1e30
 
 ADDS = {"add": 1, "iadd": 1, "sub": -1, "isub": -1}
-TIMES = {"mul", "imul", "multiply", "div", "truediv", "itruediv", "divide", "true_divide"}
 FILLS = {"where", "masked_fill"}
 BOUNDS = {"max", "maximum", "clamp", "clamp_min"}
 
@@ -186,14 +185,12 @@ def _add(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
 
 
 def _times(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
-    a, b = argument(node, 0, "input"), argument(node, 1, "other")
-    divides = "div" in name
-    factor = number_of(a if b is source else b, node)
-    if factor is None or not math.isfinite(factor) or factor == 0 or (divides and b is source):
-        return Decline(Reason.RELATIVE, f"`{node}` multiplies scores by something else than a number")
+    found = factor_of(node)
     if node.kwargs.get("rounding_mode") is not None:
         return _unknown(node)
-    factor = 1 / factor if divides else factor
+    if found is None or found[0] is not source:
+        return Decline(Reason.RELATIVE, f"`{node}` multiplies scores by something else than a number")
+    _, factor = found
     walk.scale *= factor
     if walk.outer is None:
         walk.steps.append(Step("times", factor, _dtype(node)))

@@ -11,7 +11,9 @@ Compiled that is two kernels, and four times the bytes of the cache, where atten
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +22,14 @@ from torch.fx import Graph, Node
 from tatten.ops.layout import LENGTH
 from tatten.ops.storage import same_storage
 from tatten.passes.calls import argument, op_name
-from tatten.passes.mutation import written_between
+from tatten.passes.mutation import mover_of, written_between
+from tatten.passes.replace import erase_unused_of
 from tatten.passes.symbolic import constant, tensor_of
+from tatten.passes.views import source_of
 
 # On a CPU a call of the op takes about 15 us more than generated code, which small caches don't save: with 2 MB it was
 # slower than Inductor's code, from 8 MB on it takes 0.19 to 0.66 of the time (2 cores, `benchmarks/sliding.py`).
-LEAST_BYTES = {"cuda": 1, "cpu": 1 << 23}
+LEAST_BYTES = {"cuda": 1, "cpu": 1 << 23}  # on a GPU it always pays
 
 
 @dataclass(frozen=True)
@@ -33,19 +37,26 @@ class Slide:
     """A cache that is rolled by one slot, of which the last is replaced.
 
     Attributes:
-        cache: `[batch, heads, slots, head_dim]`.
-        new: `[batch, heads, 1, head_dim]`.
-        nodes: what does it, the last one first.
+        rolled: `cache.roll(-1, dims=-2)` of a cache `[batch, heads, slots, head_dim]`.
+        index, put: the index of the last slot, and what writes the new one there, `[batch, heads, 1, head_dim]`.
+        copy: what copies all of it back to the cache.
     """
 
-    cache: Node
-    new: Node
-    nodes: tuple[Node, ...]
+    rolled: Node
+    index: Node
+    put: Node
+    copy: Node
 
 
-def find_slides(graph: Graph) -> list[Slide]:
-    """Find the caches that a graph rolls, and that are large enough. Changes nothing."""
-    return [found for node in graph.nodes if op_name(node) == "copy_" and (found := _slide(node)) is not None]
+def find_slides(graph: Graph, moving: Sequence[Node] = ()) -> list[Slide]:
+    """Find the caches that a graph rolls, and that are large enough. Changes nothing.
+
+    Args:
+        graph: a graph of Dynamo's.
+        moving: what `tatten.passes.mutation.movers` found in it.
+    """
+    found = [_slide(node) for node in graph.nodes if op_name(node) == "copy_" and mover_of(node, moving) is None]
+    return [x for x in found if x is not None]
 
 
 def _slide(copy: Node) -> Slide | None:
@@ -55,37 +66,37 @@ def _slide(copy: Node) -> Slide | None:
     if not isinstance(cache, Node) or not isinstance(rolled, Node) or not _rolls(rolled, cache):
         return None
     puts = [user for user in rolled.users if user is not copy]
-    written = _written_last(puts[0], rolled) if len(puts) == 1 and rolled < puts[0] < copy else None
-    if written is None:
+    index = _last_of(puts[0], rolled) if len(puts) == 1 and rolled < puts[0] < copy else None
+    if index is None:
         return None
-    new, index = written
-    at, of = tensor_of(cache), tensor_of(new)
+    (put,) = puts
+    at, of = tensor_of(cache), tensor_of(put.args[2])
     if at is None or of is None or not _movable(at, of):
         return None
-    if written_between([at], rolled, copy) is not None or written_between([of], puts[0], copy) is not None:
+    if written_between([at], rolled, copy) is not None or written_between([of], put, copy) is not None:
         return None
-    return Slide(cache, new, (copy, *puts, *([index] if len(index.users) == 1 else []), rolled))
+    return Slide(rolled, index, put, copy)
 
 
 def _rolls(node: Node, cache: Node) -> bool:
     """Whether a node is `cache.roll(-1, dims=-2)`."""
     given = argument(node, 1, "shifts"), argument(node, 2, "dims")
     shift, dim = (x[0] if isinstance(x, (list, tuple)) and len(x) == 1 else x for x in given)
-    return op_name(node) == "roll" and node.args[0] is cache and shift == -1 and dim in (LENGTH, LENGTH - 4)
+    return op_name(node) == "roll" and source_of(node) is cache and shift == -1 and dim in (LENGTH, LENGTH - 4)
 
 
-def _written_last(node: Node, rolled: Node) -> tuple[Node, Node] | None:
-    """What a node writes to the last slots of `rolled`, and the index of these; None if that isn't all it does."""
-    if op_name(node) != "setitem" or node.args[0] is not rolled:
+def _last_of(put: Node, rolled: Node) -> Node | None:
+    """The index of a node that writes to the last slots of `rolled`; None if that isn't what it does."""
+    if op_name(put) != "setitem" or put.args[0] is not rolled:
         return None
-    at, new = node.args[1:]
-    if not isinstance(new, Node) or not isinstance(at, tuple) or len(at) != 3 or at[:2] != (slice(None), slice(None)):
+    at = put.args[1]
+    if not isinstance(at, tuple) or len(at) != 3 or at[:2] != (slice(None), slice(None)):
         return None
     index = at[2]
-    if not isinstance(index, Node) or op_name(index) != "tensor" or index.args[0] not in ([-1], (-1,)):
+    if not isinstance(index, Node) or op_name(index) != "tensor" or argument(index, 0, "data") not in ([-1], (-1,)):
         return None
     value = tensor_of(index)
-    return None if value is None or written_between([value], index, node) is not None else (new, index)
+    return None if value is None or written_between([value], index, put) is not None else index
 
 
 def _movable(cache: Tensor, new: Tensor) -> bool:
@@ -106,10 +117,12 @@ def _movable(cache: Tensor, new: Tensor) -> bool:
 
 def apply_slide(found: Slide) -> None:
     """Move the cache in place."""
-    copy = found.nodes[0]
+    copy, put = found.copy, found.put
+    cache: Any = copy.args[0]
     with copy.graph.inserting_before(copy):
-        op = copy.graph.call_function(torch.ops.tatten.slide_.default, (found.cache, found.new))
+        op = copy.graph.call_function(torch.ops.tatten.slide_.default, (cache, put.args[2]))
     op.meta.update({k: v for k, v in copy.meta.items() if k != "example_value"})
-    copy.replace_all_uses_with(found.cache)
-    for node in found.nodes:
+    copy.replace_all_uses_with(cache)
+    for node in (copy, put):
         node.graph.erase_node(node)
+    erase_unused_of([found.index, found.rolled])

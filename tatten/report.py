@@ -80,6 +80,8 @@ class Report:
                 lines.append(f"graph {i}: {_rewritten(graph.findings)} in {graph.milliseconds:.1f} ms")
                 lines += [f"  note: {graph.note}"] if graph.note else []
                 lines += (f"  {line}" for group in _groups(graph) for line in _describe(group))
+            elif graph.note:
+                lines += [f"graph {i}: no attention", f"  note: {graph.note}"]
             else:
                 empty.append(i)
         if empty:

@@ -6,7 +6,7 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import listing
+from graphs import capture, listing
 from torch._ops import OpOverload
 
 from tatten.passes import Rewritten, rewrite
@@ -70,6 +70,9 @@ FORMS = {
     "before_a_copy": lambda x, k, v, m: attend(heads(x * 0.25).contiguous(), k, v, m),
     "of_a_literal": lambda x, k, v, m: attend(heads(x) * torch.tensor(0.25, dtype=x.dtype), k, v, m),
     "written_out": bart,
+    "by_keyword": lambda x, k, v, m: attend(
+        torch.transpose(input=(x * 0.25).view(B, -1, H, D), dim0=1, dim1=2), k, v, m
+    ),
 }
 
 
@@ -165,6 +168,9 @@ NOT_TAKEN = {
     "rounded_down": lambda x, k, v, m: attend(torch.div(heads(x), 4, rounding_mode="floor"), k, v, m),
     "rounded_after": lambda x, k, v, m: attend((heads(x) * 0.25).float().double(), k, v, m),
     "a_number_divided": lambda x, k, v, m: attend(0.25 / heads(x), k, v, m),
+    "very_small": lambda x, k, v, m: attend(heads(x) * 1e-7, k, v, m),
+    "beyond_the_dtype": lambda x, k, v, m: attend(heads(x) * torch.tensor(300).to(torch.uint8), k, v, m),
+    "infinite_as_an_integer": lambda x, k, v, m: attend(heads(x) * torch.tensor(float("inf")).to(torch.int64), k, v, m),
     "other_strides": lambda x, k, v, m: attend(x[:, :, :D].view(B, 1, 1, D).expand(B, H, 1, D) * 0.25, k, v, m),
 }
 
@@ -177,6 +183,76 @@ def test_what_is_left_in_the_program(form: str) -> None:
     assert op.args[5] == (1e-20 if form == "out_of_range" else 1.0)
     assert "multiplied" not in finding.note
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def of_the_key_too(x, k, v, m):
+    q = heads(x) * 0.25
+    return F.scaled_dot_product_attention(q, q, q[..., :5], scale=1.0)
+
+
+def of_the_value_too(x, k, v, m):
+    q = (x * 0.25).view(B, -1, H, D).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q + 1, q, scale=1.0)
+
+
+@pytest.mark.parametrize("fn", [of_the_key_too, of_the_value_too])
+def test_queries_that_are_keys_or_values_keep_the_number(fn) -> None:
+    x, *rest = tensors(q_len=3)
+    gm = capture(fn, x, *rest)
+    rewrite(gm)
+    torch.testing.assert_close(gm(x)[0], fn(x, *rest), rtol=1e-12, atol=1e-12)
+
+
+def test_bits_that_are_read_in_another_dtype_are_not_multiplied() -> None:
+    x, k, v, m = tensors(torch.bfloat16)
+    args = x, k.half(), v.half(), m
+
+    def fn(x, k, v, m):
+        return attend((heads(x) * 0.25).view(torch.float16), k, v, m)
+
+    _, op, _, out = run(fn, *args)
+    assert op.args[5] == 1.0
+    torch.testing.assert_close(out, fn(*args), rtol=1e-2, atol=1e-2)
+
+
+def part_of_a_copy(x, k, v, m):
+    q = heads(x).clone()
+    q[..., :8] = 0
+    return attend(q, k, v, m)
+
+
+def through_an_alias(x, k, v, m):
+    q = heads(x).clone()
+    other = q.view(B * H, 1, D)
+    q.mul_(2)
+    return attend(other.view(B, H, 1, D), k, v, m)
+
+
+def copied_by_keyword(x, k, v, m):
+    return attend(torch.clone(input=heads(x)), k, v, m)
+
+
+@pytest.mark.parametrize("fn", [part_of_a_copy, through_an_alias, copied_by_keyword])
+def test_copies(fn) -> None:
+    args = tensors()
+    _, _, _, out = run(fn, *args)
+    torch.testing.assert_close(out, fn(*args), rtol=1e-12, atol=1e-12)
+
+
+def test_queries_without_gradients_stay_so() -> None:
+    """A parameter requires them where its product under no_grad doesn't."""
+    x, k, v, m = tensors()
+    parameter = heads(x).clone().requires_grad_()
+
+    def fn(p, k, v, m):
+        with torch.no_grad():
+            q = p * 0.25
+        return attend(q, k, v, m)
+
+    gm = capture(fn, parameter, k, v, m, grad=True)
+    (finding,) = rewrite(gm).findings
+    assert isinstance(finding, Rewritten), finding
+    torch.testing.assert_close(gm(parameter, k, v, m)[0], fn(parameter, k, v, m), rtol=1e-12, atol=1e-12)
 
 
 def test_a_product_whose_shape_alone_is_read_goes() -> None:

@@ -11,6 +11,7 @@ from transformers import MistralConfig, MistralForCausalLM, StaticCache
 
 import tatten
 from tatten.passes import sliding
+from tatten.passes.mutation import movers
 from tatten.passes.sliding import apply_slide, find_slides
 
 B, H, S, D = 2, 3, 8, 4
@@ -47,6 +48,13 @@ def a_positive_dim(cache, new):
     return cache + 1
 
 
+def by_keyword(cache, new):
+    moved = torch.roll(input=cache, shifts=-1, dims=-2)
+    moved[:, :, torch.tensor(data=[-1])] = new
+    cache.copy_(moved)
+    return cache + 1
+
+
 def read_before(cache, new):
     """What reads the cache before it is written gets what was there."""
     moved = roll(cache, new)
@@ -61,10 +69,13 @@ def through_a_view(cache, new):
     return view + 1
 
 
+FORMS = [transformers_own, what_it_returns, a_positive_dim, by_keyword, read_before, through_a_view]
+
+
 def run(fn, cache: Tensor, new: Tensor):
     """The number of caches that are moved in place, the graph, and what it returns and writes."""
     gm = capture(fn, cache.clone(), new)
-    found = find_slides(gm.graph)
+    found = find_slides(gm.graph, movers(gm.graph))
     for slide in found:
         apply_slide(slide)
     gm.recompile()
@@ -79,13 +90,28 @@ def expected(fn, cache: Tensor, new: Tensor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fn", [transformers_own, what_it_returns, a_positive_dim, read_before, through_a_view])
+@pytest.mark.parametrize("fn", FORMS)
 def test_forms(fn, dtype: torch.dtype) -> None:
     args = tensors(dtype)
     want = expected(fn, *args)
     moved, gm, got = run(fn, *args)
     assert moved == 1
     assert "roll" not in listing(gm)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def twice(cache, new):
+    """The second time through what `copy_` returned."""
+    moved = cache.copy_(roll(cache, new))
+    moved.copy_(roll(moved, new * 2))
+    return moved + 1
+
+
+def test_twice() -> None:
+    args = tensors()
+    want = expected(twice, *args)
+    moved, _, got = run(twice, *args)
+    assert moved == 2
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
@@ -174,9 +200,19 @@ def not_dense(cache, new):
     return cache + 1
 
 
+def turned_in_place(cache, new):
+    """It is not dense where it is rolled, but in the end, which fake tensors show."""
+    cache = cache[:, :, :3].clone()
+    cache.transpose_(1, 2)
+    cache.copy_(roll(cache, new))
+    got = cache + 1
+    cache.transpose_(1, 2)
+    return got
+
+
 NOT_MOVED = [
     *(another_slot, two_slots, the_other_way, by_two, along_heads, used_elsewhere, nothing_new, written_between),
-    *(new_written_since, new_is_in_the_cache, new_is_broadcast, into_another, not_dense),
+    *(new_written_since, new_is_in_the_cache, new_is_broadcast, into_another, not_dense, turned_in_place),
 ]
 
 
