@@ -18,8 +18,27 @@ def slide_(cache: Tensor, new: Tensor) -> None:
     Args:
         cache: `[batch, heads, slots, head_dim]`, contiguous; it is written.
         new: `[batch, heads, 1, head_dim]` in the dtype of `cache`, any strides, of other memory.
+
+    Raises:
+        ValueError: an argument has another shape or layout, or the two differ in dtype or device.
     """
+    _check(cache, new)
     if cache.device.type == "cpu":
         torch.ops.tatten.slide_on_cpu_.default(cache, new)
     else:
         slide_on_cuda_(cache, new)
+
+
+def _check(cache: Tensor, new: Tensor) -> None:
+    if cache.dim() != 4 or not cache.is_contiguous():
+        raise ValueError(
+            "`cache` must be [batch, heads, slots, head_dim] and contiguous, got shape "
+            f"{tuple(cache.shape)} and strides {cache.stride()}"
+        )
+    batch, heads, _, head_dim = cache.shape
+    if tuple(new.shape) != (batch, heads, 1, head_dim):
+        raise ValueError(f"`new` must be {(batch, heads, 1, head_dim)} as `cache` is, got shape {tuple(new.shape)}")
+    if (new.dtype, new.device) != (cache.dtype, cache.device):
+        raise ValueError(
+            f"`new` must be {cache.dtype} on {cache.device} as `cache` is, got {new.dtype} on {new.device}"
+        )

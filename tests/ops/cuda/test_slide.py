@@ -61,3 +61,21 @@ def test_all_have_read_before_any_writes() -> None:
         ]
         assert all(width for kind, width in order if kind == "st.global"), order
         assert built["stack"] == 0
+
+
+@pytest.mark.parametrize(
+    "cache, new, message",
+    [
+        (
+            torch.zeros(2, 3, 4),
+            torch.zeros(2, 3, 1),
+            r"`cache` must be \[batch, heads, slots, head_dim\].* \(2, 3, 4\)",
+        ),
+        (torch.zeros(2, 3, 4, 5).mT, torch.zeros(2, 3, 1, 4), r"`cache` must be .* contiguous, got .*strides"),
+        (torch.zeros(2, 3, 4, 5), torch.zeros(2, 1, 1, 5), r"`new` must be \(2, 3, 1, 5\).*\(2, 1, 1, 5\)"),
+        (torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 1, 5).half(), "`new` must be torch.float32 on cpu.* torch.float16"),
+    ],
+)
+def test_bad_input(cache: torch.Tensor, new: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        torch.ops.tatten.slide_(cache, new)
