@@ -84,7 +84,7 @@ def find_copied_query(op: Node) -> CopiedQuery | None:
         if written_between([tensor], node, op) is not None:
             break
         path.append(node)
-        if known_shape(tensor.shape, query.shape):
+        if known_shape(tensor.shape, query.shape) and known_equal(tensor.stride(3), 1):  # as some kernels need it
             found = CopiedQuery(source, tuple(path))
     return found
 

@@ -239,6 +239,19 @@ def test_copies(fn) -> None:
     torch.testing.assert_close(out, fn(*args), rtol=1e-12, atol=1e-12)
 
 
+def test_a_copy_that_makes_elements_neighbours_stays() -> None:
+    def fn(x, k, v, m):
+        return attend(x.contiguous(), k, v, m)
+
+    _, k, v, m = tensors()
+    neighbours = torch.randn(B, 2, H, D, dtype=torch.float64).transpose(1, 2)
+    apart = torch.randn(B, H, D, 2, dtype=torch.float64).mT
+    for x, copied in ((neighbours, False), (apart, True)):
+        _, op, _, out = run(fn, x, k, v, m)
+        assert (op_name(op.args[0]) == "contiguous") is copied
+        torch.testing.assert_close(out, fn(x, k, v, m), rtol=1e-12, atol=1e-12)
+
+
 def test_queries_without_gradients_stay_so() -> None:
     """A parameter requires them where its product under no_grad doesn't."""
     x, k, v, m = tensors()
