@@ -1,7 +1,7 @@
 """The ops `torch.ops.tatten.*`: schemas, shape functions, and the implementation for each device.
 
-All schemas but those of `slide_` and `slide_on_cpu_` are functional: no op mutates its inputs. Modules that need Triton
-are imported when they first run.
+All schemas but that of `slide_` are functional: no op mutates its inputs. Modules that need Triton are imported when
+they first run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from tatten.ops.cpu import attention as cpu
 from tatten.ops.cpu.bifurcated import bifurcated_attention as bifurcated_on_cpu
 from tatten.ops.cpu.latent import latent_attention as latent_on_cpu
 from tatten.ops.cpu.rows import row_groups as row_groups_on_cpu
-from tatten.ops.cpu.slide import slide_on_cpu_
 from tatten.ops.cpu.without_autocast import without_autocast
 from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.cuda.latent import latent_attention as latent_on_cuda
@@ -27,7 +26,7 @@ from tatten.ops.latent_validation import check_latent_no_grad
 from tatten.ops.masks import block_list, key_spans, mask_of_rows, mask_rows
 from tatten.ops.segment_validation import check_segments_no_grad
 from tatten.ops.sizes import ceil_div
-from tatten.ops.slide import slide_
+from tatten.ops.slide import check_slide, slide_
 from tatten.ops.state_validation import check_state_pair
 from tatten.ops.states import State, accumulator_dtype
 from tatten.ops.validation import BLOCK_KEYS, check_decode_no_grad
@@ -82,6 +81,7 @@ _library.define(
     "push_merge(Tensor out, Tensor lse, str group, bool scatter_heads) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define("slide_(Tensor(a!) cache, Tensor new) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def _fake_decode_attention(
@@ -142,6 +142,9 @@ def _fake_state(query: Tensor, value: Tensor, dtype: torch.dtype | None = None) 
 torch.library.register_fake("tatten::decode_attention", decode_kernel(_fake_decode_attention), lib=_library)
 torch.library.register_fake("tatten::latent_attention", latent_kernel(_fake_latent_attention), lib=_library)
 torch.library.register_fake("tatten::bifurcated_attention", bifurcated_kernel(_fake_bifurcated_attention), lib=_library)
+
+
+torch.library.register_fake("tatten::slide_", check_slide, lib=_library)
 
 
 @torch.library.register_fake("tatten::row_groups", lib=_library)
@@ -217,6 +220,7 @@ _KERNELS: dict[str, dict[str, Kernel]] = {
     "merge_states": {"CPU": cpu.merge_states, "CUDA": cuda.merge_states},
     "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},
     "push_merge": {"CUDA": _push_merge},
+    "slide_": {"CPU": slide_, "CUDA": slide_},
 }
 
 
@@ -233,9 +237,3 @@ for _name, _kernels in _KERNELS.items():
         _library.impl(_name, without_autocast(_kernel) if _device == "CPU" else _kernel, _device)
     # Implementations raise if gradients are required. PyTorch's own fallback aliases each output first (10 us, cold).
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-
-# Inductor looks into a `triton_op`: it knows what is written, and that it needs no copy of it.
-torch.library.triton_op("tatten::slide_", slide_, mutates_args={"cache"})
-_library.define("slide_on_cpu_(Tensor(a!) cache, Tensor new) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
-_library.impl("slide_on_cpu_", slide_on_cpu_, "CPU")
-torch.library.register_fake("tatten::slide_on_cpu_", lambda cache, new: None, lib=_library)

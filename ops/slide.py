@@ -6,9 +6,14 @@ bytes, where attention reads them once. In place it is two.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from tatten.ops.cpu.slide import slide_on_cpu_
+from tatten.ops.cuda.launcher import on_device_of
 from tatten.ops.cuda.slide import slide_on_cuda_
 
 
@@ -22,14 +27,26 @@ def slide_(cache: Tensor, new: Tensor) -> None:
     Raises:
         ValueError: an argument has another shape or layout, or the two differ in dtype or device.
     """
-    _check(cache, new)
+    check_slide(cache, new)
     if cache.device.type == "cpu":
-        torch.ops.tatten.slide_on_cpu_.default(cache, new)
+        slide_on_cpu_(cache, new)
     else:
-        slide_on_cuda_(cache, new)
+        on_device_of(cache, slide_on_cuda_, cache, new)
 
 
-def _check(cache: Tensor, new: Tensor) -> None:
+def slide_op(device: torch.device) -> Any:
+    """Return the op for graphs of Inductor: on a GPU one that it looks into, so that it launches the kernel itself."""
+    return torch.ops.tatten.slide_.default if device.type == "cpu" else _slide_on_cuda_op()
+
+
+@functools.cache
+def _slide_on_cuda_op() -> Any:
+    torch.library.triton_op("tatten::slide_on_cuda_", slide_on_cuda_, mutates_args={"cache"})  # imports Triton
+    return torch.ops.tatten.slide_on_cuda_.default
+
+
+def check_slide(cache: Tensor, new: Tensor) -> None:
+    """Raise ValueError unless `slide_` takes these."""
     if cache.dim() != 4 or not cache.is_contiguous():
         raise ValueError(
             "`cache` must be [batch, heads, slots, head_dim] and contiguous, got shape "

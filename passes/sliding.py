@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from tatten.ops.layout import LENGTH
+from tatten.ops.slide import slide_op
 from tatten.ops.storage import same_storage
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import mover_of, written_between
@@ -119,8 +119,10 @@ def apply_slide(found: Slide) -> None:
     """Move the cache in place."""
     copy, put = found.copy, found.put
     cache: Any = copy.args[0]
+    tensor = tensor_of(cache)
+    assert tensor is not None
     with copy.graph.inserting_before(copy):
-        op = copy.graph.call_function(torch.ops.tatten.slide_.default, (cache, put.args[2]))
+        op = copy.graph.call_function(slide_op(tensor.device), (cache, put.args[2]))
     op.meta.update({k: v for k, v in copy.meta.items() if k != "example_value"})
     copy.replace_all_uses_with(cache)
     for node in (copy, put):
