@@ -7,7 +7,7 @@ The shapes are Whisper-large-v3's (1500 frames) and T5-3B's (512 tokens, the sho
 weights in bfloat16 and beams of 5; both have a static cache for the decoder's tokens. `both` is Inductor with tatten's
 cache, to tell what is the cache's and what the backend's. A GPU's steps are captured CUDA graphs. All take turns, and
 medians are shown. Logits are held to eager mode in the same dtype with the caches of transformers. `rest` is Inductor
-with sources of one token: the time of everything but their attention, which no attention can save.
+with sources of one token: the time of everything but the attention to them.
 """
 
 from __future__ import annotations

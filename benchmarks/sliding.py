@@ -20,10 +20,8 @@ from support.timing import as_graph, in_turns, microseconds, read_rate
 from torch import Tensor
 
 LAYERS = 4
-SHAPES = {  # batch, kv heads, slots, head_dim
-    "cuda": [(b, h, s, d) for b in (1, 8, 32) for h, s, d in ((8, 128, 64), (4, 1024, 256), (8, 4096, 128))],
-    "cpu": [(b, h, s, d) for b in (1, 4) for h, s, d in ((8, 128, 64), (4, 1024, 256), (8, 4096, 128))],
-}
+BATCHES = {"cuda": (1, 8, 32), "cpu": (1, 4)}
+SHAPES = ((8, 128, 64), (4, 1024, 256), (8, 4096, 128))  # kv heads, slots, head_dim
 
 
 def move(caches: list[Tensor], new: Tensor) -> Tensor:
@@ -68,7 +66,7 @@ def main() -> None:
     print("batch heads slots  dim dtype        MB | inductor    tatten     floor | speedup")
     rows = []
     with torch.no_grad():
-        for shape in SHAPES[args.device]:
+        for shape in ((batch, *rest) for batch in BATCHES[args.device] for rest in SHAPES):
             for dtype in (torch.float32, torch.bfloat16) if args.device == "cpu" else (torch.bfloat16,):
                 row = measure(shape, dtype, args.device, args.rounds)
                 row["floor_us"] = 2 * row["bytes"] / rate * 1e6

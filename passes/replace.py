@@ -57,17 +57,17 @@ def replace_log_sums(call: SdpaCall, state: Node) -> None:
 
 
 def replace_call(call: SdpaCall, out: Node, orphans: Iterable[Node]) -> None:
-    """Replace SDPA by `out`, and erase those of `orphans` that have no users then.
-
-    Never `graph.eliminate_dead_code()`: on a Dynamo graph it deletes the writes to the cache.
-    """
+    """Replace SDPA by `out`, and erase those of `orphans` that have no users then."""
     call.node.replace_all_uses_with(out)
     call.node.graph.erase_node(call.node)
     erase_unused_of({*orphans, *call.path})
 
 
 def erase_unused_of(nodes: Iterable[Node]) -> None:
-    """Erase those nodes that have no users, or none but others of them."""
+    """Erase those nodes that have no users, or none but others of them.
+
+    Never `graph.eliminate_dead_code()`: on a Dynamo graph it deletes the writes to the cache.
+    """
     for node in sorted(nodes, reverse=True):
         if not node.users:
             node.graph.erase_node(node)

@@ -5,7 +5,7 @@
     moved = cache.roll(-1, dims=-2); moved[:, :, torch.tensor([-1])] = new; cache.copy_(moved)
 
 Compiled that is two kernels, and four times the bytes of the cache, where attention reads them once.
-`tatten::slide_` is one kernel and two times the bytes. What the cache holds afterwards is the same to the bit.
+`tatten::slide_` takes two times the bytes, and little more. What the cache holds afterwards is the same to the bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tatten.ops.slide import slide_op
 from tatten.ops.storage import same_storage
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import mover_of, written_between
-from tatten.passes.replace import erase_unused_of
+from tatten.passes.replace import Inserter, erase_unused_of
 from tatten.passes.symbolic import constant, tensor_of
 from tatten.passes.views import source_of
 
@@ -122,8 +122,7 @@ def apply_slide(found: Slide) -> None:
     tensor = tensor_of(cache)
     assert tensor is not None
     with copy.graph.inserting_before(copy):
-        op = copy.graph.call_function(slide_op(tensor.device), (cache, put.args[2]))
-    op.meta.update({k: v for k, v in copy.meta.items() if k != "example_value"})
+        Inserter(copy)(slide_op(tensor.device), cache, put.args[2])
     copy.replace_all_uses_with(cache)
     for node in (copy, put):
         node.graph.erase_node(node)

@@ -6,14 +6,13 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import capture, listing
+from graphs import capture, listing, run_rewritten
 from torch._ops import OpOverload
 
 from tatten.passes import Rewritten, rewrite
 from tatten.passes.calls import op_name
 
 B, H, KV, S, D = 2, 4, 2, 24, 16
-DECODE = torch.ops.tatten.decode_attention.default
 
 
 def tensors(dtype=torch.float64, q_len=1):
@@ -41,17 +40,7 @@ def bart(x, k, v, m):
 
 def run(fn, *args, **kwargs):
     """The finding, the op, the graph, and what it returns."""
-    found = []
-
-    def backend(gm, _):
-        found.extend((*rewrite(gm).findings, gm))
-        gm.graph.lint()
-        return gm.forward
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        out = torch.compile(fn, backend=backend, fullgraph=True, **kwargs)(*args)
-    finding, gm = found
+    (finding,), gm, out = run_rewritten(fn, *args, **kwargs)
     assert isinstance(finding, Rewritten), finding
     (op,) = [x for x in gm.graph.nodes if isinstance(x.target, OpOverload) and "attention" in str(x.target)]
     return finding, op, gm, out

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from graphs import capture
+from graphs import capture, run_rewritten
 
 from tatten.passes import Declined, Rewritten, rewrite
 from tatten.passes.calls import op_name
@@ -97,21 +97,6 @@ def softmax_of_one_more(q, k, v, m):
     return torch.cat((q @ k.mT + m, zeros), -1).softmax(-1)[..., :-1] @ v
 
 
-def run(fn, *args):
-    """The findings, the graph after the passes, and what it returns."""
-    found = []
-
-    def backend(gm, _):
-        found.extend((rewrite(gm).findings, gm))
-        gm.graph.lint()
-        return gm.forward
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        out = torch.compile(fn, backend=backend, fullgraph=True)(*args)
-    return *found, out
-
-
 FORMS = [
     *(grouped_einsum, tokens_first, grouped_matmul, grouped_expanded, grouped_slopes, grouped_sinks, one_kv_head),
     *(flax, gpt_oss, softmax_of_one_more),
@@ -123,7 +108,7 @@ FORMS = [
 def test_forms(fn, q_len: int) -> None:
     args = tensors(q_len)
     want = fn(*args)
-    (finding,), gm, got = run(fn, *args)
+    (finding,), gm, got = run_rewritten(fn, *args)
     assert isinstance(finding, Rewritten), finding
     heads = 1 if fn is one_kv_head else KV
     assert (
@@ -137,7 +122,7 @@ def test_forms(fn, q_len: int) -> None:
 
 def test_keys_that_no_query_repeats_count_once() -> None:
     """The program's own products read a kv head for all of its queries at once."""
-    (finding,), _, _ = run(grouped_einsum, *tensors())
+    (finding,), _, _ = run_rewritten(grouped_einsum, *tensors())
     assert finding.cost.moved == 2 * B * KV * S * D * 8
 
 
@@ -146,7 +131,7 @@ def test_rows_without_keys(value: float) -> None:
     """They are the mean of all values, or NaN."""
     q, k, v, m = tensors(2)
     m[1] = value
-    (finding,), _, got = run(grouped_einsum, q, k, v, m)
+    (finding,), _, got = run_rewritten(grouped_einsum, q, k, v, m)
     assert isinstance(finding, Rewritten), finding
     torch.testing.assert_close(got, grouped_einsum(q, k, v, m), rtol=1e-12, atol=1e-12, equal_nan=True)
 
@@ -157,7 +142,7 @@ def test_keys_are_read_before_they_are_widened_for_einsum() -> None:
         return torch.einsum("bkgqs,bksd->bkgqd", w.softmax(-1).to(v.dtype), v)
 
     args = tensors(1, torch.bfloat16)
-    (finding,), _, got = run(fn, *args)
+    (finding,), _, got = run_rewritten(fn, *args)
     assert isinstance(finding, Rewritten), finding
     assert f"k bfloat16[{B}, {KV}, {S}, {D}]" in finding.shapes
     want = fn(*(x.double() for x in args))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from tatten.passes import rewrite
+
 
 def capture(fn: Callable[..., Any], *args: Any, grad: bool = False, **compile_kwargs: Any) -> GraphModule:
     """The one graph that Dynamo makes of `fn(*args)`."""
@@ -22,6 +24,22 @@ def capture(fn: Callable[..., Any], *args: Any, grad: bool = False, **compile_kw
         torch.compile(fn, backend=backend, fullgraph=True, **compile_kwargs)(*args)
     assert len(graphs) == 1
     return graphs[0]
+
+
+def run_rewritten(fn: Callable[..., Any], *args: Any, **compile_kwargs: Any) -> tuple[Any, GraphModule, Any]:
+    """The findings of the one graph of `fn(*args)`, the graph after the passes, and what it returns."""
+    found: list[Any] = []
+
+    def backend(gm: GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        found.extend((rewrite(gm).findings, gm))
+        gm.graph.lint()
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        out = torch.compile(fn, backend=backend, fullgraph=True, **compile_kwargs)(*args)
+    findings, gm = found
+    return findings, gm, out
 
 
 def listing(gm: GraphModule) -> str:
