@@ -70,12 +70,15 @@ def _sizes(x: TileSpace, suffix: str) -> dict[str, int]:
     return {f"{'n_groups' if name == 'groups' else name}_{suffix}": getattr(x, name) for name in names}
 
 
-def _warps(partials: int, states: int, dim: int) -> int:
+def _block(partials: int, states: int, dim: int) -> tuple[int, int]:
+    """The columns of a program, of `dim` rounded up to a power of 2, and its warps."""
     if states > 1:
-        return 4
-    if dim > 128:  # limits what a thread holds
-        return min(8, max(1, partials * dim // 1024))
-    return 1 if partials <= 8 else 2
+        return dim, 4
+    if dim <= 128:
+        return dim, 1 if partials <= 8 else 2
+    # A thread then holds up to 64 numbers, and has all partials of its columns where these are up to 16.
+    columns = min(dim, max(64, 4096 // partials))
+    return columns, 1 if partials == 1 else max(2, columns // 128)
 
 
 def plan_combine(
@@ -102,15 +105,16 @@ def plan_combine(
         return Combine(None, None)
     n_states = batch * q_heads * q_len
     a, b = (*spaces, _NOTHING, _NOTHING)[:2]
-    block_dv = max(16, power_of_2(value_dim))
     pdl = pdl and not INTERPRETED and capability(query.device) >= (9, 0)
-    partials = min(64, power_of_2(max([x.most_partials(batch) for x in spaces] or [1])))
+    dim = max(16, power_of_2(value_dim))
+    partials = min(64, power_of_2(max([x.most_partials(batch, dim > 128) for x in spaces] or [1])))
     # Of whole states a program takes several, if there are many: one alone would mostly wait for its loads.
-    states = 1 if spaces or n_states < MANY_STATES else max(1, 1024 // block_dv)
+    states = 1 if spaces or n_states < MANY_STATES else max(1, 1024 // dim)
+    block_dv, warps = _block(partials, states, dim)
     launch = Launch(
         _combine_kernel,
-        (ceil_div(n_states, states),),
-        {"num_warps": _warps(partials, states, block_dv), "launch_pdl": pdl},
+        (ceil_div(n_states, states) * ceil_div(value_dim, block_dv),),
+        {"num_warps": warps, "launch_pdl": pdl},
         q_heads=q_heads,
         q_len=q_len,
         n_states=n_states,

@@ -89,14 +89,18 @@ class TileSpace:
         total_tiles = groups * self.work_tiles * max(1, ceil_div(self.kv_len, self.block_n))
         return total_tiles * self.programs >= 1 << 31
 
-    def most_partials(self, batch: int) -> int:
-        """Estimate how many partial states one work tile of `batch` sequences has at most."""
+    def most_partials(self, batch: int, wide: bool) -> int:
+        """Estimate how many partial states one work tile of `batch` sequences has at most.
+
+        `wide`: a state is so wide that room for one that is not there costs more than another pass for those that are.
+        """
         if self.chunk:
             return _MOST_CHUNKS  # whatever the batch, so that they are added in one order
-        if self.groups > 1:
+        if self.groups > 1 and not wide:
             return 32  # of ragged ones it may have all
-        least = ceil_div(batch, self.seqs_per_kv) if self.row_groups else 1
-        return self.programs // (least * self.work_tiles) + 2
+        groups = ceil_div(batch, self.seqs_per_kv) if self.row_groups else self.groups
+        average, rest = divmod(self.programs, groups * self.work_tiles)
+        return average if not rest and groups == 1 and not self.row_groups else average + 2
 
     @property
     def block_list_stride(self) -> int:

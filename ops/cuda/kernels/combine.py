@@ -83,7 +83,9 @@ def _combine_kernel(
 ):
     # Whole states of a single segment are in place already.
     FOLD_WHOLE: tl.constexpr = SEGMENTS + WHOLES > 1
-    state = tl.program_id(0) * BLOCK_STATES + tl.arange(0, BLOCK_STATES)
+    column_blocks: tl.constexpr = (VALUE_DIM + BLOCK_DV - 1) // BLOCK_DV
+    dims = tl.program_id(0) % column_blocks * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    state = tl.program_id(0) // column_blocks * BLOCK_STATES + tl.arange(0, BLOCK_STATES)
     ok = state < n_states
     state = tl.minimum(state, n_states - 1)
     position = state % q_len
@@ -161,7 +163,6 @@ def _combine_kernel(
     row_max = tl.full([BLOCK_STATES], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_STATES], tl.float32)
     acc = tl.zeros([BLOCK_STATES, BLOCK_DV], tl.float32)
-    dims = tl.arange(0, BLOCK_DV)
     if SEGMENTS > 0:
         acc, row_max, row_sum = fold_partials(
             acc,
@@ -171,8 +172,8 @@ def _combine_kernel(
             ok,
             partials_a,
             found_a,
+            dims,
             VALUE_DIM,
-            BLOCK_DV,
             BLOCK_M_A,
             PARTIALS,
             FOLD_WHOLE,
@@ -188,8 +189,8 @@ def _combine_kernel(
             ok,
             partials_b,
             found_b,
+            dims,
             VALUE_DIM,
-            BLOCK_DV,
             BLOCK_M_B,
             PARTIALS,
             FOLD_WHOLE,

@@ -97,21 +97,20 @@ def fold_partials(
     ok,
     partials,
     found,
+    dims,
     VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PARTIALS: tl.constexpr,
     FOLD_WHOLE: tl.constexpr,
     MAX_AND_SUM: tl.constexpr,
     SLOTS: tl.constexpr = 2,
 ):
-    """Add a segment's states, whole or in partials that were `found`, to the running ones.
+    """Add the columns `dims` of a segment's states, whole or in partials that were `found`, to the running ones.
 
     `SLOTS`: the slots from one partial state of an output state to the next.
     """
     first_slot, other_slots, owners = found
     out, lse, partial_out, partial_lse, _, _, _ = partials
-    dims = tl.arange(0, BLOCK_DV)
     if FOLD_WHOLE:
         whole = ok & (owners == 1)
         if tl.max(whole.to(tl.int32), axis=0) > 0:
