@@ -204,3 +204,14 @@ def programs_for(work_tiles: int, tiles: int, most: int) -> int:
         return even if even > 0.9 * most else most
     even = work_tiles * min(most // work_tiles, tiles)
     return even if even > 0.9 * most or tiles * work_tiles < most else most
+
+
+def latent_programs_for(work_tiles: int, tiles: int, most: int) -> int:
+    """Choose the number of programs of the latent_sm90 kernel, as `programs_for` does for others.
+
+    Each stores a partial state of 128 KiB: half of the programs are faster than all with fewer than 4 tiles each. The
+    combine reads 64 partial states at once.
+    """
+    programs = programs_for(work_tiles, tiles, min(most, max(64, work_tiles * tiles // 4)))
+    rounded = programs - programs % (64 * work_tiles)
+    return rounded if rounded > 0.9 * programs else programs

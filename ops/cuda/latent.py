@@ -118,10 +118,12 @@ def _takes_sm90(query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Ten
     """Whether the latent_sm90 kernel can compute this, and is faster: 16 packed queries are bound by bytes."""
     from tatten.ops.cuda.combine import INTERPRETED
     from tatten.ops.cuda.kernels.decode import NO_MASK
+    from tatten.ops.cuda.kernels.latent_visits import MOST_GROUPS
 
     return (
         not INTERPRETED
         and mask.kind == NO_MASK  # the bits of its block list are the whole mask, if there is one
+        and mask.groups <= MOST_GROUPS
         and capability(query.device) == (9, 0)
         and query.shape[0] == latent.shape[0]
         and query.element_size() == 2

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import Partials
-from tatten.ops.cuda.heuristics import multiprocessors, programs_for
-from tatten.ops.cuda.kernels.latent_sm90 import RANK, ROPE, START_REGS, _latent_kernel
-from tatten.ops.cuda.kernels.latent_visits import ALL, BLOCK_M, BLOCK_N, FIRST, LISTED
+from tatten.ops.cuda.heuristics import latent_programs_for, multiprocessors
+from tatten.ops.cuda.kernels.latent_sm90 import START_REGS, _latent_kernel
+from tatten.ops.cuda.kernels.latent_tile import RANK, ROPE
+from tatten.ops.cuda.kernels.latent_visits import ALL, BLOCK_M, BLOCK_N, FIRST, LEAST_GROUPS, LISTED
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.mask_plan import MaskPlan
 from tatten.ops.cuda.sm90 import key_tiling, strides_in_units
@@ -67,7 +68,7 @@ def plan_latent_segment(
     kv_len = latent.shape[2]
     q_blocks = ceil_div(heads * q_len, BLOCK_M)
     most = multiprocessors(query.device)
-    programs = most if has_lens else programs_for(batch * q_blocks, ceil_div(kv_len, BLOCK_N), most)
+    programs = most if has_lens else latent_programs_for(batch * q_blocks, ceil_div(kv_len, BLOCK_N), most)
     space = TileSpace(
         mask.groups,
         batch // mask.groups * q_blocks,
@@ -103,7 +104,7 @@ def plan_latent_segment(
         batch=batch,
         programs=programs,
         ALIGNED=aligned,
-        GROUPS=power_of_2(space.groups),
+        GROUPS=1 if space.groups == 1 else max(LEAST_GROUPS, power_of_2(space.groups)),
         KEYS=LISTED if space.has_block_list else FIRST if has_lens else ALL,
     )
     writes = (

@@ -64,7 +64,7 @@ def _language(machine: Machine, program: Callable[[], int]) -> dict[str, Any]:
     def allocate(dtype: torch.dtype, shape: list[int], layout: object) -> Shared | Barriers | Barrier:
         if layout == "barriers":
             return Barriers(Barrier() for _ in range(shape[0])) if len(shape) > 1 else Barrier()
-        return Shared(machine, torch.full(shape, float("nan"), dtype=dtype))
+        return Shared(machine, torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
 
     def arrive(barrier: Barrier) -> None:
         barrier.arrive(1, 0)

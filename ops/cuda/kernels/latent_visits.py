@@ -10,6 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 BLOCK_M, BLOCK_N = 64, 64
+# Several groups are a full warp at least. A sum over all 32 threads comes out of `redux`, and ptxas knows that they all
+# get the same; sums over fewer come out of shuffles. A branch by these is to it one in which threads may part: each
+# wgmma behind it then waits for the one before.
+LEAST_GROUPS = 32
+MOST_GROUPS = 2048  # their ends have 8 KiB of shared memory, which is all that is left
 _BLOCK_M, _BLOCK_N = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_N)
 
 # The keys that queries attend to: all of them, the first ones by `kv_lens`, or those of a block list.
@@ -23,7 +28,7 @@ def _add(a, b):
 
 
 @gluon.jit
-def tiles_of_groups(lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
+def ends_of_groups(lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
     """Count the tiles of a work tile of each group, and add them up: as `tile_space` does, but in each warp alone."""
     kv_lens, block_list, block_list_stride, kv_len, n_groups = lengths
     layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))
@@ -39,13 +44,13 @@ def tiles_of_groups(lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl
     tiles = gl.where(groups < n_groups, gl.maximum(tiles, 1), 0)  # the output of an empty kv_row is written too
     # Scans are there for no layout of one dim that every warp has as a whole.
     ends = gl.associative_scan(gl.expand_dims(tiles, 0), 1, _add)
-    return groups, tiles, gl.sum(ends, axis=0)
+    return gl.sum(ends, axis=0)
 
 
 @gluon.jit
-def visit_at(tile, sizes, lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
+def visit_at(tile, sizes, GROUPS: gl.constexpr, WARPS: gl.constexpr):
     """The visit that begins at `tile`: its tiles of a work tile, how many that has, and its kv_row and first query."""
-    _, program_end, q_block_tiles, batch, _, _ = sizes
+    _, program_end, q_block_tiles, batch, group_ends, _, _ = sizes
     q_block = tile // q_block_tiles
     first = tile - q_block * q_block_tiles
     if GROUPS == 1:
@@ -53,33 +58,37 @@ def visit_at(tile, sizes, lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr, WAR
         kv_row = first // n_tiles
         first -= kv_row * n_tiles
     else:
-        groups, tiles, ends = tiles_of_groups(lengths, GROUPS, KEYS, WARPS)
+        layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))
+        groups, ends = gl.arange(0, GROUPS, layout=layout), group_ends.load(layout)
         kv_row = gl.sum((ends <= first).to(gl.int32), axis=0)
-        n_tiles = gl.sum(gl.where(groups == kv_row, tiles, 0), axis=0)
-        first -= gl.sum(gl.where(groups < kv_row, tiles, 0), axis=0)
+        start = gl.sum(gl.where(groups == kv_row - 1, ends, 0), axis=0)
+        n_tiles = gl.sum(gl.where(groups == kv_row, ends, 0), axis=0) - start
+        first -= start
     return first, gl.minimum(n_tiles, first + program_end - tile), n_tiles, kv_row, q_block * _BLOCK_M
 
 
 @gluon.jit
-def block_list_of(kv_row, lengths, KEYS: gl.constexpr):
-    """The block list of a kv_row, how many blocks its run has, and the first of these."""
-    _, block_list, block_list_stride, _, n_groups = lengths
+def keys_of(kv_row, lengths, KEYS: gl.constexpr):
+    """The keys of a kv_row that are attended to: its length, or its block list, its run's blocks, and the first one."""
+    kv_lens, block_list, block_list_stride, kv_len, n_groups = lengths
     if KEYS == _LISTED:
         if n_groups > 1:
             block_list += kv_row.to(gl.int64) * block_list_stride
-        return block_list, gl.load(block_list + 1).to(gl.int32), gl.load(block_list + 2).to(gl.int32)
+        return kv_len, block_list, gl.load(block_list + 1).to(gl.int32), gl.load(block_list + 2).to(gl.int32)
+    elif KEYS == _FIRST:
+        return gl.minimum(gl.load(kv_lens + kv_row), kv_len).to(gl.int32), block_list, 0, 0
     else:
-        return block_list, 0, 0
+        return kv_len, block_list, 0, 0
 
 
 @gluon.jit
-def attended_keys(tile, kv_row, run, block_list, lengths, KEYS: gl.constexpr):
+def attended_keys(tile, keys, KEYS: gl.constexpr):
     """The keys of a tile that are attended to, as the bits of an int64."""
-    kv_lens, _, _, kv_len, _ = lengths
+    length, block_list, run, _ = keys
     if KEYS == _LISTED:
         return gl.load(block_list + 2 * (tile + 1) + 1, mask=tile >= run, other=-1)
     else:
-        left = gl.minimum(gl.load(kv_lens + kv_row).to(gl.int64), kv_len) - tile * _BLOCK_N
+        left = (length - tile * _BLOCK_N).to(gl.int64)
         return gl.where(left >= _BLOCK_N, -1, (1 << gl.maximum(gl.minimum(left, 63), 0)) - 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -48,16 +49,18 @@ def latents(batch: int, heads: int, q_len: int, kv_len: int, keys: str) -> tuple
     return [query, query_rope, latent, key_rope, mask, lens], used[:, None, None]
 
 
+LATENT_MODULES = [f"tatten.ops.cuda.kernels.latent_{name}" for name in ("visits", "tile", "sm90")]
+
+
 def attend(tensors: list[Tensor | None], programs: int, seed: int, *modules: ModuleType) -> State:
     """What the op on CUDA does where it takes the kernel, which is in `modules`."""
     from tatten.ops.cuda import latent, latent_sm90
-    from tatten.ops.cuda.kernels import latent_sm90 as kernel
-    from tatten.ops.cuda.kernels import latent_visits
     from tatten.ops.cuda.mask_plan import plan_mask
 
+    modules = modules or tuple([importlib.import_module(name) for name in reversed(LATENT_MODULES)])
     query, _, latents, _, mask, lens = tensors
     with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
-        interpreted = Interpreted(patch, seed, "_latent_kernel", *(modules or (kernel, latent_visits)))
+        interpreted = Interpreted(patch, seed, "_latent_kernel", *modules)
         patch.setattr(latent_sm90, "_latent_kernel", interpreted)
         patch.setattr(latent_sm90, "multiprocessors", lambda device: programs)
         masks = plan_mask(query, latents, mask, lens, None, None)
@@ -94,37 +97,45 @@ def test_latents(sizes: tuple[int, int, int, int, str], programs: int) -> None:
 
 
 FAULTS = {
-    "scores wait for what is cleared": ("mbarrier.wait(cleared, tiles_cleared & 1)", "pass"),
-    "scores wait for queries": ("mbarrier.wait(q_full, visits & 1)", "pass"),
-    "a visit is a handover too": ("((n + visits) & 1) ^ 1)  # one", "(n & 1) ^ 1)  # one"),
-    "a tile waits for TMA": ("mbarrier.wait(full.index(stage), (n // _STAGES) & 1)\n            k_left", "k_left"),
-    "TMA waits for both warpgroups": ("init(empty.index(i), count=2)", "init(empty.index(i), count=1)"),
-    "p is fenced": ("shared_alpha.store(alpha)\n            fence_async_shared()", "shared_alpha.store(alpha)"),
-    "a handover waits for the one before": ("mbarrier.wait(p_empty, ((n + visits) & 1) ^ 1)  # one", "pass  # one"),
-    "the left half is cleared": ("clear(left.index(stage).reshape([_BLOCK_N, _HALF]), attended)", "pass"),
+    "scores wait for queries of both": ("mbarrier.init(q_full, count=2)", "mbarrier.init(q_full, count=1)"),
+    "scores wait for the left half": ("mbarrier.wait(left_full.index(PLACE), uses & 1)", "pass"),
+    "scores wait for the right half": ("mbarrier.wait(right_full.index(PLACE), uses & 1)", "pass"),
+    "TMA waits for the left place": ("mbarrier.wait(left_empty.index(place), phase)", "pass"),
+    "TMA waits for the right place": ("mbarrier.wait(right_empty.index(place), phase)", "pass"),
+    "places are counted apart": ("gl.where(place == 0, evens, odds)", "evens"),
+    "values wait for p": ("mbarrier.wait(p_full.index(PLACE), uses & 1)", "pass"),
+    "p is fenced": ("store(new_row_max)\n    fence_async_shared()", "store(new_row_max)"),
+    "values are cleared": ("clear(latents, attended)", "pass"),
+    "what is cleared is fenced": ("attended)\n            fence_async_shared()", "attended)"),
+    "sums wait for the other's": ("mbarrier.wait(sum_full.index(OTHER), visits & 1)", "pass"),
 }
 
 
 @pytest.mark.parametrize("fault", slow_after(3, FAULTS))
-def test_a_fault_shows(fault: str, tmp_path: Path) -> None:
+def test_a_fault_shows(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of these lines of the kernel, some order of its partitions deadlocks or gives something else."""
-    from tatten.ops.cuda.kernels import latent_sm90, latent_visits
-
-    code = Path(str(latent_sm90.__file__)).read_text()
-    assert code.count(FAULTS[fault][0]) == 1
-    path = tmp_path / "faulty.py"
-    path.write_text(code.replace(*FAULTS[fault]))
-    spec = importlib.util.spec_from_file_location("faulty", path)
-    assert spec is not None
-    assert spec.loader is not None
-    faulty = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(faulty)
+    modules, found = [], 0
+    for name in LATENT_MODULES:
+        there = importlib.util.find_spec(name)
+        assert there is not None
+        code = Path(str(there.origin)).read_text()
+        found += code.count(FAULTS[fault][0])
+        path = tmp_path / f"{name}.py"
+        path.write_text(code.replace(*FAULTS[fault]))
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        faulty = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, faulty)  # the next ones import from it
+        spec.loader.exec_module(faulty)
+        modules.append(faulty)
+    assert found == 1
     torch.manual_seed(0)
     tensors, used = latents(1, 66, 1, 500, "mask")
 
     def attend_in_any_order() -> None:
         for seed in range(20):
-            assert_latents(attend(tensors, 1, seed, faulty, latent_visits), tensors, used)
+            assert_latents(attend(tensors, 1, seed, *reversed(modules)), tensors, used)
 
     with pytest.raises(AssertionError):
         attend_in_any_order()

@@ -9,8 +9,9 @@ from itertools import pairwise, product
 import pytest
 
 from tatten.ops.cuda.decode_grid import BYTES_PER_US
-from tatten.ops.cuda.heuristics import combining_pays
+from tatten.ops.cuda.heuristics import combining_pays, latent_programs_for
 from tatten.ops.cuda.schedule import Schedule, Visit, flash_attention_2, flash_decoding
+from tatten.ops.cuda.tile_space import TileSpace
 
 
 def small() -> list[Schedule]:
@@ -209,3 +210,36 @@ def test_where_combining_pays_on_an_h200(sequences: int, kv_heads: int, keys: in
     """As measured: where whole work tiles fill the GPU, or are short, they take no longer than equal shares."""
     tiles, tile_us = keys // 64, 264 * 64 * 256 * 2 / BYTES_PER_US
     assert combining_pays(sequences * kv_heads, tiles, tile_us, 264) == pays
+
+
+@pytest.mark.parametrize("work_tiles, programs", [(1, 9), (2, 8), (3, 9), (4, 8), (4, 9), (8, 8)])
+def test_equal_work_tiles_have_the_most_partials_that_is_estimated(work_tiles: int, programs: int) -> None:
+    """No fewer: the combine would go round again. Where programs divide them evenly, no more: room would lie idle."""
+    space = TileSpace(1, work_tiles, 64 * 40, 1, 1, 1, programs, 64, 64)
+    found = []
+    for n in range(1, 41):
+        s = Schedule((n,) * work_tiles, programs)
+        owners = Counter(visit.work_tile for program in range(programs) for visit in s.visits(program))
+        found.append(max(owners.values()))
+    for wide in (False, True):
+        estimate = space.most_partials(1, wide)
+        assert max(found) <= estimate
+        assert max(found) == estimate or programs % work_tiles
+
+
+@pytest.mark.parametrize(
+    "work_tiles, tiles, programs",
+    [
+        (2, 128, 64),
+        (2, 512, 128),
+        (2, 2048, 128),
+        (16, 64, 128),
+        (16, 256, 128),
+        (1, 2048, 128),
+        (2, 16, 32),
+        (128, 64, 128),
+    ],
+)
+def test_the_latent_kernel_cuts_work_tiles_where_it_pays(work_tiles: int, tiles: int, programs: int) -> None:
+    """On the 132 multiprocessors of an H200, by `benchmarks/latent.py` and sweeps of the number of programs."""
+    assert latent_programs_for(work_tiles, tiles, 132) == programs

@@ -1,0 +1,175 @@
+"""What the warpgroups of the latent_sm90 kernel do with a tile of latents and with a visit, in Gluon."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tatten.ops.cuda.kernels.latent_visits import BLOCK_M, BLOCK_N, LISTED, bits_of, clear
+from tatten.ops.cuda.kernels.prefix_sm90 import _barrier
+
+RANK, ROPE = 512, 64
+_BLOCK_M, _BLOCK_N, _RANK, _ROPE = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_N), gl.constexpr(RANK), gl.constexpr(ROPE)
+_LISTED = gl.constexpr(LISTED)
+HALF = gl.constexpr(RANK // 2)
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RANK // 2, 16]))
+P = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SUMS.value, k_width=2))
+ROWS, _KEYS = gl.constexpr(gl.SliceLayout(1, _SCORES.value)), gl.constexpr(gl.SliceLayout(0, _SCORES.value))
+_ROWS_OF_SUMS = gl.constexpr(gl.SliceLayout(1, SUMS.value))
+
+
+@gluon.jit
+def load_queries(query, strides, shared, q_row_start, kv_row, sizes, COLUMN: gl.constexpr, ALIGNED: gl.constexpr):
+    """Copy some columns of the queries of a work tile to shared memory."""
+    query_b, query_h, query_l = strides
+    q_len, heads = sizes
+    WIDTH: gl.constexpr = shared.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    q_row = q_row_start + gl.arange(0, _BLOCK_M, layout=gl.SliceLayout(1, layout))
+    dims = COLUMN + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    at = (kv_row * query_b + (q_row // q_len) * query_h + (q_row % q_len) * query_l) * ALIGNED
+    q = gl.load(query + at[:, None] + dims[None, :], mask=(q_row < heads * q_len)[:, None], other=0.0)
+    shared.store(q)
+
+
+@gluon.jit
+def score(queries, buffers, PLACE: gl.constexpr, uses):
+    """Begin to multiply queries by the tile in a place, by each half when it is there."""
+    q_left, q_right, q_rope, _ = queries
+    left, right, key_rope, left_full, right_full, _, _ = buffers
+    no_scores = gl.zeros([_BLOCK_M, _BLOCK_N], gl.float32, layout=_SCORES)
+    # 0, which the compiler can't know: it would keep the descriptors of all operands in registers, and spill.
+    zero = uses >> 30
+    k_left = left.index(PLACE + zero).reshape([_BLOCK_N, HALF])
+    k_right = right.index(PLACE + zero).reshape([_BLOCK_N, HALF])
+    k_rope = key_rope.index(PLACE + zero).reshape([_BLOCK_N, _ROPE])
+    mbarrier.wait(left_full.index(PLACE), uses & 1)
+    scores = warpgroup_mma(q_left.index(zero), k_left.permute([1, 0]), no_scores, use_acc=False, is_async=True)
+    mbarrier.wait(right_full.index(PLACE), uses & 1)
+    scores = warpgroup_mma(q_right.index(zero), k_right.permute([1, 0]), scores, is_async=True)
+    return warpgroup_mma(q_rope.index(zero), k_rope.permute([1, 0]), scores, is_async=True)
+
+
+@gluon.jit
+def leave_out(scores, block, attended, length, KEYS: gl.constexpr):
+    """Leave out the scores of keys that are not attended to."""
+    if KEYS == _LISTED:
+        if attended != -1:
+            scores = gl.where(bits_of(attended, _KEYS)[None, :], scores, float("-inf"))
+    elif (block + 1) * _BLOCK_N > length:
+        here = block * _BLOCK_N + gl.arange(0, _BLOCK_N, layout=_KEYS) < length
+        scores = gl.where(here[None, :], scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def _rescaled(row_max, new_row_max, to_exponent):
+    """What is subtracted from exponents, and the factor of sums so far."""
+    # A product may overflow to -inf for all keys so far: their `p` and `alpha` are 0, not exp2(-inf + inf).
+    base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max) * to_exponent
+    return base, gl.exp2(gl.fma(row_max, to_exponent, -base))
+
+
+@gluon.jit
+def hand_over(scores, row_max, row_sum, buffers, handover, to_exponent, PLACE: gl.constexpr):
+    """Make `p` of scores, and hand it over with the maximum. It takes the place of the tile's rope."""
+    key_rope = buffers[2]
+    shared_max, p_full, _, _ = handover
+    new_row_max = gl.maximum(row_max, gl.max(scores, axis=1))
+    base, alpha = _rescaled(row_max, new_row_max, to_exponent)
+    exponents = gl.exp2(gl.fma(scores, to_exponent, -base[:, None]))
+    row_sum = row_sum * alpha + gl.sum(exponents, axis=1)
+    p = exponents.to(key_rope.dtype)
+    _barrier()  # all warps are done with the rope
+    key_rope.index(PLACE).reshape([_BLOCK_M, _BLOCK_N]).store(p)
+    shared_max.index(PLACE).store(new_row_max)
+    fence_async_shared()
+    _barrier()
+    mbarrier.arrive(p_full.index(PLACE))
+    return p, alpha, new_row_max, row_sum
+
+
+@gluon.jit
+def values(half, key_rope, OTHER: gl.constexpr, uses):
+    """Half of the values of both tiles, and the `p` of the other warpgroup."""
+    zero = uses >> 30
+    v_even = half.index(zero).reshape([_BLOCK_N, HALF])
+    v_odd = half.index(1 + zero).reshape([_BLOCK_N, HALF])
+    return v_even, v_odd, key_rope.index(OTHER + zero).reshape([_BLOCK_M, _BLOCK_N])
+
+
+@gluon.jit
+def scaled(acc, factor):
+    """Multiply the rows of sums by factors."""
+    return acc * gl.convert_layout(factor, _ROWS_OF_SUMS)[:, None]
+
+
+@gluon.jit
+def clear_half(latents, attended, KEYS: gl.constexpr):
+    """Clear what no query attends to in half of a tile, of which all scores are there."""
+    if KEYS:  # noqa: SIM102 (known when this is compiled)
+        if attended != -1:
+            clear(latents, attended)
+            fence_async_shared()
+            _barrier()
+
+
+@gluon.jit
+def take_over(
+    acc, row_max, row_sum, value, p, attended, handover, to_exponent, PLACE: gl.constexpr, uses, KEYS: gl.constexpr
+):
+    """Begin to sum values by the `p` that the other warpgroup hands over."""
+    shared_max, p_full, _, _ = handover
+    mbarrier.wait(p_full.index(PLACE), uses & 1)
+    new_row_max = shared_max.index(PLACE).load(ROWS)
+    _, alpha = _rescaled(row_max, new_row_max, to_exponent)
+    clear_half(value, attended, KEYS)
+    acc = warpgroup_mma(p, value, scaled(acc, alpha), is_async=True)
+    return acc, new_row_max, row_sum * alpha
+
+
+@gluon.jit
+def finish_sums(acc, empty):
+    """Wait for sums, and free the half of a tile that they read."""
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    _barrier()
+    mbarrier.arrive(empty)
+    return acc
+
+
+@gluon.jit
+def add_up(row_sum, handover, SIDE: gl.constexpr, visits):
+    """Add the sums of `p` of both warpgroups."""
+    _, _, shared_sum, sum_full = handover
+    OTHER: gl.constexpr = 1 - SIDE
+    shared_sum.index(SIDE).store(row_sum)
+    _barrier()
+    mbarrier.arrive(sum_full.index(SIDE))
+    mbarrier.wait(sum_full.index(OTHER), visits & 1)
+    return row_sum + shared_sum.index(OTHER).load(ROWS)
+
+
+@gluon.jit
+def store(out, partial_out, acc, visit, sizes, COLUMN: gl.constexpr):
+    """Store half of the columns of a whole or of a partial state."""
+    work_tile_start, whole, program_start, q_row_start, kv_row = visit
+    q_len, heads = sizes
+    layout: gl.constexpr = acc.type.layout
+    rows = gl.arange(0, _BLOCK_M, layout=gl.SliceLayout(1, layout))
+    dims = COLUMN + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+    q_row = q_row_start + rows
+    ok = q_row < heads * q_len
+    if whole:
+        state = (kv_row * heads + q_row // q_len) * q_len + q_row % q_len
+        at = out + (state * _RANK)[:, None] + dims[None, :]
+        gl.store(at, acc.to(out.dtype.element_ty), mask=ok[:, None])
+    else:
+        slots = (2 * gl.program_id(0) + (work_tile_start > program_start).to(gl.int32)) * _BLOCK_M + rows
+        gl.store(partial_out + (slots * _RANK)[:, None] + dims[None, :], acc, mask=ok[:, None])
