@@ -209,9 +209,9 @@ def programs_for(work_tiles: int, tiles: int, most: int) -> int:
 def latent_programs_for(work_tiles: int, tiles: int, most: int) -> int:
     """Choose the number of programs of the latent_sm90 kernel, as `programs_for` does for others.
 
-    Each stores a partial state of 128 KiB: half of the programs are faster than all with fewer than 4 tiles each. The
-    combine reads 64 partial states at once.
+    A partial state has 128 KiB: where work tiles are cut, half of the programs are faster than all with fewer than 4
+    tiles each. The combine reads 64 partial states at once.
     """
-    programs = programs_for(work_tiles, tiles, min(most, max(64, work_tiles * tiles // 4)))
+    programs = programs_for(work_tiles, tiles, min(most, max(64, work_tiles, work_tiles * tiles // 4)))
     rounded = programs - programs % (64 * work_tiles)
     return rounded if rounded > 0.9 * programs else programs

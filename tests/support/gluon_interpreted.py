@@ -1,6 +1,6 @@
 """Gluon kernels for Hopper on a CPU: the kernel's own code runs, with PyTorch in the place of Gluon's language.
 
-`gluon_machine` says what of concurrency is seen. Layouts are ignored, and integers have 64 bits.
+`gluon_machine` says what of concurrency is seen. Layouts are ignored, and sizes have 64 bits.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ def _of_numbers(operator: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, 
     return lambda a, b: operator(torch.as_tensor(a), torch.as_tensor(b))
 
 
+def _max(x: Tensor, axis: int) -> Tensor:
+    """Triton's: NaN does not count."""
+    return x.nan_to_num(-math.inf, math.inf, -math.inf).amax(axis) if x.is_floating_point() else x.amax(axis)
+
+
 def _nothing(*_: object, **__: object) -> None: ...
 
 
@@ -74,7 +79,7 @@ def _language(machine: Machine, program: Callable[[], int]) -> dict[str, Any]:
     gl = SimpleNamespace(
         **dict.fromkeys(layouts, _nothing),
         NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
-        int32=torch.int64,
+        int32=torch.int32,
         int64=torch.int64,
         float32=torch.float32,
         arange=lambda start, stop, layout: torch.arange(start, stop),
@@ -83,13 +88,13 @@ def _language(machine: Machine, program: Callable[[], int]) -> dict[str, Any]:
         load=_load,
         store=_store,
         where=torch.where,
-        minimum=_of_numbers(torch.minimum),
-        maximum=_of_numbers(torch.maximum),
+        minimum=_of_numbers(torch.fmin),
+        maximum=_of_numbers(torch.fmax),
         exp2=torch.exp2,
         log=torch.log,
         fma=lambda a, b, c: a * b + c,
         sum=torch.sum,
-        max=torch.amax,
+        max=_max,
         expand_dims=torch.unsqueeze,
         associative_scan=lambda x, dim, _: x.cumsum(dim),
         convert_layout=lambda x, layout: x,

@@ -102,6 +102,7 @@ class Machine:
         self.waiting: dict[threading.Thread, Callable[[], bool]] = {}  # until when
         self.copies: list[Callable[[], None]] = []  # under way
         self.unfenced: dict[threading.Thread, set[int]] = {}
+        self.products: dict[threading.Thread, list[Product]] = {}  # in flight, in order
         self.turn: threading.Thread | None = None
         self.failure: BaseException | None = None
 
@@ -148,12 +149,18 @@ class Machine:
     def multiply(self, a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
         self.pause()
         product = Product(a, b, acc if use_acc else 0.0)
+        self.products.setdefault(threading.current_thread(), []).append(product)
         if not is_async or self.random.random() < 0.5:
             product()
         return product
 
-    def wait_for_products(self, _: int, deps: Sequence[Any]) -> Any:
+    def wait_for_products(self, in_flight: int, deps: Sequence[Any]) -> Any:
+        """Wait for all products of this partition but the last ones."""
         self.pause()
+        products = self.products.get(threading.current_thread(), [])
+        while len(products) > in_flight:
+            products.pop(0)()
+        assert not any(x is y for x in deps for y in products), "a product is taken before it is there"
         done = [x().as_subclass(Value) if isinstance(x, Product) else x for x in deps]
         return done if len(done) > 1 else done[0]
 

@@ -85,6 +85,7 @@ def _produce(latent, rope, buffers, sizes, lengths, GROUPS: gl.constexpr, KEYS: 
             mbarrier.wait(left_empty.index(place), phase)
             mbarrier.expect(left_full.index(place), latent.block_type.nbytes)
             _load(latent, [kv_row, 0, first_key, 0], left_full.index(place), left.index(place))
+            # The rope's place holds a `p`, which the other warpgroup reads: it is free when both halves are.
             mbarrier.wait(right_empty.index(place), phase)
             mbarrier.expect(right_full.index(place), latent.block_type.nbytes + rope.block_type.nbytes)
             _load(latent, [kv_row, 0, first_key, HALF], right_full.index(place), right.index(place))
@@ -115,7 +116,6 @@ def _attend_left(
     query_strides, rope_strides = strides
     LOG2E: gl.constexpr = 1.4426950408889634
     to_exponent = scale * LOG2E
-    LEFT: gl.constexpr = 0
     tile = program_start
     evens, odds = 0, 0  # tiles so far, as the producer counts them
     visits = 0
@@ -123,8 +123,8 @@ def _attend_left(
         first, stop, n_tiles, kv_row, q_row_start = visit_at(tile, sizes, GROUPS, 4)
         keys = keys_of(kv_row, lengths, KEYS)
         kv_row = kv_row.to(gl.int64)
-        load_queries(query, query_strides, q_left.index(0), q_row_start, kv_row, (q_len, heads), LEFT, ALIGNED)
-        load_queries(query_rope, rope_strides, q_rope.index(0), q_row_start, kv_row, (q_len, heads), LEFT, ALIGNED)
+        load_queries(query, query_strides, q_left.index(0), q_row_start, kv_row, (q_len, heads), 0, ALIGNED)
+        load_queries(query_rope, rope_strides, q_rope.index(0), q_row_start, kv_row, (q_len, heads), 0, ALIGNED)
         fence_async_shared()
         _barrier()
         mbarrier.arrive(q_full)
@@ -153,7 +153,7 @@ def _attend_left(
                 acc = finish_sums(acc, left_empty.index(1))
                 odds += 1
 
-        row_sum = add_up(row_sum, handover, LEFT, visits)
+        row_sum = add_up(row_sum, handover, visits, SIDE=0)
         filled = row_sum != 0.0  # true for NaN, which must come out
         divisor = gl.where(filled, row_sum, 1.0)
         log_sum = gl.where(filled, row_max * scale + gl.log(divisor), float("-inf"))
@@ -167,7 +167,7 @@ def _attend_left(
             slots = (2 * gl.program_id(0) + (tile - first > program_start).to(gl.int32)) * _BLOCK_M + rows
             gl.store(partial_lse + slots, log_sum, mask=q_row < heads * q_len)
         acc = scaled(acc, 1.0 / divisor)
-        store(out, partial_out, acc, (tile - first, whole, program_start, q_row_start, kv_row), (q_len, heads), LEFT)
+        store(out, partial_out, acc, (tile - first, whole, program_start, q_row_start, kv_row), (q_len, heads), 0)
         visits += 1
         tile += stop - first
 
@@ -193,7 +193,6 @@ def _attend_right(
     query_strides, _ = strides
     LOG2E: gl.constexpr = 1.4426950408889634
     to_exponent = scale * LOG2E
-    RIGHT: gl.constexpr = HALF
     tile = program_start
     evens, odds = 0, 0  # tiles so far, as the producer counts them
     visits = 0
@@ -201,7 +200,7 @@ def _attend_right(
         first, stop, n_tiles, kv_row, q_row_start = visit_at(tile, sizes, GROUPS, 4)
         keys = keys_of(kv_row, lengths, KEYS)
         kv_row = kv_row.to(gl.int64)
-        load_queries(query, query_strides, q_right.index(0), q_row_start, kv_row, (q_len, heads), RIGHT, ALIGNED)
+        load_queries(query, query_strides, q_right.index(0), q_row_start, kv_row, (q_len, heads), HALF, ALIGNED)
         fence_async_shared()
         _barrier()
         mbarrier.arrive(q_full)
@@ -237,10 +236,10 @@ def _attend_right(
             acc = finish_sums(acc, right_empty.index(0))
             evens += 1
 
-        row_sum = add_up(row_sum, handover, 1, visits)
+        row_sum = add_up(row_sum, handover, visits, SIDE=1)
         acc = scaled(acc, 1.0 / gl.where(row_sum != 0.0, row_sum, 1.0))
         whole = stop - first == n_tiles
-        store(out, partial_out, acc, (tile - first, whole, program_start, q_row_start, kv_row), (q_len, heads), RIGHT)
+        store(out, partial_out, acc, (tile - first, whole, program_start, q_row_start, kv_row), (q_len, heads), HALF)
         visits += 1
         tile += stop - first
 
@@ -317,7 +316,7 @@ def _latent_kernel(
     gdc_launch_dependents()
 
     lengths = (kv_lens, block_list, block_list_stride, kv_len, n_groups)
-    ends = ends_of_groups(lengths, GROUPS, KEYS, 4)
+    ends = ends_of_groups(lengths, GROUPS, KEYS)
     group_ends.store(ends)
     _barrier()
     q_block_tiles = gl.max(ends, axis=0)

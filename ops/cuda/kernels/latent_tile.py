@@ -145,8 +145,8 @@ def finish_sums(acc, empty):
 
 
 @gluon.jit
-def add_up(row_sum, handover, SIDE: gl.constexpr, visits):
-    """Add the sums of `p` of both warpgroups."""
+def add_up(row_sum, handover, visits, SIDE: gl.constexpr):
+    """Add the sums of `p` of both warpgroups: the left one is side 0."""
     _, _, shared_sum, sum_full = handover
     OTHER: gl.constexpr = 1 - SIDE
     shared_sum.index(SIDE).store(row_sum)

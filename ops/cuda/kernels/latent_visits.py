@@ -1,7 +1,7 @@
 """Ways through the tiles of the latent_sm90 kernel, in Gluon: its visits, and the keys of a tile that are attended to.
 
-Each warpgroup and the producer warp of a program find them alone. What is scanned or summed lies in each warp as a
-whole, so that no warp waits for another.
+The tiles of all groups are added up once. Each warpgroup and the producer warp of a program search them alone: what is
+searched lies in each warp as a whole, so that no warp waits for another.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def _add(a, b):
 
 
 @gluon.jit
-def ends_of_groups(lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr):
-    """Count the tiles of a work tile of each group, and add them up: as `tile_space` does, but in each warp alone."""
+def ends_of_groups(lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr):
+    """Count the tiles of a work tile of each group, and add them up, as `tile_space` does."""
     kv_lens, block_list, block_list_stride, kv_len, n_groups = lengths
-    layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))
+    layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
     groups = gl.arange(0, GROUPS, layout=layout)
     if KEYS == _LISTED:
         tiles = gl.load(block_list + groups * block_list_stride, mask=groups < n_groups, other=0).to(gl.int32)
@@ -76,7 +76,8 @@ def keys_of(kv_row, lengths, KEYS: gl.constexpr):
             block_list += kv_row.to(gl.int64) * block_list_stride
         return kv_len, block_list, gl.load(block_list + 1).to(gl.int32), gl.load(block_list + 2).to(gl.int32)
     elif KEYS == _FIRST:
-        return gl.minimum(gl.load(kv_lens + kv_row), kv_len).to(gl.int32), block_list, 0, 0
+        length = gl.minimum(gl.maximum(gl.load(kv_lens + kv_row), 0), kv_len)
+        return length.to(gl.int32), block_list, 0, 0
     else:
         return kv_len, block_list, 0, 0
 

@@ -34,7 +34,7 @@ def latents(batch: int, heads: int, q_len: int, kv_len: int, keys: str) -> tuple
     used = torch.ones(batch, kv_len, dtype=torch.bool)
     if keys in ("lengths", "both"):
         lens = torch.randint(kv_len + 1, (batch,))
-        odd = torch.tensor([0, kv_len + 3, -2, 64])[: batch // 2]
+        odd = torch.tensor([0, 5 - 2**32, kv_len + 3, 64])[: batch // 2]
         lens[: len(odd)] = odd
         used &= places < lens[:, None]
     if keys in ("mask", "masks", "both"):
@@ -96,6 +96,18 @@ def test_latents(sizes: tuple[int, int, int, int, str], programs: int) -> None:
     assert_latents(attend(tensors, programs, 0), tensors, used)
 
 
+def test_nan_in_latents_that_count_comes_out() -> None:
+    torch.manual_seed(0)
+    tensors, used = latents(2, 17, 1, 130, "all")
+    key_rope = tensors[3]
+    assert key_rope is not None
+    key_rope[0, 0, 70, 3] = NAN
+    out, lse = attend(tensors, 3, 0)
+    assert out[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert_latents((out[1:], lse[1:]), [x if x is None else x[1:] for x in tensors], used[1:])
+
+
 FAULTS = {
     "scores wait for queries of both": ("mbarrier.init(q_full, count=2)", "mbarrier.init(q_full, count=1)"),
     "scores wait for the left half": ("mbarrier.wait(left_full.index(PLACE), uses & 1)", "pass"),
@@ -107,6 +119,10 @@ FAULTS = {
     "p is fenced": ("store(new_row_max)\n    fence_async_shared()", "store(new_row_max)"),
     "values are cleared": ("clear(latents, attended)", "pass"),
     "what is cleared is fenced": ("attended)\n            fence_async_shared()", "attended)"),
+    "the right scores wait for products": (
+        "warpgroup_mma_wait(1, deps=[scores])",
+        "warpgroup_mma_wait(4, deps=[scores])",
+    ),
     "sums wait for the other's": ("mbarrier.wait(sum_full.index(OTHER), visits & 1)", "pass"),
 }
 

@@ -235,3 +235,18 @@ def test_many_rows(batch: int, heads: int, q_len: int, kv_len: int, out_dtype: t
     graph.replay()
     want, _ = latent_attention_reference(*(x.double() for x in inputs), scale=0.05)
     assert (again - want).norm() <= 4e-3 * want.norm()
+
+
+def test_more_sequences_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel for Hopper keeps a number for each in shared memory; more of them go through the decode kernel."""
+    from tatten.ops.cuda import combine
+
+    monkeypatch.setattr(combine, "INTERPRETED", False)
+    monkeypatch.setattr(on_cuda, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(on_cuda, "takes_tma", lambda x: True)
+    for batch in (2048, 2049):
+        shapes = (batch, 128, 1, 512), (batch, 128, 1, 64), (batch, 1, 64, 512), (batch, 1, 64, 64)
+        inputs = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+        for lens in (None, torch.empty(batch, dtype=torch.int32, device="meta")):
+            mask = mask_plan.plan_mask(inputs[0], inputs[2], None, lens, None, None)
+            assert on_cuda._takes_sm90(*inputs, mask) == (lens is None or batch == 2048)

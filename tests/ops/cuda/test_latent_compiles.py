@@ -20,12 +20,13 @@ def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 built = []
-for kernel, heads, rank, rope, mask, lens, kv_len in json.loads(sys.argv[1]):
+for kernel, heads, rank, rope, mask, lens, kv_len, *more in json.loads(sys.argv[1]):
+    (batch,) = more or (2,)
     launches = []
-    q, c = empty(2, heads, 1, rank), empty(2, 1, kv_len, rank)
-    ropes = (empty(2, heads, 1, rope), empty(2, 1, kv_len, rope)) if rope else ()
-    mask = empty(2, 1, 1, kv_len, dtype=getattr(torch, mask)) if mask else None
-    lens = empty(2, dtype=torch.int32) if lens else None
+    q, c = empty(batch, heads, 1, rank), empty(batch, 1, kv_len, rank)
+    ropes = (empty(batch, heads, 1, rope), empty(batch, 1, kv_len, rope)) if rope else ()
+    mask = empty(batch, 1, 1, kv_len, dtype=getattr(torch, mask)) if mask else None
+    lens = empty(batch, dtype=torch.int32) if lens else None
     if kernel == "sm90":
         masks = plan_mask(q, c, mask, lens, None, None)
         has_lens = lens is not None
@@ -38,7 +39,7 @@ for kernel, heads, rank, rope, mask, lens, kv_len in json.loads(sys.argv[1]):
     segment.launch.kernel = Recorder(segment.launch.kernel, launches)
     blocks = None
     if segment.mask.find_blocks is not None:
-        blocks = empty(2, 2 * (kv_len // 64 + 1), dtype=torch.int64)
+        blocks = empty(batch, 2 * (kv_len // 64 + 1), dtype=torch.int64)
         object.__setattr__(segment.mask, "find_blocks", None)
     if kernel == "sm90":
         segment(q, ropes[0], c, ropes[1], mask, lens, blocks)
@@ -65,6 +66,16 @@ def test_the_kernel_for_hopper(mask: str | None, lens: bool) -> None:
     assert re.search(r"\.maxnreg 168\b", ptx)
     assert {"232", "40"} <= set(re.findall(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32\s+(\d+)", ptx))
     assert -1 < ptx.find("griddepcontrol.wait") < ptx.find("ld.global")
+
+
+@pytest.mark.parametrize("lens", [False, True], ids=["masks", "lengths"])
+@pytest.mark.parametrize("batch", [256, pytest.param(2048, marks=pytest.mark.slow)])
+def test_the_kernel_for_hopper_and_many_sequences(batch: int, lens: bool) -> None:
+    """What is searched once for each visit takes registers: of 2048 sequences, more than there are."""
+    (built,) = compile_in_subprocess(SCRIPT, [("sm90", 128, 512, 64, None if lens else "bool", lens, 4096, batch)])
+    assert built["stack"] <= (0 if batch == 256 else 704), "registers spill to local memory"
+    assert built["shared"] <= 227 * 1024
+    assert len(re.findall(r"\bWARPGROUP\.", built["sass"])) < 30
 
 
 VARIANTS = [
