@@ -19,6 +19,7 @@ from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
 
 MANY_STATES = 1024  # output states, from which on a program takes several
+WIDE = 256  # columns of a state, beyond which several programs share it and have room for few partials
 
 INTERPRETED = not isinstance(_combine_kernel, triton.JITFunction)
 
@@ -76,7 +77,7 @@ def _block(partials: int, states: int, dim: int) -> tuple[int, int]:
         return dim, 4
     if dim <= 128:
         return dim, 1 if partials <= 8 else 2
-    if dim <= 256:
+    if dim <= WIDE:  # limits what a thread holds
         return dim, min(8, max(1, partials * dim // 1024))
     # A thread then holds up to 64 numbers, and has all partials of its columns where these are up to 16.
     columns = min(dim, max(64, 4096 // partials))
@@ -109,7 +110,7 @@ def plan_combine(
     a, b = (*spaces, _NOTHING, _NOTHING)[:2]
     pdl = pdl and not INTERPRETED and capability(query.device) >= (9, 0)
     dim = max(16, power_of_2(value_dim))
-    partials = min(64, power_of_2(max([x.most_partials(batch, dim > 256) for x in spaces] or [1])))
+    partials = min(64, power_of_2(max([x.most_partials(batch, dim > WIDE) for x in spaces] or [1])))
     # Of whole states a program takes several, if there are many: one alone would mostly wait for its loads.
     states = 1 if spaces or n_states < MANY_STATES else max(1, 1024 // dim)
     block_dv, warps = _block(partials, states, dim)

@@ -28,6 +28,12 @@ def _add(a, b):
 
 
 @gluon.jit
+def _length_of(kv_lens, kv_len):
+    """A length as it counts. It has 32 bits only then: 5 - 2**32 is 0, not 5."""
+    return gl.minimum(gl.maximum(kv_lens, 0), kv_len).to(gl.int32)
+
+
+@gluon.jit
 def ends_of_groups(lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr):
     """Count the tiles of a work tile of each group, and add them up, as `tile_space` does."""
     kv_lens, block_list, block_list_stride, kv_len, n_groups = lengths
@@ -38,8 +44,7 @@ def ends_of_groups(lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr):
     else:
         lens = kv_len + gl.full([GROUPS], 0, gl.int32, layout=layout)
         if KEYS == _FIRST:
-            lens = gl.load(kv_lens + groups, mask=groups < n_groups, other=0)
-            lens = gl.minimum(gl.maximum(lens, 0), kv_len).to(gl.int32)
+            lens = _length_of(gl.load(kv_lens + groups, mask=groups < n_groups, other=0), kv_len)
         tiles = (lens + _BLOCK_N - 1) // _BLOCK_N
     tiles = gl.where(groups < n_groups, gl.maximum(tiles, 1), 0)  # the output of an empty kv_row is written too
     # Scans are there for no layout of one dim that every warp has as a whole.
@@ -76,8 +81,7 @@ def keys_of(kv_row, lengths, KEYS: gl.constexpr):
             block_list += kv_row.to(gl.int64) * block_list_stride
         return kv_len, block_list, gl.load(block_list + 1).to(gl.int32), gl.load(block_list + 2).to(gl.int32)
     elif KEYS == _FIRST:
-        length = gl.minimum(gl.maximum(gl.load(kv_lens + kv_row), 0), kv_len)
-        return length.to(gl.int32), block_list, 0, 0
+        return _length_of(gl.load(kv_lens + kv_row), kv_len), block_list, 0, 0
     else:
         return kv_len, block_list, 0, 0
 
