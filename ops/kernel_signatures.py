@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.states import State
-from tatten.ops.variant import AttentionVariant
+from tatten.ops.variant import PLAIN, AttentionVariant
 
 Kernel = Callable[..., Any]
 DecodeImplementation = Callable[
@@ -79,7 +79,8 @@ def decode_kernel(implementation: DecodeImplementation) -> Kernel:
         provider: str = "auto",
         batch_invariant: bool = False,
     ) -> State:
-        variant = AttentionVariant(window, softcap, sinks, key_scale, value_scale)
+        plain = window is softcap is sinks is key_scale is value_scale is None  # a third of the time
+        variant = PLAIN if plain else AttentionVariant(window, softcap, sinks, key_scale, value_scale)
         given = query, key, value, attn_mask, kv_lens, scale, block_mask
         return implementation(*given, variant, provider, batch_invariant)
 

@@ -30,7 +30,7 @@ class FindBlockList:
     def __call__(self, attn_mask: Tensor, kv_lens: Tensor | None = None) -> Tensor:
         mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
         bits, block_list = allocate(mask, *self.writes)
-        self.find_bits(mask, mask if kv_lens is None else kv_lens, bits)
+        self.find_bits(mask, kv_lens, bits)
         self.make_list(bits, block_list)
         return block_list
 

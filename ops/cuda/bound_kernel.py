@@ -53,7 +53,9 @@ def bind(found: Recorder, launch: Launch, tensors: Sequence[Any]) -> BoundLaunch
     params: dict[int, str] = {}
     bases: dict[str, Tensor] = {}
 
-    def expression(tensor: Tensor, name: str) -> str:
+    def expression(tensor: Tensor | None, name: str) -> str:
+        if tensor is None:
+            return "None"
         base = found.base(tensor)
         param = params.setdefault(id(base), name)
         bases[param] = base

@@ -57,13 +57,9 @@ class Combine:
         if self.launch is None:
             return some
         out, lse = (some.out, some.lse) if self.writes is None else allocate(some.out, *self.writes)
-        first, second = (*[_pointers(x) for x in partials], (), ())[:2]
+        first, second = (*[tuple(x) for x in partials], (), ())[:2]
         self.launch(out, lse, first, second, tuple([x.out for x in wholes]), tuple([x.lse for x in wholes]))
         return some if out is some.out else some._replace(out=out, lse=lse)
-
-
-def _pointers(x: Partials) -> tuple[Tensor, ...]:
-    return tuple([x.out if y is None else y for y in x])
 
 
 def _sizes(x: TileSpace, suffix: str) -> dict[str, int]:

@@ -49,14 +49,10 @@ class Segment:
         row_groups: Tensor | None = None,
         rope: Rope = (),
     ) -> Partials:
-        _, _, sinks, key_scale, value_scale = variant
         # The kernels take these to be contiguous. A copy is one more launch.
-        kv_lens, block_mask, row_groups, sinks, key_scale, value_scale = [
-            None if x is None else x.contiguous()
-            for x in (kv_lens, block_mask, row_groups, sinks, key_scale, value_scale)
-        ]
+        optional = kv_lens, block_mask, row_groups, *variant[2:]
+        kv_lens, block_mask, row_groups, *of_variant = [x if x is None else x.contiguous() for x in optional]
         mask, block_mask = self.mask(attn_mask, kv_lens, block_mask)
-        space = self.tile_space
         out, lse, partial_out, partial_lse = allocate(query, *self.writes)
         self.launch(
             query,
@@ -64,20 +60,18 @@ class Segment:
             value,
             key if self.key_tiles is None else self.key_tiles(key),
             value if self.value_tiles is None else self.value_tiles(value),
-            query if mask is None else mask,
-            query if kv_lens is None else kv_lens,
-            query if block_mask is None else block_mask,
-            query if row_groups is None else row_groups,
-            query if sinks is None else sinks,
-            query if key_scale is None else key_scale,
-            query if value_scale is None else value_scale,
+            mask,
+            kv_lens,
+            block_mask,
+            row_groups,
+            *of_variant,
             rope,
             out,
             lse,
             partial_out,
             partial_lse,
         )
-        lens = kv_lens if space.has_lens else None
+        lens = kv_lens if self.tile_space.has_lens else None
         return Partials(out, lse, partial_out, partial_lse, lens, block_mask, row_groups)
 
 

@@ -45,9 +45,8 @@ class LatentSegment:
         kv_lens, block_mask = [None if x is None else x.contiguous() for x in (kv_lens, block_mask)]
         _, block_mask = self.mask(attn_mask, kv_lens, block_mask)
         out, lse, partial_out, partial_lse = allocate(query, *self.writes)
-        keys = [query if x is None else x for x in (kv_lens, block_mask)]
         tiles = self.latent_tiles(latent), self.rope_tiles(key_rope)
-        self.launch(query, query_rope, *tiles, *keys, out, lse, partial_out, partial_lse)
+        self.launch(query, query_rope, *tiles, kv_lens, block_mask, out, lse, partial_out, partial_lse)
         lens = kv_lens if self.tile_space.has_lens else None
         return Partials(out, lse, partial_out, partial_lse, lens, block_mask)
 

@@ -7,6 +7,7 @@ which is most of what a launch of the decode kernel costs; checking and planning
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -63,8 +64,8 @@ def on_device_of(x: Tensor, run: Callable[..., T], *args: Any) -> T:
 class Launch:
     """A Triton kernel with its grid and all of its arguments but the tensors, which are its first ones.
 
-    Called with tensors, or tuples of them, it launches. The first time Triton compiles it for them; later ones must be
-    of the same layout, and only their addresses are looked at.
+    Called with tensors, None, or tuples of them, it launches. The first time Triton compiles it for them; later ones
+    must be of the same layout, and only their addresses are looked at.
 
     Args:
         kernel: a function of `triton.jit` or `gluon.jit`.
@@ -83,7 +84,7 @@ class Launch:
         # Where the compiler and ptxas may choose which product to fuse with which sum, the last bit depends on their
         # versions and on what is a constant. The kernels say `fma` themselves where it is time that counts.
         self.options = {"enable_fp_fusion": False, **options}
-        self._run: Callable[..., None] | None = None
+        self._run: Callable[[Sequence[Any]], None] | None = None
         self._in_order = tuple([arguments[name] for name in names])
 
     def __call__(self, *tensors: Any) -> None:
@@ -91,11 +92,11 @@ class Launch:
             recording.launches.append((self, tensors))
             return
         if self._run is not None:
-            self._run(*[x.data_ptr() if isinstance(x, Tensor) else _address(x) for x in tensors], *self._in_order)
+            self._run([x.data_ptr() if isinstance(x, Tensor) else _address(x) for x in tensors])
             return
         compiled = self.kernel[self.grid](*tensors, **self.arguments, **self.options)
         if compiled is not None:  # the interpreter compiles nothing
-            self._run = _run_again(compiled, (*self.grid, 1, 1)[:3])
+            self._run = _run_again(compiled, (*self.grid, 1, 1)[:3], self._in_order)
 
 
 def _address(x: Any) -> Any:
@@ -104,18 +105,31 @@ def _address(x: Any) -> Any:
     return x
 
 
-def _run_again(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+def _run_again(compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> Callable[[Sequence[Any]], None]:
     """What Triton's `compiled[grid]` is, in half of the time: it prepares nothing for hooks that are not there."""
     import triton
 
     driver, hooks, with_hooks = triton.runtime.driver.active, triton.knobs.runtime, compiled[grid]
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    run, constants = _launcher(compiled.run)
+    constants = compiled.function, *constants, compiled.packed_metadata, None, None, None
     current_stream, device = driver.get_current_stream, driver.get_current_device()  # tensors of a layout have one
 
-    def run_again(*args: Any) -> None:
+    def run_again(addresses: Sequence[Any]) -> None:
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
-            with_hooks(*args)
+            with_hooks(*addresses, *arguments)
         else:
-            run(*grid, current_stream(device), function, metadata, None, None, None, *args)
+            run(*grid, current_stream(device), *constants, *addresses, *arguments)
 
     return run_again
+
+
+def _launcher(run: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The C function beneath Triton 3.6's launcher, and what that would pass to it; of other versions itself."""
+    of_3_6 = ["self", "gridX", "gridY", "gridZ", "stream", "function", "args"]
+    if (
+        [*inspect.signature(type(run).__call__).parameters] != of_3_6
+        or run.global_scratch_size
+        or run.profile_scratch_size
+    ):
+        return run, ()
+    return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)

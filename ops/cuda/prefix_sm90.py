@@ -29,8 +29,8 @@ class PrefixAttention:
         self, query: Tensor, key: Tensor, value: Tensor, row_groups: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         out, lse, partial_out, partial_lse = allocate(query, *self.writes)
-        groups = query if row_groups is None else row_groups
-        self.launch(query, self.key_tiles(key), self.value_tiles(value), groups, out, lse, partial_out, partial_lse)
+        tiles = self.key_tiles(key), self.value_tiles(value)
+        self.launch(query, *tiles, row_groups, out, lse, partial_out, partial_lse)
         return out, lse, partial_out, partial_lse
 
 

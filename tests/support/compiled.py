@@ -79,7 +79,7 @@ class Recorder:
 
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sass: bool = False) -> dict[str, Any]:
-    """What a kernel becomes for sm_90, specialised as Triton does at a launch: on 1, and on multiples of 16."""
+    """What a kernel becomes for sm_90, specialised as Triton does at a launch: on None, 1 and multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -92,7 +92,7 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], s
         if isinstance(x, tuple):
             kinds = [specialize(y, (*path, i), param, False) for i, y in enumerate(x)]
             return type(x)(*kinds) if hasattr(x, "_fields") else tuple(kinds)
-        if param.is_constexpr or (type(x) is int and x == 1 and not do_not):
+        if param.is_constexpr or x is None or (type(x) is int and x == 1 and not do_not):
             constants[path] = x
             return "constexpr"
         if hasattr(x, "data_ptr") or (type(x) is int and x % 16 == 0 and not do_not):

@@ -140,7 +140,7 @@ class Interpreted:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*tensors: Any, **arguments: Any) -> None:
-            given = [Pointer(x) if isinstance(x, Tensor) else Descriptor(x) for x in tensors]
+            given = [x if x is None else Pointer(x) if isinstance(x, Tensor) else Descriptor(x) for x in tensors]
             for name in self.arg_names[len(tensors) :]:
                 x = arguments[name]
                 given.append(torch.tensor(x).as_subclass(Value) if name.islower() and isinstance(x, int) else x)

@@ -175,6 +175,35 @@ def test_a_second_launch_runs_what_the_first_compiled() -> None:
     ]
 
 
+class LauncherOf36:
+    """As Triton 3.6 has it: Python around a C function."""
+
+    launch_cooperative_grid, launch_pdl, global_scratch_align = False, True, 1
+
+    def __init__(self, launches: list[Any], scratch: int = 0) -> None:
+        self.launch = lambda *args: launches.append(args)
+        self.global_scratch_size, self.profile_scratch_size = 0, scratch
+
+    def __call__(self, gridX: int, gridY: int, gridZ: int, stream: int, function: Any, *args: Any) -> None:
+        scratch = [f"memory of {n}" if n else None for n in (self.global_scratch_size, self.profile_scratch_size)]
+        grid, flags = (gridX, gridY, gridZ), (self.launch_cooperative_grid, self.launch_pdl)
+        self.launch(*grid, stream, function, *flags, *scratch, *args)
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("scratch", [0, 8])
+def test_the_c_function_beneath_a_launcher_gets_what_the_launcher_passes(scratch: int) -> None:
+    """Python around it takes a microsecond; memory of its own for a launch is left to it."""
+    through, beneath = [], []
+    constants = 7, "function", "metadata", None, None, None
+    LauncherOf36(through, scratch)(2, 3, 4, *constants, 10, 20)
+    compiled: Any = Compiled([])
+    compiled.run = LauncherOf36(beneath, scratch)
+    launcher._run_again(compiled, (2, 3, 4), (20,))([10])
+    assert beneath == through
+    assert (launcher._launcher(compiled.run)[0] is compiled.run) == bool(scratch)
+
+
 @pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_that_are_set_later_are_seen(name: str) -> None:
