@@ -14,6 +14,7 @@ from trl import GRPOTrainer, is_conversational
 from trl.models import unwrap_model_for_generation
 
 from tatten.integrations.transformers import SharedPrefixCache
+from tatten.integrations.transformers.config import cache_argument
 
 Tokens = list[list[int]]
 
@@ -71,9 +72,9 @@ class SharedPrefixRollouts:
 
         prompts = SharedPrefixCache(model.config)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]  # as `generate` numbers them
-        model(
-            ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, past_key_values=prompts, logits_to_keep=1
-        )
+        takes_cache = cache_argument(model)
+        given = {"attention_mask": mask[:, :-1], "position_ids": positions, takes_cache: prompts}
+        model(ids[:, :-1], **given, logits_to_keep=1)
         memory = [(x.shape, x.dtype, x.device) for layer in prompts.layers for x in layer.kv.tensors]
         like = chosen, config.max_new_tokens, memory
         into = self._last[1] if self._last is not None and self._last[0] == like else None
@@ -81,9 +82,8 @@ class SharedPrefixRollouts:
         cache = prompts.fork(1, capacity=config.max_new_tokens).select(chosen, into=into)
         self._last = like, cache
 
-        tokens: Tensor = model.generate(
-            ids[chosen], attention_mask=mask[chosen], past_key_values=cache, generation_config=config
-        )
+        given = {"attention_mask": mask[chosen], takes_cache: cache}
+        tokens: Tensor = model.generate(ids[chosen], **given, generation_config=config)
         return tokens[:, ids.shape[1] :]
 
     def _generation_config(self, config: GenerationConfig) -> GenerationConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 
@@ -33,6 +33,11 @@ def count_layers(config: PreTrainedConfig) -> int:
                 f"values, got {found!r} in layer {index}"
             )
     return len(layers)
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The argument of a model that takes its cache: `past_key_values` until transformers 5.23, then `cache`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def caches_latents(config: PreTrainedConfig) -> bool:

@@ -15,6 +15,7 @@ from tatten.caches.sharded_layer import Interleaved
 from tatten.caches.striped_prefill import StripedPrefill
 from tatten.integrations.transformers.config import (
     attention_implementation,
+    cache_argument,
     caches_latents,
     count_full_layers,
     made_for_sdpa,
@@ -27,7 +28,7 @@ FIXED_ROPE = {"default", "linear", "llama3", "proportional", "yarn"}
 # Modules that mix the tokens of a sequence, which is dealt out to ranks.
 MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 # Arguments of attention that say nothing of what is attended to.
-HARMLESS = {"position_ids", "past_key_values", "position_embeddings", "use_cache", "layer_idx"}
+HARMLESS = {"position_ids", "past_key_values", "cache", "position_embeddings", "use_cache", "layer_idx"}
 
 
 @torch.no_grad()
@@ -64,7 +65,7 @@ def prefill(
     tokens = prompt.shape[1]
     striped = StripedPrefill(layout, [layer.kv for layer in cache.layers], tokens)
     size = layout.ranks * -(-tokens // layout.ranks) if chunk is None else chunk
-    kept = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1, "return_dict": True}
+    kept = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1, "return_dict": True}
     try:
         # A forward that was compiled in place would be traced for each length of a chunk.
         with run_prefill(striped), torch.compiler.set_stance("force_eager"):
@@ -142,10 +143,8 @@ def undivided_reason(model: PreTrainedModel) -> str | None:
     """What prompts need to be divided among ranks that this model lacks, as far as it is known before it runs."""
     config, forward = model.config, inspect.signature(model.forward).parameters
     name = type(model).__name__
-    missing = [
-        argument for argument in ("position_ids", "past_key_values", "logits_to_keep") if argument not in forward
-    ]
-    if missing:
+    needed = "position_ids", cache_argument(model), "logits_to_keep"
+    if missing := [argument for argument in needed if argument not in forward]:
         return f"the argument `{missing[0]}`, and {name} has none"
     if caches_latents(config):
         return "keys and values in the cache, and it has latents there"

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tatten.integrations.transformers import ShardedKVCache, SharedPrefixCache
+from tatten.integrations.transformers.config import cache_argument
 
 SMALL = tiny_models.GQA | {"head_dim": 16}
 FULL = {"layer_types": ["full_attention"] * 2}
@@ -137,7 +138,7 @@ def models() -> dict[str, transformers.PreTrainedModel]:
     made["own attention"] = tiny_models.build("llama", "tatten")
     made["own attention"].model.layers[0].self_attn.config = copy.copy(made["own attention"].config)
     made["own attention"].model.layers[0].self_attn.config._attn_implementation = "sdpa"
-    made["no cache"] = changed(past_key_values=None)
+    made["no cache"] = changed(**{cache_argument(made["both ways"]): None})
     return made
 
 
