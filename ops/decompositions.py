@@ -16,6 +16,7 @@ from tatten.ops.cpu.used_keys import UsedKeys, used_by_rows, used_in_blocks
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.layout import squeeze_broadcast
 from tatten.ops.library import block_mask
+from tatten.ops.project_heads import project_heads
 from tatten.ops.reach import mask_of_reach, masks_of_window, narrow_mask
 from tatten.ops.row_groups import group_size, row_groups_reference, rows_of_segments
 from tatten.ops.states import State, accumulator_dtype, combine_partials, merge
@@ -64,6 +65,7 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
         ops.merge_states.default: _merge_states,
         ops.merge_state.default: _merge_state,
         ops.row_groups.default: _row_groups,
+        ops.project_heads.default: project_heads,
     }
     # Of ops that PyTorch itself could decompose, export keeps those that are not in the table.
     return {op: _on_a_cpu(decomposition) for op, decomposition in found.items()} | {ops.block_mask.default: block_mask}

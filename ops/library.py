@@ -19,11 +19,13 @@ from tatten.ops.cpu.rows import row_groups as row_groups_on_cpu
 from tatten.ops.cpu.without_autocast import without_autocast
 from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.cuda.latent import latent_attention as latent_on_cuda
+from tatten.ops.cuda.project_heads import project_heads as project_heads_on_cuda
 from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
 from tatten.ops.kernel_signatures import Kernel, bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.latent_validation import check_latent_no_grad
 from tatten.ops.masks import block_list, key_spans, mask_of_rows, mask_rows
+from tatten.ops.project_heads import fake_project_heads, project_heads
 from tatten.ops.segment_validation import check_segments_no_grad
 from tatten.ops.sizes import ceil_div
 from tatten.ops.slide import check_slide, slide_
@@ -81,6 +83,7 @@ _library.define(
     "push_merge(Tensor out, Tensor lse, str group, bool scatter_heads) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define("project_heads(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define("slide_(Tensor(a!) cache, Tensor new) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 
 
@@ -144,6 +147,7 @@ torch.library.register_fake("tatten::latent_attention", latent_kernel(_fake_late
 torch.library.register_fake("tatten::bifurcated_attention", bifurcated_kernel(_fake_bifurcated_attention), lib=_library)
 
 
+torch.library.register_fake("tatten::project_heads", fake_project_heads, lib=_library)
 torch.library.register_fake("tatten::slide_", check_slide, lib=_library)
 
 
@@ -220,6 +224,7 @@ _KERNELS: dict[str, dict[str, Kernel]] = {
     "merge_states": {"CPU": cpu.merge_states, "CUDA": cuda.merge_states},
     "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},
     "push_merge": {"CUDA": _push_merge},
+    "project_heads": {"CPU": project_heads, "CUDA": project_heads_on_cuda},
     "slide_": {"CPU": slide_, "CUDA": slide_},
 }
 
@@ -228,7 +233,7 @@ def cuda_implementations() -> dict[Any, Kernel]:
     """The ops that launch kernels on a GPU without waiting for other GPUs, and their implementations."""
     own: dict[str, Kernel] = {"row_groups": cuda.row_groups, "block_list": cuda.block_list}
     attention = "decode_attention", "latent_attention", "bifurcated_attention"
-    own |= {name: _KERNELS[name]["CUDA"] for name in (*attention, "merge_states")}
+    own |= {name: _KERNELS[name]["CUDA"] for name in (*attention, "merge_states", "project_heads")}
     return {getattr(torch.ops.tatten, name).default: kernel for name, kernel in own.items()}
 
 

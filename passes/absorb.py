@@ -1,8 +1,8 @@
 """The latent pass applies: SDPA over projected latents becomes attention to the latents, and the weights move.
 
 What was the keys' weight multiplies the query, and the values' weight the output: both are views of the model's own.
-Each product is a `bmm` over heads; `matmul` would copy the weight for each sequence. What LoRA adds is moved alike, as
-two products with few columns between.
+Each product is a `bmm` over heads, or an op where that would round more; `matmul` would copy the weight for each
+sequence. What LoRA adds is moved alike, as two products with few columns between.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, tensor_of
 
 
-def apply_latents(match: LatentMatch, masks: Masks, wide_products: bool) -> tuple[Node, Node]:
+def apply_latents(match: LatentMatch, masks: Masks) -> tuple[Node, Node]:
     """Insert attention to latents before SDPA. Returns its state, and the output for the values of these latents."""
     call = masks.cast(match.call)
     query = tensor_of(call.query)
@@ -46,8 +46,9 @@ def apply_latents(match: LatentMatch, masks: Masks, wide_products: bool) -> tupl
     with call.node.graph.inserting_before(call.node):
         state = _merge(insert, states)
         sums = insert(operator.getitem, state, 0)
-        autocast = autocast_dtype(call.node, query.device.type)
-        rows = _values(insert, sums, match.values, query, autocast, wide_products)
+        if query.device.type == "cuda" and query.element_size() == 2:
+            return state, insert(torch.ops.tatten.project_heads.default, sums, _weight(insert, match.values))
+        rows = _values(insert, sums, match.values, query, autocast_dtype(call.node, "cpu"))
         return state, insert("contiguous", _heads(insert, rows, q_len))
 
 
@@ -95,32 +96,23 @@ def _queries(insert: Inserter, rows: Node, keys: Projection) -> Node:
     return _product(insert, rows, _weight(insert, keys), added)
 
 
-def _values(
-    insert: Inserter, sums: Node, values: Projection, like: Tensor, autocast: torch.dtype | None, wide_products: bool
-) -> Node:
+def _values(insert: Inserter, sums: Node, values: Projection, like: Tensor, autocast: torch.dtype | None) -> Node:
     """Insert the product of sums over latents with the values' weight, `[heads, rows, head_dim]`.
 
-    In low precision the sums are in float32, and the weight stays as it is on a GPU. There the upper 16 bits of the
-    sums and what these leave are rows of one product in float32, which reads the weight once; without `wide_products`
-    the sums are rounded. A CPU multiplies in float32, unless autocast is on, which would round the sums. (What LoRA
-    adds would be rounded where that is on or on a GPU, so there is none.)
+    In low precision, where this is for a CPU, the sums are in float32, and so is the product. Under autocast, which
+    would round the sums, the upper 16 bits of them and what these leave are multiplied apart, and there is no LoRA.
     """
     weight, wide = insert("transpose", _weight(insert, values), 1, 2), accumulator_dtype(like.dtype)
-    rows, on_cpu = _rows(insert, sums), like.device.type == "cpu"
+    rows = _rows(insert, sums)
     if wide == like.dtype:
         return _product(insert, rows, weight, _added(insert, sums, values, wide))
-    if on_cpu and autocast is None:
+    if autocast is None:
         added = _added(insert, sums, values, wide)
         return insert("to", _product(insert, rows, insert("to", weight, wide), added), like.dtype)
-    if not (on_cpu or wide_products):
-        return insert(torch.bmm, insert("to", rows, like.dtype), weight)
     # Not `rows - rows.to(torch.bfloat16)`, of which Inductor makes 0: it leaves conversions out where it fuses ops.
     upper = insert("view", insert(operator.and_, insert("view", rows, torch.int32), ~0xFFFF), wide)
     high, low = (insert("to", x, like.dtype) for x in (upper, insert(operator.sub, rows, upper)))
-    if on_cpu:
-        return insert(torch.baddbmm, insert(torch.bmm, low, weight), high, weight)
-    products = insert(torch.bmm, insert(torch.cat, (high, low), 1), weight, wide)
-    return insert("to", insert("sum", insert("unflatten", products, 1, (2, -1)), 1), like.dtype)
+    return insert(torch.baddbmm, insert(torch.bmm, low, weight), high, weight)
 
 
 def _added(insert: Inserter, sums: Node, values: Projection, dtype: torch.dtype) -> Node | None:

@@ -45,14 +45,12 @@ def rewrite(
     may_guard: bool = True,
     fuses: bool = False,
     batch_invariant: bool = False,
-    wide_products: bool = False,
 ) -> GraphReport:
     """Rewrite a Dynamo or export graph in place: every decode attention becomes a tatten op, everything else stays.
 
     Without `may_guard` all that counts is what holds in every run: nothing would heed a guard on an exported graph.
     With `fuses` the graph's compiler is Inductor, which fuses attention that is written out and looks into ops. With
-    `batch_invariant` each call that can be becomes an op with `batch_invariant=True`, whether it pays or not. With
-    `wide_products` the compiler takes products of 16 bits in 32, `torch.bmm(..., out_dtype=torch.float32)`, for a GPU.
+    `batch_invariant` each call that can be becomes an op with `batch_invariant=True`, whether it pays or not.
     """
     start = time.perf_counter()
     masks = Masks()
@@ -63,7 +61,7 @@ def rewrite(
     moving = movers(gm.graph)
 
     def rewrite_call(call: SdpaCall) -> Rewritten | Declined:
-        return _rewrite_call(call, max_q_len, masks, moving, may_guard, batch_invariant, wide_products)
+        return _rewrite_call(call, max_q_len, masks, moving, may_guard, batch_invariant)
 
     findings: list[Rewritten | Declined] = []
     for node in sorted([*sdpa_nodes(gm.graph), *written_out, *flex]):
@@ -141,7 +139,6 @@ def _rewrite_call(
     moving: Sequence[Node],
     may_guard: bool,
     batch_invariant: bool,
-    wide_products: bool,
 ) -> Rewritten | Declined:
     """Decide about one call, then change the graph. The report is read off first: nodes may be erased."""
     given = find_sharded(call) or PlainCall(call)
@@ -154,7 +151,7 @@ def _rewrite_call(
         return _declined(call, decline)
     latents = None if call.log_sums else given.latents(batch_invariant)
     if isinstance(latents, LatentMatch):
-        return _absorb(given, latents, masks, wide_products)
+        return _absorb(given, latents, masks)
     found = find_invariant(given, may_guard) if batch_invariant else _find(given, may_guard)
     if isinstance(found, Decline):
         return _declined(call, latents or found)
@@ -187,14 +184,14 @@ def _check_movers(call: SdpaCall, moving: Sequence[Node]) -> Decline | None:
     return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
 
 
-def _absorb(given: PlainCall, match: LatentMatch, masks: Masks, wide_products: bool) -> Rewritten:
+def _absorb(given: PlainCall, match: LatentMatch, masks: Masks) -> Rewritten:
     """Change the graph as a match of latents says. The report is read off first: nodes may be erased."""
     call, segments = given.call, match.parts
     ropes = [x.rope for x in segments if x.rope is not None]
     latents = [x.latent for x in segments]
     named = [("q", match.call.query), *(("c", x) for x in _bases(latents)), *(("rope", x) for x in _bases(ropes))]
     location, shapes = source_location(call.node), _show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
-    state, out = apply_latents(given.insert_latents(match, masks), masks, wide_products)
+    state, out = apply_latents(given.insert_latents(match, masks), masks)
     replace_call(call, given.output(state, out), match.path)
     made = "one projection" if match.keys.product is match.values.product else "two projections"
     made += " with LoRA" if match.keys.adapters or match.values.adapters else ""

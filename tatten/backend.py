@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tatten.inner_compiler import Compiled, has_wide_products, inner_compiler, launch_note, reset_inner
+from tatten.inner_compiler import Compiled, inner_compiler, launch_note, reset_inner
 from tatten.options import split_options
 from tatten.passes import rewrite
 from tatten.report import publish
@@ -42,7 +42,6 @@ def tatten(
         own.max_q_len,
         fuses=own.inner == "inductor",
         batch_invariant=own.batch_invariant,
-        wide_products=has_wide_products(own.inner, rest),
     )
     notes = report.note, launch_note(own.inner, example_inputs)
     publish(dataclasses.replace(report, note="; ".join(filter(None, notes))))

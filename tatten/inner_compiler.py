@@ -50,15 +50,6 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
     return compiler
 
 
-def has_wide_products(name: str, options: dict[str, Any]) -> bool:
-    """Whether a compiler takes `torch.bmm(..., out_dtype=...)`: from C++ it can't be called (PyTorch 2.11 to 2.13)."""
-    if name != "inductor":
-        return False
-    from tatten.ops.inductor.options import option
-
-    return not option("cpp_wrapper", options)
-
-
 def launch_note(name: str, inputs: Iterable[object]) -> str:
     """What a report says of how the kernels of tatten's ops are launched: nothing, unless Inductor can't do it."""
     problem = _register_lowerings() if name == "inductor" and _on_cuda(inputs) else None

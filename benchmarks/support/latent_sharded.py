@@ -27,24 +27,16 @@ def shapes(device: str) -> list[Shape]:
     return [Shape(4, 64)] if device == "cpu" else [Shape(heads, 262144) for heads in (128, 16)]
 
 
-def values(sums: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`W_uv` applied to sums in float32, in products of `dtype`, as the pass has it on CUDA."""
-    rows = sums[0]
-    high = rows.to(dtype)
-    rest = torch.bmm((rows - high).to(dtype), weight)
-    return torch.baddbmm(rest, high, weight).unsqueeze(0)
-
-
 def attend(inputs: tuple[Tensor, ...], weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of one query, whose output has the width of values."""
+    """The state of one query, whose output has the width of values: the ops that the pass inserts on CUDA."""
     sums, lse = torch.ops.tatten.latent_attention.default(*inputs, scale=SCALE, out_dtype=torch.float32)
-    return values(sums, weight, inputs[0].dtype), lse
+    return torch.ops.tatten.project_heads.default(sums, weight), lse
 
 
 def exact(inputs: tuple[Tensor, ...], weight: Tensor) -> Tensor:
     query, query_rope, latent, key_rope = (x[0].double() for x in inputs)
     scores = query[:, 0] @ latent[0].T + query_rope[:, 0] @ key_rope[0].T
-    return ((scores * SCALE).softmax(-1) @ latent[0]).unsqueeze(1) @ weight.double()
+    return ((scores * SCALE).softmax(-1) @ latent[0]).unsqueeze(1) @ weight.mT.double()
 
 
 def measure(s: Shape, ranks: Ranks, rounds: int, repeats: int = 20) -> dict[str, object]:
@@ -56,7 +48,7 @@ def measure(s: Shape, ranks: Ranks, rounds: int, repeats: int = 20) -> dict[str,
 
     query, keys = (1, s.heads, 1), (1, 1, s.length)
     whole = randn(*query, RANK), randn(*query, ROPE), randn(*keys, RANK), randn(*keys, ROPE)
-    weight = randn(s.heads, RANK, VALUE)
+    weight = randn(s.heads, VALUE, RANK)
     own = *whole[:2], *(x[:, :, ranks.rank :: ranks.size].contiguous() for x in whole[2:])
     arms: dict[str, Callable[[], Tensor]] = {
         "local": lambda: attend(whole, weight)[0],

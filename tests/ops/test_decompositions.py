@@ -266,6 +266,13 @@ def test_row_groups_are_those_of_the_op() -> None:
     assert torch.equal(got, torch.ops.tatten.row_groups(rows, 3, 8))
 
 
+def test_products_of_heads_are_those_of_the_op() -> None:
+    x, weight = torch.randn(2, 3, 1, 20), torch.randn(3, 9, 20).bfloat16()[:, 4:]
+    with Decomposed():
+        got = torch.ops.tatten.project_heads(x, weight)
+    assert torch.equal(got, torch.ops.tatten.project_heads(x, weight))
+
+
 def test_ops_on_other_devices_stay() -> None:
     x = torch.empty(1, 2, 1, 8, device="meta")
     for op, decomposition in tatten.decompositions().items():

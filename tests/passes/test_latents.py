@@ -775,17 +775,17 @@ def test_lora_in_16_bits_is_rounded_no_more_often(where: str) -> None:
     assert ("not absorbed [projection]: LoRA adds to keys or values in torch.bfloat16" in note) == (where != "cpu")
 
 
-@pytest.mark.parametrize("wide_products", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_gpu_reads_the_weight_once_and_as_it_is(dtype: torch.dtype, wide_products: bool) -> None:
+def test_a_gpu_reads_the_weight_once_and_as_it_is(dtype: torch.dtype) -> None:
     gm = on_cuda(widest_on_cuda(dtype), dtype, width=64)
-    (finding,) = rewrite(gm, wide_products=wide_products).findings
+    (finding,) = rewrite(gm).findings
     assert isinstance(finding, Rewritten)
     assert finding.op == LATENT
-    products = [node for node in gm.graph.nodes if node.target is torch.bmm]
-    assert [node.args[2:] for node in products] == [(), (torch.float32,) * (wide_products and dtype != torch.float32)]
-    of_weight = products[1].args[1]
-    assert [of_weight.op, of_weight.target] == ["call_method", "transpose"]
+    project = torch.ops.tatten.project_heads.default
+    _, product = (node for node in gm.graph.nodes if node.target in (torch.bmm, project))
+    assert product.target is (torch.bmm if dtype == torch.float32 else project)
+    of_weight = product.args[1]
+    assert [of_weight.op, of_weight.target] == ["call_method", "transpose" if dtype == torch.float32 else "narrow"]
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,12 @@ def attend_latents(heads: int, keys: str) -> None:
     tatten.latent_attention(*given, attn_mask=mask, kv_lens=kv_lens, scale=0.05)
 
 
+def project(rows: int, columns: int, rank: int) -> None:
+    """More than 32 rows of many heads take the larger blocks."""
+    sums, weight = torch.randn(rows, 128, 1, rank, device="cuda"), torch.randn(128, columns, rank, device="cuda")
+    torch.ops.tatten.project_heads(sums, weight.bfloat16())
+
+
 def slide(slots: int, dim: int) -> None:
     cache, new = (torch.randn(2, 3, n, dim, device="cuda").bfloat16() for n in (slots, 1))
     want = torch.cat((cache[:, :, 1:], new), 2)
@@ -100,6 +106,7 @@ def main() -> None:
     first, step = (int(x) for x in sys.argv[1:3]) if len(sys.argv) > 2 else (0, 1)
     variants: list[Any] = [(attend, *variant) for group in compile_tests().GROUPS.values() for variant in group]
     variants += [(attend_latents, (heads, keys), {}) for heads in (16, 128) for keys in ("all", "lengths", "mask")]
+    variants += [(project, shape, {}) for shape in ((3, 128, 512), (70, 128, 512), (33, 40, 77))]
     variants += [(slide, shape, {}) for shape in ((KV_LEN, 80), (2000, 128))]
     variants = variants[first::step]
     for launch, shape, options in variants:

@@ -17,7 +17,6 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 import tatten  # noqa: F401
-from tatten.inner_compiler import has_wide_products
 
 Calls = list[tuple[GraphModule, dict[str, Any]]]
 
@@ -176,19 +175,3 @@ def test_tensorrt_would_lose_writes_in_its_plain_trace(tensorrt_calls: Calls) ->
     said = r"`use_distributed_mode_trace` must be True or left out .* got False"
     with torch.no_grad(), pytest.raises(BackendCompilerFailed, match=said):
         fn(*inputs())
-
-
-@pytest.mark.parametrize(
-    "inner, options, has",
-    [
-        ("inductor", {}, True),
-        ("inductor", {"cpp_wrapper": True}, False),
-        ("inductor", {"cpp-wrapper": True}, False),
-        ("aot_eager", {}, False),
-    ],
-)
-def test_products_of_16_bits_in_32(inner: str, options: dict[str, bool], has: bool) -> None:
-    assert has_wide_products(inner, options) == has
-    with torch._inductor.config.patch(cpp_wrapper=True):
-        assert not has_wide_products(inner, options)
-        assert has_wide_products("inductor", {"cpp_wrapper": False})

@@ -73,6 +73,9 @@ def cudnn(q, k, v):
 def latents(q, q_rope, c, k_rope):
     return ops.latent_attention.default(q, q_rope, c, k_rope, scale=0.1)[0]
 
+def project(sums, weight):
+    return ops.project_heads.default(sums * 2, weight.narrow(1, 128, 128))
+
 def find_rows(n, index):
     return ops.row_groups.default(index, n, 1)
 
@@ -97,6 +100,7 @@ cases = {
     "rows": (rows, [
         ((7,), torch.int32), ((7, 8, 1, 64), bf16), *[((3, 8, 500, 64), bf16)] * 2, *[((7, 8, 300, 64), bf16)] * 2
     ]),
+    "project": (project, [((2, 16, 1, 512), torch.float32), ((16, 256, 512), bf16)]),
     "symbolic rows": (find_rows, ["n", ((7,), torch.int32)]),
     "symbolic lengths": (plain, [Q, *[((2, 8, "s", 128), bf16)] * 2]),
     "plain": (plain, [Q, KV, KV]),
@@ -154,6 +158,7 @@ LOWERED = (
     "rows",
     "16 heads",
     "views",
+    "project",
 )
 RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *((case, True, {}) for case in LOWERED),
@@ -259,6 +264,7 @@ def test_a_package_does_without_gluon(case: str) -> None:
         ("rows", {"row_groups", "decode", "combine"}),
         ("capped segments", {"decode", "combine"}),
         ("16 heads", {"decode", "combine"}),
+        ("project", {"project_heads"}),
     ],
 )
 def test_other_ops(case: str, kernels: set[str]) -> None:

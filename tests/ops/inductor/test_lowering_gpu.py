@@ -111,9 +111,15 @@ def merge() -> tuple:
     return ops.merge_states.default, (randn(4, 2, 8, 1, 64), randn(4, 2, 8, 1, dtype=torch.float32)), {}
 
 
+def project() -> tuple:
+    weight = randn(16, 256, 512).narrow(1, 128, 128)
+    return ops.project_heads.default, (randn(3, 16, 2, 512, dtype=torch.float32), weight), {}
+
+
 CASES = [
     plain, short_and_whole, odd_dims, lengths, bool_mask, bool_mask_of_queries, bias, variant, float8, three_segments,
     capped_segments, masked_segments, rows, find_rows, find_blocks, merge,
+    project,
 ]  # fmt: skip
 
 
