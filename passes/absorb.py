@@ -20,13 +20,15 @@ from tatten.ops.states import accumulator_dtype
 from tatten.passes.autocast import autocast_dtype
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
+from tatten.passes.pieces import Piece
 from tatten.passes.projection import Adapter, Projection
+from tatten.passes.query import ConcatenatedQuery
 from tatten.passes.replace import Inserter, insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, tensor_of
 
 
-def apply_latents(match: LatentMatch, masks: Masks) -> tuple[Node, Node]:
+def apply_latents(match: LatentMatch, masks: Masks, made_of: ConcatenatedQuery) -> tuple[Node, Node]:
     """Insert attention to latents before SDPA. Returns its state, and the output for the values of these latents."""
     call = masks.cast(match.call)
     query = tensor_of(call.query)
@@ -34,12 +36,9 @@ def apply_latents(match: LatentMatch, masks: Masks) -> tuple[Node, Node]:
     insert, q_len = Inserter(call.node), constant(query.shape[LENGTH])
     assert q_len is not None
     with call.node.graph.inserting_before(call.node):
-        q_own = insert("narrow", call.query, HEAD_DIM, match.columns.lo, match.columns.width)
-        q_rows = _queries(insert, _rows(insert, q_own), match.keys)
+        q_rows = _queries(insert, _rows(insert, _columns(insert, call.query, match.columns, made_of)), match.keys)
         q_latent = _heads(insert, q_rows, q_len)
-        q_rope = None
-        if match.rope is not None:
-            q_rope = insert("narrow", call.query, HEAD_DIM, match.rope[1].lo, match.rope[1].width)
+        q_rope = None if match.rope is None else _columns(insert, call.query, match.rope[1], made_of)
     width = max(columns.hi for columns in (match.columns, *([] if match.rope is None else match.rope[1:])))
     scale = width**-0.5 if call.scale is None else scale_of(call)
     states = _attend(insert, match, call, masks, (q_latent, q_rope), scale, accumulator_dtype(query.dtype))
@@ -50,6 +49,11 @@ def apply_latents(match: LatentMatch, masks: Masks) -> tuple[Node, Node]:
             return state, insert(torch.ops.tatten.project_heads.default, sums, _weight(insert, match.values))
         rows = _values(insert, sums, match.values, query, autocast_dtype(call.node, "cpu"))
         return state, insert("contiguous", _heads(insert, rows, q_len))
+
+
+def _columns(insert: Inserter, query: Node, piece: Piece, made_of: ConcatenatedQuery) -> Node:
+    """Return the query's columns for a piece of the keys: what they were made of, or a view that is inserted."""
+    return made_of.parts.get((piece.lo, piece.hi)) or insert("narrow", query, HEAD_DIM, piece.lo, piece.width)
 
 
 def _attend(

@@ -1,14 +1,15 @@
-"""Queries as they were before a program multiplied them by a number, merged their heads with the batch, or copied them.
+"""Queries as they were before a program multiplied, copied or concatenated them, or merged their heads with the batch.
 
 The op multiplies scores by a number anyway, in the dtype of sums. In the program the product is a rounding more, and
 where nothing is fused with it a kernel of each layer, as in Whisper and BART. Heads that were merged with the batch
-are a copy where the queries are a part of a larger tensor.
+are a copy where the queries are a part of a larger tensor. Queries for latents have two parts, which models
+concatenate by a kernel of each layer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from tatten.passes.calls import op_name
 from tatten.passes.literals import TIMES, factor_of
 from tatten.passes.metadata import reads_values
 from tatten.passes.mutation import writes, written_between
+from tatten.passes.pieces import pieces_of
 from tatten.passes.products import COPIES
 from tatten.passes.replace import erase_unused_of
 from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of
@@ -65,6 +67,19 @@ class CopiedQuery:
     path: tuple[Node, ...]
 
 
+@dataclass(frozen=True)
+class ConcatenatedQuery:
+    """Queries that were concatenated along head_dim.
+
+    Attributes:
+        parts: what they were made of, by the first column and the one after the last.
+        path: the `cat`; empty if there is none.
+    """
+
+    parts: Mapping[tuple[int, int], Node]
+    path: tuple[Node, ...]
+
+
 def find_scaled_query(op: Node) -> ScaledQuery | None:
     """Find what an op's queries were multiplied by. Changes nothing."""
     for reader, node in _behind(op):
@@ -87,6 +102,23 @@ def find_copied_query(op: Node) -> CopiedQuery | None:
         if known_shape(tensor.shape, query.shape) and known_equal(tensor.stride(3), 1):  # as some kernels need it
             found = CopiedQuery(source, tuple(path))
     return found
+
+
+def find_concatenated_query(query: Node, reader: Node) -> ConcatenatedQuery:
+    """Find what a `cat` along head_dim made queries of, as far as that still holds it when `reader` runs."""
+    whole, found = tensor_of(query), pieces_of(query, reader)
+    if whole is None or found.trouble is not None or found.path != (query,):
+        return ConcatenatedQuery({}, ())
+    parts = {}
+    for piece in found.pieces:
+        tensor = tensor_of(piece.source.here)
+        if (
+            tensor is None or not _alike(tensor, whole) or not known_equal(tensor.stride(3), 1)
+        ):  # as some kernels need it
+            continue
+        if written_between([tensor], query, reader) is None:
+            parts[piece.lo, piece.hi] = piece.source.here
+    return ConcatenatedQuery(parts, found.path)
 
 
 def _behind(op: Node) -> Iterator[tuple[Node, Node]]:

@@ -25,7 +25,7 @@ from tatten.passes.masks import Masks
 from tatten.passes.mutation import mover_of, movers
 from tatten.passes.other_attention import find_other_attention
 from tatten.passes.plain import PlainCall
-from tatten.passes.query import restore_query
+from tatten.passes.query import find_concatenated_query, restore_query
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import replace_call, replace_log_sums
 from tatten.passes.sdpa import SdpaCall, bind_sdpa, find_sdpa, sdpa_nodes
@@ -191,8 +191,10 @@ def _absorb(given: PlainCall, match: LatentMatch, masks: Masks) -> Rewritten:
     latents = [x.latent for x in segments]
     named = [("q", match.call.query), *(("c", x) for x in _bases(latents)), *(("rope", x) for x in _bases(ropes))]
     location, shapes = source_location(call.node), _show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
-    state, out = apply_latents(given.insert_latents(match, masks), masks)
-    replace_call(call, given.output(state, out), match.path)
+    match = given.insert_latents(match, masks)
+    query = find_concatenated_query(match.call.query, match.call.node)
+    state, out = apply_latents(match, masks, query)
+    replace_call(call, given.output(state, out), match.path.union(query.path))
     made = "one projection" if match.keys.product is match.values.product else "two projections"
     made += " with LoRA" if match.keys.adapters or match.values.adapters else ""
     made_of = f"keys and values were made of latents by {made} for {match.keys.heads} heads"

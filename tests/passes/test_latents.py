@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 
 import expecttest
@@ -16,6 +17,7 @@ from torch.fx import GraphModule
 import tatten
 from tatten.ops.validation import widest_on_cuda
 from tatten.passes import Declined, Rewritten, cost, rewrite
+from tatten.passes.calls import op_name
 from tatten.passes.reasons import Reason
 
 B, H, S, R, NOPE, ROPE, V = 3, 4, 16, 24, 12, 8, 16
@@ -670,6 +672,52 @@ def test_two_calls_that_share_a_projection_decline_it() -> None:
     assert second.decline.reason is Reason.PROJECTION_USED
     assert "uses" in second.decline.detail
     assert (compiled(fn, inputs()) - fn(*inputs())).abs().max() < 1e-12
+
+
+def parts_of_query(q, c, rope, w, mask, change=lambda *parts: (), whole=torch.cat):
+    own, q_rope = q[..., :NOPE] + 1, q[..., NOPE:] - 1
+    query = whole((own, q_rope), dim=-1)
+    change(own, q_rope, query)
+    return attend(query, c, rope, w, mask)
+
+
+def halves_of_query(q, c, rope, w, mask):
+    parts = q[..., :4] + 1, q[..., 4:NOPE] - 1, q[..., NOPE:] * 2
+    return attend(torch.cat(parts, dim=-1), c, rope, w, mask)
+
+
+def last_columns_apart(q, c, rope, w, mask):
+    """No kernel has to take a tensor whose columns are not neighbours; `cat` made neighbours of them."""
+    own, q_rope = (x.mT.contiguous().mT for x in (q[..., :NOPE] + 1, q[..., NOPE:] - 1))
+    return attend(torch.cat((own, q_rope), dim=-1), c, rope, w, mask)
+
+
+@pytest.mark.parametrize(
+    ("fn", "q_len", "read", "left"),
+    [
+        (parts_of_query, 1, ("add", "sub"), False),
+        (parts_of_query, 5, ("add", "sub"), False),
+        (functools.partial(parts_of_query, whole=lambda x, dim: torch.cat(x, dim) * 2), 1, ("narrow", "narrow"), True),
+        (functools.partial(parts_of_query, change=lambda own, *_: own.mul_(2)), 1, ("narrow", "sub"), True),
+        (functools.partial(parts_of_query, change=lambda _, rope, __: rope.add_(1)), 1, ("add", "narrow"), True),
+        (functools.partial(parts_of_query, change=lambda *x: x[2].add_(1)), 1, ("narrow", "narrow"), True),
+        (halves_of_query, 1, ("narrow", "mul"), True),
+        (last_columns_apart, 5, ("narrow", "narrow"), True),
+    ],
+    ids=["one", "several", "product", "own_written", "rope_written", "whole_written", "halves", "columns_apart"],
+)
+def test_reads_a_query_where_it_was_before_it_was_one(fn, q_len: int, read: tuple[str, str], left: bool) -> None:
+    args = inputs(q_len)
+    gm = capture(fn, *clones(args))
+    (finding,) = rewrite(gm).findings
+    assert isinstance(finding, Rewritten)
+    listing(gm)
+    (op,) = (x for x in gm.graph.nodes if x.target is torch.ops.tatten.latent_attention.default)
+    product = next(x for x in gm.graph.nodes if x.target is torch.bmm)
+    own = product.args[0].args[0].args[0]  # of a `flatten` of a `transpose`
+    assert (op_name(own), op_name(op.args[1])) == read
+    assert ("cat" in {op_name(x) for x in gm.graph.nodes}) == left
+    assert (compiled(fn, clones(args)) - fn(*clones(args))).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("name", NOT_LATENT)
