@@ -65,7 +65,8 @@ def attention(
     if causal:
         attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
     if attention_mask is not None and attention_mask.dtype == torch.bool:
-        attention_mask = torch.where(attention_mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
+        additive = torch.zeros_like(attention_mask, dtype=query.dtype)
+        attention_mask = additive.masked_fill(~attention_mask, torch.finfo(query.dtype).min)
     kwargs |= {"dropout": dropout, "scaling": scaling, "position_bias": position_bias, "softcap": softcap}
     own: tuple[Tensor, Tensor] = eager_attention(module)(module, query, key, value, attention_mask, **kwargs)
     return own

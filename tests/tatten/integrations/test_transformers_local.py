@@ -228,6 +228,15 @@ def test_weights_that_are_asked_for_are_those_of_the_model(name: str, calls: dic
     assert calls == {"own": 4}
 
 
+def test_attention_weights_in_float64() -> None:
+    """Whose lowest number is none of float32."""
+    found = []
+    for model in every_model.build_pair("llama", ("eager", "tatten")):
+        with torch.no_grad():
+            found.append(model.double()(tokens(PROMPT), output_attentions=True).attentions)
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_blocks_that_are_selected_by_index_are_refused() -> None:
     query = torch.zeros(1, 2, 1, 8)
     with pytest.raises(NotImplementedError, match=r"`block_indices` must be None .* got a Tensor: Identity makes"):
