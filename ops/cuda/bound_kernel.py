@@ -43,7 +43,7 @@ class BoundLaunch:
 
 
 def bind(found: Recorder, launch: Launch, tensors: Sequence[Any]) -> BoundLaunch:
-    """Bind the arguments of a launch that was recorded with these tensors, or tuples of them.
+    """Bind the arguments of a launch that was recorded with these tensors, None, or tuples of them.
 
     Raises:
         NotRecordableError: the kernel is not in Triton.

@@ -50,7 +50,7 @@ class Segment:
         rope: Rope = (),
     ) -> Partials:
         # The kernels take these to be contiguous. A copy is one more launch.
-        optional = kv_lens, block_mask, row_groups, *variant[2:]
+        optional = kv_lens, block_mask, row_groups, variant.sinks, variant.key_scale, variant.value_scale
         kv_lens, block_mask, row_groups, *of_variant = [x if x is None else x.contiguous() for x in optional]
         mask, block_mask = self.mask(attn_mask, kv_lens, block_mask)
         out, lse, partial_out, partial_lse = allocate(query, *self.writes)

@@ -17,6 +17,7 @@ from torch import Tensor
 from tatten.ops.cuda.recording import recorder
 
 T = TypeVar("T")
+PARAMETERS_OF_3_6 = ["self", "gridX", "gridY", "gridZ", "stream", "function", "args"]
 MOST_PLANS = 1024  # for each function: a cache that grows is planned anew at each length
 
 
@@ -124,12 +125,12 @@ def _run_again(compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...])
 
 
 def _launcher(run: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """The C function beneath Triton 3.6's launcher, and what that would pass to it; of other versions itself."""
-    of_3_6 = ["self", "gridX", "gridY", "gridZ", "stream", "function", "args"]
-    if (
-        [*inspect.signature(type(run).__call__).parameters] != of_3_6
-        or run.global_scratch_size
-        or run.profile_scratch_size
-    ):
+    """What Triton 3.6's launcher calls, and what it would pass to that; of other versions the launcher itself.
+
+    It is known by its parameters, which are what has to be right here; in Triton 3.9 there are others.
+    """
+    of_3_6 = [*inspect.signature(type(run).__call__).parameters] == PARAMETERS_OF_3_6
+    scratch = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
+    if not of_3_6 or scratch != [0, 0]:  # AMD's launcher has the parameters, and none of these
         return run, ()
     return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from compiled import compile_in_subprocess
 
 from tatten.ops.cuda import allocation
 from tatten.ops.cuda.allocation import Dense, allocate
+from tatten.ops.cuda.launcher import PARAMETERS_OF_3_6
 from tatten.ops.cuda.tma import Tiling, tma_strides
 
 # A driver that compiles for Hopper, and takes launches down instead of running them.
@@ -110,6 +112,18 @@ def test_a_compiled_kernel_is_launched_again_by_addresses() -> None:
         assert args[:2] == partials[:2]
         assert args[2][:4] == partials
         assert args[3:6] == [[], [], []], "of nothing else"
+
+
+def test_what_is_taken_for_the_launcher_of_triton_3_6() -> None:
+    """Of the installed Triton, either is what `_launcher` leaves out, or none of it."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    if [*inspect.signature(CudaLauncher.__call__).parameters] == PARAMETERS_OF_3_6:
+        calls = "".join(inspect.getsource(CudaLauncher.__call__).split())
+        flags, scratch = "self.launch_cooperative_grid,self.launch_pdl", "global_scratch,profile_scratch"
+        assert f"self.launch(gridX,gridY,gridZ,stream,function,{flags},{scratch},*args)" in calls
+    else:
+        assert triton.__version__ >= "3.7"
 
 
 def test_memory_is_allocated_as_inductor_allocates_it() -> None:
