@@ -7,8 +7,6 @@ from torch import Tensor
 
 from tatten.ops.validation import check_no_grad
 
-WEIGHT_DTYPES = torch.float16, torch.bfloat16
-
 
 def project_heads(x: Tensor, weight: Tensor) -> Tensor:
     """Compute `x @ weight.mT` for each head, in sums of float32 that are rounded once.
@@ -17,10 +15,10 @@ def project_heads(x: Tensor, weight: Tensor) -> Tensor:
 
     Args:
         x: `[batch, heads, q_length, rank]`, float32, any strides.
-        weight: `[heads, columns, rank]`, float16 or bfloat16, any strides.
+        weight: `[heads, columns, rank]`, bfloat16, any strides.
 
     Returns:
-        `[batch, heads, q_length, columns]`, contiguous, in the dtype of `weight`.
+        `[batch, heads, q_length, columns]`, bfloat16, contiguous.
 
     Raises:
         TypeError, ValueError: dtypes, shapes or devices do not fit; the message names the argument.
@@ -35,10 +33,10 @@ def check_project_heads(x: Tensor, weight: Tensor) -> None:
     check_no_grad("project_heads", x=x, weight=weight)
     if x.device != weight.device:
         raise ValueError(f"`weight` must be on the device of `x`, {x.device}, got {weight.device}")
-    if weight.dtype not in WEIGHT_DTYPES:
-        raise TypeError(f"`weight` must be float16 or bfloat16, got {weight.dtype}")
     if x.dtype != torch.float32:
         raise TypeError(f"`x` must be float32, got {x.dtype}")
+    if weight.dtype != torch.bfloat16:
+        raise TypeError(f"`weight` must be bfloat16, got {weight.dtype}")
     if x.dim() != 4:
         raise ValueError(f"`x` must be [batch, heads, q_length, rank], got shape {tuple(x.shape)}")
     if weight.dim() != 3 or (weight.shape[0], weight.shape[2]) != (x.shape[1], x.shape[3]):
@@ -48,5 +46,5 @@ def check_project_heads(x: Tensor, weight: Tensor) -> None:
 
 def fake_project_heads(x: Tensor, weight: Tensor) -> Tensor:
     """The result of `project_heads` without its numbers."""
-    check_no_grad("project_heads", x=x, weight=weight)
+    check_project_heads(x, weight)
     return weight.new_empty((*x.shape[:3], weight.shape[1]))

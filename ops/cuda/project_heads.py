@@ -1,7 +1,7 @@
-"""`tatten::project_heads` on CUDA: one launch, which reads the weight once for up to 32 or 64 rows.
+"""`tatten::project_heads` on CUDA: one launch, in which the tensor cores multiply the weight as it is.
 
-`x` is taken as the sum of two numbers in the dtype of the weight, whose 16 bits or more are at least as exact as what
-TF32 would leave of it, and the tensor cores take both beside the weight as it is.
+A number of `x` is split into two in bfloat16, of which the second is what rounding to the first leaves: together they
+have 16 bits of it or more, where TF32 would have 11.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from tatten.ops.cuda.launcher import Launch, by_layout, on_device_of
 from tatten.ops.project_heads import check_project_heads
 from tatten.ops.sizes import ceil_div, power_of_2
 
-LINE = 64  # numbers of 16 bits that come from memory at once
+LINE = 64  # numbers of 16 bits in a cache line
 
 
 class Blocks(NamedTuple):
-    """What a program computes: columns of rows, of which it adds up `ranks` at a time."""
+    """What a program computes: so many columns of so many rows, of which it sums `block_k` products at a time."""
 
-    rows: int
-    columns: int
-    ranks: int
-    warps: int
+    block_rows: int
+    block_c: int
+    block_k: int
+    num_warps: int
 
 
-# 128 heads of 128 columns and rank 512, H200: FEW takes 8.7 us for 8 rows, MANY 8.7 too; for 64 rows 17.6 and 12.8, for
-# 512 108 and 79. Of 16 heads, which MANY makes few programs of, 128 rows take 5.4 and 8.8.
-FEW, MANY, STAGES = Blocks(32, 64, 128, 4), Blocks(64, 128, 64, 8), 4
+FEW, MANY = Blocks(32, 64, 128, 4), Blocks(64, 128, 64, 8)
 
 
 def project_heads(x: Tensor, weight: Tensor) -> Tensor:
@@ -65,12 +63,12 @@ def plan_project_heads(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], 
     from tatten.ops.cuda.kernels.project_heads import _project_heads_kernel
 
     blocks = _blocks(rows, heads, columns, multiprocessors(x.device))
-    stages = STAGES if has_large_shared_memory(x.device) else 2
     pdl = not INTERPRETED and capability(x.device) >= (9, 0)
+    stages = 4 if has_large_shared_memory(x.device) else 3  # 128 KiB, and 64 as all GPUs have
     launch = Launch(
         _project_heads_kernel,
         (_programs(blocks, rows, heads, columns),),
-        {"num_warps": blocks.warps, "num_stages": stages, "launch_pdl": pdl},
+        {"num_warps": blocks.num_warps, "num_stages": stages, "launch_pdl": pdl},
         x_strides=x.stride(),
         weight_strides=weight.stride(),
         rows=rows,
@@ -78,20 +76,26 @@ def plan_project_heads(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], 
         heads=heads,
         RANK=rank,
         COLUMNS=columns,
-        BLOCK_ROWS=min(blocks.rows, max(16, power_of_2(rows))),
-        BLOCK_C=blocks.columns,
-        BLOCK_K=min(blocks.ranks, max(16, power_of_2(rank))),
+        BLOCK_ROWS=min(blocks.block_rows, max(16, power_of_2(rows))),
+        BLOCK_C=blocks.block_c,
+        BLOCK_K=min(blocks.block_k, max(16, power_of_2(rank))),
+        LINE=LINE,
         LINES=power_of_2(ceil_div(rank, LINE)),
         PDL=pdl,
-        FLOAT32_DOTS=INTERPRETED,
+        FLOAT32_DOTS=INTERPRETED,  # bf16 dots are garbage in the interpreter (Triton 3.6 to 3.9)
     )
     return ProjectHeads(launch, writes)
 
 
-def _programs(blocks: Blocks, rows: int, heads: int, columns: int) -> int:
-    return ceil_div(columns, blocks.columns) * heads * ceil_div(rows, blocks.rows)
-
-
 def _blocks(rows: int, heads: int, columns: int, multiprocessors: int) -> Blocks:
-    """Choose as measured on an H200: large ones where there are many rows, and programs for half of the GPU or more."""
-    return MANY if rows > FEW.rows and 2 * _programs(MANY, rows, heads, columns) >= multiprocessors else FEW
+    """Choose the larger blocks for many rows, where they are programs for half of the GPU.
+
+    On an H200 they took 12.8 us for 64 rows of 128 heads, where `FEW` took 17.6; for 128 rows of 16 heads, which are 32
+    programs, 8.8 us and not 5.4. Where between these both take as long was not measured.
+    """
+    many = rows > FEW.block_rows and 2 * _programs(MANY, rows, heads, columns) >= multiprocessors
+    return MANY if many else FEW
+
+
+def _programs(blocks: Blocks, rows: int, heads: int, columns: int) -> int:
+    return ceil_div(columns, blocks.block_c) * heads * ceil_div(rows, blocks.block_rows)

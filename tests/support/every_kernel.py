@@ -1,9 +1,10 @@
-"""Launch every variant of the attention kernels once, on small tensors: for compute-sanitizer.
+"""Launch every variant of the kernels once, on small tensors: for compute-sanitizer.
 
     compute-sanitizer --tool memcheck python tests/support/every_kernel.py
     compute-sanitizer --tool racecheck python tests/support/every_kernel.py 0 8    # every eighth one, from the first
 
-The variants are those of tests/ops/cuda/test_compiles.py, and latent attention with each kind of keys.
+The variants are those of tests/ops/cuda/test_compiles.py, latent attention with each kind of keys, `project_heads` in
+blocks of each size, and `slide_`.
 """
 
 from __future__ import annotations

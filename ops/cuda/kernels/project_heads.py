@@ -1,4 +1,4 @@
-"""The kernel that multiplies each head's rows in float32 with a weight of its own in 16 bits."""
+"""The kernel that multiplies each head's rows in float32 with a weight of its own in bfloat16."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _prefetch(at):
-    """Bring the lines of the L2 at these addresses from memory."""
+    """Fetch the cache lines at these addresses into the L2."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], tl.int32, is_pure=False, pack=1)
 
 
@@ -27,6 +27,7 @@ def _project_heads_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LINE: tl.constexpr,
     LINES: tl.constexpr,
     PDL: tl.constexpr,
     FLOAT32_DOTS: tl.constexpr,
@@ -34,35 +35,39 @@ def _project_heads_kernel(
     x_b, x_h, x_l, x_k = x_strides
     weight_h, weight_c, weight_k = weight_strides
     column_blocks: tl.constexpr = (COLUMNS + BLOCK_C - 1) // BLOCK_C
-    columns = tl.program_id(0) % column_blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    columns = (tl.program_id(0) % column_blocks * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
     head = (tl.program_id(0) // column_blocks % heads).to(tl.int64)
     row = tl.program_id(0) // column_blocks // heads * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    ranks = tl.arange(0, BLOCK_K)
-    of_columns = weight + head * weight_h + columns[:, None] * weight_c
+    of_head = weight + head * weight_h
     if PDL:
-        # What comes before may still write `x`, and for all that is known the weight: the L2 is never stale.
-        lines = tl.minimum(tl.arange(0, LINES) * 64, RANK - 1)
-        _prefetch(
-            weight + head * weight_h + tl.minimum(columns, COLUMNS - 1)[:, None] * weight_c + lines[None, :] * weight_k
-        )
+        # The kernel before may still write `x` or even the weight. A prefetch returns nothing: it fills the L2, through
+        # which that kernel's writes go, too.
+        lines = tl.minimum(tl.arange(0, LINES) * LINE, RANK - 1)
+        _prefetch(of_head + tl.minimum(columns, COLUMNS - 1)[:, None] * weight_c + lines[None, :] * weight_k)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     sequence, position, row_ok = (row // q_len).to(tl.int64), (row % q_len).to(tl.int64), row < rows
     of_rows = x + (sequence * x_b + head * x_h + position * x_l)[:, None]
-    products = tl.zeros([BLOCK_C, BLOCK_ROWS], tl.float32)
+    of_columns = of_head + columns[:, None] * weight_c
+    ranks = tl.arange(0, BLOCK_K).to(tl.int64)
+    # Summed apart, so that the order of a sum does not depend on the size of blocks.
+    acc_high = tl.zeros([BLOCK_C, BLOCK_ROWS], tl.float32)
+    acc_low = tl.zeros([BLOCK_C, BLOCK_ROWS], tl.float32)
     for start in range(0, RANK, BLOCK_K):
         rank_ok = start + ranks < RANK
-        factors = tl.load(
+        w = tl.load(
             of_columns + (start + ranks)[None, :] * weight_k,
             mask=(columns < COLUMNS)[:, None] & rank_ok[None, :],
             other=0.0,
         )
-        terms = tl.load(of_rows + (start + ranks)[None, :] * x_k, mask=row_ok[:, None] & rank_ok[None, :], other=0.0)
+        xs = tl.load(of_rows + (start + ranks)[None, :] * x_k, mask=row_ok[:, None] & rank_ok[None, :], other=0.0)
+        high = xs.to(w.dtype)
+        rest = tl.where(tl.abs(xs) < float("inf"), xs - high.to(tl.float32), 0.0)  # inf - inf would be NaN
+        low = rest.to(w.dtype)
         if FLOAT32_DOTS:
-            products = tl.dot(factors.to(tl.float32), tl.trans(terms), products, input_precision="ieee")
-        else:
-            high = terms.to(factors.dtype)
-            low = (terms - high.to(tl.float32)).to(factors.dtype)
-            products = tl.dot(factors, tl.trans(low), tl.dot(factors, tl.trans(high), products))
+            w, high, low = w.to(tl.float32), high.to(tl.float32), low.to(tl.float32)
+        acc_high = tl.dot(w, tl.trans(high), acc_high, input_precision="ieee")
+        acc_low = tl.dot(w, tl.trans(low), acc_low, input_precision="ieee")
     at = out + (((sequence * heads + head) * q_len + position) * COLUMNS)[:, None] + columns[None, :]
-    tl.store(at, tl.trans(products).to(out.dtype.element_ty), mask=row_ok[:, None] & (columns < COLUMNS)[None, :])
+    result = tl.trans(acc_high + acc_low).to(out.dtype.element_ty)
+    tl.store(at, result, mask=row_ok[:, None] & (columns < COLUMNS)[None, :])

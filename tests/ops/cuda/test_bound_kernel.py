@@ -14,13 +14,14 @@ SCRIPT = """
 import json, sys
 import torch
 from compiled import compile_launch
-from tatten.ops.cuda import block_mask, combine, decode, decode_grid, heuristics, levels, merge_states, row_groups
+from tatten.ops.cuda import block_mask, combine, decode, decode_grid, heuristics, levels, merge_states, project_heads
+from tatten.ops.cuda import row_groups
 from tatten.ops.cuda import segment_launches, segments
 from tatten.ops.cuda.bound_kernel import bind
 from tatten.ops.cuda.recording import record
 from tatten.ops.variant import PLAIN, AttentionVariant
 
-for module in (decode, decode_grid, combine, row_groups, levels, segment_launches):
+for module in (decode, decode_grid, combine, row_groups, levels, segment_launches, project_heads):
     module.capability = lambda device: (9, 0)
     module.multiprocessors = lambda device: 132
 
@@ -49,6 +50,10 @@ def merge():
     out, lse = empty(4, 2, 8, 1, 64), empty(4, 2, 8, 1, dtype=torch.float32)
     return merge_states.plan_merge_states(out, lse), out, lse
 
+def project():
+    sums, weight = empty(2, 16, 1, 512, dtype=torch.float32), empty(16, 256, 512).narrow(1, 0, 128)
+    return project_heads.plan_project_heads, sums, weight
+
 cases = {
     "plain": attend,
     "bool mask": lambda: attend(empty(2, 1, 1, 4096, dtype=torch.bool)),
@@ -59,6 +64,7 @@ cases = {
     "trees": trees,
     "row groups": groups,
     "merge": merge,
+    "project": lambda: (lambda *args: project()[0](*args)(*args), *project()[1:]),
 }
 def build(case):
     op, *args = cases[case]()
@@ -71,7 +77,18 @@ def build(case):
 
 print(json.dumps({case: [*build(case)] for case in json.loads(sys.argv[1])}))
 """
-CASES = ["plain", "bool mask", "bool mask of queries", "bias", "lens", "variant", "trees", "row groups", "merge"]
+CASES = [
+    "plain",
+    "bool mask",
+    "bool mask of queries",
+    "bias",
+    "lens",
+    "variant",
+    "trees",
+    "row groups",
+    "merge",
+    "project",
+]
 
 
 @functools.cache

@@ -162,9 +162,9 @@ LOWERED = (
 )
 RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *((case, True, {}) for case in LOWERED),
-    *([("two layers", True, {"cpp_wrapper": True})] if NATIVE else []),
+    *([(case, True, {"cpp_wrapper": True}) for case in ("two layers", "project")] if NATIVE else []),
     *((case, lowered, {}) for case, lowered, _ in STAY_OPAQUE),
-    *((case, True, {"package": True}) for case in ("prefix", "128 heads")),
+    *((case, True, {"package": True}) for case in ("prefix", "128 heads", "project")),
 ]
 
 
@@ -246,14 +246,20 @@ def test_cpp_wrapper_launches_natively() -> None:
     assert not said
     assert "tatten::" not in code
     assert code.count("    call_decode_kernel_") == code.count("    call_combine_kernel_") == 2
+    code, said = generate("project", cpp_wrapper=True)
+    assert not said
+    assert "tatten::" not in code
+    assert code.count("    call_project_heads_kernel_") == 1
 
 
-@pytest.mark.parametrize("case", ["prefix", "128 heads"])
-def test_a_package_does_without_gluon(case: str) -> None:
+@pytest.mark.parametrize(
+    "case, kernel", [("prefix", "decode_kernel"), ("128 heads", "decode_kernel"), ("project", "project_heads_kernel")]
+)
+def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
     code, said = generate(case, package=True)
     assert not said
     assert "torch.ops.tatten" not in re.sub(r"^#.*$", "", code, flags=re.M)
-    assert "decode_kernel" in code
+    assert kernel in code
 
 
 @pytest.mark.parametrize(
