@@ -1,8 +1,8 @@
 """The latent pass applies: SDPA over projected latents becomes attention to the latents, and the weights move.
 
 What was the keys' weight multiplies the query, and the values' weight the output: both are views of the model's own.
-Each product is a `bmm` over heads, or an op where that would round more; `matmul` would copy the weight for each
-sequence. What LoRA adds is moved alike, as two products with few columns between.
+Each product is a `bmm` over heads, or `tatten::project_heads`, which rounds less; `matmul` would copy the weight for
+each sequence. What LoRA adds is moved alike, as two products with few columns between.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, tensor_of
 
 
-def apply_latents(match: LatentMatch, masks: Masks, made_of: ConcatenatedQuery) -> tuple[Node, Node]:
-    """Insert attention to latents before SDPA. Returns its state, and the output for the values of these latents."""
+def apply_latents(match: LatentMatch, masks: Masks, concatenated: ConcatenatedQuery) -> tuple[Node, Node]:
+    """Insert attention to latents before SDPA. Returns its state, and the output for the values of these latents.
+
+    Of a `concatenated` query the parts are read where they were before.
+    """
     call = masks.cast(match.call)
     query = tensor_of(call.query)
     assert query is not None
     insert, q_len = Inserter(call.node), constant(query.shape[LENGTH])
     assert q_len is not None
     with call.node.graph.inserting_before(call.node):
-        q_rows = _queries(insert, _rows(insert, _columns(insert, call.query, match.columns, made_of)), match.keys)
+        q_rows = _queries(insert, _rows(insert, _columns(insert, call.query, match.columns, concatenated)), match.keys)
         q_latent = _heads(insert, q_rows, q_len)
-        q_rope = None if match.rope is None else _columns(insert, call.query, match.rope[1], made_of)
+        q_rope = None if match.rope is None else _columns(insert, call.query, match.rope[1], concatenated)
     width = max(columns.hi for columns in (match.columns, *([] if match.rope is None else match.rope[1:])))
     scale = width**-0.5 if call.scale is None else scale_of(call)
     states = _attend(insert, match, call, masks, (q_latent, q_rope), scale, accumulator_dtype(query.dtype))
@@ -47,13 +50,13 @@ def apply_latents(match: LatentMatch, masks: Masks, made_of: ConcatenatedQuery) 
         sums = insert(operator.getitem, state, 0)
         if query.device.type == "cuda" and query.element_size() == 2:
             return state, insert(torch.ops.tatten.project_heads.default, sums, _weight(insert, match.values))
-        rows = _values(insert, sums, match.values, query, autocast_dtype(call.node, "cpu"))
+        rows = _values(insert, sums, match.values, query, autocast_dtype(call.node, query.device.type))
         return state, insert("contiguous", _heads(insert, rows, q_len))
 
 
-def _columns(insert: Inserter, query: Node, piece: Piece, made_of: ConcatenatedQuery) -> Node:
+def _columns(insert: Inserter, query: Node, piece: Piece, concatenated: ConcatenatedQuery) -> Node:
     """Return the query's columns for a piece of the keys: what they were made of, or a view that is inserted."""
-    return made_of.parts.get((piece.lo, piece.hi)) or insert("narrow", query, HEAD_DIM, piece.lo, piece.width)
+    return concatenated.parts.get((piece.lo, piece.hi)) or insert("narrow", query, HEAD_DIM, piece.lo, piece.width)
 
 
 def _attend(
@@ -103,8 +106,8 @@ def _queries(insert: Inserter, rows: Node, keys: Projection) -> Node:
 def _values(insert: Inserter, sums: Node, values: Projection, like: Tensor, autocast: torch.dtype | None) -> Node:
     """Insert the product of sums over latents with the values' weight, `[heads, rows, head_dim]`.
 
-    In low precision, where this is for a CPU, the sums are in float32, and so is the product. Under autocast, which
-    would round the sums, the upper 16 bits of them and what these leave are multiplied apart, and there is no LoRA.
+    In 16 bits, on a CPU alone, the sums are in float32, and so is the product. Under autocast, which would round the
+    sums, the upper 16 bits of them and what these leave are multiplied apart, and there is no LoRA.
     """
     weight, wide = insert("transpose", _weight(insert, values), 1, 2), accumulator_dtype(like.dtype)
     rows = _rows(insert, sums)

@@ -105,18 +105,19 @@ def find_copied_query(op: Node) -> CopiedQuery | None:
 
 
 def find_concatenated_query(query: Node, reader: Node) -> ConcatenatedQuery:
-    """Find what a `cat` along head_dim made queries of, as far as that still holds it when `reader` runs."""
+    """Find what a `cat` along head_dim made queries of, as far as that still holds it when `reader` runs.
+
+    A `cat` that was copied or reordered again, and parts that were assigned to an empty tensor, are not looked for.
+    """
     whole, found = tensor_of(query), pieces_of(query, reader)
     if whole is None or found.trouble is not None or found.path != (query,):
         return ConcatenatedQuery({}, ())
     parts = {}
     for piece in found.pieces:
         tensor = tensor_of(piece.source.here)
-        if (
-            tensor is None or not _alike(tensor, whole) or not known_equal(tensor.stride(3), 1)
-        ):  # as some kernels need it
+        if tensor is None or not _alike(tensor, whole) or written_between([tensor], query, reader) is not None:
             continue
-        if written_between([tensor], query, reader) is None:
+        if known_equal(tensor.stride(3), 1):  # as some kernels need it
             parts[piece.lo, piece.hi] = piece.source.here
     return ConcatenatedQuery(parts, found.path)
 

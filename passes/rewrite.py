@@ -192,9 +192,9 @@ def _absorb(given: PlainCall, match: LatentMatch, masks: Masks) -> Rewritten:
     named = [("q", match.call.query), *(("c", x) for x in _bases(latents)), *(("rope", x) for x in _bases(ropes))]
     location, shapes = source_location(call.node), _show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
     match = given.insert_latents(match, masks)
-    query = find_concatenated_query(match.call.query, match.call.node)
-    state, out = apply_latents(match, masks, query)
-    replace_call(call, given.output(state, out), match.path.union(query.path))
+    concatenated = find_concatenated_query(match.call.query, match.call.node)
+    state, out = apply_latents(match, masks, concatenated)
+    replace_call(call, given.output(state, out), match.path.union(concatenated.path))
     made = "one projection" if match.keys.product is match.values.product else "two projections"
     made += " with LoRA" if match.keys.adapters or match.values.adapters else ""
     made_of = f"keys and values were made of latents by {made} for {match.keys.heads} heads"

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from graphs import capture, listing
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
@@ -692,6 +693,11 @@ def last_columns_apart(q, c, rope, w, mask):
     return attend(torch.cat((own, q_rope), dim=-1), c, rope, w, mask)
 
 
+def two_readers(q, c, rope, w, mask):
+    query = torch.cat((q[..., :NOPE] + 1, q[..., NOPE:] - 1), dim=3)
+    return attend(query, c, rope, w, mask) + query.sum()
+
+
 @pytest.mark.parametrize(
     ("fn", "q_len", "read", "left"),
     [
@@ -703,8 +709,12 @@ def last_columns_apart(q, c, rope, w, mask):
         (functools.partial(parts_of_query, change=lambda *x: x[2].add_(1)), 1, ("narrow", "narrow"), True),
         (halves_of_query, 1, ("narrow", "mul"), True),
         (last_columns_apart, 5, ("narrow", "narrow"), True),
+        (two_readers, 1, ("add", "sub"), True),
     ],
-    ids=["one", "several", "product", "own_written", "rope_written", "whole_written", "halves", "columns_apart"],
+    ids=[
+        *("one", "several", "product", "own_written", "rope_written", "whole_written", "halves", "columns_apart"),
+        "two_readers",
+    ],
 )
 def test_reads_a_query_where_it_was_before_it_was_one(fn, q_len: int, read: tuple[str, str], left: bool) -> None:
     args = inputs(q_len)
@@ -843,6 +853,24 @@ def test_widths_that_no_kernel_takes(rank: int, width: int, dtype: torch.dtype) 
     (finding,) = rewrite(on_cuda(rank, dtype, width)).findings
     assert isinstance(finding, Rewritten)
     assert f"not absorbed [head_dim]: latents have rank {rank}, their rope {width} columns" in finding.note
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=["python", "cpp"])
+def test_on_a_gpu_sums_are_multiplied_by_one_kernel_unrounded(options: dict[str, bool]) -> None:
+    def fn(q, c, rope, w, mask):
+        return parts_of_query(q, c, rope, w, mask)
+
+    args = [x.to("cuda") for x in inputs(dtype=torch.bfloat16)]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(fn, backend="tatten", fullgraph=True, options=options)
+        got, code = run_and_get_code(compiled, *args)
+        want, by_sdpa = fn(*(x.double() if x.is_floating_point() else x for x in args)), fn(*args)
+    assert "project_heads_kernel" in code[0]
+    assert "torch.ops.tatten" not in code[0].split("def call")[-1]  # comments name the op
+    assert "tatten::" not in code[0]
+    assert (got - want).norm() <= 1.2 * (by_sdpa - want).norm()
 
 
 class TestGraphs(expecttest.TestCase):

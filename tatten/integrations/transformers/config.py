@@ -36,7 +36,7 @@ def count_layers(config: PreTrainedConfig) -> int:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """The argument of a model that takes its cache: `past_key_values` until transformers 5.23, then `cache`."""
+    """The name of a model's argument for its cache, which transformers 5.24 changed in its own models."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 

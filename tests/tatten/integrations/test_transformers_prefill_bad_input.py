@@ -184,6 +184,20 @@ def test_models_that_are_not_divided() -> None:
             assert says in found[name], found[name]
 
 
+def test_the_name_of_a_cache() -> None:
+    """Of transformers' own models before and from 5.24 on, and of models with code of their own."""
+
+    class Before(nn.Module):
+        def forward(self, input_ids: Any, past_key_values: Any = None) -> None: ...
+
+    class Now(nn.Module):
+        def forward(self, input_ids: Any, cache: Any = None) -> None: ...
+
+    assert cache_argument(Before()) == "past_key_values"
+    assert cache_argument(Now()) == "cache"
+    assert cache_argument(tiny_models.build("llama", "tatten")) in ("past_key_values", "cache")
+
+
 def fail_in_the_middle() -> str:
     """Rank 1 fails in the second layer of the second chunk; the cache of rank 0 is as it was, and works again."""
     model, ids = tiny_models.build("llama", "tatten"), torch.arange(1, 13)[None]
