@@ -1,12 +1,14 @@
 """Latent attention (DeepSeek-V3's): kernels, a model's decode step, `generate`, and what bfloat16 rounds.
 
-    python benchmarks/latent.py --device cuda --section kernel    # or step, generate, rounding; default: all
+    python benchmarks/latent.py --device cuda --section kernel    # product, step, generate, rounding; default: all
     python benchmarks/latent.py --section step                    # on a CPU: make bench-latent
     torchrun --nproc-per-node 2 benchmarks/latent.py --device cuda --section sharded    # or --device cpu: gloo, tiny
 
     kernel    one query for each of 128 or 16 heads, rank 512 and rope of 64, bfloat16: `tatten.latent_attention` beside
               FlashAttention-3's kernel for it (`q_v`), where `peers.py` finds it; `unrounded` is ours with an output
               in float32, as the pass asks for it. On a CPU tiny shapes, to try the code
+    product   sums over latents in float32 times `W_uv`: by `tatten::project_heads`, by `bmm` of rounded sums, and by
+              `bmm` of both halves of them, `split`
     step      one compiled step with a static cache of 4 layers of DeepSeek-V3's shapes, by Inductor and by tatten; on a
               CPU of one layer with 16 heads and next to no MLP or vocabulary: its attention with all projections
     generate  tokens of the same model by wall clock, as benchmarks/generate.py measures them
@@ -26,13 +28,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import math
 import os
 import statistics
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from support import latent_kernel, latent_model, latent_rounding, latent_sharded, results
+from support import latent_kernel, latent_model, latent_product, latent_rounding, latent_sharded, results
 from support.command_line import arguments, machine
 from support.timing import product_rate, read_rate
 from support.together import Ranks, join
@@ -68,6 +71,18 @@ def kernel(args: argparse.Namespace) -> tuple[list[dict], Bars]:
         "largest ratio to FlashAttention-3": (max(ratios), "at most", 1.0),
         "geometric mean": (statistics.geometric_mean(ratios), "at most", 0.75),
     }
+
+
+def product(args: argparse.Namespace) -> tuple[list[dict], Bars]:
+    print("heads batch |    tatten   rounded     split   floor us | tatten/rounded | errors")
+    rows = []
+    for shape in latent_product.shapes(args.device):
+        r = latent_product.measure(shape, args.device, args.rate, args.rounds)
+        rows.append(r)
+        print(f"{shape.heads:5} {shape.batch:5} |", end=" ")
+        print(*(f"{r['us'].get(name, math.nan):9.1f}" for name in ("tatten", "rounded", "split")), end=" ")
+        print(f"{r['floor_us']:10.1f} | {r['ratio']:14.2f} |", *(f"{x:.1e}" for x in r["errors"].values()), flush=True)
+    return rows, {}
 
 
 def step(args: argparse.Namespace) -> tuple[list[dict], Bars]:
@@ -140,6 +155,7 @@ def sharded(args: argparse.Namespace) -> tuple[list[dict], Bars]:
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], tuple[list[dict], Bars]]] = {
     "kernel": kernel,
+    "product": product,
     "step": step,
     "generate": generate,
     "rounding": rounding,

@@ -117,6 +117,9 @@ STEPS = {
             "prefix_trees.py --section pat fasttree --rounds 1",
         ),
         Step("latent_kernel", "latent.py --device cuda --section kernel", 2, "latent.py --section kernel --rounds 1"),
+        Step(
+            "latent_product", "latent.py --device cuda --section product", 1.5, "latent.py --section product --rounds 1"
+        ),
         Step("latent_step", "latent.py --device cuda --section step", 4),
         Step("written_out", "written_out.py --device cuda", 8, "written_out.py --section step --rounds 1"),
         Step(

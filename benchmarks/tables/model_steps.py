@@ -111,6 +111,17 @@ TABLES = {
             "tatten to FA3": figure("ratio", 2),
         },
     ),
+    "latent_product": Table(
+        "latent_product",
+        {
+            "heads": "heads",
+            "rows": "batch",
+            "bmm of rounded sums": us("rounded"),
+            "bmm of both halves": us("split"),
+            "tatten": us("tatten"),
+            "byte floor": figure("floor_us"),
+        },
+    ),
     "latent_step": Table(
         "latent_step", {"batch": "batch", "heads": "heads", "cache": "max_cache_len", "used": "used", **STEP}
     ),

@@ -1,4 +1,4 @@
-"""What the section `sharded` of `benchmarks/latent.py` measures is right on each rank, or it is not timed."""
+"""What sections of `benchmarks/latent.py` measure is right, on each rank, or it is not timed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from support import latent_sharded
+from support import latent_product, latent_sharded
 from support.together import Ranks
 
 
@@ -22,3 +22,9 @@ def test_sharded_latents() -> None:
         assert set(found["us"]) == set(found["errors"]) == {"local", "sharded"}
         assert max(found["errors"].values()) < 1e-2
         assert found["ranks"] == 2
+
+
+def test_products() -> None:
+    row = latent_product.measure(latent_product.shapes("cpu")[0], "cpu", 1e9, 1)
+    assert row["us"].keys() == row["errors"].keys() == {"tatten", "rounded"}
+    assert row["errors"]["tatten"] < row["errors"]["rounded"]
