@@ -20,7 +20,7 @@ class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """
 
     is_sliding = False
-    is_croppable = True  # asked for by transformers from 5.24 on
+    is_croppable = True  # without which transformers refuses assisted decoding, from 5.24 on
 
     def __init__(self, kv: SharedPrefixLayer):
         super().__init__()
