@@ -858,10 +858,7 @@ def test_widths_that_no_kernel_takes(rank: int, width: int, dtype: torch.dtype) 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=["python", "cpp"])
 def test_on_a_gpu_sums_are_multiplied_by_one_kernel_unrounded(options: dict[str, bool]) -> None:
-    def fn(q, c, rope, w, mask):
-        return parts_of_query(q, c, rope, w, mask)
-
-    args = [x.to("cuda") for x in inputs(dtype=torch.bfloat16)]
+    fn, args = parts_of_query, [x.to("cuda") for x in inputs(dtype=torch.bfloat16)]
     torch._dynamo.reset()
     with torch.no_grad():
         compiled = torch.compile(fn, backend="tatten", fullgraph=True, options=options)

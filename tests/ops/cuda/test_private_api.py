@@ -123,7 +123,7 @@ def test_what_is_taken_for_the_launcher_of_triton_3_6() -> None:
         flags, scratch = "self.launch_cooperative_grid,self.launch_pdl", "global_scratch,profile_scratch"
         assert f"self.launch(gridX,gridY,gridZ,stream,function,{flags},{scratch},*args)" in calls
     else:
-        assert triton.__version__ >= "3.7"
+        assert [int(x) for x in triton.__version__.split(".")[:2]] >= [3, 7]
 
 
 def test_memory_is_allocated_as_inductor_allocates_it() -> None:
