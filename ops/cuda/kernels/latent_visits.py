@@ -81,9 +81,9 @@ def keys_of(kv_row, lengths, KEYS: gl.constexpr):
             block_list += kv_row.to(gl.int64) * block_list_stride
         return kv_len, block_list, gl.load(block_list + 1).to(gl.int32), gl.load(block_list + 2).to(gl.int32)
     elif KEYS == _FIRST:
-        return _length_of(gl.load(kv_lens + kv_row), kv_len), block_list, 0, 0
+        return _length_of(gl.load(kv_lens + kv_row), kv_len), 0, 0, 0
     else:
-        return kv_len, block_list, 0, 0
+        return kv_len, 0, 0, 0  # not `block_list`, which is None: Triton 3.6 returns no None
 
 
 @gluon.jit
