@@ -53,6 +53,7 @@ from tatten.ops.cuda.kernels.latent_visits import (
     attended_keys,
     ends_of_groups,
     keys_of,
+    share_of_program,
     visit_at,
 )
 from tatten.ops.cuda.kernels.prefix_sm90 import _barrier, _load
@@ -69,7 +70,7 @@ _CONSUMER_REGS, _PRODUCER_REGS = gl.constexpr(232), gl.constexpr(40)
 def _produce(latent, rope, buffers, sizes, lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr):
     """Load the tiles of all visits, each half as soon as its place is free."""
     left, right, key_rope, left_full, right_full, left_empty, right_empty = buffers
-    tile, program_end, _, _, _, _, _ = sizes
+    tile, program_end, _, _, _, _, _, _ = sizes
     evens, odds = 0, 0
     while tile < program_end:
         first, stop, _n_tiles, kv_row, _q_row = visit_at(tile, sizes, GROUPS, 1)
@@ -112,7 +113,7 @@ def _attend_left(
     queries, buffers, handover = shared
     q_left, _, q_rope, q_full = queries
     left, _, key_rope, _, _, left_empty, _ = buffers
-    program_start, program_end, _, _, _, q_len, heads = sizes
+    program_start, program_end, _, _, _, q_len, heads, program = sizes
     query_strides, rope_strides = strides
     LOG2E: gl.constexpr = 1.4426950408889634
     to_exponent = scale * LOG2E
@@ -123,8 +124,10 @@ def _attend_left(
         first, stop, n_tiles, kv_row, q_row_start = visit_at(tile, sizes, GROUPS, 4)
         keys = keys_of(kv_row, lengths, KEYS)
         kv_row = kv_row.to(gl.int64)
-        load_queries(query, query_strides, q_left.index(0), q_row_start, kv_row, (q_len, heads), 0, ALIGNED)
-        load_queries(query_rope, rope_strides, q_rope.index(0), q_row_start, kv_row, (q_len, heads), 0, ALIGNED)
+        q = load_queries(query, query_strides, q_row_start, kv_row, (q_len, heads), 0, HALF, ALIGNED)
+        of_rope = load_queries(query_rope, rope_strides, q_row_start, kv_row, (q_len, heads), 0, _ROPE, ALIGNED)
+        q_left.index(0).store(q)
+        q_rope.index(0).store(of_rope)
         fence_async_shared()
         _barrier()
         mbarrier.arrive(q_full)
@@ -160,14 +163,14 @@ def _attend_left(
         rows = gl.arange(0, _BLOCK_M, layout=ROWS)
         q_row = q_row_start + rows
         whole = stop - first == n_tiles
+        slot = 2 * program + (tile - first > program_start).to(gl.int32)
         if whole:
             state = (kv_row * heads + q_row // q_len) * q_len + q_row % q_len
             gl.store(lse + state, log_sum, mask=q_row < heads * q_len)
         else:
-            slots = (2 * gl.program_id(0) + (tile - first > program_start).to(gl.int32)) * _BLOCK_M + rows
-            gl.store(partial_lse + slots, log_sum, mask=q_row < heads * q_len)
+            gl.store(partial_lse + (slot * _BLOCK_M + rows), log_sum, mask=q_row < heads * q_len)
         acc = scaled(acc, 1.0 / divisor)
-        store(out, partial_out, acc, (tile - first, whole, program_start, q_row_start, kv_row), (q_len, heads), 0)
+        store(out, partial_out, acc, (slot, whole, q_row_start, kv_row), (q_len, heads), 0)
         visits += 1
         tile += stop - first
 
@@ -189,7 +192,7 @@ def _attend_right(
     queries, buffers, handover = shared
     _, q_right, _, q_full = queries
     _, right, key_rope, _, _, _, right_empty = buffers
-    program_start, program_end, _, _, _, q_len, heads = sizes
+    program_start, program_end, _, _, _, q_len, heads, program = sizes
     query_strides, _ = strides
     LOG2E: gl.constexpr = 1.4426950408889634
     to_exponent = scale * LOG2E
@@ -200,7 +203,8 @@ def _attend_right(
         first, stop, n_tiles, kv_row, q_row_start = visit_at(tile, sizes, GROUPS, 4)
         keys = keys_of(kv_row, lengths, KEYS)
         kv_row = kv_row.to(gl.int64)
-        load_queries(query, query_strides, q_right.index(0), q_row_start, kv_row, (q_len, heads), HALF, ALIGNED)
+        q = load_queries(query, query_strides, q_row_start, kv_row, (q_len, heads), HALF, HALF, ALIGNED)
+        q_right.index(0).store(q)
         fence_async_shared()
         _barrier()
         mbarrier.arrive(q_full)
@@ -239,7 +243,8 @@ def _attend_right(
         row_sum = add_up(row_sum, handover, visits, SIDE=1)
         acc = scaled(acc, 1.0 / gl.where(row_sum != 0.0, row_sum, 1.0))
         whole = stop - first == n_tiles
-        store(out, partial_out, acc, (tile - first, whole, program_start, q_row_start, kv_row), (q_len, heads), HALF)
+        slot = 2 * program + (tile - first > program_start).to(gl.int32)
+        store(out, partial_out, acc, (slot, whole, q_row_start, kv_row), (q_len, heads), HALF)
         visits += 1
         tile += stop - first
 
@@ -247,7 +252,7 @@ def _attend_right(
 @gluon.jit(
     do_not_specialize=[
         *("query_b", "query_h", "query_l", "rope_b", "rope_h", "rope_l", "block_list_stride", "kv_len", "n_groups"),
-        *("q_blocks", "heads", "q_len", "batch", "programs"),
+        *("q_blocks", "heads", "batch", "programs"),  # not q_len: where it is 1, which is known, nothing is divided
     ]
 )
 def _latent_kernel(
@@ -324,7 +329,7 @@ def _latent_kernel(
         q_block_tiles *= batch
     total_tiles = q_block_tiles.to(gl.int64) * q_blocks
     active_programs = gl.minimum(total_tiles, programs)
-    program = gl.program_id(0).to(gl.int64)
+    program = share_of_program(q_blocks, programs)
     program_start = gl.minimum(total_tiles * program // active_programs, total_tiles).to(gl.int32)
     program_end = gl.minimum(total_tiles * (program + 1) // active_programs, total_tiles).to(gl.int32)
     tensors = (query, query_rope, out, lse, partial_out, partial_lse)
@@ -332,7 +337,7 @@ def _latent_kernel(
     buffers = (left, right, key_rope, left_full, right_full, left_empty, right_empty)
     handover = (shared_max, p_full, shared_sum, sum_full)
     strides = ((query_b, query_h, query_l), (rope_b, rope_h, rope_l))
-    sizes = (program_start, program_end, q_block_tiles, batch, group_ends, q_len, heads)
+    sizes = (program_start, program_end, q_block_tiles, batch, group_ends, q_len, heads, program)
     shared = (queries, buffers, handover)
     gl.warp_specialize(
         [

@@ -26,17 +26,17 @@ _ROWS_OF_SUMS = gl.constexpr(gl.SliceLayout(1, SUMS.value))
 
 
 @gluon.jit
-def load_queries(query, strides, shared, q_row_start, kv_row, sizes, COLUMN: gl.constexpr, ALIGNED: gl.constexpr):
-    """Copy some columns of the queries of a work tile to shared memory."""
+def load_queries(
+    query, strides, q_row_start, kv_row, sizes, COLUMN: gl.constexpr, WIDTH: gl.constexpr, ALIGNED: gl.constexpr
+):
+    """Load `WIDTH` columns of the queries of a work tile."""
     query_b, query_h, query_l = strides
     q_len, heads = sizes
-    WIDTH: gl.constexpr = shared.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     q_row = q_row_start + gl.arange(0, _BLOCK_M, layout=gl.SliceLayout(1, layout))
     dims = COLUMN + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
     at = (kv_row * query_b + (q_row // q_len) * query_h + (q_row % q_len) * query_l) * ALIGNED
-    q = gl.load(query + at[:, None] + dims[None, :], mask=(q_row < heads * q_len)[:, None], other=0.0)
-    shared.store(q)
+    return gl.load(query + at[:, None] + dims[None, :], mask=(q_row < heads * q_len)[:, None], other=0.0)
 
 
 @gluon.jit
@@ -159,7 +159,7 @@ def add_up(row_sum, handover, visits, SIDE: gl.constexpr):
 @gluon.jit
 def store(out, partial_out, acc, visit, sizes, COLUMN: gl.constexpr):
     """Store half of the columns of a whole or of a partial state."""
-    work_tile_start, whole, program_start, q_row_start, kv_row = visit
+    slot, whole, q_row_start, kv_row = visit
     q_len, heads = sizes
     layout: gl.constexpr = acc.type.layout
     rows = gl.arange(0, _BLOCK_M, layout=gl.SliceLayout(1, layout))
@@ -171,5 +171,4 @@ def store(out, partial_out, acc, visit, sizes, COLUMN: gl.constexpr):
         at = out + (state * _RANK)[:, None] + dims[None, :]
         gl.store(at, acc.to(out.dtype.element_ty), mask=ok[:, None])
     else:
-        slots = (2 * gl.program_id(0) + (work_tile_start > program_start).to(gl.int32)) * _BLOCK_M + rows
-        gl.store(partial_out + (slots * _RANK)[:, None] + dims[None, :], acc, mask=ok[:, None])
+        gl.store(partial_out + ((slot * _BLOCK_M + rows) * _RANK)[:, None] + dims[None, :], acc, mask=ok[:, None])

@@ -21,10 +21,10 @@ def empty(*shape, dtype=torch.bfloat16):
 
 built = []
 for kernel, heads, rank, rope, mask, lens, kv_len, *more in json.loads(sys.argv[1]):
-    (batch,) = more or (2,)
+    batch, q_len = more or (2, 1)
     launches = []
-    q, c = empty(batch, heads, 1, rank), empty(batch, 1, kv_len, rank)
-    ropes = (empty(batch, heads, 1, rope), empty(batch, 1, kv_len, rope)) if rope else ()
+    q, c = empty(batch, heads, q_len, rank), empty(batch, 1, kv_len, rank)
+    ropes = (empty(batch, heads, q_len, rope), empty(batch, 1, kv_len, rope)) if rope else ()
     mask = empty(batch, 1, 1, kv_len, dtype=getattr(torch, mask)) if mask else None
     lens = empty(batch, dtype=torch.int32) if lens else None
     if kernel == "sm90":
@@ -50,9 +50,11 @@ print(json.dumps(built))
 """
 
 
-@pytest.mark.parametrize(("mask", "lens"), [(None, False), (None, True), ("bool", False)])
-def test_the_kernel_for_hopper(mask: str | None, lens: bool) -> None:
-    (built,) = compile_in_subprocess(SCRIPT, [("sm90", 128, 512, 64, mask, lens, 4096)])
+@pytest.mark.parametrize(
+    ("mask", "lens", "q_len"), [(None, False, 1), (None, True, 1), ("bool", False, 1), ("bool", False, 3)]
+)
+def test_the_kernel_for_hopper(mask: str | None, lens: bool, q_len: int) -> None:
+    (built,) = compile_in_subprocess(SCRIPT, [("sm90", 128, 512, 64, mask, lens, 4096, 2, q_len)])
     ptx = built["ptx"]
     assert built["stack"] == 0, "registers spill to local memory"
     assert built["shared"] <= 227 * 1024
@@ -72,7 +74,7 @@ def test_the_kernel_for_hopper(mask: str | None, lens: bool) -> None:
 @pytest.mark.parametrize("batch", [256, pytest.param(2048, marks=pytest.mark.slow)])
 def test_the_kernel_for_hopper_and_many_sequences(batch: int, lens: bool) -> None:
     """What is searched once for each visit takes registers: of 2048 sequences, more than there are."""
-    (built,) = compile_in_subprocess(SCRIPT, [("sm90", 128, 512, 64, None if lens else "bool", lens, 4096, batch)])
+    (built,) = compile_in_subprocess(SCRIPT, [("sm90", 128, 512, 64, None if lens else "bool", lens, 4096, batch, 1)])
     assert built["stack"] <= (0 if batch == 256 else 704), "registers spill to local memory"
     assert built["shared"] <= 227 * 1024
     assert len(re.findall(r"\bWARPGROUP\.", built["sass"])) < 30
