@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from tatten.ops.cuda.heuristics import capability
 from tatten.ops.distributed.communicator import Communicator, Workspace, connect, connected
 from tatten.ops.distributed.push_layout import CHANNEL_BYTES, ROW_BYTES, PushPlan, plan_push
 from tatten.ops.sizes import power_of_2
@@ -72,8 +73,9 @@ def push_merge(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> Sta
 
 def launch_push(out: Tensor, lse: Tensor, plan: PushPlan, workspace: Workspace) -> State:
     """Launch the kernel on contiguous tensors. The merged ones are `[plan.merged_rows, d]` and `[plan.merged_rows]`."""
-    from tatten.ops.distributed.push_kernel import push_kernel
+    from tatten.ops.distributed.push_kernel import INTERPRETED, push_kernel
 
+    pdl = not INTERPRETED and capability(out.device) >= (9, 0)
     dim = out.shape[-1]
     merged_out = out.new_empty(plan.merged_rows, dim)
     merged_lse = lse.new_empty(plan.merged_rows)
@@ -100,6 +102,8 @@ def launch_push(out: Tensor, lse: Tensor, plan: PushPlan, workspace: Workspace) 
             SCATTER=plan.scatter,
             GATHER=plan.gather,
             THREADS=32 * plan.num_warps,
+            PDL=pdl,
+            launch_pdl=pdl,
             num_warps=plan.num_warps,
         )
     return merged_out, merged_lse

@@ -168,6 +168,7 @@ def push_kernel(
     SCATTER: tl.constexpr,
     GATHER: tl.constexpr,
     THREADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = out.dtype.element_ty
     STEP: tl.constexpr = _SLOT_BYTES // (DTYPE.primitive_bitwidth // 8)
@@ -177,6 +178,9 @@ def push_kernel(
     at, dims = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     share_row = (first_block + program) * BLOCK_R + at
     dim_ok = (dims < DIM)[None, :]
+    if PDL:
+        # No load comes before it, not even of `epochs`: the kernel before this one may be a merge.
+        tl.extra.cuda.gdc_wait()
 
     # All loads come before the first store: the compiler moves no load ahead of a store that may alias it.
     # `epochs` holds -1 once a peer was missing. From then on this program does not wait, nor store, which could
@@ -244,3 +248,6 @@ def push_kernel(
     if missing != 0:
         tl.store(missing_out, missing)
     tl.store(epochs + program, tl.where(failed, -1, epoch))
+
+
+INTERPRETED = not isinstance(push_kernel, triton.JITFunction)

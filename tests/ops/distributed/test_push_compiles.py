@@ -81,6 +81,8 @@ def faults(built: dict, ranks: int, width: int) -> list[str]:
     fused, in_ptx = (len(re.findall(x, code)) for x, code in ((r"\bFFMA\b", built["sass"]), (r"\bfma\.rn\b", ptx)))
     if fused != in_ptx:  # of kernels for other sizes ptxas might fuse others, so that a row would have other bits
         found.append(f"{fused} fused products, and {in_ptx} in PTX")
+    if not built["launch_pdl"] or not -1 < ptx.find("griddepcontrol.wait") < ptx.find("ld.global"):
+        found.append("something is read before the kernel before this one is done")
     vector = {8: ".v2.b32", 16: ".v4.b32"}[width]
     received, sent = (len(re.findall(re.escape(x + vector), ptx)) for x in ("ld.global.cg", "st.global"))
     if received < rounds * ranks or sent < rounds * ranks + 1:
