@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all fuzz mutants lint docs bench bench-latent bench-verify plots clean
+.PHONY: demo test test-all test-oldest-triton fuzz mutants lint docs bench bench-latent bench-verify plots clean
 
 $(VENV)/installed: pyproject.toml
 	@echo "making $(VENV): PyTorch and transformers, about a minute"
@@ -37,6 +37,16 @@ test: $(VENV)/installed-test
 # processes whose threads spin on two cores take three times as long.
 test-all: $(VENV)/installed-test
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal --durations=30 $(ARGS)
+
+# The kernels compiled for Hopper, without a GPU, by the Triton of torch 2.11. Newer ones accept what it does not.
+OLDEST_TRITON := $(VENV)/triton-3.6.0
+$(OLDEST_TRITON): $(VENV)/installed-test
+	@$(PIP) --no-deps --target $@ triton==3.6.0
+	@touch $@
+
+test-oldest-triton: $(OLDEST_TRITON)
+	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -n 2 $$(find tests -name 'test_*compiles.py') \
+		tests/ops/cuda/test_bound_kernel.py tests/ops/cuda/test_private_api.py tests/ops/inductor/test_generated_code.py $(ARGS)
 
 # The property tests alone, with N times as many examples as `make test-all` draws, and others than it draws.
 fuzz: SEED := $(shell date +%Y%m%d)

@@ -107,7 +107,8 @@ def test_compiles_for_sm_90(case: str) -> None:
         assert here["stack"] == 0, "registers spill to local memory"
         assert here["registers"] <= max(real["registers"] + 8, 32)
         assert here["shared"] <= real["shared"]
-        sums = [re.findall(r"\b(?:fma|add|sub|div|ex2|lg2|max)\.[a-z.]*f32", x["ptx"]) for x in (here, real)]
+        # All that rounds. A `max` may be folded with a constant.
+        sums = [re.findall(r"\b(?:fma|add|sub|div|ex2|lg2)\.[a-z.]*f32", x["ptx"]) for x in (here, real)]
         assert Counter(sums[0]) == Counter(sums[1])
         assert not FUSIBLE.search(here["ptx"]), "the assembler may round otherwise than in the other kernel"
         assert len(re.findall(r"^\s*\.param", here["ptx"], re.M)) <= params + 4, (
