@@ -6,8 +6,9 @@ Program i of a rank exchanges states with programs i of the other ranks, through
 A round on a channel takes the next epoch e. Each rank (1) stores its rows into the slots [e % 2][rank] of all ranks,
 itself included, (2) releases the value e into flag [rank] of all ranks, (3) polls its own flags with acquire loads
 until all n have reached e, (4) reads its own slots [e % 2]. The epoch is in device memory, and only its own program
-touches it, in kernels that a stream orders. So rounds need neither the host nor other programs, and a CUDA graph
-replays them.
+touches it, in kernels that a stream orders: one may start before the kernel ahead of it has ended, but waits for that
+before its first access, as all kernels here that may start early do. So rounds need neither the host nor other
+programs, and a CUDA graph replays them.
 
 A small merge is one round, in which every rank gets and merges all rows. So is a merge that scatters heads, in which
 each rank gets its share. A large merge is two: each rank gets and merges its share, then sends the result to all.
@@ -18,7 +19,8 @@ these come first in program order, or in stream order. Thus the reads of round e
 of e + 1, that before its acquire, and that before the stores of e + 2.
 
 It can't deadlock: program i waits only for programs i of other ranks, which store and release before they wait. There
-are no more programs than multiprocessors, so all of them are resident once other kernels have made room.
+are no more programs than multiprocessors, so all of them are resident once other kernels have made room. Those that
+start early take no room from the kernel ahead: they start once all of its programs have.
 """
 
 # mypy: disable-error-code="assignment"

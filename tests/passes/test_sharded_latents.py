@@ -166,6 +166,7 @@ def graph() -> str:
     return listing(gm).replace(f"'{mesh.get_group().group_name}'", "group")
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo keeps the placements in a closure")
 class TestGraph(TestCase):
     def test_the_output_of_each_rank_is_merged(self) -> None:
         self.assertExpectedInline(
@@ -275,6 +276,8 @@ def declined(make: Callable[..., Any]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("make", slow_after(3, reversed(DECLINED)), ids=lambda make: make.__name__)
 def test_what_is_expanded_all_the_same_is_attended_to_locally_and_noted(make: Callable[..., Any]) -> None:
+    if make is of_dtensors and torch.__version__ < "2.12":
+        pytest.skip("PyTorch has no rule for a product that flattens a sharded dim")
     for [(op, note)] in run_ranks(2, declined, make):
         assert op == "decode_attention"
         assert "local, then merged" in note

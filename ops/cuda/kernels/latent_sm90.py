@@ -70,9 +70,9 @@ _CONSUMER_REGS, _PRODUCER_REGS = gl.constexpr(232), gl.constexpr(40)
 def _produce(latent, rope, buffers, sizes, lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr):
     """Load the tiles of all visits, each half as soon as its place is free."""
     left, right, key_rope, left_full, right_full, left_empty, right_empty = buffers
-    tile, program_end, _, _, _, _, _, _ = sizes
+    tile, share_end, _, _, _, _, _, _ = sizes
     evens, odds = 0, 0
-    while tile < program_end:
+    while tile < share_end:
         first, stop, _n_tiles, kv_row, _q_row = visit_at(tile, sizes, GROUPS, 1)
         _length, block_list, run, run_start = keys_of(kv_row, lengths, KEYS)
         for i in range(first, stop):
@@ -113,17 +113,18 @@ def _attend_left(
     queries, buffers, handover = shared
     q_left, _, q_rope, q_full = queries
     left, _, key_rope, _, _, left_empty, _ = buffers
-    program_start, program_end, _, _, _, q_len, heads, program = sizes
+    share_start, share_end, _, _, _, q_len, heads, share = sizes
     query_strides, rope_strides = strides
     LOG2E: gl.constexpr = 1.4426950408889634
     to_exponent = scale * LOG2E
-    tile = program_start
+    tile = share_start
     evens, odds = 0, 0  # tiles so far, as the producer counts them
     visits = 0
-    while tile < program_end:
+    while tile < share_end:
         first, stop, n_tiles, kv_row, q_row_start = visit_at(tile, sizes, GROUPS, 4)
         keys = keys_of(kv_row, lengths, KEYS)
         kv_row = kv_row.to(gl.int64)
+        # Both are on their way before the first is stored.
         q = load_queries(query, query_strides, q_row_start, kv_row, (q_len, heads), 0, HALF, ALIGNED)
         of_rope = load_queries(query_rope, rope_strides, q_row_start, kv_row, (q_len, heads), 0, _ROPE, ALIGNED)
         q_left.index(0).store(q)
@@ -163,7 +164,7 @@ def _attend_left(
         rows = gl.arange(0, _BLOCK_M, layout=ROWS)
         q_row = q_row_start + rows
         whole = stop - first == n_tiles
-        slot = 2 * program + (tile - first > program_start).to(gl.int32)
+        slot = 2 * share + (tile - first > share_start).to(gl.int32)
         if whole:
             state = (kv_row * heads + q_row // q_len) * q_len + q_row % q_len
             gl.store(lse + state, log_sum, mask=q_row < heads * q_len)
@@ -192,14 +193,14 @@ def _attend_right(
     queries, buffers, handover = shared
     _, q_right, _, q_full = queries
     _, right, key_rope, _, _, _, right_empty = buffers
-    program_start, program_end, _, _, _, q_len, heads, program = sizes
+    share_start, share_end, _, _, _, q_len, heads, share = sizes
     query_strides, _ = strides
     LOG2E: gl.constexpr = 1.4426950408889634
     to_exponent = scale * LOG2E
-    tile = program_start
+    tile = share_start
     evens, odds = 0, 0  # tiles so far, as the producer counts them
     visits = 0
-    while tile < program_end:
+    while tile < share_end:
         first, stop, n_tiles, kv_row, q_row_start = visit_at(tile, sizes, GROUPS, 4)
         keys = keys_of(kv_row, lengths, KEYS)
         kv_row = kv_row.to(gl.int64)
@@ -243,7 +244,7 @@ def _attend_right(
         row_sum = add_up(row_sum, handover, visits, SIDE=1)
         acc = scaled(acc, 1.0 / gl.where(row_sum != 0.0, row_sum, 1.0))
         whole = stop - first == n_tiles
-        slot = 2 * program + (tile - first > program_start).to(gl.int32)
+        slot = 2 * share + (tile - first > share_start).to(gl.int32)
         store(out, partial_out, acc, (slot, whole, q_row_start, kv_row), (q_len, heads), HALF)
         visits += 1
         tile += stop - first
@@ -329,15 +330,15 @@ def _latent_kernel(
         q_block_tiles *= batch
     total_tiles = q_block_tiles.to(gl.int64) * q_blocks
     active_programs = gl.minimum(total_tiles, programs)
-    program = share_of_program(q_blocks, programs)
-    program_start = gl.minimum(total_tiles * program // active_programs, total_tiles).to(gl.int32)
-    program_end = gl.minimum(total_tiles * (program + 1) // active_programs, total_tiles).to(gl.int32)
+    share = share_of_program(q_blocks, programs)
+    share_start = gl.minimum(total_tiles * share // active_programs, total_tiles).to(gl.int32)
+    share_end = gl.minimum(total_tiles * (share + 1) // active_programs, total_tiles).to(gl.int32)
     tensors = (query, query_rope, out, lse, partial_out, partial_lse)
     queries = (q_left, q_right, q_rope, q_full)
     buffers = (left, right, key_rope, left_full, right_full, left_empty, right_empty)
     handover = (shared_max, p_full, shared_sum, sum_full)
     strides = ((query_b, query_h, query_l), (rope_b, rope_h, rope_l))
-    sizes = (program_start, program_end, q_block_tiles, batch, group_ends, q_len, heads, program)
+    sizes = (share_start, share_end, q_block_tiles, batch, group_ends, q_len, heads, share)
     shared = (queries, buffers, handover)
     gl.warp_specialize(
         [

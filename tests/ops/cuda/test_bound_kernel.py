@@ -8,7 +8,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import triton
 from compiled import FUSIBLE, compile_in_subprocess
+
+TRITON_3_6 = triton.__version__.startswith("3.6.")
 
 SCRIPT = """
 import json, sys
@@ -107,8 +110,8 @@ def test_compiles_for_sm_90(case: str) -> None:
         assert here["stack"] == 0, "registers spill to local memory"
         assert here["registers"] <= max(real["registers"] + 8, 32)
         assert here["shared"] <= real["shared"]
-        # All that rounds. A `max` may be folded with a constant.
-        sums = [re.findall(r"\b(?:fma|add|sub|div|ex2|lg2)\.[a-z.]*f32", x["ptx"]) for x in (here, real)]
+        found = "fma|add|sub|div|ex2|lg2" + ("" if TRITON_3_6 else "|max")  # Triton 3.6 makes one `max` less here
+        sums = [re.findall(rf"\b(?:{found})\.[a-z.]*f32", x["ptx"]) for x in (here, real)]
         assert Counter(sums[0]) == Counter(sums[1])
         assert not FUSIBLE.search(here["ptx"]), "the assembler may round otherwise than in the other kernel"
         assert len(re.findall(r"^\s*\.param", here["ptx"], re.M)) <= params + 4, (

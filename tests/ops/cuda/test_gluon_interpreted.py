@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -79,11 +79,11 @@ LATENTS = [
     ((2, 17, 1, 450, "masks"), 5),
     ((1, 70, 1, 400, "all"), 3),
     ((2, 3, 6, 65, "mask"), 7),
+    ((2, 66, 1, 500, "masks"), 4),
     ((2, 35, 2, 200, "both"), 5),
     ((1, 20, 4, 130, "lengths"), 1),
     ((1, 17, 1, 64, "all"), 2),
     ((3, 66, 1, 300, "mask"), 3),
-    ((2, 66, 1, 500, "masks"), 4),
     ((35, 17, 1, 100, "lengths"), 13),
 ]
 
@@ -94,6 +94,19 @@ def test_latents(sizes: tuple[int, int, int, int, str], programs: int) -> None:
     torch.manual_seed(0)
     tensors, used = latents(*sizes)
     assert_latents(attend(tensors, programs, 0), tensors, used)
+
+
+@pytest.mark.parametrize("programs", [8, 9])
+def test_neighbours_attend_to_the_same_latents(programs: int) -> None:
+    from tatten.ops.cuda.kernels import latent_visits
+
+    share_of_program = latent_visits.share_of_program.fn
+    with pytest.MonkeyPatch.context() as patch:
+        shares = []
+        for program in range(programs):
+            patch.setitem(share_of_program.__globals__, "gl", SimpleNamespace(program_id=lambda _, p=program: p))
+            shares.append(share_of_program(2, programs))
+    assert shares == ([0, 4, 1, 5, 2, 6, 3, 7] if programs == 8 else [*range(9)])
 
 
 def test_nan_in_latents_that_count_comes_out() -> None:

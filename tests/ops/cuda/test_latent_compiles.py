@@ -51,7 +51,8 @@ print(json.dumps(built))
 
 
 @pytest.mark.parametrize(
-    ("mask", "lens", "q_len"), [(None, False, 1), (None, True, 1), ("bool", False, 1), ("bool", False, 3)]
+    ("mask", "lens", "q_len"),
+    [(None, False, 1), (None, True, 1), ("bool", False, 1), ("bool", False, 3), ("bool", False, 16)],
 )
 def test_the_kernel_for_hopper(mask: str | None, lens: bool, q_len: int) -> None:
     (built,) = compile_in_subprocess(SCRIPT, [("sm90", 128, 512, 64, mask, lens, 4096, 2, q_len)])
@@ -61,6 +62,8 @@ def test_the_kernel_for_hopper(mask: str | None, lens: bool, q_len: int) -> None
     assert built["launch_pdl"], "griddepcontrol.wait would not wait"
     # The scores of 576 columns by each warpgroup, and half of the values of 64 keys: of both tiles, and of a last one.
     assert ptx.count("wgmma.mma_async") == 2 * 36 + 2 * 4 + 3 * 4
+    divisions = len(re.findall(r"\b(?:div|rem)\.[su]\d", ptx))
+    assert divisions <= 16 if q_len == 1 else divisions > 30, "one query for each head is divided by nothing"
     # One for a few products each. Behind a branch in which threads may part, there would be two for each product.
     assert len(re.findall(r"\bWARPGROUP\.", built["sass"])) < 30
     assert not FUSIBLE.search(ptx)
