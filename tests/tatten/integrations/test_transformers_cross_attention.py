@@ -135,9 +135,15 @@ def test_compiled_beams(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -
     assert len(read_once) == 2 * graphs
 
 
+# While Dynamo of PyTorch 2.11 traces, transformers gives self-attention a mask: `is_exporting()` is true there.
+SELF_ATTENTION_IS_MASKED = torch.__version__ < "2.12"
+
+
 def test_plain_caches() -> None:
     """Without copies to save, cross attention is rewritten where a mask leaves keys, and SDPA is kept without one."""
     for name, ops, reasons in [("bart", 2, ["no_gain"] * 2), ("whisper", 0, ["no_gain"] * 4), ("t5", 4, [])]:
+        if SELF_ATTENTION_IS_MASKED and name != "t5":
+            ops, reasons = ops + 2, reasons[2:]
         model, given = build(name), sources(name)
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         token = torch.ones(SOURCES, 1, dtype=torch.long)
@@ -188,7 +194,8 @@ def test_small_work_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         step = {"encoder_outputs": encoded, "decoder_input_ids": token, "past_key_values": cache}
         model(**step)
         report = tatten.explain(model, **step)
-    assert [x.decline.reason.value for x in report.declined] == ["no_gain", "small"] * 2
+    each_layer = ["small"] if SELF_ATTENTION_IS_MASKED else ["no_gain", "small"]
+    assert [x.decline.reason.value for x in report.declined] == each_layer * 2
 
 
 def test_bad_input() -> None:
