@@ -17,6 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import triton
+
+TRITON_3_6 = triton.__version__.startswith("3.6.")  # that of torch 2.11
 FUSIBLE = re.compile(r"\b(?:mul|add|sub)\.(?:ftz\.)?f32")  # without `.rn` ptxas may make one instruction of two
 
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -80,7 +83,6 @@ class Recorder:
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sass: bool = False) -> dict[str, Any]:
     """What a kernel becomes for sm_90, specialised as Triton does at a launch: on None, 1 and multiples of 16."""
-    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource

@@ -8,10 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import triton
-from compiled import FUSIBLE, compile_in_subprocess
-
-TRITON_3_6 = triton.__version__.startswith("3.6.")
+from compiled import FUSIBLE, TRITON_3_6, compile_in_subprocess
 
 SCRIPT = """
 import json, sys

@@ -7,8 +7,7 @@ takes down the arguments of each kernel instead of launching it, and compiles th
 from __future__ import annotations
 
 import pytest
-import triton
-from compiled import FUSIBLE, compile_in_subprocess
+from compiled import FUSIBLE, TRITON_3_6, compile_in_subprocess
 from slow import slow_but
 
 SCRIPT = """
@@ -138,7 +137,6 @@ GROUPS: dict[str, list[Variant]] = {
 }
 
 
-TRITON_3_6 = triton.__version__.startswith("3.6.")
 # Triton 3.6 takes 218 registers for it where newer ones take 168: of three programs for each SM one starts late.
 TWO_ON_AN_SM_IN_3_6 = (("bfloat16", 64, 4), {**FLOAT8, **PER_KEY, **PER_SEQUENCE})
 
