@@ -10,6 +10,9 @@ from tatten.ops.validation import check_batch_invariant, check_no_grad, check_qu
 from tatten.ops.variant import AttentionVariant
 
 WIDEST_ROPE_ON_CUDA = 64  # of 128 columns, tiles do not fit in shared memory beside those of rank 512
+# Queries of a sequence, over all heads, up to which Hopper's tensor cores wait for its latents anyway. In float32 these
+# cost nothing there. Of more, the products with what 16 bits leave would take time, and their place in shared memory.
+FEW_QUERIES_ON_CUDA = 16
 
 
 def check_latent_no_grad(
@@ -43,7 +46,8 @@ def check_latent_attention(
     check_latent_no_grad(query, query_rope, latent, key_rope, attn_mask, variant)
     check_query(query)
     batch, rank = query.shape[0], query.shape[3]
-    _check_dtype("latent", latent, query)
+    if (query.dtype, latent.dtype) != (torch.float32, torch.bfloat16):  # float16 has not the range of float32
+        _check_dtype("latent", latent, "query", query)
     shape = latent.shape
     if len(shape) != 4 or 0 in shape or batch % shape[0] or shape[1] != 1 or shape[3] != rank:
         wanted = f"[kv_batch, 1, kv_length, {rank}] as `query` is {tuple(query.shape)}, with a kv_length of at least 1"
@@ -57,16 +61,22 @@ def check_latent_attention(
         name, other = ("query_rope", "key_rope") if query_rope is None else ("key_rope", "query_rope")
         raise ValueError(f"`{name}` must be given with `{other}`, got None")
     if query_rope is not None and key_rope is not None:
-        _check_rope("query_rope", query_rope, "query", query)
-        _check_rope("key_rope", key_rope, "latent", latent)
+        for name, rope, like_name, like in (
+            ("query_rope", query_rope, "query", query),
+            ("key_rope", key_rope, "latent", latent),
+        ):
+            _check_dtype(name, rope, "latent", latent)
+            if rope.dim() != 4 or rope.shape[:3] != like.shape[:3]:
+                wanted = f"[{', '.join(map(str, like.shape[:3]))}, width] like `{like_name}`"
+                raise ValueError(f"`{name}` must be {wanted}, got shape {tuple(rope.shape)}")
         if key_rope.shape[3] != query_rope.shape[3]:
             have, want = key_rope.shape[3], query_rope.shape[3]
             raise ValueError(f"`key_rope` must have the width of `query_rope`, {want}, got {have}")
-    check_softmax(query, latent.shape[2], attn_mask, kv_lens, variant)
-    wide = accumulator_dtype(query.dtype)
-    if out_dtype not in (query.dtype, wide):
-        wanted = " or ".join(dict.fromkeys((str(query.dtype), str(wide))))
-        raise TypeError(f"`out_dtype` must be {wanted} for `query` in {query.dtype}, got {out_dtype}")
+    check_softmax(query, latent.shape[2], attn_mask, kv_lens, variant, latent.dtype)
+    wide = accumulator_dtype(latent.dtype)
+    if out_dtype not in (latent.dtype, wide):
+        wanted = " or ".join(dict.fromkeys((str(latent.dtype), str(wide))))
+        raise TypeError(f"`out_dtype` must be {wanted} for `latent` in {latent.dtype}, got {out_dtype}")
 
 
 def check_latent_batch_invariant(query: Tensor, latent: Tensor, variant: AttentionVariant) -> None:
@@ -92,13 +102,6 @@ def check_latent_widths_on_cuda(latent: Tensor, key_rope: Tensor | None) -> None
         )
 
 
-def _check_rope(name: str, rope: Tensor, like_name: str, like: Tensor) -> None:
-    _check_dtype(name, rope, like, like_name)
-    if rope.dim() != 4 or rope.shape[:3] != like.shape[:3]:
-        wanted = f"[{', '.join(map(str, like.shape[:3]))}, width] like `{like_name}`"
-        raise ValueError(f"`{name}` must be {wanted}, got shape {tuple(rope.shape)}")
-
-
-def _check_dtype(name: str, x: Tensor, like: Tensor, like_name: str = "query") -> None:
+def _check_dtype(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
     if x.dtype != like.dtype:
         raise TypeError(f"`{name}` must have the dtype of `{like_name}`, {like.dtype}, got {x.dtype}")

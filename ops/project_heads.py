@@ -1,4 +1,4 @@
-"""Products of each head's rows with a weight of its own: `W_uv`, applied to what `tatten::latent_attention` summed."""
+"""Products of each head's rows with a weight of its own: queries with `W_uk`, and sums over latents with `W_uv`."""
 
 from __future__ import annotations
 
@@ -8,43 +8,46 @@ from torch import Tensor
 from tatten.ops.validation import check_no_grad
 
 
-def project_heads(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute `x @ weight.mT` for each head, in sums of float32 that are rounded once.
+def project_heads(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Compute `x @ weight.mT` for each head, in sums of float32 that are rounded once or not at all.
 
-    `torch.bmm` would round `x` first, or want a copy of the weight in float32.
+    `torch.bmm` would round `x` first if that is float32, or want a copy of the weight in float32.
 
     Args:
-        x: `[batch, heads, q_length, rank]`, float32, any strides.
+        x: `[batch, heads, q_length, rank]`, float32 or bfloat16, any strides.
         weight: `[heads, columns, rank]`, bfloat16, any strides.
+        out_dtype: bfloat16, which is the default, or float32.
 
     Returns:
-        `[batch, heads, q_length, columns]`, bfloat16, contiguous.
+        `[batch, heads, q_length, columns]` in `out_dtype`, contiguous.
 
     Raises:
         TypeError, ValueError: dtypes, shapes or devices do not fit; the message names the argument.
         NotImplementedError: gradients are required.
     """
-    check_project_heads(x, weight)
-    return torch.einsum("bhlr,hcr->bhlc", x, weight.float()).to(weight.dtype).contiguous()
+    out_dtype = check_project_heads(x, weight, out_dtype)
+    return torch.einsum("bhlr,hcr->bhlc", x.float(), weight.float()).to(out_dtype).contiguous()
 
 
-def check_project_heads(x: Tensor, weight: Tensor) -> None:
-    """Raise unless `project_heads` takes these."""
+def check_project_heads(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of the result; raise unless `project_heads` takes these."""
     check_no_grad("project_heads", x=x, weight=weight)
     if x.device != weight.device:
         raise ValueError(f"`weight` must be on the device of `x`, {x.device}, got {weight.device}")
-    if x.dtype != torch.float32:
-        raise TypeError(f"`x` must be float32, got {x.dtype}")
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"`x` must be float32 or bfloat16, got {x.dtype}")
     if weight.dtype != torch.bfloat16:
         raise TypeError(f"`weight` must be bfloat16, got {weight.dtype}")
+    if out_dtype not in (None, torch.float32, torch.bfloat16):
+        raise TypeError(f"`out_dtype` must be float32 or bfloat16, got {out_dtype}")
     if x.dim() != 4:
         raise ValueError(f"`x` must be [batch, heads, q_length, rank], got shape {tuple(x.shape)}")
     if weight.dim() != 3 or (weight.shape[0], weight.shape[2]) != (x.shape[1], x.shape[3]):
         wanted = f"[{x.shape[1]}, columns, {x.shape[3]}], of the heads and the rank of `x`"
         raise ValueError(f"`weight` must be {wanted}, got shape {tuple(weight.shape)}")
+    return out_dtype or weight.dtype
 
 
-def fake_project_heads(x: Tensor, weight: Tensor) -> Tensor:
+def fake_project_heads(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """The result of `project_heads` without its numbers."""
-    check_project_heads(x, weight)
-    return weight.new_empty((*x.shape[:3], weight.shape[1]))
+    return weight.new_empty((*x.shape[:3], weight.shape[1]), dtype=check_project_heads(x, weight, out_dtype))

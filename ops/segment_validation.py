@@ -74,7 +74,7 @@ def check_bifurcated_attention(
     check_query(query)
     batch, q_heads, q_len, _ = query.shape
     check_segments_no_grad(query, keys, values, attn_masks, variant)
-    check_variant(query, variant)
+    check_variant(query, variant, query.dtype)
     for i, (key, value, mask) in enumerate(zip(keys, values, attn_masks, strict=True)):
         rows, groups = key.shape[0] if key.dim() == 4 else batch, row_groups[i]
         if groups is not None:
@@ -95,7 +95,7 @@ def check_bifurcated_attention(
             check_block_mask(block_mask, rows, key.shape[2], query.device, f"block_masks[{i}]")
         if mask is not None:
             served = rows if mask.dim() == 4 and mask.shape[0] == rows else batch
-            check_mask(mask, query, (served, q_heads, q_len, key.shape[2]), f"attn_masks[{i}]")
+            check_mask(mask, query.dtype, (served, q_heads, q_len, key.shape[2]), f"attn_masks[{i}]")
 
 
 def check_rows_fit(rows: Tensor, query: Tensor, key: Tensor, segment: int) -> None:

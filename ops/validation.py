@@ -101,30 +101,38 @@ def check_decode_attention(
 
 
 def check_softmax(
-    query: Tensor, kv_len: int, attn_mask: Tensor | None, kv_lens: Tensor | None, variant: AttentionVariant
+    query: Tensor,
+    kv_len: int,
+    attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
+    variant: AttentionVariant,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Raise unless what narrows or changes the softmax fits queries over `kv_len` keys."""
-    batch = query.shape[0]
+    """Raise unless what narrows or changes the softmax fits queries over `kv_len` keys.
+
+    `dtype`: what masks and sinks may have beside float32; default: the queries'.
+    """
+    batch, dtype = query.shape[0], dtype or query.dtype
     if attn_mask is not None:
-        check_mask(attn_mask, query, (*query.shape[:3], kv_len))
+        check_mask(attn_mask, dtype, (*query.shape[:3], kv_len))
     if kv_lens is not None:
         if kv_lens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"`kv_lens` must be int32 or int64, got {kv_lens.dtype}")
         if tuple(kv_lens.shape) != (batch,):
             raise ValueError(f"`kv_lens` must have shape ({batch},), got {tuple(kv_lens.shape)}")
-    check_variant(query, variant)
+    check_variant(query, variant, dtype)
 
 
-def check_variant(query: Tensor, variant: AttentionVariant) -> None:
-    """Raise unless window, soft cap and sinks fit the queries."""
+def check_variant(query: Tensor, variant: AttentionVariant, dtype: torch.dtype) -> None:
+    """Raise unless window, soft cap and sinks, which may be in `dtype`, fit the queries."""
     window, softcap, sinks, *_ = variant
     if window is not None and window < 1:
         raise ValueError(f"`window` must be at least 1, got {window}")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"`softcap` must be finite and above 0, got {softcap}")
     if sinks is not None:
-        if sinks.dtype not in (torch.float32, query.dtype):
-            raise TypeError(f"`sinks` must be {_float32_or(query.dtype)}, got {sinks.dtype}")
+        if sinks.dtype not in (torch.float32, dtype):
+            raise TypeError(f"`sinks` must be {_float32_or(dtype)}, got {sinks.dtype}")
         if tuple(sinks.shape) != (query.shape[1],):
             raise ValueError(
                 f"`sinks` must have shape ({query.shape[1]},), one per query head, got {tuple(sinks.shape)}"
@@ -209,10 +217,12 @@ def check_devices(query: Tensor, **tensors: Tensor | None) -> None:
             raise ValueError(f"`{name}` must be on the device of `query`, {query.device}, got {x.device}")
 
 
-def check_mask(attn_mask: Tensor, query: Tensor, scores: tuple[int, int, int, int], name: str = "attn_mask") -> None:
+def check_mask(
+    attn_mask: Tensor, dtype: torch.dtype, scores: tuple[int, int, int, int], name: str = "attn_mask"
+) -> None:
     """Raise unless `attn_mask` is a bool or additive mask that broadcasts to the shape `scores`."""
-    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        raise TypeError(f"`{name}` must be bool, float32 or `query`'s {query.dtype}, got {attn_mask.dtype}")
+    if attn_mask.dtype not in (torch.bool, torch.float32, dtype):
+        raise TypeError(f"`{name}` must be torch.bool, {_float32_or(dtype)}, got {attn_mask.dtype}")
     shape = (1,) * (4 - attn_mask.dim()) + attn_mask.shape
     if len(shape) != 4 or (shape != scores and any(n not in (1, want) for n, want in zip(shape, scores, strict=True))):
         raise ValueError(

@@ -65,7 +65,8 @@ def decode_attention(
     lens = None if kv_lens is None else check_kv_lens(kv_lens, kv_len)
     kernel = kernel_of(variant, upcasts, batch_invariant)
     given = query, key, value, attn_mask, lens, scale, block_mask, variant
-    out, lse = attend_variant(*given, kernel, separately=batch_invariant)
+    scales = (variant.key_scale, variant.value_scale) if upcasts else None
+    out, lse = attend_variant(*given, kernel, scales, separately=batch_invariant)
     return out.to(dtype).contiguous(), lse.contiguous()
 
 
@@ -79,14 +80,15 @@ def attend_variant(
     block_mask: Tensor | None,
     variant: AttentionVariant,
     kernel: Kernel,
+    scales: Scales | None = None,
     separately: bool = False,
 ) -> State:
     """The state over the sinks and the keys that mask, lengths and window leave; `kernel` computes that of keys.
 
-    `separately`: each sequence gets its own span of keys, whatever the others need.
+    `scales` are given for keys that are upcast, for a kernel that takes them. `separately`: each sequence gets its own
+    span of keys, whatever the others need.
     """
     q_len, kv_len, spans = query.shape[2], key.shape[2], None
-    scales = (variant.key_scale, variant.value_scale) if key.dtype != query.dtype else None
     if lens is not None or variant.window is not None:
         lens = [kv_len] if lens is None else lens
         if variant.window is not None:  # keys before every window are left out before anything is computed for them

@@ -55,7 +55,7 @@ def latent_attention(
 def query_and_rope(
     query: Tensor, query_rope: Tensor | None, latent: Tensor, key_rope: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Both parts of the queries as one tensor, and the rope of the keys: of width 0 where there is none."""
+    """Both parts of the queries as one tensor, in float32 if one is, and the rope of the keys: of width 0 if none."""
     if query_rope is None or key_rope is None:
         return query, latent[..., :0]
     return torch.cat((query, query_rope), dim=3), key_rope

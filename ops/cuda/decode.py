@@ -217,6 +217,7 @@ def plan_segment(
         KEY_SCALE=_scale_kind(key_scale),
         VALUE_SCALE=_scale_kind(value_scale),
         LATENT=latent,
+        HALVES=latent and query.dtype != value.dtype,
         MAX_AND_SUM=space.max_and_sum,
         FINAL=whole,
         POSITIVE_SCALE=scale > 0,

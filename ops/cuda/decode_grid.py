@@ -63,8 +63,9 @@ def choose_tiles(
         return latent_tiles_for(
             packed,
             block_d,
-            query.element_size(),
+            value.element_size(),
             MANY_KEYS if batch_invariant else kv_batch * kv_len / multiprocessors(query.device),
+            halves=query.dtype != value.dtype,
             has_block_list=mask.has_block_list,
             large_shared_memory=large_shared_memory,
         )

@@ -90,19 +90,22 @@ def latent_tiles_for(
     element_size: int,
     keys_per_sm: float,
     *,
+    halves: bool,
     has_block_list: bool,
     large_shared_memory: bool,
 ) -> Tiles:
     """Choose tiles for latents, of which a tile is keys and values at once, as measured on an H200 at rank 512.
 
     Args:
-        q_rows, rank, element_size, has_block_list, large_shared_memory: as for `tiles_for`.
+        q_rows, rank, has_block_list, large_shared_memory: as for `tiles_for`.
+        element_size: of the latents, in bytes.
         keys_per_sm: the keys of all sequences over the number of SMs.
+        halves: queries are in float32, and read in two halves.
     """
     if element_size == 4 or not large_shared_memory:
         return Tiles(16, 32, 8 if element_size == 4 else 4, 2)
     if q_rows > 16:
-        if rank > 256 and has_block_list:
+        if rank > 256 and (has_block_list or halves):
             # 128 heads, 1 x 32768: 62.4 us, and 73.6 with 64 rows, which spill, and whose float32 mask has no room;
             # 8 x 4096: 75.5 and 76.0; 32 heads: 29.3 and 45.1.
             return Tiles(32, 64, 8, 3)

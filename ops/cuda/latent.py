@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tatten.ops.cuda.heuristics import capability
+from tatten.ops.cuda.heuristics import capability, has_large_shared_memory
 from tatten.ops.cuda.launcher import by_layout, on_device_of
 from tatten.ops.cuda.recording import may_take_gluon
 from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.latent_validation import (
+    FEW_QUERIES_ON_CUDA,
     check_latent_attention,
     check_latent_batch_invariant,
     check_latent_no_grad,
@@ -65,6 +66,11 @@ def _plan(
     check_devices(query, **given, kv_lens=kv_lens, block_mask=block_mask, **variant.tensors)
     check_latent_attention(query, query_rope, latent, key_rope, attn_mask, kv_lens, variant, out_dtype)
     check_latent_widths_on_cuda(latent, key_rope)
+    if query.dtype != latent.dtype and not has_large_shared_memory(query.device):
+        raise NotImplementedError(
+            f"`query` must have the dtype of `latent`, {latent.dtype}, on a GPU where a program has less than 227 KiB "
+            f"of shared memory, got {query.dtype}"
+        )
     if block_mask is not None:
         check_block_mask(block_mask, latent.shape[0], latent.shape[2], query.device)
     if batch_invariant:
@@ -115,7 +121,7 @@ def _rope(query_rope: Tensor | None, key_rope: Tensor | None) -> tuple[()] | tup
 
 
 def _takes_sm90(query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, mask: MaskPlan) -> bool:
-    """Whether the latent_sm90 kernel can compute this, and is faster: 16 packed queries are bound by bytes."""
+    """Whether a kernel for Hopper can compute this: it is faster, then."""
     from tatten.ops.cuda.combine import INTERPRETED
     from tatten.ops.cuda.kernels.decode import NO_MASK
     from tatten.ops.cuda.kernels.latent_visits import MOST_GROUPS
@@ -126,10 +132,10 @@ def _takes_sm90(query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Ten
         and mask.groups <= MOST_GROUPS
         and capability(query.device) == (9, 0)
         and query.shape[0] == latent.shape[0]
-        and query.element_size() == 2
+        and latent.element_size() == 2
+        and (query.dtype == latent.dtype or query.shape[1] * query.shape[2] <= FEW_QUERIES_ON_CUDA)
         and (latent.shape[3], key_rope.shape[3]) == (512, 64)
         and query.stride(3) == query_rope.stride(3) == 1
-        and query.shape[1] * query.shape[2] > 16
         and takes_tma(latent)
         and takes_tma(key_rope)
         and may_take_gluon("latent_sm90")
@@ -146,7 +152,7 @@ def _plan_sm90(
     scale: float,
     out_dtype: torch.dtype,
 ) -> Callable[..., State]:
-    """Plan as `_plan` does, for what the latent_sm90 kernel takes."""
+    """Plan as `_plan` does, for what a kernel for Hopper takes."""
     from tatten.ops.cuda.combine import plan_combine
     from tatten.ops.cuda.latent_sm90 import plan_latent_segment
 

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import Partials
-from tatten.ops.cuda.heuristics import latent_programs_for, multiprocessors
+from tatten.ops.cuda.heuristics import latent_programs_for, multiprocessors, programs_for
+from tatten.ops.cuda.kernels.latent_few_sm90 import FEW, _latent_few_kernel
+from tatten.ops.cuda.kernels.latent_few_sm90 import START_REGS as FEW_START_REGS
 from tatten.ops.cuda.kernels.latent_sm90 import START_REGS, _latent_kernel
 from tatten.ops.cuda.kernels.latent_tile import RANK, ROPE
 from tatten.ops.cuda.kernels.latent_visits import ALL, BLOCK_M, BLOCK_N, FIRST, LEAST_GROUPS, LISTED
@@ -65,9 +67,14 @@ def plan_latent_segment(
     """Plan a launch for checked inputs. `has_lens`: lengths decide alone, without a mask that they narrow."""
     batch, heads, q_len, _ = query.shape
     kv_len = latent.shape[2]
-    q_blocks = ceil_div(heads * q_len, BLOCK_M)
+    few = heads * q_len <= FEW
+    kernel, block_m, start_regs = (
+        (_latent_few_kernel, FEW, FEW_START_REGS) if few else (_latent_kernel, BLOCK_M, START_REGS)
+    )
+    q_blocks = ceil_div(heads * q_len, block_m)
     most = multiprocessors(query.device)
-    programs = most if has_lens else latent_programs_for(batch * q_blocks, ceil_div(kv_len, BLOCK_N), most)
+    programs_of = programs_for if few else latent_programs_for
+    programs = most if has_lens else programs_of(batch * q_blocks, ceil_div(kv_len, BLOCK_N), most)
     space = TileSpace(
         mask.groups,
         batch // mask.groups * q_blocks,
@@ -76,7 +83,7 @@ def plan_latent_segment(
         1,
         q_blocks,
         programs,
-        BLOCK_M,
+        block_m,
         BLOCK_N,
         has_lens=has_lens,
         has_block_list=mask.has_block_list,
@@ -84,9 +91,9 @@ def plan_latent_segment(
     )
     aligned, (of_query, of_rope) = strides_in_units(query, query_rope)
     launch = Launch(
-        _latent_kernel,
+        kernel,
         (programs,),
-        {"num_warps": 4, "maxnreg": START_REGS, "launch_pdl": True},
+        {"num_warps": 4, "maxnreg": start_regs, "launch_pdl": True},
         query_b=of_query[0],
         query_h=of_query[1],
         query_l=of_query[2],
@@ -109,8 +116,8 @@ def plan_latent_segment(
     writes = (
         Dense.of((batch, heads, q_len, RANK), out_dtype),
         Dense.of((batch, heads, q_len), torch.float32),
-        Dense.of((space.slots, BLOCK_M, RANK), torch.float32),
-        Dense.of((space.slots, BLOCK_M), torch.float32),
+        Dense.of((space.slots, block_m, RANK), torch.float32),
+        Dense.of((space.slots, block_m), torch.float32),
     )
     tilings = key_tiling(latent, BLOCK_N, RANK // 2), key_tiling(key_rope, BLOCK_N, ROPE)
     return LatentSegment(space, launch, mask, *tilings, writes)

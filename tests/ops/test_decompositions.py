@@ -100,7 +100,8 @@ def test_random_calls_of_latent_attention(n: int) -> None:
         inputs, expanded = call.inputs()
         with Decomposed():
             out, lse = call.run(inputs)
-        wide = torch.promote_types(out.dtype, torch.float32) if call.wide else None
+        dtype = call.expanded.dtype
+        wide = torch.promote_types(dtype, torch.float32) if call.wide else dtype
         assert_within_bound(out, lse, expanded, parts=1, summed_wide=True, out_dtype=wide)
 
     test()

@@ -50,19 +50,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def call_of(shape: tuple[int, ...], dtype: torch.dtype, mask: Mask | None = None, **options: Any) -> LatentCall:
+def call_of(
+    shape: tuple[int, ...], dtype: torch.dtype, mask: Mask | None = None, unrounded: bool = False, **options: Any
+) -> LatentCall:
     batch, heads, q_len, kv_len, rank, width = shape
     sizes = {"q_heads": heads, "kv_heads": 1, "q_len": q_len, "head_dim": rank + width, "value_dim": rank}
     mask_rows = batch if mask is not None and "b" in mask.dims else 1
     segment = Segment(batch, kv_len, mask, mask_rows)
     expanded = Call(dtype, segments=(segment,), batch=batch, scale=(rank + width) ** -0.5, **sizes, **options)
-    return LatentCall(expanded, block_keys=60 if kv_len > 100 else None)
+    return LatentCall(expanded, unrounded=unrounded, block_keys=60 if kv_len > 100 else None)
 
 
 def check(call: LatentCall) -> None:
     inputs, expanded = call.inputs()
     out, lse = call.run(inputs)
-    wide = torch.promote_types(call.expanded.dtype, torch.float32) if call.wide else None
+    dtype = call.expanded.dtype
+    wide = torch.promote_types(dtype, torch.float32) if call.wide else dtype
     assert_within_bound(out, lse, expanded, call.blocks, summed_wide=True, out_dtype=wide)
 
 
@@ -71,6 +74,12 @@ def check(call: LatentCall) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_float64(shape: tuple[int, ...], dtype: torch.dtype, variant: str) -> None:
     check(call_of(shape, dtype, **VARIANTS[variant]))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_queries_that_were_not_rounded(shape: tuple[int, ...], variant: str) -> None:
+    check(call_of(shape, torch.bfloat16, unrounded=True, **VARIANTS[variant]))
 
 
 @pytest.mark.parametrize("n", slow_but([60], [60, 600]))
@@ -154,6 +163,15 @@ def test_out_in_float32_is_what_is_rounded() -> None:
     assert torch.equal(tatten.latent_attention(*inputs, scale=0.2, out_dtype=torch.bfloat16), wide.bfloat16())
 
 
+def test_out_has_the_dtype_of_queries_that_were_not_rounded() -> None:
+    query, query_rope, latent, key_rope = tensors(torch.bfloat16)
+    query = query.float() * 1.001
+    wide = tatten.latent_attention(query, query_rope, latent, key_rope, scale=0.2)
+    narrow = tatten.latent_attention(query, query_rope, latent, key_rope, scale=0.2, out_dtype=torch.bfloat16)
+    assert wide.dtype == torch.float32
+    assert torch.equal(narrow, wide.bfloat16())
+
+
 class Largest(TorchDispatchMode):
     """The most bytes of new memory that one aten op makes."""
 
@@ -223,6 +241,7 @@ def test_opcheck(dtype: torch.dtype) -> None:
     lens, mask = torch.tensor([90, 3]), torch.rand(2, 1, 2, 90) < 0.5
     opcheck(op, (*inputs, mask, lens), {"scale": 0.2, "sinks": torch.randn(6), "window": 50, "softcap": 5.0})
     opcheck(op, (inputs[0], None, inputs[2], None), {"scale": 0.2, "out_dtype": torch.float32})
+    opcheck(op, (inputs[0].float(), *inputs[1:], mask), {"scale": 0.2})
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
@@ -249,13 +268,24 @@ BAD = [
     ({"latent": torch.zeros(3, 1, 90, 32)}, ValueError, ["`latent`", "divides 2", "(3, 1, 90, 32)"]),
     ({"latent": torch.zeros(1, 1, 90, 32)}, ValueError, ["`key_rope`", "[1, 1, 90, width]", "(2, 1, 90, 8)"]),
     ({"latent": torch.zeros(2, 1, 0, 32)}, ValueError, ["`latent`", "at least 1", "(2, 1, 0, 32)"]),
-    ({"latent": torch.zeros(2, 1, 90, 32).half()}, TypeError, ["`latent`", "torch.float32", "torch.float16"]),
+    ({"latent": torch.zeros(2, 1, 90, 32).double()}, TypeError, ["`latent`", "torch.float32", "torch.float64"]),
+    ({"latent": torch.zeros(2, 1, 90, 32).half()}, TypeError, ["`latent`", "`query`, torch.float32", "torch.float16"]),
+    ({"latent": torch.zeros(2, 1, 90, 32).bfloat16()}, TypeError, ["`query_rope`", "torch.bfloat16", "torch.float32"]),
+    (
+        {name: x.half() for name, x in GOOD.items() if name != "latent"},
+        TypeError,
+        ["`latent`", "`query`, torch.float16", "torch.float32"],
+    ),
     ({"latent": torch.zeros(2, 1, 90, 32, requires_grad=True)}, NotImplementedError, ["`latent`", "requires_grad"]),
     ({"query_rope": None}, ValueError, ["`query_rope`", "`key_rope`", "None"]),
     ({"key_rope": None}, ValueError, ["`key_rope`", "`query_rope`", "None"]),
     ({"query_rope": torch.zeros(2, 6, 2, 7)}, ValueError, ["`key_rope`", "`query_rope`, 7", "got 8"]),
     ({"query_rope": torch.zeros(2, 5, 2, 8)}, ValueError, ["`query_rope`", "[2, 6, 2, width]", "(2, 5, 2, 8)"]),
-    ({"query_rope": torch.zeros(2, 6, 2, 8).half()}, TypeError, ["`query_rope`", "torch.float32", "torch.float16"]),
+    (
+        {"query_rope": torch.zeros(2, 6, 2, 8).half()},
+        TypeError,
+        ["`query_rope`", "`latent`, torch.float32", "torch.float16"],
+    ),
     ({"key_rope": torch.zeros(2, 6, 90, 8)}, ValueError, ["`key_rope`", "[2, 1, 90, width]", "(2, 6, 90, 8)"]),
     ({"key_rope": torch.zeros(2, 1, 89, 8)}, ValueError, ["`key_rope`", "[2, 1, 90, width]", "(2, 1, 89, 8)"]),
     ({"key_rope": torch.zeros(2, 1, 90, 8).half()}, TypeError, ["`key_rope`", "torch.float32", "torch.float16"]),
@@ -269,6 +299,11 @@ BAD = [
     ({"sinks": torch.zeros(5)}, ValueError, ["`sinks`", "(6,)", "(5,)"]),
     ({"sinks": torch.zeros(6, requires_grad=True)}, NotImplementedError, ["`sinks`"]),
     ({"out_dtype": torch.bfloat16}, TypeError, ["`out_dtype`", "torch.float32", "torch.bfloat16"]),
+    (
+        {name: x.bfloat16() for name, x in GOOD.items() if name != "query"} | {"out_dtype": torch.float16},
+        TypeError,
+        ["`out_dtype`", "torch.bfloat16 or torch.float32", "torch.float16"],
+    ),
 ]
 
 

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 import tatten
 from tatten.ops.validation import widest_on_cuda
-from tatten.passes import Declined, Rewritten, cost, rewrite
+from tatten.passes import Declined, Rewritten, absorb, cost, rewrite
 from tatten.passes.calls import op_name
 from tatten.passes.reasons import Reason
 
@@ -841,10 +841,37 @@ def test_a_gpu_reads_the_weight_once_and_as_it_is(dtype: torch.dtype) -> None:
     assert isinstance(finding, Rewritten)
     assert finding.op == LATENT
     project = torch.ops.tatten.project_heads.default
-    _, product = (node for node in gm.graph.nodes if node.target in (torch.bmm, project))
-    assert product.target is (torch.bmm if dtype == torch.float32 else project)
-    of_weight = product.args[1]
-    assert [of_weight.op, of_weight.target] == ["call_method", "transpose" if dtype == torch.float32 else "narrow"]
+    by = torch.bmm if dtype == torch.float32 else project
+    products = [node for node in gm.graph.nodes if node.target is by]
+    assert len(products) == 2
+    weights = [product.args[1].target for product in products]  # the keys' and the values', both views
+    assert weights == (["narrow", "transpose"] if dtype == torch.float32 else ["transpose", "narrow"])
+
+
+@pytest.mark.parametrize("q_len, capability, unrounded", [(1, 9, True), (4, 9, True), (5, 9, False), (1, 8, False)])
+def test_few_queries_reach_attention_unrounded_on_hopper(
+    q_len: int, capability: int, unrounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 up to 16 of them, of all heads. The graph, run on a CPU, rounds less then than SDPA does."""
+    monkeypatch.setattr(absorb, "capability", lambda device: (capability, 0))
+    args = inputs(q_len, dtype=torch.bfloat16)
+    gm = as_on_cuda(capture(lambda *x: attend(*x, join=joined), *args))
+    rewrite(gm)
+    (op,) = (x for x in gm.graph.nodes if x.target is torch.ops.tatten.latent_attention.default)
+    assert op.args[0].args[2] == (torch.float32 if unrounded else torch.bfloat16)
+    want, by_sdpa = attend(*(x.double() for x in args[:4]), args[4]), attend(*args)
+    (got,) = gm(*(args[int(x.name.split("_")[2])] for x in gm.graph.find_nodes(op="placeholder")))
+    assert (got - want).norm() <= (1.0 if unrounded else 1.2) * (by_sdpa - want).norm()
+
+
+@pytest.mark.parametrize("most", [B * 5, B * 5 - 1])
+def test_many_queries_are_multiplied_by_bmm_on_a_gpu(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(absorb, "MOST_ROWS", most)
+    gm = as_on_cuda(capture(lambda *x: attend(*x, join=joined), *inputs(5, dtype=torch.bfloat16)))
+    rewrite(gm)
+    project = torch.ops.tatten.project_heads.default
+    products = [node.target for node in gm.graph.nodes if node.target in (torch.bmm, project)]
+    assert products == [project if most == B * 5 else torch.bmm, project]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class Descriptor:
     """A TMA descriptor, as the kernel sees it."""
 
     def __init__(self, made: Any) -> None:
-        self.base, self.block_shape, self.layout = made.base, made.block_shape, made.layout
+        self.base, self.dtype, self.block_shape, self.layout = made.base, made.base.dtype, made.block_shape, made.layout
         self.block_type = SimpleNamespace(nbytes=math.prod(made.block_shape) * made.base.element_size())
 
 
@@ -90,6 +90,7 @@ def _language(machine: Machine, program: Callable[[], int]) -> dict[str, Any]:
         where=torch.where,
         minimum=_of_numbers(torch.fmin),
         maximum=_of_numbers(torch.fmax),
+        abs=torch.abs,
         exp2=torch.exp2,
         log=torch.log,
         fma=lambda a, b, c: a * b + c,

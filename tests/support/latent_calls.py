@@ -30,12 +30,14 @@ class LatentCall:
         expanded: the call of `decode_attention`: `value_dim` is the rank, and the rest of `head_dim` has rope.
         joined: whether latents and their rope are views of one cache.
         wide: whether out is asked for in the dtype of sums.
+        unrounded: whether queries are in float32, with numbers that bfloat16 hasn't, if that is the dtype.
         block_keys: keys in a block of a CPU.
     """
 
     expanded: Call
     joined: bool = False
     wide: bool = False
+    unrounded: bool = False
     block_keys: int | None = None
 
     @property
@@ -53,14 +55,18 @@ class LatentCall:
         for name, first, rest in (("query", "query", "query_rope"), ("key", "latent", "key_rope")):
             parts = expanded[name].split((rank, expanded[name].shape[3] - rank), dim=3)
             given[first], given[rest] = parts if self.joined else map(torch.clone, parts)
+        if self.unrounded and self.expanded.dtype == torch.bfloat16:
+            noise = torch.linspace(-(2**-9), 2**-9, rank, device=given["query"].device)
+            given["query"] = given["query"].float() * (1 + noise)
+            expanded["query"] = torch.cat((given["query"], given["query_rope"]), dim=3)
         if self.expanded.head_dim == rank and not self.joined:
             given["query_rope"] = given["key_rope"] = None
         return given, expanded
 
     def run(self, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The op's answer."""
-        query, mask, latent = given["query"], given["attn_mask"], given["latent"]
-        wide = torch.promote_types(query.dtype, torch.float32) if self.wide else None
+        mask, latent = given["attn_mask"], given["latent"]
+        wide = torch.promote_types(latent.dtype, torch.float32) if self.wide else latent.dtype
         found = None
         if self.expanded.found and mask is not None and mask.shape[-1] == latent.shape[2]:
             found = tatten.block_mask(mask, kv_batch=latent.shape[0])
@@ -105,4 +111,5 @@ def draw_latent_call(choose: Choose) -> LatentCall:
         poison=choose([True, False]),
         seed=choose(range(1000)),
     )
-    return LatentCall(expanded, choose([False, True]), choose([False, True]), choose([None, 1, 5, 32]))
+    flags = (choose([False, True]) for _ in range(3))
+    return LatentCall(expanded, *flags, block_keys=choose([None, 1, 5, 32]))

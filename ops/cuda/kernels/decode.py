@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_tile, scores_of, store_lse, upcast
+from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_tile, halves_of, scores_of, store_lse, upcast
 from tatten.ops.cuda.kernels.tile_scheduler import chunks_of, first_tile, sequences_of, tile_space, tiles_of_chunk
 from tatten.ops.cuda.kernels.tiles import load_keys, load_values
 
@@ -103,6 +103,7 @@ def _decode_kernel(
     KEY_SCALE: tl.constexpr,
     VALUE_SCALE: tl.constexpr,
     LATENT: tl.constexpr,
+    HALVES: tl.constexpr,
     MAX_AND_SUM: tl.constexpr,
     FINAL: tl.constexpr,
     POSITIVE_SCALE: tl.constexpr,
@@ -194,6 +195,11 @@ def _decode_kernel(
             mask=q_ok[:, None] & (dims < HEAD_DIM)[None, :],
             other=0.0,
         )
+        if HALVES:
+            # Of latents in 16 bits, with queries in float32: what their 16 bits leave is multiplied, too.
+            q, q_rest = halves_of(q, value.dtype.element_ty)
+            if FLOAT32_DOTS:
+                q_rest = q_rest.to(tl.float32)
         if FLOAT32_DOTS:
             q = q.to(tl.float32)
         if ROPE_DIM:
@@ -263,6 +269,8 @@ def _decode_kernel(
                     k = v.T
                 k, v = upcast(k, q.dtype), upcast(v, q.dtype)
                 products = tl.dot(q, k, input_precision="ieee")
+                if HALVES:
+                    products = tl.dot(q_rest, k, products, input_precision="ieee")
                 if ROPE_DIM:
                     k = load_keys(rope_base, keys, rope_strides[1][2], rope_dims, rope_strides[1][3], ROPE_DIM)
                     products = tl.dot(q_rope, upcast(k, q.dtype), products, input_precision="ieee")
@@ -304,6 +312,8 @@ def _decode_kernel(
                 k = v.T
             k, v = upcast(k, q.dtype), upcast(v, q.dtype)
             products = tl.dot(q, k, input_precision="ieee")
+            if HALVES:
+                products = tl.dot(q_rest, k, products, input_precision="ieee")
             if ROPE_DIM:
                 k = load_keys(rope_base, keys, rope_strides[1][2], rope_dims, rope_strides[1][3], ROPE_DIM, valid)
                 products = tl.dot(q_rope, upcast(k, q.dtype), products, input_precision="ieee")

@@ -35,11 +35,13 @@ from tatten.ops.cuda.kernels.latent_tile import (
     SUMS,
     P,
     add_up,
+    allocate_buffers,
     clear_half,
     finish_sums,
     hand_over,
     leave_out,
     load_queries,
+    load_tiles,
     scaled,
     score,
     store,
@@ -48,52 +50,18 @@ from tatten.ops.cuda.kernels.latent_tile import (
 )
 from tatten.ops.cuda.kernels.latent_visits import (
     BLOCK_M,
-    BLOCK_N,
-    LISTED,
     attended_keys,
-    ends_of_groups,
     keys_of,
-    share_of_program,
+    share_of_tiles,
     visit_at,
 )
-from tatten.ops.cuda.kernels.prefix_sm90 import _barrier, _load
+from tatten.ops.cuda.kernels.prefix_sm90 import _barrier
 
-_BLOCK_M, _BLOCK_N, _ROPE = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_N), gl.constexpr(ROPE)
-_LISTED = gl.constexpr(LISTED)
+_BLOCK_M, _ROPE = gl.constexpr(BLOCK_M), gl.constexpr(ROPE)
 
 # As in `prefix_sm90`: 2 * 232 + 40 = 3 * 168.
 START_REGS = 168
 _CONSUMER_REGS, _PRODUCER_REGS = gl.constexpr(232), gl.constexpr(40)
-
-
-@gluon.jit
-def _produce(latent, rope, buffers, sizes, lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr):
-    """Load the tiles of all visits, each half as soon as its place is free."""
-    left, right, key_rope, left_full, right_full, left_empty, right_empty = buffers
-    tile, share_end, _, _, _, _, _, _ = sizes
-    evens, odds = 0, 0
-    while tile < share_end:
-        first, stop, _n_tiles, kv_row, _q_row = visit_at(tile, sizes, GROUPS, 1)
-        _length, block_list, run, run_start = keys_of(kv_row, lengths, KEYS)
-        for i in range(first, stop):
-            block = first + stop - 1 - i
-            if KEYS == _LISTED:
-                listed = gl.load(block_list + 2 * (block + 1), mask=block >= run, other=0).to(gl.int32)
-                block = gl.where(block < run, run_start + block, listed)
-            first_key = block * _BLOCK_N
-            place = (i - first) % 2
-            phase = (gl.where(place == 0, evens, odds) & 1) ^ 1
-            mbarrier.wait(left_empty.index(place), phase)
-            mbarrier.expect(left_full.index(place), latent.block_type.nbytes)
-            _load(latent, [kv_row, 0, first_key, 0], left_full.index(place), left.index(place))
-            # The rope's place holds a `p`, which the other warpgroup reads: it is free when both halves are.
-            mbarrier.wait(right_empty.index(place), phase)
-            mbarrier.expect(right_full.index(place), latent.block_type.nbytes + rope.block_type.nbytes)
-            _load(latent, [kv_row, 0, first_key, HALF], right_full.index(place), right.index(place))
-            _load(rope, [kv_row, 0, first_key, 0], right_full.index(place), key_rope.index(place))
-            evens += 1 - place
-            odds += place
-        tile += stop - first
 
 
 @gluon.jit
@@ -294,24 +262,14 @@ def _latent_kernel(
     q_left = gl.allocate_shared_memory(DTYPE, [1, _BLOCK_M, HALF], half_layout)
     q_right = gl.allocate_shared_memory(DTYPE, [1, _BLOCK_M, HALF], half_layout)
     q_rope = gl.allocate_shared_memory(DTYPE, [1, _BLOCK_M, _ROPE], rope_layout)
-    left = gl.allocate_shared_memory(DTYPE, [2, 1, 1, _BLOCK_N, HALF], latent.layout)
-    right = gl.allocate_shared_memory(DTYPE, [2, 1, 1, _BLOCK_N, HALF], latent.layout)
-    key_rope = gl.allocate_shared_memory(DTYPE, [2, 1, 1, _BLOCK_N, _ROPE], rope.layout)
+    buffers = allocate_buffers(latent, rope)
     shared_max = gl.allocate_shared_memory(gl.float32, [2, _BLOCK_M], row_layout)
     shared_sum = gl.allocate_shared_memory(gl.float32, [2, _BLOCK_M], row_layout)
     group_ends = gl.allocate_shared_memory(gl.int32, [GROUPS], row_layout)
-    left_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    right_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    left_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    right_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     sum_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
-        mbarrier.init(left_full.index(i), count=1)
-        mbarrier.init(right_full.index(i), count=1)
-        mbarrier.init(left_empty.index(i), count=1)
-        mbarrier.init(right_empty.index(i), count=1)
         mbarrier.init(p_full.index(i), count=1)
         mbarrier.init(sum_full.index(i), count=1)
     mbarrier.init(q_full, count=2)
@@ -322,20 +280,11 @@ def _latent_kernel(
     gdc_launch_dependents()
 
     lengths = (kv_lens, block_list, block_list_stride, kv_len, n_groups)
-    ends = ends_of_groups(lengths, GROUPS, KEYS)
-    group_ends.store(ends)
-    _barrier()
-    q_block_tiles = gl.max(ends, axis=0)
-    if GROUPS == 1:
-        q_block_tiles *= batch
-    total_tiles = q_block_tiles.to(gl.int64) * q_blocks
-    active_programs = gl.minimum(total_tiles, programs)
-    share = share_of_program(q_blocks, programs)
-    share_start = gl.minimum(total_tiles * share // active_programs, total_tiles).to(gl.int32)
-    share_end = gl.minimum(total_tiles * (share + 1) // active_programs, total_tiles).to(gl.int32)
+    share, share_start, share_end, q_block_tiles = share_of_tiles(
+        lengths, group_ends, q_blocks, batch, programs, GROUPS, KEYS
+    )
     tensors = (query, query_rope, out, lse, partial_out, partial_lse)
     queries = (q_left, q_right, q_rope, q_full)
-    buffers = (left, right, key_rope, left_full, right_full, left_empty, right_empty)
     handover = (shared_max, p_full, shared_sum, sum_full)
     strides = ((query_b, query_h, query_l), (rope_b, rope_h, rope_l))
     sizes = (share_start, share_end, q_block_tiles, batch, group_ends, q_len, heads, share)
@@ -344,7 +293,7 @@ def _latent_kernel(
         [
             (_attend_left, (tensors, shared, strides, scale, sizes, lengths, ALIGNED, GROUPS, KEYS)),
             (_attend_right, (tensors, shared, strides, scale, sizes, lengths, ALIGNED, GROUPS, KEYS)),
-            (_produce, (latent, rope, buffers, sizes, lengths, GROUPS, KEYS)),
+            (load_tiles, (latent, rope, buffers, sizes, lengths, GROUPS, KEYS)),
         ],
         [4, 1],
         [_CONSUMER_REGS, _PRODUCER_REGS],

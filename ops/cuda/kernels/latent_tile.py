@@ -1,4 +1,4 @@
-"""What the warpgroups of the latent_sm90 kernel do with a tile of latents and with a visit, in Gluon."""
+"""What the warps of the latent kernels for Hopper do with a tile of latents and with a visit, in Gluon."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tatten.ops.cuda.kernels.latent_visits import BLOCK_M, BLOCK_N, LISTED, bits_of, clear
-from tatten.ops.cuda.kernels.prefix_sm90 import _barrier
+from tatten.ops.cuda.kernels.latent_visits import BLOCK_M, BLOCK_N, LISTED, bits_of, clear, keys_of, visit_at
+from tatten.ops.cuda.kernels.prefix_sm90 import _barrier, _load
 
 RANK, ROPE = 512, 64
 _BLOCK_M, _BLOCK_N, _RANK, _ROPE = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_N), gl.constexpr(RANK), gl.constexpr(ROPE)
@@ -23,6 +23,55 @@ SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RANK // 2, 16
 P = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SUMS.value, k_width=2))
 ROWS, _KEYS = gl.constexpr(gl.SliceLayout(1, _SCORES.value)), gl.constexpr(gl.SliceLayout(0, _SCORES.value))
 _ROWS_OF_SUMS = gl.constexpr(gl.SliceLayout(1, SUMS.value))
+
+
+@gluon.jit
+def allocate_buffers(latent, rope):
+    """Shared memory for two tiles, of which each half is full or empty by a barrier of its own."""
+    DTYPE: gl.constexpr = latent.dtype
+    left = gl.allocate_shared_memory(DTYPE, [2, 1, 1, _BLOCK_N, HALF], latent.layout)
+    right = gl.allocate_shared_memory(DTYPE, [2, 1, 1, _BLOCK_N, HALF], latent.layout)
+    key_rope = gl.allocate_shared_memory(DTYPE, [2, 1, 1, _BLOCK_N, _ROPE], rope.layout)
+    left_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    right_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    left_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    right_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(left_full.index(i), count=1)
+        mbarrier.init(right_full.index(i), count=1)
+        mbarrier.init(left_empty.index(i), count=1)
+        mbarrier.init(right_empty.index(i), count=1)
+    return left, right, key_rope, left_full, right_full, left_empty, right_empty
+
+
+@gluon.jit
+def load_tiles(latent, rope, buffers, sizes, lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr):
+    """Load the tiles of all visits, each half as soon as its place is free."""
+    left, right, key_rope, left_full, right_full, left_empty, right_empty = buffers
+    tile, share_end, _, _, _, _, _, _ = sizes
+    evens, odds = 0, 0
+    while tile < share_end:
+        first, stop, _n_tiles, kv_row, _q_row = visit_at(tile, sizes, GROUPS, 1)
+        _length, block_list, run, run_start = keys_of(kv_row, lengths, KEYS)
+        for i in range(first, stop):
+            block = first + stop - 1 - i
+            if KEYS == _LISTED:
+                listed = gl.load(block_list + 2 * (block + 1), mask=block >= run, other=0).to(gl.int32)
+                block = gl.where(block < run, run_start + block, listed)
+            first_key = block * _BLOCK_N
+            place = (i - first) % 2
+            phase = (gl.where(place == 0, evens, odds) & 1) ^ 1
+            mbarrier.wait(left_empty.index(place), phase)
+            mbarrier.expect(left_full.index(place), latent.block_type.nbytes)
+            _load(latent, [kv_row, 0, first_key, 0], left_full.index(place), left.index(place))
+            # The rope's place holds a `p`, which the other warpgroup reads: it is free when both halves are.
+            mbarrier.wait(right_empty.index(place), phase)
+            mbarrier.expect(right_full.index(place), latent.block_type.nbytes + rope.block_type.nbytes)
+            _load(latent, [kv_row, 0, first_key, HALF], right_full.index(place), right.index(place))
+            _load(rope, [kv_row, 0, first_key, 0], right_full.index(place), key_rope.index(place))
+            evens += 1 - place
+            odds += place
+        tile += stop - first
 
 
 @gluon.jit
@@ -70,7 +119,7 @@ def leave_out(scores, block, attended, length, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _rescaled(row_max, new_row_max, to_exponent):
+def rescaled(row_max, new_row_max, to_exponent):
     """What is subtracted from exponents, and the factor of sums so far."""
     # A product may overflow to -inf for all keys so far: their `p` and `alpha` are 0, not exp2(-inf + inf).
     base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max) * to_exponent
@@ -83,7 +132,7 @@ def hand_over(scores, row_max, row_sum, buffers, handover, to_exponent, PLACE: g
     key_rope = buffers[2]
     shared_max, p_full, _, _ = handover
     new_row_max = gl.maximum(row_max, gl.max(scores, axis=1))
-    base, alpha = _rescaled(row_max, new_row_max, to_exponent)
+    base, alpha = rescaled(row_max, new_row_max, to_exponent)
     exponents = gl.exp2(gl.fma(scores, to_exponent, -base[:, None]))
     row_sum = row_sum * alpha + gl.sum(exponents, axis=1)
     p = exponents.to(key_rope.dtype)
@@ -129,7 +178,7 @@ def take_over(
     shared_max, p_full, _, _ = handover
     mbarrier.wait(p_full.index(PLACE), uses & 1)
     new_row_max = shared_max.index(PLACE).load(ROWS)
-    _, alpha = _rescaled(row_max, new_row_max, to_exponent)
+    _, alpha = rescaled(row_max, new_row_max, to_exponent)
     clear_half(value, attended, KEYS)
     acc = warpgroup_mma(p, value, scaled(acc, alpha), is_async=True)
     return acc, new_row_max, row_sum * alpha

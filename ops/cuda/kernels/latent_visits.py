@@ -1,4 +1,4 @@
-"""Ways through the tiles of the latent_sm90 kernel, in Gluon: its visits, and the keys of a tile that are attended to.
+"""Ways through the tiles of the latent kernels for Hopper, in Gluon: visits, and the keys that are attended to.
 
 The tiles of all groups are added up once. Each warpgroup and the producer warp of a program search them alone: what is
 searched lies in each warp as a whole, so that no warp waits for another.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from tatten.ops.cuda.kernels.prefix_sm90 import _barrier
 
 BLOCK_M, BLOCK_N = 64, 64
 # Several groups are a full warp at least. A sum over all 32 threads comes out of `redux`, and ptxas knows that they all
@@ -63,6 +65,23 @@ def share_of_program(q_blocks, programs):
     if programs % q_blocks == 0:
         share = share % q_blocks * (programs // q_blocks) + share // q_blocks
     return share
+
+
+@gluon.jit
+def share_of_tiles(lengths, group_ends, q_blocks, batch, programs, GROUPS: gl.constexpr, KEYS: gl.constexpr):
+    """This program's share, where it starts and ends, and the tiles of a block of queries. Stores the groups' ends."""
+    ends = ends_of_groups(lengths, GROUPS, KEYS)
+    group_ends.store(ends)
+    _barrier()
+    q_block_tiles = gl.max(ends, axis=0)
+    if GROUPS == 1:
+        q_block_tiles *= batch
+    total_tiles = q_block_tiles.to(gl.int64) * q_blocks
+    active_programs = gl.minimum(total_tiles, programs)
+    share = share_of_program(q_blocks, programs)
+    share_start = gl.minimum(total_tiles * share // active_programs, total_tiles).to(gl.int32)
+    share_end = gl.minimum(total_tiles * (share + 1) // active_programs, total_tiles).to(gl.int32)
+    return share, share_start, share_end, q_block_tiles
 
 
 @gluon.jit

@@ -23,6 +23,14 @@ def upcast(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def halves_of(x, dtype: tl.constexpr):
+    """Split float32 in two of 16 bits: the number rounded, and what that leaves."""
+    high = x.to(dtype)
+    near = high.to(tl.float32)
+    return high, tl.where(tl.abs(near) < float("inf"), x - near, 0.0).to(dtype)  # inf - inf would be NaN
+
+
+@triton.jit
 def scores_of(scores, scale, softcap, UNSCALED: tl.constexpr, SOFTCAP: tl.constexpr):
     """Score a tile of keys by products with the queries; if `UNSCALED`, `fold_tile` applies the scale."""
     if not UNSCALED:

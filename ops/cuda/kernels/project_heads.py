@@ -1,9 +1,11 @@
-"""The kernel that multiplies each head's rows in float32 with a weight of its own in bfloat16."""
+"""The kernel that multiplies each head's rows with a weight of its own in bfloat16, in sums of float32."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from tatten.ops.cuda.kernels.online_softmax import halves_of
 
 
 @triton.jit
@@ -27,23 +29,27 @@ def _project_heads_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LINE: tl.constexpr,
-    LINES: tl.constexpr,
+    LINE_C: tl.constexpr,
+    LINE_K: tl.constexpr,
+    LINES_OF_K: tl.constexpr,
+    HALVES: tl.constexpr,
     PDL: tl.constexpr,
     FLOAT32_DOTS: tl.constexpr,
 ):
     x_b, x_h, x_l, x_k = x_strides
     weight_h, weight_c, weight_k = weight_strides
     column_blocks: tl.constexpr = (COLUMNS + BLOCK_C - 1) // BLOCK_C
-    columns = (tl.program_id(0) % column_blocks * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+    first_column = (tl.program_id(0) % column_blocks * BLOCK_C).to(tl.int64)
+    columns = first_column + tl.arange(0, BLOCK_C)
     head = (tl.program_id(0) // column_blocks % heads).to(tl.int64)
     row = tl.program_id(0) // column_blocks // heads * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     of_head = weight + head * weight_h
     if PDL:
         # The kernel before may still write `x` or even the weight. A prefetch returns nothing: it fills the L2, through
         # which that kernel's writes go, too.
-        lines = tl.minimum(tl.arange(0, LINES) * LINE, RANK - 1)
-        _prefetch(of_head + tl.minimum(columns, COLUMNS - 1)[:, None] * weight_c + lines[None, :] * weight_k)
+        line_c = tl.minimum(first_column + tl.arange(0, BLOCK_C // LINE_C) * LINE_C, COLUMNS - 1)
+        line_k = tl.minimum(tl.arange(0, LINES_OF_K) * LINE_K, RANK - 1)
+        _prefetch(of_head + line_c[:, None] * weight_c + line_k[None, :] * weight_k)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     sequence, position, row_ok = (row // q_len).to(tl.int64), (row % q_len).to(tl.int64), row < rows
@@ -51,7 +57,7 @@ def _project_heads_kernel(
     of_columns = of_head + columns[:, None] * weight_c
     ranks = tl.arange(0, BLOCK_K).to(tl.int64)
     # Summed apart, so that the order of a sum does not depend on the size of blocks.
-    acc_high = tl.zeros([BLOCK_C, BLOCK_ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_C, BLOCK_ROWS], tl.float32)
     acc_low = tl.zeros([BLOCK_C, BLOCK_ROWS], tl.float32)
     for start in range(0, RANK, BLOCK_K):
         rank_ok = start + ranks < RANK
@@ -61,13 +67,12 @@ def _project_heads_kernel(
             other=0.0,
         )
         xs = tl.load(of_rows + (start + ranks)[None, :] * x_k, mask=row_ok[:, None] & rank_ok[None, :], other=0.0)
-        high = xs.to(w.dtype)
-        rest = tl.where(tl.abs(xs) < float("inf"), xs - high.to(tl.float32), 0.0)  # inf - inf would be NaN
-        low = rest.to(w.dtype)
         if FLOAT32_DOTS:
-            w, high, low = w.to(tl.float32), high.to(tl.float32), low.to(tl.float32)
-        acc_high = tl.dot(w, tl.trans(high), acc_high, input_precision="ieee")
-        acc_low = tl.dot(w, tl.trans(low), acc_low, input_precision="ieee")
+            w = w.to(tl.float32)
+        if HALVES:
+            xs, low = halves_of(xs, weight.dtype.element_ty)
+            acc_low = tl.dot(w, tl.trans(low.to(w.dtype)), acc_low, input_precision="ieee")
+        acc = tl.dot(w, tl.trans(xs.to(w.dtype)), acc, input_precision="ieee")
     at = out + (((sequence * heads + head) * q_len + position) * COLUMNS)[:, None] + columns[None, :]
-    result = tl.trans(acc_high + acc_low).to(out.dtype.element_ty)
+    result = tl.trans(acc + acc_low).to(out.dtype.element_ty)
     tl.store(at, result, mask=row_ok[:, None] & (columns < COLUMNS)[None, :])

@@ -45,14 +45,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def call_of(dtype: torch.dtype, variant: str, batch: int, heads: int, q_len: int, kv_len: int, rank: int, width: int):
+def call_of(
+    dtype: torch.dtype,
+    variant: str,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    rank: int,
+    width: int,
+    unrounded: bool = False,
+) -> LatentCall:
     """A call of those sizes, with a mask and more as VARIANTS have it."""
     options = dict(VARIANTS[variant])
     mask = options.pop("mask", None)
     segment = Segment(batch, kv_len, mask, batch if mask is not None and "b" in mask.dims else 1)
     sizes = {"q_heads": heads, "kv_heads": 1, "q_len": q_len, "head_dim": rank + width, "value_dim": rank}
     scale = (rank + width) ** -0.5
-    return LatentCall(Call(dtype, segments=(segment,), batch=batch, scale=scale, **sizes, **options))
+    return LatentCall(
+        Call(dtype, segments=(segment,), batch=batch, scale=scale, **sizes, **options), unrounded=unrounded
+    )
 
 
 def run(given: dict[str, Any], out_dtype: torch.dtype, found: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -76,6 +88,17 @@ def test_equals_float64(shape: tuple[int, ...], dtype: torch.dtype, variant: str
         assert_within_bound(out, lse, expanded, parts=2 + kv_len // 16, out_dtype=out_dtype)
 
 
+@pytest.mark.parametrize("variant", slow_but(["plain", "holes", "lens"], VARIANTS))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_queries_that_were_not_rounded(shape: tuple[int, ...], variant: str) -> None:
+    """Both halves of each number count; any kernel for such queries takes as many of them as they are."""
+    given, expanded = call_of(torch.bfloat16, variant, *shape, unrounded=True).inputs(DEVICE)
+    assert given["query"].dtype == torch.float32
+    for out_dtype in (torch.bfloat16, torch.float32):
+        out, lse = run(given, out_dtype)
+        assert_within_bound(out, lse, expanded, parts=2 + shape[3] // 16, out_dtype=out_dtype)
+
+
 FOUND = ["holes", "padding", "causal", "heads", "nothing", "bias", "everything"]
 
 
@@ -94,7 +117,9 @@ def test_a_block_list_found_before(variant: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("dims", ["k", "bk"])
 @pytest.mark.parametrize("pattern", ["padding", "holes", "nothing"])
-@pytest.mark.parametrize("sizes", [(5, 2, 70, 24, 8), *([(64, 2, 1100, 512, 64)] if GPU else [])], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(5, 2, 70, 24, 8), *([(64, 2, 1100, 512, 64), (7, 2, 1100, 512, 64)] if GPU else [])], ids=str
+)
 def test_views_of_one_cache_beside_nan(sizes: tuple[int, ...], pattern: str, dims: str) -> None:
     """Latents and rope by their strides, with NaN in what the mask leaves out."""
     heads, q_len, kv_len, rank, width = sizes
@@ -109,12 +134,13 @@ def test_views_of_one_cache_beside_nan(sizes: tuple[int, ...], pattern: str, dim
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("heads", [70, 11])
 @pytest.mark.parametrize("masked", [False, True], ids=["lengths", "masks"])
-def test_many_ragged_sequences(masked: bool) -> None:
+def test_many_ragged_sequences(masked: bool, heads: int) -> None:
     """More sequences than a warp has threads, some empty, with NaN behind each."""
     lens = torch.randint(0, 700, (45,), generator=torch.Generator().manual_seed(0))
     lens[:3] = torch.tensor([0, 64, 700])
-    shapes = (45, 70, 1, 512), (45, 70, 1, 64), (45, 1, 700, 512), (45, 1, 700, 64)
+    shapes = (45, heads, 1, 512), (45, heads, 1, 64), (45, 1, 700, 512), (45, 1, 700, 64)
     query, query_rope, latent, key_rope = (torch.randn(x, device=DEVICE, dtype=torch.bfloat16) for x in shapes)
     used = (torch.arange(700) < lens[:, None]).cuda()
     for x in (latent, key_rope):
@@ -127,6 +153,15 @@ def test_many_ragged_sequences(masked: bool) -> None:
     want, want_lse = latent_attention_reference(*known, used[:, None, None], scale=0.05)
     torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_unrounded_queries_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_cuda, "has_large_shared_memory", lambda device: False)
+    given, _ = call_of(torch.bfloat16, "plain", 2, 5, 1, 21, 24, 8, unrounded=True).inputs(
+        DEVICE
+    )  # planned nowhere else
+    with pytest.raises(NotImplementedError, match=r"`query` must have the dtype of `latent`.* got torch\.float32"):
+        run(given, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["latent", "key_rope"])
@@ -206,11 +241,12 @@ def test_too_wide(rank: int, width: int, dtype: torch.dtype, says: str) -> None:
     "batch, heads, q_len, kv_len",
     [
         *[(2, 128, 1, 1000), (1, 128, 1, 64), (1, 70, 1, 33), (3, 64, 1, 777), (2, 40, 4, 1500), (5, 128, 2, 3000)],
-        *[(140, 128, 1, 130), (1, 17, 1, 20000)],
+        *[(140, 128, 1, 130), (1, 17, 1, 20000), (2, 16, 1, 1000), (1, 1, 1, 64), (3, 5, 3, 777), (140, 16, 1, 130)],
+        *[(1, 16, 1, 40000), (5, 2, 8, 1500)],
     ],
 )
-def test_many_rows(batch: int, heads: int, q_len: int, kv_len: int, out_dtype: torch.dtype) -> None:
-    """The kernel for Hopper, under a CUDA graph as well: whole and partial work tiles, tiles that end early."""
+def test_the_kernels_for_hopper(batch: int, heads: int, q_len: int, kv_len: int, out_dtype: torch.dtype) -> None:
+    """Under a CUDA graph as well: whole and partial work tiles, tiles that end early; few queries in float32 too."""
     from tatten.ops.cuda import latent_sm90
 
     def randn(*shape: int) -> Tensor:
@@ -218,6 +254,10 @@ def test_many_rows(batch: int, heads: int, q_len: int, kv_len: int, out_dtype: t
 
     joined, keys = randn(batch, q_len, heads, 576).transpose(1, 2), randn(batch, 1, kv_len, 576)
     inputs = joined[..., :512], joined[..., 512:], keys[..., :512], keys[..., 512:]
+    if heads * q_len <= 16 and out_dtype == torch.float32:
+        joined = joined.float() * torch.linspace(0.99, 1.01, 576, device="cuda")
+        joined[..., 512:] = inputs[1]
+        inputs = joined[..., :512], *inputs[1:]
     planned = []
     with pytest.MonkeyPatch.context() as patch:
         plan = latent_sm90.plan_latent_segment

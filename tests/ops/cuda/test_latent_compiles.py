@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from compiled import FUSIBLE, compile_in_subprocess
+from compiled import FUSIBLE, TRITON_3_6, compile_in_subprocess
 
 SCRIPT = """
 import json, sys
@@ -24,10 +24,13 @@ for kernel, heads, rank, rope, mask, lens, kv_len, *more in json.loads(sys.argv[
     batch, q_len = more or (2, 1)
     launches = []
     q, c = empty(batch, heads, q_len, rank), empty(batch, 1, kv_len, rank)
+    if kernel in ("few unrounded", "unrounded"):
+        q = empty(*q.shape, dtype=torch.float32)
     ropes = (empty(batch, heads, q_len, rope), empty(batch, 1, kv_len, rope)) if rope else ()
     mask = empty(batch, 1, 1, kv_len, dtype=getattr(torch, mask)) if mask else None
     lens = empty(batch, dtype=torch.int32) if lens else None
-    if kernel == "sm90":
+    hopper = kernel in ("sm90", "few", "few unrounded")
+    if hopper:
         masks = plan_mask(q, c, mask, lens, None, None)
         has_lens = lens is not None
         segment = latent_sm90.plan_latent_segment(
@@ -41,11 +44,11 @@ for kernel, heads, rank, rope, mask, lens, kv_len, *more in json.loads(sys.argv[
     if segment.mask.find_blocks is not None:
         blocks = empty(batch, 2 * (kv_len // 64 + 1), dtype=torch.int64)
         object.__setattr__(segment.mask, "find_blocks", None)
-    if kernel == "sm90":
+    if hopper:
         segment(q, ropes[0], c, ropes[1], mask, lens, blocks)
     else:
         segment(q, c, c, mask, lens, blocks, rope=ropes)
-    built += [compile_launch(*launch, sass=kernel == "sm90") for launch in launches]
+    built += [compile_launch(*launch, sass=hopper) for launch in launches]
 print(json.dumps(built))
 """
 
@@ -83,6 +86,35 @@ def test_the_kernel_for_hopper_and_many_sequences(batch: int, lens: bool) -> Non
     assert len(re.findall(r"\bWARPGROUP\.", built["sass"])) < 30
 
 
+@pytest.mark.parametrize("kernel", ["few", "few unrounded"])
+@pytest.mark.parametrize(
+    ("mask", "lens", "heads", "q_len"),
+    [(None, False, 16, 1), (None, True, 16, 1), ("bool", False, 16, 1), ("bool", False, 5, 3), (None, False, 1, 16)],
+)
+def test_the_kernel_for_few_queries(kernel: str, mask: str | None, lens: bool, heads: int, q_len: int) -> None:
+    (built,) = compile_in_subprocess(SCRIPT, [(kernel, heads, 512, 64, mask, lens, 4096, 2, q_len)])
+    ptx = built["ptx"]
+    assert built["stack"] <= (0 if TRITON_3_6 else 64), "registers spill to local memory"  # outside the loop over tiles
+    assert built["shared"] <= 227 * 1024
+    assert built["launch_pdl"], "griddepcontrol.wait would not wait"
+    # The scores of both halves of queries, of 576 columns, and 512 columns of values of 64 keys, 64 at a time.
+    assert ptx.count("wgmma.mma_async") == 36 + 4 * 8
+    assert len(re.findall(r"m64n32k16", ptx)) >= 36
+    assert len(re.findall(r"\bWARPGROUP\.", built["sass"])) < 12
+    assert not FUSIBLE.search(ptx)
+    assert re.search(r"\.maxnreg 144\b", ptx)
+    assert {"248", "40"} <= set(re.findall(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32\s+(\d+)", ptx))
+    assert -1 < ptx.find("griddepcontrol.wait") < ptx.find("ld.global")
+
+
+@pytest.mark.parametrize("lens", [False, True], ids=["masks", "lengths"])
+@pytest.mark.parametrize("batch", [256, pytest.param(2048, marks=pytest.mark.slow)])
+def test_the_kernel_for_few_queries_of_many_sequences(batch: int, lens: bool) -> None:
+    (built,) = compile_in_subprocess(SCRIPT, [("few", 16, 512, 64, None if lens else "bool", lens, 4096, batch, 1)])
+    assert built["stack"] <= (128 if batch == 256 else 800), "registers spill to local memory"
+    assert built["shared"] <= 227 * 1024
+
+
 VARIANTS = [
     (None, heads, *rest)
     for heads in (16, 128)
@@ -90,13 +122,16 @@ VARIANTS = [
 ]
 VARIANTS += [(None, 16, 512, 64, None, False, 4096), (None, 40, 256, 32, "bool", False, 4096)]
 VARIANTS += [(None, heads, 512, 64, dtype, False, 4096) for heads in (16, 128) for dtype in ("float32", "bfloat16")]
+VARIANTS += [("unrounded", heads, 512, 64, mask, False, 4096) for heads in (16, 128) for mask in (None, "bool")]
 VARIANTS += [("invariant", heads, 512, 64, "bool", False, 4096) for heads in (16, 128)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_decode_kernel(variant: tuple) -> None:
     (built,) = compile_in_subprocess(SCRIPT, [variant])
-    if variant[1] <= 16 or (variant[2] > 256 and variant[4]):  # 64 x 512 sums leave 256 threads too few registers
+    if variant[0] == "unrounded":  # what another kernel computes for the usual masks
+        assert built["stack"] <= 880
+    elif variant[1] <= 16 or (variant[2] > 256 and variant[4]):  # 64 x 512 sums leave 256 threads too few registers
         assert built["stack"] <= (256 if variant[4] else 64), "registers spill to local memory"
     assert built["shared"] <= 227 * 1024
     assert not FUSIBLE.search(built["ptx"])

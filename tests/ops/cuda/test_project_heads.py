@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 op = torch.ops.tatten.project_heads.default
 
+LAYOUTS = ("dense", "strided", "transposed")
+
 # batch, heads, q_length, rank, columns
 TINY = [(1, 1, 1, 1, 1), (2, 3, 1, 20, 5), (1, 2, 3, 16, 65), (3, 1, 12, 33, 64), (5, 2, 7, 8, 70)]
 LARGE = [
     *[(1, 128, 1, 512, 128), (8, 128, 1, 512, 128), (3, 16, 16, 512, 256)],
-    *[(65, 5, 1, 384, 192), (130, 3, 1, 77, 40), (7, 4, 1, 1024, 128)],
+    *[(65, 5, 1, 384, 192), (130, 3, 1, 77, 40), (7, 4, 1, 1024, 128), (8, 128, 1, 128, 512), (9, 16, 1, 128, 512)],
 ]
 SCRIPT = """
 import json, sys, torch
@@ -33,64 +36,97 @@ kernel, launches = kernels._project_heads_kernel, []
 kernels._project_heads_kernel = Recorder(kernel, launches)
 combine.INTERPRETED, project_heads.capability = False, lambda device: (9, 0)
 project_heads.multiprocessors = lambda device: 132
-for batch, heads, q_len, rank, columns in json.loads(sys.argv[1]):
-    x = torch.empty(batch, heads, q_len, rank, device="meta")
-    weight = torch.empty(heads, 2 * columns, rank, device="meta", dtype=torch.bfloat16)[:, columns:]
-    project_heads.plan_project_heads(x, weight)(x, weight)
+for way, batch, heads, q_len, rank, columns in json.loads(sys.argv[1]):
+    weight = torch.empty(heads, rank + columns, max(rank, columns), device="meta", dtype=torch.bfloat16)
+    if way == "values":
+        x, weight, out_dtype = torch.empty(batch, heads, q_len, rank, device="meta"), weight[:, rank:], None
+    else:
+        x = torch.empty(batch, heads, q_len, rank, device="meta", dtype=torch.bfloat16)
+        weight, out_dtype = weight[:, :rank].mT, torch.float32 if way == "unrounded queries" else None
+    project_heads.plan_project_heads(x, weight, out_dtype)(x, weight)
 print(json.dumps([compile_launch(*x) for x in launches]))
 """
 
 
 def inputs(
-    shape: tuple[int, ...], device: str = "cpu", strided: bool = False, scale: float = 1.0
+    shape: tuple[int, ...],
+    device: str = "cpu",
+    layout: str = "dense",
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Sums and a weight; strided, the weight is columns of a wider one, with NaN around it."""
+    """Rows and a weight: strided, columns of a wider one with NaN around it; transposed, rows of one, as `W_uk` is."""
     batch, heads, q_len, rank, columns = shape
     generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(batch, heads, q_len, rank, generator=generator, device=device) * scale
+    x = (torch.randn(batch, heads, q_len, rank, generator=generator, device=device) * scale).to(dtype)
     weight = torch.randn(heads, columns, rank, generator=generator, device=device).bfloat16()
-    if strided:
-        x = x.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)
+    if layout == "dense":
+        return x, weight
+    x = x.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)
+    if layout == "strided":
         around = weight.new_full((heads, 2 * columns + 1, rank + 2), float("nan"))
-        around[:, columns:-1, 1:-1] = weight
-        weight = around[:, columns:-1, 1:-1]
-    return x, weight
+        inside = around[:, columns:-1, 1:-1]
+    else:
+        around = weight.new_full((heads, 2 * rank + 1, columns), float("nan"))
+        inside = around[:, 1 : rank + 1].mT
+    inside.copy_(weight)
+    return x, inside
 
 
 def exact(x: Tensor, weight: Tensor) -> Tensor:
     return torch.einsum("bhlr,hcr->bhlc", x.double(), weight.double())
 
 
-def assert_rounded_once(got: Tensor, x: Tensor, weight: Tensor, cut_off: bool = False) -> None:
+def assert_rounded_once(
+    got: Tensor, x: Tensor, weight: Tensor, cut_off: bool = False, out_dtype: torch.dtype | None = None
+) -> None:
     """Within half a unit in the last place of the result, and of what 16 bits leave of each term of a sum.
 
     `cut_off`: conversions cut off what bfloat16 has no room for, as those of Triton's interpreter do.
     """
     units, rest = (1.0, 2**-14) if cut_off else (0.5, 2**-16)
+    if x.dtype == torch.bfloat16:  # of which nothing is left
+        rest = 2**-20
     want = exact(x, weight)
     terms = torch.einsum("bhlr,hcr->bhlc", x.double().abs(), weight.double().abs())
     assert got.shape == want.shape
-    assert got.dtype == torch.bfloat16
+    assert got.dtype == (out_dtype or torch.bfloat16)
     assert got.is_contiguous()
     within = want.abs() * torch.finfo(got.dtype).eps * 1.01 * units + terms * rest
     off = (got.double() - want).abs()
     assert (off <= within).all(), (off / within).max()
 
 
+DTYPES = [(x, out) for x in (torch.float32, torch.bfloat16) for out in (None, torch.float32)]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", TINY, ids=str)
-def test_on_a_cpu(shape: tuple[int, ...]) -> None:
-    for strided in (False, True):
-        x, weight = inputs(shape, strided=strided)
-        assert_rounded_once(op(x, weight), x, weight)
+def test_on_a_cpu(shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype | None]) -> None:
+    dtype, out_dtype = dtypes
+    for layout in LAYOUTS:
+        x, weight = inputs(shape, layout=layout, dtype=dtype)
+        assert_rounded_once(op(x, weight, out_dtype=out_dtype), x, weight, out_dtype=out_dtype)
 
 
 @interpreted
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
-@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", TINY, ids=str)
-def test_by_the_kernel(shape: tuple[int, ...], strided: bool, scale: float) -> None:
-    x, weight = inputs(shape, strided=strided, scale=scale)
+def test_by_the_kernel(shape: tuple[int, ...], layout: str, scale: float) -> None:
+    x, weight = inputs(shape, layout=layout, scale=scale)
     assert_rounded_once(plan_project_heads(x, weight)(x, weight), x, weight, cut_off=True)
+
+
+@interpreted
+@pytest.mark.parametrize("dtypes", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", TINY, ids=str)
+def test_dtypes_by_the_kernel(shape: tuple[int, ...], layout: str, dtypes: tuple[torch.dtype, Any]) -> None:
+    dtype, out_dtype = dtypes
+    x, weight = inputs(shape, layout=layout, dtype=dtype)
+    got = plan_project_heads(x, weight, out_dtype)(x, weight)
+    assert_rounded_once(got, x, weight, cut_off=True, out_dtype=out_dtype)
 
 
 @interpreted
@@ -135,7 +171,7 @@ X, WEIGHT = inputs((2, 3, 1, 8, 4))
 @pytest.mark.parametrize(
     "x, weight, error, says",
     [
-        (X.bfloat16(), WEIGHT, TypeError, "`x` must be float32, got torch.bfloat16"),
+        (X.half(), WEIGHT, TypeError, "`x` must be float32 or bfloat16, got torch.float16"),
         (X, WEIGHT.half(), TypeError, "`weight` must be bfloat16, got torch.float16"),
         (X[0], WEIGHT, ValueError, r"`x` must be .* got shape \(3, 1, 8\)"),
         (X, WEIGHT[:2], ValueError, r"`weight` must be \[3, columns, 8\].* got shape \(2, 4, 8\)"),
@@ -152,6 +188,12 @@ def test_bad_input(x: Tensor, weight: Tensor, error: type[Exception], says: str)
         op(x, weight)
 
 
+def test_a_bad_dtype_of_the_result() -> None:
+    for project in (op, lambda x, weight, out_dtype: plan_project_heads(x, weight, out_dtype)):
+        with pytest.raises(TypeError, match=r"`out_dtype` must be float32 or bfloat16, got torch\.float16"):
+            project(X, WEIGHT, out_dtype=torch.float16)
+
+
 def test_two_devices() -> None:
     with pytest.raises(ValueError, match="`weight` must be on the device of `x`, cpu, got meta"):
         plan_project_heads(X, WEIGHT.to("meta"))
@@ -165,11 +207,17 @@ def test_autocast_rounds_nothing() -> None:
 
 def test_opcheck() -> None:
     opcheck(op, (X, WEIGHT))
+    opcheck(op, (X.bfloat16(), WEIGHT), {"out_dtype": torch.float32})
 
 
 def test_compiles_for_hopper() -> None:
     """On its tensor cores, without spills, and with nothing but prefetches before the wait for the launch before."""
-    for built in compile_in_subprocess(SCRIPT, [(1, 128, 1, 512, 128), (64, 16, 1, 512, 128), (64, 128, 1, 512, 128)]):
+    shapes = [("values", rows, heads, 1, 512, 128) for rows, heads in ((1, 128), (64, 16), (64, 128))]
+    shapes += [(way, rows, 128, 1, 128, 512) for way in ("queries", "unrounded queries") for rows in (1, 64)]
+    for (way, rows, *_), built in zip(shapes, compile_in_subprocess(SCRIPT, shapes), strict=True):
+        load = (
+            "ld.global" if way != "values" and rows == 64 else "cp.async.cg"
+        )  # of 128 numbers at once no loop is left
         assert built["stack"] == 0
         assert "wgmma" in built["ptx"]
         seen = r"prefetch\.global|griddepcontrol\.wait|griddepcontrol\.launch|cp\.async\.cg|ld\.global|st\.global"
@@ -178,18 +226,19 @@ def test_compiles_for_hopper() -> None:
             "prefetch.global",
             "griddepcontrol.wait",
             "griddepcontrol.launch",
-            "cp.async.cg",
+            load,
             "st.global",
         ]
 
 
 @needs_gpu
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
-@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [*TINY, *LARGE], ids=str)
-def test_on_a_gpu(shape: tuple[int, ...], strided: bool, scale: float) -> None:
-    x, weight = inputs(shape, "cuda", strided, scale)
-    assert_rounded_once(op(x, weight), x, weight)
+def test_on_a_gpu(shape: tuple[int, ...], layout: str, scale: float) -> None:
+    for dtype, out_dtype in DTYPES:
+        x, weight = inputs(shape, "cuda", layout, scale, dtype)
+        assert_rounded_once(op(x, weight, out_dtype=out_dtype), x, weight, out_dtype=out_dtype)
 
 
 @needs_gpu
