@@ -159,7 +159,6 @@ LOWERED = (
     "masked segments",
     "merge",
     "rows",
-    "16 heads",
     "views",
     "project",
 )
