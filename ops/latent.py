@@ -78,12 +78,12 @@ def latent_attention(
 
     Args:
         query: `[batch, heads, q_length, rank]`, the part of the queries without rope, times `W_uk`; float16, bfloat16,
-            float32 or float64, any strides.
+            float32 or float64, any strides. Beside the others in bfloat16 it may be in float32.
         query_rope: `[batch, heads, q_length, width]`, the part with rope, or None if there is none.
         latent: `[kv_batch, 1, kv_length, rank]`, at least one; it may be a part of a wider cache. kv_batch divides
             batch: sequence `b` attends to row `b * kv_batch // batch`, which is read once for all its sequences.
         key_rope: `[kv_batch, 1, kv_length, width]`, the part of the keys that has rope and that all heads share; None
-            if `query_rope` is. These four have one dtype.
+            if `query_rope` is. These four have one dtype, but for a `query` in float32.
         attn_mask: as in `decode_attention`, broadcastable to `[batch, heads, q_length, kv_length]`.
         block_mask: what `tatten.block_mask` returned for `attn_mask`, as in `decode_attention`.
         kv_lens: int32 or int64 `[batch]`, as in `decode_attention`; neither it nor `window` where kv_batch < batch.
