@@ -19,7 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tatten.ops.cuda.kernels.latent_tile import HALF, RANK, ROPE, allocate_buffers, load_tiles, rescaled
+from tatten.ops.cuda.kernels.latent_tile import (
+    HALF,
+    RANK,
+    ROPE,
+    allocate_buffers,
+    load_queries,
+    load_tiles,
+    rescaled,
+)
 from tatten.ops.cuda.kernels.latent_visits import (
     BLOCK_N,
     LISTED,
@@ -50,13 +58,7 @@ def _store_queries(
     place, query, strides, kv_row, sizes, COLUMN: gl.constexpr, WIDTH: gl.constexpr, ALIGNED: gl.constexpr
 ):
     """Store `WIDTH` columns of the queries in shared memory, below them what 16 bits leave of them."""
-    query_b, query_h, query_l = strides
-    q_len, heads = sizes
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    q_row = gl.arange(0, _FEW, layout=gl.SliceLayout(1, layout))
-    dims = COLUMN + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
-    at = (kv_row * query_b + (q_row // q_len) * query_h + (q_row % q_len) * query_l) * ALIGNED
-    q = gl.load(query + at[:, None] + dims[None, :], mask=(q_row < heads * q_len)[:, None], other=0.0)
+    q = load_queries(query, strides, 0, kv_row, sizes, COLUMN, WIDTH, ALIGNED, _FEW)
     high = q.to(place.dtype)
     near = high.to(gl.float32)
     rest = gl.where(gl.abs(near) < float("inf"), q.to(gl.float32) - near, 0.0)  # inf - inf would be NaN

@@ -93,8 +93,10 @@ def _attend_left(
         keys = keys_of(kv_row, lengths, KEYS)
         kv_row = kv_row.to(gl.int64)
         # Both are on their way before the first is stored.
-        q = load_queries(query, query_strides, q_row_start, kv_row, (q_len, heads), 0, HALF, ALIGNED)
-        of_rope = load_queries(query_rope, rope_strides, q_row_start, kv_row, (q_len, heads), 0, _ROPE, ALIGNED)
+        q = load_queries(query, query_strides, q_row_start, kv_row, (q_len, heads), 0, HALF, ALIGNED, _BLOCK_M)
+        of_rope = load_queries(
+            query_rope, rope_strides, q_row_start, kv_row, (q_len, heads), 0, _ROPE, ALIGNED, _BLOCK_M
+        )
         q_left.index(0).store(q)
         q_rope.index(0).store(of_rope)
         fence_async_shared()
@@ -172,7 +174,7 @@ def _attend_right(
         first, stop, n_tiles, kv_row, q_row_start = visit_at(tile, sizes, GROUPS, 4)
         keys = keys_of(kv_row, lengths, KEYS)
         kv_row = kv_row.to(gl.int64)
-        q = load_queries(query, query_strides, q_row_start, kv_row, (q_len, heads), HALF, HALF, ALIGNED)
+        q = load_queries(query, query_strides, q_row_start, kv_row, (q_len, heads), HALF, HALF, ALIGNED, _BLOCK_M)
         q_right.index(0).store(q)
         fence_async_shared()
         _barrier()

@@ -76,13 +76,21 @@ def load_tiles(latent, rope, buffers, sizes, lengths, GROUPS: gl.constexpr, KEYS
 
 @gluon.jit
 def load_queries(
-    query, strides, q_row_start, kv_row, sizes, COLUMN: gl.constexpr, WIDTH: gl.constexpr, ALIGNED: gl.constexpr
+    query,
+    strides,
+    q_row_start,
+    kv_row,
+    sizes,
+    COLUMN: gl.constexpr,
+    WIDTH: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    ROWS_OF_TILE: gl.constexpr,
 ):
     """Load `WIDTH` columns of the queries of a work tile."""
     query_b, query_h, query_l = strides
     q_len, heads = sizes
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    q_row = q_row_start + gl.arange(0, _BLOCK_M, layout=gl.SliceLayout(1, layout))
+    q_row = q_row_start + gl.arange(0, ROWS_OF_TILE, layout=gl.SliceLayout(1, layout))
     dims = COLUMN + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
     at = (kv_row * query_b + (q_row // q_len) * query_h + (q_row % q_len) * query_l) * ALIGNED
     return gl.load(query + at[:, None] + dims[None, :], mask=(q_row < heads * q_len)[:, None], other=0.0)
