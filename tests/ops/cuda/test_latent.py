@@ -118,7 +118,7 @@ def test_a_block_list_found_before(variant: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("dims", ["k", "bk"])
 @pytest.mark.parametrize("pattern", ["padding", "holes", "nothing"])
 @pytest.mark.parametrize(
-    "sizes", [(5, 2, 70, 24, 8), *([(64, 2, 1100, 512, 64), (7, 2, 1100, 512, 64)] if GPU else [])], ids=str
+    "sizes", [(5, 2, 70, 24, 8), *([(64, 2, 1100, 512, 64), (8, 2, 1100, 512, 64)] if GPU else [])], ids=str
 )
 def test_views_of_one_cache_beside_nan(sizes: tuple[int, ...], pattern: str, dims: str) -> None:
     """Latents and rope by their strides, with NaN in what the mask leaves out."""
@@ -246,7 +246,7 @@ def test_too_wide(rank: int, width: int, dtype: torch.dtype, says: str) -> None:
     ],
 )
 def test_the_kernels_for_hopper(batch: int, heads: int, q_len: int, kv_len: int, out_dtype: torch.dtype) -> None:
-    """Under a CUDA graph as well: whole and partial work tiles, tiles that end early; few queries in float32 too."""
+    """Under a CUDA graph as well: whole and partial work tiles, tiles that end early; few queries are in float32."""
     from tatten.ops.cuda import latent_sm90
 
     def randn(*shape: int) -> Tensor:
@@ -254,7 +254,7 @@ def test_the_kernels_for_hopper(batch: int, heads: int, q_len: int, kv_len: int,
 
     joined, keys = randn(batch, q_len, heads, 576).transpose(1, 2), randn(batch, 1, kv_len, 576)
     inputs = joined[..., :512], joined[..., 512:], keys[..., :512], keys[..., 512:]
-    if heads * q_len <= 16 and out_dtype == torch.float32:
+    if heads * q_len <= 16:
         joined = joined.float() * torch.linspace(0.99, 1.01, 576, device="cuda")
         joined[..., 512:] = inputs[1]
         inputs = joined[..., :512], *inputs[1:]
@@ -275,6 +275,30 @@ def test_the_kernels_for_hopper(batch: int, heads: int, q_len: int, kv_len: int,
     graph.replay()
     want, _ = latent_attention_reference(*(x.double() for x in inputs), scale=0.05)
     assert (again - want).norm() <= 4e-3 * want.norm()
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "masked", "hopper"),
+    [
+        *[(16, torch.float32, False, True), (16, torch.bfloat16, True, True), (16, torch.bfloat16, False, False)],
+        *[(17, torch.bfloat16, False, True), (17, torch.float32, True, False)],
+    ],
+    ids=str,
+)
+def test_what_the_kernels_for_hopper_take(
+    heads: int, dtype: torch.dtype, masked: bool, hopper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tatten.ops.cuda import combine
+
+    monkeypatch.setattr(combine, "INTERPRETED", False)
+    monkeypatch.setattr(on_cuda, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(on_cuda, "takes_tma", lambda x: True)
+    shapes = (2, heads, 1, 512), (2, heads, 1, 64), (2, 1, 640, 512), (2, 1, 640, 64)
+    inputs = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    inputs[0] = inputs[0].to(dtype)
+    mask = torch.empty(2, 1, 1, 640, dtype=torch.bool, device="meta") if masked else None
+    plan = mask_plan.plan_mask(inputs[0], inputs[2], mask, None, None, None)
+    assert on_cuda._takes_sm90(*inputs, plan) == hopper
 
 
 def test_more_sequences_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

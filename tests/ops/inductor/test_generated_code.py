@@ -113,6 +113,9 @@ cases = {
     **{f"{heads} heads": (latents, [
         ((2, heads, 1, 512), bf16), ((2, heads, 1, 64), bf16), ((2, 1, 4096, 512), bf16), ((2, 1, 4096, 64), bf16)
     ]) for heads in (16, 128)},
+    "unrounded": (latents, [
+        ((2, 16, 1, 512), torch.float32), ((2, 16, 1, 64), bf16), ((2, 1, 4096, 512), bf16), ((2, 1, 4096, 64), bf16)
+    ]),
     "large": (plain, [((64, 32, 1, 128), bf16), *[((64, 8, 2048, 128), bf16)] * 2]),
 }
 said = []
@@ -140,10 +143,8 @@ STAY_OPAQUE = [
     ("float64", True, "[not_recordable] NotRecordableError: calls aten"),
     ("large", True, "[tma] 537 MB"),
     ("prefix", True, "[not_recordable] NotRecordableError: launches the prefix_sm90 kernel, which is in Gluon"),
-    *(
-        (f"{n} heads", True, "[not_recordable] NotRecordableError: launches the latent_sm90 kernel, which is in Gluon")
-        for n in (16, 128)
-    ),
+    ("128 heads", True, "[not_recordable] NotRecordableError: launches the latent_sm90 kernel, which is in Gluon"),
+    ("unrounded", True, "[not_recordable] NotRecordableError: launches the latent_sm90 kernel, which is in Gluon"),
     ("windowed segments", True, "[not_recordable] NotRecordableError: takes a view that begins elsewhere"),
     ("provider", True, "[not_recordable] NotRecordableError: calls aten._scaled_dot_product_cudnn_attention"),
     ("wrong", True, "[not_recordable] ValueError: `key` must be"),
@@ -159,6 +160,7 @@ LOWERED = (
     "masked segments",
     "merge",
     "rows",
+    "16 heads",
     "views",
     "project",
 )
@@ -166,7 +168,7 @@ RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *((case, True, {}) for case in LOWERED),
     *([(case, True, {"cpp_wrapper": True}) for case in ("two layers", "project")] if NATIVE else []),
     *((case, lowered, {}) for case, lowered, _ in STAY_OPAQUE),
-    *((case, True, {"package": True}) for case in ("prefix", "128 heads", "project")),
+    *((case, True, {"package": True}) for case in ("prefix", "128 heads", "unrounded", "project")),
 ]
 
 
@@ -255,7 +257,11 @@ def test_cpp_wrapper_launches_natively() -> None:
 
 
 @pytest.mark.parametrize(
-    "case, kernel", [("prefix", "decode_kernel"), ("128 heads", "decode_kernel"), ("project", "project_heads_kernel")]
+    "case, kernel",
+    [
+        *((case, "decode_kernel") for case in ("prefix", "128 heads", "unrounded")),
+        ("project", "project_heads_kernel"),
+    ],
 )
 def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
     code, said = generate(case, package=True)
@@ -271,6 +277,7 @@ def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
         ("invariant", {"bits", "list", "decode", "combine"}),
         ("rows", {"row_groups", "decode", "combine"}),
         ("capped segments", {"decode", "combine"}),
+        ("16 heads", {"decode", "combine"}),
         ("project", {"project_heads"}),
     ],
 )
