@@ -5,8 +5,9 @@
     torchrun --nproc-per-node 2 benchmarks/latent.py --device cuda --section sharded    # or --device cpu: gloo, tiny
 
     kernel    one query for each of 128 or 16 heads, rank 512 and rope of 64, bfloat16: `tatten.latent_attention` beside
-              FlashAttention-3's kernel for it (`q_v`), where `peers.py` finds it; `unrounded` is ours with an output
-              in float32, as the pass asks for it. On a CPU tiny shapes, to try the code
+              FlashAttention-3's kernel for it (`q_v`) and FlashMLA, where `peers.py` finds them; `unrounded` is ours as
+              the pass asks for it, with an output in float32 and, of 16 heads, queries too. On a CPU tiny shapes, to
+              try the code
     product   sums over latents in float32 times `W_uv`: by `tatten::project_heads`, by `bmm` of rounded sums, and by
               `bmm` of both halves of them, `split`
     step      one compiled step with a static cache of 4 layers of DeepSeek-V3's shapes, by Inductor and by tatten; on a
@@ -45,7 +46,7 @@ Bars = dict[str, tuple[float, str, float]]  # what is asked for: a figure, wheth
 
 def kernel(args: argparse.Namespace) -> tuple[list[dict], Bars]:
     flops = args.floor_tflops * 1e12 if args.floor_tflops else product_rate(args.device, torch.bfloat16)
-    columns = *latent_kernel.OURS, "fa3"
+    columns = *latent_kernel.OURS, *latent_kernel.PEERS
     print(f"products at {flops / 1e12:.1f} TFLOP/s\nheads batch  length |", *(f"{c:>9}" for c in columns), end="")
     print(" | floor: bytes products | tatten/fa3 /floor")
     rows = []

@@ -13,11 +13,13 @@ from support import peers
 from support.command_line import first_line
 from support.decode_cases import L2
 from support.timing import as_graph, in_turns, microseconds
+from tatten.ops.latent_validation import FEW_QUERIES_ON_CUDA
 
 RANK, ROPE = 512, 64
 SCALE = (128 + 64) ** -0.5  # of DeepSeek-V3's keys
 OURS = ("tatten", "unrounded")
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+PEERS = ("fa3", "flash_mla")
+Attention = Callable[..., Tensor]  # of query, query_rope, latent and key_rope, or of what `given` makes of them
 Prepared = tuple[Callable[[], list[Tensor]], int, float]  # a step, the number of its calls, and its error
 
 
@@ -45,6 +47,17 @@ def shapes(device: str) -> list[Shape]:
     return [Shape(heads, *size) for heads in (128, 16) for size in sizes]
 
 
+def given(name: str, s: Shape, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a candidate is given, each in the layout in which a model would have it for that."""
+    query, query_rope, latent, key_rope = inputs
+    if name == "unrounded" and s.heads <= FEW_QUERIES_ON_CUDA:
+        return query.float(), query_rope, latent, key_rope
+    if name == "flash_mla":
+        pages = torch.cat((latent, key_rope), -1).view(-1, peers.PAGE_OF_FLASH_MLA, 1, RANK + ROPE)
+        return torch.cat((query, query_rope), -1).transpose(1, 2).contiguous(), pages
+    return inputs
+
+
 def candidates(s: Shape, device: str) -> dict[str, Callable[[], Attention | None]]:
     lengths = torch.full((s.batch,), s.length, dtype=torch.int32, device=device)
     op = torch.ops.tatten.latent_attention.default
@@ -53,10 +66,15 @@ def candidates(s: Shape, device: str) -> dict[str, Callable[[], Attention | None
         kernel = peers.fa3_latent()
         return kernel and (lambda *tensors: kernel(*tensors, lengths, SCALE))
 
+    def flash_mla() -> Attention | None:
+        kernel = peers.flash_mla(lengths, s.length // peers.PAGE_OF_FLASH_MLA, SCALE)
+        return kernel and (lambda *tensors: kernel(*tensors).transpose(1, 2))
+
     return {
         "tatten": lambda: lambda *tensors: op(*tensors, scale=SCALE)[0],
         "unrounded": lambda: lambda *tensors: op(*tensors, scale=SCALE, out_dtype=torch.float32)[0],
         "fa3": fa3,
+        "flash_mla": flash_mla,
     }
 
 
@@ -85,19 +103,21 @@ def error(inputs: Sequence[Tensor], out: Tensor) -> float:
     return max(((out[b, :, 0].double() - x).norm() / x.norm()).item() for b, x in wanted.items())
 
 
-def prepare(make: Callable[[], Attention | None], inputs: list[tuple[Tensor, ...]]) -> Prepared:
+def prepare(
+    name: str, s: Shape, make: Callable[[], Attention | None], inputs: Sequence[tuple[Tensor, ...]]
+) -> Prepared:
     """A step to time, the number of its calls, and its error; an exception if it does not run, or is wrong."""
     attention = make()
     if attention is None:
         raise RuntimeError("not installed, or not for this device")
-    turns = inputs * max(1, 8 // len(inputs))  # many calls of what is short
+    turns = [given(name, s, tensors) for tensors in inputs] * max(1, 8 // len(inputs))  # many calls of what is short
 
     def step() -> list[Tensor]:
         return [attention(*tensors) for tensors in turns]
 
     if inputs[0][0].is_cuda:
         for _ in range(2):
-            attention(*inputs[0])
+            attention(*turns[0])
         torch.cuda.synchronize()
         step = as_graph(step)
         for out in step():
@@ -109,10 +129,12 @@ def prepare(make: Callable[[], Attention | None], inputs: list[tuple[Tensor, ...
     return step, len(turns), found
 
 
-def attempt(make: Callable[[], Attention | None], inputs: list[tuple[Tensor, ...]]) -> Prepared | str:
+def attempt(
+    name: str, s: Shape, make: Callable[[], Attention | None], inputs: Sequence[tuple[Tensor, ...]]
+) -> Prepared | str:
     """`prepare`, or why not."""
     try:
-        return prepare(make, inputs)
+        return prepare(name, s, make, inputs)
     except Exception as e:  # whatever a peer may raise
         return first_line(e)
 
@@ -120,7 +142,7 @@ def attempt(make: Callable[[], Attention | None], inputs: list[tuple[Tensor, ...
 def measure(s: Shape, device: str, rates: tuple[float, float], rounds: int) -> dict[str, object]:
     """A row of the results; `rates` are bytes and floating point operations per second."""
     inputs = copies(s, device)
-    tried = {name: attempt(make, inputs) for name, make in candidates(s, device).items()}
+    tried = {name: attempt(name, s, make, inputs) for name, make in candidates(s, device).items()}
     ready = {name: x for name, x in tried.items() if not isinstance(x, str)}
     once = {name: microseconds(step, device) for name, (step, _, _) in ready.items()}
 

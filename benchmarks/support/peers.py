@@ -1,8 +1,9 @@
 """The kernels that we measure beside, each as a function that returns its attention, or None where it isn't there.
 
-FlashAttention-3 comes from vLLM's wheel: `_vllm_fa3_C.abi3.so`, as it is or compressed with xz, is looked for in the
-environment variable TATTEN_FA3, in `.whl/fa3/` at the root of this repository, and in an installed vllm. FlashInfer
-compiles its kernels when they are first asked for, about a minute for each.
+FlashAttention-3 and FlashMLA come from vLLM's wheel: `_vllm_fa3_C.abi3.so` and `_flashmla_C.abi3.so`, as they are or
+compressed with xz, are looked for in the folder that the environment variable TATTEN_PEERS names, in `.whl/fa3/` at the
+root of this repository, and in an installed vllm. FlashInfer compiles its kernels when they are first asked for, about
+a minute for each.
 """
 
 from __future__ import annotations
@@ -15,45 +16,50 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tatten.ops.layout import pack_gqa
 
-FA3 = "_vllm_fa3_C.abi3.so"
+FA3, FLASH_MLA = "_vllm_fa3_C", "_flashmla_C"
 PAGE = 16
+PAGE_OF_FLASH_MLA = 64
 
 
-def fa3_library() -> Path | None:
+def library(name: str) -> Path | None:
+    """An extension of vLLM's."""
     found = importlib.util.find_spec("vllm")
-    folders = [Path(__file__).parents[2] / ".whl" / "fa3"]
-    folders += [Path(folder) / "vllm_flash_attn" for folder in (found and found.submodule_search_locations) or ()]
-    paths = [folder / name for folder in folders for name in (FA3, FA3 + ".xz")]
-    named = os.environ.get("TATTEN_FA3")
-    return next((path for path in ([Path(named)] if named else []) + paths if path.is_file()), None)
+    named = os.environ.get("TATTEN_PEERS")
+    folders = [Path(named)] if named else []
+    folders += [Path(__file__).parents[2] / ".whl" / "fa3"]
+    for folder in (found and found.submodule_search_locations) or ():
+        folders += [Path(folder), Path(folder) / "vllm_flash_attn"]
+    paths = [folder / (name + suffix) for folder in folders for suffix in (".abi3.so", ".abi3.so.xz")]
+    return next((path for path in paths if path.is_file()), None)
 
 
 @functools.cache
-def loaded_fa3() -> Callable[..., tuple[Tensor, ...]] | None:
-    """FlashAttention-3's own op."""
-    path = fa3_library()
+def ops_of(name: str) -> Any:
+    """The ops of an extension of vLLM's, all of which are for Hopper."""
+    path = library(name)
     if path is None or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return None
     if path.suffix == ".xz":
-        with lzma.open(path) as packed, tempfile.NamedTemporaryFile(suffix=".so") as library:
-            shutil.copyfileobj(packed, library, 1 << 24)
-            library.flush()
-            torch.ops.load_library(library.name)
+        with lzma.open(path) as packed, tempfile.NamedTemporaryFile(suffix=".so") as unpacked:
+            shutil.copyfileobj(packed, unpacked, 1 << 24)
+            unpacked.flush()
+            torch.ops.load_library(unpacked.name)
     else:
         torch.ops.load_library(str(path))
-    return torch.ops._vllm_fa3_C.fwd
+    return getattr(torch.ops, name)
 
 
 def fa3() -> Callable[..., tuple[Tensor, Tensor]] | None:
     """FlashAttention-3 on sequences of any lengths, one after the other."""
-    forward = loaded_fa3()
-    if forward is None:
+    ops = ops_of(FA3)
+    if ops is None:
         return None
 
     def attention(
@@ -75,7 +81,7 @@ def fa3() -> Callable[..., tuple[Tensor, Tensor]] | None:
         """
         lengths = cu_q, cu_k, None, None, seqused_k, max_q, max_k, block_table
         window = False, -1, -1, 0.0, True  # causal, left, right, soft cap, interleaved rotary embedding
-        out, lse = forward(
+        out, lse = ops.fwd(
             *(q, k, v, *[None] * 4, *lengths, *[None] * 8, q.shape[2] ** -0.5, *window),
             *(None, num_splits, None, 0, None, 1, 0, None),
         )[:2]
@@ -86,8 +92,8 @@ def fa3() -> Callable[..., tuple[Tensor, Tensor]] | None:
 
 def fa3_latent() -> Callable[..., Tensor] | None:
     """FlashAttention-3's latent attention, which takes the queries of latents as `q_v`."""
-    forward = loaded_fa3()
-    if forward is None:
+    ops = ops_of(FA3)
+    if ops is None:
         return None
 
     def attention(
@@ -100,11 +106,32 @@ def fa3_latent() -> Callable[..., Tensor] | None:
         q, q_v, k, v = (x.view(len(x), x.shape[2], x.shape[1], -1) for x in (query_rope, query, key_rope, latent))
         lengths = None, None, None, None, kv_lens, 1, latent.shape[2], None
         window = False, -1, -1, 0.0, True  # causal, left, right, soft cap, interleaved rotary embedding
-        out: Tensor = forward(
+        out: Tensor = ops.fwd(
             *(q, k, v, None, None, q_v, None, *lengths, *[None] * 8, scale, *window),
             *(None, 0, None, 0, None, 1, 0, None),
         )[0]
         return out.view(query.shape)
+
+    return attention
+
+
+def flash_mla(kv_lens: Tensor, pages: int, scale: float) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """FlashMLA on sequences of these lengths, int32, that it plans once; its pages follow one another.
+
+    Takes `[batch, 1, heads, 576]` and `[batch * pages, 64, 1, 576]`, and returns `[batch, 1, heads, 512]`.
+    """
+    ops = ops_of(FLASH_MLA)
+    if ops is None:
+        return None
+    batch = len(kv_lens)
+    table = torch.arange(batch * pages, dtype=torch.int32, device=kv_lens.device).view(batch, pages)
+    plan: list[Tensor] = []
+
+    def attention(query: Tensor, latent: Tensor) -> Tensor:
+        given = query, latent, 512, kv_lens, table, scale, False  # causal
+        out, _, *made = ops.dense_decode_fwd(*given, *(plan or (None, None)), None)
+        plan[:] = plan or made
+        return out
 
     return attention
 

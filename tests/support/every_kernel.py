@@ -24,6 +24,7 @@ from tatten.ops.variant import AttentionVariant
 
 KV_LEN = 333
 LATENT_QUERIES = (16, 1), (128, 1), (128, 3), (128, 16)  # heads, and queries of each: 1 and multiples of 16 are known
+FEW_LATENT_QUERIES = (16, 1), (5, 3)  # in float32, as they stay where they are few
 
 
 def compile_tests() -> ModuleType:
@@ -78,16 +79,17 @@ def attend(
     combine.plan_combine(query, dim, *[plan.tile_space] * twice, dtype=dtype)(*[partials] * twice)
 
 
-def attend_latents(heads: int, q_len: int, keys: str) -> None:
-    """More than 16 packed queries take the latent_sm90 kernel on Hopper."""
+def attend_latents(heads: int, q_len: int, keys: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    """On Hopper more than 16 packed queries take the latent_sm90 kernel, and fewer in float32 latent_few_sm90."""
 
     def randn(heads: int, length: int, width: int) -> torch.Tensor:
         return torch.randn(2, heads, length, width, device="cuda").bfloat16()
 
     mask = torch.rand(2, 1, 1, KV_LEN, device="cuda") > 0.5 if keys == "mask" else None
     kv_lens = torch.tensor([KV_LEN, 70], device="cuda") if keys == "lengths" else None
-    given = randn(heads, q_len, 512), randn(heads, q_len, 64), randn(1, KV_LEN, 512), randn(1, KV_LEN, 64)
-    tatten.latent_attention(*given, attn_mask=mask, kv_lens=kv_lens, scale=0.05)
+    query, query_rope = randn(heads, q_len, 512).to(dtype), randn(heads, q_len, 64)
+    latent, key_rope = randn(1, KV_LEN, 512), randn(1, KV_LEN, 64)
+    tatten.latent_attention(query, query_rope, latent, key_rope, attn_mask=mask, kv_lens=kv_lens, scale=0.05)
 
 
 def project(rows: int, columns: int, rank: int) -> None:
@@ -107,9 +109,9 @@ def main() -> None:
     decode.LEAST_BYTES = 0
     first, step = (int(x) for x in sys.argv[1:3]) if len(sys.argv) > 2 else (0, 1)
     variants: list[Any] = [(attend, *variant) for group in compile_tests().GROUPS.values() for variant in group]
-    variants += [
-        (attend_latents, (*queries, keys), {}) for queries in LATENT_QUERIES for keys in ("all", "lengths", "mask")
-    ]
+    for keys in ("all", "lengths", "mask"):
+        variants += [(attend_latents, (*queries, keys), {}) for queries in LATENT_QUERIES]
+        variants += [(attend_latents, (*queries, keys, torch.float32), {}) for queries in FEW_LATENT_QUERIES]
     variants += [(project, shape, {}) for shape in ((3, 128, 512), (70, 128, 512), (33, 40, 77))]
     variants += [(slide, shape, {}) for shape in ((KV_LEN, 80), (2000, 128))]
     variants = variants[first::step]
