@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import graphlib
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,3 +89,25 @@ def test_kernels_import_kernels_triton_and_constants(module: str) -> None:
     allowed = ("__future__.", "triton.", f"{KERNELS}.")
     others = [x for x in _imports(MODULES[module]) if not f"{x[0]}.".startswith(allowed) and not x[1].isupper()]
     assert not others, f"{module} imports {', '.join(map('.'.join, others))}"
+
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("triton", "transformers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import torch
+import tatten
+q, kv = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 32, 64)
+compiled = torch.compile(tatten.decode_attention, backend="eager")
+torch.testing.assert_close(compiled(q, kv, kv)[0], tatten.decode_attention(q, kv, kv)[0])
+"""
+
+
+def test_a_cpu_needs_neither_triton_nor_transformers() -> None:
+    run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -24,7 +25,15 @@ recorder: ContextVar[Recorder | None] = ContextVar("tatten_recorder", default=No
 
 
 class NotRecordableError(Exception):
-    """An op does something else than to allocate, to view and to launch."""
+    """A call of an op can't become launches by generated code."""
+
+
+class Gluon(Enum):
+    """What is done about kernels in Gluon, which no compiler but Triton's own can define."""
+
+    LAUNCHED = "launched"  # by generated Python code
+    REFUSED = "refused"  # generated code of another language calls the op instead
+    AVOIDED = "avoided"  # the op can't be called either, as in a package: it does with kernels in Triton
 
 
 @dataclass
@@ -36,14 +45,14 @@ class Recorder:
         launches: each `tatten.ops.cuda.launcher.Launch` with its tensors, or tuples of them, in order.
         allocated: the tensors that the op made.
         without_tma: bytes of keys and values that the op itself would read by TMA.
-        only_triton: whether the op is to do without kernels in Gluon, as it can't be called instead.
+        gluon: what is done about kernels in Gluon.
     """
 
     inputs: list[Tensor]
     launches: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
     allocated: list[Tensor] = field(default_factory=list)
     without_tma: int = 0
-    only_triton: bool = False
+    gluon: Gluon = Gluon.REFUSED
 
     def base(self, x: Tensor) -> Tensor:
         """The input or allocated tensor that `x` is, or of which it is a view from the first element on.
@@ -83,24 +92,24 @@ def _is_view(func: Any) -> bool:
 
 
 def may_take_gluon(kernel: str) -> bool:
-    """Whether a kernel in Gluon, which nothing but the op can launch, may be chosen.
+    """Whether a kernel in Gluon may be chosen.
 
     Raises:
-        NotRecordableError: launches are recorded, of an op that may be called instead.
+        NotRecordableError: the op is to be called instead.
     """
     found = recorder.get()
-    if found is not None and not found.only_triton:
+    if found is not None and found.gluon is Gluon.REFUSED:
         raise NotRecordableError(f"launches the {kernel} kernel, which is in Gluon")
-    return found is None
+    return found is None or found.gluon is Gluon.LAUNCHED
 
 
-def record(op: Callable[..., Any], *args: Any, only_triton: bool = False, **kwargs: Any) -> tuple[Recorder, Any]:
+def record(op: Callable[..., Any], *args: Any, gluon: Gluon = Gluon.REFUSED, **kwargs: Any) -> tuple[Recorder, Any]:
     """Record `op(*args, **kwargs)` instead of launching anything; also returns its result.
 
     Raises:
-        NotRecordableError: the op does what can't be recorded.
+        NotRecordableError: the op does something else than to allocate, to view and to launch.
     """
-    found = Recorder([*all_of(Tensor, [args, [*kwargs.values()]])], only_triton=only_triton)
+    found = Recorder([*all_of(Tensor, [args, [*kwargs.values()]])], gluon=gluon)
     token = recorder.set(found)
     try:
         with Watch(found.saw):

@@ -7,15 +7,27 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tatten.ops.cuda.tma import Tiling
+from tatten.ops.cuda.tma import Tiling, tma_strides
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def key_tiling(x: Tensor, block_n: int, columns: int) -> Tiling:
     """Descriptors of tiles of `block_n` keys, as wgmma reads them from shared memory."""
+    return Tiling(TensorDescriptor, x, *_tile(x.dtype, block_n, columns))
+
+
+def are_tiles_of(descriptor: TensorDescriptor, x: Tensor) -> bool:
+    """Whether `key_tiling` of `x` makes such a descriptor."""
+    block, layout = _tile(x.dtype, *descriptor.block_shape[2:]) if x.dtype in DTYPES else (None, None)
+    same = descriptor.shape == list(x.shape) and descriptor.strides == tma_strides(x)
+    return same and descriptor.base.dtype == x.dtype and (descriptor.block_shape, descriptor.layout) == (block, layout)
+
+
+def _tile(dtype: torch.dtype, block_n: int, columns: int) -> tuple[list[int], gl.NVMMASharedLayout]:
+    """The block of a tile, and its layout in shared memory."""
     block = [1, 1, block_n, columns]
-    return Tiling(TensorDescriptor, x, block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype]))
+    return block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
 
 
 def strides_in_units(*queries: Tensor) -> tuple[int, list[list[int]]]:

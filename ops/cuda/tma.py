@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tatten.ops.cuda.recording import recorder
@@ -26,12 +28,23 @@ def tma_strides(x: Tensor) -> list[int]:
     return [*strides, x.stride(3)]
 
 
+@dataclass(frozen=True)
+class _Aligned:
+    """Stands for a tensor without data where Triton asks for its address."""
+
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return 0
+
+
 class Tiling:
     """Makes TMA descriptors for tensors of the layout of `x`, for which Triton's checks are made once."""
 
     def __init__(self, kind: type, x: Tensor, block: list[int], *layout: object) -> None:
         self.kind = kind
-        self.fields = {**vars(kind(x, list(x.shape), tma_strides(x), block, *layout)), "base": None}
+        base = x if recorder.get() is None else _Aligned(x.dtype)
+        self.fields = {**vars(kind(base, list(x.shape), tma_strides(x), block, *layout)), "base": None}
 
     def __call__(self, x: Tensor) -> Any:
         descriptor: Any = object.__new__(self.kind)

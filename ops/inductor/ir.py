@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 import triton
 from torch import Tensor
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import ir, lowering
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
 from tatten.ops.cuda.bound_kernel import BoundLaunch
+from tatten.ops.cuda.prepared import IMPORT, PreparedCall
+from tatten.ops.cuda.recording import NotRecordableError
 
 log = logging.getLogger("tatten")
 Boxes = ir.TensorBox
@@ -24,10 +28,15 @@ Boxes = ir.TensorBox
 def check_names() -> None:
     """Raise AttributeError where something that this file needs of Inductor has moved."""
     for of, names in {
-        ir: "TensorBox ReinterpretView UserDefinedTritonKernel NoneLayout MutationOutput",
+        ir: "TensorBox ReinterpretView UserDefinedTritonKernel NoneLayout MutationOutput is_unaligned NonOwningLayout",
         ir.ExternKernel: "realize_input require_exact_strides",
         ir.InputsKernel: "unwrap_storage_for_input",
-        ir.UserDefinedTritonKernel: "codegen get_kernel_and_metadata",
+        ir.UserDefinedTritonKernel: "codegen get_kernel_and_metadata get_operation_name",
+        ir.Buffer: "codegen_reference",
+        ir.NonOwningLayout: "maybe_guard_aligned",
+        ir.ReinterpretView: "codegen_reference",
+        PythonWrapperCodegen: "define_kernel writeline",
+        GraphLowering: "get_buffer",
         lowering: "register_lowering fallback_handler empty_strided",
         triton_kernel_wrap: "kernel_side_table",
     }.items():
@@ -87,6 +96,11 @@ def is_cpp() -> bool:
     return bool(V.graph.cpp_wrapper)
 
 
+def is_python() -> bool:
+    """Whether the generated code is Python source."""
+    return not (V.graph.cpp_wrapper or V.graph.fx_wrapper)
+
+
 def ahead_of_time() -> bool:
     """Whether AOTInductor compiles a graph now: its packages are to run without Python, and it reads no caches."""
     return bool(V.aot_compilation)
@@ -109,7 +123,7 @@ def allocate(like: Tensor) -> Any:
 
 
 class _Kernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
-    """One of the launches of `BoundCall`, which may start before the launch before it ends.
+    """One of the launches of a `BoundCall`, which may start before the launch before it ends.
 
     Inductor's own constructor reads writes off Triton's IR, and takes all that a kernel hands to a function for
     written; and it has no way to say that a user's kernel is launched with programmatic dependent launch, or compiled
@@ -151,21 +165,18 @@ class _Kernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
             vars(wrapper).pop("define_kernel", None)
 
 
-class BoundCall(ir.UserDefinedTritonKernel):  # type: ignore[misc]
+class _Call(ir.UserDefinedTritonKernel):  # type: ignore[misc]
     """The launches of a call of an op, in order.
 
     Some of them run side by side, without waiting for each other: so they are one node to Inductor. It puts nothing
     between them, and what one of them reads or writes stays allocated until the last one.
     """
 
-    def __init__(self, kernels: Sequence[_Kernel], writes: Sequence[Any]) -> None:
-        self.kernels = kernels
-        self.device = kernels[0].get_device()
+    def __init__(self, inputs: Sequence[Any], writes: Sequence[Any]) -> None:
+        self.device = inputs[0].get_device()
         self.grid: list[Any] = []
         layout = ir.NoneLayout(device=self.device)
-        inputs: list[Any] = [x for kernel in kernels for x in kernel.inputs]
-        by_name = {x.get_name(): x for x in inputs}
-        ir.ExternKernel.__init__(self, None, layout, [*by_name.values()], (), {})
+        ir.ExternKernel.__init__(self, None, layout, [*inputs], (), {})
         self.mutable_args = [*writes]
         self.mutation_outputs = [ir.MutationOutput(layout, box, self) for box in writes]
         V.graph.register_operation(self)
@@ -173,9 +184,33 @@ class BoundCall(ir.UserDefinedTritonKernel):  # type: ignore[misc]
     def can_fuse_epilogue(self) -> bool:
         return False
 
+
+class BoundCall(_Call):
+    """Launches of kernels that Inductor defines."""
+
+    def __init__(self, kernels: Sequence[_Kernel], writes: Sequence[Any]) -> None:
+        self.kernels = kernels
+        inputs: list[Any] = [x for kernel in kernels for x in kernel.inputs]
+        super().__init__([*{x.get_name(): x for x in inputs}.values()], writes)
+
     def codegen(self, wrapper: Any) -> None:
         for kernel in self.kernels:
             kernel.codegen(wrapper)
+
+
+class PythonCall(_Call):
+    """Launches that generated Python code makes by a `PreparedCall`, of which it has one for each call."""
+
+    def __init__(self, call: PreparedCall, tensors: Sequence[Any], writes: Sequence[Any]) -> None:
+        self.call = call
+        realized = [ir.ExternKernel.realize_input(box) for box in tensors]
+        super().__init__([ir.InputsKernel.unwrap_storage_for_input(x) for x in realized], writes)
+
+    def codegen(self, wrapper: Any) -> None:
+        name, inputs = f"tatten_{self.get_operation_name()}", cast("Sequence[Any]", self.inputs)
+        wrapper.add_import_once(IMPORT)
+        wrapper.define_kernel(name, f"{self.call!r}\n", gpu=False)
+        wrapper.writeline(f"{name}({', '.join(x.codegen_reference() for x in inputs)})")
 
 
 @functools.cache
@@ -200,3 +235,30 @@ def launch_kernels(launches: Sequence[tuple[BoundLaunch, dict[str, Any]]], write
         writes: the boxes that they write to.
     """
     BoundCall([_Kernel(launch, tensors) for launch, tensors in launches], writes)
+
+
+def call_in_python(call: PreparedCall, tensors: Sequence[Any], writes: Sequence[Any]) -> None:
+    """Add the launches of a call to the graph, as one node.
+
+    Args:
+        call: made in the generated code, too.
+        tensors: the boxes that it is called with.
+        writes: those that it writes to.
+    """
+    PythonCall(call, tensors, writes)
+
+
+def check_aligned(boxes: Iterable[Any]) -> None:
+    """Check that Inductor knows, or sees to it, that boxes begin at multiples of 16 bytes.
+
+    It copies inputs that do not, but takes constants and parameters as they are.
+
+    Raises:
+        NotRecordableError: it does not know that of a box.
+    """
+    for box in boxes:
+        name = box.get_name()
+        layout = getattr(V.graph.get_buffer(name), "layout", None)
+        within_another = isinstance(layout, ir.NonOwningLayout) and not layout.maybe_guard_aligned()
+        if within_another or name in V.graph.constants or ir.is_unaligned(box):
+            raise NotRecordableError(f"takes {name}, which may begin at any address")

@@ -1,8 +1,10 @@
-"""Inductor lowerings of the ops: its generated code launches the Triton kernels that an op would launch.
+"""Inductor lowerings of the ops: its generated code launches the kernels that an op would launch.
 
 An op's implementation runs once, when a graph is compiled, on fake tensors; `tatten.ops.cuda.recording` takes down what
-it allocates and launches. Allocations become buffers of Inductor's, and launches kernels in its code: at run time there
-is no dispatcher, no plan to look up and no Python of ours. Where that can't be done the op is called as before.
+it allocates and launches. Allocations become buffers of Inductor's, and launches of kernels in Triton kernels in its
+code: at run time there is no dispatcher, no plan to look up and no Python of ours. Kernels in Gluon, which Inductor
+can't define, are launched by `tatten.ops.cuda.prepared`, with what was planned written into the Python code. Where
+neither can be done the op is called as before.
 """
 
 from __future__ import annotations
@@ -17,18 +19,22 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from tatten.ops.cuda.bound_kernel import bind
-from tatten.ops.cuda.recording import record
+from tatten.ops.cuda.prepared import prepare
+from tatten.ops.cuda.recording import Gluon, Recorder, record
 from tatten.ops.inductor.ir import (
     Boxes,
     ahead_of_time,
     allocate,
     are_static,
     boxes_of,
+    call_in_python,
+    check_aligned,
     check_names,
     fake_mode,
     fake_of,
     fallback,
     is_cpp,
+    is_python,
     launch_kernels,
     realize,
     register,
@@ -50,7 +56,7 @@ class Opaque(Enum):
     CPU = "cpu"
     SYMBOLIC = "symbolic"  # a size is not known when the graph is compiled
     TMA = "tma"  # it reads a large KV, which takes longer without TMA
-    NOT_RECORDABLE = "not_recordable"  # it does more than to allocate, to view and to launch Triton kernels
+    NOT_RECORDABLE = "not_recordable"  # it does more than to allocate, to view and to launch what the code can launch
 
 
 Count = Callable[[str], None]
@@ -88,6 +94,11 @@ class _LargeKVError(Exception):
     """Keys and values are better read by TMA."""
 
 
+def _needs_python(found: Recorder) -> bool:
+    """Whether a kernel is in Gluon, which Inductor can't define."""
+    return any(launch.kernel.is_gluon() for launch, _ in found.launches)
+
+
 def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     boxes: dict[int, Any] = {}
 
@@ -96,21 +107,40 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         boxes[id(tensor)] = box
         return tensor
 
+    gluon = Gluon.AVOIDED if ahead_of_time() else Gluon.LAUNCHED if is_python() else Gluon.REFUSED
     with fake_mode():
         fake_args, fake_kwargs = tree_map_only(Boxes, fake, (args, kwargs))
-        found, result = record(implementation, *fake_args, only_triton=ahead_of_time(), **fake_kwargs)
+        found, result = record(implementation, *fake_args, gluon=gluon, **fake_kwargs)
     if found.without_tma > MOST_BYTES_WITHOUT_TMA and not is_cpp():
         raise _LargeKVError(f"{found.without_tma / 1e6:.0f} MB")
-    launches = [bind(found, launch, tensors) for launch, tensors in found.launches]
+    tensors, add = (_python_call if _needs_python(found) else _bound_launches)(found, boxes)
     results = tree_map_only(Tensor, found.whole, result)
     for tensor in found.allocated:
         boxes[id(tensor)] = allocate(tensor)
-    used = {id(x) for launch in launches for x in launch.tensors.values()}
-    launch_kernels(
-        [(launch, {name: boxes[id(x)] for name, x in launch.tensors.items()}) for launch in launches],
-        [boxes[id(x)] for x in found.allocated if id(x) in used],
-    )
+    used = {id(x) for x in tensors}
+    add([boxes[id(x)] for x in found.allocated if id(x) in used])
     return tree_map_only(Tensor, lambda base: boxes[id(base)], results)
+
+
+Added = tuple[list[Tensor], Callable[[list[Any]], None]]
+
+
+def _python_call(found: Recorder, boxes: dict[int, Any]) -> Added:
+    """The tensors of a call by Python, and a function that adds it to the graph, of the boxes that it writes to."""
+    call, tensors = prepare(found)
+    check_aligned([boxes[id(x)] for x in tensors if id(x) in boxes])
+    return tensors, lambda writes: call_in_python(call, [boxes[id(x)] for x in tensors], writes)
+
+
+def _bound_launches(found: Recorder, boxes: dict[int, Any]) -> Added:
+    """The same of launches by Inductor."""
+    launches = [bind(found, launch, tensors) for launch, tensors in found.launches]
+
+    def add(writes: list[Any]) -> None:
+        by_name = [{name: boxes[id(x)] for name, x in launch.tensors.items()} for launch in launches]
+        launch_kernels([*zip(launches, by_name, strict=True)], writes)
+
+    return [x for launch in launches for x in launch.tensors.values()], add
 
 
 def register_lowerings(count: Count) -> None:

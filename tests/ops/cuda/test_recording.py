@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cuda.launcher import Launch, by_layout
-from tatten.ops.cuda.recording import NotRecordableError, may_take_gluon, record, recorder
+from tatten.ops.cuda.recording import Gluon, NotRecordableError, may_take_gluon, record, recorder
 
 
 class Kernel:
@@ -102,8 +102,9 @@ def test_a_launch_outside_runs() -> None:
 
 
 def test_kernels_in_gluon() -> None:
-    """Launched by the op alone; an op that can't be called, as in a package, does without."""
+    """Launched by Python alone; an op that can't be called either, as in a package, does without."""
     assert may_take_gluon("prefix_sm90")
+    assert record(may_take_gluon, "prefix_sm90", gluon=Gluon.LAUNCHED)[1] is True
+    assert record(may_take_gluon, "prefix_sm90", gluon=Gluon.AVOIDED)[1] is False
     with pytest.raises(NotRecordableError, match="launches the prefix_sm90 kernel, which is in Gluon"):
-        record(lambda: may_take_gluon("prefix_sm90"))
-    assert record(lambda: may_take_gluon("prefix_sm90"), only_triton=True)[1] is False
+        record(may_take_gluon, "prefix_sm90")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from compiled import compile_in_subprocess
+
+from tatten.ops.cuda.prepared import Bytes, PreparedCall, PreparedLaunch, Tiles
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the made-up GPU is for machines without one")
 
@@ -73,6 +77,33 @@ def cudnn(q, k, v):
 def latents(q, q_rope, c, k_rope):
     return ops.latent_attention.default(q, q_rope, c, k_rope, scale=0.1)[0]
 
+def views_of_latents(q, q_rope, packed):
+    # The second one begins at an odd number: whether it is aligned depends on where memory is.
+    def attend(q, latent, k_rope):
+        return ops.latent_attention.default(q, q_rope, latent, k_rope, scale=0.1)[0]
+
+    latent, k_rope = packed.narrow(3, 0, 512), packed.narrow(3, 512, 64)
+    return attend(q.narrow(3, 64, 512), latent, k_rope), attend(q.narrow(3, 1, 512), latent, k_rope)
+
+def latent_layers(q, q_rope, c, k_rope, mask):
+    blocks = ops.block_mask.default(mask)
+    for _ in range(2):
+        q = ops.latent_attention.default(q, q_rope, c, k_rope, mask, None, scale=0.1, block_mask=blocks)[0] * 2
+    return q
+
+def keys_as_values(q, k, k2):
+    return ops.bifurcated_attention.default(q, [k, k2], [k, k2], [None] * 2, [None] * 2, 0.1)[0]
+
+def latents_within(first, keys, last, q, q_rope, k_rope):
+    # Inductor has the latents where the concatenation has them, 8 bytes behind a multiple of 16.
+    latent = keys.sum(1, dtype=bf16)
+    everything = torch.cat([first * 1, latent, last + 1])
+    q = q + everything.sum()
+    return ops.latent_attention.default(q, q_rope, latent.view(1, 1, 512, 512), k_rope, scale=0.1)[0], everything
+
+def masked_latents(q, q_rope, c, k_rope, mask):
+    return ops.latent_attention.default(q, q_rope, c, k_rope, mask, scale=0.1)[0]
+
 def project(sums, weight):
     return ops.project_heads.default(sums * 2, weight.narrow(1, 128, 128))
 
@@ -116,6 +147,24 @@ cases = {
     "unrounded": (latents, [
         ((2, 16, 1, 512), torch.float32), ((2, 16, 1, 64), bf16), ((2, 1, 4096, 512), bf16), ((2, 1, 4096, 64), bf16)
     ]),
+    "latent layers": (latent_layers, [
+        ((2, 128, 1, 512), bf16), ((2, 128, 1, 64), bf16), ((2, 1, 4096, 512), bf16), ((2, 1, 4096, 64), bf16),
+        ((2, 1, 1, 4096), torch.bool),
+    ]),
+    "latents within": (latents_within, [
+        ((4,), bf16), ((512 * 512, 3), bf16), ((4,), bf16),
+        ((1, 128, 1, 512), bf16), ((1, 128, 1, 64), bf16), ((1, 1, 512, 64), bf16)
+    ]),
+    "keys as values": (keys_as_values, [
+        ((256, 32, 1, 128), bf16), ((1, 8, 8192, 128), bf16), ((256, 8, 256, 128), bf16)
+    ]),
+    "masked latents": (masked_latents, [
+        ((2, 128, 1, 512), bf16), ((2, 128, 1, 64), bf16), ((2, 1, 4096, 512), bf16), ((2, 1, 4096, 64), bf16),
+        ((2, 1, 1, 4096), torch.bool),
+    ]),
+    "views of latents": (views_of_latents, [
+        ((2, 128, 1, 576), bf16), ((2, 128, 1, 64), bf16), ((2, 1, 4096, 576), bf16)
+    ]),
     "large": (plain, [((64, 32, 1, 128), bf16), *[((64, 8, 2048, 128), bf16)] * 2]),
 }
 said = []
@@ -142,15 +191,14 @@ STAY_OPAQUE = [
     ("plain", False, "[not_ours]"),
     ("float64", True, "[not_recordable] NotRecordableError: calls aten"),
     ("large", True, "[tma] 537 MB"),
-    ("prefix", True, "[not_recordable] NotRecordableError: launches the prefix_sm90 kernel, which is in Gluon"),
-    ("128 heads", True, "[not_recordable] NotRecordableError: launches the latent_sm90 kernel, which is in Gluon"),
-    ("unrounded", True, "[not_recordable] NotRecordableError: launches the latent_sm90 kernel, which is in Gluon"),
+    ("latents within", True, "[not_recordable] NotRecordableError: takes buf"),
     ("windowed segments", True, "[not_recordable] NotRecordableError: takes a view that begins elsewhere"),
     ("provider", True, "[not_recordable] NotRecordableError: calls aten._scaled_dot_product_cudnn_attention"),
     ("wrong", True, "[not_recordable] ValueError: `key` must be"),
     ("symbolic rows", True, "[symbolic]"),
     ("symbolic lengths", True, "[symbolic]"),
 ]
+IN_GLUON = "prefix", "128 heads", "unrounded", "masked latents", "keys as values", "latent layers", "views of latents"
 NATIVE = torch.__version__ >= "2.12"  # PyTorch 2.11 runs the Python code first, for which there is no GPU
 LOWERED = (
     "two layers",
@@ -167,6 +215,8 @@ LOWERED = (
 RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *((case, True, {}) for case in LOWERED),
     *([(case, True, {"cpp_wrapper": True}) for case in ("two layers", "project")] if NATIVE else []),
+    *([("128 heads", True, {"cpp_wrapper": True})] if NATIVE else []),
+    *((case, True, {}) for case in IN_GLUON),
     *((case, lowered, {}) for case, lowered, _ in STAY_OPAQUE),
     *((case, True, {"package": True}) for case in ("prefix", "128 heads", "unrounded", "project")),
 ]
@@ -285,6 +335,95 @@ def test_other_ops(case: str, kernels: set[str]) -> None:
     code, said = generate(case)
     assert not said
     assert set(re.findall(r"^ +(\w+)_kernel_\d+\.run\(", code, re.M)) == kernels
+
+
+@functools.cache
+def python_calls(case: str) -> tuple[dict[str, PreparedCall], list[tuple[str, list[str]]], list[str]]:
+    """What generated code calls for kernels in Gluon, the calls with what they are given, and what was said."""
+    code, said = generate(case)
+    names = {x.__name__: x for x in (Bytes, PreparedCall, PreparedLaunch, Tiles)}
+    assert "from tatten.ops.cuda.prepared import Bytes, PreparedCall, PreparedLaunch, Tiles\n" in code
+    defined = {name: eval(source, names) for name, source in re.findall(r"^(tatten_\w+) = (.*)", code, re.M)}
+    calls = re.findall(r"^ +(tatten_\w+)\((.*)\)$", code, re.M)
+    return defined, [(name, given.split(", ")) for name, given in calls], said
+
+
+@pytest.mark.parametrize(
+    "case, kernels",
+    [
+        ("prefix", ["_prefix_kernel", "_decode_kernel", "_combine_kernel"]),
+        ("128 heads", ["_latent_kernel", "_combine_kernel"]),
+        ("unrounded", ["_latent_few_kernel", "_combine_kernel"]),
+        ("masked latents", ["_bits_kernel", "_list_kernel", "_latent_kernel", "_combine_kernel"]),
+    ],
+)
+def test_kernels_in_gluon_are_launched_by_python(case: str, kernels: list[str]) -> None:
+    defined, calls, said = python_calls(case)
+    assert not said
+    assert "torch.ops.tatten" not in re.sub(r"^#.*$", "", generate(case)[0], flags=re.M)
+    ((name, given),) = calls
+    launches = defined[name].launches
+    assert [launch.kernel for launch in launches] == kernels
+    numbers = {*leaves([launch.tensors for launch in launches])}
+    assert numbers == {*range(len(given))}, "each tensor is given, and each that is given is read"
+    tiles = [(given[x.tensor], x.block) for launch in launches for x in launch.tensors if isinstance(x, Tiles)]
+    if case == "prefix":
+        assert tiles == [("arg1_1", (128, 128)), ("arg2_1", (128, 128))]
+    else:
+        assert tiles == [("arg2_1", (64, 256)), ("arg3_1", (64, 64))]
+
+
+def leaves(x: Any) -> Iterator[int]:
+    """The numbers of tensors."""
+    if isinstance(x, (Bytes, Tiles)):
+        yield x.tensor
+    elif isinstance(x, (list, tuple)):
+        for y in x:
+            yield from leaves(y)
+    elif x is not None:
+        yield x
+
+
+def test_layers_in_gluon_use_memory_again() -> None:
+    defined, calls, said = python_calls("latent layers")
+    assert not said
+    (first, _), (second, _) = calls
+    assert first != second
+    assert repr(defined[first]) == repr(defined[second])
+    lines = generate("latent layers")[0].splitlines()
+    at = [i for i, line in enumerate(lines) if re.match(rf" +({first}|{second})\(", line)]
+    allocated = [line for line in lines[at[0] : at[1]] if "empty_strided_cuda((" in line]
+    assert len(allocated) <= 1, "only the second layer's queries are new"
+    read = [{*given} for _, given in calls]
+    blocks = re.search(r"list_kernel_\d+\.run\(.*?, (buf\d+),", generate("latent layers")[0])
+    assert blocks
+    assert {"arg1_1", "arg2_1", "arg3_1", blocks[1]} <= read[0] & read[1]
+
+
+def test_keys_may_be_the_values() -> None:
+    defined, calls, said = python_calls("keys as values")
+    assert not said
+    ((name, given),) = calls
+    tiles = [x for x in defined[name].launches[0].tensors if isinstance(x, Tiles)]
+    assert [given[x.tensor] for x in tiles] == ["arg1_1", "arg1_1"]
+
+
+def test_gluon_wants_tensors_that_are_known_to_be_aligned() -> None:
+    """A launch is compiled for the alignment of its first tensors, and TMA wants multiples of 16 bytes."""
+    defined, calls, said = python_calls("views of latents")
+    assert len(defined) == len(calls) == 1
+    assert len(said) == 1
+    assert re.search(
+        r"stays opaque to Inductor \[not_recordable\] .*takes \w+, which may begin at any address", said[0]
+    )
+
+
+@pytest.mark.skipif(not NATIVE, reason="PyTorch 2.11 runs the Python code first")
+def test_cpp_wrapper_calls_ops_in_gluon() -> None:
+    code, said = generate("128 heads", cpp_wrapper=True)
+    assert "tatten_op" not in code
+    (line,) = said
+    assert "[not_recordable] NotRecordableError: launches the latent_sm90 kernel, which is in Gluon" in line
 
 
 @pytest.mark.parametrize("case, lowered, why", STAY_OPAQUE)

@@ -5,7 +5,11 @@ Its kernels have their sizes as constants, and another assembler: PyTorch's whee
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,7 +120,35 @@ def project() -> tuple:
     return ops.project_heads.default, (randn(3, 16, 2, 512, dtype=torch.float32), weight), {}
 
 
+def latents(heads: int, q_len: int, *, masked: bool = True, unrounded: bool = False) -> tuple:
+    query, query_rope = randn(2, heads, q_len, 512), randn(2, heads, q_len, 64)
+    latent, key_rope = randn(2, 1, 3000, 576).split((512, 64), -1)
+    mask = torch.rand(2, 1, 1, 3000, device="cuda") < 0.9 if masked else None
+    given = query.float() if unrounded else query, query_rope, latent, key_rope, mask
+    return ops.latent_attention.default, given, {"scale": 0.07, "out_dtype": torch.float32}
+
+
+def many_latent_queries() -> tuple:
+    return latents(128, 1)
+
+
+def chunk_of_latent_queries() -> tuple:
+    return latents(40, 3, masked=False)
+
+
+def few_latent_queries() -> tuple:
+    return latents(16, 1, unrounded=True)
+
+
+def long_prefix() -> tuple:
+    (k, v), (k2, v2) = kv(1, 2, 8000, 128), kv(128, 2, 100, 128)
+    args = randn(128, 16, 1, 128), [k, k2], [v, v2], [None] * 2, [None] * 2
+    return ops.bifurcated_attention.default, args, {}
+
+
+IN_GLUON = [many_latent_queries, chunk_of_latent_queries, few_latent_queries, long_prefix]  # on Hopper
 CASES = [
+    *IN_GLUON,
     plain, short_and_whole, odd_dims, lengths, bool_mask, bool_mask_of_queries, bias, variant, float8, three_segments,
     capped_segments, masked_segments, rows, find_rows, find_blocks, merge,
     project,
@@ -156,5 +188,39 @@ def test_bitwise(case: Callable[[], tuple], mode: str) -> None:
     ulp = 2 * torch.finfo(torch.bfloat16).eps if case is bool_mask_of_queries else 0
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=ulp, atol=0, equal_nan=True)
-    assert "torch.ops.tatten" not in code[0].split("def call")[-1]
-    assert "tatten::" not in code[0]
+    in_gluon = case in IN_GLUON and torch.cuda.get_device_capability() == (9, 0)
+    if in_gluon and options is None:
+        assert "= PreparedCall(" in code[0]
+    if not in_gluon or options is None:  # C++ calls the op
+        assert "torch.ops.tatten" not in code[0].split("def call")[-1]
+        assert "tatten::" not in code[0]
+
+
+CACHED = """
+import sys
+import torch
+from torch._dynamo.utils import counters
+
+torch.manual_seed(0)
+q, q_rope, c, k_rope = (torch.randn(2, n, m, w, device="cuda", dtype=torch.bfloat16) for n, m, w in (
+    (128, 1, 512), (128, 1, 64), (1, 3000, 512), (1, 3000, 64)
+))
+
+def attend(q):
+    return torch.ops.tatten.latent_attention.default(q, q_rope, c, k_rope, scale=0.07)[0]
+
+with torch.no_grad():
+    got = torch.compile(attend, backend="tatten")(q)
+assert torch.equal(got, attend(q))
+print("hits", counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def test_another_process_runs_the_code(tmp_path: Path) -> None:
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for hits in (0, 1):
+        run = subprocess.run(
+            [sys.executable, "-c", CACHED], capture_output=True, text=True, timeout=200, check=False, env=env
+        )
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.split() == ["hits", str(hits)]

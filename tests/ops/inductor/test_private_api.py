@@ -8,6 +8,7 @@ import re
 import pytest
 from torch._inductor import config, ir, lowering
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_heuristics
 from torch._inductor.virtualized import V
 
@@ -33,10 +34,20 @@ FOR_EPILOGUES = {"kernel_src", "kernel_ast", "kernel_stores", "kernel_args", "ar
 def test_nodes() -> None:
     source = inspect.getsource(ir.UserDefinedTritonKernel.__init__)
     found = set(re.findall(r"self\.(\w+) =", source))
-    assert found - FOR_EPILOGUES == SET, "`_Kernel` and `BoundCall` have constructors of their own"
+    assert found - FOR_EPILOGUES == SET, "`_Kernel` and `_Call` have constructors of their own"
     assert "V.graph.register_operation(self)" in source
     assert list(inspect.signature(ir.MutationOutput).parameters)[:3] == ["layout", "mutated_node", "mutating_node"]
     check_names()
+
+
+def test_calls_by_python() -> None:
+    """`define_kernel` writes `name = body` to the header, after the imports."""
+    source = inspect.getsource(PythonWrapperCodegen.__init__)
+    assert "self.add_import_once = " in source
+    assert "gpu" in inspect.signature(PythonWrapperCodegen.define_kernel).parameters
+    assert "{kernel_name} = {kernel_body}" in inspect.getsource(PythonWrapperCodegen._format_kernel_definition)
+    assert "V.graph.unaligned_buffers" in inspect.getsource(ir.is_unaligned)
+    assert {"cpp_wrapper", "fx_wrapper"} <= inspect.signature(GraphLowering).parameters.keys()
 
 
 def test_a_name_that_moved_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

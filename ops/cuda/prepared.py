@@ -1,0 +1,179 @@
+"""Calls of an op as generated Python code makes them: the launches that were recorded, with their tensors by number.
+
+This is for kernels in Gluon, which Inductor can't define. The `repr` of these classes is the expression that makes
+them. Inductor writes it into its code, which is kept on disk and run by other processes.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tatten.ops.cuda.launcher import Launch
+from tatten.ops.cuda.recording import NotRecordableError, Recorder
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A parameter that describes tiles of a tensor to TMA.
+
+    Attributes:
+        tensor: the number of the tensor.
+        block: the keys and the columns of a tile.
+    """
+
+    tensor: int
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A parameter that reads a tensor of bool as bytes.
+
+    Attributes:
+        tensor: the number of the tensor.
+    """
+
+    tensor: int
+
+
+@dataclass(frozen=True)
+class PreparedLaunch:
+    """A launch of a kernel.
+
+    Attributes:
+        module, kernel: where the kernel is, and its name.
+        grid, options, arguments: as `tatten.ops.cuda.launcher.Launch` takes them.
+        tensors: of the kernel's first parameters each the number of a tensor, `Tiles`, `Bytes`, None, or a tuple of
+            such.
+    """
+
+    module: str
+    kernel: str
+    grid: tuple[int, ...]
+    options: dict[str, Any]
+    arguments: dict[str, Any]
+    tensors: tuple[Any, ...]
+
+    def make(self, tensors: tuple[Tensor, ...]) -> Callable[[tuple[Tensor, ...]], None]:
+        """Make a function of all tensors of the call that launches, for tensors of these layouts."""
+        kernel = getattr(importlib.import_module(self.module), self.kernel)
+        launch = Launch(kernel, self.grid, self.options, **self.arguments)
+        take = _taking(self.tensors, tensors)
+        return lambda given: launch(*take(given))
+
+
+def _taking(x: Any, tensors: tuple[Tensor, ...]) -> Callable[[tuple[Tensor, ...]], Any]:
+    """Make a function of all tensors that returns what a parameter is given. It keeps none of `tensors`."""
+    if x is None:
+        return lambda given: None
+    if isinstance(x, tuple):
+        parts = [_taking(y, tensors) for y in x]
+        return lambda given: tuple([part(given) for part in parts])
+    if isinstance(x, Tiles):
+        from tatten.ops.cuda.sm90 import key_tiling
+
+        tiling, number = key_tiling(tensors[x.tensor], *x.block), x.tensor
+        return lambda given: tiling(_aligned(given[number]))
+    if isinstance(x, Bytes):
+        number = x.tensor
+        return lambda given: given[number].view(torch.uint8)
+    return operator.itemgetter(x)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return a tensor that TMA can read. Inductor does not look at where parameters and buffers of a module begin."""
+    if x.data_ptr() % 16:
+        raise ValueError(f"a tensor {tuple(x.shape)} must begin at a multiple of 16 bytes, got address {x.data_ptr()}")
+    return x
+
+
+class PreparedCall:
+    """The launches of a call, in order.
+
+    Called with its tensors, it launches. They must be on the current device, and have the same layouts and alignment at
+    every call; a ValueError says where TMA could not read one.
+    """
+
+    def __init__(self, *launches: PreparedLaunch) -> None:
+        self.launches = launches
+        self._made: list[Callable[[tuple[Tensor, ...]], None]] | None = None
+
+    def __repr__(self) -> str:
+        return f"PreparedCall({', '.join(map(repr, self.launches))})"
+
+    def __call__(self, *tensors: Tensor) -> None:
+        if self._made is None:
+            self._made = [launch.make(tensors) for launch in self.launches]
+        for launch in self._made:
+            launch(tensors)
+
+
+IMPORT = f"from {__name__} import {', '.join(x.__name__ for x in (Bytes, PreparedCall, PreparedLaunch, Tiles))}"
+
+
+def prepare(found: Recorder) -> tuple[PreparedCall, list[Tensor]]:
+    """Prepare the call whose launches were recorded, and return the inputs and allocated tensors that it takes.
+
+    Raises:
+        NotRecordableError: a launch takes what can't be written down.
+    """
+    tensors: list[Tensor] = []
+
+    def number(x: Tensor) -> int:
+        base = found.base(x)
+        if (x.shape, x.stride(), x.element_size()) != (base.shape, base.stride(), base.element_size()):
+            raise NotRecordableError(f"takes a view, {tuple(x.shape)} of {tuple(base.shape)}")
+        for i, other in enumerate(tensors):
+            if base is other:
+                return i
+        tensors.append(base)
+        return len(tensors) - 1
+
+    def written(x: Any) -> Any:
+        if x is None:
+            return None
+        if isinstance(x, tuple):
+            return tuple(map(written, x))
+        if not isinstance(x, Tensor):
+            return tiles(x)
+        at = number(x)
+        if (stored := tensors[at].dtype) == x.dtype:
+            return at
+        if (stored, x.dtype) != (torch.bool, torch.uint8):
+            raise NotRecordableError(f"reads {stored} as {x.dtype}")
+        return Bytes(at)
+
+    def tiles(descriptor: Any) -> Tiles:
+        from tatten.ops.cuda.sm90 import are_tiles_of
+
+        at = number(descriptor.base)
+        if not are_tiles_of(descriptor, tensors[at]):
+            raise NotRecordableError(f"takes tiles of another kind, {descriptor}")
+        return Tiles(at, tuple(descriptor.block_shape[2:]))
+
+    launches = []
+    for launch, given in found.launches:
+        values = launch.grid, launch.options, launch.arguments
+        module, name = launch.kernel.__module__, launch.kernel.__name__
+        if getattr(importlib.import_module(module), name, None) is not launch.kernel:
+            raise NotRecordableError(f"launches a kernel that is not found by its name, {module}.{name}")
+        if not _has_literal(values):
+            raise NotRecordableError(f"launches {name} with what has no literal, {values}")
+        launches.append(PreparedLaunch(module, name, *values, tuple(map(written, given))))
+    return PreparedCall(*launches), tensors
+
+
+def _has_literal(x: Any) -> bool:
+    """Whether `repr(x)` is a literal equal to `x`."""
+    try:
+        return bool(ast.literal_eval(repr(x)) == x)
+    except (ValueError, SyntaxError):
+        return False
