@@ -3,6 +3,7 @@
     python benchmarks/record.py one                   # all that one GPU measures, in at most 55 minutes
     python benchmarks/record.py two                   # what two GPUs measure, in at most 25 minutes
     python benchmarks/record.py eight                 # the merge on the eight GPUs of a node, in at most 2 minutes
+    python benchmarks/record.py h100                  # what is said of an H100, in at most 4 minutes
     python benchmarks/record.py cpu                   # what is said of a CPU; about 15 minutes of an idle machine
     python benchmarks/record.py one --steps lean_paper decode_grid --out folder
     python benchmarks/record.py two --quick           # the same on a CPU with tiny shapes, to try the plumbing
@@ -188,6 +189,15 @@ STEPS = {
     "eight": [
         Step("tree_merge_8", "tree_merge.py --device cuda", 1.5, "tree_merge.py --rounds 1 --repeats 2", 8),
     ],
+    "h100": [
+        Step(
+            "latent_kernel_h100",
+            "latent.py --device cuda --section kernel",
+            2,
+            "latent.py --section kernel --rounds 1",
+        ),
+        Step("launches", "launches.py --device cuda", 1.5),
+    ],
     "cpu": [
         Step(
             "static_cache_cpu",
@@ -206,7 +216,7 @@ STEPS = {
         Step("aoti", "aoti.py", 8, "aoti.py --rows 1 --repeats 1"),
     ],
 }
-MINUTES = {"one": 55.0, "two": 25.0, "eight": 2.0, "cpu": 41.0}
+MINUTES = {"one": 55.0, "two": 25.0, "eight": 2.0, "h100": 4.0, "cpu": 41.0}
 
 
 def line(step: Step, quick: bool, path: Path) -> list[str]:

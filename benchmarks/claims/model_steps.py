@@ -186,6 +186,22 @@ CLAIMS = [
         at_most=0.875,
     ),
     Claim(
+        "latent kernel on an H100, worst against FA3",
+        "latent_kernel_h100",
+        10,
+        largest(lambda r: r["ratio"]),
+        "0.67 to 1.03 times as long as FlashAttention-3",
+        at_most=1.03,
+    ),
+    Claim(
+        "latent kernel on an H100, worst against FlashMLA",
+        "latent_kernel_h100",
+        10,
+        largest(lambda r: r["us"]["tatten"] / r["us"]["flash_mla"]),
+        "0.45 to 0.96 times as long as FlashMLA",
+        at_most=0.964,
+    ),
+    Claim(
         "product with W_uv against both halves",
         "latent_product",
         10,

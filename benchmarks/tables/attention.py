@@ -96,4 +96,13 @@ TABLES = {
     "overhead": Table(
         "overhead", {"call": "call", "us": figure("us", 0), "over SDPA": lambda r: number(r["over_sdpa"], 2)}
     ),
+    "launches": Table(
+        "launches",
+        {
+            "op": "call",
+            "called": us("called", 0),
+            "launched": us("launched", 0),
+            "launched to called": figure("ratio", 2),
+        },
+    ),
 }

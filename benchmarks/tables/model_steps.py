@@ -111,6 +111,21 @@ TABLES = {
             "tatten to FA3": figure("ratio", 2),
         },
     ),
+    "latent_kernel_h100": Table(
+        "latent_kernel_h100",
+        {
+            "heads": "heads",
+            "batch": "batch",
+            "latents": "length",
+            "FlashMLA": us("flash_mla"),
+            "FA3": us("fa3"),
+            "tatten": us("tatten"),
+            "tatten, in float32": us("unrounded"),
+            "floor": lambda r: number(max(r["bytes_us"], r["flops_us"])),
+            "tatten to FlashMLA": lambda r: number(r["us"]["tatten"] / r["us"]["flash_mla"], 2),
+            "tatten to FA3": figure("ratio", 2),
+        },
+    ),
     "latent_product": Table(
         "latent_product",
         {
