@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from overhead import host_us
 from support import results
 from support.command_line import arguments, machine
 from support.timing import in_turns
@@ -23,6 +24,7 @@ import tatten
 
 Call = Callable[[Tensor], Tensor]
 BACKENDS = {"called": "inductor", "launched": "tatten"}
+STEPS = 100  # in a row
 
 
 def randn(*shape: int) -> Tensor:
@@ -84,20 +86,17 @@ def measure(call: Call, x: Tensor, calls: int, rounds: int) -> dict[str, float]:
         if not all(torch.equal(y, want) for y in run(x)):
             raise ArithmeticError(f"{name}: other bits than the op's")
 
-    def host_us(name: str, run: Callable[[Tensor], object]) -> float:
-        times = 100
+    def call_us(name: str, run: Callable[[Tensor], object]) -> float:
         run(x)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(times):
-            run(x)
-        took = time.perf_counter() - start
+        took = host_us(lambda: run(x), STEPS)
         torch.cuda.synchronize()
-        if time.perf_counter() - start > 1.1 * took:
+        if (time.perf_counter() - start) * 1e6 > 1.1 * took * STEPS:
             raise RuntimeError(f"{name}: the host waited for the GPU")
-        return took / times / calls * 1e6
+        return took / calls
 
-    return in_turns(steps, rounds, host_us)
+    return in_turns(steps, rounds, call_us)
 
 
 def main() -> None:

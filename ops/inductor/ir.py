@@ -203,8 +203,7 @@ class PythonCall(_Call):
 
     def __init__(self, call: PreparedCall, tensors: Sequence[Any], writes: Sequence[Any]) -> None:
         self.call = call
-        realized = [ir.ExternKernel.realize_input(box) for box in tensors]
-        super().__init__([ir.InputsKernel.unwrap_storage_for_input(x) for x in realized], writes)
+        super().__init__([*map(_realized, tensors)], writes)
 
     def codegen(self, wrapper: Any) -> None:
         name, inputs = f"tatten_{self.get_operation_name()}", cast("Sequence[Any]", self.inputs)
@@ -219,9 +218,14 @@ def _with_options(kernel: Any, options: tuple[tuple[str, int], ...]) -> Any:
     return triton.autotune(configs=[triton.Config({}, **dict(options))], key=[])(kernel)
 
 
+def _realized(box: Any) -> Any:
+    """The buffer of a box, or the view of one."""
+    return ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.realize_input(box))
+
+
 def _input(box: Any) -> Any:
     """What is handed to a kernel, which needs an address alone: where a view begins with its base it is the base."""
-    x = ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.realize_input(box))
+    x = _realized(box)
     if isinstance(x, ir.ReinterpretView) and x.layout.offset == 0 and x.get_dtype() == x.data.get_dtype():
         return ir.InputsKernel.unwrap_storage_for_input(x.data)
     return x
