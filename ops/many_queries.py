@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cuda.heuristics import capability
+from tatten.ops.cuda.providers import cudnn_decodes_wrong
 from tatten.ops.states import State
 
 WIDEST_FLASH, WIDEST_CUDNN = 256, 128
@@ -65,4 +66,5 @@ def unsupported_reason(query: Tensor, value: Tensor) -> str | None:
 def _takes_cudnn(query: Tensor) -> bool:
     """Whether cuDNN is asked, whose kernel is made for Hopper, unlike that of PyTorch's flash attention."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()
-    return enabled and query.shape[3] <= WIDEST_CUDNN and capability(query.device) >= (9, 0)
+    wrong = cudnn_decodes_wrong(query.device, query.shape[2])
+    return enabled and not wrong and query.shape[3] <= WIDEST_CUDNN and capability(query.device) >= (9, 0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from tatten.ops.cuda.providers import borrowed_table, choose_provider, replaced_flash
+from tatten.ops.cuda.providers import choose_provider, replaced_flash, table_note
 from tatten.ops.cuda.workload import Workload, needs_of
 from tatten.ops.variant import AttentionVariant
 from tatten.passes.absorb import apply_latents
@@ -269,5 +269,5 @@ def _provider(op: Node) -> str:
     if not needs and not all(hint(n) for x in (query, key, value) for n in x.shape):
         return "auto"
     work = Workload.of(query, key, value, needs, lambda n: hint(n) or 0)
-    notes = "; ".join(filter(None, (borrowed_table(work), replaced_flash(work))))
+    notes = "; ".join(filter(None, (table_note(work), replaced_flash(work))))
     return choose_provider(work) + (f" ({notes})" if notes else "")

@@ -27,12 +27,14 @@ def choose_provider(work: Workload) -> str:
     return "triton" if unsupported_reason(provider, work) else provider
 
 
-def borrowed_table(work: Workload) -> str:
-    """A note on the choice where the table of another GPU made it; else empty."""
-    device, measured = device_name(work.device), _tuned(work).device
-    if not _asks_table(work) or device in ("", measured):
+def table_note(work: Workload) -> str:
+    """A note on the choice where no table of this GPU made it; else empty."""
+    device, table = device_name(work.device), _table(work)
+    if not _asks_table(work) or device == "":
         return ""
-    return f"provider table measured on {measured}, borrowed for {device}"
+    if table is None:
+        return f"no provider table for {device}, nor for another GPU of its architecture"
+    return "" if device == table.device else f"provider table measured on {table.device}, borrowed for {device}"
 
 
 def replaced_flash(work: Workload) -> str:
@@ -48,10 +50,11 @@ def _asks_table(work: Workload) -> bool:
 
 
 def _fastest(work: Workload) -> str:
-    return _tuned(work).provider(work.pairs, work.key[2])
+    table = _table(work)
+    return "triton" if table is None else table.provider(work.pairs, work.key[2])
 
 
-def _tuned(work: Workload) -> Table:
+def _table(work: Workload) -> Table | None:
     return table_of(device_name(work.device), capability(work.device))
 
 
@@ -68,7 +71,24 @@ def unsupported_reason(provider: str, work: Workload) -> str | None:
             f"torch.nn.attention.activate_flash_attention_impl({work.flash_impl!r}) put another kernel in the place of "
             "PyTorch's own, which torch.nn.attention.restore_flash_attention_impl() brings back"
         )
+    if provider == "cudnn" and cudnn_decodes_wrong(work.device, work.query[2]):
+        return (
+            f"cuDNN {torch.backends.cudnn.version()} gives wrong results for one query on compute capability 10 and 11 "
+            "(pytorch/pytorch#193893)"
+        )
     return _unsupported_by_sdpa(work, 128 if provider == "cudnn" else 256)
+
+
+def cudnn_decodes_wrong(device: torch.device, q_length: int) -> bool:
+    """Whether cuDNN's attention kernel for one query is among those that give wrong results.
+
+    SDPA's dispatch refuses the same versions on the same GPUs from PyTorch 2.15 on (pytorch/pytorch#194927); a direct
+    call of the kernel, and an older PyTorch, don't.
+    """
+    if q_length != 1 or capability(device)[0] not in (10, 11):
+        return False
+    version = torch.backends.cudnn.version() or 0
+    return 91900 <= version <= 92500 and version != 92401
 
 
 def _unsupported_by_sdpa(work: Workload, widest: int) -> str | None:

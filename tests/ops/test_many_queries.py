@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tatten.ops import many_queries
+from tatten.ops.cuda import providers
 from tatten.ops.many_queries import attend_many, unsupported_reason
 from tatten.ops.reference import decode_attention_reference
 
@@ -55,6 +56,16 @@ def test_kernels_on_cuda(
     assert called[0] == f"_scaled_dot_product_{'cudnn' if hopper and dim == 128 else 'flash'}_attention"
     assert (out.shape, lse.shape) == (query.shape, query.shape[:3])
     assert lse.dtype == torch.float32
+
+
+def test_one_query_is_not_left_to_a_cudnn_that_decodes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (many_queries, providers):
+        monkeypatch.setattr(module, "capability", lambda device: (10, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    with FakeTensorMode():
+        assert not many_queries._takes_cudnn(tensors(1, 33, torch.bfloat16, 128, "cuda")[0])
+        assert many_queries._takes_cudnn(tensors(70, 33, torch.bfloat16, 128, "cuda")[0])
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,7 @@ def test_the_report_says_whose_table_is_borrowed(monkeypatch: pytest.MonkeyPatch
 
 def test_the_report_says_where_flash_is_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "table_of", lambda *_: Table("a GPU", (9, 0), {1: {256: "flash"}}))
+    monkeypatch.setattr(providers, "device_name", lambda device: "a GPU")
     provider, _ = provider_in_report(torch.bfloat16, 128, 4096, masked=False)
     assert provider == "flash"
     monkeypatch.setattr(workload, "current_flash_attention_impl", lambda: "FA4")

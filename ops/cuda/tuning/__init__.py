@@ -46,14 +46,17 @@ def tables() -> tuple[Table, ...]:
 
 
 @functools.cache
-def table_of(device: str, capability: Capability) -> Table:
-    """The table of a GPU; where it was not measured, one of the nearest compute capability."""
+def table_of(device: str, capability: Capability) -> Table | None:
+    """The table of a GPU, or else that of the nearest GPU with the same major compute capability.
 
-    def distance(table: Table) -> tuple[bool, int, int, bool]:
-        major, minor = (abs(a - b) for a, b in zip(table.capability, capability, strict=True))
-        return table.device != device, major, minor, table.device != DEFAULT
+    None if no GPU of that architecture was measured: another architecture has other kernels under the same names.
+    """
 
-    return min(tables(), key=distance)
+    def distance(table: Table) -> tuple[bool, int, bool]:
+        return table.device != device, abs(table.capability[1] - capability[1]), table.device != DEFAULT
+
+    fitting = [table for table in tables() if table.device == device or table.capability[0] == capability[0]]
+    return min(fitting, key=distance, default=None)
 
 
 def module_name(device: str) -> str:

@@ -94,7 +94,7 @@ def test_the_name_of_a_module(device: str, name: str) -> None:
     assert module_name(device) == name
 
 
-def test_a_gpu_has_its_own_table_or_borrows_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_its_own_table_or_borrows_one_of_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     made = [Table(name, capability, {}) for name, capability in {"B": (10, 0), "A": (8, 0), "H": (9, 0)}.items()]
     made.append(Table("NVIDIA H200", (9, 0), {}))
     monkeypatch.setattr(tuning, "tables", lambda: tuple(made))
@@ -104,7 +104,9 @@ def test_a_gpu_has_its_own_table_or_borrows_the_nearest(monkeypatch: pytest.Monk
     assert choose("other", (9, 0)).device == "NVIDIA H200"
     assert choose("", (9, 0)).device == "NVIDIA H200"
     assert choose("other", (8, 9)).device == "A"
-    assert choose("other", (12, 0)).device == "B"
+    assert choose("other", (10, 3)).device == "B"
+    assert choose("other", (12, 0)) is None, "Blackwell for desktops has other kernels than that for servers"
+    assert choose("other", (7, 5)) is None
 
 
 @pytest.mark.parametrize("table", tables(), ids=lambda table: table.device)
@@ -116,13 +118,46 @@ def test_every_size_has_a_provider(table: Table) -> None:
 
 def test_a_borrowed_table_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     use_table(monkeypatch, "cudnn")
-    assert providers.borrowed_table(work()) == ""  # there is no GPU to borrow for
+    monkeypatch.setattr(providers, "device_name", lambda device: "")
+    assert providers.table_note(work()) == ""  # there is no GPU to borrow for
     monkeypatch.setattr(providers, "device_name", lambda device: "another GPU")
-    assert providers.borrowed_table(work()) == "provider table measured on a GPU, borrowed for another GPU"
+    assert providers.table_note(work()) == "provider table measured on a GPU, borrowed for another GPU"
     for asks_none in (work(plain=False), work(dtype=torch.float32), work(q_len=5)):
-        assert providers.borrowed_table(asks_none) == ""
+        assert providers.table_note(asks_none) == ""
     monkeypatch.setattr(providers, "device_name", lambda device: "a GPU")
-    assert providers.borrowed_table(work()) == ""
+    assert providers.table_note(work()) == ""
+
+
+def test_triton_decodes_on_an_architecture_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "device_name", lambda device: "NVIDIA B200")
+    monkeypatch.setattr(providers, "capability", lambda device: (10, 0))
+    for pairs, kv_len in product((1, 64, 1024), (256, 4096, 131072)):
+        assert choose_provider(work(batch=pairs, kv_heads=1, kv_len=kv_len)) == "triton"
+    assert providers.table_note(work()) == "no provider table for NVIDIA B200, nor for another GPU of its architecture"
+    assert providers.table_note(work(plain=False)) == ""
+
+
+WRONG_VERSIONS, RIGHT_VERSIONS = (91900, 92000, 92400, 92500), (None, 90100, 91801, 92401, 92501, 92600)
+
+
+@pytest.mark.parametrize("major", [8, 9, 10, 11, 12])
+@pytest.mark.parametrize("version", [*WRONG_VERSIONS, *RIGHT_VERSIONS])
+def test_cudnn_kernels_that_decode_wrong_are_refused(
+    version: int | None, major: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch 2.15 refuses the same ones: pytorch/pytorch#194927."""
+    use_table(monkeypatch, "cudnn")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(providers, "capability", lambda device: (major, 0))
+    wrong = version in WRONG_VERSIONS and major in (10, 11)
+    reason = unsupported_reason("cudnn", work())
+    assert ("wrong results" in reason and str(version) in reason) if wrong else reason is None
+    assert choose_provider(work()) == ("triton" if wrong else "cudnn")
+    assert unsupported_reason("cudnn", work(q_len=5)) is None, "only the kernel for one query is wrong"
+    assert unsupported_reason("flash", work()) is None
+    if wrong:
+        with pytest.raises(NotImplementedError, match=r"`provider` 'cudnn' can't compute this: .*wrong results"):
+            decode_on_cuda(*tensors(), provider="cudnn")
 
 
 def test_the_nearest_power_of_two() -> None:
