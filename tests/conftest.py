@@ -15,6 +15,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
 @pytest.fixture(autouse=True)
 def extra_kernels_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most graphs of the tests are too small for a rewrite to pay; those about the cost itself put the price back."""

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from attention_cases import NEG_INF, assert_state
+from devices import DEVICES
 from torch import Tensor
 from torch.library import opcheck
 
 import tatten
 from tatten.ops.cpu import flash, thresholds
 from tatten.ops.reference import decode_attention_reference
-
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 @dataclass(frozen=True)
@@ -286,7 +285,7 @@ def test_is_reproducible() -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv_lens", [(9000, 40), (700, 3000)])
 def test_wide_prefixes_run_beside_suffixes(kv_lens: tuple[int, int], dtype: torch.dtype) -> None:
@@ -298,7 +297,7 @@ def test_wide_prefixes_run_beside_suffixes(kv_lens: tuple[int, int], dtype: torc
     assert_state(out, lse, whole(query, keys, values, masks))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_replays_as_a_cuda_graph() -> None:
     query, keys, values, masks = Tree(((1, 300), (4, 20)), dtype=torch.bfloat16, masks=("none", "causal")).inputs(
         "cuda"

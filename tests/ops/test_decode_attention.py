@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import NEG_INF, Case, assert_state, explicit, places_in_reach, with_variant
+from devices import DEVICES
 from torch.library import opcheck
 
 import tatten
@@ -12,7 +13,6 @@ from tatten.ops.cpu import flash, thresholds
 from tatten.ops.reference import decode_attention_reference
 from tatten.ops.variant import AttentionVariant
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 MASKS = ["none", "causal", "broadcast", "2d", "keys", "holes", "per_head", "empty_rows", "all_false", "one_key"]
 MASKS += ["additive", "additive_f32", "finfo_min", "alibi", "one_column"]
 LOW = (torch.bfloat16, torch.float16)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from devices import DEVICES
 from pairs import pairs
 from slow import slow_after, slow_but
 from torch import Tensor
@@ -22,7 +23,6 @@ from tatten.ops.variant import AttentionVariant
 
 NEG_INF = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FLOORS = [-1e4, -1e9, LOWEST]
 TREES = {
     "prefix": ((1, 97), (4, 3)),

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
+from devices import DEVICES
 from slow import slow_but
 from torch.library import opcheck
 
 import tatten
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 INF = float("inf")
 
 

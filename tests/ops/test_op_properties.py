@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from attention_cases import with_variant
+from devices import DEVICES
 from fuzz import settings, small_shapes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,8 +21,6 @@ from torch import Tensor
 from tatten.ops.masks import block_list, mask_of_rows
 from tatten.ops.reach import segments_in_window
 from tatten.ops.variant import AttentionVariant
-
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 @st.composite

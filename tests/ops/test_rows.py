@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from attention_cases import NEG_INF, assert_state
+from devices import DEVICES
 from poison import fresh_memory_is_poison
 from slow import slow_after
 from torch import Tensor
@@ -18,7 +19,6 @@ import tatten
 from tatten.ops.masks import block_list, mask_of_rows
 from tatten.ops.row_groups import group_size, most_groups, row_groups_reference, rows_of
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 DRAWS = {
@@ -318,7 +318,7 @@ def test_blocks_that_do_not_divide_the_batch_name_the_way_out() -> None:
         tatten.bifurcated_attention(**{**given, "query": given["query"][:5]})
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["none", "sequences", "additive"])
 @pytest.mark.parametrize("stored, batch", [(8, 128), (5, 100), (40, 64)])
 def test_one_cuda_graph_over_changing_rows(stored: int, batch: int, mask: str) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import NEG_INF, Case
+from devices import DEVICES
 from slow import slow_after
 from torch import Tensor
 
 import tatten
 from tatten.ops.masks import BlockList, KeySpans
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
 def assert_equal(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:

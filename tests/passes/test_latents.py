@@ -883,7 +883,7 @@ def test_widths_that_no_kernel_takes(rank: int, width: int, dtype: torch.dtype) 
     assert f"not absorbed [head_dim]: latents have rank {rank}, their rope {width} columns" in finding.note
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=["python", "cpp"])
 def test_on_a_gpu_sums_are_multiplied_by_one_kernel_unrounded(options: dict[str, bool]) -> None:
     fn, args = parts_of_query, [x.to("cuda") for x in inputs(dtype=torch.bfloat16)]

@@ -15,7 +15,6 @@ from tatten.passes.mutation import movers
 from tatten.passes.sliding import apply_slide, find_slides
 
 B, H, S, D = 2, 3, 8, 4
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +252,7 @@ def step_of_mistral(device: str):
     return run
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_step_of_a_model(device: str) -> None:
     run = step_of_mistral(device)
     with torch.no_grad():
@@ -272,7 +271,7 @@ def test_small_caches_stay_inductors_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -
     assert "in place" not in str(report)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64])
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1, 1), (2, 3, 5, 7), (1, 8, 4096, 256), (8, 8, 4096, 256), (3, 5, 1000, 80), (64, 8, 128, 64)]

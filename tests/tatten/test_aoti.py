@@ -181,7 +181,7 @@ class StaticCache(torch.nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_package_for_cuda_holds_the_kernels(tmp_path: Path) -> None:
     def randn(heads: int) -> Tensor:
         return torch.randn(2, heads, 1, 128, dtype=torch.bfloat16, device="cuda")

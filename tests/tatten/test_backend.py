@@ -171,7 +171,7 @@ def test_import_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.gpu
 def test_reduce_overhead_on_a_gpu() -> None:
     args = [x.cuda() for x in inputs(300)]
     fn = torch.compile(step, backend="tatten", mode="reduce-overhead")
@@ -184,7 +184,7 @@ def test_reduce_overhead_on_a_gpu() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.gpu
 def test_one_captured_graph_serves_any_length() -> None:
     q, k, v, _ = (x.cuda() for x in inputs(700))
     lens = torch.tensor([700, 1], device="cuda")

@@ -209,7 +209,7 @@ def test_generate(name: str, padded: bool) -> None:
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), atol=1e-5, rtol=0)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a GPU generate compiles by itself")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_generate_on_a_gpu(name: str) -> None:
     """CUDA graphs as users get them: from the default mode of CompileConfig, with nothing else set."""

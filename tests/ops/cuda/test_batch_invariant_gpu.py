@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import tatten
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 BATCH = 16
 SHAPE = {"q_heads": 8, "kv_heads": 2, "head_dim": 128, "longest": 5000}

@@ -20,7 +20,7 @@ from tatten.ops.cuda.workload import Workload
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
 from tatten.ops.states import merge
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 State = tuple[Tensor, Tensor]
 Job = Callable[[], State]

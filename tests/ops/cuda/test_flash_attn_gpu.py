@@ -12,7 +12,7 @@ from tatten.ops.cuda.workload import Workload, needs_of
 from tatten.ops.reference import decode_attention_reference
 from tatten.ops.variant import AttentionVariant
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 LENGTHS = (0, 1, 2, 64, 129, 900)  # of 900 keys: none, fewer than there are queries, on and off the edge of a tile
 VARIANTS = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import GPU
 from latent_calls import LatentCall
 from op_bounds import assert_within_bound
 from op_calls import Call, Segment
@@ -21,9 +22,11 @@ from tatten.ops.masks import block_list
 from tatten.ops.reference import latent_attention_reference
 from tatten.ops.variant import AttentionVariant
 
-GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU")
+needs_interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or the interpreter"
+)
+pytestmark = pytest.mark.gpu if GPU else needs_interpreter
 DEVICE = "cuda" if GPU else "cpu"
 
 SHAPES = [

@@ -8,16 +8,18 @@ import pytest
 import torch
 from attention_cases import assert_state
 from compiled import compile_in_subprocess
+from devices import GPU
 from poison import fresh_memory_is_poison
 from torch import Tensor
 
 from tatten.ops.cuda import levels, segment_launches, segments
 from tatten.ops.cuda.levels import TILES, Levels, Tile, choose_levels, plan_levels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs = pytest.mark.skipif(
-    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or the interpreter"
+DEVICE = "cuda" if GPU else "cpu"
+needs_interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or the interpreter"
 )
+runs = pytest.mark.gpu if GPU else needs_interpreter
 HALF = torch.float16
 
 

@@ -15,6 +15,7 @@ from tatten.ops.states import merge
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("runs on a GPU of capability 9.0", allow_module_level=True)
+pytestmark = pytest.mark.gpu
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402

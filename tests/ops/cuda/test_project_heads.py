@@ -15,7 +15,6 @@ from torch.library import opcheck
 
 from tatten.ops.cuda.project_heads import plan_project_heads
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 op = torch.ops.tatten.project_heads.default
 
@@ -148,7 +147,9 @@ def test_a_stride_of_more_than_32_bits() -> None:
     assert torch.equal(plan_project_heads(x, far)(x, far), plan_project_heads(x, weight)(x, weight))
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def test_infinity(device: str) -> None:
     x, weight = (tensor.abs() for tensor in inputs((2, 3, 1, 20, 5), device))
     x[0, 1, 0, 3], x[1, 2, 0, 4] = float("inf"), float("-inf")
@@ -231,7 +232,7 @@ def test_compiles_for_hopper() -> None:
         ]
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [*TINY, *LARGE], ids=str)
@@ -241,7 +242,7 @@ def test_on_a_gpu(shape: tuple[int, ...], layout: str, scale: float) -> None:
         assert_rounded_once(op(x, weight, out_dtype=out_dtype), x, weight, out_dtype=out_dtype)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("heads", [4, 128])
 def test_a_row_depends_on_nothing_else(heads: int) -> None:
     """To the bit, and however many rows there are, in blocks of any size; NaN in one stays there."""
@@ -253,7 +254,7 @@ def test_a_row_depends_on_nothing_else(heads: int) -> None:
         assert torch.equal(op(x[-batch:].clone(), weight), got[-batch:])
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_replays() -> None:
     x, weight = inputs((8, 16, 1, 512, 128), "cuda")
     op(x, weight)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 NEG_INF, NAN = float("-inf"), float("nan")
 LOWEST = torch.finfo(torch.float32).min

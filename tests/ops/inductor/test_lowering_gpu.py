@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 ops = torch.ops.tatten
 MODES = {"default": None, "reduce-overhead": None, "cpp_wrapper": {"cpp_wrapper": True}}
 

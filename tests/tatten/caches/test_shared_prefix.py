@@ -225,9 +225,6 @@ def test_a_fork_into_an_old_one_of_the_same_parent_copies_nothing() -> None:
     step(fork, texts * 2, 2)
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
 def check_on_cuda(model: Decoder, padded: bool, make_step: Callable[[SharedPrefixCache], Callable]) -> None:
     """Eight steps of three children of two prompts, the last four of which must not wait for the device."""
     prompts, new = torch.randint(VOCAB, (2, 3)), torch.randint(VOCAB, (6, 8))
@@ -246,7 +243,7 @@ def check_on_cuda(model: Decoder, padded: bool, make_step: Callable[[SharedPrefi
         torch.testing.assert_close(torch.cat(got, dim=1)[row].cpu(), MODEL(text[None])[0, -8:])
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_select_on_cuda() -> None:
     root = SharedPrefixCache(1)
     root.update(0, *tensors(2, 2, 3, 8, device="cuda"))
@@ -254,7 +251,7 @@ def test_select_on_cuda() -> None:
     assert all(tensor.is_cuda for tensor in chosen.layers[0].tensors)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_compiled_on_cuda(mode: str, padded: bool) -> None:
@@ -270,7 +267,7 @@ def test_compiled_on_cuda(mode: str, padded: bool) -> None:
     assert not counters["inductor"]["cudagraph_skips"]
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("padded", [False, True])
 def test_captured_on_cuda(padded: bool) -> None:
     model = copy.deepcopy(MODEL).cuda()
