@@ -13,6 +13,7 @@ from tatten.inner_compiler import Compiled, inner_compiler, launch_note, reset_i
 from tatten.options import split_options
 from tatten.passes import rewrite
 from tatten.report import publish
+from tatten.saved import calls_ops, save_with_ops
 
 
 def tatten(
@@ -43,9 +44,13 @@ def tatten(
         fuses=own.inner == "inductor",
         batch_invariant=own.batch_invariant,
     )
-    notes = report.note, launch_note(own.inner, example_inputs)
-    publish(dataclasses.replace(report, note="; ".join(filter(None, notes))))
-    return compiler(gm, example_inputs)
+    note = launch_note(own.inner, example_inputs)
+    needs_ops = calls_ops(gm)  # asked here: the compiler may change the graph
+    compiled = compiler(gm, example_inputs)  # raises if Dynamo is to start over with another graph
+    if needs_ops:
+        save_with_ops(compiled)
+    publish(dataclasses.replace(report, note="; ".join(filter(None, (report.note, note)))))
+    return compiled
 
 
 tatten.reset = reset_inner  # type: ignore[attr-defined]

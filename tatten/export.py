@@ -17,8 +17,11 @@ from tatten.passes.calls import OpOverload
 from tatten.passes.mutation import written_arguments
 from tatten.passes.symbolic import same_storage, tensor_of
 from tatten.report import publish
+from tatten.saved import calls_ops
 
 LIFTED = torch.ops.aten.lift_fresh_copy.default  # what `torch.tensor(...)` of numbers is in an exported graph
+
+NEEDS_OPS = "a process that loads the program has to import tatten first, unless its ops are decomposed"
 
 
 def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
@@ -73,7 +76,8 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
             # The passes insert methods and functions of PyTorch, too: a new trace makes aten ops, and all values anew.
             rewritten = program.run_decompositions({})
     values = [tensor_of(node) for node in rewritten.graph.nodes]
-    publish(dataclasses.replace(report, note=launch_note("inductor", values)))
+    needs = NEEDS_OPS if calls_ops(rewritten.graph_module) else ""
+    publish(dataclasses.replace(report, note="; ".join(filter(None, (needs, launch_note("inductor", values))))))
     return rewritten
 
 

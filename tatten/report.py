@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tatten.ops.moved import moved, moved_notes
 from tatten.passes import Declined, GraphReport, Rewritten
 from tatten.passes.cost import Cost
 from tatten.passes.latent_cost import LatentCost
@@ -191,27 +192,42 @@ def recording() -> Iterator[Report]:
 
 def count(name: str) -> None:
     """Add 1 to a counter of `torch._dynamo.utils.counters["tatten"]`."""
-    from torch._dynamo.utils import counters  # imports Triton
+    try:
+        from torch._dynamo.utils import counters  # imports Triton
 
-    counters["tatten"][name] += 1
+        counters["tatten"][name] += 1
+    except Exception as error:  # of any kind: a report is no reason to fail
+        moved("torch._dynamo.utils.counters", error, "nothing is counted")
 
 
 def publish(graph: GraphReport) -> None:
-    """Hand one graph's report to recorders, the log (TORCH_LOGS=tatten), counters and the structured trace."""
-    for report in _recorders.get():
-        report.graphs.append(graph)
+    """Hand one graph's report to recorders, the log (TORCH_LOGS=tatten), counters and the structured trace.
+
+    The report also notes the private APIs that were found moved. Call this once the graph is compiled: Dynamo may
+    start over while it is, and then hands over another graph in place of this one.
+    """
     for finding in graph.findings:
         if isinstance(finding, Rewritten):
             count("rewritten")
         else:
             count("declined")
             count(f"declined_{finding.decline.reason.value}")
+    _trace(graph)
+    graph = dataclasses.replace(graph, note="; ".join(filter(None, (graph.note, *moved_notes()))))
+    for report in _recorders.get():
+        report.graphs.append(graph)
     log.info("%s", Report([graph]))
-    torch._logging.trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": "tatten_report", "encoding": "json"},
-        payload_fn=lambda: json.dumps([_as_json(finding) for finding in graph.findings]),
-    )
+
+
+def _trace(graph: GraphReport) -> None:
+    try:
+        torch._logging.trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": "tatten_report", "encoding": "json"},
+            payload_fn=lambda: json.dumps([_as_json(finding) for finding in graph.findings]),
+        )
+    except Exception as error:  # of any kind: a report is no reason to fail
+        moved("torch._logging.trace_structured", error, "the trace has no reports")
 
 
 def _as_json(finding: Rewritten | Declined) -> dict[str, Any]:

@@ -1,0 +1,31 @@
+"""Private APIs that aren't as in the versions tatten was tested with: each is logged once, and reports name it.
+
+Code that finds one broken calls `moved` and goes on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+log = logging.getLogger("tatten")
+_found: dict[str, str] = {}
+
+
+def moved(name: str, error: BaseException | str, instead: str) -> str:
+    """Say that a private API has moved: log it once per process, note it in later reports, and return the note.
+
+    Args:
+        name: the dotted name of the API, such as "torch._C._is_alias_of".
+        error: the error that the API raised, or a description of the difference.
+        instead: what happens without the API.
+    """
+    if name not in _found:
+        what = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
+        _found[name] = f"{name} is not as in the versions that tatten was tested with ({what}); {instead}"
+        log.warning("%s", _found[name])
+    return _found[name]
+
+
+def moved_notes() -> list[str]:
+    """The notes of all private APIs that have been found moved in this process, in order."""
+    return list(_found.values())
