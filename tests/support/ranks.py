@@ -124,6 +124,6 @@ def _main(
     sender.send_bytes(pickle.dumps(result))  # by value: shared memory would end with this process
     sender.close()
     if not isinstance(result, RankError):
-        # Under load peers may still be connecting to this rank for a group that they share. `try_ranks` kills it in the end.
+        # Under load a peer may still be connecting to this rank for another group. `try_ranks` kills it in the end.
         time.sleep(timeout)
     os._exit(0)  # no tear-down that waits for peers
