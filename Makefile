@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all test-oldest test-newest test-gpu fuzz mutants lint docs bench bench-latent bench-verify plots clean
+.PHONY: demo test test-all test-ci test-oldest test-newest test-gpu fuzz mutants lint docs bench bench-latent bench-verify plots clean
 
 $(VENV)/installed: pyproject.toml
 	@echo "making $(VENV): PyTorch and transformers, about a minute"
@@ -33,10 +33,18 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=30 -m "not slow" $(ARGS)
 
-# All tests, as CI does, and with as many threads for each op as PyTorch would take. They sleep while they wait: two
+# All tests, with as many threads for each op as PyTorch would take. They sleep while they wait: two
 # processes whose threads spin on two cores take three times as long.
 test-all: $(VENV)/installed-test
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal --durations=30 $(ARGS)
+
+# The fast tests and a share of the slow ones, drawn anew for each commit, so that CI takes 20 minutes and each slow test
+# still runs in every fifth commit or so.
+test-ci: SHARE ?= 0.2
+test-ci: SEED := $(or $(SEED),$(shell git rev-parse --short HEAD))
+test-ci:
+	@echo "SHARE=$(SHARE) SEED=$(SEED)"
+	$(MAKE) test-all ARGS="--slow-share $(SHARE) --slow-seed $(SEED) $(ARGS)"
 
 # The oldest and the newest PyTorch that are tested, each with its Triton in an environment of its own: the tests that rest
 # on private APIs, on generated code and on Triton's compiler. PIP_CONSTRAINT keeps a machine's own pins out.

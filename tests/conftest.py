@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from interpreted import remember_builtins
+from slow import is_drawn
 
 from tatten.passes import cost
 
@@ -15,7 +16,17 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow-share", type=float, default=1.0, help="the share of the slow tests that runs")
+    parser.addoption("--slow-seed", default="", help="another seed draws other slow tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    share, seed = config.getoption("--slow-share"), config.getoption("--slow-seed")
+    left_out = [x for x in items if x.get_closest_marker("slow") and not is_drawn(x.nodeid, share, seed)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [x for x in items if x not in set(left_out)]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -1,7 +1,8 @@
-"""Parameters of which only some run in `make test`; the others are marked `slow`, for `make test-all`."""
+"""Parameters of which only some run in `make test`; the others are marked `slow`, and CI draws a share of them."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -19,6 +20,11 @@ def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     missing = [case for case in fast if case not in cases]
     assert not missing, f"no such cases: {missing}"
     return [case if case in fast else _slow(case) for case in cases]
+
+
+def is_drawn(nodeid: str, share: float, seed: str) -> bool:
+    """Whether a slow test runs: all processes of a run agree, and a seed always draws the same tests."""
+    return zlib.crc32(f"{seed} {nodeid}".encode()) < share * 2**32
 
 
 def _slow(case: Any) -> Any:
