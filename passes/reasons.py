@@ -109,6 +109,11 @@ class Reason(str, Enum):
         "tatten.decode_attention(softcap=, sinks=); with transformers, attn_implementation='sdpa' where the model "
         "supports it",
     )
+    INTERNAL = (
+        "internal",
+        "nothing in your program: tatten itself failed and left attention as it was; please open an issue of tatten "
+        "with this report",
+    )
     MULTIHEAD = (
         "multihead",
         "project with nn.Linear and call F.scaled_dot_product_attention on the heads; nn.MultiheadAttention has no "

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
-from tatten.ops.cuda.providers import choose_provider, replaced_flash, table_note
-from tatten.ops.cuda.workload import Workload, needs_of
-from tatten.ops.variant import AttentionVariant
 from tatten.passes.absorb import apply_latents
 from tatten.passes.batch_invariant import check_invariant, find_invariant
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
+from tatten.passes.describe import bases, declined, provider_of, shapes_of, show
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
 from tatten.passes.findings import Declined, GraphReport, Rewritten
 from tatten.passes.flex import find_flex, is_flex, read_flex
 from tatten.passes.flex_mask import insert_flex
+from tatten.passes.internal import CallError, Snapshot, decline_internal, declined_graph, or_nothing
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
 from tatten.passes.mutation import mover_of, movers
@@ -33,9 +31,10 @@ from tatten.passes.sliding import apply_slide, find_slides
 from tatten.passes.source_location import source_location
 from tatten.passes.stand_in import StandIn, erase_unused, insert_stand_in
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import LocalPart, hint, tensor_of
 from tatten.passes.tree import find_sharded
 from tatten.passes.written_out import WrittenOut, find_written_out, read_written_out
+
+MOST_FAILED = 8  # calls; each costs another run of all passes
 
 
 def rewrite(
@@ -51,13 +50,46 @@ def rewrite(
     Without `may_guard` all that counts is what holds in every run: nothing would heed a guard on an exported graph.
     With `fuses` the graph's compiler is Inductor, which fuses attention that is written out and looks into ops. With
     `batch_invariant` each call that can be becomes an op with `batch_invariant=True`, whether it pays or not.
+
+    An error of tatten itself raises nothing: the report names it as `internal`. If it comes up while a call is matched
+    or rewritten, that call stays; if it concerns all calls, or too many of them, the whole graph stays as it was.
     """
     start = time.perf_counter()
-    masks = Masks()
-    written_out, flex = dict(find_written_out(gm.graph)), find_flex(gm.graph)
+    failed: dict[str, Declined] = {}
+    before = Snapshot(gm.graph)
+    while True:
+        try:
+            findings, note = _rewrite(gm, failed, max_q_len, may_guard, fuses, batch_invariant)
+            if note or any(isinstance(finding, Rewritten) for finding in findings):
+                gm.recompile()
+            break
+        except BaseException as error:
+            before.restore()
+            if not isinstance(error, Exception):
+                raise
+            found = error.declined if isinstance(error, CallError) else declined_graph(error)
+            if not isinstance(error, CallError) or len(failed) == MOST_FAILED:
+                findings, note = [*failed.values(), found], ""
+                break
+            failed[error.name] = found
+    return GraphReport(tuple(findings), (time.perf_counter() - start) * 1e3, note)
+
+
+def _rewrite(
+    gm: GraphModule, failed: Mapping[str, Declined], max_q_len: int, may_guard: bool, fuses: bool, batch_invariant: bool
+) -> tuple[list[Rewritten | Declined], str]:
+    """Rewrite all calls but those that `failed` before, by name. Returns the findings, and a note on moved caches."""
+    masks, errors = Masks(), list[Declined]()
+    written_out = dict(or_nothing(lambda: find_written_out(gm.graph), errors))
+    flex = find_flex(gm.graph)
+    known = {*written_out.values(), *flex}
+    others = [] if errors else or_nothing(lambda: _other_attention(gm.graph, known), errors)
     bodies = {name: x.graph for name, x in gm.named_modules() if isinstance(x, GraphModule) and x.graph is not gm.graph}
-    nested = [finding for name, graph in bodies.items() for finding in _find_nested(name, graph)]
-    others = _other_attention(gm.graph, {*written_out.values(), *flex})
+    nested = [
+        finding
+        for name, graph in bodies.items()
+        for finding in or_nothing(functools.partial(_find_nested, name, graph), errors)
+    ]
     moving = movers(gm.graph)
 
     def rewrite_call(call: SdpaCall) -> Rewritten | Declined:
@@ -65,27 +97,39 @@ def rewrite(
 
     findings: list[Rewritten | Declined] = []
     for node in sorted([*sdpa_nodes(gm.graph), *written_out, *flex]):
-        softmax = written_out.get(node)
-        if softmax is not None:
-            findings.append(_rewrite_written_out(node, softmax, masks, rewrite_call, fuses))
-        elif is_flex(node):
-            findings.append(_rewrite_flex(node, masks, rewrite_call))
-        else:
-            findings.append(rewrite_call(bind_sdpa(node)))
+        if node.name in failed:
+            findings.append(failed[node.name])
+            continue
+        try:
+            softmax = written_out.get(node)
+            if softmax is not None:
+                findings.append(_rewrite_written_out(node, softmax, masks, rewrite_call, fuses))
+            elif is_flex(node):
+                findings.append(_rewrite_flex(node, masks, rewrite_call))
+            else:
+                findings.append(rewrite_call(bind_sdpa(node)))
+        except Exception as error:
+            raise CallError(node) from error
     erase_unused(gm.graph, masks.drafts)
-    slides = find_slides(gm.graph, moving) if fuses else []
+    slides = or_nothing(lambda: find_slides(gm.graph, moving), errors) if fuses else []
+    moved = 0
     for slide in slides:
-        apply_slide(slide)
-    if slides or any(isinstance(finding, Rewritten) for finding in findings):
-        gm.recompile()
-    note = f"{len(slides)} full caches of sliding windows are moved in place" if slides else ""
-    return GraphReport((*findings, *others, *nested), (time.perf_counter() - start) * 1e3, note)
+        if slide.copy.name in failed:
+            errors.append(failed[slide.copy.name])
+            continue
+        try:
+            apply_slide(slide)
+        except Exception as error:
+            raise CallError(slide.copy) from error
+        moved += 1
+    note = f"{moved} full caches of sliding windows are moved in place" if moved else ""
+    return [*findings, *others, *nested, *errors], note
 
 
 def _find_nested(name: str, graph: Graph) -> list[Declined]:
     """The attention in the body of a higher-order operator: nothing of it is rewritten."""
     nested = Decline(Reason.NESTED, f"inside `{name}`, the body of a higher-order operator")
-    findings = [_declined(call, nested) for call in find_sdpa(graph)]
+    findings = [declined(call, nested) for call in find_sdpa(graph)]
     written_out = dict(find_written_out(graph))
     for product, softmax in written_out.items():
         found = read_written_out(softmax)
@@ -141,31 +185,23 @@ def _rewrite_call(
     batch_invariant: bool,
 ) -> Rewritten | Declined:
     """Decide about one call, then change the graph. The report is read off first: nodes may be erased."""
-    given = find_sharded(call) or PlainCall(call)
-    if isinstance(given, Decline):
-        return _declined(call, given)
-    decline = given.check() or check_call(call, max_q_len) or _check_movers(call, moving)
-    if batch_invariant:
-        decline = decline or check_invariant(given)
-    if decline is not None:
-        return _declined(call, decline)
-    latents = None if call.log_sums else given.latents(batch_invariant)
-    if isinstance(latents, LatentMatch):
-        return _absorb(given, latents, masks)
-    found = find_invariant(given, may_guard) if batch_invariant else _find(given, may_guard)
+    try:
+        found = _match_call(call, max_q_len, moving, may_guard, batch_invariant)
+    except Exception as error:  # nothing was changed yet
+        found = decline_internal(error)
     if isinstance(found, Decline):
-        return _declined(call, latents or found)
-    match, note = found
-    if latents is not None:
-        note = "; ".join(filter(None, (f"not absorbed [{latents.reason.value}]: {latents.detail}", note)))
-    location, shapes = source_location(call.node), _shapes(call, *(_bases(x) for x in (match.keys, match.values)))
+        return declined(call, found)
+    given, match, note = found
+    if isinstance(match, LatentMatch):
+        return _absorb(given, match, masks)
+    location, shapes = source_location(call.node), shapes_of(call, *(bases(x) for x in (match.keys, match.values)))
     cost, doubt = (match.cost, match.doubt) if given.weighs(match) else (None, "")
     match = given.insert(match, masks)
     state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
     replace_log_sums(call, state)
     replace_call(call, given.output(state), match.path)
     restored = restore_query(state)
-    provider = _provider(state)
+    provider = provider_of(state)
     return Rewritten(
         location,
         str(state.target),
@@ -174,6 +210,30 @@ def _rewrite_call(
         "; ".join(filter(None, (call.form, given.note, note, restored, doubt))),
         provider,
     )
+
+
+def _match_call(
+    call: SdpaCall, max_q_len: int, moving: Sequence[Node], may_guard: bool, batch_invariant: bool
+) -> tuple[PlainCall, BifurcatedMatch | DecodeMatch | LatentMatch, str] | Decline:
+    """Match one call without changing the graph. Returns the call as matchers see it, the match and a note."""
+    given = find_sharded(call) or PlainCall(call)
+    if isinstance(given, Decline):
+        return given
+    decline = given.check() or check_call(call, max_q_len) or _check_movers(call, moving)
+    if batch_invariant:
+        decline = decline or check_invariant(given)
+    if decline is not None:
+        return decline
+    latents = None if call.log_sums else given.latents(batch_invariant)
+    if isinstance(latents, LatentMatch):
+        return given, latents, ""
+    found = find_invariant(given, may_guard) if batch_invariant else _find(given, may_guard)
+    if isinstance(found, Decline):
+        return latents or found
+    match, note = found
+    if latents is not None:
+        note = "; ".join(filter(None, (f"not absorbed [{latents.reason.value}]: {latents.detail}", note)))
+    return given, match, note
 
 
 def _check_movers(call: SdpaCall, moving: Sequence[Node]) -> Decline | None:
@@ -189,8 +249,8 @@ def _absorb(given: PlainCall, match: LatentMatch, masks: Masks) -> Rewritten:
     call, segments = given.call, match.parts
     ropes = [x.rope for x in segments if x.rope is not None]
     latents = [x.latent for x in segments]
-    named = [("q", match.call.query), *(("c", x) for x in _bases(latents)), *(("rope", x) for x in _bases(ropes))]
-    location, shapes = source_location(call.node), _show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
+    named = [("q", match.call.query), *(("c", x) for x in bases(latents)), *(("rope", x) for x in bases(ropes))]
+    location, shapes = source_location(call.node), show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
     match = given.insert_latents(match, masks)
     concatenated = find_concatenated_query(match.call.query, match.call.node)
     state, out = apply_latents(match, masks, concatenated)
@@ -231,43 +291,3 @@ def _match_segments(
     """Match segments that a rewrite would read where they are stored, if that pays."""
     match = match_bifurcated(given.seen(), keys, values, may_guard)
     return (match.unpaid or match) if isinstance(match, BifurcatedMatch) and given.weighs(match) else match
-
-
-def _declined(call: SdpaCall, decline: Decline) -> Declined:
-    return Declined(source_location(call.node), _shapes(call, [call.key], [call.value]), decline)
-
-
-def _bases(stored: Iterable[Stored]) -> list[Node]:
-    """Nodes of the user's program that hold what is stored."""
-    return [x.base.dtensor if isinstance(x.base, LocalPart) else x.base for x in stored]
-
-
-def _shapes(call: SdpaCall, keys: Iterable[Node], values: Iterable[Node]) -> str:
-    return _show([("q", call.query), *(("k", x) for x in keys), *(("v", x) for x in values), ("mask", call.attn_mask)])
-
-
-def _show(named: Iterable[tuple[str, object]]) -> str:
-    tensors = [(name, tensor) for name, node in named if (tensor := tensor_of(node)) is not None]
-    return " ".join(f"{name} {str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors)
-
-
-def _provider(op: Node) -> str:
-    """Who will compute a rewritten call, as the op decides for the sizes of the example; empty on a CPU."""
-    first = [x[0] if isinstance(x, (list, tuple)) else x for x in op.args[:3]]
-    query, key, value = (tensor_of(x) for x in first)
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    if query.device.type != "cuda":
-        return ""
-    is_decode = op.target is torch.ops.tatten.decode_attention.default
-    if op.kwargs.get("batch_invariant"):
-        return "triton"
-    given: Any = op.kwargs
-    variant = AttentionVariant(**given)
-    needs = needs_of(op.args[3], op.args[4], op.args[5], variant) if is_decode else ("segments",)
-    if not needs and not all(hint(n) for x in (query, key, value) for n in x.shape):
-        return "auto"
-    work = Workload.of(query, key, value, needs, lambda n: hint(n) or 0)
-    notes = "; ".join(filter(None, (table_note(work), replaced_flash(work))))
-    return choose_provider(work) + (f" ({notes})" if notes else "")

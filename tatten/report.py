@@ -18,8 +18,9 @@ import torch
 from tatten.ops.moved import moved, moved_notes
 from tatten.passes import Declined, GraphReport, Rewritten
 from tatten.passes.cost import Cost
+from tatten.passes.internal import decline_internal
 from tatten.passes.latent_cost import LatentCost
-from tatten.passes.reasons import OTHER_ATTENTION
+from tatten.passes.reasons import OTHER_ATTENTION, Reason
 
 log = logging.getLogger("tatten")
 _recorders: ContextVar[tuple[Report, ...]] = ContextVar("tatten_recorders", default=())
@@ -204,19 +205,30 @@ def publish(graph: GraphReport) -> None:
     """Hand one graph's report to recorders, the log (TORCH_LOGS=tatten), counters and the structured trace.
 
     The report also notes the private APIs that were found moved. Call this once the graph is compiled: Dynamo may
-    start over while it is, and then hands over another graph in place of this one.
+    start over while it is, and then hands over another graph in place of this one. An error in here is a line of the
+    log, not one of the user's program.
     """
+    try:
+        _count_findings(graph)
+        _trace(graph)
+    except Exception as error:
+        log.warning("tatten: a report is incomplete, please open an issue: %s", decline_internal(error).detail)
+    graph = dataclasses.replace(graph, note="; ".join(filter(None, (graph.note, *moved_notes()))))
+    for report in _recorders.get():
+        report.graphs.append(graph)
+    errors = [x.decline for x in graph.findings if isinstance(x, Declined) and x.decline.reason is Reason.INTERNAL]
+    if errors:
+        log.warning("tatten: %s: %s", errors[0].detail, Reason.INTERNAL.help)
+    log.info("%s", Report([graph]))
+
+
+def _count_findings(graph: GraphReport) -> None:
     for finding in graph.findings:
         if isinstance(finding, Rewritten):
             count("rewritten")
         else:
             count("declined")
             count(f"declined_{finding.decline.reason.value}")
-    _trace(graph)
-    graph = dataclasses.replace(graph, note="; ".join(filter(None, (graph.note, *moved_notes()))))
-    for report in _recorders.get():
-        report.graphs.append(graph)
-    log.info("%s", Report([graph]))
 
 
 def _trace(graph: GraphReport) -> None:

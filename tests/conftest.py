@@ -10,7 +10,7 @@ import torch
 from interpreted import remember_builtins
 from slow import is_drawn
 
-from tatten.passes import cost
+from tatten.passes import cost, internal
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -38,6 +38,12 @@ def extra_kernels_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most graphs of the tests are too small for a rewrite to pay; those about the cost itself put the price back."""
     for device in cost.RATES:
         monkeypatch.setitem(cost.RATES, device, cost.Rates(bytes_per_us=1.0, segment_us=0.0))
+
+
+@pytest.fixture(autouse=True)
+def errors_of_passes_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users get a report of an error inside a pass; here it fails the test."""
+    monkeypatch.setattr(internal, "RAISES", True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -108,6 +108,9 @@ def _main(
     import torch
     import torch.distributed as dist
 
+    from tatten.passes import internal
+
+    internal.RAISES = True  # as for the tests themselves
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n))
     try:

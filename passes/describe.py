@@ -1,0 +1,62 @@
+"""Descriptions of calls for the report: their operands, and the kernel library that computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from tatten.ops.cuda.providers import choose_provider, replaced_flash, table_note
+from tatten.ops.cuda.workload import Workload, needs_of
+from tatten.ops.variant import AttentionVariant
+from tatten.passes.findings import Declined
+from tatten.passes.reasons import Decline
+from tatten.passes.sdpa import SdpaCall
+from tatten.passes.source_location import source_location
+from tatten.passes.stored import Stored
+from tatten.passes.symbolic import LocalPart, hint, tensor_of
+
+
+def declined(call: SdpaCall, decline: Decline) -> Declined:
+    """Return the finding for a call that is left as it is."""
+    return Declined(source_location(call.node), shapes_of(call, [call.key], [call.value]), decline)
+
+
+def bases(stored: Iterable[Stored]) -> list[Node]:
+    """Nodes of the user's program that hold what is stored."""
+    return [x.base.dtensor if isinstance(x.base, LocalPart) else x.base for x in stored]
+
+
+def shapes_of(call: SdpaCall, keys: Iterable[Node], values: Iterable[Node]) -> str:
+    """Return dtypes and shapes of a call's operands, keys and values as they are stored."""
+    return show([("q", call.query), *(("k", x) for x in keys), *(("v", x) for x in values), ("mask", call.attn_mask)])
+
+
+def show(named: Iterable[tuple[str, object]]) -> str:
+    """Return the dtype and shape of each tensor after its name."""
+    tensors = [(name, tensor) for name, node in named if (tensor := tensor_of(node)) is not None]
+    return " ".join(f"{name} {str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors)
+
+
+def provider_of(op: Node) -> str:
+    """Who will compute a rewritten call, as the op decides for the sizes of the example; empty on a CPU."""
+    first = [x[0] if isinstance(x, (list, tuple)) else x for x in op.args[:3]]
+    query, key, value = (tensor_of(x) for x in first)
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    if query.device.type != "cuda":
+        return ""
+    is_decode = op.target is torch.ops.tatten.decode_attention.default
+    if op.kwargs.get("batch_invariant"):
+        return "triton"
+    given: Any = op.kwargs
+    variant = AttentionVariant(**given)
+    needs = needs_of(op.args[3], op.args[4], op.args[5], variant) if is_decode else ("segments",)
+    if not needs and not all(hint(n) for x in (query, key, value) for n in x.shape):
+        return "auto"
+    work = Workload.of(query, key, value, needs, lambda n: hint(n) or 0)
+    notes = "; ".join(filter(None, (table_note(work), replaced_flash(work))))
+    return choose_provider(work) + (f" ({notes})" if notes else "")

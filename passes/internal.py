@@ -1,0 +1,109 @@
+"""Errors of tatten itself: the graph becomes again as it was, and the report names the error."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from tatten.passes.findings import Declined
+from tatten.passes.reasons import Decline, Reason
+from tatten.passes.source_location import SourceLocation, source_location
+
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+RAISES = False  # tests set this, so that no test passes because an error became a decline
+
+T = TypeVar("T")
+
+
+def decline_internal(error: Exception) -> Decline:
+    """Return the reason to leave attention alone after an error of tatten itself: the error, and where it was raised.
+
+    Raises:
+        Exception: `error`, if `RAISES` is set.
+    """
+    if RAISES:
+        raise error
+    text = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if x.filename.startswith(PACKAGE)]
+    place = f" ({frames[-1].filename.removeprefix(PACKAGE)}:{frames[-1].lineno})" if frames else ""
+    return Decline(Reason.INTERNAL, text[:300] + place)
+
+
+def declined_graph(error: Exception) -> Declined:
+    """Return the finding for an error that belongs to no call."""
+    return Declined(SourceLocation(), "", decline_internal(error))
+
+
+def or_nothing(find: Callable[[], list[T]], errors: list[Declined]) -> list[T]:
+    """Return `find()`; if it raises an error, append that to `errors` and return an empty list."""
+    try:
+        return find()
+    except Exception as error:
+        errors.append(declined_graph(error))
+        return []
+
+
+class CallError(Exception):
+    """Raised from an error that may have left a graph half edited.
+
+    Attributes:
+        name: the name of the node that was about to be replaced.
+        location: its place in the user's program.
+    """
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node.name)
+        self.name, self.location = node.name, source_location(node)
+
+    @property
+    def declined(self) -> Declined:
+        """Return the finding for this call."""
+        assert isinstance(self.__cause__, Exception)
+        return Declined(self.location, "", decline_internal(self.__cause__))
+
+
+class Snapshot:
+    """The nodes of a graph as they are now, to be restored after an error.
+
+    Nodes that the graph still has are restored in place, so that references to them stay valid. Erased ones are made
+    anew under their old names.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._nodes: list[tuple[Any, ...]] = [
+            (x, x.name, x.op, x.target, x.args, x.kwargs, x.type, dict(x.meta), tuple(x.users)) for x in graph.nodes
+        ]
+
+    def restore(self) -> None:
+        """Give the graph the nodes, arguments, users and metas of the snapshot."""
+        graph, now = self._graph, dict[Node, Node]()
+        before = {x[0] for x in self._nodes}
+        for node in graph.nodes:
+            node.args, node.kwargs = (), {}
+        there = set(graph.nodes)
+        for node in there - before:
+            graph.erase_node(node)
+        previous: Node | None = None
+        for old, name, op, target, _, _, type_expr, *_ in self._nodes:
+            node = old
+            if old not in there:
+                place = graph.inserting_before() if previous is None else graph.inserting_after(previous)
+                with place:
+                    node = graph.create_node(op, target, (), {}, name, type_expr)
+                node.name = name  # the graph takes names only once
+            now[old] = previous = node
+        for old, _, _, _, args, kwargs, _, meta, _ in self._nodes:
+            node = now[old]
+            node.args, node.kwargs = map_arg(args, now.__getitem__), map_arg(kwargs, now.__getitem__)
+            node.meta.clear()
+            node.meta.update(meta)
+        for old, *_, users in self._nodes:
+            reordered = {now[user]: None for user in users}
+            now[old].users.clear()
+            now[old].users.update(reordered)
