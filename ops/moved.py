@@ -8,22 +8,27 @@ from __future__ import annotations
 import logging
 
 log = logging.getLogger("tatten")
-_found: dict[str, str] = {}
+_found: dict[tuple[str, str], str] = {}
 
 
 def moved(name: str, error: BaseException | str, instead: str) -> str:
-    """Say that a private API has moved: log it once per process, note it in later reports, and return the note.
+    """Say that a private API has moved: log it once per error, note it in later reports, and return the note.
 
     Args:
         name: the dotted name of the API, such as "torch._C._is_alias_of".
         error: the error that the API raised, or a description of the difference.
         instead: what happens without the API.
     """
-    if name not in _found:
-        what = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
-        _found[name] = f"{name} is not as in the versions that tatten was tested with ({what}); {instead}"
-        log.warning("%s", _found[name])
-    return _found[name]
+    what = text_of(error) if isinstance(error, BaseException) else error
+    if (name, what) not in _found:
+        _found[name, what] = f"{name} is not as in the versions that tatten was tested with ({what}); {instead}"
+        log.warning("%s", _found[name, what])
+    return _found[name, what]
+
+
+def text_of(error: BaseException) -> str:
+    """The type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def moved_notes() -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tatten.inner_compiler import Compiled, inner_compiler, launch_note, reset_inner
+from tatten.inner_compiler import Compiled, inner_compiler, reset_inner
 from tatten.options import split_options
 from tatten.passes import rewrite
 from tatten.report import publish
@@ -44,12 +43,11 @@ def tatten(
         fuses=own.inner == "inductor",
         batch_invariant=own.batch_invariant,
     )
-    note = launch_note(own.inner, example_inputs)
     needs_ops = calls_ops(gm)  # asked here: the compiler may change the graph
     compiled = compiler(gm, example_inputs)  # raises if Dynamo is to start over with another graph
     if needs_ops:
         save_with_ops(compiled)
-    publish(dataclasses.replace(report, note="; ".join(filter(None, (report.note, note)))))
+    publish(report)
     return compiled
 
 

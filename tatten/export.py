@@ -11,7 +11,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from tatten import passes
-from tatten.inner_compiler import launch_note
+from tatten.lowered import lower_ops
 from tatten.passes import Rewritten
 from tatten.passes.calls import OpOverload
 from tatten.passes.mutation import written_arguments
@@ -77,7 +77,8 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
             rewritten = program.run_decompositions({})
     values = [tensor_of(node) for node in rewritten.graph.nodes]
     needs = NEEDS_OPS if calls_ops(rewritten.graph_module) else ""
-    publish(dataclasses.replace(report, note="; ".join(filter(None, (needs, launch_note("inductor", values))))))
+    lower_ops(values)
+    publish(dataclasses.replace(report, note=needs))
     return rewritten
 
 

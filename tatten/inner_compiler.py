@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from tatten.lowered import Compiled, compile_lowered, lower_ops
 from tatten.options import valid_names
 from tatten.passes.mutation import writes
-from tatten.report import count
 
-Compiled = Callable[..., Any]
 Compiler = Callable[..., Compiled]  # of a graph and its inputs
 
 TENSORRT = ("torch_tensorrt", "tensorrt", "aot_torch_tensorrt_aten")  # the names that torch_tensorrt registers
@@ -41,35 +40,11 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
         ) from error
 
     def compiler(gm: GraphModule, inputs: list[Tensor]) -> Compiled:
-        if _on_cuda(inputs) and _register_lowerings() is None:
-            from tatten.ops.inductor.version import with_lowerings
-
-            wrapper.config = with_lowerings(wrapper.config)
+        if lower_ops(inputs):
+            return compile_lowered(wrapper, gm, inputs)
         return wrapper(gm, inputs)  # type: ignore[no-any-return]
 
     return compiler
-
-
-def launch_note(name: str, inputs: Iterable[object]) -> str:
-    """What a report says of how the kernels of tatten's ops are launched: nothing, unless Inductor can't do it."""
-    problem = _register_lowerings() if name == "inductor" and _on_cuda(inputs) else None
-    return f"Inductor calls the ops instead of launching their kernels: {problem}" if problem else ""
-
-
-@functools.cache
-def _register_lowerings() -> str | None:
-    """Have Inductor launch the kernels of tatten's ops itself; returns what keeps it from that, if anything."""
-    try:
-        from tatten.ops.inductor.lowering import register_lowerings
-
-        register_lowerings(count)
-    except (ImportError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _on_cuda(inputs: Iterable[object]) -> bool:
-    return any(x.is_cuda for x in inputs if isinstance(x, Tensor))
 
 
 def named_compiler(name: str, mode: str | None, options: dict[str, Any]) -> Compiler:

@@ -9,9 +9,29 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cuda.recording import recorder
+from tatten.ops.moved import moved
 
-# Allocates on the current device.
-_empty_strided_cuda: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+
+def _public(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+def _moved(error: Exception) -> Callable[..., Tensor]:
+    moved(
+        "torch._C._dynamo.guards._empty_strided_cuda", error, "memory comes from `torch.empty_strided`, which is slower"
+    )
+    return _public
+
+
+def _find() -> Callable[..., Tensor]:
+    """Return what allocates in generated code, on the current device; a public function if it has moved."""
+    try:
+        return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined, no-any-return]
+    except AttributeError as error:
+        return _moved(error)
+
+
+_empty_strided_cuda = _find()
 
 
 class Dense(NamedTuple):
@@ -32,6 +52,11 @@ class Dense(NamedTuple):
 
 def allocate(like: Tensor, *layouts: Dense) -> list[Tensor]:
     """Allocate uninitialised tensors on the device of `like`, which is the current one."""
+    global _empty_strided_cuda
     if like.is_cuda and recorder.get() is None:
-        return [_empty_strided_cuda(*x) for x in layouts]
+        try:
+            return [_empty_strided_cuda(*x) for x in layouts]
+        except TypeError as error:  # it takes other arguments
+            _empty_strided_cuda = _moved(error)
+            return [_public(*x) for x in layouts]
     return [torch.empty_strided(*x[:2], dtype=x.dtype, device=like.device) for x in layouts]

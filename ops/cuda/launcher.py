@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cuda.recording import recorder
+from tatten.ops.moved import moved
 
 T = TypeVar("T")
-PARAMETERS_OF_3_6 = ["self", "gridX", "gridY", "gridZ", "stream", "function", "args"]
+GRID = ["gridX", "gridY", "gridZ", "stream", "function"]
+PARAMETERS_OF_3_6 = [*GRID, "args"]
+PARAMETERS_OF_3_9 = [*GRID, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"]
 MOST_PLANS = 1024  # for each function: a cache that grows is planned anew at each length
 
 
@@ -85,7 +88,7 @@ class Launch:
         # Where the compiler and ptxas may choose which product to fuse with which sum, the last bit depends on their
         # versions and on what is a constant. The kernels say `fma` themselves where it is time that counts.
         self.options = {"enable_fp_fusion": False, **options}
-        self._run: Callable[[Sequence[Any]], None] | None = None
+        self._run: Callable[[Sequence[Any]], None] | None = None  # None: by Triton's public interface
         self._in_order = tuple([arguments[name] for name in names])
 
     def __call__(self, *tensors: Any) -> None:
@@ -106,14 +109,24 @@ def _address(x: Any) -> Any:
     return x
 
 
-def _run_again(compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> Callable[[Sequence[Any]], None]:
-    """What Triton's `compiled[grid]` is, in half of the time: it prepares nothing for hooks that are not there."""
+def _run_again(
+    compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]
+) -> Callable[[Sequence[Any]], None] | None:
+    """Like Triton's `compiled[grid]`, but skips the preparations for launch hooks, which halves the host time.
+
+    Returns None where Triton is not one of the known versions.
+    """
     import triton
 
-    driver, hooks, with_hooks = triton.runtime.driver.active, triton.knobs.runtime, compiled[grid]
-    run, constants = _launcher(compiled.run)
-    constants = compiled.function, *constants, compiled.packed_metadata, None, None, None
-    current_stream, device = driver.get_current_stream, driver.get_current_device()  # tensors of a layout have one
+    try:
+        driver, hooks, with_hooks = triton.runtime.driver.active, triton.knobs.runtime, compiled[grid]
+        run, constants = _launcher(compiled.run)
+        constants = compiled.function, *constants, compiled.packed_metadata, None, None, None
+        current_stream, device = driver.get_current_stream, driver.get_current_device()  # tensors of a layout have one
+        len(hooks.launch_enter_hook.calls), len(hooks.launch_exit_hook.calls)
+    except Exception as error:  # of any kind: it's private API
+        moved("triton.compiler.CompiledKernel", error, "launches go through Triton's public interface, which is slower")
+        return None
 
     def run_again(addresses: Sequence[Any]) -> None:
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
@@ -125,12 +138,15 @@ def _run_again(compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...])
 
 
 def _launcher(run: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """What Triton 3.6's launcher calls, and what it would pass to that; of other versions the launcher itself.
+    """Return the function that Triton 3.6's launcher calls, and the arguments that it adds; of Triton 3.9 the launcher.
 
-    It is known by its parameters, which are what has to be right here; in Triton 3.9 there are others.
+    Raises:
+        TypeError: the launcher takes other parameters.
     """
-    of_3_6 = [*inspect.signature(type(run).__call__).parameters] == PARAMETERS_OF_3_6
+    parameters = [*inspect.signature(run).parameters]
+    if parameters not in (PARAMETERS_OF_3_6, PARAMETERS_OF_3_9):
+        raise TypeError(f"{type(run).__name__} takes {parameters}")
     scratch = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
-    if not of_3_6 or scratch != [0, 0]:  # AMD's launcher has the parameters, and none of these
+    if parameters == PARAMETERS_OF_3_9 or scratch != [0, 0]:  # AMD's launcher has the parameters, and none of these
         return run, ()
     return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)

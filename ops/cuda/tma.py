@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cuda.recording import recorder
+from tatten.ops.moved import moved
 
 # Bytes of keys and values from which on they are read by TMA. Fewer are read before the host makes its next call, and
 # describing them takes it 10 us of that; and up to 500 MB, as measured on an H200, a GPU reads them as fast without.
@@ -38,15 +39,28 @@ class _Aligned:
         return 0
 
 
+# What Triton's descriptors hold. A field that is not among these may depend on where the tensor begins.
+FIELDS = {"base", "shape", "strides", "block_shape", "padding", "round_f32_to_tf32", "layout"}
+
+
 class Tiling:
-    """Makes TMA descriptors for tensors of the layout of `x`, for which Triton's checks are made once."""
+    """Makes TMA descriptors for tensors of the layout of `x`, for which Triton's checks are made once.
+
+    A version of Triton whose descriptors hold something else makes them itself.
+    """
 
     def __init__(self, kind: type, x: Tensor, block: list[int], *layout: object) -> None:
-        self.kind = kind
+        self.kind, self.layout = kind, (list(x.shape), tma_strides(x), block, *layout)
         base = x if recorder.get() is None else _Aligned(x.dtype)
-        self.fields = {**vars(kind(base, list(x.shape), tma_strides(x), block, *layout)), "base": None}
+        fields = getattr(kind(base, *self.layout), "__dict__", {})
+        known = "base" in fields and fields.keys() <= FIELDS
+        self.fields = {**fields, "base": None} if known else None
+        if not known:
+            moved(kind.__name__, f"has {sorted(fields)}", "Triton makes each descriptor, which is slower")
 
     def __call__(self, x: Tensor) -> Any:
+        if self.fields is None:
+            return self.kind(x, *self.layout)
         descriptor: Any = object.__new__(self.kind)
         vars(descriptor).update(self.fields, base=x)
         return descriptor

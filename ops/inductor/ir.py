@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -12,8 +12,6 @@ import triton
 from torch import Tensor
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import ir, lowering
-from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
@@ -21,27 +19,9 @@ from tatten.ops.cuda.bound_kernel import BoundLaunch
 from tatten.ops.cuda.prepared import IMPORT, PreparedCall
 from tatten.ops.cuda.recording import NotRecordableError
 
-log = logging.getLogger("tatten")
 Boxes = ir.TensorBox
-
-
-def check_names() -> None:
-    """Raise AttributeError where something that this file needs of Inductor has moved."""
-    for of, names in {
-        ir: "TensorBox ReinterpretView UserDefinedTritonKernel NoneLayout MutationOutput is_unaligned NonOwningLayout",
-        ir.ExternKernel: "realize_input require_exact_strides",
-        ir.InputsKernel: "unwrap_storage_for_input",
-        ir.UserDefinedTritonKernel: "codegen get_kernel_and_metadata get_operation_name",
-        ir.Buffer: "codegen_reference",
-        ir.NonOwningLayout: "maybe_guard_aligned",
-        ir.ReinterpretView: "codegen_reference",
-        PythonWrapperCodegen: "define_kernel writeline",
-        GraphLowering: "get_buffer",
-        lowering: "register_lowering fallback_handler empty_strided",
-        triton_kernel_wrap: "kernel_side_table",
-    }.items():
-        for name in names.split():
-            getattr(of, name)
+# From PyTorch 2.15 on, a node names those of its arguments that are options of Triton's compiler.
+TAKES_OPTIONS = "launch_kwargs" in inspect.signature(ir.UserDefinedTritonKernel).parameters
 
 
 def register(op: Any, lower: Callable[..., Any]) -> None:
@@ -125,37 +105,44 @@ def allocate(like: Tensor) -> Any:
 class _Kernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
     """One of the launches of a `BoundCall`, which may start before the launch before it ends.
 
-    Inductor's own constructor reads writes off Triton's IR, and takes all that a kernel hands to a function for
-    written; and it has no way to say that a user's kernel is launched with programmatic dependent launch, or compiled
-    without fusing products and sums.
+    Inductor's own constructor reads writes off Triton's IR, and takes all tensors that a kernel hands to a function for
+    written. Before PyTorch 2.15 it takes no options of Triton's compiler: these are written into the source.
     """
 
     def __init__(self, launch: BoundLaunch, tensors: dict[str, Any]) -> None:
         given = {name: _input(box) for name, box in tensors.items()}
         floats = launch.floats
+        configured = {name: x for name, x in launch.options.items() if name in ("num_warps", "num_stages")}
+        self.compile_options = {name: launch.options.get(name, False) for name in ("launch_pdl", "enable_fp_fusion")}
+        options = {name: x for name, x in launch.options.items() if name not in configured} if TAKES_OPTIONS else {}
         self.device = next(iter(given.values())).get_device()
         ir.ExternKernel.__init__(
             self,
             None,
             ir.NoneLayout(device=self.device),
             [*given.values()],
-            tuple(floats.values()),
-            {**given, **floats},
+            (*floats.values(), *options.values()),
+            {**given, **floats, **options},
         )
         self.ordered_kwargs_for_cpp_kernel = [*tensors, *floats]
-        options = tuple((name, launch.options[name]) for name in ("num_warps", "num_stages") if name in launch.options)
-        self.kernel_idx = triton_kernel_wrap.kernel_side_table.add_kernel(_with_options(launch.kernel, options))
+        kernel = _configured(launch.kernel, tuple(sorted(configured.items())))
+        self.kernel_idx = triton_kernel_wrap.kernel_side_table.add_kernel(kernel)
         self.grid = [(*launch.grid, 1, 1)[:3]]
-        self.compile_options = {name: launch.options.get(name, False) for name in ("launch_pdl", "enable_fp_fusion")}
+        self.launch_kwargs = tuple(options)
 
     def codegen(self, wrapper: Any) -> None:
+        if TAKES_OPTIONS:
+            super().codegen(wrapper)
+            return
         define = wrapper.define_kernel
 
         @functools.wraps(define)
         def with_options(name: str, body: str, *args: Any, **kwargs: Any) -> Any:
             with_meta = body.replace("triton_meta={", f"triton_meta={{{repr(self.compile_options)[1:-1]}, ", 1)
             if with_meta == body:
-                log.info("%s is compiled without %s", name, self.compile_options)
+                raise AttributeError(
+                    f"Inductor defines {name} without `triton_meta`, which takes {self.compile_options}"
+                )
             return define(name, with_meta, *args, **kwargs)
 
         wrapper.define_kernel = with_options
@@ -213,7 +200,7 @@ class PythonCall(_Call):
 
 
 @functools.cache
-def _with_options(kernel: Any, options: tuple[tuple[str, int], ...]) -> Any:
+def _configured(kernel: Any, options: tuple[tuple[str, int], ...]) -> Any:
     """A kernel with Triton's options; the same object each time, as Inductor's table keeps every kernel."""
     return triton.autotune(configs=[triton.Config({}, **dict(options))], key=[])(kernel)
 
@@ -238,7 +225,25 @@ def launch_kernels(launches: Sequence[tuple[BoundLaunch, dict[str, Any]]], write
         launches: each with a box for each parameter.
         writes: the boxes that they write to.
     """
-    BoundCall([_Kernel(launch, tensors) for launch, tensors in launches], writes)
+    kernels = [_Kernel(launch, tensors) for launch, tensors in launches]
+    if ahead_of_time():
+        _try_codegen(kernels)
+    BoundCall(kernels, writes)
+
+
+def _try_codegen(kernels: Sequence[_Kernel]) -> None:
+    """Generate code for nothing: in a package an error must come while the op can still be called instead."""
+    graph: Any = V.graph
+    before = {**vars(graph)}
+    try:
+        graph.init_wrapper_code()
+        graph.wrapper_code.generate_kernel_call = lambda *args, **kwargs: None  # is between nodes of a schedule
+        with graph.set_current_device(kernels[0].device):
+            for kernel in kernels:
+                kernel.codegen(graph.wrapper_code)
+    finally:
+        vars(graph).clear()
+        vars(graph).update(before)
 
 
 def call_in_python(call: PreparedCall, tensors: Sequence[Any], writes: Sequence[Any]) -> None:

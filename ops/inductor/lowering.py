@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch.utils._pytree import tree_map_only
 
 from tatten.ops.cuda.bound_kernel import bind
 from tatten.ops.cuda.prepared import prepare
-from tatten.ops.cuda.recording import Gluon, Recorder, record
+from tatten.ops.cuda.recording import Gluon, NotRecordableError, Recorder, record
+from tatten.ops.inductor.check import check_interfaces
 from tatten.ops.inductor.ir import (
     Boxes,
     ahead_of_time,
@@ -29,7 +31,6 @@ from tatten.ops.inductor.ir import (
     boxes_of,
     call_in_python,
     check_aligned,
-    check_names,
     fake_mode,
     fake_of,
     fallback,
@@ -41,6 +42,7 @@ from tatten.ops.inductor.ir import (
 )
 from tatten.ops.inductor.version import in_force
 from tatten.ops.library import cuda_implementations
+from tatten.ops.moved import moved, text_of
 
 log = logging.getLogger("tatten")
 
@@ -57,32 +59,55 @@ class Opaque(Enum):
     SYMBOLIC = "symbolic"  # a size is not known when the graph is compiled
     TMA = "tma"  # it reads a large KV, which takes longer without TMA
     NOT_RECORDABLE = "not_recordable"  # it does more than to allocate, to view and to launch what the code can launch
+    FAILED = "failed"  # an error: a private interface of PyTorch or Triton has moved, or tatten has a bug
 
 
 Count = Callable[[str], None]
 
 
+# Whether all ops stay opaque in the graph that is compiled now, because its compilation failed before.
+opaque: ContextVar[bool] = ContextVar("tatten_opaque", default=False)
+
+
 def lower(op: Any, implementation: Callable[..., Any], count: Count, *args: Any, **kwargs: Any) -> Any:
     """Lower a call of `op`, whose implementation on CUDA is given, with Inductor's boxes among its arguments."""
-    args, kwargs = realize(args, kwargs)
-    why, detail = _why_opaque(args, kwargs), ""
-    if why is None:
-        try:
+    detail = ""
+    try:
+        args, kwargs = realize(args, kwargs)
+        why = _why_opaque(args, kwargs)
+        if why is None:
             lowered = _lower(implementation, args, kwargs)
-        except _LargeKVError as error:
-            why, detail = Opaque.TMA, str(error)
-        except Exception as error:  # of any kind: the op itself may still do it, or say why not
-            why, detail = Opaque.NOT_RECORDABLE, f"{type(error).__name__}: {error}"
-        else:
             count("lowered")
             return lowered
+    except _LargeKVError as error:
+        why, detail = Opaque.TMA, str(error)
+    except NotRecordableError as error:
+        why, detail = Opaque.NOT_RECORDABLE, text_of(error.__cause__ or error)
+    except Exception as error:  # the op itself may still do it, or say why not
+        why, detail = Opaque.FAILED, text_of(error)
+        failed(error)
     count(f"opaque_{why.value}")
-    level = logging.WARNING if ahead_of_time() else logging.INFO  # the package will need Python and tatten
-    log.log(level, "%s stays opaque to Inductor [%s] %s", op, why.value, detail)
+    if why is not Opaque.FAILED:
+        level = logging.WARNING if _is_package() else logging.INFO  # the package will need Python and tatten
+        log.log(level, "%s stays opaque to Inductor [%s] %s", op, why.value, detail)
     return fallback(op)(*args, **kwargs)
 
 
+def failed(error: Exception) -> None:
+    """Say why ops stay opaque in a graph."""
+    moved("torch._inductor", error, "Inductor calls the ops instead of launching their kernels")
+
+
+def _is_package() -> bool:
+    try:
+        return ahead_of_time()
+    except AttributeError:  # Inductor has another way to tell
+        return False
+
+
 def _why_opaque(args: Any, kwargs: Any) -> Opaque | None:
+    if opaque.get():
+        return Opaque.FAILED
     if not (in_force() or ahead_of_time()):
         return Opaque.NOT_OURS
     if any(box.get_device().type != "cuda" for box in boxes_of(args, kwargs)):
@@ -110,7 +135,10 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     gluon = Gluon.AVOIDED if ahead_of_time() else Gluon.LAUNCHED if is_python() else Gluon.REFUSED
     with fake_mode():
         fake_args, fake_kwargs = tree_map_only(Boxes, fake, (args, kwargs))
-        found, result = record(implementation, *fake_args, gluon=gluon, **fake_kwargs)
+        try:
+            found, result = record(implementation, *fake_args, gluon=gluon, **fake_kwargs)
+        except (ValueError, NotImplementedError) as error:  # by the op, which says why when it is called
+            raise NotRecordableError("it raises") from error
     if found.without_tma > MOST_BYTES_WITHOUT_TMA and not is_cpp():
         raise _LargeKVError(f"{found.without_tma / 1e6:.0f} MB")
     tensors, add = (_python_call if _needs_python(found) else _bound_launches)(found, boxes)
@@ -150,8 +178,8 @@ def register_lowerings(count: Count) -> None:
         count: called with "lowered" or "opaque_*", as `Opaque` has them, for each call of an op.
 
     Raises:
-        AttributeError: a name of Inductor's has moved.
+        AttributeError, TypeError: a private interface of Inductor's has moved.
     """
-    check_names()
+    check_interfaces()
     for op, implementation in cuda_implementations().items():
         register(op, functools.partial(lower, op, implementation, count))

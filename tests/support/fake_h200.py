@@ -97,18 +97,18 @@ def install() -> None:
     interface.Worker.get_device_properties = staticmethod(lambda device=None: PROPERTIES)
 
 
-class _Generated(Exception):
-    """Carries the code out before Inductor loads it."""
+class _Generated(BaseException):
+    """Carries the code out before Inductor loads it; no error, so nothing is done about it."""
 
 
-def generated_code(fn: Any, inputs: list[Any], **options: Any) -> str:
+def generated_code(fn: Any, inputs: list[Any], *, compiler: Any = None, **options: Any) -> str:
     """What Inductor generates for `fn` with these options.
 
     Inputs are tensors, given by shape and dtype, or sizes. A size that is a string has no value when this is compiled.
+    `compiler` takes a graph and its inputs; without it Inductor compiles them.
     """
     from torch._dynamo.source import ConstantSource
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor import compile_fx, config
     from torch._inductor.graph import GraphLowering
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -121,6 +121,20 @@ def generated_code(fn: Any, inputs: list[Any], **options: Any) -> str:
         raise _Generated(getattr(found, "value", found))
 
     GraphLowering.codegen = stop
+    compile_all = compile_fx.compile_fx
+
+    def compile_until_generated(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compile_all(*args, **kwargs)
+        except BaseException as raised:
+            error: BaseException | None = raised
+            while error is not None and not isinstance(error, _Generated):
+                error = error.__cause__ or error.__context__
+            if error is None:
+                raise
+            return str(error)
+
+    compile_fx.compile_fx = compile_until_generated
     static = {"fx_graph_cache": False, "compile_threads": 1, "triton.autotune_at_compile_time": False}
     sizes = ShapeEnv()
 
@@ -137,13 +151,7 @@ def generated_code(fn: Any, inputs: list[Any], **options: Any) -> str:
     try:
         with FakeTensorMode(shape_env=sizes), config.patch({**static, **options}), torch.no_grad():
             examples = [*map(example, inputs)]
-            compile_fx(make_fx(fn)(*examples), examples)
-    except Exception as error:
-        while error is not None and not isinstance(error, _Generated):
-            error = error.__cause__ or error.__context__
-        if error is None:
-            raise
-        return str(error)
+            return (compiler or compile_until_generated)(make_fx(fn)(*examples), examples)
     finally:
         GraphLowering.codegen = generate
-    raise AssertionError("Inductor generated no code")
+        compile_fx.compile_fx = compile_all

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tatten.ops import moved
 from tatten.ops.cuda import launcher
 from tatten.ops.cuda.launcher import Launch, by_layout
 from tatten.ops.variant import AttentionVariant
@@ -129,9 +130,9 @@ class Compiled:
     def __init__(self, launches: list[Any]) -> None:
         self.launches = launches
 
-    def run(self, x: int, y: int, z: int, *args: Any) -> None:
-        assert args[:6] == (7, "function", "metadata", None, None, None)  # 7 is the stream
-        self.launches.append(("again", (x, y, z), args[6:]))
+    def run(self, gridX: int, gridY: int, gridZ: int, stream: int, function: str, *args: Any) -> None:
+        assert (stream, function, *args[:4]) == (7, "function", "metadata", None, None, None)
+        self.launches.append(("again", (gridX, gridY, gridZ), args[4:]))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *args: self.launches.append(("with hooks", grid, args))
@@ -221,6 +222,46 @@ def test_hooks_that_are_set_later_are_seen(name: str) -> None:
     launch(x, y)
     assert [how for how, *_ in kernel.launches] == ["first", "with hooks", "again"]
     assert kernel.launches[1][1:] == kernel.launches[2][1:]
+
+
+def rename_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", object(), raising=True)
+
+
+def remove_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(triton.runtime.driver._active, "get_current_stream")
+
+
+def add_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Compiled, "run", lambda self, gridX, gridY, gridZ, cluster, stream, function, *args: None)
+
+
+def hide_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Compiled, "run")
+
+
+def change_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Compiled, "__getitem__", lambda self, grid, cluster: None)
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("move", [rename_hook, remove_stream, add_parameter, hide_launcher, change_index])
+def test_an_unknown_triton_launches_by_its_public_interface(
+    move: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    move(monkeypatch)
+    monkeypatch.setattr(moved, "_found", {})
+    kernel = Kernel(compiles=True)
+    given = {"n": 5, "scale": 0.5, "BLOCK": 16, "FLAG": False}
+    tensors = torch.zeros(3), torch.zeros(4)
+    with caplog.at_level("WARNING", "tatten"):
+        for _ in range(2):  # two layers
+            launch = Launch(kernel, (7,), {}, **given)
+            for _ in range(3):
+                launch(*tensors)
+    assert kernel.launches == [("first", (7,), tensors, {**given, "enable_fp_fusion": False})] * 6
+    (said,) = caplog.messages
+    assert said.startswith("triton.compiler.CompiledKernel is not as in the versions that tatten was tested with (")
 
 
 def test_the_interpreter_is_given_tensors_each_time() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 import triton
 from compiled import compile_in_subprocess
 
+from tatten.ops import moved
 from tatten.ops.cuda import allocation
 from tatten.ops.cuda.allocation import Dense, allocate
-from tatten.ops.cuda.launcher import PARAMETERS_OF_3_6
+from tatten.ops.cuda.launcher import PARAMETERS_OF_3_6, PARAMETERS_OF_3_9
 from tatten.ops.cuda.tma import Tiling, tma_strides
 
 # A driver that compiles for Hopper, and takes launches down instead of running them.
@@ -32,8 +35,8 @@ class Launcher:
     def __init__(self, source, metadata):
         pass
 
-    def __call__(self, x, y, z, stream, function, *rest):
-        launches.append(((x, y, z, stream, function), rest[-len(driver.names):], rest[:-len(driver.names)]))
+    def __call__(self, gridX, gridY, gridZ, stream, function, *rest):
+        launches.append(((gridX, gridY, gridZ, stream, function), rest[-len(driver.names):], rest[:-len(driver.names)]))
 
 class Utils:
     def get_device_properties(self, device):
@@ -114,16 +117,19 @@ def test_a_compiled_kernel_is_launched_again_by_addresses() -> None:
         assert args[3:6] == [[], [], []], "of nothing else"
 
 
-def test_what_is_taken_for_the_launcher_of_triton_3_6() -> None:
-    """Of the installed Triton, either is what `_launcher` leaves out, or none of it."""
+def test_the_launcher_is_known() -> None:
     from triton.backends.nvidia.driver import CudaLauncher
 
-    if [*inspect.signature(CudaLauncher.__call__).parameters] == PARAMETERS_OF_3_6:
+    _, *parameters = inspect.signature(CudaLauncher.__call__).parameters
+    if parameters == PARAMETERS_OF_3_6:
         calls = "".join(inspect.getsource(CudaLauncher.__call__).split())
         flags, scratch = "self.launch_cooperative_grid,self.launch_pdl", "global_scratch,profile_scratch"
         assert f"self.launch(gridX,gridY,gridZ,stream,function,{flags},{scratch},*args)" in calls
     else:
-        assert [int(x) for x in triton.__version__.split(".")[:2]] >= [3, 7]
+        assert parameters == PARAMETERS_OF_3_9
+    call = "".join(inspect.getsource(triton.JITFunction.run).split())
+    hooks = "knobs.runtime.launch_enter_hook,knobs.runtime.launch_exit_hook"
+    assert f"stream,kernel.function,kernel.packed_metadata,launch_metadata,{hooks},*bound_args.values())" in call
 
 
 def test_memory_is_allocated_as_inductor_allocates_it() -> None:
@@ -137,6 +143,28 @@ def test_memory_is_allocated_as_inductor_allocates_it() -> None:
     made = torch._C._dynamo.guards._empty_strided_cpu(*layout)
     assert (made.shape, made.stride(), made.dtype) == layout
     assert callable(allocation._empty_strided_cuda)
+
+
+def other_arguments(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, stream: int) -> None: ...
+
+
+def test_memory_is_allocated_where_the_private_function_has_moved(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is no GPU here: a tensor that says it is on one stands in, and the public function is one for a CPU."""
+    layout = Dense.of((3, 4), torch.int64)
+    like: Any = SimpleNamespace(is_cuda=True)
+    empty_strided = torch.empty_strided
+    monkeypatch.setattr(torch, "empty_strided", lambda *args, dtype, device: empty_strided(*args, dtype=dtype))
+    monkeypatch.setattr(allocation, "_empty_strided_cuda", other_arguments)
+    monkeypatch.setattr(moved, "_found", {})
+    with caplog.at_level("WARNING", "tatten"):
+        made = [x for _ in range(2) for x in allocate(like, layout, layout)]
+    assert [(x.shape, x.stride(), x.dtype) for x in made] == [layout] * 4
+    assert len(caplog.messages) == 1
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cuda")
+    assert allocation._find() is allocation._public
+    assert "_empty_strided_cuda" in caplog.messages[1]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 4), (1, 5, 1), (0, 16, 128), (4, 0, 2)])
@@ -168,6 +196,27 @@ def test_a_tensor_descriptor_is_what_its_fields_say(which: int) -> None:
     assert made.base is y
     assert {**vars(made), "base": None} == {**vars(want), "base": None}
     assert not hasattr(kind, "__slots__")
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_other_descriptors_are_made_by_triton(slots: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that holds an address: it may not be copied from another tensor's."""
+
+    @dataclasses.dataclass(slots=slots)
+    class Descriptor:
+        base: Any
+        shape: list[int]
+        strides: list[int]
+        block_shape: list[int]
+        address: int = 0
+
+        def __post_init__(self) -> None:
+            self.address = self.base.data_ptr()
+
+    monkeypatch.setattr(moved, "_found", {})
+    x, y = torch.zeros(2, 2, 2, 100, 64, dtype=torch.bfloat16)
+    assert Tiling(Descriptor, x, [1, 1, 64, 64])(y) == Descriptor(y, list(y.shape), tma_strides(y), [1, 1, 64, 64])
+    assert len(moved.moved_notes()) == 1
 
 
 def test_the_names_that_gluon_renamed_are_there() -> None:

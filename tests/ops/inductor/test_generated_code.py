@@ -208,6 +208,7 @@ IN_GLUON = (
     "views of latents",
 )
 NATIVE = torch.__version__ >= "2.12"  # PyTorch 2.11 runs the Python code first, for which there is no GPU
+NATIVE_PDL = torch.__version__ >= "2.15"  # before, PyTorch's C++ launches without programmatic dependent launch
 LOWERED = (
     "two layers",
     "invariant",
@@ -240,6 +241,15 @@ def generate(case: str, lowered: bool = True, **options: bool) -> tuple[str, lis
     return generate_all()[RUNS.index((case, lowered, options))]
 
 
+def defined_with(code: str, **options: bool) -> Iterator[str]:
+    """The names of the kernels that are defined with options of Triton's compiler."""
+    for definition in code.split("async_compile.triton(")[1:]:
+        (meta,) = re.findall(r"triton_meta=(.*),$", definition, re.M)
+        given = dict(re.findall(r"'(launch_pdl|enable_fp_fusion)': (True|False)", meta))
+        if {name: str(value) for name, value in options.items()} == given:
+            yield definition[1:].partition("'")[0]
+
+
 def test_layers_launch_the_same_kernels_in_the_same_memory() -> None:
     code, said = generate("two layers")
     assert not said
@@ -249,10 +259,7 @@ def test_layers_launch_the_same_kernels_in_the_same_memory() -> None:
         *("bits_kernel", "list_kernel", "decode_kernel", "combine_kernel", "decode_kernel", "combine_kernel")
     ]
     assert launches[2:4] == launches[4:6], "a second definition of an equal kernel"
-    options = "'launch_pdl': True, 'enable_fp_fusion': False"
-    defined = re.findall(rf"triton_meta=\{{({options})?.*?\n.*?(?=^def )\n?^def (\w+)\(", code, re.M | re.S)
-    pdl = {name for given, name in defined if given}
-    assert {"decode_kernel", "combine_kernel"} <= {re.sub(r"_\d+$", "", name) for name in pdl}
+    assert {"decode_kernel", "combine_kernel"} <= {*defined_with(code, launch_pdl=True, enable_fp_fusion=False)}
     allocated = [i for i, line in enumerate(code.splitlines()) if "empty_strided_cuda((" in line]
     second = next(
         i for i, line in reversed([*enumerate(code.splitlines())]) if "decode_kernel" in line and ".run(" in line
@@ -308,6 +315,10 @@ def test_cpp_wrapper_launches_natively() -> None:
     assert not said
     assert "tatten::" not in code
     assert code.count("    call_decode_kernel_") == code.count("    call_combine_kernel_") == 2
+    if NATIVE_PDL:
+        launches = dict(re.findall(r"launchKernel\((\w+)_kernel_\d+, .*, (true|false)\);", code))
+        pdl = {name for name, launched in launches.items() if launched == "true"}
+        assert pdl == {"decode", "combine"}
     code, said = generate("project", cpp_wrapper=True)
     assert not said
     assert "tatten::" not in code
