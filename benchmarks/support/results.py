@@ -1,7 +1,9 @@
 """The JSON format in which each benchmark writes its figures, and what reads them back.
 
-    {"benchmark": ..., "command": ..., "date": ..., "device": ..., "torch": ..., "triton": ..., "rows": [{...}, ...]}
+    {"benchmark": ..., "command": ..., "date": ..., "device": ..., "torch": ..., "triton": ...,
+     "transformers": ..., "rows": [{...}, ...]}
 
+`transformers` is null if the benchmark did not load it. Files that were recorded before the field was added lack it.
 A benchmark may add fields of its own. `rows` has one flat or nested object for each line of the printed table.
 """
 
@@ -36,6 +38,7 @@ def write(path: Path, device: str, rows: Sequence[dict[str, Any]], **more: objec
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:  # PyTorch for CPUs comes without
         triton = None
+    transformers = importlib.metadata.version("transformers") if "transformers" in sys.modules else None
     written = {
         "benchmark": Path(sys.argv[0]).stem,
         "command": command(),
@@ -43,6 +46,7 @@ def write(path: Path, device: str, rows: Sequence[dict[str, Any]], **more: objec
         "device": device_name(device),
         "torch": torch.__version__,
         "triton": triton,
+        "transformers": transformers,
         **more,
     }
     fields = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in written.items()]

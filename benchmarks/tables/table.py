@@ -11,6 +11,11 @@ from support.results import NotRecorded, ResultsError, need, read
 
 Row = dict[str, Any]
 Cell = Callable[[Row], object]
+# Benchmarks of models of transformers, whose version the oldest files lack.
+RUNS_MODELS = {
+    *("aoti", "best_of_n", "bifurcated_paper", "eager_step", "encoder_decoder", "generate", "latent", "prefill"),
+    *("quantised", "rollouts", "static_cache", "tree_vs_ring", "written_out"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,10 @@ def error(name: str) -> Cell:
 
 
 def provenance(data: dict[str, Any]) -> str:
-    """How, where and when the figures were measured."""
-    versions = [f"{name} {data[name]}" for name in ("torch", "triton") if data[name]]
+    """How, where and when the figures were measured, and with which versions."""
+    versions = [f"{name} {data[name]}" for name in ("torch", "triton", "transformers") if data.get(name)]
+    if "transformers" not in data and data["benchmark"] in RUNS_MODELS:
+        versions.append("transformers not recorded")
     where = ", ".join([data["device"], *versions, data["date"], *([data["note"]] if "note" in data else [])])
     return f"`{data['command']}` — {where}"
 
