@@ -21,6 +21,7 @@ from support.timing import in_turns
 from transformers import PreTrainedModel, StaticCache
 
 import tatten.integrations.transformers  # noqa: F401  (registers "tatten")
+from tatten.integrations.transformers import cache_kwargs
 
 ATTENTIONS = "eager", "sdpa", "tatten"
 MODELS = "llama", "gpt_oss", "gemma2"
@@ -53,7 +54,7 @@ class Step:
         self.length += self.queries
         seen = self.tokens.new_ones(len(self.tokens), self.length)
         seen[0, :3] = 0
-        return self.model(self.tokens, attention_mask=seen, past_key_values=self.cache).logits.float().cpu()
+        return self.model(self.tokens, attention_mask=seen, **cache_kwargs(self.cache)).logits.float().cpu()
 
 
 def measure(name: str, batch: int, queries: int, args: Any) -> dict[str, Any]:

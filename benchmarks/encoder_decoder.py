@@ -32,7 +32,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 import tatten
-from tatten.integrations.transformers import CrossAttentionCache
+from tatten.integrations.transformers import CrossAttentionCache, cache_kwargs
 
 BEAMS, SLOTS = 5, 128
 AT_LEAST = 2.0  # times as fast as Inductor
@@ -73,7 +73,7 @@ def decode_step(
     encoded = BaseModelOutput(last_hidden_state=states)
     token = torch.ones(len(states), 1, dtype=torch.long, device=device)
     given = {} if mask is None else {"attention_mask": mask}
-    model(encoder_outputs=encoded, decoder_input_ids=token, past_key_values=cache, **given)
+    model(encoder_outputs=encoded, decoder_input_ids=token, **cache_kwargs(cache), **given)
     own_mask = (torch.arange(SLOTS, device=device) < SLOTS // 2).expand(len(states), 1, 1, SLOTS).contiguous()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, dynamic=False) if backend else model
@@ -85,7 +85,7 @@ def decode_step(
             encoder_outputs=encoded,
             decoder_input_ids=token,
             decoder_attention_mask=own_mask,
-            past_key_values=cache,
+            **cache_kwargs(cache),
             **given,
         ).logits
 

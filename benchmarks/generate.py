@@ -35,6 +35,8 @@ from support.timing import in_turns, read_rate
 from torch._inductor.utils import clear_caches
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
+from tatten.integrations.transformers import cache_kwargs
+
 BACKENDS = "inductor", "tatten"
 MODES = {
     "default": {"mode": "default"},
@@ -55,7 +57,7 @@ def generator(
     def generate(tokens: int) -> torch.Tensor:
         cache.reset()
         given = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
-        return model.generate(prompt, past_key_values=cache, compile_config=config, **given)[:, prompt.shape[1] :]
+        return model.generate(prompt, **cache_kwargs(cache), compile_config=config, **given)[:, prompt.shape[1] :]
 
     return generate
 

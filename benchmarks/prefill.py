@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import DynamicCache, PreTrainedModel
 
-from tatten.integrations.transformers import ShardedKVCache
+from tatten.integrations.transformers import ShardedKVCache, cache_kwargs
 
 LENGTHS = {
     "cuda": {"prompt": [8192, 32768, 131072], "long": [1 << 20]},
@@ -82,7 +82,7 @@ def striped(model: PreTrainedModel, mesh: DeviceMesh, prompt: Tensor, chunk: int
 
 
 def by_sdpa(model: PreTrainedModel, prompt: Tensor) -> Tensor:
-    return model(prompt, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits[:, -1]
+    return model(prompt, **cache_kwargs(DynamicCache(config=model.config)), logits_to_keep=1).logits[:, -1]
 
 
 def measured(step: Callable[[], Tensor], ranks: Ranks) -> tuple[float, float]:

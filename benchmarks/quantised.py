@@ -30,6 +30,7 @@ from transformers import Cache, CompileConfig, PreTrainedModel, StaticCache
 
 import tatten
 from tatten.caches.quantised import dequantise, quantise
+from tatten.integrations.transformers import cache_kwargs
 
 DTYPES = {"float8": torch.float8_e4m3fn, "int8": torch.int8}
 WIDE = "16 bits"
@@ -56,7 +57,7 @@ def generator(
     def generate(tokens: int) -> Tensor:
         cache.reset()
         given = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
-        return model.generate(prompt, past_key_values=cache, compile_config=config, **given)
+        return model.generate(prompt, **cache_kwargs(cache), compile_config=config, **given)
 
     with tatten.recording() as report:
         generate(FEW)
@@ -67,9 +68,9 @@ def generator(
 def logits_after(model: PreTrainedModel, prompt: Tensor, cache: Cache) -> Tensor:
     """The logits of a step after the prompt, in eager mode."""
     cache.reset()
-    model(prompt, past_key_values=cache, logits_to_keep=1)
+    model(prompt, **cache_kwargs(cache), logits_to_keep=1)
     token = torch.ones_like(prompt[:, :1])
-    return model(token, past_key_values=cache).logits.float()
+    return model(token, **cache_kwargs(cache)).logits.float()
 
 
 def relative(x: Tensor, y: Tensor) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import tatten
-from tatten.integrations.transformers import SharedPrefixCache
+from tatten.integrations.transformers import SharedPrefixCache, cache_kwargs
 
 TEMPERATURE, TOP_P = 0.8, 0.95
 SHARPNESS = 50  # scales the logits: makes the random model as confident as a trained one
@@ -75,7 +75,7 @@ def prefill(model: LlamaForCausalLM, prompt: Tensor) -> SharedPrefixCache:
     """Prefill all tokens but the last, which `generate` gives to each sample."""
     cache = SharedPrefixCache(model.config)
     with torch.no_grad():
-        model(prompt[:, :-1], past_key_values=cache, logits_to_keep=1)
+        model(prompt[:, :-1], **cache_kwargs(cache), logits_to_keep=1)
     return cache
 
 
@@ -109,7 +109,7 @@ def sample(
     torch.manual_seed(1)
     out = model.generate(
         prompt,
-        past_key_values=cache,
+        **cache_kwargs(cache),
         num_return_sequences=n,
         max_new_tokens=new,
         do_sample=True,

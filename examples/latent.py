@@ -20,6 +20,7 @@ import torch
 from transformers import CompileConfig, DeepseekV3Config, DeepseekV3ForCausalLM, StaticCache
 
 import tatten
+from tatten.integrations.transformers import cache_kwargs
 
 
 @dataclass
@@ -69,7 +70,7 @@ def generate(
     clock = Clock()
     out = model.generate(
         prompt,
-        past_key_values=StaticCache(model.config, max_cache_len=args.max_cache_len),
+        **cache_kwargs(StaticCache(model.config, max_cache_len=args.max_cache_len)),
         compile_config=compile_config,
         logits_processor=[clock],
         max_new_tokens=args.new_tokens,

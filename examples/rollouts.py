@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, PreTrainedModel, StaticCache
 
-from tatten.integrations.transformers import SharedPrefixCache
+from tatten.integrations.transformers import SharedPrefixCache, cache_kwargs
 
 SHARPNESS = 20  # scales the logits: makes the random model more confident
 SHAPES = {
@@ -144,7 +144,7 @@ class Duplicated:
         texts = self.model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=self.cache,
+            **cache_kwargs(self.cache),
             max_new_tokens=new,
             do_sample=False,  # with the noise, the largest is a sample
             logits_processor=[lambda _, logits: noise(logits)],

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
-from tatten.integrations.transformers import SharedPrefixCache
+from tatten.integrations.transformers import SharedPrefixCache, cache_kwargs
 
 
 def connect(device: str) -> DeviceMesh:
@@ -57,12 +57,12 @@ def sample(model: LlamaForCausalLM, prompt: Tensor, cache: SharedPrefixCache, ar
     """Draw `args.samples` samples with the same seed on all ranks, then go on greedily from some of them."""
     # On an accelerator `generate` compiles the step if the cache has a fixed size.
     options = {} if args.device == "cpu" else {"compile_config": CompileConfig(backend="tatten")}
-    model(prompt[:, :-1], past_key_values=cache)
+    model(prompt[:, :-1], **cache_kwargs(cache))
     fork = cache.fork(args.samples, capacity=2 * args.new_tokens)
     torch.manual_seed(1)
     drawn = model.generate(
         prompt,
-        past_key_values=fork,
+        **cache_kwargs(fork),
         do_sample=True,
         num_return_sequences=args.samples,
         max_new_tokens=args.new_tokens,
@@ -71,7 +71,7 @@ def sample(model: LlamaForCausalLM, prompt: Tensor, cache: SharedPrefixCache, ar
     best = drawn[:, prompt.shape[1] :].sum(1).topk(max(1, args.samples // 3)).indices  # any score will do here
     return model.generate(
         drawn[best],
-        past_key_values=fork.select(best),
+        **cache_kwargs(fork.select(best)),
         do_sample=False,
         max_new_tokens=args.new_tokens,
         **options,

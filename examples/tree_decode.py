@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import tatten
-from tatten.integrations.transformers import ShardedKVCache
+from tatten.integrations.transformers import ShardedKVCache, cache_kwargs
 
 
 class Sent(TorchDispatchMode):
@@ -199,7 +199,7 @@ def main() -> None:
     cache = ShardedKVCache(model.config, mesh, args.prompt_len + args.new_tokens)
     # On an accelerator `generate` compiles the step if the cache has a fixed size.
     options = {} if args.device == "cpu" else {"compile_config": CompileConfig(backend="tatten")}
-    ours, _ = generate(model, prompt, args.new_tokens, past_key_values=cache, **options)
+    ours, _ = generate(model, prompt, args.new_tokens, **cache_kwargs(cache), **options)
     say(compare(ours, tokens, logits, args.dtype), f"keys and values on each rank: {cache.nbytes / 2**20:.1f} MiB")
 
     say("", "one layer's attention of one token: microseconds, and bytes that a rank sends", "")

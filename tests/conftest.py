@@ -33,6 +33,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse the name of a cache that transformers 5.24 replaced: users copy what they see."""
+    config.addinivalue_line("filterwarnings", "error:`past_key_values` is deprecated:FutureWarning")
+
+
 @pytest.fixture(autouse=True)
 def extra_kernels_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most graphs of the tests are too small for a rewrite to pay; those about the cost itself put the price back."""

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from caused_warnings import no_warnings
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -29,7 +30,7 @@ def test_pages_have_code_that_runs() -> None:
 def test_code_in_a_page(code: str) -> None:
     said = re.findall(r"print\(.*\)(?:  # |\n# )([^:\n]*)", code)
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), no_warnings():
         exec(code, {"__name__": "__main__"})  # Dynamo imports the module of that name
     assert not said or printed.getvalue().splitlines() == said
 

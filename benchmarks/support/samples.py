@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, StaticCache
 
 from support.timing import as_graph, seconds
-from tatten.integrations.transformers import SharedPrefixCache
+from tatten.integrations.transformers import SharedPrefixCache, cache_kwargs
 
 HEAD_DIM, DTYPE = 128, torch.bfloat16
 
@@ -84,7 +84,7 @@ def decode_step(forward: Callable[..., object], cache: Cache, sizes: Sizes, devi
                 layer.kv.length.fill_(sizes.suffix - 1)
             else:
                 layer.cumulative_length.fill_(last)
-        return forward(token, position_ids=position, attention_mask=mask, past_key_values=cache).logits
+        return forward(token, position_ids=position, attention_mask=mask, **cache_kwargs(cache)).logits
 
     return step
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, StaticCache
 
 import tatten
 from support.timing import as_graph, in_turns, seconds
+from tatten.integrations.transformers import cache_kwargs
 
 
 class Shape(Protocol):
@@ -28,7 +29,7 @@ def decode_step(model: PreTrainedModel, row: Shape, backend: str | None, device:
     generator = torch.Generator(device).manual_seed(1)
     cache = StaticCache(model.config, max_cache_len=row.max_cache_len)
     token = torch.arange(1, row.batch + 1, device=device).unsqueeze(1)
-    model(token, past_key_values=cache)  # allocates the cache
+    model(token, **cache_kwargs(cache))  # allocates the cache
     for layer in cache.layers:
         for x in (layer.keys, layer.values):
             x.copy_(torch.randn(x.shape, generator=generator, device=device, dtype=getattr(torch, row.dtype)))
@@ -43,7 +44,7 @@ def decode_step(model: PreTrainedModel, row: Shape, backend: str | None, device:
     def step() -> Tensor:
         for layer in cache.layers:
             layer.cumulative_length.fill_(row.used - 1)
-        return compiled(token, position_ids=position, attention_mask=mask, past_key_values=cache).logits
+        return compiled(token, position_ids=position, attention_mask=mask, **cache_kwargs(cache)).logits
 
     for _ in range(3):
         step()

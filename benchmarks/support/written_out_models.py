@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, StaticCache
 import tatten
 from support import models
 from support.timing import as_graph, in_turns, seconds
+from tatten.integrations.transformers import cache_kwargs
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def decode_step(model: PreTrainedModel, row: Row, backend: str | None, device: s
     generator = torch.Generator(device).manual_seed(1)
     cache = StaticCache(model.config, max_cache_len=row.slots)
     token = torch.arange(1, row.batch + 1, device=device).unsqueeze(1)
-    model(token, past_key_values=cache)  # allocates the cache
+    model(token, **cache_kwargs(cache))  # allocates the cache
     for layer in cache.layers:
         for x in (layer.keys, layer.values):
             x.copy_(torch.randn(x.shape, generator=generator, device=device))
@@ -60,7 +61,7 @@ def decode_step(model: PreTrainedModel, row: Row, backend: str | None, device: s
             layer.cumulative_length.fill_(row.used - 1)
             if hasattr(layer, "cumulative_length_int"):  # of sliding windows, on which a graph depends
                 layer.cumulative_length_int = row.used - 1
-        return compiled(token, position_ids=position, past_key_values=cache).logits
+        return compiled(token, position_ids=position, **cache_kwargs(cache)).logits
 
     for _ in range(3):
         step()

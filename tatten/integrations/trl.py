@@ -14,7 +14,7 @@ from trl import GRPOTrainer, is_conversational
 from trl.models import unwrap_model_for_generation
 
 from tatten.integrations.transformers import SharedPrefixCache
-from tatten.integrations.transformers.config import cache_argument
+from tatten.integrations.transformers.config import cache_argument, cache_kwargs
 
 Tokens = list[list[int]]
 
@@ -72,8 +72,7 @@ class SharedPrefixRollouts:
 
         prompts = SharedPrefixCache(model.config)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]  # as `generate` numbers them
-        cache_name = cache_argument(model)
-        given = {"attention_mask": mask[:, :-1], "position_ids": positions, cache_name: prompts}
+        given = {"attention_mask": mask[:, :-1], "position_ids": positions, cache_argument(model): prompts}
         model(ids[:, :-1], **given, logits_to_keep=1)
         memory = [(x.shape, x.dtype, x.device) for layer in prompts.layers for x in layer.kv.tensors]
         like = chosen, config.max_new_tokens, memory
@@ -82,7 +81,7 @@ class SharedPrefixRollouts:
         cache = prompts.fork(1, capacity=config.max_new_tokens).select(chosen, into=into)
         self._last = like, cache
 
-        given = {"attention_mask": mask[chosen], cache_name: cache}
+        given = {"attention_mask": mask[chosen], **cache_kwargs(cache)}
         tokens: Tensor = model.generate(ids[chosen], **given, generation_config=config)
         return tokens[:, ids.shape[1] :]
 

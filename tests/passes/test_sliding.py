@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, StaticCache
 
 import tatten
+from tatten.integrations.transformers import cache_kwargs
 from tatten.passes import sliding
 from tatten.passes.mutation import movers
 from tatten.passes.sliding import apply_slide, find_slides
@@ -242,11 +243,11 @@ def step_of_mistral(device: str):
 
     def run(backend: str):
         cache = StaticCache(config, max_cache_len=64)
-        model(tokens, past_key_values=cache)
+        model(tokens, **cache_kwargs(cache))
         torch._dynamo.reset()
         step = torch.compile(model, backend=backend, dynamic=False)
         for token in range(3):
-            logits = step(tokens[:, token : token + 1], past_key_values=cache).logits
+            logits = step(tokens[:, token : token + 1], **cache_kwargs(cache)).logits
         return logits, [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
 
     return run

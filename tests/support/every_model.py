@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 VOCABULARY = 64
@@ -47,6 +48,8 @@ SIZES: dict[str, Any] = {
     "d_kv": 16,
     "d_head": 16,
     "rotary_dim": 8,
+    "image_size": 32,
+    "patch_size": 8,
     "vocab_size": VOCABULARY,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -104,6 +107,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 }
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SEQ2SEQ_NAMES = sorted(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+BASE_NAMES = sorted(set(MODEL_MAPPING_NAMES) - set(NAMES) - set(SEQ2SEQ_NAMES))
 
 
 def build_pair(name: str, attentions: tuple[str, str], seq2seq: bool = False) -> list[PreTrainedModel]:
@@ -113,7 +117,17 @@ def build_pair(name: str, attentions: tuple[str, str], seq2seq: bool = False) ->
         Exception: whatever transformers raises at sizes that do not fit the model.
     """
     classes = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    model_class, config = _class_and_config(getattr(transformers, classes[name]), name, seq2seq)
+    return _pair(*_class_and_config(getattr(transformers, classes[name]), name, seq2seq), name, attentions)
+
+
+def build_base_pair(name: str, attentions: tuple[str, str]) -> list[PreTrainedModel]:
+    """The same for a base model that is no language model: an encoder of text, images or sound."""
+    found = MODEL_MAPPING_NAMES[name]
+    model_class = getattr(transformers, found if isinstance(found, str) else found[0])
+    return _pair(*_class_and_config(model_class, name, True), name, attentions)
+
+
+def _pair(model_class: Any, config: PreTrainedConfig, name: str, attentions: tuple[str, str]) -> list[PreTrainedModel]:
     with torch.device("meta"):
         count = sum(x.numel() for x in model_class._from_config(copy.deepcopy(config)).parameters())
     if count > MANY:

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import tatten
-from tatten.integrations.transformers import SharedPrefixCache
+from tatten.integrations.transformers import SharedPrefixCache, cache_kwargs
 
 N, PROMPT, NEW = 6, 33, 4
 COMMON = tiny_models.COMMON | {"max_position_embeddings": 256, "eos_token_id": None}
@@ -43,7 +43,7 @@ def prefilled(model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor) ->
     cache = SharedPrefixCache(model.config)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]
     with torch.no_grad():
-        model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, past_key_values=cache)
+        model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, **cache_kwargs(cache))
     return cache
 
 
@@ -73,7 +73,7 @@ def test_generate(name: str, padded: bool) -> None:
     with tatten.recording() as report:
         torch.manual_seed(2)
         fork = prefilled(model, ids, mask).fork(N, NEW)
-        got = model.generate(ids, past_key_values=fork, compile_config=through("tatten", "eager"), **kwargs)
+        got = model.generate(ids, **cache_kwargs(fork), compile_config=through("tatten", "eager"), **kwargs)
     assert torch.equal(got, want)
     assert [x.op for x in report.rewritten] == ["tatten.bifurcated_attention.default"] * 2
     assert not report.declined
@@ -87,7 +87,7 @@ def test_a_second_level() -> None:
     kwargs = {"max_new_tokens": NEW, "do_sample": True, "num_return_sequences": 3}
     positions = ones.sum(1, keepdim=True) - 1
     with torch.no_grad():
-        model(many[:, -1:], attention_mask=ones, position_ids=positions, past_key_values=child)
+        model(many[:, -1:], attention_mask=ones, position_ids=positions, **cache_kwargs(child))
     many, ones = torch.cat([many, torch.arange(1, 7)[:, None]], 1), torch.cat([ones, ones[:, -1:]], 1)
     torch.manual_seed(2)
     want = model.generate(many, attention_mask=ones, **kwargs)
@@ -96,7 +96,7 @@ def test_a_second_level() -> None:
         torch.manual_seed(2)
         fork = child.fork(3, NEW)
         config = through("tatten", "eager")
-        got = model.generate(many, attention_mask=ones, past_key_values=fork, compile_config=config, **kwargs)
+        got = model.generate(many, attention_mask=ones, **cache_kwargs(fork), compile_config=config, **kwargs)
     assert torch.equal(got, want)
     assert report.rewritten
     assert all(x.cost.segments == 3 for x in report.rewritten)
@@ -115,7 +115,7 @@ def test_another_prompt_of_another_length_is_one_more_graph() -> None:
             mask = torch.ones(N, length).long()
             token = ids[:, -1:].repeat(N, 1)
             position = torch.full((N, 1), length - 1)
-            got = step(token, attention_mask=mask, position_ids=position, past_key_values=fork).logits
+            got = step(token, attention_mask=mask, position_ids=position, **cache_kwargs(fork)).logits
             torch.testing.assert_close(got[0, -1], model(ids).logits[0, -1])
     assert len(report.graphs) == 2
     assert [x.op for x in report.rewritten] == ["tatten.bifurcated_attention.default"] * 4
@@ -145,7 +145,7 @@ def test_nothing_of_the_size_of_batch_times_prefix_is_allocated() -> None:
     for backend in ("tatten", "inductor"):
         fork = root.fork(n, capacity=8)
         torch._dynamo.reset()
-        step = functools.partial(torch.compile(model, backend=backend), past_key_values=fork, **inputs)
+        step = functools.partial(torch.compile(model, backend=backend), **cache_kwargs(fork), **inputs)
         with torch.no_grad():
             largest[backend] = largest_allocation(step)
     assert largest["inductor"] >= expanded  # or the profiler sees nothing

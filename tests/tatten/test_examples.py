@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from caused_warnings import no_warnings
 from ranks import run_torchrun
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,7 +20,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def output(name: str, options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     monkeypatch.setattr(sys, "argv", [name, *options.split()])
-    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    with no_warnings():
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     return capsys.readouterr().out
 
 
@@ -143,3 +145,5 @@ def test_sharded_samples() -> None:
     example = EXAMPLES / "sharded_samples.py"
     out = run_torchrun(2, str(example), *["--prompt-len", "65", "--samples", "6", "--new-tokens", "3"])
     assert "tokens: identical on all ranks and in one process" in out
+    assert "FutureWarning" not in out
+    assert "deprecated" not in out

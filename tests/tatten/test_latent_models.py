@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import tatten
-from tatten.integrations.transformers import SharedPrefixCache
+from tatten.integrations.transformers import SharedPrefixCache, cache_kwargs
 from tatten.passes import Rewritten, cost, rewrite
 from tatten.passes.sdpa import find_sdpa
 
@@ -86,10 +86,10 @@ def test_attention_is_sdpas_in_float64(name: str, cache: str, q_len: int, padded
     compared = Compared()
     torch._dynamo.reset()
     with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=past, use_cache=True)
+        model(ids, attention_mask=mask, **cache_kwargs(past), use_cache=True)
         mask = torch.cat((mask, mask.new_ones(BATCH, q_len)), dim=1)
         step = torch.compile(model, backend=compared, dynamic=dynamic, fullgraph=name != "longcat_flash")
-        step(torch.randint(3, 60, (BATCH, q_len)), attention_mask=mask, past_key_values=past, use_cache=True)
+        step(torch.randint(3, 60, (BATCH, q_len)), attention_mask=mask, **cache_kwargs(past), use_cache=True)
     ops = [x.op if isinstance(x, Rewritten) else x.decline for x in compared.findings]
     assert ops == ["tatten.latent_attention.default"] * MODELS[name].layers
     assert compared.scale > 0.1
@@ -103,7 +103,7 @@ def test_a_model_that_writes_attention_out() -> None:
     model = latent_models.build("hy_v4", torch.float32)
     past = StaticCache(config=model.config, max_cache_len=24)
     with torch.no_grad():
-        report = tatten.explain(model, torch.randint(3, 60, (BATCH, 1)), past_key_values=past, use_cache=True)
+        report = tatten.explain(model, torch.randint(3, 60, (BATCH, 1)), **cache_kwargs(past), use_cache=True)
     assert not report.declined, str(report)
     assert {x.op for x in report.rewritten} == {"tatten.latent_attention.default"}, str(report)
     assert all(x.note.startswith("attention written out, with") for x in report.rewritten)
@@ -121,7 +121,7 @@ def test_samples_share_the_latents_of_their_prompt(name: str, monkeypatch: pytes
     cache = SharedPrefixCache(model.config)
     with torch.no_grad():
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]
-        model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, past_key_values=cache)
+        model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, **cache_kwargs(cache))
     config = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"}, fullgraph=True)
     config._compile_all_devices = True
     kwargs = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": True, "num_return_sequences": 3}
@@ -130,7 +130,7 @@ def test_samples_share_the_latents_of_their_prompt(name: str, monkeypatch: pytes
     torch._dynamo.reset()
     with tatten.recording() as report:
         torch.manual_seed(2)
-        got = model.generate(ids, past_key_values=cache.fork(3, 5), compile_config=config, **kwargs)
+        got = model.generate(ids, **cache_kwargs(cache.fork(3, 5)), compile_config=config, **kwargs)
     assert torch.equal(got, want)
     assert [x.op for x in report.rewritten] == ["tatten.latent_attention.default"] * MODELS[name].layers
     assert all(f"c float32[2, 1, {PROMPT - 1}, " in x.shapes for x in report.rewritten)

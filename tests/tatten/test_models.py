@@ -11,6 +11,7 @@ from slow import slow_but
 from transformers import DynamicCache, StaticCache
 
 import tatten
+from tatten.integrations.transformers import cache_kwargs
 from tatten.passes.reasons import Reason
 
 LAYERS, STEPS, PROMPT, MAX_LEN = 2, 5, 10, 32
@@ -134,12 +135,12 @@ def decode(model, forward, cache: str, padded: bool, steps: int = STEPS) -> torc
     logits = []
     with torch.no_grad():
         extra = {"attention_mask": mask} if padded else {}
-        token = model(ids, past_key_values=kv, **extra).logits[:, -1:].argmax(-1)
+        token = model(ids, **cache_kwargs(kv), **extra).logits[:, -1:].argmax(-1)
         for _ in range(steps):
             if padded:
                 mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.int64)], dim=1)
                 extra = {"attention_mask": mask}
-            step = forward(token, past_key_values=kv, **extra).logits
+            step = forward(token, **cache_kwargs(kv), **extra).logits
             logits.append(step)
             token = step[:, -1:].argmax(-1)
     return torch.cat(logits)

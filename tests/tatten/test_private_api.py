@@ -64,22 +64,39 @@ def test_integrations_transformers_config() -> None:
 
 def test_integrations_transformers_config_of_code() -> None:
     """What is read of a model's code: whether it is made for SDPA, and its own attention."""
-    from transformers import FalconConfig, Gemma2Config, Gemma4TextConfig, LlamaConfig
+    from transformers import FalconConfig, Gemma2Config, Gemma4TextConfig, GptOssConfig, LlamaConfig
     from transformers.models.falcon import modeling_falcon  # noqa: F401
     from transformers.models.gemma2 import modeling_gemma2
     from transformers.models.gemma4 import modeling_gemma4  # noqa: F401
+    from transformers.models.gpt_oss import modeling_gpt_oss  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
 
     from tatten.integrations.transformers.config import eager_attention, made_for_sdpa
 
     assert made_for_sdpa(LlamaConfig())
-    assert not made_for_sdpa(Gemma2Config())  # says that it does not support SDPA
+    assert not made_for_sdpa(GptOssConfig())  # says that it does not support SDPA, in every version
     assert not made_for_sdpa(Gemma4TextConfig())  # asks for "sdpa" by name
     assert not made_for_sdpa(FalconConfig())  # has attention of its own
     layer = modeling_gemma2.Gemma2Attention(Gemma2Config(hidden_size=8, head_dim=4), 0)
     assert eager_attention(layer) is modeling_gemma2.eager_attention_forward
     with pytest.raises(NotImplementedError, match="Identity must have an `eager_attention_forward` beside it"):
         eager_attention(torch.nn.Identity())
+
+
+def test_integrations_transformers_config_of_weights() -> None:
+    """The context variable that says whether hooks collect attention weights, which models do not pass on."""
+    from transformers.utils.output_capturing import _active_collector as collector
+
+    from tatten.integrations.transformers.config import weights_collected
+
+    assert not weights_collected()
+    token = collector.set({"hidden_states": []})
+    assert not weights_collected()
+    collector.reset(token)
+    token = collector.set({"cross_attentions": []})
+    assert weights_collected()
+    collector.reset(token)
+    assert collector.global_var is None  # read while a model is compiled
 
 
 def test_integrations_transformers_layers() -> None:

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CompileConfig
 
 import tatten
-from tatten.integrations.transformers import ShardedKVCache
+from tatten.integrations.transformers import ShardedKVCache, cache_kwargs
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -137,7 +137,7 @@ def generate(name: str, padded: bool, mode: str | None) -> int:
     with tatten.recording() as report:
         for _ in range(2):
             cache = ShardedKVCache(model.config, on, PROMPT + NEW)
-            got = model.generate(ids, past_key_values=cache, compile_config=config, **options)
+            got = model.generate(ids, **cache_kwargs(cache), compile_config=config, **options)
             assert torch.equal(got, want)
     assert not report.declined
     assert len(report.rewritten) == model.config.num_hidden_layers

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import tatten
+from tatten.integrations.transformers import cache_kwargs
 from tatten.passes.reasons import Reason
 from tatten.report import Report
 
@@ -73,6 +74,12 @@ def tokens(n: int, seed: int) -> Tensor:
     return torch.randint(3, every_model.VOCABULARY, (BATCH, n), generator=torch.Generator().manual_seed(seed))
 
 
+def cache_of(output: Any) -> Any:
+    """The cache that a model returned, by the name that this version of transformers has for it."""
+    (name,) = cache_kwargs(None)
+    return output[name]
+
+
 @torch.no_grad()
 def decode(name: str, seq2seq: bool) -> tuple[Tensor, Tensor, Report]:
     """Logits of steps after a padded prompt, with a dynamic cache: of eager, and of the backend with its report."""
@@ -83,15 +90,15 @@ def decode(name: str, seq2seq: bool) -> tuple[Tensor, Tensor, Report]:
     if seq2seq:
         start["encoder_outputs"] = model.get_encoder()(tokens(PROMPT, 0), attention_mask=seen[:, :PROMPT])
     given = "decoder_input_ids" if seq2seq else "input_ids"
-    prompt = model(**{given: tokens(PROMPT, 1)}, **start).past_key_values
+    prompt = cache_of(model(**{given: tokens(PROMPT, 1)}, **start))
 
     def logits(run: Callable[..., Any]) -> Tensor:
         cache, out = copy.deepcopy(prompt), []
         for i in range(STEPS):
             mask = seen[:, : PROMPT + (0 if seq2seq else i + 1)]
-            found = run(**{given: tokens(1, 2 + i)}, **{**start, "attention_mask": mask, "past_key_values": cache})
+            found = run(**{given: tokens(1, 2 + i)}, **{**start, "attention_mask": mask, **cache_kwargs(cache)})
             out.append(found.logits)
-            cache = found.past_key_values
+            cache = cache_of(found)
         return torch.stack(out)
 
     torch._dynamo.reset()

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tatten.integrations.transformers import registration  # noqa: F401
+from tatten.integrations.transformers.config import cache_kwargs
 from tatten.integrations.transformers.cross_attention import CrossAttentionCache
 from tatten.integrations.transformers.quantised import QuantizedStaticCache
 from tatten.integrations.transformers.shared_prefix import SharedPrefixCache
@@ -10,7 +11,7 @@ from tatten.integrations.transformers.shared_prefix import SharedPrefixCache
 if TYPE_CHECKING:
     from tatten.integrations.transformers.sharded import ShardedKVCache
 
-__all__ = ["CrossAttentionCache", "QuantizedStaticCache", "ShardedKVCache", "SharedPrefixCache"]
+__all__ = ["CrossAttentionCache", "QuantizedStaticCache", "ShardedKVCache", "SharedPrefixCache", "cache_kwargs"]
 
 
 def __getattr__(name: str) -> object:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 
@@ -38,6 +38,23 @@ def count_layers(config: PreTrainedConfig) -> int:
 def cache_argument(model: PreTrainedModel) -> str:
     """The name of a model's argument for its cache, which transformers 5.24 changed in its own models."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def cache_kwargs(cache: Cache | None) -> dict[str, Cache | None]:
+    """The keyword argument that gives a cache to a model of transformers, or to its `generate`.
+
+    transformers 5.24 renamed the argument `past_key_values` to `cache`. Later versions warn about the old name, and
+    earlier versions refuse the new one. This function returns the name that the installed version takes:
+
+        out = model.generate(prompt, **cache_kwargs(cache), max_new_tokens=256)
+    """
+    return {_cache_name(): cache}
+
+
+@functools.cache
+def _cache_name() -> str:
+    parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 def caches_latents(config: PreTrainedConfig) -> bool:
@@ -95,6 +112,20 @@ def _says_so(module: str) -> bool:
         return False
     says = ("ALL_ATTENTION_FUNCTIONS.get_interface(", "_supports_sdpa = True")
     return all(text in source for text in says) and '_attn_implementation == "sdpa"' not in source
+
+
+def weights_collected() -> bool:
+    """Tell whether hooks on the layers of the running model collect attention weights.
+
+    Many models (GPT-2, OPT) do not pass `output_attentions` on to their attention function.
+    """
+    try:
+        from transformers.utils.output_capturing import _active_collector as collector
+    except ImportError:
+        return False
+    # Dynamo traces no context variable. transformers keeps the collector of a compiled model in a global one instead.
+    collected = collector.global_var if torch.compiler.is_compiling() else collector.get()
+    return collected is not None and any("attentions" in name for name in collected)
 
 
 def eager_attention(module: nn.Module) -> Callable[..., Any]:

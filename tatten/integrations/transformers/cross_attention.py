@@ -82,7 +82,7 @@ class CrossAttentionCache(Cache):  # type: ignore[misc]
 
         decoder = StaticCache(model.config, max_cache_len=max_new_tokens)
         cache = EncoderDecoderCache(decoder, CrossAttentionCache(n=5))
-        out = model.generate(**inputs, past_key_values=cache, num_beams=5, max_new_tokens=max_new_tokens,
+        out = model.generate(**inputs, **cache_kwargs(cache), num_beams=5, max_new_tokens=max_new_tokens,
                              compile_config=CompileConfig(backend="tatten"))
 
     Args:

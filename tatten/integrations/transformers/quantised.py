@@ -76,7 +76,7 @@ class QuantizedStaticCache(Cache):  # type: ignore[misc]
     Takes the place of `transformers.StaticCache`, with 0.52 of its bytes at 16 bits and head_dim 128:
 
         cache = tatten.QuantizedStaticCache(model.config, max_cache_len=4096)
-        out = model.generate(**inputs, past_key_values=cache, compile_config=CompileConfig(backend="tatten"))
+        out = model.generate(**inputs, **cache_kwargs(cache), compile_config=CompileConfig(backend="tatten"))
 
     Keys and values are rounded when they are written, the prompt's too, and attention gets them dequantised, as plain
     PyTorch. With `backend="tatten"` a decode step reads them in 8 bits; any other backend makes a copy in the dtype of
@@ -94,11 +94,12 @@ class QuantizedStaticCache(Cache):  # type: ignore[misc]
     Examples:
         >>> import torch, tatten
         >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from tatten.integrations.transformers import cache_kwargs
         >>> config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
         >>> cache = tatten.QuantizedStaticCache(config, max_cache_len=20, dtype=torch.int8)
         >>> prompt = torch.tensor([[1, 2, 3]])
         >>> model = LlamaForCausalLM(config)
-        >>> model.generate(prompt, past_key_values=cache, max_new_tokens=4, min_new_tokens=4, pad_token_id=0).shape
+        >>> model.generate(prompt, **cache_kwargs(cache), max_new_tokens=4, min_new_tokens=4, pad_token_id=0).shape
         torch.Size([1, 7])
     """
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from tatten.integrations.transformers.config import weights_collected
 from tatten.integrations.transformers.handover import running_prefill, take_over
 from tatten.integrations.transformers.masks import mask
 
@@ -24,6 +25,8 @@ def attention(
 
     Keys and values of a sharded cache are DTensors, or what the model has expanded from this rank's latents.
     """
+    if weights_collected():
+        kwargs["output_attentions"] = True
     if (prefill := running_prefill()) is not None:
         from tatten.integrations.transformers.prefill import attention as striped
 

@@ -103,7 +103,7 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tatten")
         mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("kv",))
         cache = ShardedKVCache(model.config, mesh, capacity=prompt_length + max_new_tokens)
-        out = model.generate(prompt, past_key_values=cache, max_new_tokens=max_new_tokens)
+        out = model.generate(prompt, **cache_kwargs(cache), max_new_tokens=max_new_tokens)
 
     Each rank computes the whole prompt, with ordinary causal attention, and keeps its share of the keys and values,
     layer by layer; or with `prefill`, its share of the prompt alone. In a decode step each rank attends to its share,
@@ -235,6 +235,8 @@ def attention(
     for name in ("softcap", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"`{name}` must be None over a sharded cache, got {kwargs[name]!r}")
+    if kwargs.get("output_attentions"):
+        raise ValueError("`output_attentions` must be False over a sharded cache, which no rank has all weights of")
     if attention_mask is None:
         raise ValueError("`attention_mask` must exclude the unused slots of a sharded cache, got None")
     queries, mask = layout.queries(query), layout.mask(attention_mask[..., layout.own])

@@ -24,8 +24,8 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         cache = SharedPrefixCache(model.config)
         position_ids = (mask.cumsum(-1) - 1).clamp(min=0)  # `generate` does the same
         with torch.no_grad():
-            model(prompt[:, :-1], attention_mask=mask[:, :-1], position_ids=position_ids[:, :-1], past_key_values=cache)
-        out = model.generate(prompt, attention_mask=mask, past_key_values=cache.fork(n, capacity=max_new_tokens),
+            model(prompt[:, :-1], attention_mask=mask[:, :-1], position_ids=position_ids[:, :-1], **cache_kwargs(cache))
+        out = model.generate(prompt, attention_mask=mask, **cache_kwargs(cache.fork(n, capacity=max_new_tokens)),
                              num_return_sequences=n, do_sample=True, max_new_tokens=max_new_tokens)
 
     `position_ids` can be omitted without padding. With padding, a model called without them would count it, and the

@@ -16,7 +16,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.llama import modeling_llama
 
 import tatten.backend
-from tatten.integrations.transformers import local, masks, registration
+from tatten.integrations.transformers import cache_kwargs, local, masks, registration
 
 BATCH, PROMPT, SLOTS = 2, 20, 40
 # A layer's call: one of an op, or what transformers has.
@@ -64,7 +64,7 @@ def decoder_logits(model: PreTrainedModel, static: bool, padded: bool, run: Any 
         if padded:
             seen[0, :3] = 0
         options = {"attention_mask": seen} if padded else {}
-        out = run(input_ids=tokens(n, seen.shape[1]), past_key_values=cache, use_cache=True, **options).logits
+        out = run(input_ids=tokens(n, seen.shape[1]), **cache_kwargs(cache), use_cache=True, **options).logits
         logits.append(out[seen[:, -n:].bool()])  # what padding gets is nobody's business
     return logits
 
@@ -77,7 +77,7 @@ def seq2seq_logits(model: PreTrainedModel, static: bool, padded: bool) -> list[T
         seen[0, -3:] = 0
     encoded = model.get_encoder()(tokens(PROMPT), attention_mask=seen)
     cache = EncoderDecoderCache(cache_of(model, static), cache_of(model, static, PROMPT))
-    options = {"encoder_outputs": encoded, "attention_mask": seen, "past_key_values": cache, "use_cache": True}
+    options = {"encoder_outputs": encoded, "attention_mask": seen, **cache_kwargs(cache), "use_cache": True}
     return [model(decoder_input_ids=tokens(n, n), **options).logits for n in (3, 1, 1)]
 
 
@@ -146,7 +146,7 @@ def test_whisper(static: bool, calls: dict[str, int]) -> None:
         cache = EncoderDecoderCache(cache_of(model, static), cache_of(model, static, 30))
         with torch.no_grad():
             encoded = model.get_encoder()(frames)
-            options = {"encoder_outputs": encoded, "past_key_values": cache, "use_cache": True}
+            options = {"encoder_outputs": encoded, **cache_kwargs(cache), "use_cache": True}
             logits.append([model(decoder_input_ids=tokens(n, n), **options).logits for n in (3, 1, 1)])
     for want, got in zip(*logits, strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
@@ -200,10 +200,10 @@ def test_unused_slots_are_not_read() -> None:
     for unused in (0.0, torch.nan):
         cache = cache_of(model, static=True)
         with torch.no_grad():
-            model(tokens(PROMPT), past_key_values=cache)
+            model(tokens(PROMPT), **cache_kwargs(cache))
             for layer in cache.layers:
                 layer.keys[:, :, PROMPT:] = layer.values[:, :, PROMPT:] = unused
-            logits.append(model(tokens(1), past_key_values=cache).logits)
+            logits.append(model(tokens(1), **cache_kwargs(cache)).logits)
     assert torch.equal(*logits)
 
 
@@ -225,8 +225,8 @@ def test_weights_that_are_asked_for_are_those_of_the_model(name: str, calls: dic
     for model in every_model.build_pair(name, ("eager", "tatten")):
         cache = cache_of(model, static=False)
         with torch.no_grad():
-            prompt = model(tokens(PROMPT), past_key_values=cache, output_attentions=True)
-            step = model(tokens(1), past_key_values=cache, output_attentions=True)
+            prompt = model(tokens(PROMPT), **cache_kwargs(cache), output_attentions=True)
+            step = model(tokens(1), **cache_kwargs(cache), output_attentions=True)
         found.append([*prompt.attentions, *step.attentions])
     torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=0)
     assert calls == {"own": 4}
@@ -268,7 +268,7 @@ def make_mask(slots: int, used: int, queries: int = 1, **options: Any) -> Tensor
     if used:
         cache.update(*torch.zeros(2, 1, 1, used, 4).unbind(), 0)
     embeds = torch.zeros(1, queries, 8)
-    return create_causal_mask(config, embeds, past_key_values=cache, attention_mask=None, **options)
+    return create_causal_mask(config, embeds, **cache_kwargs(cache), attention_mask=None, **options)
 
 
 def test_a_step_has_no_mask_only_if_all_keys_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,10 +294,10 @@ def test_a_mask_is_searched_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             cache = cache_of(model, static=True)
-            model(tokens(PROMPT), past_key_values=cache)
+            model(tokens(PROMPT), **cache_kwargs(cache))
             searched.clear()
             given.clear()
-            model(tokens(1), past_key_values=cache)
+            model(tokens(1), **cache_kwargs(cache))
         assert len(searched) == 1
         assert given == [True, True]
 

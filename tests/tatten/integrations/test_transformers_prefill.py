@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig
 
-from tatten.integrations.transformers import ShardedKVCache, SharedPrefixCache
+from tatten.integrations.transformers import ShardedKVCache, SharedPrefixCache, cache_kwargs
 
 NEW = 5
 MODELS = ["llama", "mixtral", "qwen3", "gpt2", "gpt_neox", "phi", "opt", "gpt_bigcode"]
@@ -62,12 +62,12 @@ def check_sharded(name: str, cases: list[tuple[int, int | None]], mesh: DeviceMe
         first, again = (ShardedKVCache(model.config, mesh, length + NEW, **names) for _ in range(2))
         logits = first.prefill(model, ids[:, :-1], chunk)
         torch.testing.assert_close(logits, whole(ids[:, :-1]).logits[:, -1], rtol=0, atol=1e-10)
-        model(ids[:, :-1], past_key_values=again)
+        model(ids[:, :-1], **cache_kwargs(again))
         for mine, theirs in zip(first.layers, again.layers, strict=True):
             assert int(mine.kv.length) == int(theirs.kv.length) == length - 1
             for x, y in zip(mine.kv.tensors, theirs.kv.tensors, strict=True):
                 torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
-        assert_same(generate(model, ids, past_key_values=first), generate(whole, ids))
+        assert_same(generate(model, ids, **cache_kwargs(first)), generate(whole, ids))
 
 
 def check_reset() -> None:
@@ -84,7 +84,7 @@ def check_reset() -> None:
     model.model.layers[1].self_attn.is_causal = True
     cache.prefill(model, ids[:, :-1])
     assert all(x is y for x, y in zip(held, (x for layer in cache.layers for x in layer.kv.tensors), strict=True))
-    assert_same(generate(model, ids, past_key_values=cache), generate(model, ids))
+    assert_same(generate(model, ids, **cache_kwargs(cache)), generate(model, ids))
 
 
 def test_reset() -> None:
@@ -160,18 +160,18 @@ def check_shared_prefix(cases: list[tuple[int, int | None]]) -> None:
         ids, fan = prompts(length), {"num_return_sequences": 3, "do_sample": True}
         first, again = (SharedPrefixCache(model.config, mesh=mesh) for _ in range(2))
         logits = first.prefill(model, ids[:, :-1], chunk=chunk)
-        out = model(ids[:, :-1], past_key_values=again)
+        out = model(ids[:, :-1], **cache_kwargs(again))
         torch.testing.assert_close(logits, out.logits[:, -1], rtol=0, atol=1e-10)
         for mine, theirs in zip(first.layers, again.layers, strict=True):
             assert mine.kv.lengths == theirs.kv.lengths == (length - 1,)
             for x, y in zip(mine.kv.tensors, theirs.kv.tensors, strict=True):
                 torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
         fork = first.fork(3, NEW)
-        assert_same(generate(model, ids, past_key_values=fork, **fan), generate(model, ids, **fan))
+        assert_same(generate(model, ids, **cache_kwargs(fork), **fan), generate(model, ids, **fan))
         more = prompts(4)  # the prompts go on
         for cache in (first, again):
-            model(more, past_key_values=cache)
-        assert_same(generate(model, torch.cat([ids[:, :-1], more, ids[:, :1]], 1), past_key_values=first.fork(1, NEW)),
+            model(more, **cache_kwargs(cache))
+        assert_same(generate(model, torch.cat([ids[:, :-1], more, ids[:, :1]], 1), **cache_kwargs(first.fork(1, NEW))),
                     generate(model, torch.cat([ids[:, :-1], more, ids[:, :1]], 1)))  # fmt: skip
 
 
@@ -252,7 +252,7 @@ def check_compiled() -> list[int]:
         cache = ShardedKVCache(model.config, one_dim(), 32)
         cache.prefill(compiled, ids[:, :-1], chunk=8)
         assert len(graphs) == sum(found)
-        got = generate(model, ids, past_key_values=cache, compile_config=config)
+        got = generate(model, ids, **cache_kwargs(cache), compile_config=config)
         assert torch.equal(got.sequences, generate(build("llama"), ids).sequences)
         found.append(len(graphs) - sum(found))
     return found

@@ -13,6 +13,7 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, MistralCo
 import tatten
 from tatten.caches.quantised import dequantise, quantise
 from tatten.integrations import transformers as integration
+from tatten.integrations.transformers import cache_kwargs
 
 DTYPES = [torch.float8_e4m3fn, torch.int8]
 NEW = 6
@@ -24,7 +25,7 @@ def build() -> PreTrainedModel:
 
 def generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: object, **kwargs: object) -> Tensor:
     kwargs = {"max_new_tokens": NEW, "do_sample": False, **kwargs}
-    return model.generate(ids, attention_mask=mask, past_key_values=cache, **kwargs)
+    return model.generate(ids, attention_mask=mask, **cache_kwargs(cache), **kwargs)
 
 
 def compiled(backend: str) -> dict[str, object]:
@@ -74,7 +75,7 @@ def test_bytes() -> None:
     assert ours.nbytes == 0
     with torch.no_grad():
         for cache in (ours, theirs):
-            model(torch.ones(2, 3, dtype=torch.long), past_key_values=cache)
+            model(torch.ones(2, 3, dtype=torch.long), **cache_kwargs(cache))
     assert ours.nbytes <= 0.55 * sum(x.keys.nbytes + x.values.nbytes for x in theirs.layers)
 
 

@@ -25,7 +25,7 @@ from transformers import CompileConfig
 from transformers.masking_utils import create_chunked_causal_mask
 
 import tatten.backend
-from tatten.integrations.transformers import ShardedKVCache
+from tatten.integrations.transformers import ShardedKVCache, cache_kwargs
 from tatten.integrations.transformers.config import cache_argument
 from tatten.integrations.transformers.registration import attention
 
@@ -65,7 +65,7 @@ def check_generate(names: list[str], padded: bool) -> None:
         for mode, options in MODES.items():
             want = generate(model, ids, mask, **options)
             cache = sharded(model)
-            got = generate(model, ids, mask, past_key_values=cache, **options)
+            got = generate(model, ids, mask, **cache_kwargs(cache), **options)
             assert torch.equal(got, want), f"{name}, {mode}"
             assert cache.batch_size == len(ids) * (1 if mode == "greedy" else 2)
             assert int(cache.get_seq_length()) == PROMPT + NEW - 1
@@ -91,7 +91,7 @@ def check_tensor_parallel(names: tuple[str, str]) -> list[Tensor]:
     tokens = []
     for options in MODES.values():
         cache = ShardedKVCache(split.config, mesh, PROMPT + NEW, heads="tp")
-        tokens.append(generate(split, ids, mask, past_key_values=cache, **options))
+        tokens.append(generate(split, ids, mask, **cache_kwargs(cache), **options))
         assert torch.equal(tokens[-1], generate(whole, ids, mask, **options))
         assert cache.nbytes * 4 == cache.batch_size * 2 * 2 * 2 * 16 * 4 * cache.capacity
     return tokens
@@ -107,7 +107,7 @@ def check_two_levels() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
     model, (ids, mask) = build("llama"), prompts(True)
     cache = ShardedKVCache(model.config, mesh, PROMPT + NEW, sequence=("node", "gpu"))
-    got = generate(model, ids, mask, past_key_values=cache, do_sample=False)
+    got = generate(model, ids, mask, **cache_kwargs(cache), do_sample=False)
     assert torch.equal(got, generate(model, ids, mask, do_sample=False))
 
 
@@ -134,7 +134,7 @@ def check_compiled(name: str, options: dict[str, Any] | None, padded: bool) -> i
     want = generate(model, ids, mask, do_sample=False)
     with tatten.recording() as report:
         for _ in range(2):
-            got = generate(model, ids, mask, past_key_values=sharded(model), compile_config=config, do_sample=False)
+            got = generate(model, ids, mask, **cache_kwargs(sharded(model)), compile_config=config, do_sample=False)
             assert torch.equal(got, want)
     assert options is None or "2 of 2 attention calls rewritten" in str(report)
     return len(graphs)
@@ -165,7 +165,7 @@ def check_compiled_forward(options: dict[str, Any] | None) -> list[int]:
     for want in wants:
         new = want.shape[1] - PROMPT
         cache = sharded(model, PROMPT + 8)
-        got = generate(model, ids, mask, past_key_values=cache, do_sample=False, max_new_tokens=new)
+        got = generate(model, ids, mask, **cache_kwargs(cache), do_sample=False, max_new_tokens=new)
         assert torch.equal(got, want)
         counts.append(len(graphs))
     return counts
@@ -184,10 +184,10 @@ def check_goes_on() -> None:
     model, (ids, mask) = build("llama"), prompts(True)
     cache = sharded(model, 40)
     for _ in range(2):
-        first = generate(model, ids, mask, past_key_values=cache, do_sample=False)
+        first = generate(model, ids, mask, **cache_kwargs(cache), do_sample=False)
         turn = torch.cat([first, ids.flip(1)[:, :5]], dim=1)
         seen = torch.cat([mask, torch.ones(3, turn.shape[1] - PROMPT, dtype=torch.int64)], dim=1)
-        second = generate(model, turn, seen, past_key_values=cache, do_sample=False)
+        second = generate(model, turn, seen, **cache_kwargs(cache), do_sample=False)
         assert torch.equal(second, generate(model, turn, seen, do_sample=False))
         assert int(cache.get_seq_length()) == turn.shape[1] + NEW - 1
         cache.reset()
@@ -204,7 +204,7 @@ def check_selects() -> None:
     model, (ids, mask) = build("llama"), prompts(True)
     for order in ([2, 0, 1], [1], [2, 0, 0, 1], "twice"):
         cache = sharded(model, 40)
-        turn = generate(model, ids, mask, past_key_values=cache, do_sample=False)
+        turn = generate(model, ids, mask, **cache_kwargs(cache), do_sample=False)
         seen = torch.cat([mask, torch.ones(3, NEW, dtype=torch.int64)], dim=1)
         if order == "twice":
             index = torch.arange(3).repeat_interleave(2)
@@ -213,7 +213,7 @@ def check_selects() -> None:
             index = torch.tensor(order)
             cache.batch_select_indices(index)
         assert cache.batch_size == len(index)
-        got = generate(model, turn[index], seen[index], past_key_values=cache, do_sample=False)
+        got = generate(model, turn[index], seen[index], **cache_kwargs(cache), do_sample=False)
         assert torch.equal(got, generate(model, turn[index], seen[index], do_sample=False))
     with pytest.raises(IndexError, match="`indices` must be 0 to 5, as the cache holds 6 sequences, got 6"):
         cache.batch_select_indices(torch.tensor([0, 6]))
@@ -234,7 +234,7 @@ def check_assisted() -> None:
     if cache_argument(model) == "cache":  # from transformers 5.24 on `generate` asks first, and has words of its own
         error, says = ValueError, "Assisted decoding requires a cache that can be cropped"
     with pytest.raises(error, match=says):
-        generate(model, ids, mask, past_key_values=sharded(model, 40), do_sample=False, prompt_lookup_num_tokens=2)
+        generate(model, ids, mask, **cache_kwargs(sharded(model, 40)), do_sample=False, prompt_lookup_num_tokens=2)
 
 
 def check_limits(compiled: bool) -> None:
@@ -243,9 +243,9 @@ def check_limits(compiled: bool) -> None:
     config._compile_all_devices = compiled
     cache = sharded(model, PROMPT + 2)
     with pytest.raises(ValueError, match="`capacity` must hold 14 used and 1 new slots, got 14"):
-        generate(model, ids, mask, past_key_values=cache, do_sample=False, compile_config=config)
+        generate(model, ids, mask, **cache_kwargs(cache), do_sample=False, compile_config=config)
     with pytest.raises(ValueError, match="`capacity` must hold 0 used and 12 new slots, got 6"):
-        generate(model, ids, mask, past_key_values=sharded(model, 6))
+        generate(model, ids, mask, **cache_kwargs(sharded(model, 6)))
 
 
 @pytest.mark.parametrize("compiled", slow_but([False], [False, True]))
@@ -259,7 +259,7 @@ def check_answers() -> None:
     assert (cache.batch_size, cache.capacity, cache.nbytes, cache.get_seq_length()) == (-1, 18, 0, 0)
     assert cache.is_compileable
     assert cache.get_mask_sizes(PROMPT, 0) == (PROMPT, 0)
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **cache_kwargs(cache))
     assert (cache.batch_size, int(cache.get_seq_length()), cache.get_max_length()) == (3, PROMPT, 18)
     assert cache.get_mask_sizes(2, 0) == (18, 0)
     assert cache.nbytes == 2 * 2 * 3 * 2 * 9 * 16 * 4

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import CompileConfig
 
 import tatten
-from tatten.integrations.transformers import ShardedKVCache, SharedPrefixCache
+from tatten.integrations.transformers import ShardedKVCache, SharedPrefixCache, cache_kwargs
 from tatten.integrations.transformers.handover import hand_over, take_over
 from tatten.integrations.transformers.registration import attention
 from tatten.passes import cost
@@ -52,7 +52,7 @@ def forked(model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor, mesh:
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     for part in (slice(0, 7), slice(7, PROMPT - 1)):
         seen = mask[:, : part.stop]
-        model(ids[:, part], attention_mask=seen, position_ids=positions[:, part], past_key_values=cache)
+        model(ids[:, part], attention_mask=seen, position_ids=positions[:, part], **cache_kwargs(cache))
     return cache.fork(N, NEW)
 
 
@@ -74,7 +74,7 @@ def check_models(names: list[str], padded: bool, compiled: bool) -> list[str]:
             torch._dynamo.reset()
             with tatten.recording() as report:
                 got = generate(
-                    model, ids, mask, past_key_values=cache or forked(model, ids, mask, mesh), **how, **options
+                    model, ids, mask, **cache_kwargs(cache or forked(model, ids, mask, mesh)), **how, **options
                 )
             assert torch.equal(got[0], want[0]), f"{name}, {kind}"
             most = 1e-5 if name == "deepseek_v2" else 1e-10  # its rope is in float32
@@ -121,7 +121,7 @@ def check_tensor_parallel() -> None:
         parallelize_module(layer, mesh["tp"], {**plan, "self_attn.o_proj": RowwiseParallel()})
     want = generate(whole, ids, mask, do_sample=False)
     cache = ShardedKVCache(split.config, mesh, PROMPT + NEW, heads="tp")
-    got = generate(split, ids, mask, past_key_values=cache, do_sample=False)
+    got = generate(split, ids, mask, **cache_kwargs(cache), do_sample=False)
     assert torch.equal(got[0], want[0])
     torch.testing.assert_close(got[1], want[1], rtol=1e-10, atol=1e-10)
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import CompileConfig
 
 import tatten.backend
-from tatten.integrations.transformers import SharedPrefixCache
+from tatten.integrations.transformers import SharedPrefixCache, cache_kwargs
 
 NEW, N = 6, 2
 
@@ -51,7 +51,7 @@ def prefilled(
     with torch.no_grad():
         for part in (slice(0, 7), slice(7, ids.shape[1] - 1)):
             seen = mask[:, : part.stop]
-            model(ids[:, part], attention_mask=seen, position_ids=positions[:, part], past_key_values=cache)
+            model(ids[:, part], attention_mask=seen, position_ids=positions[:, part], **cache_kwargs(cache))
     return cache
 
 
@@ -67,12 +67,12 @@ def check_generate(names: list[str], padded: bool) -> None:
             for mode, (fan, options) in MODES.items():
                 want = generate(model, ids, mask, **options)
                 fork = root.fork(fan, capacity=NEW)
-                got = generate(model, ids, mask, past_key_values=fork, **options)
+                got = generate(model, ids, mask, **cache_kwargs(fork), **options)
                 assert torch.equal(got, want), f"{name}, {mode}"
                 assert int(fork.get_seq_length()) == ids.shape[1] + NEW - 1
                 for _ in range(2):  # again in the same memory
                     assert root.fork(fan, NEW, into=fork) is fork
-                    assert torch.equal(generate(model, ids, mask, past_key_values=fork, **options), want)
+                    assert torch.equal(generate(model, ids, mask, **cache_kwargs(fork), **options), want)
             assert root.nbytes == prefix
 
 
@@ -87,13 +87,13 @@ def check_levels() -> None:
     model, (ids, mask) = build("llama"), prompts(True)
     fork = prefilled(model, ids, mask, one_dim()).fork(3, capacity=NEW)
     twice = {"num_return_sequences": 3, "do_sample": True}
-    turn = generate(model, ids, mask, past_key_values=fork, **twice)
+    turn = generate(model, ids, mask, **cache_kwargs(fork), **twice)
     assert torch.equal(turn, generate(model, ids, mask, **twice))
     seen = torch.cat([mask.repeat_interleave(3, 0), torch.ones(9, NEW, dtype=torch.int64)], dim=1)
     for kept in ([8, 0, 1, 3], [2]):
         index = torch.tensor(kept)
         child = fork.select(index).fork(2, capacity=NEW)
-        got = generate(model, turn[index], seen[index], past_key_values=child, num_beams=2, do_sample=False)
+        got = generate(model, turn[index], seen[index], **cache_kwargs(child), num_beams=2, do_sample=False)
         want = generate(model, turn[index], seen[index], num_beams=2, do_sample=False)
         assert torch.equal(got, want)
         assert len(child.layers[0].kv.segments) == 2
@@ -110,7 +110,7 @@ def check_assisted() -> None:
     with torch.no_grad():
         assistant.lm_head.weight.mul_(1 + 0.1 * torch.randn(99, 1))
     fork = prefilled(model, ids, mask, one_dim()).fork(1, 40)
-    got = generate(model, ids, mask, past_key_values=fork, assistant_model=assistant, max_new_tokens=16)
+    got = generate(model, ids, mask, **cache_kwargs(fork), assistant_model=assistant, max_new_tokens=16)
     assert torch.equal(got, generate(model, ids, mask, max_new_tokens=16))
 
 
@@ -133,7 +133,7 @@ def check_compiled(options: dict[str, Any] | None, padded: bool) -> tuple[int, s
     root = prefilled(model, ids, mask, one_dim())
     with tatten.recording() as report:
         for _ in range(2):
-            got = generate(model, ids, mask, past_key_values=root.fork(fan, NEW), compile_config=config, **how)
+            got = generate(model, ids, mask, **cache_kwargs(root.fork(fan, NEW)), compile_config=config, **how)
             assert torch.equal(got, want)
     return len(graphs), str(report)
 
@@ -162,7 +162,7 @@ def check_meshes() -> None:
     fan, options = MODES["sampling"]
     fork = prefilled(model, ids, mask, mesh, sequence=("node", "gpu")).fork(fan, NEW)
     want = generate(model, ids, mask, **options)
-    assert torch.equal(generate(model, ids, mask, past_key_values=fork, **options), want)
+    assert torch.equal(generate(model, ids, mask, **cache_kwargs(fork), **options), want)
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "kv"))
     split = build("llama")
@@ -174,7 +174,7 @@ def check_meshes() -> None:
         parallelize_module(layer, mesh["tp"], plan)
     for fan, options in MODES.values():
         fork = prefilled(split, ids, mask, mesh, heads="tp").fork(fan, NEW)
-        got = generate(split, ids, mask, past_key_values=fork, **options)
+        got = generate(split, ids, mask, **cache_kwargs(fork), **options)
         assert torch.equal(got, generate(model, ids, mask, **options))
 
 
@@ -200,7 +200,7 @@ def check_errors() -> None:
     with pytest.raises(ValueError, match="`tokens` must be at most 0"):
         fork.crop(-1)
     with pytest.raises(ValueError, match=f"`capacity` must hold {NEW} used and 1 new slots, got {NEW}"):
-        generate(model, ids, mask, past_key_values=fork, num_return_sequences=4, do_sample=True, max_new_tokens=NEW + 1)
+        generate(model, ids, mask, **cache_kwargs(fork), num_return_sequences=4, do_sample=True, max_new_tokens=NEW + 1)
     assert fork.layers[0].kv.prefix_length + 1 == PROMPT
 
 

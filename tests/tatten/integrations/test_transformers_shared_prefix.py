@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import CompileConfig
 from transformers.masking_utils import create_chunked_causal_mask
 
-from tatten.integrations.transformers import SharedPrefixCache
+from tatten.integrations.transformers import SharedPrefixCache, cache_kwargs
 
 NEW, N = 5, 2
 
@@ -30,7 +30,7 @@ def prefilled(model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor) ->
     cache = SharedPrefixCache(model.config)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]
     with torch.no_grad():
-        model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, past_key_values=cache)
+        model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, **cache_kwargs(cache))
     return cache
 
 
@@ -58,7 +58,7 @@ def test_generate(name: str, padded: bool) -> None:
     for n, kwargs in MODES.values():
         fork = cache.fork(n, capacity=NEW)
         assert torch.equal(
-            generate(model, ids, mask, past_key_values=fork, **kwargs), generate(model, ids, mask, **kwargs)
+            generate(model, ids, mask, **cache_kwargs(fork), **kwargs), generate(model, ids, mask, **kwargs)
         )
         assert fork.nbytes == prefix + prefix // (PROMPT - 1) * NEW * n
     assert cache.nbytes == prefix
@@ -81,7 +81,7 @@ def test_compiled_generate(name: str, padded: bool) -> None:
     for _ in range(2):
         cache = prefilled(model, ids, mask)
         got = generate(
-            model, ids, mask, past_key_values=cache.fork(N, NEW), compile_config=config, **MODES["sampling"][1]
+            model, ids, mask, **cache_kwargs(cache.fork(N, NEW)), compile_config=config, **MODES["sampling"][1]
         )
         assert torch.equal(got, generate(model, ids, mask, **MODES["sampling"][1]))
     assert len(graphs) == 1
@@ -94,7 +94,7 @@ def test_compiled_generate_through_inductor() -> None:
     config._compile_all_devices = True
     torch._dynamo.reset()
     fork = prefilled(model, ids, mask).fork(N, NEW)
-    got = generate(model, ids, mask, past_key_values=fork, compile_config=config, **MODES["sampling"][1])
+    got = generate(model, ids, mask, **cache_kwargs(fork), compile_config=config, **MODES["sampling"][1])
     assert torch.equal(got, generate(model, ids, mask, **MODES["sampling"][1]))
 
 
@@ -102,8 +102,8 @@ def test_generate_can_prefill() -> None:
     """`generate` prefills with the positions of padded prompts."""
     model, (ids, mask) = build("qwen3"), prompts(True)
     cache = SharedPrefixCache(model.config)
-    model.generate(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache, max_new_tokens=1)
-    got = generate(model, ids, mask, past_key_values=cache.fork(1, NEW), do_sample=False)
+    model.generate(ids[:, :-1], attention_mask=mask[:, :-1], **cache_kwargs(cache), max_new_tokens=1)
+    got = generate(model, ids, mask, **cache_kwargs(cache.fork(1, NEW)), do_sample=False)
     assert torch.equal(got, generate(model, ids, mask, do_sample=False))
 
 
@@ -112,7 +112,7 @@ def continued(model: transformers.PreTrainedModel, fork: SharedPrefixCache, ids:
     with torch.no_grad():
         for _ in range(2):
             positions = mask.sum(1, keepdim=True) - 1
-            logits = model(ids[:, -1:], attention_mask=mask, position_ids=positions, past_key_values=fork).logits
+            logits = model(ids[:, -1:], attention_mask=mask, position_ids=positions, **cache_kwargs(fork)).logits
             # not the same token for all children of a prompt
             best = logits[:, -1].topk(fork.batch_size).indices.gather(1, torch.arange(fork.batch_size)[:, None])
             ids, mask = torch.cat([ids, best], dim=1), torch.cat([mask, torch.ones_like(best)], dim=1)
@@ -127,11 +127,11 @@ def test_second_level(mode: str) -> None:
     ids, mask = continued(model, child, ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0))
     n, kwargs = MODES[mode]
     grandchild = child.fork(n, NEW)
-    got = generate(model, ids, mask, past_key_values=grandchild, **kwargs)
+    got = generate(model, ids, mask, **cache_kwargs(grandchild), **kwargs)
     assert torch.equal(got, generate(model, ids, mask, **kwargs))
     assert [key.shape[0] for key, _ in grandchild.layers[0].kv.segments] == [3, 6]
     # the parent continues as if nothing had been forked from it
-    again = generate(model, ids, mask, past_key_values=child, do_sample=False)
+    again = generate(model, ids, mask, **cache_kwargs(child), do_sample=False)
     assert torch.equal(again, generate(model, ids, mask, do_sample=False))
 
 
@@ -140,7 +140,7 @@ def test_beams_across_forks() -> None:
     model, (ids, mask) = build("llama"), prompts(False)
     child = prefilled(model, ids, mask).fork(3, capacity=NEW)
     parent = [tensor.clone() for tensor in child.layers[0].kv.tensors]
-    got = generate(model, ids, mask, past_key_values=child.fork(1, NEW), num_beams=3, do_sample=False)
+    got = generate(model, ids, mask, **cache_kwargs(child.fork(1, NEW)), num_beams=3, do_sample=False)
     assert torch.equal(got, generate(model, ids, mask, num_beams=3, do_sample=False))
 
     many, ones = ids.repeat_interleave(3, 0), mask.repeat_interleave(3, 0)
@@ -149,7 +149,7 @@ def test_beams_across_forks() -> None:
     for move in ("reorder_cache", "batch_select_indices", "select"):
         fork = child.fork(1, NEW)
         fork = fork.select(order) if move == "select" else (getattr(fork, move)(order), fork)[1]
-        got = generate(model, many[order], ones[order], past_key_values=fork, do_sample=False)
+        got = generate(model, many[order], ones[order], **cache_kwargs(fork), do_sample=False)
         assert torch.equal(got, generate(model, many[order], ones[order], do_sample=False))
     assert torch.equal(child.layers[0].kv.tensors[0], parent[0])
 
@@ -159,7 +159,7 @@ def test_beams_across_forks() -> None:
     assert [key.shape[0] for key, _ in fork.layers[0].kv.segments] == [1, 3]
     assert fork.layers[0].kv.rows == (None, None)
     assert torch.equal(
-        generate(model, twice, ones, past_key_values=fork, do_sample=False),
+        generate(model, twice, ones, **cache_kwargs(fork), do_sample=False),
         generate(model, twice, ones, do_sample=False),
     )
 
@@ -188,7 +188,7 @@ def test_assisted_decoding(do_sample: bool, start: str) -> None:
     results = []
     for past in (cache, None):
         torch.manual_seed(0)
-        more = {"assistant_model": slightly_wrong(), "past_key_values": past} if past is not None or do_sample else {}
+        more = {"assistant_model": slightly_wrong(), **cache_kwargs(past)} if past is not None or do_sample else {}
         results.append(model.generate(ids, attention_mask=mask, **kwargs, **more))
     assert torch.equal(*results)
     assert do_sample or sum(cropped) > 0
@@ -199,7 +199,7 @@ def test_assisted_decoding_needs_the_whole_text() -> None:
     model, (ids, mask) = build("llama"), prompts(False)
     fork = prefilled(model, ids, mask).fork(1, 32)
     with pytest.raises(ValueError, match="the whole text as `input_ids`, of which the cache holds 11 tokens, got"):
-        model.generate(ids[:, -1:], past_key_values=fork, assistant_model=slightly_wrong(), max_new_tokens=4)
+        model.generate(ids[:, -1:], **cache_kwargs(fork), assistant_model=slightly_wrong(), max_new_tokens=4)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -213,7 +213,7 @@ def test_a_fork_into_an_old_one(mode: str) -> None:
         ids = (ids + shift) % 40
         old, fork = fork, prefilled(model, ids, mask).fork(n, NEW, into=fork)
         assert old in (None, fork)
-        got = generate(model, ids, mask, past_key_values=fork, **kwargs)
+        got = generate(model, ids, mask, **cache_kwargs(fork), **kwargs)
         assert torch.equal(got, generate(model, ids, mask, **kwargs))
 
 
@@ -243,7 +243,7 @@ def test_prompts_padded_between_their_last_tokens() -> None:
         real = left_ids[row, left_mask[row].bool()]
         ids[row, : len(real) - 1], mask[row, : len(real) - 1] = real[:-1], 1
         ids[row, -1], mask[row, -1] = real[-1], 1
-    got = generate(model, ids, mask, past_key_values=prefilled(model, ids, mask).fork(1, NEW), do_sample=False)
+    got = generate(model, ids, mask, **cache_kwargs(prefilled(model, ids, mask).fork(1, NEW)), do_sample=False)
     want = generate(model, left_ids, left_mask, do_sample=False)
     assert torch.equal(got[:, PROMPT:], want[:, PROMPT:])
 
@@ -254,7 +254,7 @@ def test_an_unforked_cache_grows_as_a_dynamic_one() -> None:
     assert (cache.batch_size, cache.get_seq_length(), cache.get_max_length()) == (-1, 0, -1)
     assert not cache.is_initialized
     want = generate(model, ids, mask, num_beams=2, do_sample=False)
-    got = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, num_beams=2, past_key_values=cache)
+    got = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, num_beams=2, **cache_kwargs(cache))
     assert torch.equal(got, want)
     assert cache.is_initialized
     assert (cache.batch_size, cache.get_seq_length()) == (6, PROMPT + NEW - 1)
@@ -291,7 +291,7 @@ def test_generating_past_the_capacity(compiled: bool) -> None:
     config = CompileConfig(backend="eager", mode=None)
     config._compile_all_devices = compiled
     with pytest.raises(ValueError, match=f"`capacity` must hold {NEW - 1} used and 1 new slots, got {NEW - 1}"):
-        generate(model, ids, mask, past_key_values=fork, do_sample=False, compile_config=config)
+        generate(model, ids, mask, **cache_kwargs(fork), do_sample=False, compile_config=config)
     assert [int(layer.kv.length) for layer in fork.layers] == [NEW - 1] * 2
 
 
@@ -299,7 +299,7 @@ def test_generating_more_sequences_than_were_forked() -> None:
     model, (ids, mask) = build("llama"), prompts(True)
     fork = prefilled(model, ids, mask).fork(2, NEW)
     with pytest.raises(ValueError, match=r"`key` must have shape \(6, .* got \(9, "):
-        generate(model, ids, mask, past_key_values=fork, num_return_sequences=3, do_sample=True)
+        generate(model, ids, mask, **cache_kwargs(fork), num_return_sequences=3, do_sample=True)
     assert int(fork.layers[0].kv.length) == 0
 
 
