@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tatten.ops.cpu.flash import flash_problem
 from tatten.ops.cuda.heuristics import capability
 from tatten.ops.cuda.providers import cudnn_decodes_wrong
 from tatten.ops.states import State
@@ -53,7 +54,7 @@ def unsupported_reason(query: Tensor, value: Tensor) -> str | None:
     if value.dtype != query.dtype:
         return f"they take one dtype, not {query.dtype} for queries and {value.dtype} for values"
     if device == "cpu":
-        return None
+        return flash_problem()
     if device != "cuda":
         return f"they take CPU and CUDA tensors, not {device}"
     if query.dtype not in (torch.float16, torch.bfloat16):

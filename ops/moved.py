@@ -15,7 +15,7 @@ def moved(name: str, error: BaseException | str, instead: str) -> str:
     """Say that a private API has moved: log it once per error, note it in later reports, and return the note.
 
     Args:
-        name: the dotted name of the API, such as "torch._C._is_alias_of".
+        name: the dotted name of the API.
         error: the error that the API raised, or a description of the difference.
         instead: what happens without the API.
     """

@@ -5,17 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from tatten.ops.moved import moved
+
+_MODE = "torch.utils._python_dispatch.TorchDispatchMode"
+_INSTEAD = "a call of an unknown function counts as a write to all of its arguments"
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError as error:
+    moved(_MODE, error, _INSTEAD)
+    TorchDispatchMode = object  # type: ignore[assignment, misc]
 
 
 class Watch(TorchDispatchMode):
     """A context in which `called(func, args, kwargs, out)` follows each call of an operator.
 
     `func` is its overload.
+
+    Raises:
+        NotImplementedError: PyTorch's modes have moved.
     """
 
     def __init__(self, called: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]) -> None:
-        super().__init__()
+        try:
+            super().__init__()
+            _ = self.__enter__
+        except Exception as error:
+            raise NotImplementedError(moved(_MODE, error, _INSTEAD)) from error
         self.called = called
 
     def __torch_dispatch__(

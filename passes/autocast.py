@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, Node
+
+from tatten.ops.moved import moved
+
+_INSTEAD = "attention in graphs that set autocast is left as it is"
+try:
+    from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+except ImportError as error:
+    moved("torch.amp.autocast_mode._enter_autocast", error, _INSTEAD)
+    _enter_autocast = _exit_autocast = None  # type: ignore[assignment]
 
 SETTERS = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("set_autocast"))
 
@@ -14,6 +22,19 @@ SETTERS = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("
 def sets_autocast(graph: Graph) -> bool:
     """Whether a graph sets autocast other than by a context manager, so that its state at a node is unknown."""
     return any(graph.find_nodes(op="call_function", target=setter) for setter in SETTERS)
+
+
+def autocast_unknown(graph: Graph) -> str | None:
+    """Why the state of autocast is unknown in a graph with regions of it; None if it is known."""
+    if _enter_autocast is None:
+        unknown = (x for x in graph.nodes if "autocast" in getattr(x.target, "__name__", ""))
+        return next((f"`{x.target.__name__}` is a function that may set autocast" for x in unknown), None)
+    if graph.find_nodes(op="call_function", target=_enter_autocast):
+        try:
+            autocast_dtype(next(iter(reversed(graph.nodes))), "cpu")
+        except Exception as error:
+            return moved("torch.amp.autocast_mode._enter_autocast", error, _INSTEAD)
+    return None
 
 
 def autocast_dtype(node: Node, device: str) -> torch.dtype | None:

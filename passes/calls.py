@@ -10,18 +10,32 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch._ops import HigherOrderOperator as HigherOrderOperator
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
+from tatten.ops.moved import moved
 from tatten.passes.symbolic import value_of
 
-# `torch.special` and its like take their functions from the last four, under the names of aten.
-OWNERS = (torch, F, torch.Tensor, operator, torch._C._special, torch._C._nn, torch._C._linalg, torch._C._fft)  # type: ignore[attr-defined]
+if TYPE_CHECKING:
+    from torch._ops import OpOverload, OpOverloadPacket
+else:
+    OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
+
+
+def _owners() -> tuple[Any, ...]:
+    """The modules and classes that PyTorch's functions and methods are found in by name."""
+    private = ("_special", "_nn", "_linalg", "_fft")  # `torch.special` and its like take their functions from these
+    for name in private:
+        if not hasattr(torch._C, name):
+            moved(f"torch._C.{name}", "it is missing", "its functions are unknown to the passes")
+    found = (getattr(torch._C, name) for name in private if hasattr(torch._C, name))
+    return (torch, F, torch.Tensor, operator, *found)
+
+
+OWNERS = _owners()
 
 
 def op_name(node: Node) -> str:
@@ -33,7 +47,7 @@ def op_name(node: Node) -> str:
         return ""
     if isinstance(target, (OpOverload, OpOverloadPacket)):
         packet = target.overloadpacket if isinstance(target, OpOverload) else target
-        namespace, name = packet._qualified_op_name.split("::")
+        namespace, name = str(packet).split(".")
         return name if namespace == "aten" else ""
     return _name_of(target, type(value_of(node)))  # type: ignore[arg-type]
 
@@ -41,11 +55,24 @@ def op_name(node: Node) -> str:
 def overloads(node: Node) -> tuple[OpOverload, ...]:
     """The overloads that a node may call; empty where its target has no schema, as a Python function."""
     target = node.target
+    if not has_schemas():
+        return ()
     if isinstance(target, OpOverload):
         return (target,)
     if isinstance(target, OpOverloadPacket):
         return _overloads(target)
     return () if isinstance(target, FunctionType) else _aten_overloads(op_name(node))
+
+
+@functools.cache
+def has_schemas() -> bool:
+    """Whether the schemas of ops can be read, as `overload._schema`."""
+    try:
+        _ = [(x.name, x.alias_info, x.kwarg_only) for x in torch.ops.aten.add_.Tensor._schema.arguments]
+    except Exception as error:
+        moved("torch._ops.OpOverload._schema", error, "ops count as unknown functions")
+        return False
+    return True
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from tatten.ops.validation import FLOAT_DTYPES, widest_on_cuda
-from tatten.passes.autocast import sets_autocast
+from tatten.passes.autocast import autocast_unknown, sets_autocast
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import FakeTensor, constant, known_different, known_equal, tensor_of, value_of
@@ -33,6 +33,8 @@ def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
     result = tensor_of(call.node)
     if query is None or key is None or value is None or result is None:
         return Decline(Reason.ARGUMENTS, "query, key or value is not a tensor of the graph")
+    if unknown := autocast_unknown(call.node.graph):
+        return Decline(Reason.ARGUMENTS, unknown)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             return Decline(Reason.RANK, f"{name} has {tensor.dim()} dims")

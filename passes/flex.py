@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from tatten.passes.calls import HigherOrderOperator, op_name
+from tatten.passes.calls import op_name
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import FakeTensor, known_equal, tensor_of, value_of
 
@@ -106,7 +106,7 @@ class FlexCall:
 
 
 def is_flex(node: Node) -> bool:
-    return isinstance(node.target, HigherOrderOperator) and node.target.name() == "flex_attention"
+    return node.op == "call_function" and str(node.target) == "flex_attention"
 
 
 def find_flex(graph: Graph) -> list[Node]:

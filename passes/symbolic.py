@@ -7,11 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import SymInt, Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tatten.ops import storage
+from tatten.ops.moved import moved
+
+try:
+    from torch._subclasses.fake_tensor import FakeTensor
+except ImportError as error:
+    moved("torch._subclasses.fake_tensor.FakeTensor", error, "attention on fake tensors is left as it is")
+
+    class FakeTensor(Tensor):  # type: ignore[no-redef]
+        """No tensor is one."""
 
 
 def value_of(node: Node) -> Any:
@@ -36,13 +43,23 @@ def tensor_of(x: Any) -> Tensor | None:
 def known_equal(a: int | SymInt, b: int | SymInt) -> bool:
     """True if `a == b` in every run of the graph; False if that can't be proven."""
     equal = a == b
-    return equal is True or (equal is not False and statically_known_true(equal))
+    return equal is True or (equal is not False and _known_true(equal))
 
 
 def known_different(a: int | SymInt, b: int | SymInt) -> bool:
     """True if `a != b` in every run of the graph; False if that can't be proven."""
     different = a != b
-    return different is True or (different is not False and statically_known_true(different))
+    return different is True or (different is not False and _known_true(different))
+
+
+def _known_true(condition: Any) -> bool:
+    try:
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return statically_known_true(condition)
+    except Exception as error:
+        moved("torch.fx.experimental.symbolic_shapes.statically_known_true", error, "dynamic sizes are unknown")
+        return False
 
 
 def known_shape(shape: Sequence[int | SymInt], want: Sequence[int | SymInt]) -> bool:
@@ -51,14 +68,25 @@ def known_shape(shape: Sequence[int | SymInt], want: Sequence[int | SymInt]) -> 
 
 def constant(size: int | SymInt) -> int | None:
     """The value of a size that is the same in every run, even inside a SymInt; None for a dynamic size."""
-    return size if isinstance(size, int) else size.node.maybe_as_int()
+    if isinstance(size, int):
+        return size
+    try:
+        found: int | None = size.node.maybe_as_int()
+        return found
+    except Exception as error:
+        moved("torch.SymInt.node.maybe_as_int", error, "dynamic sizes are unknown")
+        return None
 
 
 def hint(size: int | SymInt) -> int | None:
     """The value of a size when the graph was captured; None if there was none. It proves nothing about other runs."""
     if isinstance(size, int):
         return size
-    found = size.node.hint
+    try:
+        found = size.node.hint
+    except Exception as error:
+        moved("torch.SymInt.node.hint", error, "dynamic sizes are unknown")
+        return None
     return found if isinstance(found, int) else None
 
 

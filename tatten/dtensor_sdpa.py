@@ -11,6 +11,7 @@ before any handler sees it. Nothing there can be merged, but the softmax is seen
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from tatten.ops import tree_merge
-from tatten.passes.calls import OpOverload
+from tatten.ops.moved import moved
+from tatten.passes.calls import OpOverload, has_schemas
 from tatten.passes.symbolic import FakeTensor
 
 if TYPE_CHECKING:
@@ -27,15 +29,31 @@ if TYPE_CHECKING:
 
     from tatten.ops.distributed.placement import Sharding
 
+_INSTEAD = "SDPA over DTensors is PyTorch's own"
+
+
+def _find(*names: str) -> tuple[OpOverload, ...]:
+    for name in names:
+        if not hasattr(torch.ops.aten, name):
+            moved(f"torch.ops.aten.{name}", "it is missing", f"where it is called, {_INSTEAD}")
+    return tuple(getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name))
+
+
 # What SDPA dispatches to; it is an op of its own in inference mode only.
-_OPS: tuple[OpOverload, ...] = (
-    torch.ops.aten.scaled_dot_product_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-)
-_SOFTMAX_OF_MATH: OpOverload = torch.ops.aten._safe_softmax.default
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+_OPS = (_SDPA, *_find(*(f"_scaled_dot_product_{kernel}" for kernel in _KERNELS)))
+_SOFTMAX_OF_MATH = _find("_safe_softmax")
+
+
+def _untraced(function: Callable[..., object]) -> Callable[..., object]:
+    """Keep Dynamo from compiling a function that DTensor's dispatcher calls from C++."""
+    try:
+        untraced: Callable[..., object] = torch._disable_dynamo(function)
+    except Exception as error:
+        moved("torch._disable_dynamo", error, "tatten imports Dynamo, which takes seconds")
+        untraced = torch.compiler.disable(function)
+    return untraced
 
 
 def enable_dtensor_sdpa() -> None:
@@ -71,7 +89,9 @@ def enable_dtensor_sdpa() -> None:
         (Replicate(),)
     """
     handlers = _handlers()
-    for op in (*_OPS, _SOFTMAX_OF_MATH):
+    if handlers is None:
+        return
+    for op in (*_OPS, *_SOFTMAX_OF_MATH):
         if not isinstance(handlers.get(op), _Handler):
             handlers[op] = _Handler(handlers.get(op))
 
@@ -85,7 +105,9 @@ def disable_dtensor_sdpa() -> None:
         >>> tatten.disable_dtensor_sdpa()  # SDPA over DTensors is PyTorch's own again
     """
     handlers = _handlers()
-    for op in (*_OPS, _SOFTMAX_OF_MATH):
+    if handlers is None:
+        return
+    for op in (*_OPS, *_SOFTMAX_OF_MATH):
         ours = handlers.get(op)
         if isinstance(ours, _Handler):
             del handlers[op]
@@ -93,10 +115,19 @@ def disable_dtensor_sdpa() -> None:
                 handlers[op] = ours.before
 
 
-def _handlers() -> dict[OpOverload, Any]:
+def _handlers() -> dict[OpOverload, Any] | None:
+    """The table of DTensor's dispatcher; None if it isn't a table of functions of an op and its arguments."""
     from torch.distributed.tensor import DTensor
 
-    table: dict[OpOverload, Any] = DTensor._op_dispatcher._custom_op_handlers
+    try:
+        table = DTensor._op_dispatcher._custom_op_handlers
+        if not isinstance(table, dict) or not has_schemas():
+            raise TypeError(f"it is a {type(table).__name__}")
+        for op, handler in table.items():
+            inspect.signature(handler).bind(op, (), {})
+    except Exception as error:
+        moved("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers", error, _INSTEAD)
+        return None
     return table
 
 
@@ -106,11 +137,10 @@ class _Handler:
 
     before: Callable[..., object] | None
 
-    # The dispatcher calls from C++: where Dynamo has left a function to Python, this would be the next one to compile.
-    @torch._disable_dynamo
+    @_untraced
     def __call__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         given = _named(op, args, kwargs)
-        if op is _SOFTMAX_OF_MATH:
+        if op in _SOFTMAX_OF_MATH:
             _check_softmax(given["self"], given["dim"])
             return self._pytorchs_own(op, args, kwargs)
         sharding = _sharding_of(op, given)
@@ -128,6 +158,7 @@ class _Handler:
         if self.before is not None:
             return self.before(op, args, kwargs)
         handlers = _handlers()
+        assert handlers is not None  # this is called from it
         handlers.pop(op, None)
         try:
             return op(*args, **kwargs)
@@ -142,7 +173,7 @@ def _sharding_of(op: OpOverload, given: dict[str, Any]) -> Sharding | None:
     tensors = _tensors(given)
     if given.get("dropout_p") or given.get("is_causal"):
         return None
-    if op is _OPS[0] and not given.get("enable_gqa") and given["query"].shape[1] != given["key"].shape[1]:
+    if op is _SDPA and not given.get("enable_gqa") and given["query"].shape[1] != given["key"].shape[1]:
         return None  # SDPA has not checked that yet
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return None
@@ -179,7 +210,7 @@ def merged_attention(
 ) -> DTensor | None:
     """What SDPA with `enable_gqa` gives for it, whether PyTorch has a kernel or not; None if it is PyTorch's affair."""
     given = {"query": query, "key": key, "value": value, "attn_mask": mask, "dropout_p": dropout_p, "enable_gqa": True}
-    sharding = _sharding_of(_OPS[0], given)
+    sharding = _sharding_of(_SDPA, given)
     return None if sharding is None else sharded_attention(sharding, query, key, value, mask, scale)[0]
 
 

@@ -9,20 +9,30 @@ from __future__ import annotations
 
 import threading
 
+from tatten.ops.moved import moved
+
 _lock = threading.Lock()
 _registered = False
 
 
-def __getattr__(name: str) -> None:
-    """On access to `backend`, register the backend with Dynamo, once, and return None."""
+def __getattr__(name: str) -> object:
+    """On access to `backend`, register the backend with Dynamo, once, and return None.
+
+    Where registering has changed, the backend is returned, for PyTorch to register.
+    """
     global _registered
     if name != "backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torch._dynamo import register_backend
-
     from tatten.backend import tatten
 
     with _lock:
         if not _registered:
-            register_backend(tatten, name="tatten")  # type: ignore[no-untyped-call]
+            try:
+                from torch._dynamo import register_backend
+
+                register_backend(tatten, name="tatten")  # type: ignore[no-untyped-call]
+            except Exception as error:
+                moved("torch._dynamo.register_backend", error, "two threads may not compile for the first time at once")
+                return tatten
             _registered = True
+    return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -63,7 +65,7 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
         )
     literals = _literals(exported_program)
     _check_constants(exported_program, literals)
-    with torch._C._DisableAutocast():  # tracing would put the casts of an autocast around this call into the program
+    with _without_autocast():
         # In this form nothing is written in place. The passes would find such writes by the storage of the nodes'
         # values, which `torch.export.load` gives each node anew.
         program: ExportedProgram = exported_program.run_decompositions({})
@@ -80,6 +82,16 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
     lower_ops(values)
     publish(dataclasses.replace(report, note=needs))
     return rewritten
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Turn autocast off, whose casts tracing would put into the program."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _check_constants(program: ExportedProgram, literals: set[str]) -> None:

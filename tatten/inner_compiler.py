@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import inspect
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tatten.lowered import Compiled, compile_lowered, lower_ops
+from tatten.ops.moved import moved
 from tatten.options import valid_names
 from tatten.passes.mutation import writes
 
@@ -30,7 +32,7 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
         ValueError, TypeError: Inductor has no such mode or option, or it has another type.
     """
     try:
-        wrapper: Any = torch._TorchCompileInductorWrapper(mode, options, None)
+        wrapper = _inductor(mode, options)
     except RuntimeError as error:
         if mode is not None and "mode" in str(error).lower() and not options:
             raise ValueError(f"`mode` must be one that torch.compile knows, got {mode!r}: {error}") from error
@@ -47,12 +49,53 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
     return compiler
 
 
+def _inductor(mode: str | None, options: dict[str, Any]) -> Any:
+    """Inductor as `torch.compile` sets it up; raises RuntimeError for a mode or options that it doesn't take."""
+    try:
+        wrapper: Any = torch._TorchCompileInductorWrapper(mode, options, None)
+        inspect.signature(wrapper).bind("a graph", "its inputs")
+        _ = wrapper.config
+        return wrapper
+    except Exception as error:
+        if isinstance(error, RuntimeError) and _takes_nothing():
+            raise
+        moved("torch._TorchCompileInductorWrapper", error, "the types of Inductor's options are not checked")
+        return _PublicInductor(mode, options)
+
+
+def _takes_nothing() -> bool:
+    """Whether PyTorch's wrapper of Inductor works without mode and options, so that an error is about those."""
+    try:
+        torch._TorchCompileInductorWrapper(None, {}, None)
+    except Exception:
+        return False
+    return True
+
+
+class _PublicInductor:
+    """Inductor by the functions that its documentation names, in place of PyTorch's own wrapper."""
+
+    def __init__(self, mode: str | None, options: dict[str, Any]) -> None:
+        from torch._inductor import list_mode_options, list_options
+
+        unknown = options.keys() - {*list_options()}
+        if unknown:
+            raise RuntimeError(f"Unexpected optimization option {sorted(unknown)}")
+        self.config = {**(list_mode_options(mode) if mode not in (None, "default") else {}), **options}
+
+    def __call__(self, gm: GraphModule, inputs: list[Tensor]) -> Compiled:
+        from torch._inductor import compile
+
+        return compile(gm, [*inputs], self.config)  # type: ignore[no-any-return]
+
+
 def named_compiler(name: str, mode: str | None, options: dict[str, Any]) -> Compiler:
     """A backend that Dynamo knows by name, given mode and options as `torch.compile` gives them.
 
     Raises:
         ValueError: Dynamo knows no such backend, or the backend would ignore or drop the mode or the options.
         ImportError: torch_tensorrt, which registers its backends, can't be imported.
+        NotImplementedError: Dynamo's table of backends has moved.
     """
     compiler = _look_up(name)
     given: dict[str, Any] = {"mode": mode} if mode not in (None, "default") else {}
@@ -70,9 +113,6 @@ def named_compiler(name: str, mode: str | None, options: dict[str, Any]) -> Comp
 
 
 def _look_up(name: str) -> Compiler:
-    from torch._dynamo.backends.registry import list_backends, lookup_backend
-    from torch._dynamo.exc import InvalidBackend
-
     if name in TENSORRT:
         try:
             importlib.import_module("torch_tensorrt")  # registers its backends
@@ -80,12 +120,17 @@ def _look_up(name: str) -> Compiler:
             raise ImportError(
                 f"option `inner` {name!r} needs torch_tensorrt, which can't be imported: {error}"
             ) from error
-    known = [other for other in list_backends(None) if other != "tatten"]
-    if name in known:
-        try:
-            return lookup_backend(name)  # type: ignore[no-any-return]
-        except InvalidBackend:
-            pass
+    try:
+        from torch._dynamo.backends.registry import list_backends, lookup_backend
+        from torch._dynamo.exc import InvalidBackend
+
+        known = [other for other in list_backends(None) if other != "tatten"]
+        if name in known:
+            with contextlib.suppress(InvalidBackend):
+                return lookup_backend(name)  # type: ignore[no-any-return]
+    except Exception as error:
+        note = moved("torch._dynamo.backends.registry", error, "Inductor is the only inner backend")
+        raise NotImplementedError(f"option `inner` must be 'inductor', got {name!r}: {note}") from error
     raise ValueError(f"option `inner` must be one of {known}, got {name!r}")
 
 
@@ -126,7 +171,10 @@ def reset_inner() -> None:
     """
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is not None:
-        trees.reset_cudagraph_trees()
+        try:
+            trees.reset_cudagraph_trees()
+        except Exception as error:
+            moved("torch._inductor.cudagraph_trees.reset_cudagraph_trees", error, "a reset keeps CUDA graphs")
     for compiler in _used.values():
         reset = getattr(compiler, "reset", None)
         if reset is not None:
@@ -139,10 +187,14 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))
 
 
-def without_recompile_limit() -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def without_recompile_limit() -> Iterator[None]:
     """A context in which Dynamo never falls back to eager mode because a function has been recompiled too often."""
     limit = 1 << 16
-    patched: AbstractContextManager[None] = torch._dynamo.config.patch(
-        recompile_limit=limit, accumulated_recompile_limit=limit
-    )
-    return patched
+    with contextlib.ExitStack() as stack:
+        try:
+            patched = torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=limit)
+            stack.enter_context(patched)
+        except Exception as error:
+            moved("torch._dynamo.config.recompile_limit", error, "`explain` reports nothing beyond Dynamo's limit")
+        yield

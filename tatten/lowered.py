@@ -83,14 +83,20 @@ def _restorer(gm: GraphModule) -> Callable[[], None] | None:
     """Return a function that gives a module, and those within it, the graphs and attributes that they have now.
 
     Inductor rewrites the graph in place, and a pass of the user's must not see it twice. Returns None for a graph
-    without ops of tatten.
+    without ops of tatten, and where it can't be copied.
     """
     if not calls_ops(gm):
         return None
+    modules = [x for x in gm.modules() if isinstance(x, GraphModule)]
+    try:
+        graphs = [_copied(module.graph) for module in modules]
+    except Exception as error:
+        moved("torch.fx.Graph._codegen", error, "errors of Inductor's are not outlived")
+        return None
     saved = []
-    for module in (x for x in gm.modules() if isinstance(x, GraphModule)):
+    for module, graph in zip(modules, graphs, strict=True):
         holders = {name: dict(x) for name, x in vars(module).items() if type(x) is dict}
-        saved.append((module, {**vars(module), **holders}, _copied(module.graph)))
+        saved.append((module, {**vars(module), **holders}, graph))
 
     def restore() -> None:
         for module, attributes, graph in saved:

@@ -6,6 +6,7 @@ few heads for many cores, and many heads at once in low precision, which the ker
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tatten.ops.cpu import thresholds
+from tatten.ops.moved import moved
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, combine_partials
 
 # Where the lse of partials is larger, combining by it may lose more than float32 has lost of each score. Scores alone,
@@ -94,10 +96,37 @@ def coarse_sequences(lse: Tensor) -> list[int]:
     return found
 
 
+@functools.cache
+def flash_problem() -> str | None:
+    """Why PyTorch's flash kernel for CPUs can't be called; None if it can."""
+    try:
+        schema = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default._schema
+        names = [x.name for x in schema.arguments]
+        if names != ["query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale"]:
+            raise TypeError(f"it takes {', '.join(names)}")
+    except Exception as error:
+        name = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"
+        return moved(name, error, "attention on a CPU writes its scores to memory")
+    return None
+
+
+def _plain(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> State:
+    """The state by matrix products and a softmax, which write all scores to memory."""
+    acc = accumulator_dtype(q_rows.dtype)
+    scores = scale * (q_rows.to(acc) @ key.to(acc).mT)
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == NEG_INF, 0.0).unsqueeze(-1))
+    return (weights @ value.to(acc)).to(q_rows.dtype), lse
+
+
 def _flash(
     q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool = True
 ) -> State:
     """Call the kernel. `some_empty`: the mask may leave a query without any key."""
+    if flash_problem() is not None:
+        return _plain(q_rows, key, value, mask, scale)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         q_rows, key, value, 0.0, False, attn_mask=mask, scale=scale
     )

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from tatten.ops.distributed.collectives import collectives_problem
 from tatten.ops.layout import BATCH, HEADS, LENGTH
+from tatten.ops.moved import moved
 
 # A tensor that is stored, and its dims for the roles batch, heads, length and head_dim: None where it has none.
 Segment = tuple[Tensor, Sequence[int | None]]
@@ -54,6 +56,8 @@ def find_sharding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     assert isinstance(query, DTensor)
     assert isinstance(key, DTensor)
     assert isinstance(value, DTensor)
+    if collectives_problem() is not None:
+        return None
     mesh = query.device_mesh
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     if any(x.device_mesh != mesh for x in tensors) or any(x.dim() != 4 for x in (query, key, value)):
@@ -96,6 +100,8 @@ def find_segment_sharding(
         result: what PyTorch's rules make of the call; it has to be placed as the query is.
         keys, values: the segments, of which key i and value i belong together.
     """
+    if (problem := collectives_problem()) is not None:
+        return problem
     segments = {f"segment {i} of key": segment for i, segment in enumerate(keys)}
     segments |= {f"segment {i} of value": segment for i, segment in enumerate(values)}
     given = {"query": query, "result": result, **({} if mask is None else {"attn_mask": mask})}
@@ -207,4 +213,11 @@ def _even(x: DTensor, dim: int) -> bool:
 
 def _in_mesh_order(x: DTensor) -> bool:
     """Whether the first of several mesh dims that shard one dim cuts it first; the order of cuts matters."""
-    return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in x._spec.shard_order)
+    try:
+        return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in x._spec.shard_order)
+    except Exception as error:
+        moved(
+            "torch.distributed.tensor.DTensor._spec.shard_order", error, "a dim may be sharded over one mesh dim only"
+        )
+        sharded = [placement.dim for placement in x.placements if isinstance(placement, Shard)]
+        return len(sharded) == len(set(sharded))

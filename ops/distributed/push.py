@@ -6,7 +6,10 @@ protocol by which ranks use it, and `communicator.py` how they agree on the host
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +17,7 @@ from torch import Tensor
 from tatten.ops.cuda.heuristics import capability
 from tatten.ops.distributed.communicator import Communicator, Workspace, connect, connected
 from tatten.ops.distributed.push_layout import CHANNEL_BYTES, ROW_BYTES, PushPlan, plan_push
+from tatten.ops.moved import moved
 from tatten.ops.sizes import power_of_2
 from tatten.ops.states import State
 
@@ -29,7 +33,11 @@ def push_unsupported_reason(out: Tensor, lse: Tensor, group: str) -> str | None:
         return f"the kernel supports float16, bfloat16 and float32, not {out.dtype}"
     if power_of_2(out.shape[-1]) * out.element_size() > ROW_BYTES:
         return f"a row of `out` must fit into {ROW_BYTES} bytes, and head_dim is {out.shape[-1]}"
-    return connect(group, out.device).unsupported_reason
+    try:
+        _symmetric_memory()
+        return connect(group, out.device).unsupported_reason
+    except NotImplementedError as error:  # the same on all ranks, which have one PyTorch
+        return str(error)
 
 
 def push_merge(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> State:
@@ -154,18 +162,34 @@ def _agree_on_plan(communicator: Communicator, key: tuple[object, ...], out: Ten
     return plan
 
 
+def _symmetric_memory() -> tuple[Callable[..., Tensor], Callable[..., Any]]:
+    """PyTorch's functions that allocate symmetric memory, and that exchange its addresses.
+
+    Raises:
+        NotImplementedError: they have moved.
+    """
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed._symmetric_memory import rendezvous
+
+        inspect.signature(rendezvous).bind("a tensor", "a group")
+        _ = [getattr(_SymmetricMemory, name) for name in ("rank", "world_size", "buffer_ptrs")]
+        return _SymmetricMemory.empty_strided_p2p, rendezvous
+    except Exception as error:
+        note = moved("torch.distributed._symmetric_memory", error, "states are not merged by `push`")
+        raise NotImplementedError(note) from error
+
+
 def _allocate_workspace(communicator: Communicator, device: torch.device, programs: int) -> Workspace:
     """Allocate this rank's channels, and learn where those of the others are."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-    from torch.distributed._symmetric_memory import rendezvous
-
+    empty, rendezvous = _symmetric_memory()
     torch.cuda.set_device(device)  # of this thread
     # Not from a memory pool, which may return used memory at different offsets on different ranks.
     size = programs * CHANNEL_BYTES
-    buffer = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+    buffer = empty((size,), (1,), torch.uint8, device)
     buffer.zero_()
     torch.cuda.synchronize()  # before a peer can store into it
-    handle = rendezvous(buffer, communicator.name)  # type: ignore[arg-type]
+    handle = rendezvous(buffer, communicator.name)
     addresses = list(handle.buffer_ptrs)
     fits = (handle.rank, handle.world_size) == (communicator.rank, communicator.size)
     if not fits or 0 in addresses or addresses[communicator.rank] != buffer.data_ptr():

@@ -15,6 +15,7 @@ from trl.models import unwrap_model_for_generation
 
 from tatten.integrations.transformers import SharedPrefixCache
 from tatten.integrations.transformers.config import cache_argument, cache_kwargs
+from tatten.ops.moved import moved
 
 Tokens = list[list[int]]
 
@@ -114,7 +115,11 @@ def _without_gradient_hooks(model: PreTrainedModel) -> Iterator[None]:
     transformers (5.23) adds one more whenever gradient checkpointing is enabled again, as TRL does several times a
     step, and a compiled model is compiled again for each number of hooks.
     """
-    hooks = model.get_input_embeddings()._forward_hooks
+    try:
+        hooks = model.get_input_embeddings()._forward_hooks
+    except AttributeError as error:
+        moved("torch.nn.Module._forward_hooks", error, "rollouts may be compiled again and again")
+        hooks = {}
     held = dict(hooks)
     for key, hook in held.items():
         if getattr(hook, "__name__", None) == "make_inputs_require_grads":

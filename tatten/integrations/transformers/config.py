@@ -13,6 +13,8 @@ from torch import nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from tatten.ops.moved import moved
+
 
 def count_layers(config: PreTrainedConfig) -> int:
     """The number of layers that have keys and values of their own.
@@ -86,8 +88,16 @@ def rope_types(config: PreTrainedConfig) -> set[str]:
 
 
 def attention_implementation(config: PreTrainedConfig) -> str | None:
-    """The name of the attention function that the model calls; None if it was not set."""
-    name: str | None = config.get_text_config(decoder=True)._attn_implementation
+    """The name of the attention function that the model calls; None if it was not set.
+
+    Raises:
+        NotImplementedError: transformers says it in another place.
+    """
+    try:
+        name: str | None = config.get_text_config(decoder=True)._attn_implementation
+    except AttributeError as error:
+        note = moved("transformers.PreTrainedConfig._attn_implementation", error, "caches over a mesh take no model")
+        raise NotImplementedError(note) from error
     return name
 
 

@@ -13,6 +13,7 @@ from tatten.integrations.transformers.config import made_for_sdpa
 from tatten.integrations.transformers.handover import running_prefill
 from tatten.ops.decode import block_mask
 from tatten.ops.masks import BlockMask
+from tatten.ops.moved import moved
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
 
 _FOUND = "_tatten_block_mask"
@@ -50,8 +51,19 @@ def with_blocks(made: Tensor) -> Tensor:
         return made
     with torch.inference_mode(False):  # inference tensors do not say whether they were written to
         made = made.clone()
-    setattr(made, _FOUND, (made._version, block_mask(made)))
+    version = _version(made)
+    if version is not None:
+        setattr(made, _FOUND, (version, block_mask(made)))
     return made
+
+
+def _version(x: Tensor) -> int | None:
+    """A number that each write to a tensor changes; None where there is none."""
+    try:
+        return x._version
+    except Exception as error:
+        moved("torch.Tensor._version", error, "each layer searches the mask for the keys that count")
+        return None
 
 
 def blocks_of(attn_mask: Tensor) -> BlockMask | None:
@@ -60,6 +72,6 @@ def blocks_of(attn_mask: Tensor) -> BlockMask | None:
     A CUDA graph that is captured now will read the mask as it is at each replay.
     """
     version, found = getattr(attn_mask, _FOUND, (None, None))
-    if found is None or version != attn_mask._version:
+    if found is None or version != _version(attn_mask):
         return None
     return None if attn_mask.is_cuda and torch.cuda.is_current_stream_capturing() else found
