@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -13,6 +15,17 @@ from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import FakeTensor, constant, known_different, known_equal, tensor_of, value_of
 
 DEFAULT_MAX_Q_LEN = 16
+
+
+def check_transformed(nodes: Iterable[object]) -> Decline | None:
+    """Return the reason to leave attention alone if a transform of `torch.func` wraps one of its tensors, else None.
+
+    Such a tensor is valid only inside its transform: nothing may be computed from it once Dynamo has left that.
+    """
+    for node in nodes:
+        if type(tensor_of(node)) is Tensor:  # a tensor of the graph itself is fake
+            return Decline(Reason.TORCH_FUNC, f"`{node}` is a tensor inside vmap, grad, jvp or another transform")
+    return None
 
 
 def check_plain(call: SdpaCall) -> Decline | None:

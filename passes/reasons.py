@@ -109,6 +109,11 @@ class Reason(str, Enum):
         "tatten.decode_attention(softcap=, sinks=); with transformers, attn_implementation='sdpa' where the model "
         "supports it",
     )
+    TORCH_FUNC = (
+        "torch_func",
+        "call attention outside torch.vmap, torch.func.grad and other transforms of torch.func; instead of vmap, merge "
+        "the mapped dim with the batch",
+    )
     INTERNAL = (
         "internal",
         "nothing in your program: tatten itself failed and left attention as it was; please open an issue of tatten "

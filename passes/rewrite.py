@@ -13,7 +13,7 @@ from tatten.passes.batch_invariant import check_invariant, find_invariant
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
 from tatten.passes.describe import bases, declined, provider_of, shapes_of, show
-from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call
+from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call, check_transformed
 from tatten.passes.findings import Declined, GraphReport, Rewritten
 from tatten.passes.flex import find_flex, is_flex, read_flex
 from tatten.passes.flex_mask import insert_flex
@@ -161,7 +161,7 @@ def _rewrite_flex(
     node: Node, masks: Masks, rewrite_call: Callable[[SdpaCall], Rewritten | Declined]
 ) -> Rewritten | Declined:
     """Decide about a call of `flex_attention`, as about a call of SDPA that stands in for it."""
-    found = read_flex(node)
+    found = check_transformed(node.all_input_nodes) or read_flex(node)
     if isinstance(found, Decline):
         return Declined(source_location(node), "", found)
     return _rewrite_stand_in(insert_flex(found, masks), rewrite_call)
@@ -216,7 +216,11 @@ def _match_call(
     call: SdpaCall, max_q_len: int, moving: Sequence[Node], may_guard: bool, batch_invariant: bool
 ) -> tuple[PlainCall, BifurcatedMatch | DecodeMatch | LatentMatch, str] | Decline:
     """Match one call without changing the graph. Returns the call as matchers see it, the match and a note."""
-    given = find_sharded(call) or PlainCall(call)
+    given = (
+        check_transformed((call.query, call.key, call.value, call.attn_mask, call.node))
+        or find_sharded(call)
+        or PlainCall(call)
+    )
     if isinstance(given, Decline):
         return given
     decline = given.check() or check_call(call, max_q_len) or _check_movers(call, moving)

@@ -24,7 +24,7 @@ from tatten.ops.storage import same_storage
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import mover_of, written_between
 from tatten.passes.replace import Inserter, erase_unused_of
-from tatten.passes.symbolic import constant, tensor_of
+from tatten.passes.symbolic import FakeTensor, bytes_of, constant, known_shape, tensor_of
 from tatten.passes.views import source_of
 
 # On a CPU a call of the op takes about 15 us more than generated code, which small caches don't save: with 2 MB it was
@@ -102,16 +102,19 @@ def _last_of(put: Node, rolled: Node) -> Node | None:
 def _movable(cache: Tensor, new: Tensor) -> bool:
     """Whether the op takes these, a dense cache of constant sizes and other memory of the same kind, and it pays."""
     sizes = [constant(n) for n in (*cache.shape, *new.shape)]
+    size = bytes_of(cache)
     return (
-        cache.dim() == 4
+        isinstance(cache, FakeTensor)  # neither a DTensor nor inside a transform of torch.func
+        and isinstance(new, FakeTensor)
+        and cache.dim() == 4
         and None not in sizes
         and sizes[4:] == [*sizes[:2], 1, sizes[3]]
-        and cache.nbytes >= LEAST_BYTES.get(cache.device.type, math.inf)
-        and cache.is_contiguous()
+        and size is not None
+        and size >= LEAST_BYTES.get(cache.device.type, math.inf)
+        and known_shape(cache.stride(), [math.prod(cache.shape[dim + 1 :]) for dim in range(4)])
         and (cache.dtype, cache.device) == (new.dtype, new.device)
         and not same_storage(cache, new)
         and not (cache.requires_grad or new.requires_grad or cache.dtype.is_complex)
-        and not any(hasattr(x, "placements") for x in (cache, new))
     )
 
 

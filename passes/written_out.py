@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from tatten.passes.calls import argument, op_name
+from tatten.passes.eligible import check_transformed
 from tatten.passes.metadata import readers, reads_values
 from tatten.passes.mutation import written_arguments, written_between
 from tatten.passes.no_effect import is_last_dim, subtracts_maximum
@@ -106,6 +107,9 @@ def read_written_out(softmax: Node) -> WrittenOut | Decline | None:
     scores = find_scores(softmax, scores_above(softmax) - {softmax})
     if not isinstance(scores, Scores):
         return scores
+    transformed = check_transformed((softmax, weights.product.node))
+    if transformed is not None:
+        return transformed
     if weights.active_dropout is not None:
         return Decline(Reason.DROPOUT, f"`{weights.active_dropout}` is active")
     if weights.dropped != (None if scores.sinks is None else scores.column):

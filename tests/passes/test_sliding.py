@@ -287,3 +287,30 @@ def test_the_op_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         torch.ops.tatten.slide_(cache, new)
         want = torch.cat((want[:, :, 1:], new.contiguous().view(torch.uint8)), 2)
     assert torch.equal(cache.view(torch.uint8), want)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_dynamic_shapes(fixed: bool) -> None:
+    """A cache is moved where something else in the graph fixes its sizes, and left where they may change."""
+    weight = torch.nn.Parameter(torch.randn(B, H, S, D), requires_grad=False)
+
+    def fn(cache, new):
+        cache.copy_(roll(cache, new))
+        return cache * weight if fixed else cache * 2
+
+    cache, new = tensors()
+    want = expected(fn, cache, new)
+    gm = capture(fn, cache.clone(), new, dynamic=True)
+    guards = len(shape_env(gm).guards)
+    assert len(find_slides(gm.graph, movers(gm.graph))) == fixed
+    assert len(shape_env(gm).guards) == guards
+    torch._dynamo.reset()
+    with torch.no_grad(), tatten.recording() as report:
+        out = torch.compile(fn, backend="tatten", dynamic=True)(cache, new)
+    assert bool(report.graphs[0].note) == fixed
+    assert torch.equal(out, want[0])
+    assert torch.equal(cache, want[1])
+
+
+def shape_env(gm):
+    return gm.graph.find_nodes(op="placeholder")[-1].meta["example_value"].fake_mode.shape_env
