@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from tatten.passes.calls import op_name
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.symbolic import FakeTensor, known_equal, tensor_of, value_of
+from tatten.passes.symbolic import FakeTensor, constant, known_equal, tensor_of, value_of
 
 POSITIONS = 4  # a mask function takes batch, head, query and key; then tensors and numbers that it captured
 POINTWISE = {
@@ -118,15 +118,18 @@ def read_flex(node: Node) -> FlexCall | Decline:
     """Read what a call of `flex_attention` computes, or the reason why no op of tatten does. Changes nothing."""
     if len(node.args) != 9 or node.kwargs:
         return _left("its arguments are not those that are known")
-    query, key, value, score_mod, blocks, scale, options, _, mask_captured = node.args
-    results = _results(node, options)
+    query, key, value, score_mod, blocks, scale, options, score_captured, mask_captured = node.args
+    decline = _check_arguments(node) or _check_kernel(options)
+    if decline is not None:
+        return decline
+    results = _results(node)
     if isinstance(results, Decline):
         return results
     out, log_sums, path = results
     bodies = [_body_of(x) for x in (score_mod, blocks[-1])]  # type: ignore[index]
     if bodies[0] is None or bodies[1] is None:
         return _left("its functions are not part of the graph")
-    softcap = _softcap(bodies[0].graph)
+    softcap = _softcap(bodies[0].graph, score_captured)  # type: ignore[arg-type]
     if isinstance(softcap, Decline):
         return softcap
     mask = _read_mask(node, blocks, bodies[1], mask_captured)  # type: ignore[arg-type]
@@ -140,6 +143,26 @@ def _left(detail: str) -> Decline:
     return Decline(Reason.FLEX_ATTENTION, f"a call to flex_attention: {detail}")
 
 
+def _check_arguments(node: Node) -> Decline | None:
+    """Return the reason why tensors and blocks of a call have another form than all that follows takes for granted."""
+    for name, x in zip(("query", "key", "value"), node.args, strict=False):
+        tensor = tensor_of(x)
+        if not isinstance(tensor, FakeTensor) or tensor.dim() != 4:
+            shown = "no tensor of the graph" if tensor is None else f"a {type(tensor).__name__} of {tensor.dim()} dims"
+            return _left(f"its {name} is {shown}, not a plain tensor of 4")
+    blocks = node.args[4]
+    if not isinstance(blocks, tuple | list) or len(blocks) < 9:
+        return _left("its block mask has another form than the one that is known")
+    return None
+
+
+def _check_kernel(options: Any) -> Decline | None:
+    """Return the reason why a kernel was chosen that isn't to be replaced, or None."""
+    if "BACKEND" not in options:
+        return _left("its options don't say which kernel is wanted")
+    return _left("its options choose the kernel of FlashAttention") if options["BACKEND"] == "FLASH" else None
+
+
 def _body_of(function: Any) -> GraphModule | None:
     if not isinstance(function, Node) or function.op != "get_attr":
         return None
@@ -148,22 +171,24 @@ def _body_of(function: Any) -> GraphModule | None:
     return body if isinstance(body, GraphModule) else None
 
 
-def _results(node: Node, options: Any) -> tuple[Node, tuple[Node, ...], tuple[Node, ...]] | Decline:
+def _results(node: Node) -> tuple[Node, tuple[Node, ...], tuple[Node, ...]] | Decline:
     """The output, the lse, and the nodes that take both from the tuple. The op's own lse is to base 2."""
     taken: dict[Any, list[Node]] = {0: [], 1: []}
     for user in node.users:
-        if op_name(user) != "getitem" or user.args[1] not in taken:
+        if op_name(user) != "getitem":
+            return _left(f"`{user}` uses its results as one")
+        if user.args[1] not in taken:
             return _left("its largest scores are used")
         taken[user.args[1]].append(user)
-    if len(taken[0]) != 1 or "BACKEND" not in options or options["BACKEND"] == "FLASH":
-        return _left("its output is not used once, or its kernel is chosen")
+    if len(taken[0]) != 1:
+        return _left(f"{len(taken[0])} nodes take its output, where one is known how to be replaced")
     log_sums = [user for lse in taken[1] for user in lse.users]
     if any(op_name(x) != "mul" or math.log(2.0) not in x.args for x in log_sums):
         return _left("its lse is used in a way that is not known")
     return taken[0][0], tuple(log_sums), (taken[0][0], *taken[1])
 
 
-def _softcap(scores: Graph) -> float | Decline | None:
+def _softcap(scores: Graph, captured: Sequence[Any]) -> float | Decline | None:
     """The `c` of a score function `c * tanh(score / c)`; None for one that returns scores as they are."""
     score = next(iter(scores.nodes))
     end = result_of(scores)
@@ -175,7 +200,9 @@ def _softcap(scores: Graph) -> float | Decline | None:
         divides = isinstance(inner, Node) and op_name(inner) in ("truediv", "div") and not inner.kwargs
         if (divides and inner.args == (score, cap)) or _times(inner) == (1 / cap, score):  # type: ignore[union-attr]
             return cap
-    return _left("its score function is neither identity nor `cap * tanh(score / cap)`")
+    if captured:
+        return _left("its score function reads tensors, or numbers that are inputs of the graph")
+    return _left("its score function is neither identity nor `cap * tanh(score / cap)` with one number as `cap`")
 
 
 def _times(node: Any) -> tuple[float, Node | None]:
@@ -202,8 +229,17 @@ def _read_mask(
     q_block, kv_block = blocks[-3:-1]
     if query is None or not isinstance(q_block, int) or not isinstance(kv_block, int):
         return _left("its block size is not a number")
-    lists = [x for x in (counts, indices, full_counts, full_indices) if x is not None]
-    decline = _check_body(body.graph) or _check_captured((*lists, *captured), query) or _check_lists(lists, query)
+    if counts is None or indices is None or (full_counts is None) != (full_indices is None):
+        return _left("its block mask lacks a list of blocks")
+    given = body.graph.find_nodes(op="placeholder")
+    if len(given) != POSITIONS + len(captured):
+        return _left(f"its mask function takes {len(given)} arguments, and is given {POSITIONS + len(captured)}")
+    lists = [(counts, indices)] + ([] if full_counts is None else [(full_counts, full_indices)])
+    decline = (
+        _check_body(body.graph)
+        or _check_captured((*(x for pair in lists for x in pair), *captured), query)
+        or next((x for pair in lists if (x := _check_lists(*pair, q_block, query)) is not None), None)
+    )
     if decline is not None:
         return decline
     end = result_of(body.graph)
@@ -226,15 +262,19 @@ def _check_captured(captured: Sequence[Any], query: Tensor) -> Decline | None:
     return None
 
 
-def _check_lists(lists: Sequence[Any], query: Tensor) -> Decline | None:
-    """Return the reason why lists of blocks don't broadcast to the batch and heads of a query, or None."""
-    for x in lists:
+def _check_lists(counts: Any, indices: Any, q_block: int, query: Tensor) -> Decline | None:
+    """Return the reason why lists of blocks are not those of the batch, heads and queries of a call, or None."""
+    for x, rank in ((counts, 3), (indices, 4)):
         tensor = tensor_of(x)
         if tensor is None:
             return _left(f"its list of blocks `{x}` is not a tensor of the graph")
-        for dim in (0, 1):
-            if not any(known_equal(tensor.shape[dim], size) for size in (1, query.shape[dim])):
-                return _left(f"its list of blocks `{x}` is {list(tensor.shape)}, its query {list(query.shape)}")
+        if tensor.dim() != rank or tensor.dtype not in (torch.int32, torch.int64):
+            shown = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+            return _left(f"its list of blocks `{x}` is {shown}, where integers of {rank} dims are known")
+        fits = (any(known_equal(tensor.shape[dim], size) for size in (1, query.shape[dim])) for dim in (0, 1))
+        rows, queries = constant(tensor.shape[2]), constant(query.shape[2])
+        if not all(fits) or (rows is not None and queries is not None and rows * q_block < queries):
+            return _left(f"its list of blocks `{x}` is {list(tensor.shape)}, its query {list(query.shape)}")
     return None
 
 

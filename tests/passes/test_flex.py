@@ -226,7 +226,33 @@ def uneven(b, h, i, j):
     return PADDING.any(0)[j]
 
 
+def too_few_rows(q, k, v):
+    mask = MANY_ROWS[:, :, :1]
+    mask.mask_mod, mask.seq_lengths, mask.BLOCK_SIZE = causal, (Q, S), (Q - 1, 128)
+    return flex_attention(q, k, v, block_mask=mask)
+
+
+def with_lists_of(change):
+    def fn(q, k, v):
+        mask = blocks(causal)
+        lists = [change(getattr(mask, name)) for name in ("kv_num_blocks", "kv_indices")]
+        mask.kv_num_blocks, mask.kv_indices = lists
+        return flex_attention(q, k, v, block_mask=mask)
+
+    return fn
+
+
+def cap_that_is_read(q, k, v):
+    return flex_attention(q, k, v, lambda s, b, h, i, j: CAP * torch.tanh(s / CAP))
+
+
+CAP = torch.tensor(5.0)
+MANY_ROWS = create_block_mask(lambda b, h, i, j: j <= i, None, None, 384, S, "cpu")
 LEFT = {
+    "lists of fewer dims": (with_lists_of(lambda x: x[:, :, 0]), "int32[1, 1], where integers of 3 dims are known"),
+    "lists of floats": (with_lists_of(lambda x: x.float()), "is float32[1, 1, 1], where integers"),
+    "rows of blocks for fewer queries": (too_few_rows, "is [1, 1, 1], its query"),
+    "cap that is read": (cap_that_is_read, "its score function reads tensors"),
     "alibi": (lambda *x: flex_attention(*x, alibi), "its score function is neither"),
     "other cap": (lambda *x: flex_attention(*x, other_cap), "its score function is neither"),
     "reciprocal": (lambda *x: flex_attention(*x, cap_of_reciprocal), "its score function is neither"),
@@ -254,3 +280,8 @@ def test_other_reasons_leave_the_graph_as_it_was() -> None:
     (finding,) = rewrite(gm).findings
     assert finding.decline.reason is Reason.Q_LEN
     assert listing(gm) == before
+
+
+def test_lists_of_fewer_dims_run_as_they_did() -> None:
+    fn, _ = LEFT["lists of fewer dims"]
+    torch.testing.assert_close(run(fn, *tensors(kv_heads=H)), fn(*tensors(kv_heads=H)))
