@@ -75,6 +75,11 @@ def has_schemas() -> bool:
     return True
 
 
+def schemas(node: Node) -> tuple[OpOverload, ...]:
+    """Like `overloads`, but by name for a Python function of PyTorch, too, which may do more than they do."""
+    return overloads(node) or _aten_overloads(op_name(node))
+
+
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     """An argument of a call, positional or by keyword; `position` counts the tensor itself."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)

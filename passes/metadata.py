@@ -18,6 +18,7 @@ FIRST = {
     "_assert_tensor_metadata",  # of dtypes, by torch.export, about tensors that casts make
 }
 SECOND = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
+PARTS = RESHAPES | {"getitem", "slice", "narrow", "select", "detach"}
 ATTRIBUTES = {"shape", "dtype", "device", "ndim", "layout"}
 
 
@@ -26,18 +27,18 @@ def reads_values(user: Node, node: Node) -> bool:
     name = op_name(user)
     if name == "getattr":
         return user.args[1] not in ATTRIBUTES
-    position = 0 if name in FIRST else 1 if name in SECOND else None
-    if name in RESHAPES and user.args and user.args[0] is node:
-        return any(reads_values(x, user) for x in user.users)
-    if position is None or len(user.args) <= position or user.args[position] is not node or writes(user):
+    if sum(x is node for x in all_of(Node, [user.args, list(user.kwargs.values())])) > 1:
         return True
-    return sum(x is node for x in all_of(Node, [user.args, list(user.kwargs.values())])) > 1
+    if name in PARTS and user.args and user.args[0] is node:
+        return any(reads_values(x, user) for x in user.users)
+    position = 0 if name in FIRST else 1 if name in SECOND else None
+    return position is None or len(user.args) <= position or user.args[position] is not node or writes(user)
 
 
 def readers(user: Node, node: Node) -> Iterator[Node]:
     """Yield `user`, which reads no values of `node`, and if it is a view those that read none of that."""
     yield user
-    for x in user.users if op_name(user) in RESHAPES and user.args[0] is node else ():
+    for x in user.users if op_name(user) in PARTS and user.args[0] is node else ():
         yield from readers(x, user)
 
 

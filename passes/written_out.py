@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from tatten.passes.calls import argument, op_name
+from tatten.passes.dead import dead_from
 from tatten.passes.eligible import check_transformed
 from tatten.passes.metadata import readers, reads_values
 from tatten.passes.mutation import written_arguments, written_between
@@ -227,20 +228,22 @@ def _rank(node: Node) -> int:
 def _check_users(found: WrittenOut) -> WrittenOut | Decline:
     """Check that nothing else uses what will not be computed, and that nothing is written before it would be read."""
     chain = {*found.path}
-    log_sums, read_nothing = set[Node](), set[Node]()
+    log_sums, unread = set[Node](), set[Node]()
     for node in sorted({*found.scores.path, *found.weights.path}):
         for user in node.users:
             if user in chain:
                 continue
             if not reads_values(user, node):
-                read_nothing.update(readers(user, node))
+                unread.update(readers(user, node))
+            elif (dead := dead_from(user)) is not None:
+                unread.update(dead)
             elif node in written_arguments(user):
                 return Decline(Reason.IN_PLACE, f"`{user}` changes `{node}` in place")
             elif not _sums(user, node, found):
                 return Decline(Reason.WEIGHTS_USED, f"`{user}` uses `{node}`")
             else:
                 log_sums.add(user)
-    found = dataclasses.replace(found, log_sums=tuple(sorted(log_sums)), path=(*found.path, *read_nothing))
+    found = dataclasses.replace(found, log_sums=tuple(sorted(log_sums)), path=(*found.path, *unread))
     late = next((x for x in found.reads if x >= found.place), None)
     if late is not None:
         return Decline(Reason.WEIGHTS_USED, f"`{found.place}` needs scores before there is `{late}`")

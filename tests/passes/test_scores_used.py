@@ -93,7 +93,30 @@ def log_sums_without_heads(q, k, v, m):
     return s.softmax(-1) @ v, s.logsumexp(-1)
 
 
+def detached_for_nobody(q, k, v, m):
+    """As Whisper's own code: scores are returned to a caller that doesn't take them."""
+    s = q @ k.mT * 0.3 + m
+    kept = s.detach()
+    assert kept is not None
+    return s.softmax(-1) @ v
+
+
+def computed_for_nobody(q, k, v, m):
+    s = q @ k.mT + m
+    w = s.softmax(-1)
+    _ = w.mean(1) * 2, s.detach().float().max(-1).values.sum(), torch.softmax(s, 1)[0]
+    return w @ v
+
+
+def part_as_a_form(q, k, v, m):
+    """The column of a softmax with one more in its denominator, which is made like a part of the scores."""
+    s = q @ k.mT
+    w = torch.cat((s, torch.zeros_like(s[..., :1])), -1).softmax(-1)
+    return w[..., :-1] @ v
+
+
 REWRITTEN = [
+    *(detached_for_nobody, computed_for_nobody, part_as_a_form),
     *(divided_in_place, all_in_place, cap_in_place, in_place_of_heads_in_the_batch, in_place_by_aten),
     *(fill_like_scores, bias_like_scores, sizes_of_scores, sizes_of_a_view, written_beside_scores),
     *(log_sums_of_heads_in_the_batch, log_sums_of_no_keys, log_sums_without_heads),
@@ -182,7 +205,48 @@ def log_sums_before_a_change(q, k, v, m):
     return s.add_(m).softmax(-1) @ v, lse
 
 
+def detached_for_the_caller(q, k, v, m):
+    s = q @ k.mT + m
+    return s.softmax(-1) @ v, s.detach()
+
+
+def part_for_the_caller(q, k, v, m):
+    s = q @ k.mT + m
+    return s.softmax(-1) @ v, s[..., :1]
+
+
+def random_for_nobody(q, k, v, m):
+    """It moves the state of random numbers on."""
+    w = (q @ k.mT + m).softmax(-1)
+    assert w.bernoulli() is not None
+    return w @ v, torch.rand(2)
+
+
+def written_for_nobody(q, k, v, m):
+    s = q @ k.mT
+    s.detach().add_(1)
+    return s.softmax(-1) @ v
+
+
+def written_elsewhere(q, k, v, m):
+    w = (q @ k.mT).softmax(-1)
+    m.copy_(w.detach())
+    return w @ v
+
+
+def asserted(q, k, v, m):
+    w = (q @ k.mT).softmax(-1)
+    torch._assert_async((w >= 0).all())
+    return w @ v
+
+
 DECLINED = {
+    detached_for_the_caller: Reason.WEIGHTS_USED,
+    part_for_the_caller: Reason.WEIGHTS_USED,
+    random_for_nobody: Reason.WEIGHTS_USED,
+    written_for_nobody: Reason.WEIGHTS_USED,
+    written_elsewhere: Reason.WEIGHTS_USED,
+    asserted: Reason.WEIGHTS_USED,
     used_after_a_change: Reason.WEIGHTS_USED,
     result_elsewhere: Reason.IN_PLACE,
     rounded_in_place: Reason.IN_PLACE,
