@@ -36,7 +36,8 @@ def check_plain(call: SdpaCall) -> Decline | None:
         if placements is not None:
             return Decline(Reason.PLACEMENT, f"{name} is a DTensor placed as {tuple(placements)}")
         if tensor is not None and not isinstance(tensor, FakeTensor):
-            return Decline(Reason.ARGUMENTS, f"{name} is a {type(tensor).__name__}, not a plain tensor")
+            kind = "wrapped, as torch.vmap does" if type(tensor) is Tensor else f"a {type(tensor).__name__}"
+            return Decline(Reason.ARGUMENTS, f"{name} is {kind}, not a plain tensor")
     return None
 
 
@@ -65,18 +66,23 @@ def _check_flags(
     q_len = constant(query.shape[2])
     if q_len is None:
         return Decline(Reason.Q_LEN_DYNAMIC, f"q_length is {query.shape[2]}")
-    if not 1 <= q_len <= max_q_len:
+    if q_len > max_q_len:
         return Decline(Reason.Q_LEN, f"q_length is {q_len}, max_q_len is {max_q_len}")
     if result.requires_grad:
         return Decline(Reason.REQUIRES_GRAD, "the result requires grad")
     if not isinstance(call.dropout_p, int | float) or call.dropout_p != 0:
         return Decline(Reason.DROPOUT, f"dropout_p is {call.dropout_p}")
-    if any(constant(x.shape[dim]) == 0 for x, dims in ((query, (0, 1, 3)), (key, (1,)), (value, (3,))) for dim in dims):
+    if any(
+        constant(x.shape[dim]) == 0 for x, dims in ((query, (0, 1, 2, 3)), (key, (1,)), (value, (3,))) for dim in dims
+    ):
         return Decline(Reason.EMPTY, f"query is {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}")
-    if call.is_causal is not False and not (call.is_causal is True and q_len == 1 and known_equal(key.shape[2], 1)):
-        return Decline(Reason.IS_CAUSAL, f"is_causal is {call.is_causal}, q_length {q_len}, kv_length {key.shape[2]}")
-    if not isinstance(call.enable_gqa, bool):
-        return Decline(Reason.ARGUMENTS, f"enable_gqa is {call.enable_gqa}, not a literal")
+    for name in ("is_causal", "enable_gqa"):
+        if not isinstance(getattr(call, name), bool):
+            return Decline(Reason.ARGUMENTS, f"{name} is {getattr(call, name)}, not a literal")
+    if call.is_causal and not (q_len == 1 and known_equal(key.shape[2], 1)):
+        lengths = f"is_causal is True, q_length {q_len}, kv_length {key.shape[2]}"
+        prefill = ": a prefill" if known_equal(key.shape[2], q_len) else ""
+        return Decline(Reason.IS_CAUSAL, f"{lengths}{prefill}")
     if not (call.scale is None or isinstance(call.scale, int | float) or _is_symbolic_float(call.scale)):
         return Decline(Reason.SCALE, f"scale is {call.scale}")
 

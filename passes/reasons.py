@@ -17,7 +17,10 @@ class Reason(str, Enum):
         member.help = help
         return member
 
-    ARGUMENTS = "arguments", "call F.scaled_dot_product_attention with tensors and literal flags"
+    ARGUMENTS = (
+        "arguments",
+        "call F.scaled_dot_product_attention with plain tensors and literal flags, outside torch.vmap and its like",
+    )
     PLACEMENT = (
         "placement",
         "shard keys, values and the mask's columns over the sequence, and replicate the query over those mesh dims",
@@ -26,7 +29,8 @@ class Reason(str, Enum):
     DROPOUT = "dropout", "decode with model.eval(), so that dropout_p is 0.0"
     IS_CAUSAL = (
         "is_causal",
-        "pass a mask: with fewer queries than keys, is_causal=True aligns the triangle to the top left",
+        "nothing for a prefill, which PyTorch does well; where there are more keys than queries pass a mask, since "
+        "is_causal=True aligns the triangle to the top left",
     )
     Q_LEN = (
         "q_len",
@@ -79,10 +83,11 @@ class Reason(str, Enum):
         "batch_invariant",
         "leave options['batch_invariant'] out, keep soft caps on a GPU, and concatenate each sequence's own keys last",
     )
-    NO_GAIN = "no_gain", "nothing: SDPA already reads each key and value once"
+    NO_GAIN = "no_gain", "nothing: as it is compiled, attention already reads each key and value once"
     WEIGHTS_USED = (
         "weights_used",
-        "don't ask for attention weights (output_attentions=False): the ops never have them in memory",
+        "let nothing but the product with values read scores or weights (output_attentions=False, for one): the ops "
+        "never have them in memory",
     )
     IN_PLACE = (
         "in_place",
@@ -90,7 +95,8 @@ class Reason(str, Enum):
     )
     RELATIVE = (
         "relative",
-        "add to scores only what doesn't depend on them, such as masks and position biases; the ops know no other form",
+        "do no more to scores than to multiply them by a number, to cap them, to add masks and position biases that "
+        "don't depend on them, and to join one column of sinks that is dropped again: the ops know no other form",
     )
     MASK_VALUE = "mask_value", "replace the scores of masked keys by torch.finfo(dtype).min of a wide dtype, or by -inf"
     NO_SDPA = (

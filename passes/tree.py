@@ -44,7 +44,8 @@ def find_sharded(call: SdpaCall) -> MergedCall | Decline | None:
     query, key, value, mask = (tensor_of(x) for x in (call.query, call.key, call.value, call.attn_mask))
     if query is None or key is None or value is None or (mask is None) != (call.attn_mask is None):
         return None
-    if all(isinstance(x, FakeTensor) for x in (query, key, value)):
+    given = [x for x in (query, key, value) if not isinstance(x, FakeTensor)]  # hasattr is slow on a fake tensor
+    if not any(hasattr(x, "placements") for x in given):
         return None
     from tatten.ops.distributed.placement import find_segment_sharding, find_sharding  # DTensor takes seconds to import
 

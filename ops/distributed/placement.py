@@ -105,11 +105,12 @@ def find_segment_sharding(
     segments = {f"segment {i} of key": segment for i, segment in enumerate(keys)}
     segments |= {f"segment {i} of value": segment for i, segment in enumerate(values)}
     given = {"query": query, "result": result, **({} if mask is None else {"attn_mask": mask})}
-    mesh = getattr(query, "device_mesh", None)
+    if not isinstance(query, DTensor):
+        return "query is not a DTensor, as others are"
+    mesh = query.device_mesh
     for name, x in (given | {name: x for name, (x, _) in segments.items()}).items():
         if type(x) is not DTensor or x.device_mesh != mesh or not _in_mesh_order(x):
             return f"{name} is not a DTensor on {mesh}, the mesh of query, sharded by its dims in order"
-    assert isinstance(query, DTensor)
     if query.device_mesh.get_coordinate() is None:
         return f"this rank is not in {mesh}"
     if _placements(result) != query.placements:
