@@ -9,9 +9,8 @@ from __future__ import annotations
 from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
-from tatten.passes.mutation import writes
-from tatten.passes.no_effect import inactive_dropout
-from tatten.passes.symbolic import known_shape, tensor_of
+from tatten.passes.mutation import inactive_dropout, writes
+from tatten.passes.symbolic import is_input_number, known_shape, number_in, tensor_of
 from tatten.passes.views import COPIES
 
 
@@ -28,21 +27,24 @@ def terms_of(node: Node) -> tuple[Node, Node] | None:
     return (base, added) if alike else None
 
 
-def multiple_of(node: Node) -> tuple[float, Node] | None:
+def multiple_of(node: Node) -> tuple[float | Node, Node] | None:
     """The number and the tensor of which `node` is the product: 1 and itself if it is none; None if it is of others."""
     if op_name(node) != "mul":
         return 1.0, node
-    numbers = [x for x in node.args if isinstance(x, int | float)]
-    tensors = [x for x in node.args if isinstance(x, Node)]
-    if len(numbers) != 1 or len(tensors) != 1 or node.kwargs or writes(node):
+    a, b = node.args if len(node.args) == 2 else (None, None)
+    number, tensor = (b, a) if tensor_of(a) is not None else (a, b)
+    if not isinstance(tensor, Node) or tensor_of(tensor) is None or node.kwargs or writes(node):
         return None
-    return float(numbers[0]), tensors[0]
+    if isinstance(number, Node) and is_input_number(number):
+        return number, tensor
+    known = number_in(number)
+    return None if known is None else (known, tensor)
 
 
 def before_copies(node: Node) -> tuple[Node, tuple[Node, ...]]:
     """The tensor that copies, or dropout which is off, leave as it is, and the nodes that are such."""
     path: tuple[Node, ...] = ()
-    while op_name(node) in COPIES or (op_name(node) == "dropout" and inactive_dropout(node)):
+    while op_name(node) in COPIES or inactive_dropout(node):
         source = node.all_input_nodes[0]
         before, after = tensor_of(source), tensor_of(node)
         if before is None or after is None or before.dtype != after.dtype or before.device != after.device:

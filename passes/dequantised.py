@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from tatten.ops.cuda.providers import unsupported_reason
 from tatten.ops.cuda.workload import Workload
@@ -23,7 +24,17 @@ from tatten.passes.mutation import writes, written_between
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored, stored_at, walk_on
-from tatten.passes.symbolic import FakeTensor, constant, hint, known_equal, known_shape, tensor_of
+from tatten.passes.symbolic import (
+    FakeTensor,
+    constant,
+    hint,
+    is_input_number,
+    known_equal,
+    known_shape,
+    number_in,
+    tensor_of,
+    value_of,
+)
 from tatten.passes.views import REORDERS, RESHAPES, Size, source_of, way_back
 
 CASTS = {"to", "type", "float", "double", "half", "bfloat16", "type_as", "_to_copy"}
@@ -67,14 +78,21 @@ class Scale:
         assert base is not None
         assert isinstance(stored.base, Node)
         heads = constant(stored.size(HEADS))
-        if not isinstance(self.factor, Node):
+        if tensor_of(self.factor) is None:
+            known = not isinstance(self.factor, Node)
+            number = self.factor if known else 1.0
             full = stored.base.graph.call_function(
-                torch.full, ((heads,), self.factor), {"dtype": torch.float32, "device": base.device}
+                torch.full, ((heads,), number), {"dtype": torch.float32, "device": base.device}
             )
             full.meta.update({k: v for k, v in stored.base.meta.items() if k != "example_value"})
             with base.fake_mode:  # type: ignore[attr-defined]
-                full.meta["example_value"] = torch.full((heads,), self.factor, device=base.device)  # type: ignore[arg-type]
-            return full
+                full.meta["example_value"] = torch.full((heads,), number, device=base.device)  # type: ignore[arg-type]
+            if known:
+                return full
+            chain = _Chain(full)
+            chain.then("mul", self.factor)  # Inductor keeps a factor of tensors an input, and no other number
+            return chain.node
+        assert isinstance(self.factor, Node)
         chain = _Chain(self.factor)
         if chain.tensor.requires_grad:
             chain.then("detach")
@@ -111,7 +129,7 @@ class _Chain:
     def then(self, method: str, *args: Any) -> None:
         meta = self.node.meta
         self.node = self.node.graph.call_method(method, (self.node, *args))
-        self.tensor = getattr(self.tensor, method)(*args)
+        self.tensor = getattr(self.tensor, method)(*map_arg(args, value_of))
         self.node.meta.update(meta, example_value=self.tensor)
 
 
@@ -237,8 +255,11 @@ def _walk_back(node: Node, depth: int = 0) -> Dequantised | None:
 
 def _scale_of(factor: Any, source: Tensor, dims: list[int], dtype: torch.dtype) -> Scale | str:
     """The scale that `factor` is to a tensor whose dims have the roles `dims`, or why it is none."""
-    if isinstance(factor, int | float):
-        return Scale(float(factor), per_key=False)
+    number = number_in(factor)
+    if number is not None:
+        return Scale(number, per_key=False)
+    if is_input_number(factor):
+        return Scale(factor, per_key=False)
     scale = tensor_of(factor)
     if not isinstance(scale, FakeTensor) or not isinstance(factor, Node):
         return f"times `{factor}`, which is not a tensor or a number"

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from tatten.passes.calls import op_name
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.symbolic import FakeTensor, constant, known_equal, tensor_of, value_of
+from tatten.passes.symbolic import FakeTensor, constant, known_equal, number_in, tensor_of, value_of
 
 POSITIONS = 4  # a mask function takes batch, head, query and key; then tensors and numbers that it captured
 POINTWISE = {
@@ -135,6 +135,8 @@ def read_flex(node: Node) -> FlexCall | Decline:
     mask = _read_mask(node, blocks, bodies[1], mask_captured)  # type: ignore[arg-type]
     if isinstance(mask, Decline):
         return mask
+    known = number_in(scale)
+    scale = scale if known is None else known
     path = (*path, node, *(x for x in (score_mod, blocks[-1]) if isinstance(x, Node)))  # type: ignore[index]
     return FlexCall(node, out, query, key, value, scale, softcap, mask, log_sums, path)  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes, written_between
 from tatten.passes.products import CASTS
-from tatten.passes.symbolic import value_of
+from tatten.passes.symbolic import number_in, value_of
 
 TIMES = {"mul", "imul", "multiply", "div", "truediv", "itruediv", "divide", "true_divide"}
 
@@ -23,9 +23,9 @@ def number_of(x: Any, reader: Node) -> float | None:
         return float(x)
     if not isinstance(x, Node):
         return None
-    value, name, number = value_of(x), op_name(x), None
-    if isinstance(value, int | float):
-        return float(value)
+    value, name, number = value_of(x), op_name(x), number_in(x)
+    if number is not None:
+        return number
     if not isinstance(value, Tensor) or writes(x) or written_between([value], x, reader) is not None:
         return None
     if name in ("tensor", "scalar_tensor", "as_tensor"):

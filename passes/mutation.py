@@ -18,8 +18,8 @@ from torch.fx.node import map_arg
 
 from tatten.ops.storage import all_of, same_storage
 from tatten.ops.watch import Watch
-from tatten.passes.calls import OpOverload, op_name, overloads
-from tatten.passes.symbolic import held, hint, value_of
+from tatten.passes.calls import OpOverload, argument, op_name, overloads
+from tatten.passes.symbolic import held, hint, number_hint, number_in, value_of
 
 IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name)
@@ -42,6 +42,8 @@ def written_arguments(node: Node) -> Iterator[Node]:
     FX's own notion isn't used, which calls every `call_method` pure, nor Inductor's, which doesn't know `setitem`.
     """
     target = node.target
+    if inactive_dropout(node):
+        return
     if node.op == "call_module":
         yield from node.all_input_nodes
     if node.op not in ("call_function", "call_method") or target in READING_OPERATORS:
@@ -54,6 +56,14 @@ def written_arguments(node: Node) -> Iterator[Node]:
     yield from all_of(Node, _written(known, node.args, node.kwargs))
     if not known and op_name(node) not in DTENSOR_READS:
         yield from _written_in_trial(node)
+
+
+def inactive_dropout(node: Node) -> bool:
+    """Whether a call of dropout returns its input as it is."""
+    if op_name(node) not in ("dropout", "dropout_"):
+        return False
+    training = argument(node, 2, "training", node.kwargs.get("train", True))
+    return number_in(argument(node, 1, "p", 0.5)) == 0 or training is False
 
 
 def writes(node: Node) -> bool:
@@ -196,4 +206,6 @@ def _stand_in(value: Any) -> Any:
         if None in sizes or None in strides:
             return None
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")  # type: ignore[arg-type]
+    if isinstance(value, SymFloat):
+        return number_hint(value)
     return hint(value) if isinstance(value, int | SymInt) else value if isinstance(value, float) else None

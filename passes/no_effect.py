@@ -39,13 +39,6 @@ def is_last_dim(dim: Any, rank: int) -> bool:
     return isinstance(dim, int) and dim in (-1, rank - 1)
 
 
-def inactive_dropout(node: Node) -> bool:
-    """Whether a call of dropout returns its input."""
-    p = argument(node, 1, "p", 0.5)
-    training = argument(node, 2, "training", node.kwargs.get("train", True))
-    return (isinstance(p, int | float) and p == 0) or training is False
-
-
 def keeps_rows(source: Node, node: Node) -> bool:
     """Whether a reshape keeps the last two dims, so that it only merges or splits those before."""
     before, after = tensor_of(source), tensor_of(node)

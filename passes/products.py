@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
-from tatten.passes.symbolic import known_equal, known_shape, tensor_of
+from tatten.passes.symbolic import known_equal, known_shape, number_in, tensor_of
 from tatten.passes.views import RESHAPES, Size
 
 CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "_to_copy"}
@@ -69,12 +69,11 @@ def product_of(node: Node, weights: Node | None = None) -> Product | None:
         return _checked(Product(node, Factor(left), Factor(right)), weights)
     if name == "baddbmm":
         bias, left, right = (argument(node, i, x) for i, x in enumerate(("input", "batch1", "batch2")))
-        scale: Any = node.kwargs.get("alpha", 1)
-        beta: Any = node.kwargs.get("beta", 1)
-        if not isinstance(scale, int | float) or not isinstance(beta, int | float):
+        scale, beta = (number_in(node.kwargs.get(x, 1)) for x in ("alpha", "beta"))
+        if scale is None or beta is None:
             return None
         added = bias if beta else None
-        return _checked(Product(node, Factor(left), Factor(right), float(scale), added, float(beta)), weights)
+        return _checked(Product(node, Factor(left), Factor(right), scale, added, beta), weights)
     return _einsum(node, weights) if name == "einsum" else None
 
 

@@ -37,7 +37,7 @@ class Adapter:
 
     down: Projection
     up: Projection
-    factor: float
+    factor: float | Node
     path: tuple[Node, ...]
 
 

@@ -53,7 +53,10 @@ class Reason(str, Enum):
         "mask_dtype",
         "use a bool mask, or an additive one in float32 or the query's dtype; autocast by `with torch.autocast(...)`",
     )
-    SCALE = "scale", "pass scale as a float"
+    SCALE = (
+        "scale",
+        "give scales and soft caps as floats that are finite and not 0, and known when the graph is captured",
+    )
     WINDOW = "window", "give the window as a mask, whose columns are sharded as the keys are"
     WRITTEN = (
         "written_between",

@@ -17,6 +17,7 @@ from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call, check_transfor
 from tatten.passes.findings import Declined, GraphReport, Rewritten
 from tatten.passes.flex import find_flex, is_flex, read_flex
 from tatten.passes.flex_mask import insert_flex
+from tatten.passes.input_numbers import settle_numbers
 from tatten.passes.internal import CallError, Snapshot, decline_internal, declined_graph, or_nothing
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
@@ -103,7 +104,7 @@ def _rewrite(
         try:
             softmax = written_out.get(node)
             if softmax is not None:
-                findings.append(_rewrite_written_out(node, softmax, masks, rewrite_call, fuses))
+                findings.append(_rewrite_written_out(node, softmax, masks, rewrite_call, fuses, may_guard))
             elif is_flex(node):
                 findings.append(_rewrite_flex(node, masks, rewrite_call))
             else:
@@ -147,9 +148,12 @@ def _rewrite_written_out(
     masks: Masks,
     rewrite_call: Callable[[SdpaCall], Rewritten | Declined],
     fused: bool,
+    may_guard: bool,
 ) -> Rewritten | Declined:
     """Decide about attention that is written out, as about a call of SDPA that stands in for it."""
     found = read_written_out(softmax)
+    if isinstance(found, WrittenOut):
+        found = settle_numbers(found, may_guard)
     sinks = found.sinks() if isinstance(found, WrittenOut) else found
     if isinstance(sinks, Decline) or not isinstance(found, WrittenOut):
         assert isinstance(sinks, Decline)

@@ -16,11 +16,11 @@ from torch.fx import Node
 from tatten.passes.calls import argument, op_name
 from tatten.passes.literals import TIMES, factor_of, number_of, rounded
 from tatten.passes.metadata import depends, reads_values
-from tatten.passes.mutation import writes, written_arguments
-from tatten.passes.no_effect import inactive_dropout, keeps_rows, subtracts_maximum
+from tatten.passes.mutation import inactive_dropout, writes, written_arguments
+from tatten.passes.no_effect import keeps_rows, subtracts_maximum
 from tatten.passes.products import CASTS, COPIES, Product, product_of
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.symbolic import known_equal, known_shape, tensor_of
+from tatten.passes.symbolic import is_input_number, known_equal, known_shape, tensor_of
 from tatten.passes.views import CATS, RESHAPES
 
 # A bias at or below this leaves nothing of a score in float32, so that to add it is to replace the score.
@@ -36,13 +36,13 @@ class Step:
     """A step from scores to what softmax gets.
 
     Attributes:
-        kind: scores get `number * node` added, are multiplied by `number`, become `number` where `node` is True or
-            where it is False, become at least `number`, or are only rounded to `dtype`.
+        kind: scores get `number * node` added, are multiplied by `number` or divided by it, become `number` where
+            `node` is True or where it is False, become at least `number`, or are only rounded to `dtype`.
         dtype: that of scores after the step.
     """
 
-    kind: Literal["add", "times", "where", "where_not", "at_least", "to"]
-    number: float
+    kind: Literal["add", "times", "over", "where", "where_not", "at_least", "to"]
+    number: float | Node
     dtype: torch.dtype
     node: Node | None = None
 
@@ -54,6 +54,8 @@ class Scores:
     Attributes:
         product: that of queries and keys.
         scale, softcap, sinks: as `tatten.decode_attention` takes them; `sinks` is `[heads]`, a node.
+        factors: numbers that are inputs, and multiply scores as well, or if True divide them.
+        caps: such numbers of which the soft cap is made; it is not known before they are.
         steps: what is done to scores after that, in order.
         path: the nodes from softmax's input to the product, and to the sinks.
         column: the column of softmax's input that has the sinks: 0, or -1 for the last.
@@ -63,6 +65,8 @@ class Scores:
     scale: float = 1.0
     softcap: float | None = None
     sinks: Node | None = None
+    factors: tuple[tuple[Node, bool], ...] = ()
+    caps: tuple[Node, ...] = ()
     steps: tuple[Step, ...] = ()
     path: tuple[Node, ...] = ()
     column: int = -1
@@ -79,6 +83,8 @@ class _Walk:
     column: int = -1
     scale: float = 1.0
     outer: float | None = None  # what the result of tanh is multiplied by
+    factors: list[tuple[Node, bool]] = field(default_factory=list)
+    caps: list[Node] = field(default_factory=list)
 
     def go(self, source: Node, *others: Node) -> None:
         self.path += [self.here, *others]
@@ -123,7 +129,8 @@ def _finish(walk: _Walk, product: Product) -> Scores | Decline:
     if not math.isfinite(scale) or scale == 0:
         return Decline(Reason.SCALE, f"scores are multiplied by {scale}")
     path = (*walk.path, product.node)
-    return Scores(product, scale, softcap, walk.sinks, tuple(reversed(walk.steps)), path, walk.column)
+    factors, steps = tuple(walk.factors), tuple(reversed(walk.steps))
+    return Scores(product, scale, softcap, walk.sinks, factors, tuple(walk.caps), steps, path, walk.column)
 
 
 def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:
@@ -141,7 +148,7 @@ def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:
     if name in RESHAPES and len(sources) == 1 and keeps_rows(sources[0], node):
         walk.go(sources[0])
         return None
-    if name == "dropout" and inactive_dropout(node):
+    if inactive_dropout(node):
         walk.go(sources[0])
         return None
     maximum = subtracts_maximum(node)
@@ -154,6 +161,8 @@ def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:
         return _concatenated(walk, sources)
     if len(sources) > 1:  # a mask may depend on products, too: of an indexer, say
         sources = [x for x in sources if isinstance(_read(_Walk(x), above), Scores)]
+    if not sources:
+        return Decline(Reason.RELATIVE, f"`{node}` is a product of a form that is not known")
     if len(sources) != 1:
         return Decline(Reason.RELATIVE, f"`{node}` joins {len(sources)} terms that depend on products")
     if writes(node) and node.args[0] is not sources[0]:
@@ -188,6 +197,18 @@ def _times(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
     found = factor_of(node)
     if node.kwargs.get("rounding_mode") is not None:
         return _unknown(node)
+    a, b = argument(node, 0, "input"), argument(node, 1, "other")
+    factor = b if a is source else a
+    if is_input_number(factor) and (a is source or "div" not in name):
+        divides = "div" in name
+        walk.factors.append((factor, divides))
+        if walk.outer is None:
+            walk.steps.append(Step("over" if divides else "times", factor, _dtype(node)))
+        walk.go(source)
+        return None
+    number = number_of(factor, node)
+    if number is not None and (number == 0 or not math.isfinite(number)):
+        return Decline(Reason.SCALE, f"`{node}` multiplies scores by {number}, or divides by it")
     if found is None or found[0] is not source:
         return Decline(Reason.RELATIVE, f"`{node}` multiplies scores by something else than a number")
     _, factor = found
@@ -203,6 +224,7 @@ def _tanh(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
     if walk.outer is not None:
         return _unknown(node)
     walk.outer, walk.scale = walk.scale, 1.0
+    walk.caps, walk.factors = [x for x, _ in walk.factors], []
     walk.go(source)
     return None
 
@@ -217,6 +239,8 @@ def _fill(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
     else:
         condition, value, kind = argument(node, 1, "mask"), argument(node, 2, "value"), "where"
     number, mask = number_of(value, node), tensor_of(condition)
+    if is_input_number(value):
+        return Decline(Reason.MASK_VALUE, f"`{node}` replaces scores by `{value}`, which may be any number")
     if mask is None or mask.dtype != torch.bool or number is None or math.isnan(number) or walk.outer is not None:
         return _unknown(node)
     if number > ABSORBS:

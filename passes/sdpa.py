@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from tatten.passes.symbolic import number_in
+
 SDPA_TARGETS = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -67,4 +69,5 @@ def find_sdpa(graph: Graph) -> Iterator[SdpaCall]:
 def bind_sdpa(node: Node) -> SdpaCall:
     """The call of SDPA that a node makes now: rewriting one call may replace the arguments of the next."""
     arguments: dict[str, Any] = {**dict(zip(POSITIONAL, node.args, strict=False)), **node.kwargs}
-    return SdpaCall(node, **arguments)
+    numbers = {name: x for name in ("dropout_p", "scale") if (x := number_in(arguments.get(name))) is not None}
+    return SdpaCall(node, **(arguments | numbers))

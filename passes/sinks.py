@@ -42,7 +42,7 @@ def sinks_of(column: Node, query: Node, q_heads: Size, reader: Node) -> Factor |
         views = (*(("select", 0, 0),) * (tensor.dim() - 4), ("narrow", 2, 0, 1), ("flatten",))
         if known_equal(math.prod(tensor.shape[-4:-2]), q_heads):
             return Factor(column, views)
-    return Decline(Reason.RELATIVE, f"`{column}` is not one number for each head")
+    return Decline(Reason.RELATIVE, f"`{column}` is not known to be one number for each head")
 
 
 def find_vector(column: Node) -> Walk | None:

@@ -23,7 +23,7 @@ from tatten.passes.products import Factor, Heads, View
 from tatten.passes.replace import Inserter
 from tatten.passes.scores import Step
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import constant, known_equal, tensor_of
+from tatten.passes.symbolic import constant, known_equal, tensor_of, value_of
 from tatten.passes.written_out import WrittenOut
 
 
@@ -69,6 +69,8 @@ def insert_stand_in(found: WrittenOut, sinks: Factor | None, masks: Masks, *, fu
     insert = Drafts(place, masks.drafts)
     with place.graph.inserting_before(place):
         factors = tuple(insert.views(x) for x in (found.query, found.key, found.value))
+        for number, divides in found.scores.factors:
+            factors = insert(torch.div if divides else torch.mul, factors[0], number), *factors[1:]
         vector = None if sinks is None else insert.views(sinks)
         node = place.graph.call_function(F.scaled_dot_product_attention, factors)
     node.meta.update(product.node.meta)
@@ -157,6 +159,7 @@ def _bias(insert: Drafts, found: WrittenOut) -> Node:
         elif bias is not None:
             bias = insert.cast(bias, step.dtype)
             bias = insert("mul", bias, step.number) if step.kind == "times" and step.number != 1 else bias
+            bias = insert("div", bias, step.number) if step.kind == "over" else bias
             bias = insert("clamp", bias, step.number) if step.kind == "at_least" else bias
     assert bias is not None
     return bias
@@ -216,7 +219,7 @@ class Drafts(Inserter):
 
     def __call__(self, target: Any, *args: Any) -> Node:
         node = super().__call__(target, *args)
-        values = map_arg(args, tensor_of)
+        values = map_arg(args, value_of)
         run = getattr(values[0], target) if isinstance(target, str) else target
         node.meta["example_value"] = run(*(values[1:] if isinstance(target, str) else values))
         self._drafts.append(node)

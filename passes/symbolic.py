@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import SymInt, Tensor
+from torch import SymFloat, SymInt, Tensor
 from torch.fx import Node
 
 from tatten.ops import storage
@@ -76,6 +76,52 @@ def constant(size: int | SymInt) -> int | None:
     except Exception as error:
         moved("torch.SymInt.node.maybe_as_int", error, "dynamic sizes are unknown")
         return None
+
+
+def number_in(x: Any) -> float | None:
+    """The number that a node, or a value, is in every run, even inside a SymFloat; None for any other."""
+    value = value_of(x) if isinstance(x, Node) else x
+    if isinstance(value, SymFloat):
+        try:
+            value = value.node.maybe_as_float()
+        except Exception as error:
+            moved("torch.SymFloat.node.maybe_as_float", error, "numbers that are inputs are unknown")
+            return None
+    elif isinstance(value, SymInt):
+        value = constant(value)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def is_input_number(x: Any) -> bool:
+    """Whether this is a node of a number that may differ between runs, such as an attribute under `dynamic=True`."""
+    return isinstance(x, Node) and isinstance(value_of(x), SymFloat | SymInt) and number_in(x) is None
+
+
+def guard_number(x: Node) -> bool:
+    """Make a number the same in every run: another one captures a new graph. False if it was unknown at capture."""
+    value = value_of(x)
+    if number_in(x) is None and number_hint(value) is not None:
+        int(value) if isinstance(value, SymInt) else float(value)
+    return number_in(x) is not None
+
+
+def guard_between(x: Node, least: float, most: float) -> bool:
+    """Whether a number was in a range at capture; if so, a run where it isn't captures a new graph."""
+    value = value_of(x)
+    found = number_hint(value)
+    if found is None or not least <= found <= most:
+        return False
+    return bool(value >= least) and bool(value <= most)
+
+
+def number_hint(number: SymInt | SymFloat) -> float | None:
+    """The value of a number when the graph was captured; None if there was none."""
+    try:
+        found = number.node.hint
+    except Exception as error:
+        moved("torch.SymFloat.node.hint", error, "numbers that are inputs are unknown")
+        return None
+    return found if isinstance(found, int | float) else None
 
 
 def hint(size: int | SymInt) -> int | None:

@@ -9,8 +9,8 @@ from typing import Any
 from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
-from tatten.passes.mutation import writes
-from tatten.passes.no_effect import inactive_dropout, keeps_rows
+from tatten.passes.mutation import inactive_dropout, writes
+from tatten.passes.no_effect import keeps_rows
 from tatten.passes.products import CASTS, COPIES, Product, product_of
 from tatten.passes.symbolic import known_equal, tensor_of
 from tatten.passes.views import RESHAPES
@@ -47,7 +47,7 @@ def _follow(node: Node, path: tuple[Node, ...], dropped: int | None, dropout: No
         if writes(user) or not user.args or user.args[0] is not node:
             continue
         name, found = op_name(user), None
-        if name == "dropout":
+        if name in ("dropout", "dropout_"):
             found = _follow(user, path, dropped, dropout if inactive_dropout(user) else user)
         elif name in CASTS | COPIES or (name in RESHAPES and keeps_rows(node, user)):
             found = _follow(user, path, dropped, dropout)
