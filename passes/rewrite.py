@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,6 +33,7 @@ from tatten.passes.sliding import apply_slide, find_slides
 from tatten.passes.source_location import source_location
 from tatten.passes.stand_in import StandIn, erase_unused, insert_stand_in
 from tatten.passes.stored import Stored
+from tatten.passes.tiled import Tiled, find_tiled, insert_tiled
 from tatten.passes.tree import find_sharded
 from tatten.passes.written_out import WrittenOut, find_written_out, read_written_out
 
@@ -94,6 +96,9 @@ def _rewrite(
     moving = movers(gm.graph)
 
     def rewrite_call(call: SdpaCall) -> Rewritten | Declined:
+        tiled = find_tiled(call)
+        if tiled is not None:
+            return _rewrite_tiled(tiled, masks, rewrite_call)
         return _rewrite_call(call, max_q_len, masks, moving, may_guard, batch_invariant)
 
     findings: list[Rewritten | Declined] = []
@@ -169,6 +174,16 @@ def _rewrite_flex(
     if isinstance(found, Decline):
         return Declined(source_location(node), "", found)
     return _rewrite_stand_in(insert_flex(found, masks), rewrite_call)
+
+
+def _rewrite_tiled(
+    found: Tiled, masks: Masks, rewrite_call: Callable[[SdpaCall], Rewritten | Declined]
+) -> Rewritten | Declined:
+    """Decide about a call with tiled keys and values, as about one with permuted queries that stands in for it."""
+    finding = _rewrite_stand_in(insert_tiled(found, masks), rewrite_call)
+    if isinstance(finding, Declined):
+        return finding
+    return dataclasses.replace(finding, note="; ".join(filter(None, (finding.note, found.note))))
 
 
 def _rewrite_stand_in(

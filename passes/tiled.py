@@ -1,0 +1,155 @@
+"""Grouped heads in the other order: query head h reads kv head `h % kv_heads`, as `k.repeat(1, n, 1, 1)` makes it.
+
+The ops read kv head `h // n`. A call whose query heads are permuted stands in for such attention, and its result is
+permuted back: both are small, while keys and values are read where they were before they were tiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch.fx import Node
+
+from tatten.ops.layout import HEADS
+from tatten.passes.masks import Masks, same_view
+from tatten.passes.replace import with_strides_of
+from tatten.passes.sdpa import SdpaCall
+from tatten.passes.stand_in import Drafts, StandIn
+from tatten.passes.stored import Stored
+from tatten.passes.symbolic import FakeTensor, constant, known_equal, tensor_of
+from tatten.passes.views import ROLES, Walk, begin, way_back
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A call whose key and value are tiled: their head j is head `(j // repeats) % kv_heads` of `key` and `value`.
+
+    Attributes:
+        key, value: the tensors before that, with a dim for each role.
+        tiles: how often all heads are there, one after another.
+        repeats: how often each head is there within a tile.
+        kv_heads: the heads of `key` and of `value`.
+        group: how many query heads read one head of the call's key.
+    """
+
+    call: SdpaCall
+    key: Stored
+    value: Stored
+    tiles: int
+    repeats: int
+    kv_heads: int
+    group: int
+
+    @property
+    def note(self) -> str:
+        """A remark for the report."""
+        return f"queries are permuted: {self.tiles} tiles of {self.kv_heads} kv heads"
+
+
+def find_tiled(call: SdpaCall) -> Tiled | None:
+    """Find what the key and value of a call are tiled of, in one order. Changes nothing."""
+    query, whole, mask = (tensor_of(x) for x in (call.query, call.key, call.attn_mask))
+    if not isinstance(query, FakeTensor) or not isinstance(whole, FakeTensor) or query.dim() != 4 or whole.dim() != 4:
+        return None
+    if call.log_sums or tensor_of(call.value) is None or not isinstance(tensor_of(call.node), FakeTensor):
+        return None
+    of_key, of_value = _untiled(call.key), _untiled(call.value)
+    if of_key is None or of_value is None or of_key[1:] != of_value[1:]:
+        return None
+    key, tiles, repeats, kv_heads = of_key
+    value = of_value[0]
+    q_heads, heads = constant(query.shape[HEADS]), tiles * repeats * kv_heads
+    if q_heads is None or q_heads % heads or (q_heads != heads and call.enable_gqa is not True):
+        return None
+    if mask is not None and mask.dim() > 2 and not any(known_equal(mask.shape[-3], n) for n in (1, q_heads)):
+        return None
+    if any(x.written_before(call.node) is not None for x in (key, value)):
+        return None
+    return Tiled(call, key, value, tiles, repeats, kv_heads, q_heads // heads)
+
+
+def _untiled(node: Node) -> tuple[Stored, int, int, int] | None:
+    """The tensor of rank 4 before heads were tiled, how often that was, the repeats within a tile, and its heads."""
+    tensor = tensor_of(node)
+    if tensor is None or tensor.dim() != 4:
+        return None
+    for walk in way_back(begin(node)):
+        here = tensor_of(walk.here)
+        if walk.rows or any(part[0] != HEADS for part, _ in walk.stretched):
+            return None
+        dims = _dims(walk)
+        if here is None or dims is None or not walk.stretched:
+            continue
+        own, heads = walk.parts[dims[HEADS]], constant(here.shape[dims[HEADS]])
+        if own is None or heads is None:
+            continue
+        tiles = constant(math.prod(n for part, n in walk.stretched if part < own))
+        repeats = constant(math.prod(n for part, n in walk.stretched if part > own))
+        if tiles is not None and repeats is not None and tiles > 1 and heads > 1:
+            return Stored(walk.here, dims, path=walk.path), tiles, repeats, heads
+    return None
+
+
+def _dims(walk: Walk) -> tuple[int, ...] | None:
+    """The dim of each role, where a walk has reached a tensor with one dim for each."""
+    held = [None if part is None else part[0] for part in walk.parts]
+    if len(held) != len(ROLES) or any(held.count(role) > 1 for role in ROLES):
+        return None
+    spare = (dim for dim, role in enumerate(held) if role is None)
+    return tuple(held.index(role) if role in held else next(spare) for role in ROLES)
+
+
+def insert_tiled(found: Tiled, masks: Masks) -> StandIn:
+    """Insert a call with permuted query heads in the place of one whose keys and values are tiled."""
+    call, node = found.call, found.call.node
+    insert, result = Drafts(node, masks.drafts), tensor_of(node)
+    assert isinstance(result, FakeTensor)
+    as_read = found.tiles, found.kv_heads, found.repeats * found.group
+    as_taken = found.kv_heads, found.tiles, found.repeats * found.group
+    with node.graph.inserting_before(node):
+        query = _swapped(insert, call.query, HEADS, as_read)
+        key, value = (_repeated(insert, x, found.tiles * found.repeats) for x in (found.key, found.value))
+        sinks = None if call.sinks is None else _swapped(insert, call.sinks, 0, as_read)
+    mask, tensor = call.attn_mask, tensor_of(call.attn_mask)
+    if tensor is not None and tensor.dim() > 2 and not known_equal(tensor.shape[-3], 1):
+        made_for = "tiled", same_view(mask), as_read
+        mask = masks.once_unless_written(
+            made_for, call, (mask,), lambda: _swapped(insert, mask, tensor.dim() - 3, as_read)
+        )
+    with node.graph.inserting_before(node):
+        args = (query, key, value) if mask is None else (query, key, value, mask)
+        inner = node.graph.call_function(F.scaled_dot_product_attention, args)
+        like = result.new_empty(result.shape, requires_grad=result.requires_grad)
+        inner.meta.update(node.meta, example_value=like)
+        masks.drafts.append(inner)
+        out = _swapped(insert, inner, HEADS, as_taken)
+        out = with_strides_of(out, result)
+    path = (*call.path, *found.key.path, *found.value.path, node)
+    moved = dataclasses.replace(
+        call,
+        node=inner,
+        query=query,
+        key=key,
+        value=value,
+        attn_mask=mask,
+        sinks=sinks,
+        path=path,
+    )
+    return StandIn.put(moved, [(out, node)])
+
+
+def _swapped(insert: Drafts, node: Node, dim: int, sizes: tuple[int, int, int]) -> Node:
+    """Insert `node` with the first two of three factors of a dim swapped."""
+    return insert("flatten", insert("transpose", insert("unflatten", node, dim, sizes), dim, dim + 1), dim, dim + 2)
+
+
+def _repeated(insert: Drafts, stored: Stored, times: int) -> Node:
+    """Insert a key or value of which each head is there several times, one beside the other."""
+    assert isinstance(stored.base, Node)
+    node = stored.base
+    if stored.dims != tuple(ROLES):
+        node = insert("permute", node, *stored.dims)
+    return insert("flatten", insert("expand", insert("unsqueeze", node, 2), -1, -1, times, -1, -1), 1, 2)
