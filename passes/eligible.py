@@ -36,8 +36,7 @@ def check_plain(call: SdpaCall) -> Decline | None:
         if placements is not None:
             return Decline(Reason.PLACEMENT, f"{name} is a DTensor placed as {tuple(placements)}")
         if tensor is not None and not isinstance(tensor, FakeTensor):
-            kind = "wrapped, as torch.vmap does" if type(tensor) is Tensor else f"a {type(tensor).__name__}"
-            return Decline(Reason.ARGUMENTS, f"{name} is {kind}, not a plain tensor")
+            return Decline(Reason.ARGUMENTS, f"{name} is a {type(tensor).__name__}, not a plain tensor")
     return None
 
 

@@ -17,10 +17,7 @@ class Reason(str, Enum):
         member.help = help
         return member
 
-    ARGUMENTS = (
-        "arguments",
-        "call F.scaled_dot_product_attention with plain tensors and literal flags, outside torch.vmap and its like",
-    )
+    ARGUMENTS = "arguments", "call F.scaled_dot_product_attention with plain tensors and literal flags"
     PLACEMENT = (
         "placement",
         "shard keys, values and the mask's columns over the sequence, and replicate the query over those mesh dims",
