@@ -341,6 +341,7 @@ OTHERS = {
     *("torch._check", "torch._inductor.compile", "torch._inductor.list_mode_options", "torch._inductor.list_options"),
     # only recognised: where they move, calls are declined or an attribute has its default
     *("torch._dynamo.variables", "_dynamo_marked_constant", "_timeout", "_torchdynamo_orig_callable", "_orig_mod"),
+    "_active_collector",  # of transformers; a version without it collects no weights so
     # imported for types alone
     *("torch._ops.OpOverload", "torch._ops.OpOverloadPacket"),
     # looked for at import: those that are missing are left out
