@@ -1,4 +1,7 @@
-"""Cost model of rewrites: small work is left alone (question 4 of the appendix of arXiv 2403.08845)."""
+"""Cost model of rewrites: small work is left alone (question 4 of the appendix of arXiv 2403.08845).
+
+Sizes are those of the example, except dynamic ones: one graph serves every length, and may be captured at a short one.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import SymInt
+import torch
 
-from tatten.ops.layout import BATCH
+from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import bytes_of, hint, same_storage, tensor_of
+from tatten.passes.symbolic import constant, hint, known_equal, same_storage, tensor_of
+from tatten.passes.views import Size
+
+# What a dynamic size counts as, unless the example's is larger. A cache grows; a batch may be any.
+TYPICAL_LENGTH = 4096
+TYPICAL_BATCH = 4
+# The share of SDPA's estimated time that a call may take longer if its mask leaves out no key. As `DecodeRates` favour
+# SDPA, the measured share is below 0.05.
+ACCEPTED_LOSS = 0.1
 
 
 @dataclass(frozen=True)
@@ -21,9 +32,29 @@ class Rates:
     bytes_per_us: float  # of keys and values that SDPA moves
     segment_us: float  # beyond SDPA's own time, for each segment: calls, a kernel, its share of the merge
     flops_per_us: float = math.inf  # of large products, in the low precision that the device is fastest in
+    decode: DecodeRates | None = None  # of keys in one segment; None: as of others
+
+    def of_decode(self, pairs: int, itemsize: int) -> tuple[float, float]:
+        """Bytes per microsecond and microseconds of a call, for `pairs` of a sequence and a query head."""
+        if self.decode is None:
+            return self.bytes_per_us, self.segment_us
+        threads = min(pairs, torch.get_num_threads())
+        return self.decode.numbers_per_us * itemsize * threads, self.decode.call_us
 
 
-RATES = {"cpu": Rates(44e3, 97.0, 1e5), "cuda": Rates(4.7e6, 1.3, 8e8)}
+@dataclass(frozen=True)
+class DecodeRates:
+    """Rates of `tatten::decode_attention` on a CPU, where arithmetic bounds the kernel: `benchmarks/small_calls.py`.
+
+    They favour SDPA. On one core of an EPYC its kernel reads 4e3 to 5e3 numbers of float32 in a microsecond, 1e3 of
+    bfloat16; the op adds 35 to 45 us, or 85 while other processes use the caches.
+    """
+
+    numbers_per_us: float  # of keys and values, by one thread of PyTorch's kernel for one query
+    call_us: float  # of the op beyond PyTorch's kernel
+
+
+RATES = {"cpu": Rates(44e3, 97.0, 1e5, DecodeRates(10e3, 60.0)), "cuda": Rates(4.7e6, 1.3, 8e8)}
 
 
 @dataclass(frozen=True)
@@ -35,18 +66,63 @@ class Cost:
     segments: int
     saved_us: float
     extra_us: float
+    moved_us: float = 0.0  # of SDPA and of those ops
+    assumed: str = ""  # the numbers that stand for dynamic sizes
 
     @property
     def pays(self) -> bool:
         return self.saved_us > self.extra_us
 
+    @property
+    def may_pay(self) -> bool:
+        """Whether a mask can make it pay, and costs little if it leaves out no key."""
+        return self.extra_us - self.saved_us <= ACCEPTED_LOSS * self.moved_us
+
     def __str__(self) -> str:
         saved = f"about {self.saved_us:.0f} us saved by reading {self.read} instead of moving {self.moved} bytes"
-        return f"{saved}, about {self.extra_us:.0f} us more for {self.segments} segment{'s' * (self.segments > 1)}"
+        extra = f"about {self.extra_us:.0f} us more for {self.segments} segment{'s' * (self.segments > 1)}"
+        return f"{saved}, {extra}" + f"; {self.assumed}" * bool(self.assumed)
 
 
-def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored]) -> Cost | None:
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers that a cost counts with, of a call with queries of `batch` sequences, whose sizes may be dynamic.
+
+    A dynamic length counts as `TYPICAL_LENGTH` keys if the example's is shorter. A dynamic batch counts as
+    `TYPICAL_BATCH` sequences if the example has fewer, and other dynamic numbers of rows grow with it.
+    """
+
+    batch: Size
+
+    @property
+    def sequences(self) -> int:
+        fixed = constant(self.batch)
+        return max(hint(self.batch) or 0, TYPICAL_BATCH) if fixed is None else fixed
+
+    def rows(self, size: Size) -> int | None:
+        """The number of rows of keys or values; None if it is unknown."""
+        if constant(size) is not None or known_equal(size, self.batch):
+            return self.sequences if constant(size) is None else constant(size)
+        example, of = hint(size), hint(self.batch)
+        return None if example is None or not of else round(example * self.sequences / of)
+
+    def length(self, size: Size) -> int:
+        """The number of keys."""
+        fixed = constant(size)
+        return max(hint(size) or 0, TYPICAL_LENGTH) if fixed is None else fixed
+
+    def assumed(self, lengths: Sequence[Size]) -> str:
+        """A remark on the dynamic ones among the sizes that were counted."""
+        dynamic = [self.length(x) for x in lengths if constant(x) is None]
+        counted = [f"{' + '.join(map(str, dynamic))} keys"] if dynamic else []
+        counted += [f"{self.sequences} sequences"] if constant(self.batch) is None else []
+        return f"weighed for {' of '.join(counted)}, a dynamic number" if counted else ""
+
+
+def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], decode: bool = False) -> Cost | None:
     """Compare reading each segment of keys and values once with what SDPA reads; None if sizes are unknown.
+
+    With `decode`, the op is `tatten::decode_attention`.
 
     A tensor that is repeated or concatenated in memory is read, written, and read again by SDPA. On a CPU, SDPA reads a
     row once for each sequence, and a kv head once for each query head, unless these are grouped. In low precision the
@@ -55,36 +131,44 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored]) ->
     """
     query = tensor_of(call.query)
     assert query is not None
+    sizes, q_heads = Sizes(query.shape[BATCH]), hint(query.shape[HEADS])
+    lengths = [segment.size(LENGTH) for segment in keys]
     moved = read = 0
     for node, segments in ((call.key, keys), (call.value, values)):
         whole = tensor_of(node)
         assert whole is not None
-        stored = [_bytes_read(segment, whole.shape[0]) for segment in segments]
-        batch, rows, q_heads, kv_heads = (
-            hint(x) for x in (query.shape[0], whole.shape[0], query.shape[1], whole.shape[1])
-        )
-        size = bytes_of(whole)
-        if size is None or not batch or not rows or not q_heads or not kv_heads or None in stored:
+        rows = sizes.rows(whole.shape[BATCH])
+        kv_heads, head_dim = hint(whole.shape[HEADS]), hint(whole.shape[HEAD_DIM])
+        stored = [_bytes_read(segment, length, sizes, rows) for segment, length in zip(segments, lengths, strict=True)]
+        if not rows or not q_heads or not kv_heads or not head_dim or None in stored:
             return None
+        size = whole.element_size() * rows * kv_heads * head_dim * sum(map(sizes.length, lengths))
         once = sum(n or 0 for n in stored)
         copied = not any(
             same_storage(whole, base) for base in (tensor_of(x.base) for x in segments) if base is not None
         )
         group = q_heads // kv_heads if query.device.type == "cpu" and not call.grouped else 1
-        reads = batch // rows * (group if query.element_size() >= 4 else max(1, group // 4))
+        reads = sizes.sequences // rows * (group if query.element_size() >= 4 else max(1, group // 4))
         moved += size * reads + (size + once) * copied
         read += once
     rates = RATES[query.device.type]
-    return Cost(moved, read, len(keys), (moved - read) / rates.bytes_per_us, len(keys) * rates.segment_us)
+    bytes_per_us, segment_us = rates.bytes_per_us, rates.segment_us
+    if decode:
+        bytes_per_us, segment_us = rates.of_decode(sizes.sequences * (q_heads or 1), query.element_size())
+    saved_us, extra_us = (moved - read) / bytes_per_us, len(keys) * segment_us
+    assumed = sizes.assumed(lengths)
+    return Cost(moved, read, len(keys), saved_us, extra_us, moved / bytes_per_us, assumed)
 
 
-def _bytes_read(stored: Stored, batch: int | SymInt) -> int | None:
+def _bytes_read(stored: Stored, length: Size, sizes: Sizes, batch: int | None) -> int | None:
     """The bytes of a segment that are read, each row once; of selected rows at most, as some may be the same."""
-    base, dim = tensor_of(stored.base), stored.dims[BATCH]
+    base = tensor_of(stored.base)
     assert base is not None
-    if dim is None or not (stored.overlaid or stored.rows is not None):
-        return bytes_of(base)
-    row, rows, selected = bytes_of(base.narrow(dim, 0, 1)), hint(base.shape[dim]), hint(batch)
-    if row is None or rows is None or selected is None:
+    rows, heads, head_dim = sizes.rows(stored.size(BATCH)), hint(stored.size(HEADS)), hint(stored.size(HEAD_DIM))
+    if rows is None or heads is None or head_dim is None:
         return None
-    return row if stored.overlaid else row * min(rows, selected)
+    if stored.rows is not None:
+        if batch is None:
+            return None
+        rows = min(rows, batch)
+    return base.element_size() * rows * heads * sizes.length(length) * head_dim

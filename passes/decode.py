@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
+from tatten.passes.cost import Cost, cost_of
 from tatten.passes.dequantised import Scale, both_in_8_bits
 from tatten.passes.masks import Masks
 from tatten.passes.match import Match
@@ -34,6 +36,11 @@ class DecodeMatch(Match):
     not_narrow: Decline | None = None
     batch_invariant: bool = False
 
+    @functools.cached_property
+    def cost(self) -> Cost | None:
+        """The estimate of what a rewrite saves at least; None if sizes are unknown."""
+        return cost_of(self.call, self.keys, self.values, decode=True)
+
     @property
     def note(self) -> str:
         declined = self.not_narrow
@@ -43,8 +50,9 @@ class DecodeMatch(Match):
     def unpaid(self) -> Decline | None:
         """The reason why SDPA is at least as fast; None if it isn't, or if that is unknown.
 
-        A call with a mask is not weighed, because only a run shows how many keys the mask excludes; `doubt` says so.
-        Neither is attention that is written out, which takes several kernels and stores its scores.
+        Only a run shows how many keys a mask excludes. On a CPU a call with a mask is left if it would take noticeably
+        longer with all keys in use; on a GPU it is not weighed. Neither is attention that is written out, which takes
+        several kernels and stores its scores.
         """
         query, key = tensor_of(self.call.query), tensor_of(self.call.key)
         assert query is not None
@@ -52,8 +60,11 @@ class DecodeMatch(Match):
         if self.call.fused and query.device.type == "cpu" and self.scales == (None, None):
             # With all keys in use 0.14 to 1.06 of the speed, with an eighth of them 2.8 to 5 times it (2-core Xeon).
             return Decline(Reason.NO_GAIN, "on a CPU Inductor fuses products of a few queries, and may be faster")
-        if self.call.attn_mask is not None or self.call.form:
+        if self.call.form:
             return None
+        if self.call.attn_mask is not None:
+            taken = query.device.type == "cuda" or self.cost is None or self.cost.may_pay
+            return None if taken else Decline(Reason.SMALL, f"with all keys in use {self.cost}")
         one_to_one = known_equal(query.shape[1], key.shape[1])
         stored = tensor_of(self.keys[0].base)
         narrow = stored is not None and stored.dtype != key.dtype
@@ -66,7 +77,7 @@ class DecodeMatch(Match):
     def doubt(self) -> str:
         if self.cost is None or self.cost.pays or self.call.form:
             return ""
-        return f"not weighed: the mask decides at run time how much is read; if that is all, {self.cost}"
+        return f"the mask decides at run time how much is read; if that is all, {self.cost}"
 
 
 def match_decode(

@@ -11,12 +11,14 @@ from torch.fx import Node
 from tatten.ops.cuda.providers import choose_provider, replaced_flash, table_note
 from tatten.ops.cuda.workload import Workload, needs_of
 from tatten.ops.variant import AttentionVariant
+from tatten.passes.cost import Cost
 from tatten.passes.findings import Declined
+from tatten.passes.latent_cost import LatentCost
 from tatten.passes.reasons import Decline
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.source_location import source_location
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import LocalPart, hint, tensor_of
+from tatten.passes.symbolic import LocalPart, constant, hint, tensor_of
 
 
 def declined(call: SdpaCall, decline: Decline) -> Declined:
@@ -40,8 +42,13 @@ def show(named: Iterable[tuple[str, object]]) -> str:
     return " ".join(f"{name} {str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors)
 
 
+def weighed(cost: Cost | LatentCost | None) -> str:
+    """Return a remark on the numbers that stood for dynamic sizes."""
+    return "" if cost is None else cost.assumed
+
+
 def provider_of(op: Node) -> str:
-    """Who will compute a rewritten call, as the op decides for the sizes of the example; empty on a CPU."""
+    """Return the provider of a rewritten call, as the op chooses it for the sizes of the example; empty on a CPU."""
     first = [x[0] if isinstance(x, (list, tuple)) else x for x in op.args[:3]]
     query, key, value = (tensor_of(x) for x in first)
     assert query is not None
@@ -55,8 +62,11 @@ def provider_of(op: Node) -> str:
     given: Any = op.kwargs
     variant = AttentionVariant(**given)
     needs = needs_of(op.args[3], op.args[4], op.args[5], variant) if is_decode else ("segments",)
-    if not needs and not all(hint(n) for x in (query, key, value) for n in x.shape):
+    sizes = [n for x in (query, key, value) for n in x.shape]
+    if not needs and not all(map(hint, sizes)):
         return "auto"
     work = Workload.of(query, key, value, needs, lambda n: hint(n) or 0)
-    notes = "; ".join(filter(None, (table_note(work), replaced_flash(work))))
+    dynamic = not needs and any(constant(n) is None for n in sizes)
+    each = "for the example: sizes are dynamic, and each call chooses by its own" if dynamic else ""
+    notes = "; ".join(filter(None, (table_note(work), replaced_flash(work), each)))
     return choose_provider(work) + (f" ({notes})" if notes else "")

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
-from tatten.passes.cost import RATES, Rates
+from tatten.passes.cost import RATES, Rates, Sizes
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import constant, hint
+from tatten.passes.symbolic import hint
 
 CALLS = 3  # of the op and of two products, beyond those that SDPA takes; on a 2-core CPU 270 us were measured
-TYPICAL_LENGTH = 4096  # one graph of a dynamic length serves all, and is captured at a short one
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class LatentCost:
     absorbed: Work
     saved_us: float
     extra_us: float
+    assumed: str = ""  # the numbers that stand for dynamic sizes
 
     @property
     def pays(self) -> bool:
@@ -45,7 +45,8 @@ class LatentCost:
     def __str__(self) -> str:
         work = f"{self.projected.bytes} bytes and {self.projected.flops} flops"
         less = f"{self.absorbed.bytes} and {self.absorbed.flops}"
-        return f"about {self.saved_us:.0f} us saved by {less} instead of {work}, about {self.extra_us:.0f} us more"
+        saved = f"about {self.saved_us:.0f} us saved by {less} instead of {work}"
+        return f"{saved}, about {self.extra_us:.0f} us more" + f"; {self.assumed}" * bool(self.assumed)
 
 
 def latent_cost(query: Tensor, latent: Stored, own: int, rope: int, value: int, adapters: int = 0) -> LatentCost | None:
@@ -54,9 +55,10 @@ def latent_cost(query: Tensor, latent: Stored, own: int, rope: int, value: int, 
     A key has `own` columns that are projected for each head and `rope` columns that heads share. LoRA adds weights of
     `adapters` numbers.
     """
-    batch, q_len, heads = (hint(query.shape[dim]) for dim in (BATCH, LENGTH, HEADS))
-    rank, kv_len = hint(latent.size(HEAD_DIM)), constant(latent.size(LENGTH)) or TYPICAL_LENGTH
-    if batch is None or q_len is None or heads is None or rank is None:
+    sizes = Sizes(query.shape[BATCH])
+    batch, kv_len, rank = sizes.sequences, sizes.length(latent.size(LENGTH)), hint(latent.size(HEAD_DIM))
+    q_len, heads = hint(query.shape[LENGTH]), hint(query.shape[HEADS])
+    if q_len is None or heads is None or rank is None:
         return None
     weight, latents = heads * rank * (own + value) + adapters, batch * kv_len * (rank + rope)
     scores = batch * heads * q_len * kv_len
@@ -70,4 +72,5 @@ def latent_cost(query: Tensor, latent: Stored, own: int, rope: int, value: int, 
     )
     absorbed = Work(size * (latents + weight), 2 * batch * q_len * weight + 2 * scores * (2 * rank + rope))
     rates = RATES[query.device.type]
-    return LatentCost(projected, absorbed, projected.us(rates) - absorbed.us(rates), CALLS * rates.segment_us)
+    saved_us, assumed = projected.us(rates) - absorbed.us(rates), sizes.assumed([latent.size(LENGTH)])
+    return LatentCost(projected, absorbed, saved_us, CALLS * rates.segment_us, assumed)

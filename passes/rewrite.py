@@ -13,7 +13,7 @@ from tatten.passes.absorb import apply_latents
 from tatten.passes.batch_invariant import check_invariant, find_invariant
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated, match_bifurcated
 from tatten.passes.decode import DecodeMatch, apply_decode, match_decode
-from tatten.passes.describe import bases, declined, provider_of, shapes_of, show
+from tatten.passes.describe import bases, declined, provider_of, shapes_of, show, weighed
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call, check_transformed
 from tatten.passes.findings import Declined, GraphReport, Rewritten
 from tatten.passes.flex import find_flex, is_flex, read_flex
@@ -214,7 +214,7 @@ def _rewrite_call(
     if isinstance(match, LatentMatch):
         return _absorb(given, match, masks)
     location, shapes = source_location(call.node), shapes_of(call, *(bases(x) for x in (match.keys, match.values)))
-    cost, doubt = (match.cost, match.doubt) if given.weighs(match) else (None, "")
+    cost, doubt = (match.cost, match.doubt or weighed(match.cost)) if given.weighs(match) else (None, "")
     match = given.insert(match, masks)
     state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
     replace_log_sums(call, state)
@@ -281,7 +281,7 @@ def _absorb(given: PlainCall, match: LatentMatch, masks: Masks) -> Rewritten:
     made = "one projection" if match.keys.product is match.values.product else "two projections"
     made += " with LoRA" if match.keys.adapters or match.values.adapters else ""
     made_of = f"keys and values were made of latents by {made} for {match.keys.heads} heads"
-    note = "; ".join(filter(None, (call.form, given.note, made_of)))
+    note = "; ".join(filter(None, (call.form, given.note, made_of, weighed(match.cost))))
     return Rewritten(location, "tatten.latent_attention.default", shapes, match.cost, note)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.batch_invariant import attend_each
 from tatten.ops.cpu.flash import additive, attend, empty_state
+from tatten.ops.cpu.one_call import attend_at_once
 from tatten.ops.layout import over_keys, pack_gqa, pack_mask, squeeze_broadcast
 from tatten.ops.masks import Span, key_spans
 from tatten.ops.reach import mask_of_reach, narrow_mask
@@ -30,7 +31,7 @@ from tatten.ops.validation import (
     check_kv_lens,
     check_provider,
 )
-from tatten.ops.variant import AttentionVariant
+from tatten.ops.variant import PLAIN, AttentionVariant
 
 Kernel = Callable[..., State]  # like `attend`; for keys in 8 bits, after their `Scales`
 Scales = tuple[Tensor | None, Tensor | None]  # of keys and values, each of heads or of single keys
@@ -48,6 +49,10 @@ def decode_attention(
     provider: str,
     batch_invariant: bool,
 ) -> State:
+    if variant is PLAIN and kv_lens is None and not batch_invariant and provider in ("auto", "cpu"):
+        state = attend_at_once(query, key, value, attn_mask, block_mask, scale)
+        if state is not None:
+            return state
     check_provider(provider, query.device)
     check_decode_attention(query, key, value, attn_mask, kv_lens, variant)
     if batch_invariant:

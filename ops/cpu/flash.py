@@ -44,7 +44,7 @@ def attend(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     if key.shape[2] == 0:  # the flash kernel would divide by zero, and the process would die
         return empty_state(q_rows, value_dim)
     q_rows, key, value = _as_the_kernel_takes_them(q_rows, key, value)
-    pieces = _pieces(key, value)
+    pieces = pieces_of(key, value)
     if pieces > 1:
         out, lse = _attend_in_pieces(q_rows, key, value, mask, scale, pieces)
         if mask is not None:
@@ -139,7 +139,7 @@ def _flash(
     return out, lse
 
 
-def _pieces(key: Tensor, value: Tensor) -> int:
+def pieces_of(key: Tensor, value: Tensor) -> int:
     """Number of pieces to cut the keys into so that every core is busy: the kernel parallelises over (batch, head).
 
     It is 1 where nothing is gained, or where (batch, head) is not one dimension in memory.

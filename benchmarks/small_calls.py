@@ -1,0 +1,146 @@
+"""Small decode steps on a CPU: 8 layers over caches of 16 to 512 slots that share a mask, beside Inductor.
+
+    python benchmarks/small_calls.py                                      # the whole grid: about 40 minutes
+    python benchmarks/small_calls.py --dtypes float32 --head-dims 64      # a quarter of it
+
+A step is eight calls of `F.scaled_dot_product_attention` with a bool mask `[batch, 1, 1, slots]`, as `generate` hands
+it in, after heads are repeated as transformers does. "quarter" has a quarter of the slots in use, "ragged"
+another number of them for each sequence. The clock is the CPU time of one thread, so that other processes count less;
+both backends take turns, and the least time of each is shown. Results are held to float64. A row whose calls are left
+as they are compiles to Inductor's code: its ratio says how well the clock tells.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from support import results
+from support.command_line import arguments, machine
+from torch import Tensor
+
+import tatten
+
+LAYERS = 8
+SLOTS = (16, 33, 64, 128, 256, 512)
+HEADS = ((8, 8), (8, 2), (32, 8), (4, 4))
+ASKED = 1.05
+BURST_SECONDS = 1e-3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A compiled step."""
+
+    dtype: str
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    slots: int
+
+
+def step(query: Tensor, caches: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
+    for key, value in caches:
+        batch, kv_heads, slots, head_dim = key.shape
+        repeats = query.shape[1] // kv_heads
+        if repeats > 1:
+            wide = (batch, kv_heads, repeats, slots, head_dim)
+            key, value = (x[:, :, None].expand(wide).reshape(batch, -1, slots, head_dim) for x in (key, value))
+        query = F.scaled_dot_product_attention(query, key, value, mask)
+    return query
+
+
+def masks(shape: Shape) -> dict[str, Tensor]:
+    """Masks by the use of slots."""
+    places, lengths = torch.arange(shape.slots), torch.arange(1, shape.batch + 1) * shape.slots // shape.batch
+    used = {"all": torch.tensor([shape.slots]), "quarter": torch.tensor([shape.slots // 4])}
+    if shape.batch > 1:
+        used["ragged"] = lengths
+    return {name: (places < n[:, None]).expand(shape.batch, -1)[:, None, None].contiguous() for name, n in used.items()}
+
+
+def compiled(backend: str, given: tuple[object, ...]) -> tuple[Callable[..., Tensor], bool]:
+    """The compiled step, and whether its calls were rewritten."""
+    torch._dynamo.reset()
+    with tatten.recording() as report:
+        fn = torch.compile(step, backend=backend, dynamic=False)
+        fn(*given)
+    return fn, bool(report.rewritten)
+
+
+def least_us(fns: dict[str, Callable[..., Tensor]], given: tuple[object, ...], rounds: int) -> dict[str, float]:
+    """The least microseconds of a call of each, in bursts that take turns."""
+    least = dict.fromkeys(fns, float("inf"))
+    calls = 1
+    for i in range(rounds + 1):
+        for name, fn in fns.items():
+            start = time.thread_time()
+            for _ in range(calls):
+                fn(*given)
+            us = (time.thread_time() - start) / calls * 1e6
+            least[name] = min(least[name], us) if i else us
+        if i == 0:
+            calls = max(1, int(BURST_SECONDS * 1e6 / min(least.values())))
+    return least
+
+
+def measure(shape: Shape, rounds: int) -> list[dict[str, object]]:
+    torch.manual_seed(0)
+    dtype = getattr(torch, shape.dtype)
+    query = torch.randn(shape.batch, shape.q_heads, 1, shape.head_dim).to(dtype)
+    sizes = (shape.batch, shape.kv_heads, shape.slots, shape.head_dim)
+    caches = [(torch.randn(sizes).to(dtype), torch.randn(sizes).to(dtype)) for _ in range(LAYERS)]
+    by_use = masks(shape)
+    first = (query, caches, by_use["all"])
+    (ours, rewritten), (inductors, _) = compiled("tatten", first), compiled("inductor", first)
+    rows = []
+    for used, mask in by_use.items():
+        given = (query, caches, mask)
+        exact = step(query.double(), [(k.double(), v.double()) for k, v in caches], mask)
+        errors = {
+            name: float((f(*given) - exact).abs().max()) for name, f in (("tatten", ours), ("inductor", inductors))
+        }
+        if errors["tatten"] > 2 * errors["inductor"] + torch.finfo(dtype).eps:
+            raise ArithmeticError(f"{shape} is off by {errors}")
+        us = least_us({"inductor": inductors, "tatten": ours}, given, rounds)
+        ratio = us["tatten"] / us["inductor"]
+        rows.append({**asdict(shape), "used": used, "rewritten": rewritten, "us": us, "ratio": ratio})
+    return rows
+
+
+def main() -> None:
+    parser = arguments(__doc__, devices=("cpu",))
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 2, 8])
+    parser.add_argument("--head-dims", nargs="*", type=int, default=[64, 128])
+    parser.add_argument("--slots", nargs="*", type=int, default=SLOTS)
+    parser.add_argument("--rounds", type=int, default=100)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{machine(args.device)}, least CPU time of one thread, microseconds of a step of {LAYERS} layers")
+    print("dtype    batch heads  dim slots used    | inductor   tatten | ratio")
+    rows: list[dict[str, object]] = []
+    grid = itertools.product(args.dtypes, args.batches, HEADS, args.head_dims, args.slots)
+    with torch.no_grad():
+        for dtype, batch, (q_heads, kv_heads), head_dim, slots in grid:
+            for r in measure(Shape(dtype, batch, q_heads, kv_heads, head_dim, slots), args.rounds):
+                rows.append(r)
+                print(f"{dtype:8} {batch:5} {q_heads:2}/{kv_heads:<2} {head_dim:4} {slots:5} {r['used']:7} |", end=" ")
+                print(f"{r['us']['inductor']:8.1f} {r['us']['tatten']:8.1f} | {r['ratio']:5.2f}", end=" ")
+                print("" if r["rewritten"] else "left as it is", flush=True)
+    worst = max(r["ratio"] for r in rows)
+    above = sum(r["ratio"] > ASKED for r in rows)
+    print(f"  {above} of {len(rows)} rows above {ASKED}, the worst {worst:.2f}: {'NO' if above else 'yes'}")
+    if args.json:
+        results.write(
+            args.json, args.device, rows, layers=LAYERS, clock="CPU time of one thread, least of a row's rounds"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Plain calls that the kernel answers at once, in few lines of Python: these would take as long as a short call.
+
+`tatten.ops.cpu.attention` checks and computes all other calls.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tatten.ops.cpu import thresholds
+from tatten.ops.cpu.flash import attend_in_one_call, pieces_of
+from tatten.ops.states import State
+from tatten.ops.validation import FLOAT_DTYPES
+
+
+def attend_at_once(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, block_mask: Tensor | None, scale: float | None
+) -> State | None:
+    """The state over all keys, or over the span of them that a bool mask leaves to all sequences and queries alike.
+
+    Returns None where a check fails or the kernel needs help; nothing raises, and no tensor was written.
+    """
+    shape, kv_shape, dtype = query.shape, key.shape, query.dtype
+    if not (
+        len(shape) == len(kv_shape) == 4
+        and value.shape == kv_shape
+        and 0 not in shape
+        and 0 not in kv_shape
+        and shape[0] == kv_shape[0]
+        and shape[1] % kv_shape[1] == 0
+        and shape[3] == kv_shape[3]
+        and key.dtype is dtype
+        and value.dtype is dtype
+        and dtype in FLOAT_DTYPES
+        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+    ):
+        return None
+    batch, q_heads, q_len, head_dim = shape
+    kv_heads, length = kv_shape[1:3]
+    q_rows = q_heads // kv_heads * q_len
+    if dtype.itemsize == 2 and q_rows >= thresholds.CPU.packed_rows:
+        return None
+    if attn_mask is not None:
+        span = None if block_mask is None else _span_of_all(attn_mask, block_mask, batch, length)
+        if span is None:
+            return None
+        start, stop = span
+        if stop - start < length:
+            length = stop - start
+            key, value = key[:, :, start:stop], value[:, :, start:stop]
+    elif block_mask is not None:
+        return None
+    if pieces_of(key, value) > 1:
+        return None
+    rows_shape: tuple[int, ...] = (batch, kv_heads, q_rows, head_dim)
+    if q_rows > q_len and all(batch == 1 or x.stride(0) == kv_heads * x.stride(1) for x in (key, value)):
+        # Each (sequence, kv head) as a batch of its own: so the kernel writes in the order of the output.
+        rows_shape, kv_rows_shape = (batch * kv_heads, 1, q_rows, head_dim), (batch * kv_heads, 1, length, head_dim)
+        key, value = key.view(kv_rows_shape), value.view(kv_rows_shape)
+    scale = head_dim**-0.5 if scale is None else scale
+    if q_rows == q_len:
+        out, lse = attend_in_one_call(query, key, value, None, scale, False)
+        return out.contiguous(), lse.contiguous()
+    out, lse = attend_in_one_call(query.reshape(rows_shape), key, value, None, scale, False)
+    return out.reshape(batch, q_heads, q_len, head_dim), lse.reshape(batch, q_heads, q_len)
+
+
+def _span_of_all(attn_mask: Tensor, block_mask: Tensor, batch: int, kv_len: int) -> tuple[int, int] | None:
+    """The start and the stop of the keys that all queries attend to, if these are all that any query attends to."""
+    if (
+        attn_mask.dtype is not torch.bool
+        or attn_mask.shape not in ((1, 1, 1, kv_len), (batch, 1, 1, kv_len))
+        or block_mask.dtype is not torch.int64
+        or block_mask.shape not in ((1, 3), (batch, 3))
+    ):
+        return None
+    spans = block_mask.tolist()
+    first = spans[0]
+    start, stop, full = first
+    return (start, stop) if full and start < stop and spans.count(first) == len(spans) else None
