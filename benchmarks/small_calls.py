@@ -1,6 +1,6 @@
 """Small decode steps on a CPU: 8 layers over caches of 16 to 512 slots that share a mask, beside Inductor.
 
-    python benchmarks/small_calls.py                                      # the whole grid: about 40 minutes
+    python benchmarks/small_calls.py                                      # the whole grid: about an hour
     python benchmarks/small_calls.py --dtypes float32 --head-dims 64      # a quarter of it
 
 A step is eight calls of `F.scaled_dot_product_attention` with a bool mask `[batch, 1, 1, slots]`, as `generate` hands
