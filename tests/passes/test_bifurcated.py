@@ -376,8 +376,10 @@ def test_small_work_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(bytes_per_us=100.0, segment_us=200.0))
     (finding,) = rewrite(capture(fn, *args)).findings
     assert finding.op == "tatten.bifurcated_attention.default"
-    assert finding.cost == cost.Cost(2 * repeated + stored, stored, 2, 2 * repeated / 100, 400.0)
-    monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(bytes_per_us=100.0, segment_us=300.0))
+    moved = 2 * repeated + stored
+    assert finding.cost == cost.Cost(moved, stored, 2, 2 * repeated / 100, 400.0, moved / 100)
+    free = cost.DecodeRates(numbers_per_us=100.0, call_us=0.0)
+    monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(bytes_per_us=100.0, segment_us=300.0, decode=free))
     (finding,) = rewrite(capture(fn, *args)).findings
     assert finding.op == "tatten.decode_attention.default"  # there is a mask: how much it leaves out, nobody knows
     assert "not bifurcated [small]: about 492 us saved" in finding.note
