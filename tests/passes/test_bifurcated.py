@@ -385,6 +385,7 @@ def test_small_work_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not bifurcated [small]: about 492 us saved" in finding.note
     assert "600 us more for 2 segments" in finding.note
     torch.testing.assert_close(compiled(fn, *args), fn(*args))
+    monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(bytes_per_us=100.0, segment_us=300.0))
     (finding,) = rewrite(capture(lambda q, k: sdpa(q, k, k, enable_gqa=True), args[0], args[3])).findings
     assert finding.decline.reason is Reason.SMALL
 
