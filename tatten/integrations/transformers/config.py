@@ -145,9 +145,11 @@ def eager_attention(module: nn.Module) -> Callable[..., Any]:
         NotImplementedError: its model calls it otherwise than all others.
     """
     for cls in type(module).__mro__:
-        found: Callable[..., Any] | None = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
-        if found is not None:
-            return found
+        code = vars(sys.modules[cls.__module__])
+        for name in ("eager_attention_forward", "simple_eager_attention_forward"):  # the second is TimesFM's
+            found: Callable[..., Any] | None = code.get(name)
+            if found is not None:
+                return found
     raise NotImplementedError(
         f"{type(module).__name__} must have an `eager_attention_forward` beside it for soft caps, sinks and attention "
         'weights beyond decode steps, got none: load the model with attn_implementation="eager"'
