@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import INTERPRETED, Combine, Partials, plan_combine
@@ -18,7 +17,7 @@ from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.mask_plan import MaskPlan, plan_mask
 from tatten.ops.cuda.recording import recorder
 from tatten.ops.cuda.tile_space import TileSpace
-from tatten.ops.cuda.tma import LEAST_BYTES, Tiling, takes_tma
+from tatten.ops.cuda.tma import LEAST_BYTES, Tiling, key_tiling, takes_tma
 from tatten.ops.sizes import power_of_2
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.variant import PLAIN, AttentionVariant
@@ -87,10 +86,6 @@ def _scale_kind(scale: Tensor | None) -> int:
     if scale is None:
         return NO_SCALE
     return HEAD_SCALE if scale.dim() == 1 else KEY_SCALE
-
-
-def _tiling(x: Tensor, block_n: int) -> Tiling:
-    return Tiling(TensorDescriptor, x, [1, 1, block_n, max(16, power_of_2(x.shape[3]))])
 
 
 def plan_segment(
@@ -163,8 +158,8 @@ def plan_segment(
     kv_bytes = sum(x.numel() * x.element_size() for x in (key, value))
     tma = hopper and every_key and not batch_invariant and kv_bytes >= LEAST_BYTES
     tma = tma and takes_tma(key) and takes_tma(value)
-    if tma and (recording := recorder.get()) is not None:
-        # Generated code would make descriptors anew in each call, and AOTInductor with another swizzle than Triton's.
+    if tma and (recording := recorder.get()) is not None and not recording.tma:
+        # Kernels that Inductor defines go without: it would make descriptors anew in each call.
         recording.without_tma += kv_bytes
         tma = False
     run_n = max(tiles.block_n, space.block_n)
@@ -238,8 +233,8 @@ def plan_segment(
             Dense.of((space.slots, tiles.block_m, *pair), acc_dtype),
         ),
         mask=mask,
-        key_tiles=_tiling(key, run_n) if tma else None,
-        value_tiles=_tiling(value, run_n) if tma else None,
+        key_tiles=key_tiling(key, run_n, block_d) if tma else None,
+        value_tiles=key_tiling(value, run_n, block_dv) if tma else None,
     )
 
 

@@ -1,7 +1,8 @@
 """Calls of an op as generated Python code makes them: the launches that were recorded, with their tensors by number.
 
-This is for kernels in Gluon, which Inductor can't define. The `repr` of these classes is the expression that makes
-them. Inductor writes it into its code, which is kept on disk and run by other processes.
+This is for kernels in Gluon, which Inductor can't define, and for those that read a large KV by TMA. The `repr` of
+these classes is the expression that makes them. Inductor writes it into its code, which is kept on disk and run by
+other processes.
 """
 
 from __future__ import annotations
@@ -66,21 +67,26 @@ class PreparedLaunch:
         """Make a function of all tensors of the call that launches, for tensors of these layouts."""
         kernel = getattr(importlib.import_module(self.module), self.kernel)
         launch = Launch(kernel, self.grid, self.options, **self.arguments)
-        take = _taking(self.tensors, tensors)
+        take = _taking(self.tensors, tensors, kernel)
         return lambda given: launch(*take(given))
 
 
-def _taking(x: Any, tensors: tuple[Tensor, ...]) -> Callable[[tuple[Tensor, ...]], Any]:
+def _described(kernel: Any) -> Any:
+    """The module that describes tiles to a kernel."""
+    from tatten.ops.cuda import sm90, tma
+
+    return sm90 if kernel.is_gluon() else tma
+
+
+def _taking(x: Any, tensors: tuple[Tensor, ...], kernel: Any) -> Callable[[tuple[Tensor, ...]], Any]:
     """Make a function of all tensors that returns what a parameter is given. It keeps none of `tensors`."""
     if x is None:
         return lambda given: None
     if isinstance(x, tuple):
-        parts = [_taking(y, tensors) for y in x]
+        parts = [_taking(y, tensors, kernel) for y in x]
         return lambda given: tuple([part(given) for part in parts])
     if isinstance(x, Tiles):
-        from tatten.ops.cuda.sm90 import key_tiling
-
-        tiling, number = key_tiling(tensors[x.tensor], *x.block), x.tensor
+        tiling, number = _described(kernel).key_tiling(tensors[x.tensor], *x.block), x.tensor
         return lambda given: tiling(_aligned(given[number]))
     if isinstance(x, Bytes):
         number = x.tensor
@@ -137,13 +143,13 @@ def prepare(found: Recorder) -> tuple[PreparedCall, list[Tensor]]:
         tensors.append(base)
         return len(tensors) - 1
 
-    def written(x: Any) -> Any:
+    def written(x: Any, kernel: Any) -> Any:
         if x is None:
             return None
         if isinstance(x, tuple):
-            return tuple(map(written, x))
+            return tuple([written(y, kernel) for y in x])
         if not isinstance(x, Tensor):
-            return tiles(x)
+            return tiles(x, kernel)
         at = number(x)
         if (stored := tensors[at].dtype) == x.dtype:
             return at
@@ -151,11 +157,9 @@ def prepare(found: Recorder) -> tuple[PreparedCall, list[Tensor]]:
             raise NotRecordableError(f"reads {stored} as {x.dtype}")
         return Bytes(at)
 
-    def tiles(descriptor: Any) -> Tiles:
-        from tatten.ops.cuda.sm90 import are_tiles_of
-
+    def tiles(descriptor: Any, kernel: Any) -> Tiles:
         at = number(descriptor.base)
-        if not are_tiles_of(descriptor, tensors[at]):
+        if not _described(kernel).are_tiles_of(descriptor, tensors[at]):
             raise NotRecordableError(f"takes tiles of another kind, {descriptor}")
         return Tiles(at, tuple(descriptor.block_shape[2:]))
 
@@ -167,7 +171,7 @@ def prepare(found: Recorder) -> tuple[PreparedCall, list[Tensor]]:
             raise NotRecordableError(f"launches a kernel that is not found by its name, {module}.{name}")
         if not _has_literal(values):
             raise NotRecordableError(f"launches {name} with what has no literal, {values}")
-        launches.append(PreparedLaunch(module, name, *values, tuple(map(written, given))))
+        launches.append(PreparedLaunch(module, name, *values, written(given, launch.kernel)))
     return PreparedCall(*launches), tensors
 
 

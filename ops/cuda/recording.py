@@ -45,6 +45,7 @@ class Recorder:
         launches: each `tatten.ops.cuda.launcher.Launch` with its tensors, or tuples of them, in order.
         allocated: the tensors that the op made.
         without_tma: bytes of keys and values that the op itself would read by TMA.
+        tma: whether it does here, too.
         gluon: what is done about kernels in Gluon.
     """
 
@@ -52,6 +53,7 @@ class Recorder:
     launches: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
     allocated: list[Tensor] = field(default_factory=list)
     without_tma: int = 0
+    tma: bool = False
     gluon: Gluon = Gluon.REFUSED
 
     def base(self, x: Tensor) -> Tensor:
@@ -103,13 +105,15 @@ def may_take_gluon(kernel: str) -> bool:
     return found is None or found.gluon is Gluon.LAUNCHED
 
 
-def record(op: Callable[..., Any], *args: Any, gluon: Gluon = Gluon.REFUSED, **kwargs: Any) -> tuple[Recorder, Any]:
+def record(
+    op: Callable[..., Any], *args: Any, gluon: Gluon = Gluon.REFUSED, tma: bool = False, **kwargs: Any
+) -> tuple[Recorder, Any]:
     """Record `op(*args, **kwargs)` instead of launching anything; also returns its result.
 
     Raises:
         NotRecordableError: the op does something else than to allocate, to view and to launch.
     """
-    found = Recorder([*all_of(Tensor, [args, [*kwargs.values()]])], gluon=gluon)
+    found = Recorder([*all_of(Tensor, [args, [*kwargs.values()]])], gluon=gluon, tma=tma)
     token = recorder.set(found)
     try:
         with Watch(found.saw):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tatten.ops.cuda.recording import recorder
 from tatten.ops.moved import moved
@@ -64,3 +65,15 @@ class Tiling:
         descriptor: Any = object.__new__(self.kind)
         vars(descriptor).update(self.fields, base=x)
         return descriptor
+
+
+def key_tiling(x: Tensor, block_n: int, columns: int) -> Tiling:
+    """Descriptors of tiles of `block_n` keys for kernels in Triton."""
+    return Tiling(TensorDescriptor, x, [1, 1, block_n, columns])
+
+
+def are_tiles_of(descriptor: TensorDescriptor, x: Tensor) -> bool:
+    """Whether `key_tiling` of `x` makes such a descriptor."""
+    layout = descriptor.shape, descriptor.strides, descriptor.base.dtype
+    same = layout == (list(x.shape), tma_strides(x), x.dtype)
+    return same and descriptor.block_shape[:2] == [1, 1] and descriptor.padding == "zero"

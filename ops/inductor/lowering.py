@@ -47,7 +47,8 @@ from tatten.ops.moved import moved, text_of
 log = logging.getLogger("tatten")
 
 # Keys and values that the op would read by TMA: without it 64 x 2048 tokens took 139 us and not 125, 16 x 8192 tokens
-# 127.0 and not 126.2, and smaller ones no longer (H200). From here on the GPU keeps the host waiting anyway.
+# 127.0 and not 126.2, and smaller ones no longer (H200). From here on the GPU keeps the host waiting anyway, and Python
+# code launches what the op would launch.
 MOST_BYTES_WITHOUT_TMA = 500e6
 
 
@@ -57,7 +58,7 @@ class Opaque(Enum):
     NOT_OURS = "not_ours"  # the graph was not compiled by backend="tatten"
     CPU = "cpu"
     SYMBOLIC = "symbolic"  # a size is not known when the graph is compiled
-    TMA = "tma"  # it reads a large KV, which takes longer without TMA
+    TMA = "tma"  # it reads a large KV, which takes longer without TMA, and the code is neither Python nor C++
     NOT_RECORDABLE = "not_recordable"  # it does more than to allocate, to view and to launch what the code can launch
     FAILED = "failed"  # an error: a private interface of PyTorch or Triton has moved, or tatten has a bug
 
@@ -120,8 +121,8 @@ class _LargeKVError(Exception):
 
 
 def _needs_python(found: Recorder) -> bool:
-    """Whether a kernel is in Gluon, which Inductor can't define."""
-    return any(launch.kernel.is_gluon() for launch, _ in found.launches)
+    """Whether a kernel is in Gluon, which Inductor can't define, or reads tiles that are described to TMA."""
+    return found.tma or any(launch.kernel.is_gluon() for launch, _ in found.launches)
 
 
 def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -137,9 +138,12 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         fake_args, fake_kwargs = tree_map_only(Boxes, fake, (args, kwargs))
         try:
             found, result = record(implementation, *fake_args, gluon=gluon, **fake_kwargs)
+            large = found.without_tma > MOST_BYTES_WITHOUT_TMA
+            if large and is_python() and not ahead_of_time():
+                found, result = record(implementation, *fake_args, gluon=gluon, tma=True, **fake_kwargs)
         except (ValueError, NotImplementedError) as error:  # by the op, which says why when it is called
             raise NotRecordableError("it raises") from error
-    if found.without_tma > MOST_BYTES_WITHOUT_TMA and not is_cpp():
+    if large and not (found.tma or is_cpp()):
         raise _LargeKVError(f"{found.without_tma / 1e6:.0f} MB")
     tensors, add = (_python_call if _needs_python(found) else _bound_launches)(found, boxes)
     results = tree_map_only(Tensor, found.whole, result)

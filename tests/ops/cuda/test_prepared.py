@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from tatten.ops.cuda import sm90, tma
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.prepared import Bytes, PreparedCall, PreparedLaunch, Tiles, prepare
 from tatten.ops.cuda.recording import NotRecordableError, record
@@ -22,15 +23,18 @@ RAN: list[Any] = []
 class Kernel:
     """Notes what it is launched with."""
 
-    def __init__(self, name: str, *arg_names: str) -> None:
-        self.__name__, self.__module__, self.arg_names = name, __name__, arg_names
+    def __init__(self, name: str, *arg_names: str, gluon: bool = True) -> None:
+        self.__name__, self.__module__, self.arg_names, self.gluon = name, __name__, arg_names, gluon
+
+    def is_gluon(self) -> bool:
+        return self.gluon
 
     def __getitem__(self, grid: object) -> Any:
         return lambda *args, **options: RAN.append((self.__name__, grid, args, options))
 
 
 first, second = Kernel("first", "x", "parts", "none", "n", "scale"), Kernel("second", "out", "n", "scale")
-tiled = Kernel("tiled", "keys")
+tiled, tiled_in_triton = Kernel("tiled", "keys"), Kernel("tiled_in_triton", "keys", gluon=False)
 NUMBERS = {"n": 3, "scale": 0.1}
 
 
@@ -89,10 +93,11 @@ def test_masks_are_read_as_bytes() -> None:
     assert same is mask
 
 
-def test_tiles_are_described_anew_for_each_tensor() -> None:
+@pytest.mark.parametrize("kernel, module", [(tiled, sm90), (tiled_in_triton, tma)])
+def test_tiles_are_described_anew_for_each_tensor(kernel: Kernel, module: Any) -> None:
     """A descriptor holds the tensor that it was made for; what is prepared holds none."""
     x = torch.ones(2, 1, 100, 64, device="meta", dtype=torch.bfloat16)
-    found, _ = record(lambda x: Launch(tiled, (1,), {})(key_tiling(x, 64, 32)(x)), x)
+    found, _ = record(lambda x: Launch(kernel, (1,), {})(module.key_tiling(x, 64, 32)(x)), x)
     call, _ = prepare(found)
     assert call.launches[0].tensors == (Tiles(0, (64, 32)),)
     RAN.clear()
@@ -102,6 +107,7 @@ def test_tiles_are_described_anew_for_each_tensor() -> None:
     for (_, _, (descriptor,), _), key in zip(RAN, keys, strict=True):
         assert descriptor.base is key
         assert (descriptor.shape, descriptor.block_shape) == ([2, 1, 100, 64], [1, 1, 64, 32])
+        assert type(descriptor) is module.TensorDescriptor
 
 
 def test_tiles_begin_at_multiples_of_16_bytes() -> None:
@@ -133,24 +139,26 @@ def test_no_tensor_is_kept() -> None:
         gc.enable()
 
 
-def of_another_kind(x: Tensor, **changed: object) -> object:
-    descriptor = key_tiling(x, 64, 32)(x)
+def of_another_kind(x: Tensor, module: Any, **changed: object) -> object:
+    descriptor = module.key_tiling(x, 64, 32)(x)
     vars(descriptor).update(changed)
     return descriptor
 
 
+CHANGED = [{"block_shape": [2, 1, 64, 32]}, {"shape": [2, 1, 50, 64]}, {"strides": [1, 1, 64, 1]}]
+
+
 @pytest.mark.parametrize(
-    "changed",
+    "kernel, module, changed",
     [
-        {"block_shape": [2, 1, 64, 32]},
-        {"shape": [2, 1, 50, 64]},
-        {"strides": [1, 1, 64, 1]},
-        {"layout": gl.NVMMASharedLayout.get_default_for([1, 1, 64, 16], gl.bfloat16)},
+        *((tiled, sm90, changed) for changed in CHANGED),
+        (tiled, sm90, {"layout": gl.NVMMASharedLayout.get_default_for([1, 1, 64, 16], gl.bfloat16)}),
+        *((tiled_in_triton, tma, changed) for changed in [*CHANGED, {"padding": "nan"}]),
     ],
 )
-def test_tiles_of_another_kind_are_refused(changed: dict[str, object]) -> None:
+def test_tiles_of_another_kind_are_refused(kernel: Kernel, module: Any, changed: dict[str, object]) -> None:
     x = torch.ones(2, 1, 100, 64, device="meta", dtype=torch.bfloat16)
-    found, _ = record(lambda x: Launch(tiled, (1,), {})(of_another_kind(x, **changed)), x)
+    found, _ = record(lambda x: Launch(kernel, (1,), {})(of_another_kind(x, module, **changed)), x)
     with pytest.raises(NotRecordableError, match="takes tiles of another kind"):
         prepare(found)
 

@@ -190,7 +190,6 @@ print(json.dumps(generated))
 STAY_OPAQUE = [
     ("plain", False, "[not_ours]"),
     ("float64", True, "[not_recordable] NotRecordableError: calls aten"),
-    ("large", True, "[tma] 537 MB"),
     ("windowed segments", True, "[not_recordable] NotRecordableError: takes a view that begins elsewhere"),
     ("provider", True, "[not_recordable] NotRecordableError: calls aten._scaled_dot_product_cudnn_attention"),
     ("wrong", True, "[not_recordable] ValueError: `key` must be"),
@@ -224,8 +223,8 @@ LOWERED = (
 RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *((case, True, {}) for case in LOWERED),
     *([(case, True, {"cpp_wrapper": True}) for case in ("two layers", "project")] if NATIVE else []),
-    *([("128 heads", True, {"cpp_wrapper": True})] if NATIVE else []),
-    *((case, True, {}) for case in IN_GLUON),
+    *([(case, True, {"cpp_wrapper": True}) for case in ("128 heads", "large")] if NATIVE else []),
+    *((case, True, {}) for case in (*IN_GLUON, "large")),
     *((case, lowered, {}) for case, lowered, _ in STAY_OPAQUE),
     *((case, True, {"package": True}) for case in ("prefix", "128 heads", "unrounded", "project")),
 ]
@@ -403,6 +402,21 @@ def leaves(x: Any) -> Iterator[int]:
         yield x
 
 
+def test_a_large_kv_is_read_by_tma() -> None:
+    """Python launches what the op would launch, with descriptors for Triton."""
+    defined, calls, said = python_calls("large")
+    assert not said
+    assert "torch.ops.tatten" not in re.sub(r"^#.*$", "", generate("large")[0], flags=re.M)
+    ((name, given),) = calls
+    (decode,) = defined[name].launches
+    assert decode.kernel == "_decode_kernel"
+    assert decode.arguments["TMA"]
+    tiles = [(given[x.tensor], x.block) for x in decode.tensors if isinstance(x, Tiles)]
+    block = decode.arguments["RUN_N"], 128
+    assert tiles == [("arg1_1", block), ("arg2_1", block)]
+    assert {*leaves(decode.tensors)} == {*range(len(given))}
+
+
 def test_layers_in_gluon_use_memory_again() -> None:
     defined, calls, said = python_calls("latent layers")
     assert not said
@@ -452,6 +466,14 @@ def test_cpp_wrapper_calls_ops_in_gluon() -> None:
     assert "tatten_op" not in code
     (line,) = said
     assert "[not_recordable] NotRecordableError: launches the latent_sm90 kernel, which is in Gluon" in line
+
+
+@pytest.mark.skipif(not NATIVE, reason="PyTorch 2.11 runs the Python code first")
+def test_cpp_wrapper_reads_a_large_kv_without_tma() -> None:
+    code, said = generate("large", cpp_wrapper=True)
+    assert not said
+    assert "tatten::" not in code
+    assert code.count("    call_decode_kernel_") == 1
 
 
 @pytest.mark.parametrize("case, lowered, why", STAY_OPAQUE)

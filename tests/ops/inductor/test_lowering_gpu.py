@@ -146,9 +146,13 @@ def long_prefix() -> tuple:
     return ops.bifurcated_attention.default, args, {}
 
 
+def large() -> tuple:
+    return ops.decode_attention.default, (randn(64, 32, 1, 128), *kv(64, 8, 2048, 128)), {}
+
+
 IN_GLUON = [many_latent_queries, chunk_of_latent_queries, few_latent_queries, long_prefix]  # on Hopper
 CASES = [
-    *IN_GLUON,
+    *IN_GLUON, large,
     plain, short_and_whole, odd_dims, lengths, bool_mask, bool_mask_of_queries, bias, variant, float8, three_segments,
     capped_segments, masked_segments, rows, find_rows, find_blocks, merge,
     project,
@@ -189,7 +193,8 @@ def test_bitwise(case: Callable[[], tuple], mode: str) -> None:
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=ulp, atol=0, equal_nan=True)
     in_gluon = case in IN_GLUON and torch.cuda.get_device_capability() == (9, 0)
-    if in_gluon and options is None:
+    by_tma = case is large and torch.cuda.get_device_capability() >= (9, 0)
+    if (in_gluon or by_tma) and options is None:
         assert "= PreparedCall(" in code[0]
     if not in_gluon or options is None:  # C++ calls the op
         assert "torch.ops.tatten" not in code[0].split("def call")[-1]

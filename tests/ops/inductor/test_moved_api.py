@@ -170,7 +170,7 @@ STEPS = [
     "ir._Kernel.codegen",
     "ir.BoundCall.codegen",
     "ir.PythonCall.codegen",
-    "ir.BoundCall.can_fuse_epilogue",
+    "ir.BoundCall.get_read_writes",
 ]
 
 
