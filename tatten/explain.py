@@ -27,14 +27,14 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         >>> import torch.nn.functional as F
         >>> def attend(query, key, value, mask):
         ...     return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
-        >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 2, 4096, 64)
-        >>> report = tatten.explain(attend, query, key, value, torch.arange(4096)[None] < 100)
+        >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 2, 16384, 64)
+        >>> report = tatten.explain(attend, query, key, value, torch.arange(16384)[None] < 100)
         >>> print(report)
         graph 0: 1 of 1 attention calls rewritten in ... ms
           call: tatten.decode_attention.default
               line  ...:2  return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
-              with  q float32[1, 8, 1, 64] k float32[1, 2, 4096, 64] v float32[1, 2, 4096, 64] mask bool[1, 4096]
-              KV    16 MiB moved per step before, at most 4 MiB read now
+              with  q float32[1, 8, 1, 64] k float32[1, 2, 16384, 64] v float32[1, 2, 16384, 64] mask bool[1, 16384]
+              KV    64 MiB moved per step before, at most 16 MiB read now
         total: 1 of 1 attention calls rewritten in 1 graph
     """
 

@@ -50,9 +50,9 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
         >>> import torch.nn.functional as F
         >>> class Attend(torch.nn.Module):
         ...     def forward(self, query, key, value, mask):
-        ...         return F.scaled_dot_product_attention(query, key, value, mask)
-        >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 8, 4096, 64)
-        >>> program = torch.export.export(Attend(), (query, key, value, torch.arange(4096)[None] < 100))
+        ...         return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+        >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 2, 16384, 64)
+        >>> program = torch.export.export(Attend(), (query, key, value, torch.arange(16384)[None] < 100))
         >>> with tatten.recording() as report:
         ...     program = tatten.rewrite(program)
         >>> [call.op for call in report.rewritten]

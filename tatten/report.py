@@ -48,9 +48,9 @@ class Report:
         Examples:
             >>> import torch, tatten
             >>> import torch.nn.functional as F
-            >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 8, 4096, 64)
-            >>> mask = torch.arange(4096)[None] < 100
-            >>> report = tatten.explain(F.scaled_dot_product_attention, query, key, value, mask)
+            >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 2, 16384, 64)
+            >>> mask = torch.arange(16384)[None] < 100
+            >>> report = tatten.explain(F.scaled_dot_product_attention, query, key, value, mask, enable_gqa=True)
             >>> [call.op for call in report.rewritten]
             ['tatten.decode_attention.default']
         """
@@ -176,10 +176,10 @@ def recording() -> Iterator[Report]:
     Examples:
         >>> import torch, tatten
         >>> import torch.nn.functional as F
-        >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 8, 4096, 64)
+        >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 2, 16384, 64)
         >>> attend = torch.compile(F.scaled_dot_product_attention, backend="tatten", options={"inner": "eager"})
         >>> with tatten.recording() as report:
-        ...     out = attend(query, key, value, torch.arange(4096)[None] < 100)
+        ...     out = attend(query, key, value, torch.arange(16384)[None] < 100, enable_gqa=True)
         >>> len(report.rewritten)
         1
     """
