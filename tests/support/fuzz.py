@@ -15,7 +15,9 @@ import hypothesis
 import pytest
 
 from tatten.ops.cpu import thresholds
-from tatten.passes import cost
+from tatten.passes import cost, sliding
+
+REAL_RATES = dict(cost.RATES)
 
 
 def settings(default_n: int, **changes: Any) -> Callable[[Any], Any]:
@@ -37,10 +39,13 @@ def settings(default_n: int, **changes: Any) -> Callable[[Any], Any]:
 
 
 @contextlib.contextmanager
-def small_shapes(run_bytes: int = 0, split_bytes: int = 1, packed_rows: int = 1) -> Iterator[None]:
-    """Inside, a rewrite always pays, and a CPU's ops go the ways that otherwise only large tensors go."""
+def small_shapes(
+    run_bytes: int = 0, split_bytes: int = 1, packed_rows: int = 1, *, free: bool = True
+) -> Iterator[None]:
+    """Inside, a CPU's ops go the ways that otherwise only large tensors go, and if `free` a rewrite always pays."""
     with pytest.MonkeyPatch.context() as patch:
-        for device in cost.RATES:
-            patch.setitem(cost.RATES, device, cost.Rates(bytes_per_us=1.0, segment_us=0.0))
+        for device, rates in REAL_RATES.items():
+            patch.setitem(cost.RATES, device, cost.Rates(bytes_per_us=1.0, segment_us=0.0) if free else rates)
+        patch.setitem(sliding.LEAST_BYTES, "cpu", 1)
         patch.setattr(thresholds, "CPU", thresholds.Thresholds(run_bytes, split_bytes, packed_rows))
         yield

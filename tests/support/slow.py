@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import zlib
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -25,6 +27,13 @@ def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
 def is_drawn(nodeid: str, share: float, seed: str) -> bool:
     """Whether a slow test runs: all processes of a run agree, and a seed always draws the same tests."""
     return zlib.crc32(f"{seed} {nodeid}".encode()) < share * 2**32
+
+
+def slow_but_some(n: int, cases: Iterable[Any]) -> list[Any]:
+    """All but n are slow, drawn by `TATTEN_FUZZ_SEED`."""
+    cases = list(cases)
+    drawn = random.Random(os.environ.get("TATTEN_FUZZ_SEED", "0")).sample(range(len(cases)), n)
+    return [case if i in drawn else _slow(case) for i, case in enumerate(cases)]
 
 
 def _slow(case: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import tiny_models
@@ -55,15 +56,17 @@ def prompts(padded: bool) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def through(backend: str, inner: str) -> CompileConfig:
-    config = CompileConfig(backend=backend, mode=None, options={"inner": inner}, fullgraph=True)
+def through(backend: str, inner: str, dynamic: bool | None = None) -> CompileConfig:
+    config = CompileConfig(backend=backend, mode=None, options={"inner": inner}, fullgraph=True, dynamic=dynamic)
     config._compile_all_devices = True  # transformers compiles on accelerators only, unless told
     return config
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
-@pytest.mark.parametrize("name", slow_but(["Llama", "Gemma3Text"], MODELS))
-def test_generate(name: str, padded: bool) -> None:
+@pytest.mark.parametrize(
+    "name, dynamic", slow_but([("Llama", None), ("Gemma3Text", None)], product(MODELS, [None, True]))
+)
+def test_generate(name: str, dynamic: bool | None, padded: bool) -> None:
     """Samples of one prompt, and of several with padding: the tokens of plain `generate`."""
     model, (ids, mask) = build(name), prompts(padded)
     kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": True, "num_return_sequences": N}
@@ -73,7 +76,7 @@ def test_generate(name: str, padded: bool) -> None:
     with tatten.recording() as report:
         torch.manual_seed(2)
         fork = prefilled(model, ids, mask).fork(N, NEW)
-        got = model.generate(ids, **cache_kwargs(fork), compile_config=through("tatten", "eager"), **kwargs)
+        got = model.generate(ids, **cache_kwargs(fork), compile_config=through("tatten", "eager", dynamic), **kwargs)
     assert torch.equal(got, want)
     assert [x.op for x in report.rewritten] == ["tatten.bifurcated_attention.default"] * 2
     assert not report.declined

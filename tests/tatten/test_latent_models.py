@@ -24,7 +24,7 @@ CACHES = {"static": lambda c: StaticCache(config=c, max_cache_len=24), "dynamic"
 WITH_SDPA = [name for name, model in MODELS.items() if model.layers]
 FAST = [(name, "static", 1, True, False) for name in ("deepseek_v3", "kimi_linear")]
 FAST += [("deepseek_v3", "dynamic", q_len, q_len == 4, q_len == 1) for q_len in (1, 4)]
-CASES = [*FAST, ("deepseek_v2", "dynamic", 1, True, True)]
+CASES = [*FAST, *((name, cache, 1, True, True) for name in WITH_SDPA for cache in CACHES)]
 CASES += [(*case, False) for case in pairs(WITH_SDPA, list(CACHES), [1, 4], [False, True])]
 
 

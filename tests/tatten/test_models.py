@@ -7,11 +7,13 @@ from itertools import product
 import pytest
 import torch
 import transformers
-from slow import slow_but
+from rewriting import as_for_inductor
+from slow import slow_but, slow_but_some
 from transformers import DynamicCache, StaticCache
 
 import tatten
 from tatten.integrations.transformers import cache_kwargs
+from tatten.passes import sliding
 from tatten.passes.reasons import Reason
 
 LAYERS, STEPS, PROMPT, MAX_LEN = 2, 5, 10, 32
@@ -108,6 +110,16 @@ FLEX = {name: (ZOO | WRITTEN_OUT)[name] for name in ("llama", "mistral_window", 
 # Without padding transformers 5.23 attends to one slot of a static cache too many: its mask function reads the cache's
 # length where that has grown already.
 FLEX_CACHES = ["dynamic", "dynamic-padded", "static-padded"]
+
+# With `dynamic=True`: the attention of transformers that models of ZOO and WRITTEN_OUT are built with, and the caches,
+# which have windows in those layers that do.
+ANY_SIZE = [
+    (attention, name, cache)
+    for attention, names in (("sdpa", ZOO), ("eager", WRITTEN_OUT))
+    for name, cache in product(names, ["dynamic", "static", "static-padded"])
+    if name not in ("falcon_alibi", "bloom") or cache == "dynamic"
+]
+ANY_SIZE += [("flex_attention", name, cache) for name, cache in product(FLEX, FLEX_CACHES)]
 
 # One for each kind of graph: GQA, MHA, MQA, a window, layers of two kinds, a bias, latent keys, two calls in a layer.
 KINDS = [("llama", "static-padded"), ("llama_mha", "static"), ("gpt_bigcode", "static"), ("mistral_window", "dynamic")]
@@ -262,4 +274,19 @@ def test_flex_attention(name: str, cache: str) -> None:
     assert report.rewritten
     assert len(report.rewritten) % LAYERS == 0
     assert all(finding.note.startswith("flex_attention (") for finding in report.rewritten)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention, name, cache", slow_but_some(3, ANY_SIZE))
+def test_any_size(attention: str, name: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `dynamic=True` each size and each number of a model may be an input of its graph."""
+    monkeypatch.setitem(sliding.LEAST_BYTES, "cpu", 1)
+    cache, _, padded = cache.partition("-")
+    model = build(*(ZOO | WRITTEN_OUT)[name], attn_implementation=attention)
+    plain = build(*FLEX[name], attn_implementation="eager") if attention == "flex_attention" else model
+    want = decode(plain, plain, cache, bool(padded))
+    torch._dynamo.reset()
+    with tatten.recording() as report:
+        got = decode(plain, torch.compile(model, backend=as_for_inductor, dynamic=True), cache, bool(padded))
+    check_all_rewritten(report)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)

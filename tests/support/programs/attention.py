@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from programs.builder import Builder
+from programs.functorch import functional, gradient, mapped
+from programs.other_forms import SCALES, flex, given, written_out
 
 RESULTS: Sequence[str] = (
     "{x}.transpose(1, 2).reshape({x}.size(0), {x}.size(2), -1)",
@@ -20,6 +22,31 @@ RESULTS: Sequence[str] = (
     "{x} @ {x}.mT",
 )
 OTHER_USES: Sequence[str] = ("{x}.sum(-1)", "{x} * 2", "{x}.clone()", "{x}[0]", "{x}.float().mean(-1)")
+
+
+# How often attention is another than a call of SDPA, in percent.
+OTHERS = {"": (("written_out", 8), ("flex", 2)), "dynamic": (("written_out", 45), ("flex", 10), ("mapped", 5))}
+OTHERS["wrapped"] = (("mapped", 55), ("functional", 40), ("gradient", 5))
+NEW = {"written_out": written_out, "mapped": mapped, "functional": functional, "gradient": gradient}
+
+
+def attend(b: Builder, query: str, key: str, value: str, mask: str | None) -> str | None:
+    """Attention in one of its forms; the name of its result."""
+    drawn = b.number(1, 100)
+    for name, percent in OTHERS[b.kind]:
+        drawn -= percent
+        if drawn > 0 or b.autocast:
+            continue
+        out = flex(b, query, key, value) if name == "flex" else NEW[name](b, query, key, value, _named(b, mask))
+        if out is not None:
+            b.forms.append(name)
+            b.tensors.append(out)
+            return out
+    return call(b, query, key, value, mask)
+
+
+def _named(b: Builder, mask: str | None) -> str | None:
+    return b.let("m", mask) if mask is not None and not mask.isidentifier() else mask
 
 
 def call(b: Builder, query: str, key: str, value: str, mask: str | None) -> str | None:
@@ -40,7 +67,7 @@ def call(b: Builder, query: str, key: str, value: str, mask: str | None) -> str 
     elif mask is None and b.chance(8):
         args.append("is_causal=True")
     if b.chance(25):
-        args.append(f"scale={b.pick((1.0, 0.3, 0.125, 0))}")
+        args.append(f"scale={given(b, 'scale', b.pick(SCALES)) if b.kind else b.pick((1.0, 0.3, 0.125, 0))}")
     if b.tensor(query).shape[1] != b.tensor(key).shape[1] or b.chance(10):
         args.append("enable_gqa=True")
     function = "aten_sdpa" if b.chance(5) else "sdpa"
@@ -57,7 +84,10 @@ def call(b: Builder, query: str, key: str, value: str, mask: str | None) -> str 
 
 def make_query(b: Builder, batch: int, heads: int, q_len: int, head_dim: int, last: str | None) -> str:
     """A query of its own for each layer, or one that the layer before had a part in."""
-    if b.chance(30):
+    if b.kind == "dynamic" and b.chance(60):  # numbers of heads and their sizes are the program's
+        name = b.input("q", f"rand({batch}, {q_len}, {heads * head_dim})")
+        made = b.let("t", f"{name}.view({batch}, {q_len}, {heads}, {head_dim}).transpose(1, 2)") or name
+    elif b.chance(30):
         name = b.input("q", f"rand({batch}, {q_len}, {heads}, {head_dim})")
         made = b.let("t", f"{name}.transpose(1, 2)") or name
     else:

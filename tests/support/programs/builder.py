@@ -18,12 +18,19 @@ T = TypeVar("T")
 class Builder:
     """The lines so far, and what they made of tensors of each of the sizes that the program will be called with."""
 
-    def __init__(self, draw: Callable[..., Any], dtype: str, sizes: Sequence[dict[str, int]], autocast: bool) -> None:
-        self.draw, self.dtype, self.sizes, self.autocast = draw, dtype, sizes, autocast
+    def __init__(
+        self, draw: Callable[..., Any], dtype: str, sizes: Sequence[dict[str, int]], autocast: bool, kind: str = ""
+    ) -> None:
+        self.draw, self.dtype, self.sizes, self.autocast, self.kind = draw, dtype, sizes, autocast, kind
         self.dynamic = len(sizes) > 1
         self.inputs: list[tuple[str, str]] = []
+        self.settings: list[tuple[str, str]] = []
+        self.shapes: dict[str, list[torch.Size]] = {}  # of each input, for each of the sizes
         self.steps: list[str] = []
         self.tensors: list[str] = []  # that a step may write or return
+        self.returned: list[str] = []
+        self.forms: list[str] = []  # of attention, beside calls of SDPA
+        self.length = " + ".join(sizes[0])  # of all segments together, as inputs see it
         self._spaces = [first_environment(dtype) | s for s in sizes]
         self._count = 0
 
@@ -47,8 +54,27 @@ class Builder:
         for space in self._spaces:
             exec(f"{name} = {code}", space)
         self.inputs.append((name, code))
-        self.tensors.append(name)
+        self.shapes[name] = [space[name].shape for space in self._spaces]
+        if self.tensor(name).dim():
+            self.tensors.append(name)
         return name
+
+    def setting(self, stem: str, code: str) -> str:
+        """An argument that is no tensor."""
+        name = self.name(stem)
+        for space in self._spaces:
+            exec(f"{name} = {code}", space)
+        self.settings.append((name, code))
+        return name
+
+    def marks(self) -> tuple[tuple[str, int, str], ...]:
+        """Dims of inputs whose sizes differ between calls, and a name for those that are alike in all calls."""
+        found = []
+        for name, shapes in self.shapes.items():
+            for dim, sizes in enumerate(zip(*shapes, strict=True)):
+                if len(set(sizes)) > 1 and min(sizes) > 1:
+                    found.append((name, dim, "_".join(map(str, sizes))))
+        return tuple(found)
 
     def step(self, code: str) -> bool:
         """Add a line if it can be run; say whether."""
@@ -58,7 +84,7 @@ class Builder:
             try:
                 for space in self._spaces:
                     exec(code, space)
-            except (RuntimeError, ValueError, TypeError, IndexError):
+            except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, AssertionError):
                 return False
         self.steps.append(code)
         return True

@@ -52,3 +52,17 @@ def cache(b: Builder, rows: int, heads: int, length: str, widths: tuple[int, int
         shown = view.format(c=name, **sizes, D=width)
         made.append(name if shown == name else b.let("k", shown) or name)
     return made
+
+
+def segment(b: Builder, rows: int, heads: int, length: str, widths: tuple[int, int], item: bool) -> list[str]:
+    """Key and value of one segment, which may be cut out of longer ones by a length that a tensor holds."""
+    if not item:
+        return cache(b, rows, heads, length, widths)
+    pair = cache(b, rows, heads, f"({length} + 2)", widths)
+    used, number = b.input("used", f"torch.tensor({length})"), b.name("length")
+    b.step(f"{number} = {used}.item()\ntorch._check({number} > 1)")
+    made = []
+    for x in pair:
+        b.step(f"torch._check({number} <= {x}.size(2))")
+        made.append(b.let("t", b.pick(["{x}[:, :, :{n}]", "{x}.narrow(2, 0, {n})"]).format(x=x, n=number)) or x)
+    return made

@@ -59,8 +59,10 @@ FOR_HEADS: Sequence[str] = (
     "{x}.transpose(1, 2).repeat_interleave({n}, 2).transpose(1, 2)",
     "{x}.unsqueeze(2).expand(-1, -1, {n}, -1, -1).flatten(1, 2).contiguous()",
     "torch.ops.aten.repeat_interleave.self_int({x}, {n}, 1)",
-    "{x}.repeat(1, {n}, 1, 1)",  # in another order
+    "{x}.repeat(1, {n}, 1, 1)",  # in another order: query head h reads kv head h % kv_heads
     "torch.cat([{x}] * {n}, dim=1)",
+    "torch.tile({x}, (1, {n}, 1, 1))",
+    "{x}[:, None].expand(-1, {n}, -1, -1, -1).flatten(1, 2)",
 )
 SAME_VALUES: Sequence[str] = (
     "{x}.contiguous()",
@@ -167,7 +169,7 @@ def more_heads(b: Builder, pair: Sequence[str], heads: int) -> list[str]:
 
 def detour(b: Builder, pair: Sequence[str]) -> list[str]:
     """Something that keeps the shape, and mostly the values."""
-    if not b.chance(45):
+    if not b.chance(15 if b.kind == "dynamic" else 45):
         return list(pair)
     kind = b.number(0, 9)
     if kind < 6:

@@ -98,6 +98,7 @@ WRITES: Sequence[str] = (
     "fill({x}, 0.5)",
     "{x}.set_({x}.clone())",
     "setattr({x}, 'data', {x} * 2)",
+    "moved = {x}.roll(-1, dims=-2)\nmoved[:, :, torch.tensor([-1])] = {x}[:, :, :1] * 0.5\n{x}.copy_(moved)",
 )
 # What changes a tensor's sizes or strides and not what it holds.
 RESHAPED_IN_PLACE: Sequence[str] = (
