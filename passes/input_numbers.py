@@ -19,14 +19,14 @@ def settle_numbers(found: WrittenOut, may_guard: bool) -> WrittenOut | Decline:
     Adds guards: that a factor of queries is in a range, and for any other number that it is the same.
     """
     scores = found.scores
-    if not scores.factors and not scores.caps:
+    if not scores.factors and not scores.fixed:
         return found
     if not may_guard:
-        numbers = ", ".join(f"`{x}`" for x in (*scores.caps, *(x for x, _ in scores.factors)))
+        numbers = ", ".join(f"`{x}`" for x in (*scores.fixed, *(x for x, _ in scores.factors)))
         return Decline(Reason.SCALE, f"{numbers} may be another number in each run")
     query, product = tensor_of(found.query.node), tensor_of(scores.product.node)
     as_wide = query is not None and product is not None and query.dtype == product.dtype
-    fixed = [*scores.caps]
+    fixed = [*scores.fixed]
     for number, divides in scores.factors:
         least, most = (1.0, 1 / LEAST) if divides else (LEAST, 1.0)
         if not as_wide or not guard_between(number, least, most):

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
-from tatten.passes.symbolic import known_equal, known_shape, number_in, tensor_of
+from tatten.passes.symbolic import is_input_number, known_equal, known_shape, number_in, tensor_of
 from tatten.passes.views import RESHAPES, Size
 
 CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "_to_copy"}
@@ -44,6 +44,7 @@ class Product:
 
     Attributes:
         back: the view that makes the result of it; None where it is the result.
+        unknown: numbers that are inputs, in place of which `scale` and `beta` are 1.
     """
 
     node: Node
@@ -53,6 +54,7 @@ class Product:
     bias: Node | None = None
     beta: float = 1.0
     back: View | None = None
+    unknown: tuple[Node, ...] = ()
 
 
 def product_of(node: Node, weights: Node | None = None) -> Product | None:
@@ -69,11 +71,13 @@ def product_of(node: Node, weights: Node | None = None) -> Product | None:
         return _checked(Product(node, Factor(left), Factor(right)), weights)
     if name == "baddbmm":
         bias, left, right = (argument(node, i, x) for i, x in enumerate(("input", "batch1", "batch2")))
-        scale, beta = (number_in(node.kwargs.get(x, 1)) for x in ("alpha", "beta"))
+        given = [node.kwargs.get(x, 1) for x in ("alpha", "beta")]
+        unknown = tuple(x for x in given if is_input_number(x))
+        scale, beta = (1.0 if x in unknown else number_in(x) for x in given)
         if scale is None or beta is None:
             return None
         added = bias if beta else None
-        return _checked(Product(node, Factor(left), Factor(right), scale, added, beta), weights)
+        return _checked(Product(node, Factor(left), Factor(right), scale, added, beta, unknown=unknown), weights)
     return _einsum(node, weights) if name == "einsum" else None
 
 

@@ -55,7 +55,7 @@ class Scores:
         product: that of queries and keys.
         scale, softcap, sinks: as `tatten.decode_attention` takes them; `sinks` is `[heads]`, a node.
         factors: numbers that are inputs, and multiply scores as well, or if True divide them.
-        caps: such numbers of which the soft cap is made; it is not known before they are.
+        fixed: such numbers of which the soft cap or the product's own scale is made; it is not known before they are.
         steps: what is done to scores after that, in order.
         path: the nodes from softmax's input to the product, and to the sinks.
         column: the column of softmax's input that has the sinks: 0, or -1 for the last.
@@ -66,7 +66,7 @@ class Scores:
     softcap: float | None = None
     sinks: Node | None = None
     factors: tuple[tuple[Node, bool], ...] = ()
-    caps: tuple[Node, ...] = ()
+    fixed: tuple[Node, ...] = ()
     steps: tuple[Step, ...] = ()
     path: tuple[Node, ...] = ()
     column: int = -1
@@ -129,8 +129,8 @@ def _finish(walk: _Walk, product: Product) -> Scores | Decline:
     if not math.isfinite(scale) or scale == 0:
         return Decline(Reason.SCALE, f"scores are multiplied by {scale}")
     path = (*walk.path, product.node)
-    factors, steps = tuple(walk.factors), tuple(reversed(walk.steps))
-    return Scores(product, scale, softcap, walk.sinks, factors, tuple(walk.caps), steps, path, walk.column)
+    factors, steps, fixed = tuple(walk.factors), tuple(reversed(walk.steps)), (*walk.caps, *product.unknown)
+    return Scores(product, scale, softcap, walk.sinks, factors, fixed, steps, path, walk.column)
 
 
 def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:

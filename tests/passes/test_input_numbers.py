@@ -22,6 +22,7 @@ class Numbers(torch.nn.Module):
     def __init__(self, attend, scale: float = 0.25) -> None:
         super().__init__()
         self.attend, self.scale, self.cap, self.fill, self.p, self.none = attend, scale, 5.0, -1e30, 0.1, 0.0
+        self.factor = 0.5
         self.divisor = 1 / scale if scale else math.inf
 
     def forward(self, q, k, v, m):
@@ -50,6 +51,13 @@ def by_head_dim(x, q, k, v, m):
 
 def capped(x, q, k, v, m):
     return (x.cap * torch.tanh(q @ k.mT * x.scale / x.cap) + m).softmax(-1) @ v
+
+
+def in_one_product(x, q, k, v, m):
+    """As Bloom and GPT-NeoX Japanese: the product scales itself, and adds the bias."""
+    q, k, bias = q.view(B * H, -1, D), k.view(B * H, -1, D), m.expand(-1, H, -1, -1).reshape(B * H, 1, S)
+    scores = torch.baddbmm(bias, q, k.mT, beta=x.factor, alpha=x.scale)
+    return scores.view(B, H, -1, S).softmax(-1) @ v
 
 
 def dropped(x, q, k, v, m):
@@ -85,7 +93,7 @@ KEPT = [times, divided, in_place, after_the_bias, by_head_dim, dropped, dropped_
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-@pytest.mark.parametrize("attend", [*KEPT, capped, sdpa], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("attend", [*KEPT, capped, in_one_product, sdpa], ids=lambda fn: fn.__name__)
 def test_same_as_eager(attend, inner: str) -> None:
     args = arguments()
     torch._dynamo.reset()
@@ -144,7 +152,13 @@ def active(x, q, k, v, m):
     return F.dropout((q @ k.mT + m).softmax(-1), x.p, True) @ v
 
 
+def scaled_values(x, q, k, v, m):
+    weights, v = (q @ k.mT + m).softmax(-1).view(B * H, -1, S), v.view(B * H, S, D)
+    return torch.baddbmm(torch.zeros(B * H, 1, D), weights, v, beta=x.none, alpha=x.scale)
+
+
 LEFT = {
+    scaled_values: Reason.NO_SDPA,
     merged: Reason.RANK,
     filled: Reason.MASK_VALUE,
     by_nothing: Reason.SCALE,
