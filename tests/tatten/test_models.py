@@ -288,5 +288,10 @@ def test_any_size(attention: str, name: str, cache: str, monkeypatch: pytest.Mon
     torch._dynamo.reset()
     with tatten.recording() as report:
         got = decode(plain, torch.compile(model, backend=as_for_inductor, dynamic=True), cache, bool(padded))
-    check_all_rewritten(report)
+    if (
+        attention == "flex_attention"
+    ):  # its block sizes, and the soft cap of its score function, are inputs of the graph
+        assert {x.decline.reason for x in report.declined} == {Reason.FLEX_ATTENTION}, str(report)
+    else:
+        check_all_rewritten(report)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
