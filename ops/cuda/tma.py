@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tatten.ops.cuda.recording import recorder
 from tatten.ops.moved import moved
@@ -69,11 +68,13 @@ class Tiling:
 
 def key_tiling(x: Tensor, block_n: int, columns: int) -> Tiling:
     """Descriptors of tiles of `block_n` keys for kernels in Triton."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     return Tiling(TensorDescriptor, x, [1, 1, block_n, columns])
 
 
-def are_tiles_of(descriptor: TensorDescriptor, x: Tensor) -> bool:
+def are_tiles_of(descriptor: Any, x: Tensor) -> bool:
     """Whether `key_tiling` of `x` makes such a descriptor."""
     layout = descriptor.shape, descriptor.strides, descriptor.base.dtype
-    same = layout == (list(x.shape), tma_strides(x), x.dtype)
+    same: bool = layout == (list(x.shape), tma_strides(x), x.dtype)
     return same and descriptor.block_shape[:2] == [1, 1] and descriptor.padding == "zero"

@@ -107,7 +107,8 @@ def test_tiles_are_described_anew_for_each_tensor(kernel: Kernel, module: Any) -
     for (_, _, (descriptor,), _), key in zip(RAN, keys, strict=True):
         assert descriptor.base is key
         assert (descriptor.shape, descriptor.block_shape) == ([2, 1, 100, 64], [1, 1, 64, 32])
-        assert type(descriptor) is module.TensorDescriptor
+        assert type(descriptor) is type(module.key_tiling(key, 64, 32)(key))
+        assert hasattr(descriptor, "layout") == (module is sm90)
 
 
 def test_tiles_begin_at_multiples_of_16_bytes() -> None:
