@@ -121,6 +121,8 @@ def forms(report: Report) -> set[str]:
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_decode_step(name: str, seq2seq: bool, dynamic: bool | None) -> None:
     form, calls, reason = (SEQ2SEQ if seq2seq else DECODERS)[name]
+    if dynamic and name == "gpt_neox_japanese":  # a quotient of an attribute scales, which a guard doesn't make known
+        form, calls, reason = None, 0, Reason.SCALE
     want, got, report = decode(name, seq2seq, dynamic)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     assert forms(report) - {""} == ({form} if calls else set())
