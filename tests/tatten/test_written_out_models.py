@@ -123,11 +123,14 @@ def test_decode_step(name: str, seq2seq: bool, dynamic: bool | None) -> None:
     form, calls, reason = (SEQ2SEQ if seq2seq else DECODERS)[name]
     if dynamic and name == "gpt_neox_japanese":  # a quotient of an attribute scales, which a guard doesn't make known
         form, calls, reason = None, 0, Reason.SCALE
+    reasons = {reason} if reason else set()
+    if dynamic and seq2seq and name == "prophetnet":  # its layers' own graphs don't know how many queries there are
+        form, calls, reasons = None, 0, {*reasons, Reason.Q_LEN_DYNAMIC}
     want, got, report = decode(name, seq2seq, dynamic)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     assert forms(report) - {""} == ({form} if calls else set())
     assert len(report.rewritten) in ({calls, STEPS * calls} if dynamic else {STEPS * calls})
-    assert {x.decline.reason for x in report.declined} == ({reason} if reason else set())
+    assert {x.decline.reason for x in report.declined} == reasons
 
 
 def main() -> None:
