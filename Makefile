@@ -65,7 +65,8 @@ test-newest:
 test-gpu: N ?= 14
 test-gpu:
 	$(PYTHON) -m pytest -n $(N) --dist worksteal --durations=20 -m "gpu and not slow" $(ARGS)
-	$(PYTHON) tests/support/every_kernel.py
+	@for i in $$(seq 0 $$(($(N) - 1))); do $(PYTHON) tests/support/every_kernel.py $$i $(N) & all="$$all $$!"; done; \
+		for one in $$all; do wait $$one || exit 1; done
 
 # The property tests alone, with N times as many examples as `make test-all` draws, and others than it draws.
 fuzz: SEED := $(shell date +%Y%m%d)
