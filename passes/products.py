@@ -72,7 +72,7 @@ def product_of(node: Node, weights: Node | None = None) -> Product | None:
     if name == "baddbmm":
         bias, left, right = (argument(node, i, x) for i, x in enumerate(("input", "batch1", "batch2")))
         given = [node.kwargs.get(x, 1) for x in ("alpha", "beta")]
-        unknown = tuple(x for x in given if is_input_number(x))
+        unknown = tuple(x for x in given if isinstance(x, Node) and is_input_number(x))
         scale, beta = (1.0 if x in unknown else number_in(x) for x in given)
         if scale is None or beta is None:
             return None
