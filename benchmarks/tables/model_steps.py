@@ -185,9 +185,8 @@ TABLES = {
             "Inductor us": us("inductor", 0),
             "tatten us": us("tatten", 0),
             "tatten to Inductor": figure("ratio", 2),
-            "rewritten": lambda r: "yes" if r["rewritten"] else "no",
         },
-        lambda r: r["head_dim"] == 64 and r["slots"] in (16, 64, 512) and r["used"] != "ragged",
+        lambda r: r["head_dim"] == 64 and r["used"] != "ragged",
     ),
     "sliding_cpu": Table(
         "sliding_cpu",
