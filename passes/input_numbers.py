@@ -5,8 +5,12 @@ A scale may stay an input: it multiplies the queries instead. A soft cap is an a
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+from torch.fx import Node
+
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.symbolic import guard_between, guard_number, tensor_of
+from tatten.passes.symbolic import guard_between, guard_number, integers_in, tensor_of, value_of
 from tatten.passes.written_out import WrittenOut, read_written_out
 
 # Of a factor of queries: float16 keeps all bits of 1e-2 times this, and nothing leaves its range.
@@ -25,7 +29,13 @@ def settle_numbers(found: WrittenOut, may_guard: bool) -> WrittenOut | Decline:
         numbers = ", ".join(f"`{x}`" for x in (*scores.fixed, *(x for x, _ in scores.factors)))
         return Decline(Reason.SCALE, f"{numbers} may be another number in each run")
     query, product = tensor_of(found.query.node), tensor_of(scores.product.node)
-    as_wide = query is not None and product is not None and query.dtype == product.dtype
+    assert query is not None
+    assert product is not None
+    sized = next((x for x in (*scores.fixed, *(x for x, _ in scores.factors)) if _of_sizes(x, query, product)), None)
+    if sized is not None:
+        return Decline(Reason.SCALE, f"`{sized}` depends on a dynamic size or on another integer that is an input")
+    # The product of two factors may be too small for float16.
+    as_wide = query.dtype == product.dtype and (query.dtype != torch.float16 or len(scores.factors) == 1)
     fixed = [*scores.fixed]
     for number, divides in scores.factors:
         least, most = (1.0, 1 / LEAST) if divides else (LEAST, 1.0)
@@ -37,3 +47,12 @@ def settle_numbers(found: WrittenOut, may_guard: bool) -> WrittenOut | Decline:
     again = read_written_out(found.softmax) if fixed else found
     assert again is not None
     return again
+
+
+def _of_sizes(number: Node, query: Tensor, product: Tensor) -> bool:
+    """Whether a guard on a number would fix a size that grows, such as the length of keys; head_dim doesn't."""
+    found = integers_in(value_of(number))
+    own, others = ([integers_in(n) for n in shape] for shape in (query.shape, product.shape[-2:]))
+    if found is None or None in own or None in others:
+        return True
+    return not found <= set().union(*own) - set().union(*others)  # type: ignore[arg-type]

@@ -97,6 +97,20 @@ def is_input_number(x: Any) -> bool:
     return isinstance(x, Node) and isinstance(value_of(x), SymFloat | SymInt) and number_in(x) is None
 
 
+def integers_in(number: Any) -> set[Any] | None:
+    """The integers of which a number is made and that may differ between runs, as symbols; None if they are unknown.
+
+    Dynamic sizes are such integers. A float that is an input of the graph is none.
+    """
+    if isinstance(number, int | float):
+        return set()
+    try:
+        return {symbol for symbol in number.node.expr.free_symbols if symbol.is_integer}
+    except Exception as error:
+        moved("torch.SymFloat.node.expr", error, "numbers that are inputs are unknown")
+        return None
+
+
 def guard_number(x: Node) -> bool:
     """Make a number the same in every run: another one captures a new graph. False if it was unknown at capture."""
     value = value_of(x)

@@ -196,6 +196,54 @@ def test_a_number_that_is_read_stays() -> None:
     assert finding.decline.detail == "`item` may be another number in each run"
 
 
+def by_length(q, k, v, m, n):
+    return (q @ k.mT / k.shape[2] + m).softmax(-1) @ v
+
+
+def by_position(q, k, v, m, n):
+    return (q @ k.mT / n + m).softmax(-1) @ v
+
+
+def by_capped_length(q, k, v, m, n):
+    return (50.0 * torch.tanh(q @ k.mT / k.shape[2]) + m).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("attend", [by_length, by_position, by_capped_length], ids=lambda fn: fn.__name__)
+def test_no_guard_fixes_a_size(attend) -> None:
+    """A guard on a scale that is made of a length would capture a new graph for each token."""
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="tatten", options={"inner": "eager"}, dynamic=True)
+    with torch.no_grad(), tatten.recording() as report:
+        for n in (S, S + 1, S + 2):
+            args = *(torch.randn(B, H, length, D) for length in (1, n, n)), torch.zeros(B, 1, 1, n), n + 100
+            torch.testing.assert_close(compiled(*args), attend(*args))
+    assert len(report.graphs) == 1
+    assert [x.decline.reason for x in report.declined] == [Reason.SCALE]
+    assert "depends on a dynamic size" in report.declined[0].decline.detail
+
+
+def test_two_numbers_are_no_factors_of_queries_in_float16() -> None:
+    """Queries times both may be subnormal numbers there."""
+
+    def twice(x, q, k, v, m):
+        return ((q @ k.mT + m) * x.scale / x.divisor).softmax(-1) @ v
+
+    texts = []
+
+    def backend(gm, _):
+        (finding,) = rewrite(gm).findings
+        assert isinstance(finding, Rewritten)
+        texts.append(listing(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    q, k, v, _ = (x.half() for x in arguments())
+    mask = torch.zeros(B, 1, 1, S, dtype=torch.float16)
+    with torch.no_grad():
+        torch.compile(Numbers(twice, 0.01), backend=backend, dynamic=True)(q, k, v, mask)
+    assert "div(" not in texts[0]
+
+
 def test_numbers_stay_where_no_guard_would_be_heeded() -> None:
     found = []
 
