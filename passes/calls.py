@@ -47,7 +47,7 @@ def op_name(node: Node) -> str:
         return ""
     if isinstance(target, (OpOverload, OpOverloadPacket)):
         packet = target.overloadpacket if isinstance(target, OpOverload) else target
-        namespace, name = str(packet).split(".")
+        namespace, _, name = str(packet).partition(".")
         return name if namespace == "aten" else ""
     return _name_of(target, type(value_of(node)))  # type: ignore[arg-type]
 
