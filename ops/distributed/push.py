@@ -6,6 +6,7 @@ protocol by which ranks use it, and `communicator.py` how they agree on the host
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -162,6 +163,7 @@ def _agree_on_plan(communicator: Communicator, key: tuple[object, ...], out: Ten
     return plan
 
 
+@functools.cache  # each merge asks
 def _symmetric_memory() -> tuple[Callable[..., Tensor], Callable[..., Any]]:
     """PyTorch's functions that allocate symmetric memory, and that exchange its addresses.
 
