@@ -32,7 +32,7 @@ from tatten.passes import symbolic
 from tatten.passes.calls import has_schemas
 
 ROOT = Path(__file__).parents[2]
-CACHES = collectives.collectives_problem, flash.flash_problem, has_schemas
+CACHES = collectives.collectives_problem, flash.flash_problem, has_schemas, push._symmetric_memory
 
 
 @pytest.fixture(autouse=True)
@@ -205,6 +205,8 @@ def broken_tensor(way: str) -> Any:
         ("torch.SymInt.node.maybe_as_int", lambda: symbolic.constant(size("missing", "maybe_as_int"))),
         ("torch.SymInt.node.maybe_as_int", lambda: symbolic.constant(size("raises", "maybe_as_int"))),
         ("torch.SymInt.node.hint", lambda: symbolic.hint(size("missing", "hint"))),
+        ("torch.SymFloat.node.hint", lambda: symbolic.number_hint(size("missing", "hint"))),
+        ("torch.SymFloat.node.expr", lambda: symbolic.integers_in(size("missing", "expr"))),
     ],
 )
 def test_sizes_are_unknown(name: str, run: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -233,6 +235,50 @@ def test_groups_without_internals(name: str) -> None:
     )  # fmt: skip
     with pytest.raises(NotImplementedError, match=name):
         ask()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_groups_without_a_store(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "tatten.ops.distributed.collectives"
+    break_global(monkeypatch, module, "distributed_c10d", "_get_process_group_store", way)
+    with pytest.raises(NotImplementedError, match="_get_process_group_store"):
+        collectives.group_store(SimpleNamespace())  # type: ignore[arg-type]
+
+
+def test_masks_without_a_version() -> None:
+    from tatten.integrations.transformers import masks
+
+    assert masks._version(Broken(torch.zeros(1), "_version", "missing")) is None  # type: ignore[arg-type]
+    assert "torch.Tensor._version" in moved.moved_notes()[0]
+
+
+def test_a_config_without_an_attention_implementation() -> None:
+    from tatten.integrations.transformers.config import attention_implementation
+
+    config = Broken(SimpleNamespace(), "_attn_implementation", "missing")
+    with pytest.raises(NotImplementedError, match=r"transformers.PreTrainedConfig._attn_implementation is not as in"):
+        attention_implementation(SimpleNamespace(get_text_config=lambda decoder: config))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("left", [None, SimpleNamespace()])
+def test_weights_without_the_collector(left: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.utils import output_capturing
+
+    from tatten.integrations.transformers.config import weights_collected
+
+    monkeypatch.delattr(output_capturing, "_active_collector")
+    if left is not None:
+        monkeypatch.setattr(output_capturing, "_active_collector", left, raising=False)
+    assert not weights_collected()
+    assert "_active_collector" in moved.moved_notes()[0]
+
+
+def test_rollouts_without_hooks() -> None:
+    trl = pytest.importorskip("tatten.integrations.trl", reason="needs trl")
+    embeddings = Broken(SimpleNamespace(), "_forward_hooks", "missing")
+    with trl._without_gradient_hooks(SimpleNamespace(get_input_embeddings=lambda: embeddings)):
+        pass
+    assert "torch.nn.Module._forward_hooks" in moved.moved_notes()[0]
 
 
 def test_a_graph_that_cannot_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,12 +382,11 @@ OTHERS = {
     *("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast", "torch._C"),
     *("torch._dynamo.backends", "torch._dynamo.exc", "torch._inductor.cudagraph_trees", "torch._dynamo.config"),
     *("_get_backend", "_device_types", "_get_process_group_store", "_spec", "_version", "_attn_implementation"),
-    *("_forward_hooks", "_op_dispatcher", "_custom_op_handlers", "_schema", "_codegen"),
+    *("_forward_hooks", "_op_dispatcher", "_custom_op_handlers", "_schema", "_codegen", "_active_collector"),
     # documented in spite of their names
     *("torch._check", "torch._inductor.compile", "torch._inductor.list_mode_options", "torch._inductor.list_options"),
     # only recognised: where they move, calls are declined or an attribute has its default
     *("torch._dynamo.variables", "_dynamo_marked_constant", "_timeout", "_torchdynamo_orig_callable", "_orig_mod"),
-    "_active_collector",  # of transformers; a version without it collects no weights so
     # imported for types alone
     *("torch._ops.OpOverload", "torch._ops.OpOverloadPacket"),
     # looked for at import: those that are missing are left out

@@ -131,10 +131,14 @@ def weights_collected() -> bool:
     """
     try:
         from transformers.utils.output_capturing import _active_collector as collector
-    except ImportError:
+
+        # Dynamo traces no context variable. For compiled models transformers has a global one instead.
+        collected = collector.global_var if torch.compiler.is_compiling() else collector.get()
+    except (ImportError, AttributeError) as error:
+        if not torch.compiler.is_compiling():  # Dynamo traces no logging
+            instead = "models that do not pass `output_attentions` on return no weights"
+            moved("transformers.utils.output_capturing._active_collector", error, instead)
         return False
-    # Dynamo traces no context variable. transformers keeps the collector of a compiled model in a global one instead.
-    collected = collector.global_var if torch.compiler.is_compiling() else collector.get()
     return collected is not None and any("attentions" in name for name in collected)
 
 
