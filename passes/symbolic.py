@@ -114,9 +114,19 @@ def integers_in(number: Any) -> set[Any] | None:
 def guard_number(x: Node) -> bool:
     """Make a number the same in every run: another one captures a new graph. False if it was unknown at capture."""
     value = value_of(x)
-    if number_in(x) is None and number_hint(value) is not None:
+    if number_in(x) is None and number_hint(value) is not None and not _computed_of_floats(value):
         int(value) if isinstance(value, SymInt) else float(value)
     return number_in(x) is not None
+
+
+def _computed_of_floats(number: Any) -> bool:
+    """Whether a number is computed of floats that are inputs: it would stay unknown in spite of a guard."""
+    try:
+        expression = number.node.expr
+        return not expression.is_symbol and not all(x.is_integer for x in expression.free_symbols)
+    except Exception as error:
+        moved("torch.SymFloat.node.expr", error, "numbers that are inputs are unknown")
+        return True
 
 
 def guard_between(x: Node, least: float, most: float) -> bool:

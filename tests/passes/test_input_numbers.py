@@ -222,6 +222,20 @@ def test_no_guard_fixes_a_size(attend) -> None:
     assert "depends on a dynamic size" in report.declined[0].decline.detail
 
 
+def test_no_guard_is_added_for_a_number_that_stays_unknown() -> None:
+    def by_a_quotient(x, q, k, v, m):
+        q, k, bias = q.view(B * H, -1, D), k.view(B * H, -1, D), m.expand(-1, H, -1, -1).reshape(B * H, 1, S)
+        return torch.baddbmm(bias, q, k.mT, alpha=1 / x.divisor).view(B, H, -1, S).softmax(-1) @ v
+
+    args = arguments()
+    torch._dynamo.reset()
+    with torch.no_grad(), tatten.recording() as report:
+        for module in (Numbers(by_a_quotient, scale) for scale in (0.25, 0.3, 0.35)):
+            got = torch.compile(module, backend="tatten", options={"inner": "eager"}, dynamic=True)(*args)
+            torch.testing.assert_close(got, module(*args))
+    assert [x.decline.reason for x in report.declined] == [Reason.SCALE], str(report)
+
+
 def test_two_numbers_are_no_factors_of_queries_in_float16() -> None:
     """Queries times both may be subnormal numbers there."""
 
