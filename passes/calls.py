@@ -66,7 +66,7 @@ def overloads(node: Node) -> tuple[OpOverload, ...]:
 
 @functools.cache
 def has_schemas() -> bool:
-    """Whether the schemas of ops can be read, as `overload._schema`."""
+    """Tell whether the schemas of ops can be read, as `overload._schema`."""
     try:
         _ = [(x.name, x.alias_info, x.kwarg_only) for x in torch.ops.aten.add_.Tensor._schema.arguments]
     except Exception as error:

@@ -17,7 +17,7 @@ from tatten.passes.stored import Stored
 from tatten.passes.symbolic import constant, hint, known_equal, same_storage, tensor_of
 from tatten.passes.views import Size
 
-# What a dynamic size counts as, unless the example's is larger. A cache grows; a batch may be any.
+# Dynamic sizes count as these, unless the example's are larger. A cache grows; a batch may be any.
 TYPICAL_LENGTH = 4096
 TYPICAL_BATCH = 4
 # The share of SDPA's estimated time that a call may take longer if its mask leaves out no key. As `DecodeRates` favour
@@ -75,7 +75,7 @@ class Cost:
 
     @property
     def may_pay(self) -> bool:
-        """Whether a mask can make it pay, and costs little if it leaves out no key."""
+        """Tell whether a mask can make it pay, and costs little if it leaves out no key."""
         return self.extra_us - self.saved_us <= ACCEPTED_LOSS * self.moved_us
 
     def __str__(self) -> str:

@@ -34,7 +34,7 @@ def dead_from(node: Node) -> frozenset[Node] | None:
 
 
 def _has_no_effect(node: Node) -> bool:
-    """Whether all that a node does is to compute tensors from its arguments."""
+    """Tell whether all that a node does is to compute tensors from its arguments."""
     name, value = op_name(node), value_of(node)
     values = value if isinstance(value, tuple | list) else (value,)
     if not name or "assert" in name or not values or not all(isinstance(x, Tensor) for x in values) or writes(node):

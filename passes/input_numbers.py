@@ -13,7 +13,7 @@ from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import guard_between, guard_number, integers_in, tensor_of, value_of
 from tatten.passes.written_out import WrittenOut, read_written_out
 
-# Of a factor of queries: float16 keeps all bits of 1e-2 times this, and nothing leaves its range.
+# The least factor of queries: float16 keeps all bits of 1e-2 times this, and nothing leaves its range.
 LEAST = 2.0**-7
 
 
@@ -50,7 +50,7 @@ def settle_numbers(found: WrittenOut, may_guard: bool) -> WrittenOut | Decline:
 
 
 def _of_sizes(number: Node, query: Tensor, product: Tensor) -> bool:
-    """Whether a guard on a number would fix a size that grows, such as the length of keys; head_dim doesn't."""
+    """Tell whether a guard on a number would fix a size that grows, such as the length of keys; head_dim doesn't."""
     found = integers_in(value_of(number))
     own, others = ([integers_in(n) for n in shape] for shape in (query.shape, product.shape[-2:]))
     if found is None or None in own or None in others:

@@ -59,7 +59,7 @@ def written_arguments(node: Node) -> Iterator[Node]:
 
 
 def inactive_dropout(node: Node) -> bool:
-    """Whether a call of dropout returns its input as it is."""
+    """Tell whether a call of dropout returns its input as it is."""
     if op_name(node) not in ("dropout", "dropout_"):
         return False
     training = argument(node, 2, "training", node.kwargs.get("train", True))

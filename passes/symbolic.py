@@ -93,7 +93,7 @@ def number_in(x: Any) -> float | None:
 
 
 def is_input_number(x: Any) -> bool:
-    """Whether this is a node of a number that may differ between runs, such as an attribute under `dynamic=True`."""
+    """Tell whether this is a node of a number that may differ between runs, as attributes may under `dynamic=True`."""
     return isinstance(x, Node) and isinstance(value_of(x), SymFloat | SymInt) and number_in(x) is None
 
 
@@ -120,7 +120,7 @@ def guard_number(x: Node) -> bool:
 
 
 def _computed_of_floats(number: Any) -> bool:
-    """Whether a number is computed of floats that are inputs: it would stay unknown in spite of a guard."""
+    """Tell whether a number is computed of floats that are inputs: it would stay unknown in spite of a guard."""
     try:
         expression = number.node.expr
         return not expression.is_symbol and not all(x.is_integer for x in expression.free_symbols)
@@ -130,7 +130,7 @@ def _computed_of_floats(number: Any) -> bool:
 
 
 def guard_between(x: Node, least: float, most: float) -> bool:
-    """Whether a number was in a range at capture; if so, a run where it isn't captures a new graph."""
+    """Tell whether a number was in a range at capture; if so, a run where it isn't captures a new graph."""
     value = value_of(x)
     found = number_hint(value)
     if found is None or not least <= found <= most:

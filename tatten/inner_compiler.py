@@ -64,7 +64,7 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> Any:
 
 
 def _takes_nothing() -> bool:
-    """Whether PyTorch's wrapper of Inductor works without mode and options, so that an error is about those."""
+    """Tell whether PyTorch's wrapper of Inductor works without mode and options, so that an error is about those."""
     try:
         torch._TorchCompileInductorWrapper(None, {}, None)
     except Exception:

@@ -72,7 +72,7 @@ def compile_lowered(wrapper: Any, gm: GraphModule, inputs: list[Tensor]) -> Comp
 
 
 def _is_restart(error: BaseException) -> bool:
-    """Whether Inductor asks Dynamo to trace again."""
+    """Tell whether Inductor asks Dynamo to trace again."""
     kind = getattr(torch._dynamo.exc, "RestartAnalysis", ())
     while not isinstance(error, kind) and error.__cause__ is not None:
         error = error.__cause__

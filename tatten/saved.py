@@ -24,7 +24,7 @@ def _content(content: Any) -> Any:
 
 
 def calls_ops(gm: GraphModule) -> bool:
-    """Whether a graph, or the body of a higher-order operator in it, calls an op of tatten."""
+    """Tell whether a graph, or the body of a higher-order operator in it, calls an op of tatten."""
     graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
     return any(str(node.target).startswith("tatten.") for graph in graphs for node in graph.nodes)
 

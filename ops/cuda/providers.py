@@ -80,7 +80,7 @@ def unsupported_reason(provider: str, work: Workload) -> str | None:
 
 
 def cudnn_decodes_wrong(device: torch.device, q_length: int) -> bool:
-    """Whether cuDNN's attention kernel for one query is among those that give wrong results.
+    """Tell whether cuDNN's attention kernel for one query is among those that give wrong results.
 
     SDPA's dispatch refuses the same versions on the same GPUs from PyTorch 2.15 on (pytorch/pytorch#194927); a direct
     call of the kernel, and an older PyTorch, don't.

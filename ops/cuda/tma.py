@@ -39,7 +39,7 @@ class _Aligned:
         return 0
 
 
-# What Triton's descriptors hold. A field that is not among these may depend on where the tensor begins.
+# The fields of Triton's descriptors. A field that is not among these may depend on where the tensor begins.
 FIELDS = {"base", "shape", "strides", "block_shape", "padding", "round_f32_to_tf32", "layout"}
 
 
@@ -74,7 +74,7 @@ def key_tiling(x: Tensor, block_n: int, columns: int) -> Tiling:
 
 
 def are_tiles_of(descriptor: Any, x: Tensor) -> bool:
-    """Whether `key_tiling` of `x` makes such a descriptor."""
+    """Tell whether `key_tiling` of `x` makes such a descriptor."""
     layout = descriptor.shape, descriptor.strides, descriptor.base.dtype
     same: bool = layout == (list(x.shape), tma_strides(x), x.dtype)
     return same and descriptor.block_shape[:2] == [1, 1] and descriptor.padding == "zero"

@@ -66,7 +66,7 @@ class Opaque(Enum):
 Count = Callable[[str], None]
 
 
-# Whether all ops stay opaque in the graph that is compiled now, because its compilation failed before.
+# True if all ops stay opaque in the graph that is compiled now, because its compilation failed before.
 opaque: ContextVar[bool] = ContextVar("tatten_opaque", default=False)
 
 
@@ -121,7 +121,7 @@ class _LargeKVError(Exception):
 
 
 def _needs_python(found: Recorder) -> bool:
-    """Whether a kernel is in Gluon, which Inductor can't define, or reads tiles that are described to TMA."""
+    """Tell whether a kernel is in Gluon, which Inductor can't define, or reads tiles that are described to TMA."""
     return found.tma or any(launch.kernel.is_gluon() for launch, _ in found.launches)
 
 

@@ -39,7 +39,7 @@ def reached(run: Callable[[], Any]) -> dict[tuple[CodeType, str], int]:
 
 
 def is_of_passes(code: CodeType) -> bool:
-    """Whether a function belongs to the passes, and not to the frame that contains their errors."""
+    """Tell whether a function belongs to the passes, and not to the frame that contains their errors."""
     return (
         code.co_filename.startswith(FOLDER)
         and code.co_filename != internal.__file__

@@ -25,7 +25,7 @@ def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
 
 
 def is_drawn(nodeid: str, share: float, seed: str) -> bool:
-    """Whether a slow test runs: all processes of a run agree, and a seed always draws the same tests."""
+    """Tell whether a slow test runs: all processes of a run agree, and a seed always draws the same tests."""
     return zlib.crc32(f"{seed} {nodeid}".encode()) < share * 2**32
 
 

@@ -138,7 +138,7 @@ def mark() -> None:
     mark_static(torch.zeros(3), torch.zeros(3))
 
 
-# Of each API: the module that uses it, how it reaches it, its name there, what to run, and how it is named.
+# For each API: the module that uses it, how it reaches it, its name there, what to run, and how it is named.
 # A global or a module that is imported from; the name is a path from there.
 BREAKS: list[tuple[str, str, str, Callable[[], Any], str]] = [
     ("inner_compiler", "torch", "_TorchCompileInductorWrapper", compile_by("inductor"), ""),

@@ -181,7 +181,7 @@ def compile_all() -> Any:
 
 
 def compiled(case: str) -> tuple[bool, list[str], list[str]]:
-    """Whether generated code calls the op, the notes of the reports, and the lines of the log."""
+    """Tell whether generated code calls the op, the notes of the reports, and the lines of the log."""
     code, notes, said = compile_all()[0][case]
     return "torch.ops.tatten." in re.sub(r"^#.*$", "", code, flags=re.M) or '"tatten::' in code, notes, said
 
