@@ -13,8 +13,10 @@ from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import guard_between, guard_number, integers_in, tensor_of, value_of
 from tatten.passes.written_out import WrittenOut, read_written_out
 
-# The least factor of queries: float16 keeps all bits of 1e-2 times this, and nothing leaves its range.
-LEAST = 2.0**-7
+# The least and the largest factor of queries. float16 keeps all bits of 1e-2 times the least; other dtypes hold queries
+# times two factors. Any other number is guarded to stay the same, and each one captures a graph.
+RANGE_IN_FLOAT16 = 2.0**-7, 1.0
+RANGE = 2.0**-32, 2.0**32
 
 
 def settle_numbers(found: WrittenOut, may_guard: bool) -> WrittenOut | Decline:
@@ -37,9 +39,10 @@ def settle_numbers(found: WrittenOut, may_guard: bool) -> WrittenOut | Decline:
     # The product of two factors may be too small for float16.
     as_wide = query.dtype == product.dtype and (query.dtype != torch.float16 or len(scores.factors) == 1)
     fixed = [*scores.fixed]
+    least, most = RANGE_IN_FLOAT16 if query.dtype == torch.float16 else RANGE
     for number, divides in scores.factors:
-        least, most = (1.0, 1 / LEAST) if divides else (LEAST, 1.0)
-        if not as_wide or not guard_between(number, least, most):
+        between = (1 / most, 1 / least) if divides else (least, most)
+        if not as_wide or not guard_between(number, *between):
             fixed.append(number)
     unknown = next((x for x in fixed if not guard_number(x)), None)
     if unknown is not None:

@@ -120,6 +120,25 @@ def test_layers_that_are_compiled_one_by_one_share_a_graph() -> None:
     assert len(report.rewritten) == 2  # with the first number as such, then for any
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_calls_with_large_scales_share_a_graph(dtype: torch.dtype) -> None:
+    """A graph for each number would be one for each call, until Dynamo gives up."""
+
+    def attend(q, k, v, m, scale):
+        return (q @ k.mT * scale + m).softmax(-1) @ v
+
+    args = [x.to(dtype) for x in arguments()]
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="tatten", options={"inner": "eager"}, dynamic=True)
+    with torch.no_grad(), tatten.recording() as report:
+        for scale in (1.5, 2.5, 3.5, 0.001):
+            want = attend(*(x.double() for x in args), scale)
+            error, own = ((x.double() - want).abs().max() for x in (compiled(*args, scale), attend(*args, scale)))
+            assert error <= 2 * own + 1e-6
+    assert not report.declined, str(report)
+    assert len(report.rewritten) == 1
+
+
 def test_the_numbers_stay_inputs() -> None:
     graphs = []
 
