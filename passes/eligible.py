@@ -12,7 +12,15 @@ from tatten.ops.validation import FLOAT_DTYPES, widest_on_cuda
 from tatten.passes.autocast import autocast_unknown, sets_autocast
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import FakeTensor, constant, known_different, known_equal, tensor_of, value_of
+from tatten.passes.symbolic import (
+    FakeTensor,
+    constant,
+    known_different,
+    known_equal,
+    may_be_0_or_1,
+    tensor_of,
+    value_of,
+)
 
 DEFAULT_MAX_Q_LEN = 16
 
@@ -117,8 +125,11 @@ def _check_mask(call: SdpaCall, query: Tensor, key: Tensor) -> Decline | None:
         known_different(have, 1) and known_different(have, want)
         for have, want in zip(reversed(mask.shape), reversed(scores), strict=False)
     )
-    # Sizes that may turn out equal are checked by the op when it runs, as SDPA does.
-    return None if fits else Decline(Reason.MASK_SHAPE, f"attn_mask is {list(mask.shape)}, scores {list(scores)}")
+    if not fits:
+        return Decline(Reason.MASK_SHAPE, f"attn_mask is {list(mask.shape)}, scores {list(scores)}")
+    # Other sizes that may turn out equal are checked by the op when it runs, as SDPA does.
+    unknown = next((x for x in (*mask.shape, *scores) if may_be_0_or_1(x)), None)
+    return None if unknown is None else Decline(Reason.UNBACKED, f"attn_mask or scores have a size {unknown}")
 
 
 def _check_sinks(call: SdpaCall, query: Tensor) -> Decline | None:

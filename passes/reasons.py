@@ -50,6 +50,11 @@ class Reason(str, Enum):
         "mask_dtype",
         "use a bool mask, or an additive one in float32 or the query's dtype; autocast by `with torch.autocast(...)`",
     )
+    UNBACKED = (
+        "unbacked",
+        "tell the compiler that the size is at least 2 (torch._check(size >= 2)), or mark it by mark_dynamic in place "
+        "of mark_unbacked: whether a mask broadcasts is asked when the graph is captured",
+    )
     SCALE = (
         "scale",
         "give scales and soft caps as floats that are finite and not 0, and known when the graph is captured",

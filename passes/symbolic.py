@@ -160,6 +160,11 @@ def hint(size: int | SymInt) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def may_be_0_or_1(size: int | SymInt) -> bool:
+    """True for an unbacked size that isn't known to be 2 or more: no op can be traced that asks if it is 0 or 1."""
+    return constant(size) is None and hint(size) is None and not _known_true(size > 1)
+
+
 def guard_equal(a: int | SymInt, b: int | SymInt) -> bool:
     """Whether `a == b` when the graph was captured; if so, a run where they differ captures a new graph."""
     return known_equal(a, b) or (None not in (hint(a), hint(b)) and bool(a == b))
