@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from tatten.passes.calls import op_name
+from tatten.passes.eligible import check_transformed
 from tatten.passes.flex import is_flex
 from tatten.passes.metadata import reads_values
 from tatten.passes.reasons import Decline, Reason
@@ -92,6 +93,9 @@ def _written_out(softmax: Node, name: str) -> OtherAttention | None:
     scores = scores_above(softmax)
     if softmax not in scores:
         return None
+    transformed = check_transformed((softmax, output))
+    if transformed is not None:
+        return OtherAttention(output, transformed)
     detail = f"attention written out: {'softmax' if name in SOFTMAX else 'exp over its sum'} of a matrix product"
     beyond = []
     if any(op_name(node) in ("tanh", "tanh_") for node in scores):

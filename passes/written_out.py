@@ -105,9 +105,12 @@ def read_written_out(softmax: Node) -> WrittenOut | Decline | None:
     tensor, weights = tensor_of(softmax), find_weights(softmax)
     if tensor is None or weights is None or not is_last_dim(argument(softmax, 1, "dim"), tensor.dim()):
         return None
-    scores = find_scores(softmax, scores_above(softmax) - {softmax})
-    if not isinstance(scores, Scores):
-        return scores
+    above = scores_above(softmax) - {softmax}
+    scores = find_scores(softmax, above)
+    if scores is None:
+        return None
+    if isinstance(scores, Decline):
+        return check_transformed(sorted(above)) or scores
     transformed = check_transformed((softmax, weights.product.node))
     if transformed is not None:
         return transformed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator
 
 import torch
@@ -14,8 +15,9 @@ from torch.fx import Node
 
 from tatten import passes
 from tatten.lowered import lower_ops
-from tatten.passes import Rewritten
+from tatten.passes import GraphReport, Rewritten
 from tatten.passes.calls import OpOverload
+from tatten.passes.internal import declined_graph
 from tatten.passes.mutation import written_arguments
 from tatten.passes.symbolic import same_storage, tensor_of
 from tatten.report import publish
@@ -39,7 +41,7 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
     Returns:
         A program with the same inputs, outputs, parameters and buffers, in the form that `run_decompositions({})`
         gives: no op is decomposed, and writes in place have become outputs of the signature. If there is nothing to
-        rewrite, `exported_program` itself.
+        rewrite, or after an error of tatten itself, which the report names as `internal`, `exported_program` itself.
 
     Raises:
         TypeError: `exported_program` isn't one.
@@ -65,6 +67,20 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
         )
     literals = _literals(exported_program)
     _check_constants(exported_program, literals)
+    start = time.perf_counter()
+    try:
+        rewritten, report = _rewrite(exported_program, literals)
+        needs = NEEDS_OPS if calls_ops(rewritten.graph_module) else ""
+        lower_ops([tensor_of(node) for node in rewritten.graph.nodes])
+    except Exception as error:
+        milliseconds = (time.perf_counter() - start) * 1e3
+        rewritten, report, needs = exported_program, GraphReport((declined_graph(error),), milliseconds), ""
+    publish(dataclasses.replace(report, note=needs))
+    return rewritten
+
+
+def _rewrite(exported_program: ExportedProgram, literals: set[str]) -> tuple[ExportedProgram, GraphReport]:
+    """Return the program that is rewritten, or as it was if nothing in it is, and the report of the passes."""
     with _without_autocast():
         # In this form nothing is written in place. The passes would find such writes by the storage of the nodes'
         # values, which `torch.export.load` gives each node anew.
@@ -72,16 +88,11 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
         _restore_values(program)
         _write_literals(program, literals)
         report = passes.rewrite(program.graph_module, may_guard=False)
-        rewritten = exported_program
-        if any(isinstance(finding, Rewritten) for finding in report.findings):
-            _update_modules(program)
-            # The passes insert methods and functions of PyTorch, too: a new trace makes aten ops, and all values anew.
-            rewritten = program.run_decompositions({})
-    values = [tensor_of(node) for node in rewritten.graph.nodes]
-    needs = NEEDS_OPS if calls_ops(rewritten.graph_module) else ""
-    lower_ops(values)
-    publish(dataclasses.replace(report, note=needs))
-    return rewritten
+        if not any(isinstance(finding, Rewritten) for finding in report.findings):
+            return exported_program, report
+        _update_modules(program)
+        # The passes insert methods and functions of PyTorch, too: a new trace makes aten ops, and all values anew.
+        return program.run_decompositions({}), report
 
 
 @contextlib.contextmanager

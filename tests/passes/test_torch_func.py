@@ -148,3 +148,49 @@ def test_attention_after_a_transform() -> None:
         out = torch.compile(fn, backend="tatten", options={"inner": "eager"})(*tensors())
     torch.testing.assert_close(out, fn(*tensors()))
     assert len(report.rewritten) == 1
+
+
+def per_head(q, k, v, m):
+    """Inside two `vmap`, a query `[1, head_dim]` and keys `[length, head_dim]`."""
+    return ((q @ k.mT) * 0.25).masked_fill(~m, -torch.inf).softmax(-1) @ v
+
+
+def per_head_capped(q, k, v, m):
+    return (torch.tanh((q @ k.mT) * 0.05) * 5 + torch.where(m, 0.0, -1e38)).softmax(-1) @ v
+
+
+def per_head_by_exp(q, k, v, m):
+    scores = (q @ k.mT) * 0.25 + torch.where(m, 0.0, -1e38)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+def one_query(q, k, v, m):
+    return torch.softmax((k @ q[0]) * 0.25 + torch.where(m[0], 0.0, -1e38), -1) @ v
+
+
+def over_batch_and_heads(fn):
+    return torch.vmap(torch.vmap(fn, in_dims=(0, 0, 0, None)))
+
+
+def scores_alone(fn):
+    """Only the scores are computed inside."""
+    return lambda q, k, v, m: torch.vmap(torch.vmap(lambda q, k: q @ k.mT))(q, k).masked_fill(~m, -1e38).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("fn", "wrap"),
+    [(x, over_batch_and_heads) for x in (per_head, per_head_capped, per_head_by_exp, one_query)]
+    + [(per_head, scores_alone)],
+    ids=lambda x: x.__name__,
+)
+def test_vmap_over_batch_and_heads(fn: Callable[..., Any], wrap: Callable[..., Any]) -> None:
+    args = tensors()
+    args[3] = args[3] if wrap is scores_alone else args[3][:, 0]
+    gm = capture(wrap(fn), *args)
+    (finding,) = rewrite(gm, fuses=True).findings
+    assert isinstance(finding, Declined)
+    assert finding.decline.reason is Reason.TORCH_FUNC
+    torch.testing.assert_close(
+        torch.compile(wrap(fn), backend="tatten", options={"inner": "eager"})(*args), wrap(fn)(*args)
+    )

@@ -53,8 +53,8 @@ def run(fn, dim: str, sizes: list[tuple[int, int]]) -> Rewritten | Declined:
     compiled = torch.compile(fn, backend="tatten", options={"inner": "aot_eager"}, fullgraph=True)
     with torch.no_grad(), tatten.recording() as report:
         for size in sizes:
-            q, k, v, mask = args = tensors(*size)
-            batch, length = [(x, 0) for x in args], [(k, 2), (v, 2), (mask, 3)]
+            args = tensors(*size)
+            batch, length = [(x, 0) for x in args], [(args[1], 2), (args[2], 2), (args[3], 3)]
             for x, i in batch if dim == "batch" else length:
                 mark_unbacked(x, i, shape_id=dim)
             torch.testing.assert_close(compiled(*args), fn(*args))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import logging
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.utils._pytree import tree_leaves
 
 import tatten
+from tatten.passes import internal
 from tatten.passes.reasons import Reason
 from tatten.report import Report
 
@@ -447,3 +449,38 @@ def test_static_cache_of_transformers(strict: bool) -> None:
         for i in range(4):
             inputs = {"input_ids": torch.tensor([[7 * i]]), "cache_position": torch.tensor([i])}
             torch.testing.assert_close(one(**inputs), other(**inputs))
+
+
+STEPS = ["_restore_values", "_write_literals", "_update_modules", "calls_ops", "lower_ops"]
+
+
+@pytest.mark.parametrize("step", [*STEPS, "first trace", "second trace"])
+def test_an_error_leaves_the_program(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error after the checks: the user gets the program back, and the report names the error."""
+    module, traces = importlib.import_module("tatten.export"), []
+    monkeypatch.setattr(internal, "RAISES", False)
+    before = exported(Step(), step_args())
+    code = str(before.graph)
+
+    def fail(*_: object) -> None:
+        raise LookupError("not foreseen")
+
+    def run_decompositions(program: ExportedProgram, table: dict[Any, Any]) -> ExportedProgram:
+        traces.append(program)
+        return fail() if len(traces) == (1 if step == "first trace" else 2) else traced(program, table)
+
+    if step in STEPS:
+        monkeypatch.setattr(module, step, fail)
+    else:
+        traced = ExportedProgram.run_decompositions
+        monkeypatch.setattr(ExportedProgram, "run_decompositions", run_decompositions)
+    with tatten.recording() as report:
+        after = tatten.rewrite(before)
+    assert after is before
+    assert str(before.graph) == code
+    (declined,) = report.declined
+    assert declined.decline.reason is Reason.INTERNAL
+    assert "LookupError: not foreseen" in declined.decline.detail
+    assert not report.rewritten
+    with torch.no_grad():
+        torch.testing.assert_close(after.module()(*step_args()), before.module()(*step_args()))
