@@ -32,7 +32,7 @@ def check_transformed(nodes: Iterable[object]) -> Decline | None:
     """
     for node in nodes:
         if type(tensor_of(node)) is Tensor:  # a tensor of the graph itself is fake
-            return Decline(Reason.TORCH_FUNC, f"`{node}` is a tensor inside vmap, grad, jvp or another transform")
+            return Decline(Reason.TORCH_FUNC, f"`{node}` is no fake tensor, as inside vmap, grad, jvp and the like")
     return None
 
 

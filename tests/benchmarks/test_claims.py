@@ -146,7 +146,8 @@ def test_results_name_their_command(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     results.write(path, "cpu", [{"us": 1.0}], extra=2)
     data = json.loads(path.read_text())
-    assert list(data) == ["benchmark", "command", "date", "device", "torch", "triton", "extra", "rows"]
+    fields = ["benchmark", "command", "date", "device", "torch", "triton", "transformers", "extra", "rows"]
+    assert list(data) == fields
     assert data["command"] == "python benchmarks/decode.py --section nine --rounds 1"
     assert data["benchmark"] == "decode"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

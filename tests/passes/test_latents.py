@@ -784,7 +784,8 @@ def test_what_no_pass_takes_has_the_reason_of_this_one() -> None:
 
 def test_the_cost_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     for extra, taken in ((0.0, True), (1e9, False)):
-        monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(1.0, extra))
+        free = cost.DecodeRates(numbers_per_us=1.0, call_us=0.0)
+        monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(1.0, extra, decode=free))
         (finding,) = rewrite(capture(attend, *inputs())).findings
         assert isinstance(finding, Rewritten)
         assert (finding.op == LATENT) is taken

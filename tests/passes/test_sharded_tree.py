@@ -30,6 +30,7 @@ from sharded_tree import (
 )
 from slow import slow_after
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -452,7 +453,7 @@ def reasons() -> dict[str, tuple[str, str]]:
     replicated = place(tree, mesh, [R], [[R], [R]])[1][0][1]
     calls["value"] = ((query, [(key, replicated), suffix], mask), None)
     calls["result"] = ((query, pairs, mask), place(tree, mesh, [S1], [[S2], [R]])[0])
-    calls["mask is plain"] = ((query, pairs, tree.mask), None)
+    calls["mask is plain"] = ((query, pairs, FakeTensorMode().from_tensor(tree.mask)), None)
     found = {}
     for name, (args, result) in calls.items():
         gm, _ = joined(*args, result)

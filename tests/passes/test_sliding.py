@@ -11,7 +11,7 @@ from transformers import MistralConfig, MistralForCausalLM, StaticCache
 
 import tatten
 from tatten.integrations.transformers import cache_kwargs
-from tatten.passes import sliding
+from tatten.passes import cost, sliding
 from tatten.passes.mutation import movers
 from tatten.passes.sliding import apply_slide, find_slides
 
@@ -266,6 +266,7 @@ def test_a_step_of_a_model(device: str) -> None:
 
 def test_small_caches_stay_inductors_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(bytes_per_us=1.0, segment_us=0.0))
     with torch.no_grad(), tatten.recording() as report:
         step_of_mistral("cpu")("tatten")
     assert report.rewritten
