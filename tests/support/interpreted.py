@@ -1,4 +1,4 @@
-"""Triton's interpreter, made faster."""
+"""Triton's interpreter, made faster, and its products independent of the BLAS below it."""
 
 from __future__ import annotations
 
@@ -28,3 +28,19 @@ def remember_builtins(patch: pytest.MonkeyPatch) -> None:
                 interpreter._patch_attr(pkg, name, member, *rest)
 
     patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+
+
+def multiply_in_float64(patch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter multiply matrices in float64 and round the result.
+
+    It calls NumPy, whose BLAS sums in another order for another number of rows on some processors (AMD EPYC): so a
+    sequence would have other bits in another batch, which no GPU does.
+    """
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        product = a.data.astype(np.float64) @ b.data.astype(np.float64) + d.data
+        return TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
+
+    patch.setattr(InterpreterBuilder, "create_dot", create_dot)

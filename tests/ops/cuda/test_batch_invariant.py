@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, assert_state, with_variant
+from interpreted import multiply_in_float64
 from poison import fresh_memory_is_poison
 from provider_calls import provider_of_op
 from random_batches import Sequences, SharedSequences, with_latents
@@ -100,6 +101,11 @@ def attend_segments(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
     plan = plan_segments(*given, query.shape[3] ** -0.5, groups, variant, batch_invariant=True)
     with fresh_memory_is_poison():
         return plan(*given, groups, variant)
+
+
+@pytest.fixture(autouse=True)
+def _products_of_any_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply_in_float64(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
