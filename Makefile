@@ -51,7 +51,7 @@ test-ci:
 OLDEST ?= torch==2.11.0 triton==3.6.0 transformers==5.17.0
 NEWEST ?= torch==2.15.0 triton==3.9.0
 BY_VERSION = $$(find tests -name test_private_api.py) $$(grep -rl compile_in_subprocess tests --include='test_*.py') \
-	tests/ops/inductor tests/tatten/test_backend.py tests/tatten/test_dtensor_sdpa.py tests/tatten/test_models.py
+	tests/ops/inductor tests/tatten/test_moved_apis.py tests/tatten/test_backend.py tests/tatten/test_dtensor_sdpa.py tests/tatten/test_models.py
 
 test-oldest test-newest: export PIP_CONSTRAINT := /dev/null
 test-oldest:

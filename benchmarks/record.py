@@ -4,7 +4,7 @@
     python benchmarks/record.py two                   # what two GPUs measure, in at most 25 minutes
     python benchmarks/record.py eight                 # the merge on the eight GPUs of a node, in at most 2 minutes
     python benchmarks/record.py h100                  # what is said of an H100, in at most 4 minutes
-    python benchmarks/record.py cpu                   # what is said of a CPU; about an hour of an idle machine
+    python benchmarks/record.py cpu                   # what is said of a CPU; about 15 minutes of an idle machine
     python benchmarks/record.py one --steps lean_paper decode_grid --out folder
     python benchmarks/record.py two --quick           # the same on a CPU with tiny shapes, to try the plumbing
 
@@ -214,15 +214,9 @@ STEPS = {
         Step("latent_cpu", "latent.py --section step", 8, "latent.py --section step --rounds 1"),
         Step("sliding_cpu", "sliding.py", 1, "sliding.py --rounds 1"),
         Step("aoti", "aoti.py", 8, "aoti.py --rows 1 --repeats 1"),
-        Step(
-            "small_calls",
-            "small_calls.py --batches 1 8",
-            40,
-            "small_calls.py --dtypes float32 --batches 2 --head-dims 64 --slots 16 --rounds 2",
-        ),
     ],
 }
-MINUTES = {"one": 55.0, "two": 25.0, "eight": 2.0, "h100": 4.0, "cpu": 81.0}
+MINUTES = {"one": 55.0, "two": 25.0, "eight": 2.0, "h100": 4.0, "cpu": 41.0}
 
 
 def line(step: Step, quick: bool, path: Path) -> list[str]:

@@ -19,10 +19,10 @@ RANGE_IN_FLOAT16 = 2.0**-7, 1.0
 RANGE = 2.0**-32, 2.0**32
 
 
-def settle_numbers(found: WrittenOut, may_guard: bool) -> WrittenOut | Decline:
+def settle_numbers(found: WrittenOut, may_guard: bool, may_fix: bool) -> WrittenOut | Decline:
     """Return attention whose numbers are known, or may multiply queries in every run of the graph; else a reason.
 
-    Adds guards: that a factor of queries is in a range, and for any other number that it is the same.
+    Adds guards: that a factor of queries is in a range and, with `may_fix`, that any other number stays the same.
     """
     scores = found.scores
     if not scores.factors and not scores.fixed:
@@ -44,7 +44,7 @@ def settle_numbers(found: WrittenOut, may_guard: bool) -> WrittenOut | Decline:
         between = (1 / most, 1 / least) if divides else (least, most)
         if not as_wide or not guard_between(number, *between):
             fixed.append(number)
-    unknown = next((x for x in fixed if not guard_number(x)), None)
+    unknown = next((x for x in fixed if not may_fix or not guard_number(x)), None)
     if unknown is not None:
         return Decline(Reason.SCALE, f"`{unknown}` may be another number in each run")
     again = read_written_out(found.softmax) if fixed else found

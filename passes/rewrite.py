@@ -33,6 +33,7 @@ from tatten.passes.sliding import apply_slide, find_slides
 from tatten.passes.source_location import source_location
 from tatten.passes.stand_in import StandIn, erase_unused, insert_stand_in
 from tatten.passes.stored import Stored
+from tatten.passes.symbolic import tensor_of
 from tatten.passes.tiled import Tiled, find_tiled, insert_tiled
 from tatten.passes.tree import find_sharded
 from tatten.passes.written_out import WrittenOut, find_written_out, read_written_out
@@ -158,7 +159,10 @@ def _rewrite_written_out(
     """Decide about attention that is written out, as about a call of SDPA that stands in for it."""
     found = read_written_out(softmax)
     if isinstance(found, WrittenOut):
-        found = settle_numbers(found, may_guard)
+        # On a CPU Inductor fuses most of such attention, and each number would capture a graph of its own.
+        value = tensor_of(found.value.node)
+        may_fix = not fused or (value is not None and value.device.type != "cpu")
+        found = settle_numbers(found, may_guard, may_fix)
     sinks = found.sinks() if isinstance(found, WrittenOut) else found
     if isinstance(sinks, Decline) or not isinstance(found, WrittenOut):
         assert isinstance(sinks, Decline)

@@ -174,20 +174,6 @@ TABLES = {
             "more than half": figure("over_share_us"),
         },
     ),
-    "small_calls": Table(
-        "small_calls",
-        {
-            "dtype": "dtype",
-            "batch": "batch",
-            "heads": heads,
-            "slots": "slots",
-            "used": "used",
-            "Inductor us": us("inductor", 0),
-            "tatten us": us("tatten", 0),
-            "tatten to Inductor": figure("ratio", 2),
-        },
-        lambda r: r["head_dim"] == 64 and r["used"] != "ragged",
-    ),
     "sliding_cpu": Table(
         "sliding_cpu",
         {

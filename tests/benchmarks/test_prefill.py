@@ -69,4 +69,5 @@ def test_products() -> None:
     counted = counter.flop_counts["Global"]
     linear = sum(counted.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.bmm)) - head  # of one row: either
     causal = 2 * 64**2 * config.hidden_size * config.num_hidden_layers
-    assert prefill.products(model, 64) == linear + causal
+    angles = 2 * 64 * config.head_dim // 2  # of the rope, which transformers 5.17 multiplies by `bmm`
+    assert linear + causal - prefill.products(model, 64) in (0, angles)

@@ -308,3 +308,26 @@ def test_a_program_in_float32_keeps_the_queries_of_16_bits_as_they_are() -> None
         torch.compile(Numbers(widened, 0.3), backend=backend, dynamic=True)(*args)
     assert "0.3" in texts[0]
     assert "mul(" not in texts[0]
+
+
+def test_soft_caps_share_a_graph_where_inductor_compiles_for_a_cpu() -> None:
+    """There such attention mostly stays as it is: a graph for each cap would be compiled for nothing."""
+    reports = []
+
+    def backend(gm, inputs):
+        reports.append(rewrite(gm, fuses=True))
+        return gm.forward
+
+    def attend(q, k, v, m, cap):
+        return (cap * torch.tanh(q @ k.mT * 0.25 / cap) + m).softmax(-1) @ v
+
+    args = arguments()
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend=backend, dynamic=True)
+    with torch.no_grad():
+        for cap in (3.0, 4.0, 5.0, 6.0, 7.0):
+            torch.testing.assert_close(compiled(*args, cap), attend(*args, cap))
+    assert len(reports) == 1
+    (finding,) = reports[0].findings
+    assert isinstance(finding, Declined)
+    assert finding.decline.reason is Reason.SCALE

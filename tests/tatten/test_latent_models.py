@@ -17,6 +17,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 import tatten
 from tatten.integrations.transformers import SharedPrefixCache, cache_kwargs
 from tatten.passes import Rewritten, cost, rewrite
+from tatten.passes.reasons import Reason
 from tatten.passes.sdpa import find_sdpa
 
 BATCH, PROMPT = 3, 9
@@ -104,6 +105,9 @@ def test_a_model_that_writes_attention_out() -> None:
     past = StaticCache(config=model.config, max_cache_len=24)
     with torch.no_grad():
         report = tatten.explain(model, torch.randint(3, 60, (BATCH, 1)), **cache_kwargs(past), use_cache=True)
+    if past.layers[0].keys.shape[1] > 1:  # transformers 5.17 caches the keys and values that it projects
+        assert {x.decline.reason for x in report.declined} == {Reason.NO_GAIN}, str(report)
+        return
     assert not report.declined, str(report)
     assert {x.op for x in report.rewritten} == {"tatten.latent_attention.default"}, str(report)
     assert all(x.note.startswith("attention written out, with") for x in report.rewritten)

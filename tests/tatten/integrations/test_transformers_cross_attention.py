@@ -196,7 +196,7 @@ def test_small_work_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         step = {"encoder_outputs": encoded, "decoder_input_ids": token, **cache_kwargs(cache)}
         model(**step)
         report = tatten.explain(model, **step)
-    each_layer = ["small"] if SELF_ATTENTION_IS_MASKED else ["no_gain", "small"]
+    each_layer = ["small" if SELF_ATTENTION_IS_MASKED else "no_gain", "small"]
     assert [x.decline.reason.value for x in report.declined] == each_layer * 2
 
 
