@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from torch.fx import GraphModule
@@ -35,6 +36,6 @@ def save_with_ops(compiled: Callable[..., Any]) -> None:
     Inductor and "aot_eager" give the functions that they return an attribute `serialize`, which makes the object that
     `save_compiled_function` pickles. A function without it can't be saved, and PyTorch says so.
     """
-    serialize = getattr(compiled, "serialize", None)
+    serialize = getattr(compiled, "serialize", None) if isinstance(compiled, FunctionType) else None
     if callable(serialize):
         compiled.serialize = lambda: _Saved(serialize())  # type: ignore[attr-defined]

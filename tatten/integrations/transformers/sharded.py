@@ -236,7 +236,7 @@ def attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"`{name}` must be None over a sharded cache, got {kwargs[name]!r}")
     if kwargs.get("output_attentions"):
-        raise ValueError("`output_attentions` must be False over a sharded cache, which no rank has all weights of")
+        raise ValueError("`output_attentions` must be False over a sharded cache, as no rank has all weights, got True")
     if attention_mask is None:
         raise ValueError("`attention_mask` must exclude the unused slots of a sharded cache, got None")
     queries, mask = layout.queries(query), layout.mask(attention_mask[..., layout.own])
