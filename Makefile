@@ -38,9 +38,9 @@ test: $(VENV)/installed-test
 test-all: $(VENV)/installed-test
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal --durations=30 $(ARGS)
 
-# The fast tests and a share of the slow ones, drawn anew for each commit, so that CI takes 20 minutes and each slow test
-# still runs in every fifth commit or so.
-test-ci: SHARE ?= 0.2
+# The fast tests and a share of the slow ones, drawn anew for each commit, so that CI takes about 20 minutes and each slow
+# test still runs in every tenth commit or so.
+test-ci: SHARE ?= 0.1
 test-ci: SEED := $(or $(SEED),$(shell git rev-parse --short HEAD))
 test-ci:
 	@echo "SHARE=$(SHARE) SEED=$(SEED)"
