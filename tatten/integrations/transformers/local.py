@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from tatten.integrations.transformers.config import eager_attention
+from tatten.integrations.transformers.config import eager_attention, made_for_sdpa
 from tatten.integrations.transformers.masks import blocks_of
 from tatten.ops.decode import decode_attention
 from tatten.ops.states import NEG_INF
@@ -43,7 +43,11 @@ def attention(
     if indices is not None:
         attention_mask = selecting(indices, attention_mask, key.shape[2])
     causal = query.shape[2] > 1 and attention_mask is None
-    causal = causal and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if causal and is_causal is None:
+        # Code that isn't made for SDPA takes None for no mask, as Splinter's does; other code may mean a causal one.
+        is_causal = getattr(module, "is_causal", None)
+        is_causal = made_for_sdpa(module.config) if is_causal is None else is_causal
+    causal = causal and bool(is_causal)
     plain = softcap is None and s_aux is None
     # Sinks that differ between queries are none of the op's.
     weights = bool(kwargs.get("output_attentions")) or kwargs.get("sinks") is not None
@@ -59,7 +63,7 @@ def attention(
     if plain and not weights:
         kwargs["position_bias"] = position_bias
         result: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+            module, query, key, value, attention_mask, dropout, scaling, causal, **kwargs
         )
         return result
     if causal:
