@@ -158,10 +158,10 @@ def decode(model, forward, cache: str, padded: bool, steps: int = STEPS) -> torc
     return torch.cat(logits)
 
 
-def check_all_rewritten(report: tatten.Report) -> None:
+def check_all_rewritten(report: tatten.Report, *others: Reason) -> None:
     assert report.rewritten or report.declined
     for finding in report.declined:
-        assert finding.decline.reason is Reason.NO_GAIN, str(report)
+        assert finding.decline.reason in (Reason.NO_GAIN, *others), str(report)
     found = len(report.rewritten) + len(report.declined)
     assert found % LAYERS == 0
     assert found >= LAYERS
@@ -292,6 +292,8 @@ def test_any_size(attention: str, name: str, cache: str, monkeypatch: pytest.Mon
         attention == "flex_attention"
     ):  # its block sizes, and the soft cap of its score function, are inputs of the graph
         assert {x.decline.reason for x in report.declined} == {Reason.FLEX_ATTENTION}, str(report)
+    elif attention == "eager" and getattr(model.config, "attn_logit_softcapping", None):
+        check_all_rewritten(report, Reason.SCALE)  # on a CPU under Inductor no guard fixes a soft cap that is an input
     else:
         check_all_rewritten(report)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
