@@ -25,15 +25,16 @@ def settle_numbers(found: WrittenOut, may_guard: bool, may_fix: bool) -> Written
     Adds guards: that a factor of queries is in a range and, with `may_fix`, that any other number stays the same.
     """
     scores = found.scores
-    if not scores.factors and not scores.fixed:
+    numbers = (*scores.fixed, *(x for x, _ in scores.factors))
+    if not numbers:
         return found
     if not may_guard:
-        numbers = ", ".join(f"`{x}`" for x in (*scores.fixed, *(x for x, _ in scores.factors)))
-        return Decline(Reason.SCALE, f"{numbers} may be another number in each run")
+        names = ", ".join(f"`{x}`" for x in numbers)
+        return Decline(Reason.SCALE, f"{names} may be another number in each run")
     query, product = tensor_of(found.query.node), tensor_of(scores.product.node)
     assert query is not None
     assert product is not None
-    sized = next((x for x in (*scores.fixed, *(x for x, _ in scores.factors)) if _of_sizes(x, query, product)), None)
+    sized = next((x for x in numbers if _of_sizes(x, query, product)), None)
     if sized is not None:
         return Decline(Reason.SCALE, f"`{sized}` depends on a dynamic size or on another integer that is an input")
     # The product of two factors may be too small for float16.
