@@ -1,6 +1,7 @@
 """Attention written out with numbers that are inputs of the graph, such as float attributes under `dynamic=True`.
 
-A scale may stay an input: it multiplies the queries instead. A soft cap is an argument of the op, and has to be known.
+A scale may stay an input: it multiplies the queries instead, as the factor of a bias multiplies the bias. A soft cap is
+an argument of the op, and has to be known.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def settle_numbers(found: WrittenOut, may_guard: bool, may_fix: bool) -> Written
     Adds guards: that a factor of queries is in a range and, with `may_fix`, that any other number stays the same.
     """
     scores = found.scores
-    numbers = (*scores.fixed, *(x for x, _ in scores.factors))
+    # `baddbmm` ignores a bias times 0, even an infinite one. The range excludes 0.
+    beta = () if scores.product.unknown_beta is None else (scores.product.unknown_beta,)
+    numbers = (*scores.fixed, *beta, *(x for x, _ in scores.factors))
     if not numbers:
         return found
     if not may_guard:
@@ -39,7 +42,7 @@ def settle_numbers(found: WrittenOut, may_guard: bool, may_fix: bool) -> Written
         return Decline(Reason.SCALE, f"`{sized}` depends on a dynamic size or on another integer that is an input")
     # The product of two factors may be too small for float16.
     as_wide = query.dtype == product.dtype and (query.dtype != torch.float16 or len(scores.factors) == 1)
-    fixed = [*scores.fixed]
+    fixed = [*scores.fixed, *(x for x in beta if not guard_between(x, *RANGE))]
     least, most = RANGE_IN_FLOAT16 if query.dtype == torch.float16 else RANGE
     for number, divides in scores.factors:
         between = (1 / most, 1 / least) if divides else (least, most)

@@ -44,7 +44,8 @@ class Product:
 
     Attributes:
         back: the view that makes the result of it; None where it is the result.
-        unknown: numbers that are inputs, in place of which `scale` and `beta` are 1.
+        unknown_scale: a number that is an input and multiplies the product; `scale` is 1 then.
+        unknown_beta: a number that is an input and multiplies the bias; `beta` is 1 then.
     """
 
     node: Node
@@ -54,7 +55,8 @@ class Product:
     bias: Node | None = None
     beta: float = 1.0
     back: View | None = None
-    unknown: tuple[Node, ...] = ()
+    unknown_scale: Node | None = None
+    unknown_beta: Node | None = None
 
 
 def product_of(node: Node, weights: Node | None = None) -> Product | None:
@@ -71,13 +73,24 @@ def product_of(node: Node, weights: Node | None = None) -> Product | None:
         return _checked(Product(node, Factor(left), Factor(right)), weights)
     if name == "baddbmm":
         bias, left, right = (argument(node, i, x) for i, x in enumerate(("input", "batch1", "batch2")))
-        given = [node.kwargs.get(x, 1) for x in ("alpha", "beta")]
-        unknown = tuple(x for x in given if isinstance(x, Node) and is_input_number(x))
-        scale, beta = (1.0 if x in unknown else number_in(x) for x in given)
+        alpha, beta = (node.kwargs.get(x, 1) for x in ("alpha", "beta"))
+        unknown_scale = alpha if is_input_number(alpha) else None
+        unknown_beta = beta if is_input_number(beta) else None
+        scale = number_in(alpha) if unknown_scale is None else 1.0
+        beta = number_in(beta) if unknown_beta is None else 1.0
         if scale is None or beta is None:
             return None
-        added = bias if beta else None
-        return _checked(Product(node, Factor(left), Factor(right), scale, added, beta, unknown=unknown), weights)
+        product = Product(
+            node,
+            Factor(left),
+            Factor(right),
+            scale,
+            bias if beta else None,
+            beta,
+            unknown_scale=unknown_scale,
+            unknown_beta=unknown_beta,
+        )
+        return _checked(product, weights)
     return _einsum(node, weights) if name == "einsum" else None
 
 

@@ -55,7 +55,7 @@ class Scores:
         product: that of queries and keys.
         scale, softcap, sinks: as `tatten.decode_attention` takes them; `sinks` is `[heads]`, a node.
         factors: numbers that are inputs, and multiply scores as well, or if True divide them.
-        fixed: such numbers of which the soft cap or the product's own scale is made; it is not known before they are.
+        fixed: such numbers of which the soft cap is made; it is not known before they are.
         steps: what is done to scores after that, in order.
         path: the nodes from softmax's input to the product, and to the sinks.
         column: the column of softmax's input that has the sinks: 0, or -1 for the last.
@@ -123,14 +123,17 @@ def _finish(walk: _Walk, product: Product) -> Scores | Decline:
     if product.bias is not None and number_of(product.bias, product.node) != 0:
         if walk.outer is not None:
             return Decline(Reason.RELATIVE, f"`{product.node}` adds a bias before the soft cap")
-        walk.steps.append(Step("add", product.beta, _dtype(product.node), product.bias))
+        beta = product.beta if product.unknown_beta is None else product.unknown_beta
+        walk.steps.append(Step("add", beta, _dtype(product.node), product.bias))
     scale = walk.scale * product.scale * (1.0 if walk.outer is None else walk.outer)
     softcap = None if walk.outer is None else abs(walk.outer)
     if not math.isfinite(scale) or scale == 0:
         return Decline(Reason.SCALE, f"scores are multiplied by {scale}")
     path = (*walk.path, product.node)
-    factors, steps, fixed = tuple(walk.factors), tuple(reversed(walk.steps)), (*walk.caps, *product.unknown)
-    return Scores(product, scale, softcap, walk.sinks, factors, fixed, steps, path, walk.column)
+    factors, caps, steps = tuple(walk.factors), tuple(walk.caps), tuple(reversed(walk.steps))
+    if product.unknown_scale is not None:
+        factors = (*factors, (product.unknown_scale, False))
+    return Scores(product, scale, softcap, walk.sinks, factors, caps, steps, path, walk.column)
 
 
 def _step_back(walk: _Walk, above: set[Node]) -> Decline | None:

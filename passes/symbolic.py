@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import SymFloat, SymInt, Tensor
 from torch.fx import Node
@@ -92,7 +92,7 @@ def number_in(x: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def is_input_number(x: Any) -> bool:
+def is_input_number(x: Any) -> TypeGuard[Node]:
     """Tell whether this is a node of a number that may differ between runs, as attributes may under `dynamic=True`."""
     return isinstance(x, Node) and isinstance(value_of(x), SymFloat | SymInt) and number_in(x) is None
 

@@ -42,7 +42,7 @@ def _follow(node: Node, path: tuple[Node, ...], dropped: int | None, dropout: No
     path = (*path, node)
     for user in node.users:
         product = product_of(user, weights=node)
-        if product is not None and product.bias is None and product.scale == 1 and not product.unknown:
+        if product is not None and product.bias is None and product.scale == 1 and product.unknown_scale is None:
             return Weights(product, path, dropped, dropout)
         if writes(user) or not user.args or user.args[0] is not node:
             continue
