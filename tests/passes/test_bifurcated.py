@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import sys
+from collections import Counter
 
 import expecttest
 import pytest
@@ -276,20 +277,27 @@ def test_concatenated_for_attention_alone() -> None:
 
 
 def test_a_loop_that_appends_to_its_keys() -> None:
-    """However many steps, they are read as one tensor, and found out about in no time."""
+    """Each step's keys are read as one tensor, and the work of the passes grows with the number of steps alone."""
 
-    def fn(q, k, new):
-        for _ in range(100):
-            k = torch.cat([k, new], dim=2)
-            q = sdpa(q, k, k, enable_gqa=True)
-        return q, k
+    def calls_made(steps: int) -> int:
+        def fn(q, k, new):
+            for _ in range(steps):
+                k = torch.cat([k, new], dim=2)
+                q = sdpa(q, k, k, enable_gqa=True)
+            return q, k
 
-    gm = capture(fn, torch.randn(1, HQ, 1, D), torch.randn(1, HKV, P, D), torch.randn(1, HKV, 1, D))
-    start = time.thread_time()  # not `report.milliseconds`: the machine may be busy
-    report = rewrite(gm)
-    took = time.thread_time() - start
-    assert [x.op for x in report.findings] == ["tatten.decode_attention.default"] * 100
-    assert took < 0.5, f"{took * 1e3:.0f} ms"
+        gm = capture(fn, torch.randn(1, HQ, 1, D), torch.randn(1, HKV, P, D), torch.randn(1, HKV, 1, D))
+        events: Counter[str] = Counter()
+        sys.setprofile(lambda frame, event, arg: events.update([event]))
+        try:
+            report = rewrite(gm)
+        finally:
+            sys.setprofile(None)
+        assert [x.op for x in report.findings] == ["tatten.decode_attention.default"] * steps
+        return events["call"]
+
+    calls_made(20)  # imports
+    assert calls_made(80) < 5 * calls_made(20)
 
 
 OTHERS = {
