@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import inactive_dropout, writes
+from tatten.passes.op_names import CASTS, COPIES
 from tatten.passes.symbolic import is_input_number, known_shape, number_in, tensor_of
-from tatten.passes.views import COPIES
 
 
 def terms_of(node: Node) -> tuple[Node, Node] | None:
@@ -44,7 +44,7 @@ def multiple_of(node: Node) -> tuple[float | Node, Node] | None:
 def before_copies(node: Node) -> tuple[Node, tuple[Node, ...]]:
     """The tensor that copies, or dropout which is off, leave as it is, and the nodes that are such."""
     path: tuple[Node, ...] = ()
-    while op_name(node) in COPIES or inactive_dropout(node):
+    while op_name(node) in CASTS | COPIES or inactive_dropout(node):
         source = node.all_input_nodes[0]
         before, after = tensor_of(source), tensor_of(node)
         if before is None or after is None or before.dtype != after.dtype or before.device != after.device:

@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from tatten.passes.calls import op_name, schemas
 from tatten.passes.mutation import writes
-from tatten.passes.products import CASTS
+from tatten.passes.op_names import CASTS
 from tatten.passes.symbolic import value_of
 
 MOST = 64  # nodes that are followed from one; a longer computation counts as used

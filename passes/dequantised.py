@@ -21,6 +21,7 @@ from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.validation import FLOAT_DTYPES, NARROW_DTYPES
 from tatten.passes.calls import op_name
 from tatten.passes.mutation import writes, written_between
+from tatten.passes.op_names import CASTS, REORDERS, RESHAPES
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored, stored_at, walk_on
@@ -35,9 +36,8 @@ from tatten.passes.symbolic import (
     tensor_of,
     value_of,
 )
-from tatten.passes.views import REORDERS, RESHAPES, Size, source_of, way_back
+from tatten.passes.views import Size, source_of, way_back
 
-CASTS = {"to", "type", "float", "double", "half", "bfloat16", "type_as", "_to_copy"}
 PRODUCTS = {"mul", "multiply"}
 OTHER_ARITHMETIC = {"add", "sub", "subtract", "rsub", "div", "divide", "truediv", "true_divide", "mul_"}
 MAX_DEPTH = 8  # of ops between keys in 8 bits and attention; without a bound, sums of sums would take long

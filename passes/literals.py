@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes, written_between
-from tatten.passes.products import CASTS
+from tatten.passes.op_names import CASTS
 from tatten.passes.symbolic import number_in, value_of
 
 TIMES = {"mul", "imul", "multiply", "div", "truediv", "itruediv", "divide", "true_divide"}

@@ -9,7 +9,7 @@ from torch.fx import Node
 from tatten.ops.storage import all_of
 from tatten.passes.calls import op_name
 from tatten.passes.mutation import writes
-from tatten.passes.views import RESHAPES
+from tatten.passes.op_names import RESHAPES
 
 # Ops that read no values of their first argument, or of their second.
 FIRST = {

@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
-from tatten.passes.products import CASTS, COPIES
+from tatten.passes.op_names import CASTS, COPIES
 from tatten.passes.symbolic import known_equal, tensor_of
 
 MAXIMA = {"max", "amax"}

@@ -15,14 +15,14 @@ from tatten.passes.calls import op_name
 from tatten.passes.eligible import check_transformed
 from tatten.passes.flex import is_flex
 from tatten.passes.metadata import reads_values
+from tatten.passes.op_names import CASTS, COPIES, MATMULS, REORDERS, RESHAPES, STRETCHES
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import known_equal, tensor_of
-from tatten.passes.views import COPIES, RESHAPES, STRETCHES
 
 SOFTMAX = {"softmax", "_softmax", "special_softmax"}
 EXP = {"exp", "exp_", "exp2"}
 LOG_SUMS = {"logsumexp", "log_softmax", "_log_softmax", "special_log_softmax"}
-PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "mm", "addmm", "einsum", "tensordot"}
+PRODUCTS = MATMULS | {"baddbmm", "mm", "addmm", "einsum", "tensordot"}
 NOT_SCORES = {
     "linear",
     "conv1d",
@@ -36,13 +36,10 @@ WITH_PROJECTIONS = {"multi_head_attention_forward", "_native_multi_head_attentio
 CARRIES = (
     STRETCHES
     | RESHAPES
+    | REORDERS
     | COPIES
-    | {"to", "type", "type_as", "float", "double", "half", "bfloat16", "_to_copy"}
+    | CASTS
     | {
-        "transpose",
-        "swapaxes",
-        "swapdims",
-        "permute",
         "movedim",
         "getattr",
         "getitem",

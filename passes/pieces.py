@@ -15,9 +15,10 @@ from torch.fx import Node
 from tatten.ops.layout import HEAD_DIM, HEADS
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes, written_between
+from tatten.passes.op_names import CASTS, CATS, COPIES, REORDERS
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import constant, known_equal, known_shape, same_storage, tensor_of
-from tatten.passes.views import CATS, COPIES, REORDERS, Walk, begin, source_of, step_back
+from tatten.passes.views import Walk, begin, source_of, step_back
 
 ALLOCATES = {"empty", "new_empty", "empty_like", "zeros", "new_zeros", "zeros_like"}
 SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
@@ -54,7 +55,7 @@ class Assembly:
 def pieces_of(node: Node, reader: Node) -> Assembly:
     """The pieces of keys `node` as `reader` finds them; one piece, itself, if they were not put together."""
     walk, path = begin(node), list[Node]()
-    while op_name(walk.here) in COPIES | REORDERS and (back := step_back(walk)) is not None:
+    while op_name(walk.here) in CASTS | COPIES | REORDERS and (back := step_back(walk)) is not None:
         path.append(walk.here)
         walk = back
     found, whole = None, tensor_of(walk.here)

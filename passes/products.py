@@ -13,13 +13,9 @@ from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
+from tatten.passes.op_names import CASTS, COPIES, MATMULS, RESHAPES, SWAPS
 from tatten.passes.symbolic import is_input_number, known_equal, known_shape, number_in, tensor_of
-from tatten.passes.views import RESHAPES, Size
-
-CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "_to_copy"}
-COPIES = {"contiguous", "clone", "alias"}
-MATMULS = {"matmul", "__matmul__", "bmm"}
-SWAPS = {"transpose", "swapaxes", "swapdims"}
+from tatten.passes.views import Size
 
 View = tuple[Any, ...]  # a method of tensors and its arguments
 Heads = tuple[Size, ...]  # [batch, heads], or [batch, kv heads, queries of each]

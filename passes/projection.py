@@ -17,9 +17,10 @@ from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.passes.adapters import before_copies, multiple_of, terms_of
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
+from tatten.passes.op_names import CASTS, COPIES, RESHAPES
 from tatten.passes.pieces import columns_of
 from tatten.passes.symbolic import constant, known_equal, known_shape, same_storage, tensor_of
-from tatten.passes.views import COPIES, RESHAPES, Part, Size, Walk, begin, source_of, step_back
+from tatten.passes.views import Part, Size, Walk, begin, source_of, step_back
 
 FLAT: Part = (HEADS, HEAD_DIM)  # of a dim that has all columns of the first head, then those of the next
 RANK: Part = (-1,)  # of the dim of a weight that latents are multiplied with
@@ -128,7 +129,7 @@ def _split_into_heads(walk: Walk) -> Projection | None:
     if op_name(node) not in RESHAPES or walk.parts != ((BATCH,), (LENGTH,), (HEADS,), (HEAD_DIM,)) or split is None:
         return None
     path, source = [node], source_of(node)
-    while source is not None and op_name(source) in COPIES and (back := step_back(begin(source))) is not None:
+    while source is not None and op_name(source) in CASTS | COPIES and (back := step_back(begin(source))) is not None:
         path.append(source)
         source = back.here
     flat = tensor_of(source)

@@ -21,11 +21,11 @@ from tatten.passes.calls import op_name
 from tatten.passes.literals import TIMES, factor_of
 from tatten.passes.metadata import reads_values
 from tatten.passes.mutation import writes, written_between
+from tatten.passes.op_names import COPIES, REORDERS, RESHAPES
 from tatten.passes.pieces import pieces_of
-from tatten.passes.products import COPIES
 from tatten.passes.replace import erase_unused_of
 from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of
-from tatten.passes.views import REORDERS, RESHAPES, source_of
+from tatten.passes.views import source_of
 
 # Of the number: scores before they are multiplied should not leave float32 where the program's would not.
 LEAST, LARGEST = 2.0**-20, 2.0**20

@@ -11,9 +11,8 @@ from torch.fx.node import map_arg
 
 from tatten.passes.calls import op_name
 from tatten.passes.mutation import written_between
-from tatten.passes.products import CASTS
+from tatten.passes.op_names import CASTS, COPIES, REORDERS, RESHAPES, STRETCHES
 from tatten.passes.symbolic import tensor_of
-from tatten.passes.views import COPIES, REORDERS, RESHAPES, STRETCHES
 
 # Ops that write to none of their inputs, and return the same for the same inputs.
 PURE = {

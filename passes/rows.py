@@ -25,7 +25,7 @@ SELECTS = {"index_select", "getitem", "index", "gather", "take_along_dim", "embe
 # What an index may go through that leaves its numbers in order, if it leaves as many.
 EXPANDS = {"expand", "expand_as", "broadcast_to"}
 VIEWS = EXPANDS | {"view", "reshape", "unsqueeze", "squeeze", "flatten", "getitem"}
-CASTS = {"long", "int"}  # these have no schema
+INTEGER_CASTS = {"long", "int"}  # these have no schema
 INTEGERS = (torch.int32, torch.int64)
 MAX_DEPTH = 8  # two indexes that are computed in more steps are only equal if they are one node
 
@@ -205,7 +205,7 @@ def _is_computed(node: Node) -> bool:
         node.op in ("call_function", "call_method")
         and _is_integers(node)
         and all(_is_integers(x) or isinstance(value_of(x), int | SymInt) for x in node.all_input_nodes)
-        and (node.target in READING_OPERATORS or op_name(node) in CASTS or bool(overloads(node)))
+        and (node.target in READING_OPERATORS or op_name(node) in INTEGER_CASTS or bool(overloads(node)))
         and not any(torch.Tag.nondeterministic_seeded in x.tags for x in overloads(node))
         and not writes(node)
     )

@@ -18,10 +18,10 @@ from tatten.passes.literals import TIMES, factor_of, number_of, rounded
 from tatten.passes.metadata import depends, reads_values
 from tatten.passes.mutation import inactive_dropout, writes, written_arguments
 from tatten.passes.no_effect import keeps_rows, subtracts_maximum
-from tatten.passes.products import CASTS, COPIES, Product, product_of
+from tatten.passes.op_names import CASTS, CATS, COPIES, RESHAPES
+from tatten.passes.products import Product, product_of
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import is_input_number, known_equal, known_shape, tensor_of
-from tatten.passes.views import CATS, RESHAPES
 
 # A bias at or below this leaves nothing of a score in float32, so that to add it is to replace the score.
 ABSORBS = -1e30

@@ -14,9 +14,10 @@ from torch.fx import Node
 from tatten.ops.layout import BATCH, LENGTH
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
+from tatten.passes.op_names import CATS
 from tatten.passes.stored import Stored, peel_heads, stored_among, stored_at, walk_on
 from tatten.passes.symbolic import LocalPart, held, known_equal, tensor_of
-from tatten.passes.views import CATS, Walk, begin, way_back
+from tatten.passes.views import Walk, begin, way_back
 
 # A `cat` nested deeper than this is read as one tensor: a loop that appends to its keys nests one per step.
 MAX_DEPTH = 8

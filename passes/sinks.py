@@ -11,7 +11,8 @@ from tatten.ops.layout import HEADS
 from tatten.passes.calls import op_name
 from tatten.passes.literals import number_of, rounded
 from tatten.passes.mutation import written_between
-from tatten.passes.products import CASTS, Factor
+from tatten.passes.op_names import CASTS
+from tatten.passes.products import Factor
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.symbolic import constant, known_equal, tensor_of
 from tatten.passes.views import Size, Walk, begin, source_of, way_back

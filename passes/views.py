@@ -22,17 +22,13 @@ from torch.fx import Node
 from tatten.ops.layout import BATCH
 from tatten.passes.calls import argument, only_adds_dims, op_name
 from tatten.passes.mutation import writes
+from tatten.passes.op_names import CASTS, CATS, COPIES, REORDERS, RESHAPES, STRETCHES
 from tatten.passes.rows import SELECTS, Counts, Repeat, Select, Selection, selection_of
 from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of, value_of
 
 ROLES = range(4)  # the dims of keys and values, as `tatten.ops.layout` names them
 
-STRETCHES = {"expand", "broadcast_to", "repeat", "tile", "expand_as"}
-RESHAPES = {"reshape", "view", "flatten", "unflatten", "reshape_as", "view_as", "_unsafe_view", "unsqueeze", "squeeze"}
-COPIES = {"contiguous", "clone", "alias", "to"}
-REORDERS = {"transpose", "swapaxes", "swapdims", "permute"}
-CATS = {"cat", "concat", "concatenate"}
-WALKED = STRETCHES | RESHAPES | COPIES | REORDERS | CATS | SELECTS | {"stack"}
+WALKED = STRETCHES | RESHAPES | CASTS | COPIES | REORDERS | CATS | SELECTS | {"stack"}
 
 # A role and the position within it, major to minor: the parts of one role sort in the order of its index.
 Part = tuple[int, ...]
@@ -96,7 +92,7 @@ def step_back(walk: Walk) -> Walk | None:
     assert after is not None
     if type(before) is not type(after) or before.dtype != after.dtype or before.device != after.device:
         return None
-    if name in COPIES:
+    if name in CASTS | COPIES:
         return walk.step(source, walk.parts)
     if name in REORDERS:
         return _reorder(walk, source, name)

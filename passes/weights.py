@@ -11,9 +11,9 @@ from torch.fx import Node
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import inactive_dropout, writes
 from tatten.passes.no_effect import keeps_rows
-from tatten.passes.products import CASTS, COPIES, Product, product_of
+from tatten.passes.op_names import CASTS, COPIES, RESHAPES
+from tatten.passes.products import Product, product_of
 from tatten.passes.symbolic import known_equal, tensor_of
-from tatten.passes.views import RESHAPES
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ from tatten.passes.eligible import check_transformed
 from tatten.passes.metadata import readers, reads_values
 from tatten.passes.mutation import written_arguments, written_between
 from tatten.passes.no_effect import is_last_dim, subtracts_maximum
+from tatten.passes.op_names import CASTS, COPIES, RESHAPES
 from tatten.passes.other_attention import SOFTMAX, scores_above
-from tatten.passes.products import CASTS, COPIES, Factor, Heads, Product, viewed, with_heads
+from tatten.passes.products import Factor, Heads, Product, viewed, with_heads
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.scores import Scores, find_scores
 from tatten.passes.sinks import find_vector, sinks_of
 from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of
-from tatten.passes.views import RESHAPES, Size
+from tatten.passes.views import Size
 from tatten.passes.weights import Weights, find_weights
 
 

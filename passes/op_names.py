@@ -1,0 +1,15 @@
+"""Names of PyTorch ops that several passes read alike: functions and methods of one name count as one op.
+
+A set says what its ops may do. Each pass proves from shapes, dtypes and arguments that a call does no more.
+"""
+
+from __future__ import annotations
+
+CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "_to_copy"}
+COPIES = {"contiguous", "clone", "alias"}
+STRETCHES = {"expand", "broadcast_to", "repeat", "tile", "expand_as"}
+RESHAPES = {"reshape", "view", "flatten", "unflatten", "reshape_as", "view_as", "_unsafe_view", "unsqueeze", "squeeze"}
+SWAPS = {"transpose", "swapaxes", "swapdims"}
+REORDERS = SWAPS | {"permute"}
+CATS = {"cat", "concat", "concatenate"}
+MATMULS = {"matmul", "__matmul__", "bmm"}
