@@ -42,7 +42,7 @@ def apply_latents(match: LatentMatch, masks: Masks, concatenated: ConcatenatedQu
     call = masks.cast(match.call)
     query = tensor_of(call.query)
     assert query is not None
-    insert, q_len = Inserter(call.node), constant(query.shape[LENGTH])
+    insert, q_len = Inserter(call.shown), constant(query.shape[LENGTH])
     assert q_len is not None
     with call.node.graph.inserting_before(call.node):
         own = _columns(insert, call.query, match.columns, concatenated)

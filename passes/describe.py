@@ -23,7 +23,7 @@ from tatten.passes.symbolic import LocalPart, constant, hint, tensor_of
 
 def declined(call: SdpaCall, decline: Decline) -> Declined:
     """Return the finding for a call that is left as it is."""
-    return Declined(source_location(call.node), shapes_of(call, [call.key], [call.value]), decline)
+    return Declined(source_location(call.shown), shapes_of(call, [call.key], [call.value]), decline)
 
 
 def bases(stored: Iterable[Stored]) -> list[Node]:

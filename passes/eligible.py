@@ -51,7 +51,7 @@ def check_plain(call: SdpaCall) -> Decline | None:
 def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
     """Return the reason to leave a call alone, or None if it may be rewritten. Adds no guards and changes nothing."""
     query, key, value = (tensor_of(x) for x in (call.query, call.key, call.value))
-    result = tensor_of(call.node)
+    result = tensor_of(call.result)
     if query is None or key is None or value is None or result is None:
         return Decline(Reason.ARGUMENTS, "query, key or value is not a tensor of the graph")
     if unknown := autocast_unknown(call.node.graph):

@@ -17,6 +17,7 @@ from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.validation import widest_on_cuda
 from tatten.passes.adapters import adds_bias
 from tatten.passes.autocast import autocast_dtype
+from tatten.passes.drafts import Drafts
 from tatten.passes.latent_cost import LatentCost, latent_cost
 from tatten.passes.latent_segments import LatentSegment, shared_segments
 from tatten.passes.mutation import written_between
@@ -55,6 +56,16 @@ class LatentMatch:
     cost: LatentCost | None
     segments: tuple[LatentSegment, ...] = ()
     batch_invariant: bool = False
+
+    def inserted(self, drafts: Drafts) -> LatentMatch:
+        """Insert the drafts that the op reads, and return the match on the nodes for them."""
+        place, rope = self.call.node, self.rope
+        return dataclasses.replace(
+            self,
+            call=drafts.operands(self.call),
+            latent=self.latent.inserted(drafts, place),
+            rope=None if rope is None else (rope[0].inserted(drafts, place), rope[1]),
+        )
 
     @property
     def parts(self) -> tuple[LatentSegment, ...]:
@@ -198,7 +209,7 @@ def _check_users(match: LatentMatch) -> Decline | None:
     shared = () if match.rope is None else match.rope[0].path
     for node in sorted(match.path.difference(shared)):
         for user in node.users:
-            if user not in match.path and user is not match.call.node:
+            if user not in match.path and user not in match.call.path and user is not match.call.node:
                 return Decline(Reason.PROJECTION_USED, f"`{user}` uses `{node}`, which is projected from latents")
     return None
 

@@ -13,6 +13,7 @@ from torch.fx import Node
 from tatten.ops.layout import BATCH, HEADS, LENGTH
 from tatten.passes.autocast import autocast_dtype
 from tatten.passes.calls import op_name
+from tatten.passes.drafts import Drafts
 from tatten.passes.mutation import written_between
 from tatten.passes.recomputed import Recomputed
 from tatten.passes.sdpa import SdpaCall
@@ -28,7 +29,15 @@ class Masks:
         self._columns: dict[tuple[Node, str], list[Node]] = {}
         self._unwritten: dict[object, tuple[Node, Node]] = {}
         self._recomputed = Recomputed()
-        self.drafts: list[Node] = []  # inserted before it is known whether they will be used
+        self._views: dict[object, Node] = {}
+        self.drafts = Drafts()
+
+    def first_view(self, node: Node) -> Node:
+        """The first node asked for that is the same view as `node` and still in the graph; else `node`."""
+        first = self._views.get(same_view(node))
+        if first is None or first.prev.next is not first:  # it was erased
+            self._views[same_view(node)] = first = node
+        return first
 
     def once(self, key: object, make: Callable[[], Node]) -> Node:
         """The node made for `key`; made now if there is none yet."""
@@ -62,7 +71,7 @@ class Masks:
 
         def insert() -> Node:
             cast = call.node.graph.call_method("to", (call.attn_mask, dtype))
-            cast.meta.update(stack_trace=call.node.meta.get("stack_trace"), example_value=mask.to(dtype))
+            cast.meta.update(stack_trace=call.shown.meta.get("stack_trace"), example_value=mask.to(dtype))
             return cast
 
         cast = self.once_unless_written((same_view(call.attn_mask), dtype), call, (call.attn_mask,), insert)
@@ -101,7 +110,7 @@ class Masks:
         def insert() -> Node:
             args = rows, _size(segment, BATCH), queries
             groups = call.node.graph.call_function(torch.ops.tatten.row_groups.default, args)
-            groups.meta["stack_trace"] = call.node.meta.get("stack_trace")
+            groups.meta["stack_trace"] = call.shown.meta.get("stack_trace")
             return groups
 
         return self.once_unless_written((rows, str(stored), queries), call, (rows,), insert)
@@ -131,7 +140,7 @@ class Masks:
             args = (columns, *kv_batch, *(() if rows is None else (rows,)))
             listing: dict[str, Any] = {"every_block": True} if every_block else {}
             found = call.node.graph.call_function(torch.ops.tatten.block_mask.default, args, listing)
-            found.meta["stack_trace"] = call.node.meta.get("stack_trace")
+            found.meta["stack_trace"] = call.shown.meta.get("stack_trace")
             return found
 
         return self.once_unless_written(made_for, call, (call.attn_mask, rows), insert)

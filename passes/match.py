@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch.fx import Node
 
 from tatten.passes.cost import Cost, cost_of
+from tatten.passes.drafts import Drafts
 from tatten.passes.reasons import Decline
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
+
+AnyMatch = TypeVar("AnyMatch", bound="Match")
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,12 @@ class Match:
     def doubt(self) -> str:
         """The reason why a rewrite might not pay after all; empty if there is none."""
         return ""
+
+    def inserted(self: AnyMatch, drafts: Drafts) -> AnyMatch:
+        """Insert the drafts that the op reads, and return the match on the nodes for them."""
+        place = self.call.node
+        keys, values = (tuple(x.inserted(drafts, place) for x in stored) for stored in (self.keys, self.values))
+        return dataclasses.replace(self, call=drafts.operands(self.call), keys=keys, values=values)
 
     @property
     def path(self) -> set[Node]:

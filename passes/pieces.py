@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from tatten.ops.layout import HEAD_DIM, HEADS
 from tatten.passes.calls import argument, op_name
+from tatten.passes.drafts import without_drafts
 from tatten.passes.mutation import writes, written_between
 from tatten.passes.op_names import CASTS, CATS, COPIES, REORDERS
 from tatten.passes.reasons import Decline, Reason
@@ -56,7 +57,7 @@ def pieces_of(node: Node, reader: Node) -> Assembly:
     """The pieces of keys `node` as `reader` finds them; one piece, itself, if they were not put together."""
     walk, path = begin(node), list[Node]()
     while op_name(walk.here) in CASTS | COPIES | REORDERS and (back := step_back(walk)) is not None:
-        path.append(walk.here)
+        path += without_drafts([walk.here])
         walk = back
     found, whole = None, tensor_of(walk.here)
     if whole is not None and walk.parts[-1] == (HEAD_DIM,) and not writes(walk.here):

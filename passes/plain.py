@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from torch.fx import Node
 
 from tatten.passes.eligible import check_plain
 from tatten.passes.latents import LatentMatch, match_latents
 from tatten.passes.masks import Masks
-from tatten.passes.match import Match
+from tatten.passes.match import AnyMatch, Match
 from tatten.passes.reasons import Decline
 from tatten.passes.replace import output_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.segments import Cut, find_cuts, find_segments, in_one
 from tatten.passes.stored import Stored
-
-AnyMatch = TypeVar("AnyMatch", bound=Match)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from tatten.passes.calls import OpOverload, argument, op_name
+from tatten.passes.drafts import Drafts
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import hint, known_equal, known_shape, tensor_of
 
@@ -19,7 +20,7 @@ def insert_op(call: SdpaCall, op: OpOverload, args: tuple[Any, ...], kwargs: dic
     """Insert a call of `op`, which returns a state, before SDPA."""
     with call.node.graph.inserting_before(call.node):
         state = call.node.graph.call_function(op, args, kwargs)
-    state.meta.update({k: v for k, v in call.node.meta.items() if k != "example_value"})
+    state.meta.update({k: v for k, v in call.shown.meta.items() if k != "example_value"})
     return state
 
 
@@ -30,37 +31,42 @@ def item(state: Node, index: int) -> Node:
 
 def output_of(call: SdpaCall, state: Node, out: Node | None = None) -> Node:
     """Insert what takes SDPA's result from a state, and return that; `out` stands for the state's own."""
-    result = tensor_of(call.node)
+    result = tensor_of(call.result)
     assert result is not None
     with call.node.graph.inserting_before(call.node):
         out = item(state, 0) if out is None else out
-        out.meta.update(call.node.meta)
-        return with_strides_of(out, result)
+        out.meta.update(call.shown.meta, example_value=result)
+        return with_strides_of(Inserter(call.shown), out, result)
 
 
-def replace_log_sums(call: SdpaCall, state: Node) -> None:
-    """Replace what else computes the lse of a call by that of its state."""
+def replace_call(call: SdpaCall, state: Node, out: Node, orphans: Iterable[Node], drafts: Drafts) -> None:
+    """Replace all that a call computes by what is made of its state and of `out`, SDPA's result.
+
+    The nodes that only the call used, and those of `orphans` that have no users then, are erased.
+    """
+    drafts.bind(call.result, out)
     for node in call.log_sums:
-        like, scores = tensor_of(node), tensor_of(argument(node, 0, "input"))
-        assert like is not None
-        merged = op_name(node) == "logsumexp" and scores is not None and scores.dim() == 3
-        with call.node.graph.inserting_before(call.node):
-            lse = call.node.graph.call_function(operator.getitem, (state, 1))
-            lse = call.node.graph.call_method("to", (lse, like.dtype))
-            if merged:
-                lse = call.node.graph.call_method("flatten", (lse, 0, 1))
-            if like.dim() == (3 if merged else 4):
-                lse = call.node.graph.call_method("unsqueeze", (lse, -1))
-            lse.meta.update(node.meta)
-        node.replace_all_uses_with(lse)
-        node.graph.erase_node(node)
+        drafts.bind(node, _log_sum(call, state, node))
+    replaced = call.replaced
+    for node, draft in replaced.items():
+        node.replace_all_uses_with(drafts.insert(draft, call.node))
+    erase_unused_of({*orphans, *call.path, *replaced})
 
 
-def replace_call(call: SdpaCall, out: Node, orphans: Iterable[Node]) -> None:
-    """Replace SDPA by `out`, and erase those of `orphans` that have no users then."""
-    call.node.replace_all_uses_with(out)
-    call.node.graph.erase_node(call.node)
-    erase_unused_of({*orphans, *call.path})
+def _log_sum(call: SdpaCall, state: Node, node: Node) -> Node:
+    """Insert the lse of a state as `node` has it, which computes it, too."""
+    like, scores = tensor_of(node), tensor_of(argument(node, 0, "input"))
+    assert like is not None
+    merged = op_name(node) == "logsumexp" and scores is not None and scores.dim() == 3
+    with call.node.graph.inserting_before(call.node):
+        lse = call.node.graph.call_function(operator.getitem, (state, 1))
+        lse = call.node.graph.call_method("to", (lse, like.dtype))
+        if merged:
+            lse = call.node.graph.call_method("flatten", (lse, 0, 1))
+        if like.dim() == (3 if merged else 4):
+            lse = call.node.graph.call_method("unsqueeze", (lse, -1))
+    lse.meta.update(node.meta)
+    return lse
 
 
 def erase_unused_of(nodes: Iterable[Node]) -> None:
@@ -91,7 +97,7 @@ def scale_of(call: SdpaCall) -> Any:
     return call.scale if call.scale is None or isinstance(call.scale, Node) else float(call.scale)
 
 
-def with_strides_of(out: Node, like: Tensor) -> Node:
+def with_strides_of(insert: Callable[..., Node], out: Node, like: Tensor) -> Node:
     """Give a contiguous `out` the strides of `like`: a `view` further on may depend on those of SDPA's result."""
     strides = [hint(stride) for stride in like.stride()]
     if known_equal(like.shape[2], 1) or None in strides:
@@ -103,9 +109,6 @@ def with_strides_of(out: Node, like: Tensor) -> Node:
     dense = like.permute(order)
     if not known_shape(dense.stride(), torch.empty(dense.shape, device="meta").stride()):
         return out
-    graph = out.graph
-    for name, args in (("permute", order), ("contiguous", ()), ("permute", back)):
-        node = graph.call_method(name, (out, *args))
-        node.meta.update(out.meta)
-        out = node
+    out = insert("permute", insert("contiguous", insert("permute", out, order)), back)
+    out.meta["example_value"] = like
     return out

@@ -17,7 +17,7 @@ from tatten.passes.describe import bases, declined, provider_of, shapes_of, show
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN, check_call, check_transformed
 from tatten.passes.findings import Declined, GraphReport, Rewritten
 from tatten.passes.flex import find_flex, is_flex, read_flex
-from tatten.passes.flex_mask import insert_flex
+from tatten.passes.flex_mask import flex_call
 from tatten.passes.input_numbers import settle_numbers
 from tatten.passes.internal import CallError, Snapshot, decline_internal, declined_graph, or_nothing
 from tatten.passes.latents import LatentMatch
@@ -27,16 +27,16 @@ from tatten.passes.other_attention import find_other_attention
 from tatten.passes.plain import PlainCall
 from tatten.passes.query import find_concatenated_query, restore_query
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.replace import replace_call, replace_log_sums
+from tatten.passes.replace import replace_call
 from tatten.passes.sdpa import SdpaCall, bind_sdpa, find_sdpa, sdpa_nodes
 from tatten.passes.sliding import apply_slide, find_slides
 from tatten.passes.source_location import source_location
-from tatten.passes.stand_in import StandIn, erase_unused, insert_stand_in
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import tensor_of
-from tatten.passes.tiled import Tiled, find_tiled, insert_tiled
+from tatten.passes.tiled import find_tiled, untiled_call
 from tatten.passes.tree import find_sharded
 from tatten.passes.written_out import WrittenOut, find_written_out, read_written_out
+from tatten.passes.written_out_call import written_out_call
 
 MOST_FAILED = 8  # calls; each costs another run of all passes
 
@@ -97,10 +97,14 @@ def _rewrite(
     moving = movers(gm.graph)
 
     def rewrite_call(call: SdpaCall) -> Rewritten | Declined:
-        tiled = find_tiled(call)
-        if tiled is not None:
-            return _rewrite_tiled(tiled, masks, rewrite_call)
-        return _rewrite_call(call, max_q_len, masks, moving, may_guard, batch_invariant)
+        notes: list[str] = []
+        while (tiled := find_tiled(call)) is not None:
+            call = untiled_call(tiled, masks)
+            notes.insert(0, tiled.note)
+        finding = _rewrite_call(call, max_q_len, masks, moving, may_guard, batch_invariant)
+        if not notes or isinstance(finding, Declined):
+            return finding
+        return dataclasses.replace(finding, note="; ".join(filter(None, (finding.note, *notes))))
 
     findings: list[Rewritten | Declined] = []
     for node in sorted([*sdpa_nodes(gm.graph), *written_out, *flex]):
@@ -117,7 +121,6 @@ def _rewrite(
                 findings.append(rewrite_call(bind_sdpa(node)))
         except Exception as error:
             raise CallError(node) from error
-    erase_unused(gm.graph, masks.drafts)
     slides = or_nothing(lambda: find_slides(gm.graph, moving), errors) if fuses else []
     moved = 0
     for slide in slides:
@@ -156,7 +159,7 @@ def _rewrite_written_out(
     fused: bool,
     may_guard: bool,
 ) -> Rewritten | Declined:
-    """Decide about attention that is written out, as about a call of SDPA that stands in for it."""
+    """Decide about attention that is written out, as about a call of SDPA."""
     found = read_written_out(softmax)
     if isinstance(found, WrittenOut):
         # On a CPU Inductor fuses most of such attention, and each number would capture a graph of its own.
@@ -167,36 +170,17 @@ def _rewrite_written_out(
     if isinstance(sinks, Decline) or not isinstance(found, WrittenOut):
         assert isinstance(sinks, Decline)
         return Declined(source_location(product), "", sinks)
-    return _rewrite_stand_in(insert_stand_in(found, sinks, masks, fused=fused), rewrite_call)
+    return rewrite_call(written_out_call(found, sinks, masks, fused=fused))
 
 
 def _rewrite_flex(
     node: Node, masks: Masks, rewrite_call: Callable[[SdpaCall], Rewritten | Declined]
 ) -> Rewritten | Declined:
-    """Decide about a call of `flex_attention`, as about a call of SDPA that stands in for it."""
+    """Decide about a call of `flex_attention`, as about a call of SDPA."""
     found = check_transformed(node.all_input_nodes) or read_flex(node)
     if isinstance(found, Decline):
         return Declined(source_location(node), "", found)
-    return _rewrite_stand_in(insert_flex(found, masks), rewrite_call)
-
-
-def _rewrite_tiled(
-    found: Tiled, masks: Masks, rewrite_call: Callable[[SdpaCall], Rewritten | Declined]
-) -> Rewritten | Declined:
-    """Decide about a call with tiled keys and values, as about one with permuted queries that stands in for it."""
-    finding = _rewrite_stand_in(insert_tiled(found, masks), rewrite_call)
-    if isinstance(finding, Declined):
-        return finding
-    return dataclasses.replace(finding, note="; ".join(filter(None, (finding.note, found.note))))
-
-
-def _rewrite_stand_in(
-    stand_in: StandIn, rewrite_call: Callable[[SdpaCall], Rewritten | Declined]
-) -> Rewritten | Declined:
-    finding = rewrite_call(stand_in.call)
-    if isinstance(finding, Declined):
-        stand_in.take_back()
-    return finding
+    return rewrite_call(flex_call(found, masks))
 
 
 def _rewrite_call(
@@ -217,12 +201,11 @@ def _rewrite_call(
     given, match, note = found
     if isinstance(match, LatentMatch):
         return _absorb(given, match, masks)
-    location, shapes = source_location(call.node), shapes_of(call, *(bases(x) for x in (match.keys, match.values)))
+    location, shapes = source_location(call.shown), shapes_of(call, *(bases(x) for x in (match.keys, match.values)))
     cost, doubt = (match.cost, match.doubt or weighed(match.cost)) if given.weighs(match) else (None, "")
-    match = given.insert(match, masks)
+    match = given.insert(match.inserted(masks.drafts), masks)
     state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
-    replace_log_sums(call, state)
-    replace_call(call, given.output(state), match.path)
+    replace_call(call, state, given.output(state), match.path, masks.drafts)
     restored = restore_query(state)
     provider = provider_of(state)
     return Rewritten(
@@ -240,7 +223,7 @@ def _match_call(
 ) -> tuple[PlainCall, BifurcatedMatch | DecodeMatch | LatentMatch, str] | Decline:
     """Match one call without changing the graph. Returns the call as matchers see it, the match and a note."""
     given = (
-        check_transformed((call.query, call.key, call.value, call.attn_mask, call.node))
+        check_transformed((call.query, call.key, call.value, call.attn_mask, call.result))
         or find_sharded(call)
         or PlainCall(call)
     )
@@ -277,11 +260,11 @@ def _absorb(given: PlainCall, match: LatentMatch, masks: Masks) -> Rewritten:
     ropes = [x.rope for x in segments if x.rope is not None]
     latents = [x.latent for x in segments]
     named = [("q", match.call.query), *(("c", x) for x in bases(latents)), *(("rope", x) for x in bases(ropes))]
-    location, shapes = source_location(call.node), show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
-    match = given.insert_latents(match, masks)
+    location, shapes = source_location(call.shown), show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
+    match = given.insert_latents(match.inserted(masks.drafts), masks)
     concatenated = find_concatenated_query(match.call.query, match.call.node)
     state, out = apply_latents(match, masks, concatenated)
-    replace_call(call, given.output(state, out), match.path.union(concatenated.path))
+    replace_call(call, state, given.output(state, out), match.path.union(concatenated.path), masks.drafts)
     made = "one projection" if match.keys.product is match.values.product else "two projections"
     made += " with LoRA" if match.keys.adapters or match.values.adapters else ""
     made_of = f"keys and values were made of latents by {made} for {match.keys.heads} heads"

@@ -18,17 +18,22 @@ POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """A call of `F.scaled_dot_product_attention`, `node`, with its arguments as they stand in the graph.
+    """A call of `F.scaled_dot_product_attention` with its arguments as they stand in the graph, or attention like one.
 
-    Attention that is written in another way has the same arguments, and those that SDPA lacks.
+    Attention that is written in another way has the same arguments, and those that SDPA lacks. Its tensors may be
+    drafts (`tatten.passes.drafts`).
 
     Attributes:
+        node: the call, or the node before which other attention has to be computed.
         window, softcap, sinks: as `tatten.decode_attention` takes them; `sinks` is a node.
         form: how attention was written, for the report; empty for a call of SDPA.
         log_sums: nodes whose value is the call's lse, in their own dtypes.
         path: nodes that may have no users once the call is computed in another way.
         fused: whether the compiler of the graph would fuse these nodes by itself.
         grouped: whether these nodes multiply a kv head by all of its query heads at once.
+        origin: the node whose place in the user's program the report shows; None for `node`.
+        draft_result: the draft that stands for SDPA's result; None where `node` computes it.
+        outputs: the nodes that are replaced, each with a draft made of the result, or of what it replaces.
     """
 
     node: Node
@@ -48,6 +53,24 @@ class SdpaCall:
     path: tuple[Node, ...] = ()
     fused: bool = False
     grouped: bool = False
+    origin: Node | None = None
+    draft_result: Node | None = None
+    outputs: tuple[tuple[Node, Node], ...] = ()
+
+    @property
+    def shown(self) -> Node:
+        """The node whose place in the user's program is that of the call."""
+        return self.origin or self.node
+
+    @property
+    def result(self) -> Node:
+        """The node of SDPA's result, `[batch, heads, q_length, head_dim]`, or the draft that stands for it."""
+        return self.draft_result or self.node
+
+    @property
+    def replaced(self) -> dict[Node, Node]:
+        """The nodes that are replaced, each with a draft for it."""
+        return {self.result: self.result, **{x: x for x in self.log_sums}} if not self.outputs else dict(self.outputs)
 
     @property
     def variant(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def cuts_behind(stored: Stored, node: Node) -> tuple[Cut, ...]:
 def _cut(start: Walk, depth: int = 0) -> Iterator[Walk]:
     for walk in way_back(start):
         parts = _parts(walk) if depth < MAX_DEPTH else None
-        if parts is not None and all(len(node.users) == 1 for node in (*walk.path, walk.here)):
+        if parts is not None and all(len(node.users) <= 1 for node in (*walk.path, walk.here)):
             for part in parts:
                 yield from _cut(part, depth + 1)
             return
@@ -99,7 +99,7 @@ def _segments(start: Walk, rows: bool, depth: int = 0) -> tuple[Stored, ...] | N
             found = [_segments(part, rows, depth + 1) for part in parts]
             flat = tuple(segment for segments in found if segments is not None for segment in segments)
             # If others use the concatenated tensor, it exists anyway: segments of equal batch are read from it.
-            ours_alone = all(len(node.users) == 1 for node in (*walk.path, walk.here))
+            ours_alone = all(len(node.users) <= 1 for node in (*walk.path, walk.here))
             if None not in found and (
                 ours_alone or any(not known_equal(x.size(BATCH), flat[0].size(BATCH)) for x in flat)
             ):

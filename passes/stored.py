@@ -7,12 +7,13 @@ that an index selected may have been repeated in any order: `x[j] == base[rows[j
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Node
 
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
+from tatten.passes.drafts import Drafts
 from tatten.passes.mutation import written_between
 from tatten.passes.rows import Rows
 from tatten.passes.symbolic import LocalPart, constant, known_equal, tensor_of
@@ -46,6 +47,10 @@ class Stored:
         tensor, dim = tensor_of(self.base), self.dims[role]
         assert tensor is not None
         return 1 if dim is None or (role == BATCH and self.overlaid) else tensor.shape[dim]
+
+    def inserted(self, drafts: Drafts, place: Node) -> Stored:
+        """Insert `base` before `place` if it is a draft, and return what is stored with the node for it."""
+        return self if not isinstance(self.base, Node) else replace(self, base=drafts.insert(self.base, place))
 
     def as_attention_takes_it(self) -> Node:
         """Insert the views that make `[batch, heads, length, head_dim]` of `base`; `base` itself if none is needed."""

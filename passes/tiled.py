@@ -10,14 +10,13 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch.fx import Node
 
 from tatten.ops.layout import HEADS
-from tatten.passes.masks import Masks, same_view
+from tatten.passes.drafts import Drafting
+from tatten.passes.masks import Masks
 from tatten.passes.replace import with_strides_of
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.stand_in import Drafts, StandIn
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import FakeTensor, constant, known_equal, tensor_of
 from tatten.passes.views import ROLES, Walk, begin, way_back
@@ -54,7 +53,7 @@ def find_tiled(call: SdpaCall) -> Tiled | None:
     query, whole, mask = (tensor_of(x) for x in (call.query, call.key, call.attn_mask))
     if not isinstance(query, FakeTensor) or not isinstance(whole, FakeTensor) or query.dim() != 4 or whole.dim() != 4:
         return None
-    if call.log_sums or tensor_of(call.value) is None or not isinstance(tensor_of(call.node), FakeTensor):
+    if call.log_sums or tensor_of(call.value) is None or not isinstance(tensor_of(call.result), FakeTensor):
         return None
     of_key, of_value = _untiled(call.key), _untiled(call.value)
     if of_key is None or of_value is None or of_key[1:] != of_value[1:]:
@@ -102,54 +101,39 @@ def _dims(walk: Walk) -> tuple[int, ...] | None:
     return tuple(held.index(role) if role in held else next(spare) for role in ROLES)
 
 
-def insert_tiled(found: Tiled, masks: Masks) -> StandIn:
-    """Insert a call with permuted query heads in the place of one whose keys and values are tiled."""
-    call, node = found.call, found.call.node
-    insert, result = Drafts(node, masks.drafts), tensor_of(node)
+def untiled_call(found: Tiled, masks: Masks) -> SdpaCall:
+    """Return a call whose keys and values are tiled as one with permuted query heads."""
+    call, draft, result = found.call, Drafting(masks.drafts, found.call.shown), tensor_of(found.call.result)
     assert isinstance(result, FakeTensor)
     as_read = found.tiles, found.kv_heads, found.repeats * found.group
     as_taken = found.kv_heads, found.tiles, found.repeats * found.group
-    with node.graph.inserting_before(node):
-        query = _swapped(insert, call.query, HEADS, as_read)
-        key, value = (_repeated(insert, x, found.tiles * found.repeats) for x in (found.key, found.value))
-        sinks = None if call.sinks is None else _swapped(insert, call.sinks, 0, as_read)
     mask, tensor = call.attn_mask, tensor_of(call.attn_mask)
     if tensor is not None and tensor.dim() > 2 and not known_equal(tensor.shape[-3], 1):
-        made_for = "tiled", same_view(mask), as_read
-        mask = masks.once_unless_written(
-            made_for, call, (mask,), lambda: _swapped(insert, mask, tensor.dim() - 3, as_read)
-        )
-    with node.graph.inserting_before(node):
-        args = (query, key, value) if mask is None else (query, key, value, mask)
-        inner = node.graph.call_function(F.scaled_dot_product_attention, args)
-        like = result.new_empty(result.shape, requires_grad=result.requires_grad)
-        inner.meta.update(node.meta, example_value=like)
-        masks.drafts.append(inner)
-        out = _swapped(insert, inner, HEADS, as_taken)
-        out = with_strides_of(out, result)
-    path = (*call.path, *found.key.path, *found.value.path, node)
-    moved = dataclasses.replace(
+        mask = _swapped(draft, masks.first_view(mask), tensor.dim() - 3, as_read)
+    inner = masks.drafts.result(result.new_empty(result.shape, requires_grad=result.requires_grad))
+    out = with_strides_of(draft, _swapped(draft, inner, HEADS, as_taken), result)
+    return dataclasses.replace(
         call,
-        node=inner,
-        query=query,
-        key=key,
-        value=value,
+        query=_swapped(draft, call.query, HEADS, as_read),
+        key=_repeated(draft, found.key, found.tiles * found.repeats),
+        value=_repeated(draft, found.value, found.tiles * found.repeats),
         attn_mask=mask,
-        sinks=sinks,
-        path=path,
+        sinks=None if call.sinks is None else _swapped(draft, call.sinks, 0, as_read),
+        path=(*call.path, *found.key.path, *found.value.path),
+        draft_result=inner,
+        outputs=tuple((x, masks.drafts.substitute(made, {call.result: out})) for x, made in call.replaced.items()),
     )
-    return StandIn.put(moved, [(out, node)])
 
 
-def _swapped(insert: Drafts, node: Node, dim: int, sizes: tuple[int, int, int]) -> Node:
-    """Insert `node` with the first two of three factors of a dim swapped."""
-    return insert("flatten", insert("transpose", insert("unflatten", node, dim, sizes), dim, dim + 1), dim, dim + 2)
+def _swapped(draft: Drafting, node: Node, dim: int, sizes: tuple[int, int, int]) -> Node:
+    """Draft `node` with the first two of three factors of a dim swapped."""
+    return draft("flatten", draft("transpose", draft("unflatten", node, dim, sizes), dim, dim + 1), dim, dim + 2)
 
 
-def _repeated(insert: Drafts, stored: Stored, times: int) -> Node:
-    """Insert a key or value of which each head is there several times, one beside the other."""
+def _repeated(draft: Drafting, stored: Stored, times: int) -> Node:
+    """Draft a key or value of which each head is there several times, one beside the other."""
     assert isinstance(stored.base, Node)
     node = stored.base
     if stored.dims != tuple(ROLES):
-        node = insert("permute", node, *stored.dims)
-    return insert("flatten", insert("expand", insert("unsqueeze", node, 2), -1, -1, times, -1, -1), 1, 2)
+        node = draft("permute", node, *stored.dims)
+    return draft("flatten", draft("expand", draft("unsqueeze", node, 2), -1, -1, times, -1, -1), 1, 2)

@@ -23,10 +23,10 @@ from tatten.passes.calls import op_name
 from tatten.passes.latents import LatentMatch, match_latents
 from tatten.passes.local import FromLocal, chunk, local_input, local_mask, local_part, stripe, to_local
 from tatten.passes.masks import Masks, same_view
-from tatten.passes.match import Match
-from tatten.passes.plain import AnyMatch, PlainCall
+from tatten.passes.match import AnyMatch, Match
+from tatten.passes.plain import PlainCall
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.replace import item, with_strides_of
+from tatten.passes.replace import Inserter, item, with_strides_of
 from tatten.passes.sdpa import SDPA_TARGETS, SdpaCall
 from tatten.passes.segments import Cut, cuts_behind, find_segments, segments_behind
 from tatten.passes.stored import Stored, peel_heads
@@ -55,7 +55,7 @@ def find_sharded(call: SdpaCall) -> MergedCall | Decline | None:
     keys, values = find_segments(call.key), find_segments(call.value)
     if len(keys) == 1 or len(keys) != len(values):
         return None
-    result = tensor_of(call.node)
+    result = tensor_of(call.result)
     assert result is not None
     found = find_segment_sharding(query, result, _placed(keys), _placed(values), mask)
     return Decline(Reason.PLACEMENT, found) if isinstance(found, str) else SegmentedCall(call, found, keys, values)
@@ -81,7 +81,7 @@ class MergedCall(PlainCall):
         """Return the reason why attention that isn't SDPA can't be merged, or None: `find_sharded` checked the rest."""
         from tatten.ops.distributed.placement import belongs_to_heads
 
-        call, result, sinks = self.call, tensor_of(self.call.node), tensor_of(self.call.sinks)
+        call, result, sinks = self.call, tensor_of(self.call.result), tensor_of(self.call.sinks)
         placed = getattr(result, "placements", None)
         if call.node.target not in SDPA_TARGETS and placed != self.sharding.out:
             return Decline(Reason.PLACEMENT, f"the result is placed as {placed}, query as {self.sharding.out}")
@@ -119,10 +119,10 @@ class MergedCall(PlainCall):
 
         Users that only take the local part of SDPA's DTensor get it directly; if all do, no DTensor is made.
         """
-        call, graph, invariant = self.call.node, state.graph, bool(state.kwargs.get("batch_invariant"))
-        like = held(tensor_of(call))
+        call, graph, invariant = self.call, state.graph, bool(state.kwargs.get("batch_invariant"))
+        like = held(tensor_of(call.result))
         lse = like.new_empty(like.shape[:-1], dtype=accumulator_dtype(like.dtype))
-        with graph.inserting_before(call):
+        with graph.inserting_before(call.node):
             out = item(state, 0) if out is None else out
             for group in self.sharding.groups:
                 ranks, rank = group_size_and_rank(group)
@@ -131,15 +131,16 @@ class MergedCall(PlainCall):
                 merge = torch.ops.tatten.tree_merge.default
                 state = graph.call_function(merge, args, {"batch_invariant": True} if invariant else None)
                 out = item(state, 0)
-            out.meta.update({**call.meta, "example_value": like})
-            out = with_strides_of(out, like)
-            for user in list(call.users):
-                if op_name(user) == "to_local" and user.args == (call,) and not user.kwargs:
+            out.meta.update({**call.shown.meta, "example_value": like})
+            out = with_strides_of(Inserter(call.shown), out, like)
+            dtensor = next(node for node, draft in call.replaced.items() if draft is call.result)
+            for user in list(dtensor.users):
+                if op_name(user) == "to_local" and user.args == (dtensor,) and not user.kwargs:
                     user.replace_all_uses_with(out)
                     graph.erase_node(user)
-            if call.users:
+            if dtensor.users:
                 out = graph.call_function(FromLocal(self.sharding), (out,))
-                out.meta.update(call.meta)
+                out.meta.update(dtensor.meta)
         return out
 
 

@@ -21,6 +21,7 @@ from torch.fx import Node
 
 from tatten.ops.layout import BATCH
 from tatten.passes.calls import argument, only_adds_dims, op_name
+from tatten.passes.drafts import without_drafts
 from tatten.passes.mutation import writes
 from tatten.passes.op_names import CASTS, CATS, COPIES, REORDERS, RESHAPES, STRETCHES
 from tatten.passes.rows import SELECTS, Counts, Repeat, Select, Selection, selection_of
@@ -60,7 +61,7 @@ class Walk:
 
     def step(self, source: Node, parts: Sequence[Part | None], *stretched: tuple[Part, Size]) -> Walk:
         grown = tuple((part, size) for part, size in stretched if not known_equal(size, 1))
-        return Walk(source, tuple(parts), self.stretched + grown, (*self.path, self.here), self.rows)
+        return Walk(source, tuple(parts), self.stretched + grown, (*self.path, *without_drafts([self.here])), self.rows)
 
     def repeated_rows(self, dim: int) -> tuple[Repeat, ...] | None:
         """How the rows along `dim` of `here` were repeated since; None if that isn't known, or other dims hold rows."""
@@ -214,7 +215,7 @@ def _select(
     dim = selection.dim
     if not known_shape((*before[:dim], *before[dim + 1 :]), (*after[:dim], *after[dim + 1 :])):
         return None
-    path = (*walk.path, *path)
+    path = (*walk.path, *without_drafts(path))
     if known_equal(before[dim], 1):
         part = walk.parts[dim]
         parts = (*walk.parts[:dim], None, *walk.parts[dim + 1 :])

@@ -1,0 +1,158 @@
+"""Nodes that a graph doesn't have yet: matchers read them as they read others, and an edit inserts those it needs.
+
+Drafts live in a graph of their own. They take nodes of the user's graph as arguments, but are not among their users.
+Equal drafts are one node, so that layers that share a mask share what is computed from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from tatten.passes.mutation import written_between
+from tatten.passes.symbolic import FakeTensor, tensor_of, value_of
+
+if TYPE_CHECKING:
+    from tatten.passes.products import Factor
+    from tatten.passes.sdpa import SdpaCall
+
+
+class _Scratch(Graph):
+    """The graph of drafts."""
+
+
+def is_draft(node: Node) -> bool:
+    return isinstance(node.graph, _Scratch)
+
+
+def without_drafts(nodes: Iterable[Node]) -> tuple[Node, ...]:
+    return tuple(node for node in nodes if not is_draft(node))
+
+
+class Drafts:
+    """The drafts for one graph, and what was inserted for them."""
+
+    def __init__(self) -> None:
+        self._scratch = _Scratch()
+        self._made: dict[str, Node] = {}
+        self._bound: dict[Node, Node] = {}
+        self._inserted: dict[Node, tuple[Node, Node]] = {}
+        self._fake_mode: AbstractContextManager[Any] = contextlib.nullcontext()
+
+    def result(self, value: Tensor) -> Node:
+        """Make a draft that stands for a tensor until `bind` says which node computes it."""
+        if isinstance(value, FakeTensor):
+            self._fake_mode = value.fake_mode
+        node = self._scratch.placeholder("result")
+        node.meta["example_value"] = value
+        return node
+
+    def bind(self, node: Node, by: Node) -> None:
+        """Let what is inserted from now on read `by` in place of `node`, a draft or a node that is replaced."""
+        self._bound[node] = by
+
+    def make(self, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """Make a draft of a call of a method or function, as of the place in the user's program where `like` is."""
+        key = repr((target, _mapped((args, kwargs), _Named)))
+        if key not in self._made:
+            create = self._scratch.call_method if isinstance(target, str) else self._scratch.call_function
+            node = create(target, args, kwargs)
+            for source in without_drafts(node.all_input_nodes):
+                source.users.pop(node, None)
+            node.meta.update({k: v for k, v in like.meta.items() if k not in ("example_value", "val")})
+            with self._fake_mode:
+                node.meta["example_value"] = _run(target, _mapped(args, value_of), _mapped(kwargs, value_of))
+            self._made[key] = node
+        return self._made[key]
+
+    def insert(self, node: Node, place: Node) -> Node:
+        """Insert a draft, and those it needs, before `place`; reuse a node unless what it read was written since.
+
+        Places come in order. A node of the graph is returned as it is.
+        """
+        if node in self._bound:
+            return self._bound[node]
+        if not is_draft(node):
+            return node
+        found, unwritten = self._inserted.get(node, (None, None))
+        if found is None or unwritten is None or written_between(self._read_by(node), unwritten, place) is not None:
+            args, kwargs = (_mapped(x, lambda x: self.insert(x, place)) for x in (node.args, node.kwargs))
+            with place.graph.inserting_before(place):
+                found = place.graph.create_node(node.op, node.target, args, kwargs)
+            found.meta.update(node.meta)
+        # The node at `place` is about to be replaced, and what takes its place writes nothing.
+        self._inserted[node] = found, place.prev
+        return found
+
+    def operands(self, call: SdpaCall) -> SdpaCall:
+        """Insert the query, mask and sinks of a call; keys and values are read where they are stored."""
+
+        def insert(x: Any) -> Any:
+            return self.insert(x, call.node) if isinstance(x, Node) else x
+
+        query, mask, sinks = map(insert, (call.query, call.attn_mask, call.sinks))
+        return dataclasses.replace(call, query=query, attn_mask=mask, sinks=sinks)
+
+    def substitute(self, node: Node, by: Mapping[Node, Node]) -> Node:
+        """Make a draft again with other arguments; `node` itself where none of them is in `by`."""
+        if node in by or not is_draft(node) or node.op == "placeholder":
+            return by.get(node, node)
+        args, kwargs = (_mapped(x, lambda x: self.substitute(x, by)) for x in (node.args, node.kwargs))
+        return self.make(node, node.target, *args, **kwargs)
+
+    def _read_by(self, draft: Node) -> list[Tensor]:
+        """The tensors of the graph that a draft is computed from."""
+        frontier, tensors = [draft], list[Tensor]()
+        while frontier:
+            node = frontier.pop()
+            if is_draft(node):
+                frontier += node.all_input_nodes
+            elif (tensor := tensor_of(node)) is not None:
+                tensors.append(tensor)
+        return tensors
+
+
+class Drafting:
+    """Makes drafts for one call, as of the place in the user's program where `like` is."""
+
+    def __init__(self, drafts: Drafts, like: Node) -> None:
+        self._drafts, self._like = drafts, like
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        return self._drafts.make(self._like, target, *args, **kwargs)
+
+    def cast(self, node: Node, dtype: Any) -> Node:
+        tensor = tensor_of(node)
+        return node if tensor is None or tensor.dtype == dtype else self("to", node, dtype)
+
+    def views(self, factor: Factor) -> Node:
+        node = factor.node
+        for name, *args in factor.views:
+            node = self(name, node, *args)
+        return node
+
+
+class _Named:
+    """Stands for a node in the key of a draft: nodes of two graphs may have one name."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def __repr__(self) -> str:
+        return f"<{id(self._node)}>"
+
+
+def _mapped(args: Any, by: Callable[[Node], Any]) -> Any:
+    """Replace each node in arguments by what `by` returns for it."""
+    return map_arg(args, by)
+
+
+def _run(target: Any, args: Any, kwargs: Any) -> Any:
+    return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)

@@ -1,0 +1,156 @@
+"""Attention that is written out, as the call of SDPA that it could have been: its operands and results are drafts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from tatten.passes.calls import argument
+from tatten.passes.drafts import Drafting
+from tatten.passes.masks import Masks
+from tatten.passes.products import Factor, Heads, View
+from tatten.passes.scores import Step
+from tatten.passes.sdpa import SdpaCall
+from tatten.passes.symbolic import constant, known_equal, tensor_of
+from tatten.passes.written_out import WrittenOut
+
+
+def written_out_call(found: WrittenOut, sinks: Factor | None, masks: Masks, *, fused: bool) -> SdpaCall:
+    """Return attention written out as a call; `fused` tells whether its compiler would fuse it."""
+    product, draft = found.weights.product, Drafting(masks.drafts, found.place)
+    query, key, value = (draft.views(x) for x in (found.query, found.key, found.value))
+    for number, divides in found.scores.factors:
+        query = draft(torch.div if divides else torch.mul, query, number)
+    mask, empty = _mask(found, masks, draft)
+    result = masks.drafts.result(_result(found))
+    sums = (x if empty is None else _without_keys(draft, x, empty, query) for x in found.log_sums)
+    outputs = (product.node, _like_product(found, draft, result)), *zip(found.log_sums, sums, strict=True)
+    return SdpaCall(
+        found.place,
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        scale=found.scores.scale,
+        enable_gqa=found.own_dims is not None,
+        softcap=found.scores.softcap,
+        sinks=None if sinks is None else draft.views(sinks),
+        form=found.form,
+        log_sums=found.log_sums,
+        path=found.path,
+        fused=fused,
+        grouped=found.own_dims is not None,
+        origin=product.node,
+        draft_result=result,
+        outputs=outputs,
+    )
+
+
+def _like_product(found: WrittenOut, draft: Drafting, result: Node) -> Node:
+    """Draft the result in the shape of the product with values."""
+    product, out = found.weights.product, result
+    if found.own_dims is not None:
+        out = draft("unflatten", out, 1, found.own_dims[1:])
+        out = out if _rank(product.node) == 5 else draft("squeeze", out, 0)
+    elif _rank(product.node) == 3:
+        out = draft("flatten", out, 0, 1)
+    return out if product.back is None else draft(product.back[0], out, *product.back[1:])
+
+
+def _without_keys(draft: Drafting, lse: Node, empty: Node, query: Node) -> Node:
+    """Draft an lse that is -inf for queries without keys."""
+    rows, rank = empty, _rank(argument(lse, 0, "input"))
+    if rank == 3:
+        rows = draft("flatten", draft("expand_as", rows, draft("narrow", query, -1, 0, 1)), 0, 1)
+    rows = rows if _rank(lse) == rank else draft("squeeze", rows, -1)
+    return draft("masked_fill", lse, rows, -math.inf)
+
+
+def _result(found: WrittenOut) -> Tensor:
+    """The fake tensor of the result as `[batch, heads, q_len, head_dim]`."""
+    product = found.weights.product
+    tensor = tensor_of(product.node)
+    assert tensor is not None
+    if product.back is not None:
+        order = product.back[1:]
+        tensor = tensor.permute([order.index(d) for d in range(len(order))])
+    if found.own_dims is not None:
+        return (tensor if tensor.dim() == 5 else tensor.unsqueeze(0)).flatten(1, 2)
+    return tensor.unflatten(0, _heads(found)) if tensor.dim() == 3 else tensor
+
+
+def _heads(found: WrittenOut) -> tuple[int, int]:
+    assert found.heads is not None
+    heads = constant(found.heads[1])
+    assert heads is not None
+    return -1, heads
+
+
+def _mask(found: WrittenOut, masks: Masks, draft: Drafting) -> tuple[Node | None, Node | None]:
+    """Draft the bias that the steps make of a score of 0, and which rows of it have no keys."""
+    steps = found.scores.steps
+    if all(x.node is None for x in steps):
+        return None, None
+    bias = _bias(draft, found, masks)
+    if found.scores.sinks is not None or steps[-1].kind == "at_least":
+        return bias, None
+    # A softmax of nothing but -inf is NaN, while attention to no keys is 0.
+    empty = draft("all", draft("eq", bias, -math.inf), -1, True)
+    return draft("masked_fill", bias, empty, math.nan), empty
+
+
+def _bias(draft: Drafting, found: WrittenOut, masks: Masks) -> Node:
+    bias: Node | None = None
+    for step in found.scores.steps:
+        if step.node is not None:
+            bias = _with(draft, step, bias, draft.views(_like_scores(masks.first_view(step.node), found)))
+        elif bias is not None:
+            bias = draft.cast(bias, step.dtype)
+            bias = draft("mul", bias, step.number) if step.kind == "times" and step.number != 1 else bias
+            bias = draft("div", bias, step.number) if step.kind == "over" else bias
+            bias = draft("clamp", bias, step.number) if step.kind == "at_least" else bias
+    assert bias is not None
+    return bias
+
+
+def _with(draft: Drafting, step: Step, bias: Node | None, node: Node) -> Node:
+    """Draft a step with a tensor, `node`; it gives what scores are rounded to, as in a sum that is taken in place."""
+    if step.kind == "add":
+        node = node if step.number == 1 else draft("mul", draft.cast(node, step.dtype), step.number)
+        return draft.cast(node if bias is None else draft(torch.add, draft.cast(bias, step.dtype), node), step.dtype)
+    bias = draft.cast(draft(torch.zeros_like, node) if bias is None else bias, step.dtype)
+    condition = node if step.kind == "where" else draft("logical_not", node)
+    return draft(torch.masked_fill, bias, condition, step.number)
+
+
+def _like_scores(node: Node, found: WrittenOut) -> Factor:
+    """A tensor that broadcasts to scores, where they are `[batch, heads, q_len, kv_len]`."""
+    tensor = tensor_of(node)
+    if tensor is not None and tensor.dim() == 0:
+        return Factor(node, (("unsqueeze", 0),))
+    if found.own_dims is not None and tensor is not None:
+        return Factor(node, _joined(tensor, found.own_dims))
+    if found.heads is None or tensor is None or tensor.dim() != 3 or known_equal(tensor.shape[0], 1):
+        return Factor(node)
+    if known_equal(tensor.shape[0], found.heads[0] * found.heads[1]):
+        return Factor(node, (("unflatten", 0, _heads(found)),))
+    return Factor(node)
+
+
+def _joined(tensor: Tensor, heads: Heads) -> tuple[View, ...]:
+    """Views that make one dim of the two that heads have in what broadcasts to scores."""
+    if tensor.dim() < 3:
+        return ()
+    fill = (("unsqueeze", 0),) * (5 - tensor.dim())
+    kv_heads, each = (1, 1, *tensor.shape)[-4:-2]
+    if known_equal(kv_heads, 1) != known_equal(each, 1):
+        return (*fill, ("expand", -1, *heads[1:], -1, -1), ("flatten", 1, 2))
+    return (*fill, ("flatten", 1, 2))
+
+
+def _rank(node: Node) -> int:
+    tensor = tensor_of(node)
+    return -1 if tensor is None else tensor.dim()
