@@ -12,13 +12,14 @@ from tatten.ops.cuda.providers import choose_provider, replaced_flash, table_not
 from tatten.ops.cuda.workload import Workload, needs_of
 from tatten.ops.variant import AttentionVariant
 from tatten.passes.cost import Cost
+from tatten.passes.drafts import dtensor_of
 from tatten.passes.findings import Declined
 from tatten.passes.latent_cost import LatentCost
 from tatten.passes.reasons import Decline
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.source_location import source_location
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import LocalPart, constant, hint, tensor_of
+from tatten.passes.symbolic import constant, hint, tensor_of
 
 
 def declined(call: SdpaCall, decline: Decline) -> Declined:
@@ -28,7 +29,7 @@ def declined(call: SdpaCall, decline: Decline) -> Declined:
 
 def bases(stored: Iterable[Stored]) -> list[Node]:
     """Nodes of the user's program that hold what is stored."""
-    return [x.base.dtensor if isinstance(x.base, LocalPart) else x.base for x in stored]
+    return [dtensor_of(x.base) or x.base for x in stored]
 
 
 def shapes_of(call: SdpaCall, keys: Iterable[Node], values: Iterable[Node]) -> str:

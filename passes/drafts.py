@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from tatten.passes.mutation import written_between
-from tatten.passes.symbolic import FakeTensor, tensor_of, value_of
+from tatten.passes.symbolic import FakeTensor, held, tensor_of, value_of
 
 if TYPE_CHECKING:
     from tatten.passes.products import Factor
@@ -30,6 +30,12 @@ class _Scratch(Graph):
 
 def is_draft(node: Node) -> bool:
     return isinstance(node.graph, _Scratch)
+
+
+def dtensor_of(node: Node) -> Node | None:
+    """The DTensor whose local part is drafted by `node`; None if it is another node."""
+    source = node.args[0] if is_draft(node) and node.target == "to_local" else None
+    return source if isinstance(source, Node) else None
 
 
 def without_drafts(nodes: Iterable[Node]) -> tuple[Node, ...]:
@@ -60,6 +66,25 @@ class Drafts:
 
     def make(self, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
         """Make a draft of a call of a method or function, as of the place in the user's program where `like` is."""
+
+        def value() -> Any:
+            values, named = _mapped(args, value_of), _mapped(kwargs, value_of)
+            with self._fake_mode:
+                if isinstance(target, str):
+                    return getattr(values[0], target)(*values[1:], **named)
+                return target(*values, **named)
+
+        return self._make(like, target, args, kwargs, value)
+
+    def local_part(self, dtensor: Node) -> Node:
+        """Make a draft of the local part of a DTensor."""
+        tensor = tensor_of(dtensor)
+        assert tensor is not None
+        return self._make(dtensor, "to_local", (dtensor,), {}, lambda: held(tensor))
+
+    def _make(
+        self, like: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Callable[[], Any]
+    ) -> Node:
         key = repr((target, _mapped((args, kwargs), _Named)))
         if key not in self._made:
             create = self._scratch.call_method if isinstance(target, str) else self._scratch.call_function
@@ -67,8 +92,7 @@ class Drafts:
             for source in without_drafts(node.all_input_nodes):
                 source.users.pop(node, None)
             node.meta.update({k: v for k, v in like.meta.items() if k not in ("example_value", "val")})
-            with self._fake_mode:
-                node.meta["example_value"] = _run(target, _mapped(args, value_of), _mapped(kwargs, value_of))
+            node.meta["example_value"] = value()
             self._made[key] = node
         return self._made[key]
 
@@ -97,7 +121,7 @@ class Drafts:
         def insert(x: Any) -> Any:
             return self.insert(x, call.node) if isinstance(x, Node) else x
 
-        query, mask, sinks = map(insert, (call.query, call.attn_mask, call.sinks))
+        mask, query, sinks = map(insert, (call.attn_mask, call.query, call.sinks))
         return dataclasses.replace(call, query=query, attn_mask=mask, sinks=sinks)
 
     def substitute(self, node: Node, by: Mapping[Node, Node]) -> Node:
@@ -152,7 +176,3 @@ class _Named:
 def _mapped(args: Any, by: Callable[[Node], Any]) -> Any:
     """Replace each node in arguments by what `by` returns for it."""
     return map_arg(args, by)
-
-
-def _run(target: Any, args: Any, kwargs: Any) -> Any:
-    return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)

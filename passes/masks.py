@@ -25,7 +25,6 @@ class Masks:
     """Nodes computed from masks and from rows so far, while the calls of a graph are rewritten in order."""
 
     def __init__(self) -> None:
-        self._made: dict[object, Node] = {}
         self._columns: dict[tuple[Node, str], list[Node]] = {}
         self._unwritten: dict[object, tuple[Node, Node]] = {}
         self._recomputed = Recomputed()
@@ -38,12 +37,6 @@ class Masks:
         if first is None or first.prev.next is not first:  # it was erased
             self._views[same_view(node)] = first = node
         return first
-
-    def once(self, key: object, make: Callable[[], Node]) -> Node:
-        """The node made for `key`; made now if there is none yet."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
 
     def once_unless_written(
         self, key: object, call: SdpaCall, read: Iterable[object], make: Callable[[], Node]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from torch.fx import Node
 
@@ -15,7 +15,15 @@ from tatten.passes.reasons import Decline
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
 
-AnyMatch = TypeVar("AnyMatch", bound="Match")
+AnyMatch = TypeVar("AnyMatch", bound="Insertable")
+AnyOfSegments = TypeVar("AnyOfSegments", bound="Match")
+
+
+class Insertable(Protocol):
+    """A match whose tensors may be drafts."""
+
+    def inserted(self: AnyMatch, drafts: Drafts) -> AnyMatch:
+        """Insert the drafts that the op reads, and return the match on the nodes for them."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +49,11 @@ class Match:
         """The reason why a rewrite might not pay after all; empty if there is none."""
         return ""
 
-    def inserted(self: AnyMatch, drafts: Drafts) -> AnyMatch:
+    def inserted(self: AnyOfSegments, drafts: Drafts) -> AnyOfSegments:
         """Insert the drafts that the op reads, and return the match on the nodes for them."""
-        place = self.call.node
+        call, place = drafts.operands(self.call), self.call.node
         keys, values = (tuple(x.inserted(drafts, place) for x in stored) for stored in (self.keys, self.values))
-        return dataclasses.replace(self, call=drafts.operands(self.call), keys=keys, values=values)
+        return dataclasses.replace(self, call=call, keys=keys, values=values)
 
     @property
     def path(self) -> set[Node]:

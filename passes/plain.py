@@ -23,6 +23,7 @@ class PlainCall:
     """An SDPA call on plain tensors, which the matchers see as they are; `tatten.passes.tree` has DTensors."""
 
     call: SdpaCall
+    masks: Masks
     in_one_piece: ClassVar[bool] = True  # whether an op may read key and value as they are
 
     @property
@@ -61,13 +62,9 @@ class PlainCall:
         """Match keys and values that are expanded from latents; see `match_latents`."""
         return match_latents(self.call, batch_invariant)
 
-    def insert(self, match: AnyMatch, masks: Masks) -> AnyMatch:
-        """Insert nodes for the tensors that the matchers saw, and return the match on those."""
-        return match
-
-    def insert_latents(self, match: LatentMatch, masks: Masks) -> LatentMatch:
-        """Insert nodes for the tensors that `latents` saw, and return the match on those."""
-        return match
+    def insert(self, match: AnyMatch) -> AnyMatch:
+        """Insert nodes for the drafts of a match, and return the match on those."""
+        return match.inserted(self.masks.drafts)
 
     def output(self, state: Node, out: Node | None = None) -> Node:
         """Insert what turns a state over the tensors that were seen into SDPA's result, and return that.

@@ -193,7 +193,7 @@ def _rewrite_call(
 ) -> Rewritten | Declined:
     """Decide about one call, then change the graph. The report is read off first: nodes may be erased."""
     try:
-        found = _match_call(call, max_q_len, moving, may_guard, batch_invariant)
+        found = _match_call(call, max_q_len, masks, moving, may_guard, batch_invariant)
     except Exception as error:  # nothing was changed yet
         found = decline_internal(error)
     if isinstance(found, Decline):
@@ -203,7 +203,7 @@ def _rewrite_call(
         return _absorb(given, match, masks)
     location, shapes = source_location(call.shown), shapes_of(call, *(bases(x) for x in (match.keys, match.values)))
     cost, doubt = (match.cost, match.doubt or weighed(match.cost)) if given.weighs(match) else (None, "")
-    match = given.insert(match.inserted(masks.drafts), masks)
+    match = given.insert(match)
     state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
     replace_call(call, state, given.output(state), match.path, masks.drafts)
     restored = restore_query(state)
@@ -219,13 +219,13 @@ def _rewrite_call(
 
 
 def _match_call(
-    call: SdpaCall, max_q_len: int, moving: Sequence[Node], may_guard: bool, batch_invariant: bool
+    call: SdpaCall, max_q_len: int, masks: Masks, moving: Sequence[Node], may_guard: bool, batch_invariant: bool
 ) -> tuple[PlainCall, BifurcatedMatch | DecodeMatch | LatentMatch, str] | Decline:
     """Match one call without changing the graph. Returns the call as matchers see it, the match and a note."""
     given = (
         check_transformed((call.query, call.key, call.value, call.attn_mask, call.result))
-        or find_sharded(call)
-        or PlainCall(call)
+        or find_sharded(call, masks)
+        or PlainCall(call, masks)
     )
     if isinstance(given, Decline):
         return given
@@ -261,7 +261,7 @@ def _absorb(given: PlainCall, match: LatentMatch, masks: Masks) -> Rewritten:
     latents = [x.latent for x in segments]
     named = [("q", match.call.query), *(("c", x) for x in bases(latents)), *(("rope", x) for x in bases(ropes))]
     location, shapes = source_location(call.shown), show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
-    match = given.insert_latents(match.inserted(masks.drafts), masks)
+    match = given.insert(match)
     concatenated = find_concatenated_query(match.call.query, match.call.node)
     state, out = apply_latents(match, masks, concatenated)
     replace_call(call, state, given.output(state, out), match.path.union(concatenated.path), masks.drafts)

@@ -13,10 +13,11 @@ from torch.fx import Node
 
 from tatten.ops.layout import BATCH, LENGTH
 from tatten.passes.calls import argument, op_name
+from tatten.passes.drafts import dtensor_of
 from tatten.passes.mutation import writes
 from tatten.passes.op_names import CATS
 from tatten.passes.stored import Stored, peel_heads, stored_among, stored_at, walk_on
-from tatten.passes.symbolic import LocalPart, held, known_equal, tensor_of
+from tatten.passes.symbolic import held, known_equal, tensor_of
 from tatten.passes.views import Walk, begin, way_back
 
 # A `cat` nested deeper than this is read as one tensor: a loop that appends to its keys nests one per step.
@@ -35,8 +36,9 @@ def segments_behind(stored: Stored, node: Node, rows: bool = True) -> tuple[Stor
 
 
 def _walk_behind(stored: Stored, node: Node) -> Walk:
-    assert isinstance(stored.base, LocalPart)
-    return walk_on(stored, node, (*stored.path, stored.base.dtensor))
+    dtensor = dtensor_of(stored.base)
+    assert dtensor is not None
+    return walk_on(stored, node, (*stored.path, dtensor))
 
 
 class Cut(NamedTuple):

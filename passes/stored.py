@@ -16,7 +16,7 @@ from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.passes.drafts import Drafts
 from tatten.passes.mutation import written_between
 from tatten.passes.rows import Rows
-from tatten.passes.symbolic import LocalPart, constant, known_equal, tensor_of
+from tatten.passes.symbolic import constant, known_equal, tensor_of
 from tatten.passes.views import ROLES, Part, Size, Walk, begin, way_back
 
 
@@ -35,7 +35,7 @@ class Stored:
         path: the nodes from SDPA's key or value to the one that reads `base`.
     """
 
-    base: Node | LocalPart
+    base: Node
     dims: tuple[int | None, ...] = (BATCH, HEADS, LENGTH, HEAD_DIM)
     repeats: int = 1
     shared: bool = False
@@ -50,12 +50,11 @@ class Stored:
 
     def inserted(self, drafts: Drafts, place: Node) -> Stored:
         """Insert `base` before `place` if it is a draft, and return what is stored with the node for it."""
-        return self if not isinstance(self.base, Node) else replace(self, base=drafts.insert(self.base, place))
+        return replace(self, base=drafts.insert(self.base, place))
 
     def as_attention_takes_it(self) -> Node:
         """Insert the views that make `[batch, heads, length, head_dim]` of `base`; `base` itself if none is needed."""
         base, dims, tensor = self.base, list(self.dims), tensor_of(self.base)
-        assert isinstance(base, Node)
         assert tensor is not None
         node = base
         if tensor.requires_grad:  # but SDPA's result doesn't: it was read under no_grad

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from torch import SymFloat, SymInt, Tensor
@@ -26,17 +25,9 @@ def value_of(node: Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-@dataclass(frozen=True)
-class LocalPart:
-    """The local part of a DTensor: a plain tensor to the matchers, though the graph has no node for it yet."""
-
-    dtensor: Node
-    tensor: Tensor = field(compare=False)
-
-
 def tensor_of(x: Any) -> Tensor | None:
-    """The fake tensor that a node or a local part stands for; None if it isn't one tensor."""
-    value = value_of(x) if isinstance(x, Node) else x.tensor if isinstance(x, LocalPart) else None
+    """The fake tensor that a node stands for; None if it isn't one tensor."""
+    value = value_of(x) if isinstance(x, Node) else None
     return value if isinstance(value, Tensor) else None
 
 

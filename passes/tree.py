@@ -20,9 +20,10 @@ from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.states import accumulator_dtype
 from tatten.passes.bifurcated import BifurcatedMatch
 from tatten.passes.calls import op_name
+from tatten.passes.drafts import Drafting, Drafts, dtensor_of
 from tatten.passes.latents import LatentMatch, match_latents
-from tatten.passes.local import FromLocal, chunk, local_input, local_mask, local_part, stripe, to_local
-from tatten.passes.masks import Masks, same_view
+from tatten.passes.local import FromLocal, chunk, local_input, local_mask, stripe
+from tatten.passes.masks import Masks
 from tatten.passes.match import AnyMatch, Match
 from tatten.passes.plain import PlainCall
 from tatten.passes.reasons import Decline, Reason
@@ -30,13 +31,13 @@ from tatten.passes.replace import Inserter, item, with_strides_of
 from tatten.passes.sdpa import SDPA_TARGETS, SdpaCall
 from tatten.passes.segments import Cut, cuts_behind, find_segments, segments_behind
 from tatten.passes.stored import Stored, peel_heads
-from tatten.passes.symbolic import FakeTensor, LocalPart, held, known_equal, tensor_of
+from tatten.passes.symbolic import FakeTensor, held, known_equal, tensor_of
 
 if TYPE_CHECKING:
     from tatten.ops.distributed.placement import Segment, Sharding
 
 
-def find_sharded(call: SdpaCall) -> MergedCall | Decline | None:
+def find_sharded(call: SdpaCall, masks: Masks) -> MergedCall | Decline | None:
     """Return the call with its sharding, or None for plain tensors and for DTensors that are left to PyTorch.
 
     A Decline says why segments of several placements are left to PyTorch.
@@ -51,14 +52,16 @@ def find_sharded(call: SdpaCall) -> MergedCall | Decline | None:
 
     sharding = find_sharding(query, key, value, mask)
     if sharding is not None:
-        return ShardedCall(call, sharding)
+        return ShardedCall(call, masks, sharding)
     keys, values = find_segments(call.key), find_segments(call.value)
     if len(keys) == 1 or len(keys) != len(values):
         return None
     result = tensor_of(call.result)
     assert result is not None
     found = find_segment_sharding(query, result, _placed(keys), _placed(values), mask)
-    return Decline(Reason.PLACEMENT, found) if isinstance(found, str) else SegmentedCall(call, found, keys, values)
+    if isinstance(found, str):
+        return Decline(Reason.PLACEMENT, found)
+    return SegmentedCall(call, masks, found, keys, values)
 
 
 def _placed(segments: tuple[Stored, ...]) -> list[Segment]:
@@ -69,6 +72,7 @@ def _placed(segments: tuple[Stored, ...]) -> list[Segment]:
 class MergedCall(PlainCall):
     """An SDPA call on DTensors that becomes local attention, merged over ranks."""
 
+    masks: Masks
     sharding: Sharding
 
     @property
@@ -92,27 +96,23 @@ class MergedCall(PlainCall):
             return Decline(Reason.PLACEMENT, f"sinks are placed as {placed}, query as {self.sharding.out}")
         return None
 
-    def insert_latents(self, match: LatentMatch, masks: Masks) -> LatentMatch:
-        """Insert the local parts of the query and the mask."""
-        with self.call.node.graph.inserting_before(self.call.node):
-            mask = self.insert_mask(masks)
-            query, sinks = to_local(match.call.query), self.insert_sinks()
-        call = dataclasses.replace(match.call, query=query, attn_mask=mask, sinks=sinks)
-        return dataclasses.replace(match, call=call)
+    def local(self) -> SdpaCall:
+        """Return the call with drafts for the local parts of query, mask and sinks."""
+        call, drafts = self.call, self.masks.drafts
+        mask = None if call.attn_mask is None else self.masks.first_view(call.attn_mask)
+        return dataclasses.replace(
+            call,
+            query=drafts.local_part(call.query),
+            attn_mask=None if mask is None else local_mask(drafts, mask, self.sharding),
+            sinks=self._local_sinks(),
+        )
 
-    def insert_mask(self, masks: Masks) -> Node | None:
-        """Insert the local part of the mask; layers that share a mask share its node."""
-        mask = self.call.attn_mask
-        if mask is None:
-            return None
-        return masks.once((same_view(mask), self.sharding), lambda: local_mask(mask, self.sharding))
-
-    def insert_sinks(self) -> Node | None:
-        """Insert the local part of the sinks on the first of the ranks that are merged: each counts once."""
+    def _local_sinks(self) -> Node | None:
+        """Draft the local part of the sinks on the first of the ranks that are merged: each counts once."""
         sinks, mesh = self.call.sinks, self.sharding.mesh
         if sinks is None or any(mesh.get_local_rank(dim) != 0 for dim in self.sharding.merge_dims):
             return None
-        return sinks if isinstance(tensor_of(sinks), FakeTensor) else to_local(sinks)
+        return sinks if isinstance(tensor_of(sinks), FakeTensor) else self.masks.drafts.local_part(sinks)
 
     def output(self, state: Node, out: Node | None = None) -> Node:
         """Insert a merge over each mesh dim, the last (inner) one first, and return the output, placed as SDPA's was.
@@ -149,8 +149,8 @@ class ShardedCall(MergedCall):
     """An SDPA call whose keys are sharded over the sequence; the matchers see local parts."""
 
     def seen(self) -> SdpaCall:
-        query, key, value = (local_part(x) for x in (self.call.query, self.call.key, self.call.value))
-        return dataclasses.replace(self.call, query=query, key=key, value=value)
+        key, value = map(self.masks.drafts.local_part, (self.call.key, self.call.value))
+        return dataclasses.replace(self.local(), key=key, value=value)
 
     def segments(self, whole: Node, rows: bool = True) -> tuple[Stored, ...]:
         """Return the segments of the local part of `whole`: as the graph made it, if it did, else one."""
@@ -165,19 +165,20 @@ class ShardedCall(MergedCall):
     def _stored(self, whole: Node, rows: bool) -> tuple[Stored, Node | None]:
         """The local part of what `whole` is stored as, and the node that the graph made it of, if it did."""
         best, *others = find_segments(whole, rows)
-        stored = Stored(local_part(whole)) if others else _local(best, whole)
-        local = local_input(stored.base.dtensor) if isinstance(stored.base, LocalPart) and not stored.shared else None
-        return stored, local
+        drafts = self.masks.drafts
+        stored = Stored(drafts.local_part(whole)) if others else _local(best, whole, drafts)
+        dtensor = None if stored.shared else dtensor_of(stored.base)
+        return stored, None if dtensor is None else local_input(dtensor)
 
     def in_one(self, whole: Node, segments: tuple[Stored, ...]) -> Stored:
-        return _local(peel_heads(whole), whole)
+        return _local(peel_heads(whole), whole, self.masks.drafts)
 
     def latents(self, batch_invariant: bool) -> LatentMatch | Decline | None:
         """Match local keys and values that DTensors are made of, and are expanded from latents."""
         key, value = local_input(self.call.key), local_input(self.call.value)
         if key is None or value is None:
             return match_latents(self.call, batch_invariant)
-        call = dataclasses.replace(self.call, query=local_part(self.call.query), key=key, value=value)
+        call = dataclasses.replace(self.local(), key=key, value=value)
         return match_latents(call, batch_invariant, (self.call.key, self.call.value))
 
     def weighs(self, match: Match) -> bool:
@@ -185,19 +186,7 @@ class ShardedCall(MergedCall):
 
         One of the local part itself does not: PyTorch would gather the keys of all ranks.
         """
-        return all(isinstance(x.base, Node) for x in match.keys)
-
-    def insert(self, match: AnyMatch, masks: Masks) -> AnyMatch:
-        """Insert `to_local` of the query, the mask, and the segments that are parts of DTensors."""
-        with self.call.node.graph.inserting_before(self.call.node):
-            mask = self.insert_mask(masks)
-            query, sinks = to_local(match.call.query), self.insert_sinks()
-            keys, values = (
-                tuple(dataclasses.replace(x, base=x.base if isinstance(x.base, Node) else to_local(x.base)) for x in xs)
-                for xs in (match.keys, match.values)
-            )
-        call = dataclasses.replace(match.call, query=query, attn_mask=mask, sinks=sinks)
-        return dataclasses.replace(match, call=call, keys=keys, values=values)
+        return all(dtensor_of(x.base) is None for x in match.keys)
 
 
 @dataclass(frozen=True)
@@ -218,41 +207,38 @@ class SegmentedCall(MergedCall):
     def weighs(self, match: Match) -> bool:
         return False
 
-    def insert(self, match: AnyMatch, masks: Masks) -> AnyMatch:
+    def insert(self, match: AnyMatch) -> AnyMatch:
         """Insert the local parts of the query, the segments, and the columns of the mask for them."""
         assert isinstance(match, BifurcatedMatch)
-        with self.call.node.graph.inserting_before(self.call.node):
-            mask = self.insert_mask(masks)
-            query, sinks = to_local(self.call.query), self.insert_sinks()
-        call = masks.cast(dataclasses.replace(self.call, query=query, attn_mask=mask, sinks=sinks))
+        masks = self.masks
+        call = masks.cast(masks.drafts.operands(self.local()))
         columns = masks.columns(call, self.keys)
         with self.call.node.graph.inserting_before(self.call.node):
-            columns = [self._own_columns(call, x, stored, masks) for x, stored in zip(columns, self.keys, strict=True)]
+            columns = [self._own_columns(call, x, stored) for x, stored in zip(columns, self.keys, strict=True)]
             keys, values = (tuple(map(self._own, stored)) for stored in (self.keys, self.values))
         return dataclasses.replace(match, call=call, keys=keys, values=values, columns=tuple(columns))
 
     def _own(self, stored: Stored) -> Stored:
         """Insert this rank's part of a segment."""
-        local = dataclasses.replace(stored, base=to_local(stored.base)).as_attention_takes_it()
-        base = stripe(local, LENGTH, *self._divided(stored))
+        drafts, place = self.masks.drafts, self.call.node
+        local = dataclasses.replace(stored, base=drafts.insert(drafts.local_part(stored.base), place))
+        draft = stripe(Drafting(drafts, place), local.as_attention_takes_it(), LENGTH, *self._divided(stored))
+        base = drafts.insert(draft, place)
         return dataclasses.replace(stored, base=base, dims=(BATCH, HEADS, LENGTH, HEAD_DIM), overlaid=False)
 
-    def _own_columns(self, call: SdpaCall, columns: Node | None, stored: Stored, masks: Masks) -> Node | None:
+    def _own_columns(self, call: SdpaCall, columns: Node | None, stored: Stored) -> Node | None:
         """Insert the columns of the mask for this rank's part of a segment; layers that share a mask share them."""
         mask, base = tensor_of(call.attn_mask), tensor_of(stored.base)
         if columns is None or mask is None or known_equal(mask.shape[-1], 1):
             return columns
         columns.meta.setdefault("example_value", mask.new_empty((*mask.shape[:-1], stored.size(LENGTH))))
-        placements, whole = base.placements, columns  # type: ignore[union-attr]
-
-        def make() -> Node:
-            node, mesh = whole, self.sharding.mesh
-            for dim in sorted(self.sharding.merge_dims):
-                if placements[dim].is_shard():
-                    node = chunk(node, mask.dim() - 1, mesh.size(dim), mesh.get_local_rank(dim))
-            return stripe(node, mask.dim() - 1, *self._divided(stored))
-
-        return masks.once((columns, placements, self.sharding), make)
+        placements, mesh = base.placements, self.sharding.mesh  # type: ignore[union-attr]
+        node, draft = columns, Drafting(self.masks.drafts, self.call.node)
+        for dim in sorted(self.sharding.merge_dims):
+            if placements[dim].is_shard():
+                node = chunk(draft, node, mask.dim() - 1, mesh.size(dim), mesh.get_local_rank(dim))
+        node = stripe(draft, node, mask.dim() - 1, *self._divided(stored))
+        return self.masks.drafts.insert(node, self.call.node)
 
     def _divided(self, stored: Stored) -> tuple[int, int]:
         """Among how many ranks a segment is divided, though each of them holds it; and which of them this one is."""
@@ -264,7 +250,7 @@ class SegmentedCall(MergedCall):
         return ranks, rank
 
 
-def _local(stored: Stored, whole: Node) -> Stored:
+def _local(stored: Stored, whole: Node, drafts: Drafts) -> Stored:
     """The local part of what is stored, if it is sharded as `whole` is, else that of `whole`."""
     from tatten.ops.distributed.placement import same_sharding
 
@@ -272,5 +258,5 @@ def _local(stored: Stored, whole: Node) -> Stored:
     assert tensor is not None
     assert base is not None
     if same_sharding(tensor, base, stored.dims):
-        return dataclasses.replace(stored, base=local_part(stored.base))
-    return Stored(local_part(whole))
+        return dataclasses.replace(stored, base=drafts.local_part(stored.base))
+    return Stored(drafts.local_part(whole))

@@ -20,6 +20,7 @@ import tatten
 from tatten.ops.reference import decode_attention_reference
 from tatten.ops.variant import AttentionVariant
 from tatten.passes import cost
+from tatten.passes.masks import Masks
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.tree import find_sharded
 
@@ -105,7 +106,7 @@ def of_another_op(placements: list[Any]) -> str | None:
         graph.placeholder(name).meta["example_value"] = distribute_tensor(x, mesh, how)
     node = graph.call_function(torch.matmul, tuple(graph.nodes)[:2])
     node.meta["example_value"] = DTensor.from_local(q, mesh, placements, run_check=False)
-    decline = find_sharded(SdpaCall(node, *tuple(graph.nodes)[:3])).check()
+    decline = find_sharded(SdpaCall(node, *tuple(graph.nodes)[:3]), Masks()).check()
     return decline and decline.reason.value
 
 
