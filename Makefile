@@ -94,11 +94,11 @@ bench: $(VENV)/installed
 bench-latent: $(VENV)/installed
 	$(BIN)/python benchmarks/latent.py --section step $(ARGS)
 
-# The pictures in docs/img and the tables of docs/benchmarks.md, from benchmarks/results.
+# The pictures in docs/img and the tables of docs/benchmarks.md and docs/benchmarks/, from benchmarks/results.
 plots: $(VENV)/installed-test
 	$(BIN)/python benchmarks/plots.py
 
-# Which claims of docs/benchmarks.md the JSON in the folder RUN does not support; ARGS="--machines one" for one GPU's.
+# Which claims of docs/benchmarks/ the JSON in the folder RUN does not support; ARGS="--machines one" for one GPU's.
 bench-verify: RUN := benchmarks/results
 bench-verify: $(VENV)/installed
 	$(BIN)/python benchmarks/verify.py $(RUN) $(ARGS)

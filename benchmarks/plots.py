@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/img, and fill the tables of docs/benchmarks.md, from the figures that were recorded.
+"""Draw the pictures of docs/img, and fill the tables of the pages about benchmarks, from recorded figures.
 
     python benchmarks/plots.py          # needs matplotlib: pip install "tatten[draw]"
 
@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from support import results
 from support.curves import DARK, LIGHT, Line, Theme, headline, lines, log_axis, thousands
-from tables import fill
+from tables import PAGES, fill
 from tables.table import Row, heads
 
 ROOT = Path(__file__).parents[1]
@@ -230,9 +230,9 @@ def main() -> None:
                 print(f"{path.relative_to(ROOT)} not drawn: {missing}")
             else:
                 print(path.relative_to(ROOT))
-    page = ROOT / "docs" / "benchmarks.md"
-    page.write_text(fill(page.read_text(), RESULTS))
-    print(page.relative_to(ROOT))
+    for page in PAGES:
+        page.write_text(fill(page.read_text(), RESULTS))
+        print(page.relative_to(ROOT))
 
 
 if __name__ == "__main__":

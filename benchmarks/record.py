@@ -1,4 +1,4 @@
-"""Record the figures of docs/benchmarks.md: each benchmark in turn, each with a time limit, into one folder of JSON.
+"""Record the figures of docs/benchmarks/: each benchmark in turn, each with a time limit, into one folder of JSON.
 
     python benchmarks/record.py one                   # all that one GPU measures, in at most 55 minutes
     python benchmarks/record.py two                   # what two GPUs measure, in at most 25 minutes

@@ -1,4 +1,4 @@
-"""Say which claims of docs/benchmarks.md the figures of a run do not support.
+"""Say which claims of the pages about benchmarks the figures of a run do not support.
 
     python benchmarks/verify.py folder                      # of the JSON that record.py wrote
     python benchmarks/verify.py folder --machines one two   # only the claims of these machines

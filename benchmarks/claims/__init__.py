@@ -1,4 +1,4 @@
-"""What docs/benchmarks.md claims, each with the figure that has to bear it out.
+"""The claims of docs/benchmarks/, each with the figure that has to bear it out.
 
 A claim that a new run does not support is mended in the page and here together: `said` is the page's own words.
 """

@@ -109,13 +109,4 @@ CLAIMS = [
         at_least=1.85,
         within=0,
     ),
-    Claim(
-        "a million tokens",
-        "prefill_long",
-        1,
-        one("length", 1 << 20, lambda r: float(r["finite"])),
-        "a million tokens in chunks end in finite logits",
-        at_least=1,
-        within=0,
-    ),
 ]

@@ -85,7 +85,7 @@ CLAIMS = [
         "rollouts",
         1,
         one("samples", 16, fork_over("tatten")),
-        "twice those of the same compiled by tatten",
+        "at least twice those of `generate` compiled by tatten",
         at_least=2,
         within=0,
     ),

@@ -85,18 +85,4 @@ TABLES = {
             "logits differ": error("difference"),
         },
     ),
-    "prefill_long": Table(
-        "prefill_long",
-        {
-            "tokens": "length",
-            "GPUs": "ranks",
-            "chunk": "chunk",
-            "s": figure("s"),
-            "floor s": figure("floor_s"),
-            "tokens/s": lambda r: number(r["length"] / r["s"], 0),
-            "GB sent by a GPU": lambda r: number(r["ring_bytes"] / 1e9),
-            "most GiB on a GPU": figure("gib"),
-            "logits": lambda r: "finite" if r["finite"] else "not finite",
-        },
-    ),
 }

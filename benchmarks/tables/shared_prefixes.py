@@ -20,6 +20,7 @@ TABLES = {
             "cascade": us("cascade"),
             "aten": us("aten"),
             "FA3": us("fa3"),
+            "FA3, paged": us("paged"),
             "tatten": us("tatten"),
             "floor": figure("floor_us"),
         },

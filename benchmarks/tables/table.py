@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,22 @@ class Table:
     file: str
     columns: dict[str, Cell | str]  # a string is the key of the row
     only: Callable[[Row], bool] = lambda r: True  # which rows are shown
+
+    def markdown(self, folder: Path) -> str:
+        """The table as it stands in the page; raises ResultsError if a column is missing."""
+        path = folder / f"{self.file}.json"
+        try:
+            data = read(path)
+        except NotRecorded:
+            return f"Not recorded: `{path.name}` is missing.\n"
+        try:
+            rows = [r for r in data["rows"] if self.only(r)]
+            if not rows:
+                raise ResultsError(f"{path} has no rows for the table")
+            need(path, rows, (key for key in self.columns.values() if isinstance(key, str)))
+            return f"{provenance(data)}\n\n{lines_of(self.columns, rows)}\n"
+        except KeyError as error:
+            raise ResultsError(f"{path}: a row lacks {error}") from None
 
 
 def number(x: float | None, digits: int = 1) -> str:
@@ -57,21 +73,8 @@ def provenance(data: dict[str, Any]) -> str:
     return f"`{data['command']}` — {where}"
 
 
-def markdown(table: Table, folder: Path) -> str:
-    """The table as it stands in the page; raises ResultsError if a column is missing."""
-    path = folder / f"{table.file}.json"
-    try:
-        data = read(path)
-    except NotRecorded:
-        return f"Not recorded: `{path.name}` is missing.\n"
-    lines: list[Sequence[object]] = [list(table.columns), ["---"] * len(table.columns)]
-    try:
-        rows = [r for r in data["rows"] if table.only(r)]
-        if not rows:
-            raise ResultsError(f"{path} has no rows for the table")
-        need(path, rows, (key for key in table.columns.values() if isinstance(key, str)))
-        lines += [[r[c] if isinstance(c, str) else c(r) for c in table.columns.values()] for r in rows]
-    except KeyError as error:
-        raise ResultsError(f"{path}: a row lacks {error}") from None
-    shown = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-    return f"{provenance(data)}\n\n{shown}\n"
+def lines_of(columns: dict[str, Cell | str], rows: Iterable[Row]) -> str:
+    """The lines of a table."""
+    lines: list[Sequence[object]] = [list(columns), ["---"] * len(columns)]
+    lines += [[r[c] if isinstance(c, str) else c(r) for c in columns.values()] for r in rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

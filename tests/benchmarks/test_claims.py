@@ -16,12 +16,12 @@ from claims import CLAIMS
 from claims.claim import Claim, geomean, largest, to_peers
 from record import STEPS
 from support import results
-from tables import MARKED, TABLES, fill
+from tables import MARKED, PAGES, TABLES, fill
 from verify import verify
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "benchmarks.md"
+TEXT = "\n".join(page.read_text() for page in PAGES)
 WORST = Claim("worst", "nine", 2, largest(to_peers), "at most 1.01", at_most=1.01)
 MEAN = Claim("mean", "nine", 2, geomean(to_peers), "0.98 on average", at_most=0.98)
 RING = Claim("ring", "nine", 2, lambda rows: rows[0]["us"]["flash"] / rows[0]["us"]["auto"], "1.5 times", at_least=1.5)
@@ -101,7 +101,7 @@ def test_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
 def test_the_page_says_what_is_claimed(claim: Claim) -> None:
-    assert claim.said in " ".join(PAGE.read_text().split())
+    assert claim.said in " ".join(TEXT.split())
     assert (claim.at_most, claim.at_least) != (None, None)
     assert claim.file in {step.name for steps in STEPS.values() for step in steps}
 
@@ -116,9 +116,21 @@ def test_recorded_figures_support_the_claims(claim: Claim) -> None:
 
 def test_the_page_is_made_from_the_results() -> None:
     """After `make plots` nothing differs; each table stands once."""
-    page = PAGE.read_text()
-    assert fill(page, RESULTS) == page
-    assert sorted(name for _, name, _ in MARKED.findall(page)) == sorted(TABLES)
+    assert fill(TEXT, RESULTS) == TEXT
+    assert sorted(name for _, name, _ in MARKED.findall(TEXT)) == sorted(TABLES)
+
+
+def test_a_headline(tmp_path: Path) -> None:
+    """A sentence about all rows, and of many rows the fastest, the median and the slowest."""
+    lengths = (1, 2, 3, 4, 5, 6)
+    rows = [{"length": n, "ranks": 2, "us": {"ring": 20.0 * n, "tree:push": 10.0, "local": 8.0}} for n in lengths]
+    results.write(tmp_path / "tree_latency.json", "cpu", rows)
+    filled = fill("<!-- table: headline_gpus -->\n<!-- end of table -->", tmp_path)
+    assert "**2 x CPU" in filled
+    assert "is 2.0 to 12.0 times as fast" in filled
+    assert "It takes 1.25 to 1.25 times as long" in filled
+    shown = [line.split(" | ")[0] for line in filled.splitlines() if line.startswith("| ")]
+    assert shown == ["| keys", "| ---", "| 6", "| 3", "| 1"]
 
 
 def test_a_table_whose_column_is_missing(tmp_path: Path) -> None:
