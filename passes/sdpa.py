@@ -34,6 +34,7 @@ class SdpaCall:
         origin: the node whose place in the user's program the report shows; None for `node`.
         draft_result: the draft that stands for SDPA's result; None where `node` computes it.
         outputs: the nodes that are replaced, each with a draft made of the result, or of what it replaces.
+        remarks: the last remarks of the report.
     """
 
     node: Node
@@ -56,6 +57,7 @@ class SdpaCall:
     origin: Node | None = None
     draft_result: Node | None = None
     outputs: tuple[tuple[Node, Node], ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def shown(self) -> Node:

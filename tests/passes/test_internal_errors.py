@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import tatten
-from tatten.passes import Declined, Rewritten, internal, rewrite, sliding
+from tatten.passes import Declined, Rewritten, apply_match, internal, match_call, rewrite, sliding
 from tatten.passes.reasons import Reason
 
 rewriting, reporting = (importlib.import_module(f"tatten.{name}") for name in ("passes.rewrite", "report"))
@@ -239,7 +239,7 @@ def test_too_many_errors_leave_the_graph(monkeypatch: pytest.MonkeyPatch) -> Non
     gm, _ = of(static_cache)
     before = state_of(gm)
     monkeypatch.setattr(rewriting, "MOST_FAILED", 1)
-    monkeypatch.setattr(rewriting, "replace_call", lambda *_: 1 / 0)
+    monkeypatch.setattr(apply_match, "replace_call", lambda *_: 1 / 0)
     report = rewrite(gm)
     assert state_of(gm) == before
     assert [x.decline.reason for x in errors_in(report)] == [Reason.INTERNAL] * 2
@@ -247,7 +247,7 @@ def test_too_many_errors_leave_the_graph(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_report_asks_for_an_issue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewriting, "check_call", lambda *_: [][0])
+    monkeypatch.setattr(match_call, "check_call", lambda *_: [][0])
     given = tensors()
     report = tatten.explain(sdpa, *(given[x] for x in ("q", "q", "q")))
     assert "left as it is [internal]" in str(report)
@@ -275,6 +275,6 @@ def test_tests_fail_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fixture of all other tests."""
     gm, _ = of(static_cache)
     monkeypatch.setattr(internal, "RAISES", True)
-    monkeypatch.setattr(rewriting, "replace_call", lambda *_: 1 / 0)
+    monkeypatch.setattr(apply_match, "replace_call", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         rewrite(gm)

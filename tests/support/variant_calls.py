@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch.fx import GraphModule, Node
 
-from tatten.passes import Declined, Rewritten
+from tatten.passes import Declined, Rewritten, attention
 from tatten.passes.rewrite import rewrite
 from tatten.passes.sdpa import SdpaCall, bind_sdpa
 
@@ -29,7 +29,7 @@ def compiled(fn: Callable[..., Any], *args: Any, window: int | None = None, soft
         return dataclasses.replace(bind_sdpa(node), window=window, softcap=softcap, sinks=sinks)
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        with mock.patch.dict(rewrite.__globals__, bind_sdpa=bind):
+        with mock.patch.object(attention, "bind_sdpa", bind):
             for x in rewrite(gm).findings:
                 if isinstance(x, Rewritten):
                     found.append((x.op.split(".")[1], x.note))

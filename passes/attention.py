@@ -1,0 +1,110 @@
+"""All attention of a graph: calls of SDPA, attention that is written out, and calls of `flex_attention`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch.fx import Graph, GraphModule, Node
+
+from tatten.passes.describe import declined
+from tatten.passes.eligible import check_transformed
+from tatten.passes.findings import Declined
+from tatten.passes.flex import find_flex, read_flex
+from tatten.passes.flex_mask import flex_call
+from tatten.passes.input_numbers import settle_numbers
+from tatten.passes.internal import or_nothing
+from tatten.passes.other_attention import find_other_attention
+from tatten.passes.reasons import Decline, Reason
+from tatten.passes.run import Run
+from tatten.passes.sdpa import SdpaCall, bind_sdpa, find_sdpa, sdpa_nodes
+from tatten.passes.source_location import source_location
+from tatten.passes.symbolic import tensor_of
+from tatten.passes.tiled import find_tiled, untiled_call
+from tatten.passes.written_out import WrittenOut, find_written_out, read_written_out
+from tatten.passes.written_out_call import written_out_call
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of a graph that may be rewritten, as nodes.
+
+    Attributes:
+        sdpa: calls of SDPA.
+        written_out: the product with values of attention that is written out, each with its softmax.
+        flex: calls of `flex_attention`.
+    """
+
+    sdpa: tuple[Node, ...]
+    written_out: dict[Node, Node]
+    flex: tuple[Node, ...]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All of them, in the graph's order."""
+        return sorted([*self.sdpa, *self.written_out, *self.flex])
+
+
+def find_attention(graph: Graph, errors: list[Declined]) -> Attention:
+    """Find the attention of a graph. Changes nothing; an error that belongs to no call is appended to `errors`."""
+    written_out = dict(or_nothing(lambda: find_written_out(graph), errors))
+    return Attention(tuple(sdpa_nodes(graph)), written_out, tuple(find_flex(graph)))
+
+
+def read_attention(node: Node, attention: Attention, run: Run) -> SdpaCall | Declined:
+    """Read the attention at a node as a call of SDPA, whose tensors may be drafts; or say why it can't be read."""
+    if node in attention.written_out:
+        call = _read_written_out(node, attention.written_out[node], run)
+    elif node in attention.flex:
+        call = _read_flex(node, run)
+    else:
+        call = bind_sdpa(node)
+    while isinstance(call, SdpaCall) and (tiled := find_tiled(call)) is not None:
+        call = dataclasses.replace(untiled_call(tiled, run.masks), remarks=(tiled.note, *call.remarks))
+    return call
+
+
+def _read_written_out(product: Node, softmax: Node, run: Run) -> SdpaCall | Declined:
+    found = read_written_out(softmax)
+    if isinstance(found, WrittenOut):
+        # On a CPU Inductor fuses most of such attention, and each number would capture a graph of its own.
+        value = tensor_of(found.value.node)
+        may_fix = not run.fuses or (value is not None and value.device.type != "cpu")
+        found = settle_numbers(found, run.may_guard, may_fix)
+    sinks = found.sinks() if isinstance(found, WrittenOut) else found
+    if isinstance(sinks, Decline) or not isinstance(found, WrittenOut):
+        assert isinstance(sinks, Decline)
+        return Declined(source_location(product), "", sinks)
+    return written_out_call(found, sinks, run.masks, fused=run.fuses)
+
+
+def _read_flex(node: Node, run: Run) -> SdpaCall | Declined:
+    found = check_transformed(node.all_input_nodes) or read_flex(node)
+    if isinstance(found, Decline):
+        return Declined(source_location(node), "", found)
+    return flex_call(found, run.masks)
+
+
+def find_other(graph: Graph, known: Iterable[Node]) -> list[Declined]:
+    """Find attention of forms that are never rewritten; `known` are the nodes of attention that may be."""
+    return [Declined(source_location(x.node), "", x.decline) for x in find_other_attention(graph, {*known})]
+
+
+def find_nested(gm: GraphModule, errors: list[Declined]) -> list[Declined]:
+    """Find the attention in bodies of higher-order operators: none of it is rewritten."""
+    bodies = {name: x.graph for name, x in gm.named_modules() if isinstance(x, GraphModule) and x.graph is not gm.graph}
+    findings = []
+    for name, graph in bodies.items():
+        findings += or_nothing(lambda name=name, graph=graph: _nested(name, graph), errors)  # type: ignore[misc]
+    return findings
+
+
+def _nested(name: str, graph: Graph) -> list[Declined]:
+    nested = Decline(Reason.NESTED, f"inside `{name}`, the body of a higher-order operator")
+    findings = [declined(call, nested) for call in find_sdpa(graph)]
+    written_out = dict(find_written_out(graph))
+    for product, softmax in written_out.items():
+        found = read_written_out(softmax)
+        findings.append(Declined(source_location(product), "", found if isinstance(found, Decline) else nested))
+    return findings + find_other(graph, written_out.values())

@@ -1,0 +1,31 @@
+"""One run of the passes over a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from tatten.passes.masks import Masks
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the passes over a graph.
+
+    Attributes:
+        max_q_len: the largest number of queries per sequence of a call that is rewritten.
+        may_guard: whether guards may be added; if not, all that counts is what holds in every run of the graph.
+        fuses: whether the graph's compiler is Inductor, which fuses attention that is written out and looks into ops.
+        batch_invariant: whether each call that can becomes an op with `batch_invariant=True`, even if that doesn't pay.
+        masks: the nodes computed from masks so far, and drafts.
+        moving: the nodes that change a tensor's memory or shape in place.
+    """
+
+    max_q_len: int
+    may_guard: bool
+    fuses: bool
+    batch_invariant: bool
+    masks: Masks
+    moving: Sequence[Node]
