@@ -97,9 +97,8 @@ def _attend(
     states, variant = [], call.variant
     for segment, mask in zip(match.parts, columns, strict=True):
         stored = segment.latent if match.segments else None
-        with call.node.graph.inserting_before(call.node):
-            latent, rope = segment.latent.as_attention_takes_it(), segment.rope
-            key_rope = None if rope is None else rope.as_attention_takes_it()
+        latent = masks.as_attention_takes_it(segment.latent, call)
+        key_rope = None if segment.rope is None else masks.as_attention_takes_it(segment.rope, call)
         kwargs = {"scale": scale, "block_mask": masks.block_mask(call, mask, stored), "out_dtype": wide, **variant}
         if match.batch_invariant:
             kwargs["batch_invariant"] = True

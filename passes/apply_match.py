@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from torch.fx import Node
+
 from tatten.passes.absorb import apply_latents
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated
 from tatten.passes.decode import DecodeMatch, apply_decode
@@ -10,45 +14,60 @@ from tatten.passes.findings import Rewritten
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
 from tatten.passes.match_call import Found
-from tatten.passes.plain import PlainCall
 from tatten.passes.query import find_concatenated_query, restore_query
-from tatten.passes.replace import replace_call
+from tatten.passes.replace import output_of, replace_call
+from tatten.passes.sdpa import SdpaCall
 from tatten.passes.source_location import source_location
+from tatten.passes.stored import Stored
+from tatten.passes.tree import merge_note, merged_output
 
 
 def apply_match(found: Found, masks: Masks) -> Rewritten:
     """Edit the graph for a match, and return the finding for the report."""
     if isinstance(found.match, LatentMatch):
-        return _apply_latents(found.given, found.match, masks)
-    return _apply_stored(found.given, found.match, found.note, masks)
+        return _apply_latents(found.call, found.match, masks)
+    return _apply_stored(found.call, found.match, found.note, masks)
 
 
-def _apply_stored(given: PlainCall, match: DecodeMatch | BifurcatedMatch, note: str, masks: Masks) -> Rewritten:
+def _apply_stored(call: SdpaCall, match: DecodeMatch | BifurcatedMatch, note: str, masks: Masks) -> Rewritten:
     # The report is read off first: nodes may be erased.
-    call = given.call
     location, shapes = source_location(call.shown), shapes_of(call, *(bases(x) for x in (match.keys, match.values)))
-    cost, doubt = (match.cost, match.doubt or weighed(match.cost)) if given.weighs(match) else (None, "")
-    match = given.insert(match)
+    cost, doubt = (match.cost, match.doubt or weighed(match.cost)) if match.weighed else (None, "")
+    merged, path, seen = merge_note(match.call), match.path, masks.drafts.operands(match.call)
+    keys, values = (tuple(_inserted(x, call, masks) for x in stored) for stored in (match.keys, match.values))
+    match = dataclasses.replace(match, call=seen, keys=keys, values=values)
     state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
-    replace_call(call, state, given.output(state), match.path, masks.drafts)
-    restored = restore_query(state)
-    notes = call.form, given.note, note, restored, doubt, *call.remarks
+    replace_call(call, state, _output(match.call, state), path, masks.drafts)
+    notes = call.form, merged, note, restore_query(state), doubt, *call.remarks
     return Rewritten(location, str(state.target), shapes, cost, "; ".join(filter(None, notes)), provider_of(state))
 
 
-def _apply_latents(given: PlainCall, match: LatentMatch, masks: Masks) -> Rewritten:
+def _inserted(stored: Stored, call: SdpaCall, masks: Masks) -> Stored:
+    """Insert the tensor that is stored if it is a draft."""
+    return dataclasses.replace(stored, base=masks.drafts.insert(stored.base, call.node))
+
+
+def _output(call: SdpaCall, state: Node, out: Node | None = None) -> Node:
+    """Insert SDPA's result, given a state; `out` stands for the state's own output."""
+    return output_of(call, state, out) if call.sharding is None else merged_output(call, state, out)
+
+
+def _apply_latents(call: SdpaCall, match: LatentMatch, masks: Masks) -> Rewritten:
     # The report is read off first: nodes may be erased.
-    call, segments = given.call, match.parts
+    segments = match.parts
     ropes = [x.rope for x in segments if x.rope is not None]
     latents = [x.latent for x in segments]
-    named = [("q", match.call.query), *(("c", x) for x in bases(latents)), *(("rope", x) for x in bases(ropes))]
+    named = [("q", call.query), *(("c", x) for x in bases(latents)), *(("rope", x) for x in bases(ropes))]
     location, shapes = source_location(call.shown), show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
-    match = given.insert(match)
+    rope = None if match.rope is None else (_inserted(match.rope[0], call, masks), match.rope[1])
+    operands = masks.drafts.operands(match.call)
+    match = dataclasses.replace(match, call=operands, latent=_inserted(match.latent, call, masks), rope=rope)
     concatenated = find_concatenated_query(match.call.query, match.call.node)
     state, out = apply_latents(match, masks, concatenated)
-    replace_call(call, state, given.output(state, out), match.path.union(concatenated.path), masks.drafts)
+    replace_call(call, state, _output(match.call, state, out), match.path.union(concatenated.path), masks.drafts)
     made = "one projection" if match.keys.product is match.values.product else "two projections"
     made += " with LoRA" if match.keys.adapters or match.values.adapters else ""
     made_of = f"keys and values were made of latents by {made} for {match.keys.heads} heads"
-    notes = call.form, given.note, made_of, weighed(match.cost), *call.remarks
-    return Rewritten(location, "tatten.latent_attention.default", shapes, match.cost, "; ".join(filter(None, notes)))
+    notes = call.form, merge_note(match.call), made_of, weighed(match.cost), *call.remarks
+    op = "tatten.latent_attention.default"
+    return Rewritten(location, op, shapes, match.cost, "; ".join(filter(None, notes)))

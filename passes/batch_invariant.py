@@ -7,36 +7,36 @@ import dataclasses
 from tatten.ops.layout import BATCH
 from tatten.passes.bifurcated import BifurcatedMatch, correspond, match_bifurcated
 from tatten.passes.decode import DecodeMatch, match_decode
-from tatten.passes.plain import PlainCall
+from tatten.passes.local import Share
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.segments import Cut
+from tatten.passes.sdpa import SdpaCall
+from tatten.passes.segments import Cut, find_cuts, find_segments, in_one
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import known_equal, tensor_of
 
 
-def check_invariant(given: PlainCall) -> Decline | None:
+def check_invariant(call: SdpaCall) -> Decline | None:
     """Return the reason why no op can compute each sequence of an eligible call as if it were alone, or None."""
-    query = tensor_of(given.call.query)
+    query = tensor_of(call.query)
     assert query is not None
-    if given.call.softcap is not None and query.device.type == "cpu":
-        return Decline(Reason.BATCH_INVARIANT, f"a soft cap of {given.call.softcap} on a CPU")
+    if call.softcap is not None and query.device.type == "cpu":
+        return Decline(Reason.BATCH_INVARIANT, f"a soft cap of {call.softcap} on a CPU")
     return None
 
 
-def find_invariant(given: PlainCall, may_guard: bool) -> tuple[BifurcatedMatch | DecodeMatch, str] | Decline:
+def find_invariant(call: SdpaCall, may_guard: bool) -> tuple[BifurcatedMatch | DecodeMatch, str] | Decline:
     """Match a call without changing the graph. Returns the match and a note for the report, or why there is none.
 
     Where keys are cut must not depend on the batch, nor on who shares them: a graph of one sequence has the same cuts.
     """
-    if not given.in_one_piece:
-        return _of_several_placements(given, may_guard)
-    call = given.call
-    segments = _choose(given.cuts(call.key), given.cuts(call.value), may_guard)
-    bifurcated = match_bifurcated(given.seen(), *segments, may_guard) if segments is not None else None
+    if call.shares is not None:
+        return _of_several_placements(call, call.shares, may_guard)
+    segments = _choose(find_cuts(call.key), find_cuts(call.value), may_guard)
+    bifurcated = match_bifurcated(call, *segments, may_guard) if segments is not None else None
     if isinstance(bifurcated, BifurcatedMatch):
         return dataclasses.replace(bifurcated, batch_invariant=True), ""
-    key, value = (given.in_one(x, given.segments(x, rows=False)) for x in (call.key, call.value))
-    match = match_decode(given.seen(), key, value, may_guard)
+    key, value = (in_one(x, find_segments(x, rows=False)) for x in (call.key, call.value))
+    match = match_decode(call, key, value, may_guard)
     if isinstance(match, Decline):
         return match
     return dataclasses.replace(match, batch_invariant=True), match.note
@@ -62,12 +62,14 @@ def _choose(
     return chosen_keys, chosen_values
 
 
-def _of_several_placements(given: PlainCall, may_guard: bool) -> tuple[BifurcatedMatch, str] | Decline:
+def _of_several_placements(
+    call: SdpaCall, shares: tuple[tuple[Share, ...], tuple[Share, ...]], may_guard: bool
+) -> tuple[BifurcatedMatch, str] | Decline:
     """Match segments that are DTensors, which can't be read in one piece."""
-    segments = given.segments(given.call.key), given.segments(given.call.value)
-    match = match_bifurcated(given.seen(), *segments, may_guard)
+    keys, values = (tuple(x.part for x in each) for each in shares)
+    match = match_bifurcated(call, keys, values, may_guard)
     if isinstance(match, BifurcatedMatch):
-        query, last = tensor_of(given.call.query), match.keys[-1]
+        query, last = tensor_of(call.query), match.keys[-1]
         assert query is not None
         if last.rows is None and known_equal(last.size(BATCH), query.shape[0]):
             return dataclasses.replace(match, batch_invariant=True), ""

@@ -27,11 +27,9 @@ class BifurcatedMatch(Match):
     """An SDPA call that `tatten::bifurcated_attention` answers: its segments of keys and of values correspond.
 
     Attributes:
-        columns: those of the mask for each segment; None where the lengths of the segments tell.
         batch_invariant: what the op is asked for.
     """
 
-    columns: tuple[Node | None, ...] | None = None
     batch_invariant: bool = False
 
     @property
@@ -108,9 +106,8 @@ def _describe(segments: tuple[Stored, ...]) -> str:
 def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     """Insert the op before SDPA and return its node, a state."""
     call = masks.cast(match.call)
-    with call.node.graph.inserting_before(call.node):
-        keys, values = ([x.as_attention_takes_it() for x in stored] for stored in (match.keys, match.values))
-    columns = masks.columns(call, match.keys) if match.columns is None else list(match.columns)
+    keys, values = ([masks.as_attention_takes_it(x, call) for x in stored] for stored in (match.keys, match.values))
+    columns = masks.columns(call, match.keys)
     rows = [masks.rows(call, segment) for segment in match.keys]
     groups = [masks.row_groups(call, segment, own) for segment, own in zip(match.keys, rows, strict=True)]
     # Where a kernel finds a block must not depend on what other sequences attend to, if they share it.

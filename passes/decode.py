@@ -111,8 +111,8 @@ def match_decode(
 def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
     """Insert the op before SDPA and return its node, a state."""
     call = masks.cast(match.call)
+    key, value = (masks.as_attention_takes_it(stored, call) for stored in (*match.keys, *match.values))
     with call.node.graph.inserting_before(call.node):
-        key, value = (stored.as_attention_takes_it() for stored in (*match.keys, *match.values))
         query, both = tensor_of(call.query), (match.keys[0], match.values[0])
         assert query is not None
         scales = {

@@ -76,7 +76,6 @@ class Scale:
         """Insert what makes of it `[kv_heads]` or `[batch, kv_heads, kv_length]`, in float32 or `dtype`."""
         base = tensor_of(stored.base)
         assert base is not None
-        assert isinstance(stored.base, Node)
         heads = constant(stored.size(HEADS))
         if tensor_of(self.factor) is None:
             known = not isinstance(self.factor, Node)

@@ -12,7 +12,7 @@ from tatten.ops.cuda.providers import choose_provider, replaced_flash, table_not
 from tatten.ops.cuda.workload import Workload, needs_of
 from tatten.ops.variant import AttentionVariant
 from tatten.passes.cost import Cost
-from tatten.passes.drafts import dtensor_of
+from tatten.passes.drafts import is_draft
 from tatten.passes.findings import Declined
 from tatten.passes.latent_cost import LatentCost
 from tatten.passes.reasons import Decline
@@ -29,7 +29,13 @@ def declined(call: SdpaCall, decline: Decline) -> Declined:
 
 def bases(stored: Iterable[Stored]) -> list[Node]:
     """Nodes of the user's program that hold what is stored."""
-    return [dtensor_of(x.base) or x.base for x in stored]
+    nodes = []
+    for x in stored:
+        node = x.base
+        while is_draft(node):
+            node = node.all_input_nodes[0]
+        nodes.append(node)
+    return nodes
 
 
 def shapes_of(call: SdpaCall, keys: Iterable[Node], values: Iterable[Node]) -> str:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 class _Scratch(Graph):
     """The graph of drafts."""
 
+    def __init__(self, drafts: Drafts) -> None:
+        super().__init__()
+        self.drafts = drafts
+
 
 def is_draft(node: Node) -> bool:
     return isinstance(node.graph, _Scratch)
@@ -38,6 +42,12 @@ def dtensor_of(node: Node) -> Node | None:
     return source if isinstance(source, Node) else None
 
 
+def local_beside(draft: Node, dtensor: Node) -> Node:
+    """Make a draft of the local part of a DTensor, among the drafts to which `draft` belongs."""
+    assert isinstance(draft.graph, _Scratch)
+    return draft.graph.drafts.local_part(dtensor)
+
+
 def without_drafts(nodes: Iterable[Node]) -> tuple[Node, ...]:
     return tuple(node for node in nodes if not is_draft(node))
 
@@ -46,7 +56,7 @@ class Drafts:
     """The drafts for one graph, and what was inserted for them."""
 
     def __init__(self) -> None:
-        self._scratch = _Scratch()
+        self._scratch = _Scratch(self)
         self._made: dict[str, Node] = {}
         self._bound: dict[Node, Node] = {}
         self._inserted: dict[Node, tuple[Node, Node]] = {}

@@ -17,7 +17,6 @@ from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.validation import widest_on_cuda
 from tatten.passes.adapters import adds_bias
 from tatten.passes.autocast import autocast_dtype
-from tatten.passes.drafts import Drafts
 from tatten.passes.latent_cost import LatentCost, latent_cost
 from tatten.passes.latent_segments import LatentSegment, shared_segments
 from tatten.passes.mutation import written_between
@@ -56,16 +55,6 @@ class LatentMatch:
     cost: LatentCost | None
     segments: tuple[LatentSegment, ...] = ()
     batch_invariant: bool = False
-
-    def inserted(self, drafts: Drafts) -> LatentMatch:
-        """Insert the drafts that the op reads, and return the match on the nodes for them."""
-        place, rope = self.call.node, self.rope
-        return dataclasses.replace(
-            self,
-            call=drafts.operands(self.call),
-            latent=self.latent.inserted(drafts, place),
-            rope=None if rope is None else (rope[0].inserted(drafts, place), rope[1]),
-        )
 
     @property
     def parts(self) -> tuple[LatentSegment, ...]:

@@ -16,6 +16,30 @@ from tatten.passes.symbolic import same_storage, tensor_of
 
 if TYPE_CHECKING:
     from tatten.ops.distributed.placement import Sharding
+    from tatten.passes.stored import Stored
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a segment that this rank attends to, as the segments of a call differ in placement.
+
+    Attributes:
+        segment: the segment, a DTensor.
+        part: this rank's part of it.
+        chunks: in how many parts the placement cuts the segment along each mesh dim, and the index of this one.
+        stripe: among how many ranks a segment is divided though each of them holds it, and which of them this one is.
+    """
+
+    segment: Stored
+    part: Stored
+    chunks: tuple[tuple[int, int], ...]
+    stripe: tuple[int, int]
+
+    def columns(self, draft: Drafting, columns: Node, dim: int) -> Node:
+        """Draft the columns of a mask for this part, given those for the segment."""
+        for parts, index in self.chunks:
+            columns = chunk(draft, columns, dim, parts, index)
+        return stripe(draft, columns, dim, *self.stripe)
 
 
 def local_input(dtensor: Node) -> Node | None:

@@ -13,7 +13,7 @@ from torch.fx import Node
 from tatten.ops.layout import BATCH, HEADS, LENGTH
 from tatten.passes.autocast import autocast_dtype
 from tatten.passes.calls import op_name
-from tatten.passes.drafts import Drafts
+from tatten.passes.drafts import Drafting, Drafts
 from tatten.passes.mutation import written_between
 from tatten.passes.recomputed import Recomputed
 from tatten.passes.sdpa import SdpaCall
@@ -25,7 +25,7 @@ class Masks:
     """Nodes computed from masks and from rows so far, while the calls of a graph are rewritten in order."""
 
     def __init__(self) -> None:
-        self._columns: dict[tuple[Node, str], list[Node]] = {}
+        self._columns: dict[object, list[Node]] = {}
         self._unwritten: dict[object, tuple[Node, Node]] = {}
         self._recomputed = Recomputed()
         self._views: dict[object, Node] = {}
@@ -70,18 +70,32 @@ class Masks:
         cast = self.once_unless_written((same_view(call.attn_mask), dtype), call, (call.attn_mask,), insert)
         return dataclasses.replace(call, attn_mask=cast)
 
+    def as_attention_takes_it(self, stored: Stored, call: SdpaCall) -> Node:
+        """Insert keys or values as they are stored as `[batch, heads, length, head_dim]`, before the call."""
+        return self.drafts.insert(stored.as_attention_takes_it(Drafting(self.drafts, stored.base)), call.node)
+
     def columns(self, call: SdpaCall, segments: Sequence[Stored]) -> list[Node | None]:
-        """The columns of the call's mask for the keys of each segment, as views; None for each without a mask."""
+        """Views of the mask's columns for this rank's keys of each segment; None for each without a mask."""
         mask = tensor_of(call.attn_mask)
+        if call.shares is not None:
+            segments = [x.segment for x in call.shares[0]]
         if mask is None or len(segments) == 1 or known_equal(mask.shape[-1], 1):
             return [call.attn_mask] * len(segments)
-        key = (call.attn_mask, ",".join(str(segment.size(LENGTH)) for segment in segments))
+        cuts = () if call.shares is None else tuple((x.chunks, x.stripe) for x in call.shares[0])
+        key = (call.attn_mask, ",".join(str(segment.size(LENGTH)) for segment in segments), cuts)
         if key not in self._columns:
             graph = call.node.graph
             with graph.inserting_before(call.node):
                 sizes = [_size(segment, LENGTH) for segment in segments]
                 split = graph.call_function(torch.split, (call.attn_mask, sizes, -1))
-                self._columns[key] = [graph.call_function(operator.getitem, (split, i)) for i in range(len(segments))]
+                columns = [graph.call_function(operator.getitem, (split, i)) for i in range(len(segments))]
+            for node, segment in zip(columns, segments, strict=True):
+                node.meta["example_value"] = mask.new_empty((*mask.shape[:-1], segment.size(LENGTH)))
+            if call.shares is not None:
+                draft, dim = Drafting(self.drafts, call.shown), mask.dim() - 1
+                drafted = [share.columns(draft, x, dim) for share, x in zip(call.shares[0], columns, strict=True)]
+                columns = [self.drafts.insert(x, call.node) for x in drafted]
+            self._columns[key] = columns
         return list(self._columns[key])
 
     def rows(self, call: SdpaCall, segment: Stored) -> Node | None:
@@ -158,5 +172,4 @@ def _is_basic(index: Any) -> bool:
 def _size(segment: Stored, role: int) -> int | Node:
     """A size of the segment as an argument: a number if it is the same in every run, else a node."""
     size, base = constant(segment.size(role)), segment.base
-    assert isinstance(base, Node)
     return base.graph.call_method("size", (base, segment.dims[role])) if size is None else size

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 from torch.fx import Node
 
 from tatten.passes.cost import Cost, cost_of
-from tatten.passes.drafts import Drafts
+from tatten.passes.drafts import dtensor_of
 from tatten.passes.reasons import Decline
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
-
-AnyMatch = TypeVar("AnyMatch", bound="Insertable")
-AnyOfSegments = TypeVar("AnyOfSegments", bound="Match")
-
-
-class Insertable(Protocol):
-    """A match whose tensors may be drafts."""
-
-    def inserted(self: AnyMatch, drafts: Drafts) -> AnyMatch:
-        """Insert the drafts that the op reads, and return the match on the nodes for them."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +37,14 @@ class Match:
         """The reason why a rewrite might not pay after all; empty if there is none."""
         return ""
 
-    def inserted(self: AnyOfSegments, drafts: Drafts) -> AnyOfSegments:
-        """Insert the drafts that the op reads, and return the match on the nodes for them."""
-        call, place = drafts.operands(self.call), self.call.node
-        keys, values = (tuple(x.inserted(drafts, place) for x in stored) for stored in (self.keys, self.values))
-        return dataclasses.replace(self, call=call, keys=keys, values=values)
+    @property
+    def weighed(self) -> bool:
+        """Whether a rewrite has to pay.
+
+        One that reads a DTensor's local part doesn't: PyTorch would gather the keys of all ranks. One of tensors behind
+        local parts does: another can read these as they are.
+        """
+        return all(dtensor_of(x.base) is None for x in self.keys) and self.call.shares is None
 
     @property
     def path(self) -> set[Node]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from tatten.passes.batch_invariant import check_invariant, find_invariant
 from tatten.passes.bifurcated import BifurcatedMatch, match_bifurcated
 from tatten.passes.decode import DecodeMatch, match_decode
-from tatten.passes.eligible import check_call, check_transformed
-from tatten.passes.latents import LatentMatch
+from tatten.passes.eligible import check_call, check_plain, check_transformed
+from tatten.passes.latents import LatentMatch, match_latents
+from tatten.passes.local import local_input
 from tatten.passes.mutation import mover_of
-from tatten.passes.plain import PlainCall
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.run import Run
 from tatten.passes.sdpa import SdpaCall
+from tatten.passes.segments import find_segments, in_one
 from tatten.passes.stored import Stored
-from tatten.passes.tree import find_sharded
+from tatten.passes.tree import find_local
 
 
 @dataclass(frozen=True)
@@ -23,40 +25,48 @@ class Found:
     """A call that is rewritten.
 
     Attributes:
-        given: the call as matchers see it.
-        match: what an op computes it from.
+        call: the call in the program.
+        match: what an op computes it from, with the call as matchers see it.
         note: a remark for the report.
     """
 
-    given: PlainCall
+    call: SdpaCall
     match: DecodeMatch | BifurcatedMatch | LatentMatch
     note: str = ""
 
 
 def match_call(call: SdpaCall, run: Run) -> Found | Decline:
     """Decide about one call. Changes nothing but for guards."""
-    given = (
-        check_transformed((call.query, call.key, call.value, call.attn_mask, call.result))
-        or find_sharded(call, run.masks)
-        or PlainCall(call, run.masks)
-    )
-    if isinstance(given, Decline):
-        return given
-    decline = given.check() or check_call(call, run.max_q_len) or _check_movers(call, run)
+    transformed = check_transformed((call.query, call.key, call.value, call.attn_mask, call.result))
+    local = transformed or find_local(call, run.masks)
+    if isinstance(local, Decline):
+        return local
+    decline = (check_plain(call) if local is None else None) or check_call(call, run.max_q_len)
+    decline = decline or _check_movers(call, run)
     if run.batch_invariant:
-        decline = decline or check_invariant(given)
+        decline = decline or check_invariant(call)
     if decline is not None:
         return decline
-    latents = None if call.log_sums else given.latents(run.batch_invariant)
+    seen = local or call
+    latents = None if call.log_sums else _match_latents(call, seen, run)
     if isinstance(latents, LatentMatch):
-        return Found(given, latents)
-    found = find_invariant(given, run.may_guard) if run.batch_invariant else _match_stored(given, run.may_guard)
+        return Found(call, latents)
+    found = find_invariant(seen, run.may_guard) if run.batch_invariant else _match_stored(seen, run.may_guard)
     if isinstance(found, Decline):
         return latents or found
     match, note = found
     if latents is not None:
         note = "; ".join(filter(None, (f"not absorbed [{latents.reason.value}]: {latents.detail}", note)))
-    return Found(given, match, note)
+    return Found(call, match, note)
+
+
+def _match_latents(call: SdpaCall, seen: SdpaCall, run: Run) -> LatentMatch | Decline | None:
+    """Match keys and values that are expanded from latents, and perhaps made DTensors then."""
+    key, value = (None if seen.sharding is None else local_input(x) for x in (call.key, call.value))
+    if key is None or value is None:
+        return match_latents(call, run.batch_invariant)
+    seen = dataclasses.replace(seen, key=key, value=value)
+    return match_latents(seen, run.batch_invariant, (call.key, call.value))
 
 
 def _check_movers(call: SdpaCall, run: Run) -> Decline | None:
@@ -67,24 +77,27 @@ def _check_movers(call: SdpaCall, run: Run) -> Decline | None:
     return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
 
 
-def _match_stored(given: PlainCall, may_guard: bool) -> tuple[DecodeMatch | BifurcatedMatch, str] | Decline:
+def _match_stored(call: SdpaCall, may_guard: bool) -> tuple[DecodeMatch | BifurcatedMatch, str] | Decline:
     """Match keys and values as they are stored: in one piece, or in segments where sequences share some.
 
     Returns the match and a note for the report, or the reason why there is none.
     """
-    call, copied = given.call, ""
-    keys, values = given.segments(call.key), given.segments(call.value)
-    bifurcated = _match_segments(given, keys, values, may_guard)
-    if isinstance(bifurcated, Decline) and any(x.rows for x in (*keys, *values)):
+    copied = ""
+    if call.shares is None:
+        keys, values = find_segments(call.key), find_segments(call.value)
+    else:
+        keys, values = (tuple(x.part for x in shares) for shares in call.shares)
+    bifurcated = _match_segments(call, keys, values, may_guard)
+    if isinstance(bifurcated, Decline) and any(x.rows for x in (*keys, *values)) and call.shares is None:
         copied = f"selected rows are copied [{bifurcated.reason.value}]: {bifurcated.detail}"
-        keys, values = given.segments(call.key, rows=False), given.segments(call.value, rows=False)
-        bifurcated = _match_segments(given, keys, values, may_guard)
+        keys, values = find_segments(call.key, rows=False), find_segments(call.value, rows=False)
+        bifurcated = _match_segments(call, keys, values, may_guard)
     if isinstance(bifurcated, BifurcatedMatch):
         return bifurcated, copied
-    if bifurcated is not None and not given.in_one_piece:
+    if bifurcated is not None and call.shares is not None:
         return bifurcated
-    decode = match_decode(given.seen(), given.in_one(call.key, keys), given.in_one(call.value, values), may_guard)
-    if isinstance(decode, DecodeMatch) and given.weighs(decode):
+    decode = match_decode(call, in_one(call.key, keys), in_one(call.value, values), may_guard)
+    if isinstance(decode, DecodeMatch) and decode.weighed:
         decode = decode.unpaid or decode
     if isinstance(decode, Decline):
         return bifurcated or decode
@@ -94,8 +107,8 @@ def _match_stored(given: PlainCall, may_guard: bool) -> tuple[DecodeMatch | Bifu
 
 
 def _match_segments(
-    given: PlainCall, keys: tuple[Stored, ...], values: tuple[Stored, ...], may_guard: bool
+    call: SdpaCall, keys: tuple[Stored, ...], values: tuple[Stored, ...], may_guard: bool
 ) -> BifurcatedMatch | Decline | None:
     """Match segments that a rewrite would read where they are stored, if that pays."""
-    match = match_bifurcated(given.seen(), keys, values, may_guard)
-    return (match.unpaid or match) if isinstance(match, BifurcatedMatch) and given.weighs(match) else match
+    match = match_bifurcated(call, keys, values, may_guard)
+    return (match.unpaid or match) if isinstance(match, BifurcatedMatch) and match.weighed else match

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from tatten.passes.symbolic import number_in
+
+if TYPE_CHECKING:
+    from tatten.ops.distributed.placement import Sharding
+    from tatten.passes.local import Share
 
 SDPA_TARGETS = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -35,6 +39,9 @@ class SdpaCall:
         draft_result: the draft that stands for SDPA's result; None where `node` computes it.
         outputs: the nodes that are replaced, each with a draft made of the result, or of what it replaces.
         remarks: the last remarks of the report.
+        sharding: how the program's DTensors are placed whose local parts are the tensors of the call; states of ranks
+            are merged. None for plain tensors.
+        shares: the parts of the segments of keys and of values that this rank attends to, if they differ in placement.
     """
 
     node: Node
@@ -58,6 +65,8 @@ class SdpaCall:
     draft_result: Node | None = None
     outputs: tuple[tuple[Node, Node], ...] = ()
     remarks: tuple[str, ...] = ()
+    sharding: Sharding | None = None
+    shares: tuple[tuple[Share, ...], tuple[Share, ...]] | None = None
 
     @property
     def shown(self) -> Node:

@@ -13,7 +13,8 @@ from torch.fx import Node
 
 from tatten.ops.layout import BATCH, LENGTH
 from tatten.passes.calls import argument, op_name
-from tatten.passes.drafts import dtensor_of
+from tatten.passes.drafts import dtensor_of, local_beside
+from tatten.passes.local import local_input
 from tatten.passes.mutation import writes
 from tatten.passes.op_names import CATS
 from tatten.passes.stored import Stored, peel_heads, stored_among, stored_at, walk_on
@@ -25,14 +26,36 @@ MAX_DEPTH = 8
 
 
 def find_segments(start: Node | Walk, rows: bool = True) -> tuple[Stored, ...]:
-    """The segments of SDPA's key or value, in order; without `rows`, what an index selected is read as a copy."""
+    """The segments of SDPA's key or value, in order; without `rows`, what an index selected is read as a copy.
+
+    The local part of a DTensor is read as the graph made it, if it did, else as one segment.
+    """
+    if isinstance(start, Node) and dtensor_of(start) is not None:
+        stored, local = _behind_local_part(start, rows)
+        return (stored,) if local is None else _segments(_walk_behind(stored, local), rows) or (stored,)
     walk = start if isinstance(start, Walk) else begin(start)
     return _segments(walk, rows) or tuple(stored_among((walk,)))
 
 
-def segments_behind(stored: Stored, node: Node, rows: bool = True) -> tuple[Stored, ...]:
-    """The segments of SDPA's key or value where one was found, but `node` is its base by another name."""
-    return _segments(_walk_behind(stored, node), rows) or (stored,)
+def _behind_local_part(part: Node, rows: bool) -> tuple[Stored, Node | None]:
+    """How the local part of a DTensor is stored, and the plain tensor of the graph that it was made of, if it was."""
+    dtensor = dtensor_of(part)
+    assert dtensor is not None
+    best, *others = find_segments(dtensor, rows)
+    stored = Stored(part) if others else _local(best, part)
+    inner = None if stored.shared else dtensor_of(stored.base)
+    return stored, None if inner is None else local_input(inner)
+
+
+def _local(stored: Stored, part: Node) -> Stored:
+    """The local part of what a DTensor is stored as, if that is sharded alike, else `part`, that of the DTensor."""
+    from tatten.ops.distributed.placement import same_sharding
+
+    tensor, base = tensor_of(dtensor_of(part)), tensor_of(stored.base)
+    assert tensor is not None
+    assert base is not None
+    alike = same_sharding(tensor, base, stored.dims)
+    return dataclasses.replace(stored, base=local_beside(part, stored.base)) if alike else Stored(part)
 
 
 def _walk_behind(stored: Stored, node: Node) -> Walk:
@@ -54,8 +77,12 @@ class Cut(NamedTuple):
 def find_cuts(start: Node | Walk) -> tuple[Cut, ...]:
     """The segments of SDPA's key or value between cuts that don't depend on the batch; none if one can't be read.
 
-    Where others use what was concatenated, it is one segment: it exists anyway.
+    Where others use what was concatenated, it is one segment: it exists anyway. The local part of a DTensor has none
+    unless the graph made it.
     """
+    if isinstance(start, Node) and dtensor_of(start) is not None:
+        stored, local = _behind_local_part(start, rows=False)
+        return () if local is None else find_cuts(_walk_behind(stored, local))
     cuts = []
     for walk in _cut(start if isinstance(start, Walk) else begin(start)):
         shared = _segments(walk, rows=True, depth=MAX_DEPTH)
@@ -64,11 +91,6 @@ def find_cuts(start: Node | Walk) -> tuple[Cut, ...]:
         own = (x for x in stored_among(way_back(walk)) if not x.shared)
         cuts.append(Cut(shared[0], next(own, None)))
     return tuple(cuts)
-
-
-def cuts_behind(stored: Stored, node: Node) -> tuple[Cut, ...]:
-    """`find_cuts` where one segment was found, but `node` is its base by another name."""
-    return find_cuts(_walk_behind(stored, node))
 
 
 def _cut(start: Walk, depth: int = 0) -> Iterator[Walk]:
@@ -83,6 +105,9 @@ def _cut(start: Walk, depth: int = 0) -> Iterator[Walk]:
 
 def in_one(node: Node, segments: tuple[Stored, ...]) -> Stored:
     """`peel_heads(node)`, without another walk if the segments of `node` are one that already is the answer."""
+    dtensor = dtensor_of(node)
+    if dtensor is not None:
+        return _local(peel_heads(dtensor), node)
     best, *others = segments
     if others or best.shared or any(op_name(x) in CATS for x in best.path):
         return peel_heads(node)

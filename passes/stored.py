@@ -6,14 +6,12 @@ that an index selected may have been repeated in any order: `x[j] == base[rows[j
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from torch.fx import Node
 
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
-from tatten.passes.drafts import Drafts
 from tatten.passes.mutation import written_between
 from tatten.passes.rows import Rows
 from tatten.passes.symbolic import constant, known_equal, tensor_of
@@ -48,30 +46,28 @@ class Stored:
         assert tensor is not None
         return 1 if dim is None or (role == BATCH and self.overlaid) else tensor.shape[dim]
 
-    def inserted(self, drafts: Drafts, place: Node) -> Stored:
-        """Insert `base` before `place` if it is a draft, and return what is stored with the node for it."""
-        return replace(self, base=drafts.insert(self.base, place))
+    def as_attention_takes_it(self, insert: Callable[..., Node]) -> Node:
+        """Insert the views that make `[batch, heads, length, head_dim]` of `base`; `base` itself if none is needed.
 
-    def as_attention_takes_it(self) -> Node:
-        """Insert the views that make `[batch, heads, length, head_dim]` of `base`; `base` itself if none is needed."""
-        base, dims, tensor = self.base, list(self.dims), tensor_of(self.base)
+        Args:
+            insert: inserts or drafts a method: its name, a node and arguments.
+        """
+        node, dims, tensor = self.base, list(self.dims), tensor_of(self.base)
         assert tensor is not None
-        node = base
         if tensor.requires_grad:  # but SDPA's result doesn't: it was read under no_grad
-            node, tensor = _call(node, "detach"), tensor.detach()
-        for dim in reversed([d for d in range(tensor.dim()) if d not in dims]):
-            node, tensor = _call(node, "squeeze", dim), tensor.squeeze(dim)
+            node = insert("detach", node)
+        rank = tensor.dim()
+        for dim in reversed([d for d in range(rank) if d not in dims]):
+            node, rank = insert("squeeze", node, dim), rank - 1
             dims = [d if d is None or d < dim else d - 1 for d in dims]
         if self.overlaid:
-            node, tensor = _call(node, "narrow", dims[BATCH], 0, 1), tensor.narrow(dims[BATCH] or 0, 0, 1)
+            node = insert("narrow", node, dims[BATCH], 0, 1)
         order = [d for d in dims if d is not None]
         if order != list(range(len(order))):
-            node, tensor = _call(node, "permute", *order), tensor.permute(order)
+            node = insert("permute", node, *order)
         for role in ROLES:
             if dims[role] is None:
-                node, tensor = _call(node, "unsqueeze", role), tensor.unsqueeze(role)
-        if node is not base:
-            node.meta["example_value"] = tensor
+                node = insert("unsqueeze", node, role)
         return node
 
     def written_before(self, call: Node) -> Node | None:
@@ -82,12 +78,6 @@ class Stored:
         tensors = [tensor for tensor in map(tensor_of, (self.base, *read)) if tensor is not None]
         first = min(node for node in read if node.op != "placeholder")
         return written_between(tensors, first, call)
-
-
-def _call(node: Node, method: str, *args: Any) -> Node:
-    view = node.graph.call_method(method, (node, *args))
-    view.meta.update({k: v for k, v in node.meta.items() if k != "example_value"})
-    return view
 
 
 def stored_at(walk: Walk) -> Stored | None:

@@ -21,8 +21,9 @@ from tatten.ops.reference import decode_attention_reference
 from tatten.ops.variant import AttentionVariant
 from tatten.passes import cost
 from tatten.passes.masks import Masks
+from tatten.passes.reasons import Decline
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.tree import find_sharded
+from tatten.passes.tree import find_local
 
 B, HQ, HKV, D, S = 2, 4, 2, 16, 22
 
@@ -106,8 +107,8 @@ def of_another_op(placements: list[Any]) -> str | None:
         graph.placeholder(name).meta["example_value"] = distribute_tensor(x, mesh, how)
     node = graph.call_function(torch.matmul, tuple(graph.nodes)[:2])
     node.meta["example_value"] = DTensor.from_local(q, mesh, placements, run_check=False)
-    decline = find_sharded(SdpaCall(node, *tuple(graph.nodes)[:3]), Masks()).check()
-    return decline and decline.reason.value
+    found = find_local(SdpaCall(node, *tuple(graph.nodes)[:3]), Masks())
+    return found.reason.value if isinstance(found, Decline) else None
 
 
 @pytest.mark.parametrize(
