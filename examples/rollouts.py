@@ -195,7 +195,7 @@ class Shared:
         return cache.fork(self.task.samples, capacity=self.task.new, into=next(iter(self.caches), None))
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the first step: the last token of each prompt, a mask of all slots to come, and positions."""
+        """Return the first step's inputs: the last token of each prompt, a mask of all slots to come, and positions."""
         ids, mask = self.task.repeated()
         last = ids[:, -1:].clone(memory_format=torch.contiguous_format)  # with the strides of tokens that are drawn
         return last, F.pad(mask, (0, self.task.new - 1), value=1), mask.sum(1, keepdim=True) - 1

@@ -209,7 +209,10 @@ def _tensors(given: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
 def merged_attention(
     query: DTensor, key: DTensor, value: DTensor, mask: DTensor, dropout_p: float, scale: float | None
 ) -> DTensor | None:
-    """What SDPA with `enable_gqa` gives for it, whether PyTorch has a kernel or not; None if it is PyTorch's affair."""
+    """Return the output of SDPA with `enable_gqa`, or None if PyTorch has to compute it.
+
+    It does not depend on whether PyTorch has a fused kernel for the call.
+    """
     given = {"query": query, "key": key, "value": value, "attn_mask": mask, "dropout_p": dropout_p, "enable_gqa": True}
     sharding = _sharding_of(_SDPA, given)
     return None if sharding is None else sharded_attention(sharding, query, key, value, mask, scale)[0]

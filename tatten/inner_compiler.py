@@ -135,7 +135,7 @@ def _look_up(name: str) -> Compiler:
 
 
 def _is_dynamos(compiler: Compiler) -> bool:
-    """Whether a backend is one of PyTorch's own, of which none but Inductor takes a mode or options."""
+    """Return True if a backend is one of PyTorch's own. None of them but Inductor takes a mode or options."""
     return (getattr(getattr(compiler, "func", compiler), "__module__", None) or "").startswith("torch._dynamo.")
 
 

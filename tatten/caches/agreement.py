@@ -1,7 +1,7 @@
-"""Whether the ranks that share a cache were given the same: otherwise attention would mix their texts.
+"""Check that the ranks that share a cache make the same calls: otherwise attention would mix their texts.
 
-A call on a cache is described by a few integers, which all ranks gather. Every rank sees the same table, so either all
-of them raise, or none. `agree` does the same on the host, for calls that come before any token.
+A few integers describe a call on a cache, and all ranks gather them. Every rank sees the same table, so either all of
+them raise, or none. `agree` does the same on the host, for calls that come before any token.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def agree(layout: Interleaved, names: str, describe: Callable[[], str]) -> None:
 
 
 def _disagreement(names: str, layout: Interleaved, calls: Sequence[str]) -> ValueError:
-    """What to raise where the ranks that share a cache, in order, were called like this."""
+    """Return the error that names the different calls of the ranks that share a cache; `calls` are in their order."""
     ranks = layout.global_ranks(layout.sharing_dims)
     who = {call: [rank for rank, other in zip(ranks, calls, strict=True) if other == call] for call in calls}
     return ValueError(

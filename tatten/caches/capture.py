@@ -1,4 +1,4 @@
-"""Whether a step runs now, or is recorded to run later."""
+"""Tell whether a step runs now, or is recorded to run later."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def is_captured(length: Tensor) -> bool:
-    """Whether a graph is traced or captured, so that there is no length to read."""
+    """Return True if a graph is traced or captured, so that the length cannot be read."""
     return torch.compiler.is_compiling() or (length.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -35,7 +35,7 @@ class Prompts:
 
     @property
     def given(self) -> dict[str, Tensor]:
-        """What was given, by the name of the argument: one tensor, or none."""
+        """Return the tensor that was given, by the name of its argument; empty if there is none."""
         tensors = {"prompt_mask": self.mask, "prompt_lens": self.lens}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 

@@ -20,5 +20,5 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What 8 bits and their scale represent, rounded once."""
+    """Return the values that 8 bits and their scale represent, rounded once."""
     return (x.float() * scale).to(dtype)

@@ -69,7 +69,7 @@ class Selection:
 
 
 def expand_to_batch(shared: Tensor, batch: int, rows: Tensor | None = None) -> Tensor:
-    """What each sequence reads of `[B_i, ...]`: its row, or that of its aligned block, as a view if possible."""
+    """Expand `[B_i, ...]` to the row of each sequence, or to that of its aligned block, as a view if possible."""
     if rows is not None:
         return shared.index_select(0, rows)
     return shared.unsqueeze(1).expand(-1, batch // shared.shape[0], *[-1] * (shared.dim() - 1)).flatten(0, 1)

@@ -24,10 +24,10 @@ Kept = list[tuple[slice, Tensor | None]]  # for each segment what `Selection.row
 
 @dataclass(frozen=True)
 class Inherited:
-    """What a fork takes over: segments with their lengths and rows, for a batch with as many slots each.
+    """The segments that a fork takes over, with their lengths and rows, for a batch with as many slots each.
 
     Attributes:
-        suffix: what a selection has in its slots; None for a fork, whose slots are empty.
+        suffix: the tokens that a selection has in its slots; None for a fork, whose slots are empty.
     """
 
     segments: tuple[Segment, ...]
@@ -156,7 +156,10 @@ class SharedPrefixLayer:
         return (*rows, None) if used else rows
 
     def inherited(self, n: int, capacity: int, used: int, rows: Rows) -> Inherited:
-        """What `n` children of each sequence inherit. The `used` tokens of the suffix are a segment, as a view."""
+        """Return the state that `n` children of each sequence inherit.
+
+        The `used` tokens of the suffix become a segment, as a view.
+        """
         segments, lengths = self.segments, self.lengths
         if used:
             slots = self._slots(self.prefix_length, used)
@@ -179,7 +182,7 @@ class SharedPrefixLayer:
         return Inherited(self.segments, self.lengths, self.rows, self.batch_size, self.keys.shape[2], suffix)
 
     def selected_rows(self, selection: Selection, narrow: bool) -> Kept:
-        """What to keep of each segment, see `Selection.rows`."""
+        """Return the rows to keep of each segment; see `Selection.rows`."""
         segments = zip(self.segments, self.rows, strict=True)
         return [selection.rows(rows, key.shape[0], key.device, narrow) for (key, _), rows in segments]
 
@@ -213,7 +216,7 @@ class SharedPrefixLayer:
         return [expand_to_batch(segment[which], self.batch_size, rows) for segment, rows in segments]
 
     def _own(self, new: Tensor) -> Tensor:
-        """What is stored of new tokens of the root."""
+        """Return new tokens of the root as they are stored."""
         return new
 
     def _slots(self, start: int, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""What the layers of a shared-prefix cache do together: rows and lengths are computed once for all of a device."""
+"""Operations on all layers of a shared-prefix cache: they compute rows and lengths once for each device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def used_slots(layers: Layers, name: str) -> int:
 
 
 def inherit(layers: Layers, n: int, capacity: int, used: int) -> list[Inherited]:
-    """What `n` children of each sequence inherit in each layer."""
+    """Return the state that `n` children of each sequence inherit in each layer."""
     rows = _on_each_device(layers, lambda layer: layer.inherited_rows(n, used))
     return [layer.inherited(n, capacity, used, rows[layer.device]) for layer in layers]
 

@@ -60,7 +60,10 @@ def _cache_name() -> str:
 
 
 def caches_latents(config: PreTrainedConfig) -> bool:
-    """Whether the model has multi-head latent attention: it may cache latents, and expand them to keys and values."""
+    """Return True if the model has multi-head latent attention.
+
+    It may cache latents, and expand them to keys and values.
+    """
     return getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
 
 

@@ -67,9 +67,9 @@ def _version(x: Tensor) -> int | None:
 
 
 def blocks_of(attn_mask: Tensor) -> BlockMask | None:
-    """What `with_blocks` found in a mask that nothing was written to since; else None.
+    """Return the blocks that `with_blocks` found in a mask, or None if the mask was written to since.
 
-    A CUDA graph that is captured now will read the mask as it is at each replay.
+    It returns None while a CUDA graph is captured, too: the graph reads the mask as it is at each replay.
     """
     version, found = getattr(attn_mask, _FOUND, (None, None))
     if found is None or version != _version(attn_mask):

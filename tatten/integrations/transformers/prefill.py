@@ -140,7 +140,10 @@ def check_model(model: PreTrainedModel, layers: int) -> None:
 
 
 def undivided_reason(model: PreTrainedModel) -> str | None:
-    """What prompts need to be divided among ranks that this model lacks, as far as it is known before it runs."""
+    """Return the first requirement for dividing prompts among ranks that this model does not meet, or None.
+
+    It covers the requirements that can be checked before the model runs.
+    """
     config, forward = model.config, inspect.signature(model.forward).parameters
     name = type(model).__name__
     needed = "position_ids", cache_argument(model), "logits_to_keep"
