@@ -67,12 +67,15 @@ def apply_latents(match: LatentMatch, masks: Masks, concatenated: ConcatenatedQu
 
 
 def _by_project_heads(query: Tensor) -> bool:
-    """Whether one kernel multiplies rows with a weight, for queries of this kind: of adapters it knows nothing."""
+    """Return True if one kernel multiplies rows with a weight, for queries of this kind. It has no adapters."""
     return query.device.type == "cuda" and query.dtype == torch.bfloat16
 
 
 def _takes_unrounded(match: LatentMatch, query: Tensor) -> bool:
-    """Whether queries go to attention in float32: few of them cost Hopper nothing, unless sequences share latents."""
+    """Return True if queries go to attention in float32.
+
+    A few float32 queries cost Hopper nothing, unless sequences share latents.
+    """
     heads, q_len = constant(query.shape[HEADS]), constant(query.shape[LENGTH])
     few = heads is not None and q_len is not None and heads * q_len <= FEW_QUERIES_ON_CUDA
     return few and not match.segments and capability(query.device) == (9, 0)

@@ -20,7 +20,7 @@ SETTERS = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("
 
 
 def sets_autocast(graph: Graph) -> bool:
-    """Whether a graph sets autocast other than by a context manager, so that its state at a node is unknown."""
+    """Return True if a graph sets autocast other than by a context manager, so that its state at a node is unknown."""
     return any(graph.find_nodes(op="call_function", target=setter) for setter in SETTERS)
 
 

@@ -74,7 +74,7 @@ def match_bifurcated(
 
 
 def correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...], may_guard: bool) -> bool:
-    """Whether keys and values have the same segments. Under dynamic shapes one size may have two symbols."""
+    """Return True if keys and values have the same segments. Under dynamic shapes one size may have two symbols."""
     equal = guard_equal if may_guard else known_equal
     if len(keys) != len(values):
         return False

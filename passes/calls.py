@@ -86,7 +86,7 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
 
 
 def only_adds_dims(index: Any) -> bool:
-    """Whether `x[index]` is all of `x`, in order."""
+    """Return True if `x[index]` is all of `x`, in order."""
     parts: Sequence[Any] = index if isinstance(index, (list, tuple)) else (index,)
     return all(part is None or part is builtins.Ellipsis or part == slice(None) for part in parts)
 

@@ -45,13 +45,13 @@ MAX_DEPTH = 8  # of ops between keys in 8 bits and attention; without a bound, s
 
 @dataclass(frozen=True)
 class Dequantised:
-    """What a walk back found in 8 bits.
+    """The result of a walk back to a tensor in 8 bits.
 
     Attributes:
         source: the tensor in 8 bits, of the shape of the one where the walk began.
         path: the nodes from there to the one that reads `source`.
         scales: the factors on the way.
-        trouble: why `source` times one scale isn't what the program computes; empty if it is.
+        trouble: why `source` times one scale isn't the value that the program computes; empty if it is.
     """
 
     source: Node
@@ -180,7 +180,10 @@ def both_in_8_bits(call: SdpaCall, key: Stored, value: Stored) -> tuple[Narrow, 
 
 
 def _in_8_bits(stored: Stored, query: Tensor) -> Narrow | str | None:
-    """What `stored` was dequantised from; why that can't be read in its place; None where it wasn't."""
+    """Return the tensor that `stored` was dequantised from, or the reason why it can't be read in place of `stored`.
+
+    The result is None if `stored` was not dequantised.
+    """
     ends = _ends(stored)
     if not ends:
         return None
@@ -208,7 +211,7 @@ def _in_8_bits(stored: Stored, query: Tensor) -> Narrow | str | None:
 
 
 def _ends(stored: Stored) -> list[tuple[Stored, Dequantised]]:
-    """What was found in 8 bits behind `stored`, and behind each tensor that it is a view of."""
+    """Return the tensors in 8 bits behind `stored`, and behind each tensor that it is a view of."""
     if not isinstance(stored.base, Node) or stored.shared:
         return []
     ends = []

@@ -46,11 +46,11 @@ class BlockList:
 
 @dataclass(frozen=True)
 class BlockMask:
-    """What a block mask leaves: keys of full blocks, and those keys of other blocks that a function leaves.
+    """The keys that a block mask leaves: all keys of full blocks, and a function's choice of the keys of other blocks.
 
     Attributes:
         leaves: the function's body, a graph over scalars; None if it leaves all keys.
-        captured: what it reads beside positions, numbers and plain tensors.
+        captured: the values that the body reads beside positions, numbers and plain tensors.
         partial: the blocks that the function is asked about; None for all.
         full: the blocks of which all keys are left; None without any.
         q_block, kv_block: queries and keys of a block.
@@ -217,7 +217,7 @@ def _times(node: Any) -> tuple[float, Node | None]:
 
 
 def result_of(graph: Graph) -> Any:
-    """What a function returns, by its body."""
+    """Return the result of a function, from the graph of its body."""
     (output,) = graph.find_nodes(op="output")
     result = output.args[0]
     return result[0] if isinstance(result, tuple | list) and len(result) == 1 else result
@@ -301,7 +301,7 @@ def _check_body(body: Graph) -> Decline | None:
 
 
 def _indexes(node: Node) -> bool:
-    """Whether a node takes elements, or subtensors along the first dims, at places that are scalars."""
+    """Return True if a node takes elements, or subtensors along the first dims, at places that are scalars."""
     base = tensor_of(node.args[0])
     places = places_of(node)
     if base is None or len(places) > base.dim() or node.kwargs:

@@ -58,7 +58,7 @@ class LatentMatch:
 
     @property
     def parts(self) -> tuple[LatentSegment, ...]:
-        """What is attended to, each as one call of the op."""
+        """The segments that are attended to, each by one call of the op."""
         return self.segments or (LatentSegment(self.latent, None if self.rope is None else self.rope[0]),)
 
 

@@ -40,7 +40,7 @@ def number_of(x: Any, reader: Node) -> float | None:
 
 
 def _holds(dtype: torch.dtype, number: float) -> bool:
-    """Whether it is defined what a tensor of this dtype holds for a number."""
+    """Return True if the value that a tensor of this dtype holds for a number is defined."""
     if dtype.is_floating_point or dtype == torch.bool:
         return True
     return not dtype.is_complex and torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
@@ -52,7 +52,10 @@ def rounded(number: float, dtype: torch.dtype) -> float:
 
 
 def factor_of(node: Node) -> tuple[Node, float] | None:
-    """What a node multiplies by a number and the number, or divides by one; None if it does something else."""
+    """Return the node and the number whose product a node is; None if it is no such product.
+
+    A division by a number counts as the product with its inverse.
+    """
     a, b = argument(node, 0, "input"), argument(node, 1, "other")
     name = op_name(node).removesuffix("_")
     if name not in TIMES or node.kwargs.get("rounding_mode") is not None:

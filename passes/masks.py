@@ -164,7 +164,7 @@ def same_view(node: Node) -> object:
 
 
 def _is_basic(index: Any) -> bool:
-    """Whether indexing by this returns a view; a list, for one, makes a copy."""
+    """Return True if this index makes a view; a list, for one, makes a copy."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is ... or isinstance(part, int | slice) for part in parts)
 

@@ -23,7 +23,7 @@ ATTRIBUTES = {"shape", "dtype", "device", "ndim", "layout"}
 
 
 def reads_values(user: Node, node: Node) -> bool:
-    """Whether `user`, or what it returns, may read values of its input `node`."""
+    """Return True if `user`, or its result, may read values of its input `node`."""
     name = op_name(user)
     if name == "getattr":
         return user.args[1] not in ATTRIBUTES
@@ -43,7 +43,7 @@ def readers(user: Node, node: Node) -> Iterator[Node]:
 
 
 def depends(node: Node, source: Node, among: Container[Node]) -> bool:
-    """Whether values of a node are computed from those of `source`, by the nodes `among` which every way leads."""
+    """Return True if values of `node` are computed from those of `source`. All paths lead through nodes in `among`."""
     seen, frontier = {node}, [node]
     while frontier:
         here = frontier.pop()

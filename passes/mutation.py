@@ -67,7 +67,7 @@ def inactive_dropout(node: Node) -> bool:
 
 
 def writes(node: Node) -> bool:
-    """Whether `node` may write to anything: then it is more than a copy, and has to stay."""
+    """Return True if `node` may write to anything: then it is more than a copy, and has to stay."""
     return any(True for _ in written_arguments(node))
 
 
@@ -122,7 +122,7 @@ def _in_place(node: Node) -> tuple[OpOverload, ...]:
 
 
 def _may_alias(node: Node, tensors: Sequence[Tensor]) -> bool:
-    """Whether a write to the value of a node may change one of `tensors`, which are those that own storage."""
+    """Return True if a write to the value of a node may change one of `tensors`, which are those that own storage."""
     value = value_of(node)
     if value is None:  # a value made of no inputs, such as the token of a context manager, holds no tensor
         return node.op != "call_function" or bool(node.all_input_nodes)
@@ -189,7 +189,7 @@ def _written_in_trial(node: Node) -> Iterator[Node]:
 
 
 def _may_run(node: Node) -> bool:
-    """Whether an extra run of a node affects nothing but its arguments, as PyTorch's own functions do."""
+    """Return True if an extra run of a node affects nothing but its arguments, as with PyTorch's own functions."""
     if node.op == "call_method":
         return True
     path = (getattr(node.target, "__module__", None) or "").split(".")

@@ -40,7 +40,7 @@ def is_last_dim(dim: Any, rank: int) -> bool:
 
 
 def keeps_rows(source: Node, node: Node) -> bool:
-    """Whether a reshape keeps the last two dims, so that it only merges or splits those before."""
+    """Return True if a reshape keeps the last two dims, so that it only merges or splits those before."""
     before, after = tensor_of(source), tensor_of(node)
     return (
         before is not None

@@ -105,7 +105,7 @@ def _written_out(softmax: Node, name: str) -> OtherAttention | None:
 
 
 def _less_log_sum(exp: Node) -> bool:
-    """Whether this is `exp` of a `log_softmax`, or of scores less their `logsumexp`, maybe by way of a view."""
+    """Return True if this is `exp` of a `log_softmax`, or of scores less their `logsumexp`, maybe by way of a view."""
     sources = exp.all_input_nodes
     for _ in range(3):
         if any(op_name(node) in LOG_SUMS for node in sources):
@@ -139,19 +139,19 @@ def scores_above(softmax: Node) -> set[Node]:
 
 
 def _multiplies_activations(node: Node) -> bool:
-    """Whether this is a matrix product without a parameter."""
+    """Return True if this is a matrix product without a parameter."""
     return op_name(node) in PRODUCTS and not any(_is_parameter(factor) for factor in node.all_input_nodes)
 
 
 def _is_parameter(node: Node) -> bool:
-    """Whether a node is a parameter, or a view or cast of one."""
+    """Return True if a node is a parameter, or a view or cast of one."""
     while len(node.all_input_nodes) == 1 and not isinstance(tensor_of(node), torch.nn.Parameter):
         (node,) = node.all_input_nodes
     return isinstance(tensor_of(node), torch.nn.Parameter)
 
 
 def _adds_a_column(node: Node, scores: set[Node], softmax: Node) -> bool:
-    """Whether logits other than scores are concatenated to scores and are still there in the softmax.
+    """Return True if logits other than scores are concatenated to scores and are still there in the softmax.
 
     Relative positions pad scores as well, but only to shift them.
     """

@@ -155,7 +155,7 @@ def _copied(walk: Walk, whole: Tensor, reader: Node) -> Assembly | None:
 
 
 def _copy(writer: Node, walk: Walk, whole: Tensor) -> Piece | None:
-    """What a `copy_` of columns into a view of `whole`, or an assignment to columns of one, writes."""
+    """Return the piece that a `copy_` into columns of `whole`, or an assignment to some, writes; else None."""
     if writer.target is operator.setitem:
         _, index, source = writer.args
         columns = _columns_at(index, whole.dim())
@@ -195,7 +195,7 @@ def _columns_at(index: Any, rank: int) -> slice | None:
 
 
 def _fill(source: Any, columns: range, walk: Walk, whole: Tensor) -> bool:
-    """Whether a copy of `source` fills those columns of `whole` as they are, or for all heads with those of one."""
+    """Return True if a copy of `source` fills those columns of `whole`: as it is, or from one head for all heads."""
     tensor = tensor_of(source)
     if tensor is None or tensor.dtype != whole.dtype or tensor.device != whole.device or tensor.dim() != whole.dim():
         return False
@@ -246,5 +246,5 @@ def _gap(pieces: tuple[Piece, ...], whole: Tensor) -> Decline | None:
     return (
         None
         if starts == ends
-        else Decline(Reason.PIECES, f"of {whole.shape[-1]} columns of the keys {filled} are filled")
+        else Decline(Reason.PIECES, f"the keys have {whole.shape[-1]} columns, and {filled} are filled")
     )

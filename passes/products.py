@@ -247,7 +247,7 @@ def _widens(before: Any, after: Any) -> bool:
 
 
 def _swaps(node: Node) -> bool:
-    """Whether a node swaps the last two dims, and nothing else."""
+    """Return True if a node swaps the last two dims, and nothing else."""
     tensor, name = tensor_of(node), op_name(node)
     if tensor is None or tensor.dim() < 3:
         return False

@@ -30,7 +30,7 @@ Letters = tuple[str, str, str]  # of the dims of both factors and of the product
 
 @dataclass(frozen=True)
 class Adapter:
-    """What LoRA adds to a projection: `factor` times the product of latents with `down`'s weight, and then with `up`'s.
+    """The term that LoRA adds to a projection: `factor * up(down(latents))`, with the weights of `down` and `up`.
 
     Attributes:
         path: the nodes from the sum to the first product, and copies of latents before that.
@@ -100,7 +100,7 @@ def projection_of(start: Walk) -> Projection | Node:
 
 
 def same_latents(a: Walk, b: Walk) -> bool:
-    """Whether two factors are the same in memory, maybe as two views that differ in dims of size 1."""
+    """Return True if two factors are the same in memory, maybe as two views that differ in dims of size 1."""
     if a.here is b.here:
         return a.parts == b.parts
     x, y = tensor_of(a.here), tensor_of(b.here)
@@ -112,7 +112,7 @@ def same_latents(a: Walk, b: Walk) -> bool:
 
 
 def is_input(node: Node) -> bool:
-    """Whether a tensor is an input of the graph, or a view of one."""
+    """Return True if a tensor is an input of the graph, or a view of one."""
     while node.op not in ("placeholder", "get_attr"):
         columns = columns_of(node)
         source = columns[0] if columns is not None else source_of(node)
@@ -241,7 +241,7 @@ def _factors(node: Node) -> tuple[Node, Node, Letters] | None:
 
 
 def _equation(name: str, a: Tensor, b: Tensor) -> str:
-    """What `linear(a, b)` or `matmul(a, b)` is if `b` is a weight; empty if that can't be."""
+    """Return the einsum equation of `linear(a, b)` or `matmul(a, b)` if `b` may be a weight; else an empty string."""
     rows = "abcdef"[: a.dim() - 1]
     if b.dim() == 2:
         return f"{rows}r,nr->{rows}n" if name == "linear" else f"{rows}r,rn->{rows}n"

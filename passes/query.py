@@ -143,7 +143,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _reads_alone(reader: Node, node: Node) -> bool:
-    """Whether `reader` is all that reads values of a node, and reads it once."""
+    """Return True if `reader` alone reads values of a node, and reads it once."""
     arguments = all_of(Node, [reader.args, list(reader.kwargs.values())])
     return [x for x in node.users if reads_values(x, node)] == [reader] and sum(x is node for x in arguments) == 1
 
@@ -162,9 +162,9 @@ def _scaled(op: Node, reader: Node, product: Node) -> ScaledQuery | None:
 
 
 def _same_strides(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have one shape, and equal strides in dims of more than one element.
+    """Return True if two tensors have one shape, and equal strides in dims of more than one element.
 
-    Then views and copies of the one are laid out as those of the other.
+    Then views and copies of either tensor have the same layout.
     """
     if not known_shape(a.shape, b.shape):
         return False

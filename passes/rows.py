@@ -107,14 +107,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class Selection:
-    """What an op selects of its source, and along which dim."""
+    """The selection that an op makes from its source, and the dim of it."""
 
     dim: int
     step: Select | Counts
 
 
 def selection_of(node: Node, source: Tensor) -> Selection | None:
-    """What `node` selects along one dim of its source by a tensor; None if it does something else, or maybe."""
+    """Return the selection that `node` makes by a tensor along one dim of its source.
+
+    The result is None if the node does something else, or may do so.
+    """
     rank, total = source.dim(), None
     match op_name(node):
         case "index_select" | "gather":
@@ -200,7 +203,7 @@ def _viewed(node: Node) -> Node | None:
 
 
 def _is_computed(node: Node) -> bool:
-    """Whether a node computes integers from integers alone, always the same."""
+    """Return True if a node computes integers from integers alone, always the same."""
     return (
         node.op in ("call_function", "call_method")
         and _is_integers(node)

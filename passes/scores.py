@@ -279,7 +279,7 @@ def _concatenated(walk: _Walk, sources: list[Node]) -> Decline | None:
     if whole is None or len(sources) != 1 or len(tensors) != 2 or dim not in (-1, whole.dim() - 1):
         return Decline(Reason.RELATIVE, f"`{node}` joins scores with others")
     if walk.sinks is not None or any(x.kind != "to" for x in walk.steps) or walk.outer is not None or walk.scale != 1:
-        return Decline(Reason.RELATIVE, f"what `{node}` adds to scores is changed before softmax")
+        return Decline(Reason.RELATIVE, f"the columns that `{node}` adds to scores are changed before softmax")
     other = tensors[1] if tensors[0] is sources[0] else tensors[0]
     column = tensor_of(other)
     if column is None or not known_equal(column.shape[-1], 1):

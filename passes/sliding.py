@@ -79,7 +79,7 @@ def _slide(copy: Node) -> Slide | None:
 
 
 def _rolls(node: Node, cache: Node) -> bool:
-    """Whether a node is `cache.roll(-1, dims=-2)`."""
+    """Return True if a node is `cache.roll(-1, dims=-2)`."""
     given = argument(node, 1, "shifts"), argument(node, 2, "dims")
     shift, dim = (x[0] if isinstance(x, (list, tuple)) and len(x) == 1 else x for x in given)
     return op_name(node) == "roll" and source_of(node) is cache and shift == -1 and dim in (LENGTH, LENGTH - 4)
@@ -100,7 +100,10 @@ def _last_of(put: Node, rolled: Node) -> Node | None:
 
 
 def _movable(cache: Tensor, new: Tensor) -> bool:
-    """Whether the op takes these, a dense cache of constant sizes and other memory of the same kind, and it pays."""
+    """Return True if the op supports this cache and these new tokens, and the rewrite pays.
+
+    The cache has to be dense, with constant sizes, and `new` other memory of the same kind.
+    """
     sizes = [constant(n) for n in (*cache.shape, *new.shape)]
     size = bytes_of(cache)
     return (

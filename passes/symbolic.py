@@ -157,7 +157,7 @@ def may_be_0_or_1(size: int | SymInt) -> bool:
 
 
 def guard_equal(a: int | SymInt, b: int | SymInt) -> bool:
-    """Whether `a == b` when the graph was captured; if so, a run where they differ captures a new graph."""
+    """Return True if `a == b` when the graph was captured; if so, a run where they differ captures a new graph."""
     return known_equal(a, b) or (None not in (hint(a), hint(b)) and bool(a == b))
 
 

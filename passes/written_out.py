@@ -203,7 +203,7 @@ def _own_dims(scores: Scores, chain: tuple[Node, ...]) -> Heads | None:
 
 
 def _differs_along_both(scores: Scores) -> bool:
-    """Whether sinks, and nothing else that joins scores, have numbers of their own for each index of the first dim."""
+    """Return True if sinks alone, of all that joins scores, have their own numbers for each index of the first dim."""
     if scores.sinks is None or find_vector(scores.sinks) is not None:
         return False
     others = [tensor for x in scores.steps if x.node is not None and (tensor := tensor_of(x.node)) is not None]
@@ -271,7 +271,7 @@ def _writer(found: WrittenOut) -> Node | None:
 
 
 def _sums(user: Node, node: Node, found: WrittenOut) -> bool:
-    """Whether `user` is the logsumexp of what the softmax is taken of, which is the lse of attention."""
+    """Return True if `user` is the logsumexp of the softmax's input, which is the lse of attention."""
     tensor = tensor_of(node)
     if op_name(user) != "logsumexp" or tensor is None or found.scores.sinks is not None or found.own_dims:
         return False
