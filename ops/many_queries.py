@@ -65,7 +65,7 @@ def unsupported_reason(query: Tensor, value: Tensor) -> str | None:
 
 
 def _takes_cudnn(query: Tensor) -> bool:
-    """Whether cuDNN is asked, whose kernel is made for Hopper, unlike that of PyTorch's flash attention."""
+    """Return True if cuDNN is asked. Its kernel is made for Hopper, unlike that of PyTorch's flash attention."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()
     wrong = cudnn_decodes_wrong(query.device, query.shape[2])
     return enabled and not wrong and query.shape[3] <= WIDEST_CUDNN and capability(query.device) >= (9, 0)

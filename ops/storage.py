@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors, fake ones included, are views of one storage, so that writing one may change the other."""
+    """Return True if two tensors, fake ones included, share a storage, so that a write to one may change the other."""
     try:
         return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
     except Exception as error:

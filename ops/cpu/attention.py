@@ -293,7 +293,7 @@ def _scales_of(
 
 
 def upcast(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What keys or values in 8 bits represent; `factor`: of each head, or of each key."""
+    """Return the values that keys or values in 8 bits represent. `factor`: a number for each head, or for each key."""
     x = x.to(dtype)
     return x if factor is None else x * over_keys(factor.to(dtype))
 

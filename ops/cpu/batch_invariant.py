@@ -44,7 +44,7 @@ def _fill_up(q_rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None
 
 
 def _on_cache_lines(x: Tensor) -> bool:
-    """Whether each row of numbers begins on a cache line, on which it may depend how MKL adds them up."""
+    """Return True if each row of numbers begins on a cache line. The order in which MKL adds a row may depend on it."""
     line = CACHE_LINE // x.element_size()
     return x.stride(3) == 1 and x.data_ptr() % CACHE_LINE == 0 and all(n % line == 0 for n in x.stride()[:3])
 

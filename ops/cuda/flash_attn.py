@@ -130,7 +130,7 @@ def package_unsupported_reason(provider: str, work: Workload) -> str | None:
 
 
 def _unmet_by_release(package: Package, needs: Needs) -> str | None:
-    """What the release that is installed lacks, or None."""
+    """Return the reason why the installed release can't compute this, or None."""
     try:
         takes = inspect.signature(_function(package)).parameters
     except ImportError as error:

@@ -121,7 +121,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def has_large_shared_memory(device: torch.device) -> bool:
-    """Whether a program may have 227 KiB of shared memory, as on datacentre GPUs since Hopper."""
+    """Return True if a program may have 227 KiB of shared memory, as on datacentre GPUs since Hopper."""
     return capability(device)[0] in (9, 10)
 
 
@@ -138,7 +138,7 @@ def device_name(device: torch.device) -> str:
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether `device` is a GPU of this machine."""
+    """Return True if `device` is a GPU of this machine."""
     return device.type == "cuda" and torch.cuda.is_available()
 
 

@@ -121,7 +121,7 @@ def _rope(query_rope: Tensor | None, key_rope: Tensor | None) -> tuple[()] | tup
 
 
 def _takes_sm90(query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, mask: MaskPlan) -> bool:
-    """Whether a kernel for Hopper can compute this, and is faster.
+    """Return True if a kernel for Hopper can compute this, and is faster.
 
     Few queries in 16 bits without a mask are the decode kernel's: 22.9 us for 8 x 4000, and 24.2 (H100).
     """

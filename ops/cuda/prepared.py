@@ -176,7 +176,7 @@ def prepare(found: Recorder) -> tuple[PreparedCall, list[Tensor]]:
 
 
 def _has_literal(x: Any) -> bool:
-    """Whether `repr(x)` is a literal equal to `x`."""
+    """Return True if `repr(x)` is a literal equal to `x`."""
     try:
         return bool(ast.literal_eval(repr(x)) == x)
     except (ValueError, SyntaxError):

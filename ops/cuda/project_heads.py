@@ -23,7 +23,7 @@ LINE = 64  # numbers of 16 bits in a cache line
 
 
 class Blocks(NamedTuple):
-    """What a program computes: so many columns of so many rows, of which it sums `block_k` products at a time."""
+    """The outputs of a program, `block_rows` by `block_c` columns; it sums `block_k` products at a time."""
 
     block_rows: int
     block_c: int

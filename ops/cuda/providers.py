@@ -45,7 +45,7 @@ def replaced_flash(work: Workload) -> str:
 
 
 def _asks_table(work: Workload) -> bool:
-    """Whether another provider than Triton is considered: none was faster with more packed queries."""
+    """Return True if providers other than Triton are considered: none was faster with more packed queries."""
     return _unsupported_by_sdpa(work, 256) is None and 0 < work.packed <= 16
 
 

@@ -29,7 +29,7 @@ class NotRecordableError(Exception):
 
 
 class Gluon(Enum):
-    """What is done about kernels in Gluon, which no compiler but Triton's own can define."""
+    """The treatment of kernels in Gluon, which no compiler but Triton's own can define."""
 
     LAUNCHED = "launched"  # by generated Python code
     REFUSED = "refused"  # generated code of another language calls the op instead
@@ -38,15 +38,15 @@ class Gluon(Enum):
 
 @dataclass
 class Recorder:
-    """What an op does with tensors that have no data.
+    """A record of an op's launches and allocations, from a call with tensors that have no data.
 
     Attributes:
         inputs: the tensors that it was called with, each with a storage of its own.
         launches: each `tatten.ops.cuda.launcher.Launch` with its tensors, or tuples of them, in order.
         allocated: the tensors that the op made.
         without_tma: bytes of keys and values that the op itself would read by TMA.
-        tma: whether it does here, too.
-        gluon: what is done about kernels in Gluon.
+        tma: whether the recorded launches use TMA, too.
+        gluon: the treatment of kernels in Gluon.
     """
 
     inputs: list[Tensor]
@@ -94,7 +94,7 @@ def _is_view(func: Any) -> bool:
 
 
 def may_take_gluon(kernel: str) -> bool:
-    """Whether a kernel in Gluon may be chosen.
+    """Return True if a kernel in Gluon may be chosen.
 
     Raises:
         NotRecordableError: the op is to be called instead.

@@ -152,7 +152,7 @@ def _plan_decode_segment(query: Tensor, x: Inputs, scale: float, softcap: float 
 
 
 def _takes_levels_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
-    """Whether the levels kernel can compute this."""
+    """Return True if the levels kernel can compute this."""
     return (
         x.attn_mask is None
         and x.row_groups is None
@@ -165,7 +165,7 @@ def _takes_levels_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
 
 
 def _takes_prefix_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
-    """Whether the prefix kernel can compute this, and is faster: with many keys even half empty."""
+    """Return True if the prefix kernel can compute this, and is faster. With many keys it is, even if half empty."""
     dim = query.shape[3]
     packed = packed_q_rows(query, x.key, x.row_groups is not None)
     return (

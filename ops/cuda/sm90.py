@@ -1,4 +1,4 @@
-"""What plans of the Gluon kernels for Hopper share: descriptors of tiles of keys, and strides of queries."""
+"""Helpers for the plans of the Gluon kernels for Hopper: descriptors of tiles of keys, and strides of queries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def key_tiling(x: Tensor, block_n: int, columns: int) -> Tiling:
 
 
 def are_tiles_of(descriptor: TensorDescriptor, x: Tensor) -> bool:
-    """Whether `key_tiling` of `x` makes such a descriptor."""
+    """Return True if `key_tiling` of `x` makes such a descriptor."""
     block, layout = _tile(x.dtype, *descriptor.block_shape[2:]) if x.dtype in DTYPES else (None, None)
     same = descriptor.shape == list(x.shape) and descriptor.strides == tma_strides(x)
     return same and descriptor.base.dtype == x.dtype and (descriptor.block_shape, descriptor.layout) == (block, layout)

@@ -58,7 +58,7 @@ class TileSpace:
 
     @property
     def split(self) -> bool:
-        """Whether several programs may share a work tile."""
+        """True if several programs may share a work tile."""
         if self.chunk:
             return not self.stays_whole
         # Work tiles of one group have equally many tiles, also where only the device knows how many.
@@ -67,7 +67,7 @@ class TileSpace:
 
     @property
     def stays_whole(self) -> bool:
-        """Whether each work tile is one chunk, however many tiles it has."""
+        """True if each work tile is one chunk, however many tiles it has."""
         return self.chunk > 0 and self.most_chunks == 1
 
     @property
@@ -84,7 +84,7 @@ class TileSpace:
         return most_groups * self.work_tiles * self.most_chunks if self.chunk else 2 * self.programs
 
     def int64_tiles(self, batch: int) -> bool:
-        """Whether the number of tiles of `batch` sequences, times programs, needs 64 bits."""
+        """Return True if the number of tiles of `batch` sequences, times programs, needs 64 bits."""
         groups = batch if self.row_groups else self.groups
         total_tiles = groups * self.work_tiles * max(1, ceil_div(self.kv_len, self.block_n))
         return total_tiles * self.programs >= 1 << 31

@@ -17,7 +17,7 @@ LEAST_BYTES = 128e6
 
 
 def takes_tma(x: Tensor) -> bool:
-    """Whether TMA can fetch tiles of `x`. It reads whole tiles, so all elements must be readable."""
+    """Return True if TMA can fetch tiles of `x`. It reads whole tiles, so all elements must be readable."""
     begins = recorder.get() is not None or x.data_ptr() % 16 == 0  # a tensor without data stands for an aligned one
     aligned = begins and all(stride * x.element_size() % 16 == 0 for stride in tma_strides(x)[:3])
     return x.element_size() <= 2 and aligned and x.stride(3) == 1 and min(x.shape) > 0

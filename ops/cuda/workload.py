@@ -1,4 +1,4 @@
-"""What the choice of a provider depends on: the sizes and dtypes of a call, and what it asks for."""
+"""The properties of a call that the choice of a provider depends on: sizes, dtypes, and features such as a mask."""
 
 from __future__ import annotations
 
@@ -77,9 +77,10 @@ class Workload:
 
 
 def needs_of(attn_mask: object, kv_lens: object, scale: object, variant: AttentionVariant) -> Needs:
-    """What a call asks for besides plain attention, in words of the errors; only None and numbers are looked at.
+    """Name the features that a call needs besides plain attention, in words of the errors.
 
-    Kernels that take the maximum of scores before they scale them need a scale above 0: a key that is masked has -inf.
+    Only None and numbers are looked at. Kernels that take the maximum of scores before they scale them need a scale
+    above 0: a key that is masked has -inf.
     """
     window, softcap, sinks, *factors = variant
     given = {"mask": attn_mask, "lengths": kv_lens, "window": window, "soft cap": softcap, "sinks": sinks}

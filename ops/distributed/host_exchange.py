@@ -1,4 +1,4 @@
-"""What ranks tell each other on the host, through the store by which they found each other, in bounded time."""
+"""Exchange of strings between ranks on the host, in bounded time, through the store by which they found each other."""
 
 from __future__ import annotations
 

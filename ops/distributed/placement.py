@@ -140,7 +140,7 @@ def find_segment_sharding(
 
 
 def _fits(segment: Tensor, dims: Sequence[int | None], mesh_dim: int, query: DTensor) -> bool:
-    """Whether each rank's part of a segment belongs to its part of the query, as far as this mesh dim goes."""
+    """Return True if each rank's part of a segment belongs to its part of the query, as far as this mesh dim goes."""
     assert isinstance(segment, DTensor)
     have, q = segment.placements[mesh_dim], query.placements[mesh_dim]
     role = next((role for role in (BATCH, HEADS) if q == Shard(role)), LENGTH)
@@ -161,7 +161,7 @@ def _placements(x: Tensor) -> tuple[Placement, ...]:
 
 
 def belongs_to_heads(x: Tensor, sharding: Sharding) -> bool:
-    """Whether each rank's part of `x`, which has one number for each query head, belongs to its own query heads."""
+    """Return True if each rank's part of `x` belongs to its own query heads. `x` has one number for each query head."""
     wanted = tuple(Shard(0) if q == Shard(HEADS) else Replicate() for q in sharding.out)
     if not isinstance(x, DTensor):
         return Shard(0) not in wanted
@@ -169,7 +169,10 @@ def belongs_to_heads(x: Tensor, sharding: Sharding) -> bool:
 
 
 def same_sharding(whole: Tensor, base: Tensor, dims: Sequence[int | None]) -> bool:
-    """Whether each rank's part of `whole` comes from its part of `base`; dim i of `whole` is `dims[i]` of `base`."""
+    """Return True if each rank's part of `whole` comes from its part of `base`.
+
+    Dim i of `whole` is `dims[i]` of `base`.
+    """
     if not isinstance(whole, DTensor) or not isinstance(base, DTensor) or base.device_mesh != whole.device_mesh:
         return False
     if not _in_mesh_order(base):
@@ -187,7 +190,10 @@ def same_sharding(whole: Tensor, base: Tensor, dims: Sequence[int | None]) -> bo
 
 
 def _needs_no_communication(have: Sequence[Placement], want: Sequence[Placement]) -> bool:
-    """Whether each rank holds what it needs. A replicated dim can be cut, but not if an inner mesh dim shards it."""
+    """Return True if each rank holds the part that it needs.
+
+    A replicated dim can be cut, but not if an inner mesh dim shards it.
+    """
     cut = set()
     for old, new in zip(have, want, strict=True):
         if old != new and old != Replicate():
@@ -207,13 +213,13 @@ def _mask_placement(mask: Tensor | None, dim: int, size: int) -> Placement:
 
 
 def _even(x: DTensor, dim: int) -> bool:
-    """Whether all ranks have equal parts of a dim: none is empty, and kv heads are with their query heads."""
+    """Return True if all ranks have equal parts of a dim: none is empty, and kv heads are with their query heads."""
     sizes = [x.device_mesh.size(i) for i, placement in enumerate(x.placements) if placement == Shard(dim)]
     return bool(x.shape[dim] % math.prod(sizes) == 0)
 
 
 def _in_mesh_order(x: DTensor) -> bool:
-    """Whether the first of several mesh dims that shard one dim cuts it first; the order of cuts matters."""
+    """Return True if the first of several mesh dims that shard one dim cuts it first; the order of cuts matters."""
     try:
         return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in x._spec.shard_order)
     except Exception as error:

@@ -30,7 +30,7 @@ def register(op: Any, lower: Callable[..., Any]) -> None:
 
 
 def fallback(op: Any) -> Callable[..., Any]:
-    """What Inductor does for an op that it knows nothing of: it calls it."""
+    """Return Inductor's lowering of an op that it does not know: a call of the op."""
     return lowering.fallback_handler(op, add_to_fallback_set=False)  # type: ignore[no-any-return]
 
 
@@ -39,7 +39,7 @@ def boxes_of(args: Any, kwargs: Any) -> list[Any]:
 
 
 def are_static(args: Any, kwargs: Any) -> bool:
-    """Whether all sizes, strides, offsets and numbers are known."""
+    """Return True if all sizes, strides, offsets and numbers are known."""
     numbers = []
     for x in tree_leaves((args, kwargs)):
         if isinstance(x, Boxes):
@@ -72,17 +72,20 @@ def realize(args: Any, kwargs: Any) -> Any:
 
 
 def is_cpp() -> bool:
-    """Whether the generated code is C++."""
+    """Return True if the generated code is C++."""
     return bool(V.graph.cpp_wrapper)
 
 
 def is_python() -> bool:
-    """Whether the generated code is Python source."""
+    """Return True if the generated code is Python source."""
     return not (V.graph.cpp_wrapper or V.graph.fx_wrapper)
 
 
 def ahead_of_time() -> bool:
-    """Whether AOTInductor compiles a graph now: its packages are to run without Python, and it reads no caches."""
+    """Return True if AOTInductor compiles a graph now.
+
+    Its packages are to run without Python, and it reads no caches.
+    """
     return bool(V.aot_compilation)
 
 
@@ -211,7 +214,7 @@ def _realized(box: Any) -> Any:
 
 
 def _input(box: Any) -> Any:
-    """What is handed to a kernel, which needs an address alone: where a view begins with its base it is the base."""
+    """Return the argument of a kernel, which needs an address alone: the base of a view if the view begins with it."""
     x = _realized(box)
     if isinstance(x, ir.ReinterpretView) and x.layout.offset == 0 and x.get_dtype() == x.data.get_dtype():
         return ir.InputsKernel.unwrap_storage_for_input(x.data)

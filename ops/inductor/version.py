@@ -1,4 +1,4 @@
-"""What makes Inductor's caches depend on the ops: code that was generated for other kernels is never run."""
+"""A pass that makes Inductor's caches depend on the ops: code that was generated for other kernels is never run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LaunchesKernels(_Pass):  # type: ignore[misc, valid-type]
 
 
 def in_force() -> bool:
-    """Whether the graph that Inductor compiles now has ops that are to be lowered."""
+    """Return True if ops of the graph that Inductor compiles now are to be lowered."""
     return isinstance(option(OPTION), LaunchesKernels)
 
 

@@ -1,4 +1,4 @@
-"""What the warps of the latent kernels for Hopper do with a tile of latents and with a visit, in Gluon."""
+"""The work of the warps of the latent kernels for Hopper on a tile of latents and on a visit, in Gluon."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def leave_out(scores, block, attended, length, KEYS: gl.constexpr):
 
 @gluon.jit
 def rescaled(row_max, new_row_max, to_exponent):
-    """What is subtracted from exponents, and the factor of sums so far."""
+    """Return the number to subtract from exponents, and the factor of the sums so far."""
     # A product may overflow to -inf for all keys so far: their `p` and `alpha` are 0, not exp2(-inf + inf).
     base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max) * to_exponent
     return base, gl.exp2(gl.fma(row_max, to_exponent, -base))
