@@ -87,7 +87,7 @@ def summarize(shape: Shape, found: dict, against: list[str], rate: float) -> dic
 
 
 def bars(section: str, rows: list[dict]) -> dict[str, tuple[float, float]]:
-    """What is asked of a section's rows: a figure, and its bound."""
+    """Return the figures that are asked of a section's rows, each with its bound."""
     if section == "invariant":
         slower = [r["us"]["invariant"] / r["us"]["auto"] for r in rows if {"auto", "invariant"} <= r["us"].keys()]
         return {"largest ratio of invariant to default": (max(slower), 1.06)} if slower else {}
@@ -180,7 +180,7 @@ def main() -> None:
     if args.json:
         results.write(args.json, device, rows, bytes_per_second=rate, bars=asked)
     if any(c in r["left_out"] for r in rows for c in (*OURS, "exact", "invariant")):
-        raise SystemExit("of ours, something did not run or is wrong")
+        raise SystemExit("a candidate of ours did not run or is wrong")
 
 
 if __name__ == "__main__":

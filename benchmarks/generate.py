@@ -72,7 +72,7 @@ def clock(call: Callable[[], object], device: str) -> float:
 
 @contextmanager
 def caches_in(folder: Path) -> Iterator[None]:
-    """What is compiled is looked up, and stored, in the folder."""
+    """Look compiled code up, and store it, in the folder."""
     with patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder), TRITON_CACHE_DIR=str(folder / "triton")):
         yield
 

@@ -191,7 +191,7 @@ def main() -> None:
     if args.json and not int(os.environ.get("RANK", 0)):
         results.write(args.json, args.device, rows, bytes_per_second=args.rate, bars=asked)
     if any(name in r.get("left_out", ()) for r in rows for name in latent_kernel.OURS):
-        raise SystemExit("of ours, something did not run or is wrong")
+        raise SystemExit("a candidate of ours did not run or is wrong")
 
 
 if __name__ == "__main__":

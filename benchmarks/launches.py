@@ -1,11 +1,11 @@
-"""What a call of an op in compiled code costs the host: called by Inductor's code, or launched by it.
+"""Measure the host time of a call of an op in compiled code: called by Inductor's code, or launched by it.
 
     python benchmarks/launches.py --device cuda
 
 Microseconds of the host for one of `--calls` calls in a step, with the memory for it, in the default mode of
 `torch.compile`; the median of `--rounds`, in which both take turns. Shapes are small, so that the GPU waits, which is
-checked. By `backend="inductor"` the code calls the op; by `backend="tatten"` it launches the op's kernels: those in
-Triton as Inductor's own, and calls of which one is in Gluon by `tatten.ops.cuda.prepared`. Both return the same bits.
+checked. With `backend="inductor"` the code calls the op. With `backend="tatten"` it launches the op's kernels: those in
+Triton like Inductor's own, and calls with a kernel in Gluon by `tatten.ops.cuda.prepared`. Both return the same bits.
 """
 
 from __future__ import annotations

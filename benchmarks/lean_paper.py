@@ -178,7 +178,7 @@ def measure(shape: Shape, pool: Pool, rate: float, args: argparse.Namespace) -> 
 
 
 def show_kernels(pool: Pool, args: argparse.Namespace) -> None:
-    """What the baselines launch: `flash_fwd_splitkv_*` is split, `flash_fwd_kernel` is not."""
+    """Show the kernels that the baselines launch: `flash_fwd_splitkv_*` is split, `flash_fwd_kernel` is not."""
     for shape in (Shape(8, 65536), Shape(8, 65536, head_dim=128), Shape(64, 65536)):
         for fn in (unsplit, fixed_split):
             inputs = pool.copies(shape)[0]

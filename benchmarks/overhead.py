@@ -1,11 +1,11 @@
-"""What a call of attention costs the host, beside PyTorch's own: small shapes, so that the GPU waits.
+"""Measure the host time of a call of attention, beside PyTorch's own: small shapes, so that the GPU waits.
 
     python benchmarks/overhead.py --device cuda
 
 Microseconds of the host for one call, of calls in a row; the least of `--rounds`, in which the ops take turns. In
-compiled code the calls are the layers of a step: each attends to keys and values of its own, with what the layer before
-returns, and all have one mask. Their time is that of the step, in the default mode of `torch.compile`, by the number of
-layers.
+compiled code the calls are the layers of a step. Each layer attends to its own keys and values, with the output of the
+layer before, and all have one mask. The time is that of the step, in the default mode of `torch.compile`, divided by
+the number of layers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ COMPILED, MASKED = "decode_attention, compiled", "decode_attention, compiled, at
 
 
 def host_us(call: Call, calls: int) -> float:
-    """Of one of so many calls in a row: few, and of little work, so that the host never waits for the GPU."""
+    """Return the microseconds of one of so many calls in a row.
+
+    The calls are few, and of little work, so that the host never waits for the GPU.
+    """
     calls = max(1, calls)
     torch.cuda.synchronize()
     start = time.perf_counter()

@@ -1,14 +1,14 @@
-"""What the measured times of one node say of a cluster: an alpha-beta model, and a PROJECTION to nodes of 8 GPUs.
+"""Project the measured times of one node to a cluster: an alpha-beta model, and a PROJECTION to nodes of 8 GPUs.
 
     python benchmarks/project_cluster.py --merge tree_merge.json --attention tree_vs_ring.json
 
-The files are what `tree_merge.py` and `tree_vs_ring.py` write with --json. Nothing that is printed was measured on a
+`tree_merge.py` and `tree_vs_ring.py` write the files with --json. Nothing that is printed was measured on a
 cluster, and each line says so.
 
 A step of communication takes `alpha` seconds for each round, and `beta` for each byte that a rank sends. Both are
 fitted to the measured 2, 4 and 8 GPUs: for the merge inside a node, and for the hops of the ring, which hide the
-attention that goes on meanwhile. Attention to a rank's own shard gets the same form, in bytes of K and V. Between nodes
-nothing was measured; the defaults are
+attention that goes on meanwhile. Attention to a rank's own shard gets the same form, in bytes of K and V. Nothing was
+measured between nodes; the defaults are
 
     400 Gb/s for each GPU     InfiniBand NDR: section 6 of the paper (arXiv 2408.04093)
     2.7 and 14 us a round     NCCL's own model of a network round, small messages (LL) and large ones (Simple)

@@ -78,7 +78,7 @@ def relative(x: Tensor, y: Tensor) -> float:
 
 
 def attention_errors(batch: int, length: int, dtype: torch.dtype, device: str) -> dict[str, float]:
-    """Of attention as an 8B model has it, over normally distributed keys and values."""
+    """Return the errors of attention as an 8B model has it, over normally distributed keys and values."""
     generator = torch.Generator(device).manual_seed(0)
     query, key, value = (
         torch.randn(batch, heads, n, 128, generator=generator, device=device).to(dtype)

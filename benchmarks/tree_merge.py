@@ -115,7 +115,7 @@ def measure(rows: int, arms: list[str], ranks: Ranks, rounds: int, repeats: int)
 
 
 def verdicts(n: int, rows: int, us: dict[str, float]) -> list[str]:
-    """What is asked for, and whether it is so."""
+    """Say for each bound that is asked for whether it is met."""
     found = []
     if (n, rows) in AT_MOST:
         most = AT_MOST[n, rows]

@@ -1,4 +1,4 @@
-"""What a claim is, and the figures that claims are about."""
+"""The definition of a claim, and the figures that claims are about."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Claim:
     within: float = 0.05
 
     def holds(self, figure: float) -> bool:
-        """Whether the figure supports the claim; NaN never does."""
+        """Return True if the figure supports the claim; NaN never does."""
         return (self.at_most is None or figure <= self.at_most * (1 + self.within)) and (
             self.at_least is None or figure >= self.at_least * (1 - self.within)
         )

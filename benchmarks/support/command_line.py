@@ -1,4 +1,4 @@
-"""What every benchmark's command line has, and what every run says of where it ran."""
+"""The options that every benchmark's command line has, and the lines about the machine that every run prints."""
 
 from __future__ import annotations
 

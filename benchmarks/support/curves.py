@@ -59,7 +59,7 @@ def headline(figure: Figure, text: str, theme: Theme) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """What is drawn by `lines`."""
+    """A line that `lines` draws."""
 
     label: str
     points: list[tuple[int, float]]

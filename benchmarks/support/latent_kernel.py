@@ -31,7 +31,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Of the latents and their rope, in bfloat16."""
+        """The bytes of the latents and their rope, in bfloat16."""
         return 2 * self.batch * self.length * (RANK + ROPE)
 
     @property
@@ -48,7 +48,7 @@ def shapes(device: str) -> list[Shape]:
 
 
 def given(name: str, s: Shape, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a candidate is given, each in the layout in which a model would have it for that."""
+    """Return the inputs of a candidate, in the layout in which a model would have them for it."""
     query, query_rope, latent, key_rope = inputs
     if name == "unrounded" and s.heads <= FEW_QUERIES_ON_CUDA:
         return query.float(), query_rope, latent, key_rope

@@ -23,7 +23,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Of the weight, and of what is read and written for each row."""
+        """The bytes of the weight, and of the numbers read and written for each row."""
         return self.heads * (2 * VALUE * RANK + self.batch * (4 * RANK + 2 * VALUE))
 
 

@@ -1,4 +1,4 @@
-"""What bfloat16 rounds: SDPA on expanded keys and values, and on latents as the pass rewrites it, against float64."""
+"""Rounding by bfloat16: SDPA on expanded keys and values, and on latents as the pass rewrites it, against float64."""
 
 from __future__ import annotations
 

@@ -69,7 +69,10 @@ def build(config: PreTrainedConfig, device: str, dtype: torch.dtype, attention: 
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """What a step reads of the weights; of an embedding that is no output projection it reads a row per sequence."""
+    """Return the bytes of the weights that a step reads.
+
+    An embedding that is no output projection does not count: a step reads a row of it per sequence.
+    """
     weights = sum(p.nbytes for p in model.parameters())
     return weights if model.config.tie_word_embeddings else weights - model.get_input_embeddings().weight.nbytes
 

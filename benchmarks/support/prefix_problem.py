@@ -20,7 +20,7 @@ MAX_EXPANDED = 60e9  # bytes of KV
 
 
 def attention(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What a shared-prefix cache hands to SDPA."""
+    """Run SDPA as a shared-prefix cache calls it."""
     keys = torch.cat([prefix_k.expand(q.shape[0], -1, -1, -1), k], dim=2)
     values = torch.cat([prefix_v.expand(q.shape[0], -1, -1, -1), v], dim=2)
     return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
@@ -91,7 +91,7 @@ class Problem:
 
 
 def prepare(problem: Problem, name: str) -> Callable[[], Tensor] | None:
-    """What to time, or None. What a peer raises is shown; what we raise stays an error."""
+    """Return the step to time, or None. Errors of a peer are shown; errors of ours stay errors."""
     try:
         step = problem.candidate(name)
         if step is not None and problem.device == "cuda":

@@ -94,7 +94,7 @@ class Tree:
 
     @property
     def bytes(self) -> int:
-        """What has to be moved: keys, values and queries in, and outputs out."""
+        """The bytes that have to be moved: keys, values and queries in, and outputs out."""
         return self.kv_bytes + 4 * self.batch * self.q_heads * self.head_dim
 
     @property

@@ -127,7 +127,7 @@ def fastest(p: Problem, kernels: Sequence[str]) -> tuple[str, ...]:
 
 
 def candidates(p: Problem, names: Sequence[str]) -> dict[str, Callable[[], Calls]]:
-    """What makes each of these candidates: `picked` has the kernel at each level that is fastest there."""
+    """Return a function that makes each of these candidates. `picked` has the fastest kernel at each level."""
     kernels = [name for name in LEVELS if name in names]
     uniform = {name: (lambda name=name: composed(p, (name,) * p.tree.levels)) for name in LEVELS}
     picked = lambda: composed(p, fastest(p, kernels))

@@ -123,7 +123,7 @@ class Runner:
         return unless_out_of_memory(one_step, sizes) is not None
 
     def largest_batch(self, context: int) -> int:
-        """By doubling, then by halving the gap, down to a sixteenth; `args.largest` if so many fit."""
+        """Search by doubling, then by halving the gap, down to a sixteenth; `args.largest` if so many fit."""
         fits = lambda batch: self.fits(Sizes(context, batch, self.args.suffix))
         fitting, failing = 0, min(16, self.args.largest)
         while fits(failing):

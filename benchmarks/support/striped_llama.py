@@ -13,7 +13,7 @@ from tatten.integrations.transformers import ShardedKVCache
 
 
 class StripedPrefill:
-    """What `decoder.prefill` is, but that rank r of n runs tokens r, r + n, ... of the prompt."""
+    """Like `decoder.prefill`, but rank r of n runs tokens r, r + n, ... of the prompt."""
 
     def __init__(self, decoder: Decoder) -> None:
         ranks = decoder.ranks

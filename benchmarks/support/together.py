@@ -50,7 +50,7 @@ class Ranks:
         return next(filter(None, reasons), None)
 
     def attempt(self, make: Callable[[], Step]) -> Step | str:
-        """What `make` makes, or why it can't be on some rank."""
+        """Return the result of `make`, or the reason why it fails on some rank."""
         reason = step = None
         try:
             step = make()

@@ -63,7 +63,7 @@ def nvlink_kib() -> int | None:
 
 
 def nvlink_bytes(step: Step, ranks: Ranks, times: int) -> float | None:
-    """What this GPU sends over its links in one step, of so many."""
+    """Return the bytes that this GPU sends over its links in one step, the mean of `times`; None without counters."""
     torch.cuda.synchronize()
     before = nvlink_kib()
     dist.barrier(ranks.group)

@@ -1,4 +1,4 @@
-"""What a table of the page is, its cells, and how it is written."""
+"""A table of the page: its cells, and the functions that write it."""
 
 from __future__ import annotations
 
