@@ -29,7 +29,7 @@ Rows = list[dict]
 
 
 def run(folder: Path, change: Callable[[Rows], object] = lambda rows: None) -> dict[str, str]:
-    """What `verify` says of a run that supports all claims, but for the change."""
+    """Return the findings of `verify` on a run that supports all claims, but for the change."""
     rows: Rows = [{"us": {"auto": 9.8, "triton": 9.0, "cudnn": 10.0, "flash": 15.0}} for _ in range(2)]
     change(rows)
     results.write(folder / "nine.json", "cpu", rows)

@@ -1,4 +1,4 @@
-"""What sections of `benchmarks/latent.py` measure is right, on each rank, or it is not timed."""
+"""Sections of `benchmarks/latent.py` time nothing whose result is wrong on some rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `benchmarks/prefill.py` measures is right: arms say the same, which logits tell, and bytes are those sent."""
+"""`benchmarks/prefill.py` is right: its arms agree, as logits tell, and the bytes it reports are those sent."""
 
 from __future__ import annotations
 

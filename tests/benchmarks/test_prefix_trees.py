@@ -1,4 +1,4 @@
-"""What `benchmarks/prefix_trees.py` measures is right, the calls of peers too, for which PyTorch stands in."""
+"""`benchmarks/prefix_trees.py` is right, and so are its calls of peers, for which PyTorch stands in."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_published_trees() -> None:
 
 
 def test_measured_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not there is left out with the reason, what is wrong too, and nothing of that is the best."""
+    """Missing and wrong candidates are left out with the reason, and none of them is the best."""
     tree = trees("fasttree", "cpu")[0]
     row = measure(tree, "cpu", ["tatten", "fa3", "flash", "cascade"], 1)
     assert row["us"].keys() == {"tatten", "flash"}

@@ -1,4 +1,4 @@
-"""What `benchmarks/tree_vs_ring.py` measures is right: ring attention, and a model with a sharded cache."""
+"""`benchmarks/tree_vs_ring.py` is right: ring attention, and a model with a sharded cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `benchmarks/rollouts.py` measures is right: all arms draw the same tokens, of which rates are made."""
+"""`benchmarks/rollouts.py` is right: all arms draw the same tokens, from which rates are computed."""
 
 from __future__ import annotations
 

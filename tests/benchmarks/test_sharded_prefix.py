@@ -1,4 +1,4 @@
-"""What `benchmarks/sharded_prefix.py` measures is right: all of its arms say the same, or none is timed."""
+"""`benchmarks/sharded_prefix.py` is right: all of its arms agree, or none is timed."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_a_run_through_a_long_mask() -> None:
 def test_with_lengths_and_window(
     shape: tuple[int, ...], lens: tuple[int, ...] | None, window: int | None, left: float
 ) -> None:
-    """What they leave is listed, and no more. A mask of one query stands for all."""
+    """The blocks that lengths and window leave are listed, and no others. A mask of one query stands for all."""
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < left
     kv_lens = None if lens is None else torch.tensor(lens)
     clamped = None if lens is None else kv_lens.clamp(0, 150)

@@ -139,7 +139,7 @@ def test_the_reference_averages_beside_a_finite_floor(softcap: float | None) -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_float8_as_the_readme_makes_it(device: str) -> None:
-    """Of heads that differ in size by far; e4m3 has three bits of mantissa."""
+    """Heads differ in size by far; e4m3 has three bits of mantissa."""
     inputs = Case(kv_len=200, q_len=2).inputs(device)
     want = torch.ops.tatten.decode_attention(**inputs)
     for name in ("key", "value"):
@@ -276,7 +276,7 @@ def test_reads_no_key_outside_the_span_of_each_row() -> None:
 
 
 def test_ragged_spans_without_poison_are_one_call() -> None:
-    """What a little more reading saves in calls is taken where it cannot hurt; the answer is the same."""
+    """A little more reading that saves calls is accepted where it cannot hurt; the answer is the same."""
     inputs = Case(batch=6, kv_len=70, mask="causal").inputs(poison=False)
     assert_state(*torch.ops.tatten.decode_attention(**inputs), inputs)
     calls = []

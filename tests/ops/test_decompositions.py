@@ -160,7 +160,7 @@ class Latent(torch.nn.Module):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_exported_program_reads_latents(dtype: torch.dtype, masked: bool) -> None:
-    """Of any length, none of them beside poison."""
+    """Latents may have any length, and none lies beside poison."""
 
     def inputs(batch: int, kv_len: int) -> dict[str, Tensor]:
         shapes = {"query": (batch, 3, 2, 16), "query_rope": (batch, 3, 2, 8)}

@@ -244,7 +244,7 @@ def test_a_window_that_leaves_only_keys_at_the_floor(device: str) -> None:
 @pytest.mark.parametrize("find", [key_spans, lambda mask: block_list(mask, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_at_the_lowest_bias_are_not_read_beside_others(find: Callable, dtype: torch.dtype) -> None:
-    """What a mask of `finfo.min` leaves is what the bool mask for the same keys leaves."""
+    """A mask of `finfo.min` leaves the same keys as the bool mask for these keys."""
     keep = torch.zeros(3, 1, 1, 300, dtype=torch.bool)
     keep[0, ..., 3:90], keep[1, ..., 100:101], keep[2] = True, True, True
     additive = torch.where(keep, 0.0, torch.finfo(dtype).min).to(dtype)

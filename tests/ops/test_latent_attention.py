@@ -190,7 +190,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("joined", [False, True])
 def test_latents_are_neither_copied_nor_converted_as_a_whole(joined: bool, dtype: torch.dtype) -> None:
-    """Whether they are tensors of their own or views of one cache; and no block is larger than the threshold."""
+    """Latents may be tensors of their own or views of one cache; no block is larger than the threshold."""
     cache = torch.randn(3, 1, 5000, 72).to(dtype)
     latent, key_rope = (x if joined else x.clone() for x in cache.split((64, 8), dim=3))
     query, query_rope = torch.randn(3, 2, 1, 64).to(dtype), torch.randn(3, 2, 1, 8).to(dtype)
@@ -202,7 +202,7 @@ def test_latents_are_neither_copied_nor_converted_as_a_whole(joined: bool, dtype
 
 
 def test_only_used_latents_are_read() -> None:
-    """Of 2^31 numbers a few hundred: the others are never touched, so they cost neither time nor memory."""
+    """A few hundred of 2^31 numbers are read. The others are never touched, so they cost neither time nor memory."""
     dtype = torch.bfloat16
     kv_len = (1 << 31) // 512
     latent, rope = (torch.empty(1, 1, kv_len, n, dtype=dtype) for n in (512, 64))

@@ -39,7 +39,7 @@ def test_state(dtype: torch.dtype, q_len: int, kv_len: int, causal: bool) -> Non
 def test_kernels_on_cuda(
     monkeypatch: pytest.MonkeyPatch, hopper: bool, dim: int, q_len: int, kv_len: int, causal: bool
 ) -> None:
-    """By the shape functions of PyTorch: which kernel is called, and that it takes kv heads as they are."""
+    """PyTorch's shape functions show which kernel is called, and that it takes kv heads as they are."""
     called = []
     monkeypatch.setattr(many_queries, "capability", lambda device: (9, 0) if hopper else (8, 0))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)

@@ -128,7 +128,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_tree_of_one_rank() -> None:
-    """What there is, with empty states in their one form, by any strategy."""
+    """One rank gets its own state back by any strategy, with empty states in their one form."""
 
     @settings(20)
     @given(states(sizes=(1,)), st.sampled_from(STRATEGIES), st.booleans())

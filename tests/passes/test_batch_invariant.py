@@ -79,7 +79,7 @@ def invariant_calls(gm: torch.fx.GraphModule) -> list[tuple[str, object]]:
     ids=["gqa", "no_gain", "shared", "shared_alone", "all_shared", "all_shared_alone"],
 )
 def test_is_rewritten_whether_it_pays_or_not(fn, shapes, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is paid for depends on the batch."""
+    """Costs depend on the batch."""
     monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(bytes_per_us=1.0, segment_us=1e9))
     inputs = [torch.randn(shape) for shape in shapes]
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_is_rewritten_whether_it_pays_or_not(fn, shapes, op: str, monkeypatch: p
 
 @pytest.mark.parametrize("rows", [3, 1])
 def test_latents_are_attended_to_whether_it_pays_or_not(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is paid for depends on the batch, and so does who shares latents."""
+    """Costs depend on the batch, and so does the choice of sequences that share latents."""
     monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(bytes_per_us=1.0, segment_us=1e9))
     inputs = of_latents(3, rows, 60)
     with torch.no_grad():
@@ -145,7 +145,7 @@ def test_a_compiled_step_has_the_same_bits_in_every_batch(inner: str) -> None:
 
 
 def test_the_block_list_of_shared_keys_has_every_block() -> None:
-    """Of those that some sequence attends to each has a place that depends on all of them."""
+    """The place of each block that some sequence attends to depends on all sequences."""
     call = SharedSequences(Sequences(mask="holes", longest=40), shared=70, rows=True, holes=True)
     (_, together, _), *_ = call.batches(1)
     with torch.no_grad():
@@ -173,7 +173,7 @@ def test_so_has_a_step_over_shared_keys(inner: str) -> None:
 
 
 def concatenated(query: Tensor, prefix: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """What was concatenated is returned, as a cache."""
+    """Return the concatenated keys, too, as a cache does."""
     keys = torch.cat((prefix.expand(query.shape[0], -1, -1, -1), key), dim=2)
     return F.scaled_dot_product_attention(query, keys, keys, enable_gqa=True), keys
 

@@ -174,7 +174,7 @@ def test_max_q_len() -> None:
 
 
 def test_a_mask_may_leave_out_keys_and_the_report_says_so() -> None:
-    """Whether a call pays for which nothing is repeated depends on what the mask leaves out."""
+    """A call without repeated heads pays or not depending on the keys that the mask leaves out."""
     mask = torch.ones(S, dtype=torch.bool)[None]
     (finding,) = rewrite(capture(sdpa, q(), kv(HQ), kv(HQ), mask)).findings
     assert isinstance(finding, Rewritten)

@@ -193,7 +193,7 @@ def lora_of_heads(q, c, rope, w, mask):
 
 
 def caches_written(q, c, rope, w, mask):
-    """What is written before latents are expanded, or after attention, stays."""
+    """Writes before latents are expanded, or after attention, stay."""
     c[:, :, 3:4].copy_(2 * c[:, :, 5:6])
     rope[:, :, 3:4].zero_()
     out = attend(q, c, rope, w, mask)
@@ -442,7 +442,7 @@ def lora_returned(q, c, rope, w, mask):
 
 
 def lora_of_stale(q, c, rope, w, mask):
-    """What LoRA adds is made of a copy, and latents are written after that."""
+    """LoRA's term is made of a copy, and latents are written after that."""
     copy = c.clone()
     c.mul_(2)
     own, values = heads(F.linear(c, w) + F.linear(F.linear(copy, w[:3]), w[:, 3:6])).split((NOPE, V), dim=-1)
@@ -556,7 +556,7 @@ def numbers(keys, own):
 
 
 def scattered(q, c, rope, w, mask):
-    """What a functional graph would not have: the last of the tensors that are put together is written."""
+    """The last of the tensors that are put together is written, which does not occur in a functional graph."""
     own, values = expand(c, w)
     keys = torch.slice_scatter(own.new_zeros(B, H, S, NOPE + ROPE), own, 3, 0, NOPE)
     keys = torch.slice_scatter(keys, rope.expand(-1, H, -1, -1), 3, NOPE, NOPE + ROPE)

@@ -124,7 +124,7 @@ def test_beside_what_is_rewritten() -> None:
 
 
 def test_inside_a_higher_order_operator() -> None:
-    """What would be rewritten outside is left because it is inside; the rest for the reason that it has anyway."""
+    """Calls that would be rewritten elsewhere are left because they are inside; the others keep their own reasons."""
 
     def branch(a, k, v):
         return softcap(a, k, v) + shifted(a, k, v) + F.scaled_dot_product_attention(a, k, v)

@@ -88,7 +88,7 @@ def of_locals(mesh: DeviceMesh, placements: list[Any]) -> Callable[..., Tensor]:
 
 
 def forked(mesh: DeviceMesh, placements: list[Any]) -> Callable[..., Tensor]:
-    """Of the latents, the first 16 are those of a prompt that sequences share."""
+    """The first 16 latents are those of a prompt that sequences share."""
 
     def fn(q: Tensor, w: Tensor, c: Tensor, rope: Tensor, mask: Tensor, c_new: Tensor, rope_new: Tensor) -> Tensor:
         latents, ropes = (torch.cat((x.expand(B, -1, -1, -1), y), dim=2) for x, y in ((c, c_new), (rope, rope_new)))

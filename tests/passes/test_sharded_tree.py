@@ -54,7 +54,7 @@ def a_mesh(*shape: int) -> DeviceMesh:
 
 
 def gathers(*ranks: int) -> list[tuple[str, int]]:
-    """What merges over groups of so many ranks send, one after the other."""
+    """Return the collectives of merges over groups of so many ranks, one after the other, with their bytes."""
     return [("all_gather_into_tensor", n * STATE) for n in ranks]
 
 
@@ -503,7 +503,7 @@ def test_a_write_to_a_sharded_segment_is_seen() -> None:
 
 
 def other_ranks_matter() -> list[str]:
-    """Whether segments are looked for behind a `from_local` that writes what another rank has."""
+    """Return the ops if segments are looked for behind a `from_local` that writes what another rank has."""
     mesh = a_mesh(2)
     cost.RATES["cpu"] = cost.Rates(bytes_per_us=1.0, segment_us=0.0)
     tree = Tree.of((1, 9), (B, 4))

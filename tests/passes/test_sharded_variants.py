@@ -115,7 +115,7 @@ def of_another_op(placements: list[Any]) -> str | None:
     "placement, reason", slow_but([(Partial(), "placement")], [(Partial(), "placement"), (R, None)])
 )
 def test_a_product_is_merged_if_it_is_placed_as_the_query(placement: Any, reason: str | None) -> None:
-    """Who takes the local part of a sum that is left to do takes a part of the sum."""
+    """A user that takes the local part of a pending sum takes a part of the sum."""
     assert run_ranks(2, of_another_op, [placement]) == [reason] * 2
 
 

@@ -56,7 +56,7 @@ def by_keyword(cache, new):
 
 
 def read_before(cache, new):
-    """What reads the cache before it is written gets what was there."""
+    """A read of the cache before it is written gets the old values."""
     moved = roll(cache, new)
     before = cache * 2
     cache.copy_(moved)

@@ -272,7 +272,7 @@ return (from_local)""",
 
 
 def peeled() -> tuple[bool, bool, float]:
-    """Whether the local output goes straight to those who asked for it; and what it then is."""
+    """Return whether the local output goes straight to those who asked for it, and its error."""
     tatten.enable_dtensor_sdpa()
     mesh = init_device_mesh("cpu", (2,))
     q, k, v, _ = tensors()

@@ -235,7 +235,7 @@ def test_a_declined_call_leaves_nothing_of_its_mask() -> None:
 
 
 def test_operands_may_be_written_before_they_are_read_and_afterwards() -> None:
-    """By the time of the first read of one, others may have to be written yet: a cache, say."""
+    """At the first read of one operand, others may have to be written yet: a cache, say."""
 
     def fn(q, k, v, new):
         q = q.flatten(0, 1)

@@ -1,6 +1,6 @@
-"""What a KV cache must hold, kept naively: for each sequence a list of its tokens, and for sharing a list of rows.
+"""A naive model of what a KV cache must hold: for each sequence a list of its tokens, and for sharing a list of rows.
 
-A token is a number, and its keys and values are made of that number: what a cache returns can be read back.
+A token is a number, and its keys and values are made of that number, so that the contents of a cache can be read back.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def assert_step(
     positions: Tensor | None,
     held: list[tuple[Tensor, Tensor]],
 ) -> None:
-    """What a cache said of a step, and returned for each layer, is what `model`, which has its tokens by now, says."""
+    """Assert that a step's mask, positions and contents are those of `model`, which has the step's tokens by now."""
     q_len, batch = len(new[0]), len(model.tokens)
     total = held[0][0].shape[2]
     mask = mask.expand(batch, 1, q_len, total)
@@ -159,7 +159,7 @@ def assert_step(
 
 
 class History(RuleBasedStateMachine):
-    """Of caches whose tokens are all different."""
+    """A history of caches whose tokens are all different."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ for line in sys.stdin:
 
 
 def compile_in_subprocess(script: str, *args: object) -> Any:
-    """What a script prints last, as JSON; it gets `args` as JSON in `sys.argv`."""
+    """Return the last line that a script prints, from JSON; it gets `args` as JSON in `sys.argv`."""
     server = _fork_server()
     with tempfile.NamedTemporaryFile("r") as output:
         print(json.dumps([script, list(map(json.dumps, args)), output.name]), file=server.stdin, flush=True)
@@ -82,7 +82,7 @@ class Recorder:
 
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sass: bool = False) -> dict[str, Any]:
-    """What a kernel becomes for sm_90, specialised as Triton does at a launch: on None, 1 and multiples of 16."""
+    """Compile a kernel for sm_90, specialised as Triton does at a launch: on None, 1 and multiples of 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource

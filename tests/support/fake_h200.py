@@ -102,7 +102,7 @@ class _Generated(BaseException):
 
 
 def generated_code(fn: Any, inputs: list[Any], *, compiler: Any = None, **options: Any) -> str:
-    """What Inductor generates for `fn` with these options.
+    """Return the code that Inductor generates for `fn` with these options.
 
     Inputs are tensors, given by shape and dtype, or sizes. A size that is a string has no value when this is compiled.
     `compiler` takes a graph and its inputs; without it Inductor compiles them.

@@ -64,7 +64,7 @@ def _nothing(*_: object, **__: object) -> None: ...
 
 
 def _language(machine: Machine, program: Callable[[], int]) -> dict[str, Any]:
-    """What the module of a kernel imports, by the names there."""
+    """Return stand-ins for the imports of a kernel's module, by the names there."""
 
     def allocate(dtype: torch.dtype, shape: list[int], layout: object) -> Shared | Barriers | Barrier:
         if layout == "barriers":

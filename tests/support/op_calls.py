@@ -181,7 +181,10 @@ def row_groups(query: Tensor, key: Tensor, rows: Tensor | None) -> Tensor | None
 
 
 def for_each_sequence(x: Tensor, batch: int, rows: Tensor | None) -> Tensor:
-    """What has one entry for all, one for each stored row or one for each sequence, as the latter or as it is."""
+    """Return the row of each sequence in a tensor with an entry for each stored row.
+
+    A tensor with one entry for all, or with one for each sequence, is returned as it is.
+    """
     if x.dim() < 4 or x.shape[0] in (1, batch):
         return x
     return x.repeat_interleave(batch // x.shape[0], dim=0) if rows is None else x[rows]

@@ -15,7 +15,7 @@ Choose = Callable[[Sequence[Any]], Any]
 
 @dataclass(frozen=True)
 class Mask:
-    """What a mask says of each key, and its form.
+    """The meaning of a mask for each key, and its form.
 
     Attributes:
         dtype: bool or additive.

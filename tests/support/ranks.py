@@ -27,7 +27,7 @@ _context.set_forkserver_preload(
 
 
 class RankError(AssertionError):
-    """What went wrong on a rank: its own error, that it died, or that it was still running at the end."""
+    """A failure of a rank: its own error, that it died, or that it was still running at the end."""
 
 
 def run_ranks(n: int, fn: Callable[..., Any], *args: Any, seconds: float = 300.0, timeout: float = 120.0) -> list[Any]:
@@ -40,7 +40,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, seconds: float = 300.0
 
 
 def try_ranks(n: int, fn: Callable[..., Any], *args: Any, seconds: float = 300.0, timeout: float = 120.0) -> list[Any]:
-    """What `fn(*args)` returned on each rank of one gloo process group, or a RankError in its place.
+    """Return the result of `fn(*args)` on each rank of one gloo process group, or a RankError in its place.
 
     Args:
         fn: a function of a module, without gradients; it asks `torch.distributed` for its rank.
@@ -68,10 +68,10 @@ def try_ranks(n: int, fn: Callable[..., Any], *args: Any, seconds: float = 300.0
 
 
 def run_torchrun(n: int, script: str, *options: str, seconds: float = 300.0) -> str:
-    """What a script prints under torchrun on n ranks; raises RankError if it fails or is not done in time.
+    """Return the output of a script under torchrun on n ranks; raises RankError if it fails or is not done in time.
 
-    torchrun starts ranks in sessions of their own. Killed, it would leave them behind, with pipes open that a reader
-    waits for: so it is asked to end, which makes it end them, and output goes to a file.
+    torchrun starts ranks in sessions of their own. If it were killed, it would leave them behind, with pipes open that
+    a reader waits for. So it is asked to end, which makes it end them, and output goes to a file.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(n), script]

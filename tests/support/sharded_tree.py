@@ -51,7 +51,7 @@ class Tree:
         return attend(self.query.double(), key, value, mask)
 
     def own(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Tensor, list[Pair], Tensor | None]:
-        """What this rank has if position p is on rank p % n of those that share the sequence."""
+        """Return this rank's part if position p is on rank p % n of those that share the sequence."""
         ranks, rank = 1, 0
         for dim, placement in enumerate(placements):
             if placement == S2:
@@ -128,7 +128,7 @@ def place(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the calls of a function, and what its compiled graph sends."""
+    """The findings for the calls of a function, and the collectives of its compiled graph."""
 
     error: float
     findings: list[tuple[str, str]]  # op and note, or reason and detail

@@ -1,4 +1,4 @@
-"""What the tests take their parameters from."""
+"""`pairs`, from which tests take their parameters."""
 
 from __future__ import annotations
 

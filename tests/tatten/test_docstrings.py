@@ -22,7 +22,7 @@ def public(name: str) -> object:
 
 
 def run_example(name: str) -> str:
-    """What the example of a public name prints that it should not: an exception, or another result."""
+    """Return the wrong output of a public name's example: an exception, or another result."""
     found = doctest.DocTestFinder(recurse=False).find(public(name), name, module=False, globs={})
     report: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)

@@ -68,7 +68,7 @@ class Program:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether PyTorch has a fused kernel for it on a CPU."""
+        """True if PyTorch has a fused kernel for it on a CPU."""
         return self.head_dim == self.value_dim and (self.mask == "none" or len(self.mask_dims) in (2, 4))
 
     def tensors(self, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -139,7 +139,7 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 def run(batch: list[Program]) -> list[tuple[Program, str, bytes]]:
-    """What is wrong with each program on this rank, and the bits of its result."""
+    """Return the error of each program on this rank, and the bits of its result."""
     tatten.enable_dtensor_sdpa()
     return [(program, *answer(program)) for program in batch]
 

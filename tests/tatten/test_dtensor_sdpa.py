@@ -128,7 +128,7 @@ def test_meshes_of_two_dims(q_placed: Any, kv_placed: Any, mask_placed: Any, mer
 
 
 def as_pytorch_does() -> list[str]:
-    """What of calls that are not ours differs without and with our handler: results, placements, collectives."""
+    """List the calls of PyTorch's own whose result, placement or collectives differ without and with our handler."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("kv",))
     q, k, v, mask = tensors(kv_heads=HQ, length=L)
     calls: list[tuple[list[Any], dict[str, Any]]] = [
@@ -217,7 +217,7 @@ def test_heads_and_shards_over_two_dims() -> None:
 
 
 def flags() -> list[bool]:
-    """Whether the handler takes a call, by its flags."""
+    """Return for each call whether the handler takes it, by its flags."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("kv",))
     q, k, v, _ = tensors(kv_heads=HQ, length=L)
     shards = place(q, mesh, R), place(k, mesh, S2), place(v, mesh, S2)
@@ -243,7 +243,7 @@ MODES = "no_grad", "inference"
 
 
 def without_a_kernel() -> list[str]:
-    """What differs from plain tensors where PyTorch's math would do the call, or isn't said; each mode is tried."""
+    """List differences from plain tensors, and missing errors, where PyTorch's math would do the call, in each mode."""
     tatten.enable_dtensor_sdpa()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("kv",))
     q, k, v, mask = tensors()

@@ -1,4 +1,4 @@
-"""What ExecuTorch and torch-tensorrt ask of a rewritten program's graph: core ATen, or ops to leave as they are."""
+"""ExecuTorch's and torch-tensorrt's demands on a rewritten program's graph: core ATen, or ops to leave as they are."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_integrations_transformers_config() -> None:
 
 
 def test_integrations_transformers_config_of_code() -> None:
-    """What is read of a model's code: whether it is made for SDPA, and its own attention."""
+    """The parts of a model's code that are read: whether it is made for SDPA, and its own attention."""
     from transformers import FalconConfig, Gemma2Config, Gemma4TextConfig, GptOssConfig, LlamaConfig
     from transformers.models.falcon import modeling_falcon  # noqa: F401
     from transformers.models.gemma2 import modeling_gemma2
@@ -143,7 +143,7 @@ def test_ops_distributed_collectives() -> None:
 
 
 def test_ops_distributed_push() -> None:
-    """What a rendezvous returns takes two GPUs to see: `tests/ops/distributed/test_push_gpu.py`."""
+    """A rendezvous's result takes two GPUs to see: `tests/ops/distributed/test_push_gpu.py`."""
     from torch._C._distributed_c10d import _SymmetricMemory
     from torch.distributed._symmetric_memory import rendezvous
 

@@ -105,7 +105,7 @@ GRAPH = GraphReport(
 
 
 def test_work_before_and_after() -> None:
-    """Of a call that was rewritten to attend to latents."""
+    """A call that was rewritten to attend to latents."""
     cost = LatentCost(Work(1 << 30, 10**12), Work(1 << 20, 2 * 10**9), saved_us=300.0, extra_us=20.0)
     location = SourceLocation("model.layers.0.attn", "a.py", 3, "F.sdpa(q, k, v)")
     report = Report([GraphReport((Rewritten(location, "tatten.latent", "q c w", cost, "one projection"),), 1.25)])
@@ -229,7 +229,7 @@ def test_trace(monkeypatch) -> None:
 
 
 def provider_in_report(dtype: torch.dtype, dim: int, kv_len: int, masked: bool) -> tuple[str, Node]:
-    """Who computes SDPA on repeated heads by the report of its graph, and the node of the op."""
+    """Return the provider of SDPA on repeated heads that the report of its graph names, and the node of the op."""
     graph, mode = Graph(), FakeTensorMode()
 
     def add(node: Node, value: torch.Tensor) -> Node:

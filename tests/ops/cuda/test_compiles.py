@@ -154,7 +154,7 @@ def stack_allowed(kernel: str, listed: bool) -> int:
 
 
 def faults(kernel: dict, per_sm: int, variant: Variant) -> list[str]:
-    """What is wrong with a compiled kernel of which `per_sm` programs are to be on an SM at once."""
+    """List the faults of a compiled kernel of which `per_sm` programs are to be on an SM at once."""
     (dtype, _, rows), options = variant
     listed, follows = "mask" in options, "follows" in options
     name, ptx = kernel["kernel"], kernel["ptx"]

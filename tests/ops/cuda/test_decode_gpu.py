@@ -118,7 +118,7 @@ def each_sequence(query: Tensor, key: Tensor, value: Tensor, lens: list[int]) ->
 
 
 def test_captured_at_length_1_and_replayed_up_to_131072() -> None:
-    """What lies beyond the lengths is NaN at each replay."""
+    """Keys and values beyond the lengths are NaN at each replay."""
     query, key, value = cache(3, 131072)
     whole_key, whole_value = key.clone(), value.clone()
     lens = torch.ones(3, dtype=torch.int64, device="cuda")

@@ -54,7 +54,7 @@ FEW_MODULES = [*LATENT_MODULES[:2], "tatten.ops.cuda.kernels.latent_few_sm90"]
 
 
 def attend(tensors: list[Tensor | None], programs: int, seed: int, *modules: ModuleType) -> State:
-    """What the op on CUDA does where it takes the kernel, which is in `modules`."""
+    """Run the op as CUDA does where it takes the kernel, which is in `modules`."""
     from tatten.ops.cuda import latent, latent_sm90
     from tatten.ops.cuda.mask_plan import plan_mask
 

@@ -254,7 +254,7 @@ def test_a_run_of_full_blocks(mask: str, tma: bool, programs: int | None, monkey
 
 
 def test_wide_offsets_and_long_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled for more than 2^31 elements, or tiles times programs, gives the same."""
+    """Kernels compiled for more than 2^31 elements, or tiles times programs, give the same result."""
     from tatten.ops.cuda import combine
     from tatten.ops.cuda import decode as module
 
@@ -292,7 +292,7 @@ def test_ragged(lens: tuple[int, ...], options: dict) -> None:
 @pytest.mark.parametrize("programs", slow_but([5], [1, 5]))
 @pytest.mark.parametrize("per", ["keys", "sequence", "head", "query"])
 def test_holes_may_hold_nan(per: str, programs: int) -> None:
-    """What no query attends to is not read, even in the middle of a block."""
+    """Keys and values that no query attends to are not read, even in the middle of a block."""
     inputs = Case(q_heads=2, kv_heads=1, q_len=2, kv_len=150, head_dim=16).inputs(poison=False)
     shape = {"keys": (150,), "sequence": (2, 1, 1, 150), "head": (2, 2, 1, 150), "query": (2, 1, 2, 150)}[per]
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.7
@@ -406,7 +406,7 @@ class Segments:
         return f"{segments}-H{self.q_heads}x{self.kv_heads}-L{self.q_len}-D{self.dim}x{self.value_dim}"
 
     def inputs(self) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor | None]]:
-        """What no query of a row attends to is NaN."""
+        """Keys and values that no query of a row attends to are NaN."""
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(BATCH, self.q_heads, self.q_len, self.dim, generator=generator)
         all_heads = (self.kv_heads,) * len(self.segments) if isinstance(self.kv_heads, int) else self.kv_heads
@@ -512,7 +512,7 @@ def test_segments_of_variants(
 
 @pytest.mark.parametrize("q_len", slow_but([4], [1, 4]))
 def test_the_op_narrows_segments_to_a_window(q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three segments the first is cut, and read by all sequences; the last one's keys are ahead of some queries."""
+    """The first of three segments is cut, and all sequences read it; the last one's keys are ahead of some queries."""
     from tatten.ops.cuda import dispatch
 
     monkeypatch.setattr(dispatch, "on_device_of", lambda x, run, *args: run(*args))

@@ -79,7 +79,7 @@ def test_the_kernel_for_hopper(mask: str | None, lens: bool, q_len: int) -> None
 @pytest.mark.parametrize("lens", [False, True], ids=["masks", "lengths"])
 @pytest.mark.parametrize("batch", [256, pytest.param(2048, marks=pytest.mark.slow)])
 def test_the_kernel_for_hopper_and_many_sequences(batch: int, lens: bool) -> None:
-    """What is searched once for each visit takes registers: of 2048 sequences, more than there are."""
+    """State that is searched once for each visit takes registers: for 2048 sequences, more than there are."""
     (built,) = compile_in_subprocess(SCRIPT, [("sm90", 128, 512, 64, None if lens else "bool", lens, 4096, batch, 1)])
     assert built["stack"] <= (0 if batch == 256 else 704), "registers spill to local memory"
     assert built["shared"] <= 227 * 1024

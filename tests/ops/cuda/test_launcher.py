@@ -1,4 +1,4 @@
-"""What is remembered of a call: for tensors of one layout, and none of the tensors."""
+"""The launcher remembers a plan of a call for tensors of one layout, and none of the tensors."""
 
 from __future__ import annotations
 

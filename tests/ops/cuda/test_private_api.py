@@ -1,4 +1,4 @@
-"""What is used of Triton beyond its documented interface; each test fails where Triton moves or changes it."""
+"""Parts of Triton that are used beyond its documented interface; each test fails where Triton moves or changes one."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_dtypes_by_the_kernel(shape: tuple[int, ...], layout: str, dtypes: tuple
 
 @interpreted
 def test_the_kernel_sums_what_rounding_leaves() -> None:
-    """By the first half of each number alone a sum would be off by far more."""
+    """A sum of only the first half of each number would be off by far more."""
     x, weight = torch.full((1, 1, 1, 64), 1 + 2**-9), torch.ones(1, 1, 64).bfloat16()
     weight[..., 32:] = -1
     x[..., 32:] = 1

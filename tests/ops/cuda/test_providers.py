@@ -1,4 +1,4 @@
-"""Who computes plain decode attention on CUDA: the table, what each can do, and that what is named never falls back."""
+"""The choice of a provider for decode attention on CUDA: the table, their limits, and no fallback from a named one."""
 
 from __future__ import annotations
 

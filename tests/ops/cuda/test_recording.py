@@ -1,4 +1,4 @@
-"""What an op launches, taken down on tensors without data."""
+"""The launches of an op, recorded on tensors without data."""
 
 from __future__ import annotations
 

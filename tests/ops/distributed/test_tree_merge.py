@@ -217,7 +217,7 @@ def merge_but_one(what: str) -> tuple[Tensor, Tensor]:
     out, lse = (x[dist.get_rank()] for x in states(3))
     if dist.get_rank() == 1:
         if what == "raises":
-            raise KeyError("of its own")
+            raise KeyError("an error of its own")
         if what == "dies":
             os._exit(1)
         time.sleep(20)

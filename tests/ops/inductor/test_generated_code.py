@@ -1,4 +1,4 @@
-"""What Inductor generates for the ops: launches of their kernels, with memory of its own. For a made-up H200."""
+"""Inductor's generated code for the ops: launches of their kernels, with memory of its own. For a made-up H200."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ def test_other_ops(case: str, kernels: set[str]) -> None:
 
 @functools.cache
 def python_calls(case: str) -> tuple[dict[str, PreparedCall], list[tuple[str, list[str]]], list[str]]:
-    """What generated code calls for kernels in Gluon, the calls with what they are given, and what was said."""
+    """Return the callables of generated code for kernels in Gluon, their calls with the arguments, and the messages."""
     code, said = generate(case)
     names = {x.__name__: x for x in (Bytes, PreparedCall, PreparedLaunch, Tiles)}
     assert "from tatten.ops.cuda.prepared import Bytes, PreparedCall, PreparedLaunch, Tiles\n" in code

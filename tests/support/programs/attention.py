@@ -98,7 +98,7 @@ def make_query(b: Builder, batch: int, heads: int, q_len: int, head_dim: int, la
 
 
 def use_result(b: Builder, out: str) -> list[str]:
-    """What is returned of a layer."""
+    """Return the lines of a layer's results."""
     returned = [out]
     if b.chance(40):
         made = b.let("y", b.pick(RESULTS).format(x=out), keep=False)

@@ -42,7 +42,7 @@ class Builder:
         return self.draw(st.integers(low, high))
 
     def chance(self, percent: int) -> bool:
-        """Whether something out of the ordinary happens; shrinks towards that it doesn't."""
+        """Draw whether something out of the ordinary happens; shrinks towards False."""
         return self.number(1, 100) > 100 - percent
 
     def name(self, stem: str) -> str:

@@ -19,7 +19,7 @@ from tatten.passes import Declined, Rewritten
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the backend did with the program's attention."""
+    """The backend's findings for the program's attention."""
 
     rewritten: tuple[str, ...] = ()  # ops
     declined: tuple[str, ...] = ()  # reasons

@@ -1,4 +1,4 @@
-"""What programs call that is not PyTorch's: custom ops, and functions put in the graph, some under names of aten's."""
+"""The calls in programs that are not PyTorch's: custom ops, and functions put in the graph, some named like aten's."""
 
 import torch
 

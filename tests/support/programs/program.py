@@ -165,7 +165,7 @@ class Program:
         )
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What hypothesis prints of an example that fails."""
+        """Print an example that fails, for hypothesis."""
         printer.text(f"\n{self.script()}")
 
     def functions(self, exact: Functions | None = None) -> tuple[Callable[..., Any], ...]:
@@ -179,7 +179,7 @@ class Program:
         return space["inputs"], space["program"], space["mark"]
 
     def run(self, sizes: dict[str, int], exact: Functions | None = None) -> list[Tensor]:
-        """What it returns, and its inputs as it leaves them, without a compiler."""
+        """Return the results, and the inputs as the program leaves them, without a compiler."""
         inputs, program, _ = self.functions(exact)
         given = inputs(**sizes)
         return [*program(*given), *given[: len(self.inputs)]]
@@ -195,7 +195,7 @@ def _function(head: str, body: list[str], returns: str) -> str:
 
 
 def first_environment(dtype: str) -> dict[str, Any]:
-    """What the lines of a program may name, for running them one by one."""
+    """Return the names that the lines of a program may use, for running them one by one."""
     space = {name: x for name, x in vars(custom_ops).items() if not name.startswith("_")}
     exec(IMPORTS + "\n\n\n" + FORMS + RAND.format(dtype=dtype), space)
     return space

@@ -16,7 +16,7 @@ KV_HEADS, HEAD_DIM = 2, 8
 
 
 def disagree(what: str, names: tuple[str, ...] = ("kv",)) -> str:
-    """What a rank says when the last one does something else."""
+    """Return the error on a rank when the last one does something else."""
     rank, n = dist.get_rank(), dist.get_world_size()
     odd = rank == n - 1
     shape = (n,) if len(names) == 1 else (2, n // 2)

@@ -218,7 +218,7 @@ def test_compiles_once() -> None:
 
 
 def check_rewritten() -> str:
-    """What becomes of aligned blocks and of rows, of a prefix that is worth it."""
+    """Return the report on aligned blocks and on rows, of a prefix that is worth it."""
 
     def step(cache: SharedPrefixCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = cache.update(0, k, v)

@@ -105,7 +105,7 @@ def test_select_in_place_keeps_addresses_but_not_those_that_children_read() -> N
 
 
 def test_rows_stay_where_they_are() -> None:
-    """What a graph reads moves neither in the reorderings of a beam search nor from a fork to the next."""
+    """Tensors that a graph reads move neither in the reorderings of a beam search nor from a fork to the next."""
     graphs = []
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
@@ -229,7 +229,7 @@ def test_indices_on_the_device_are_not_read(forked: bool, prompts: dict) -> None
 
 
 def test_selecting_by_the_device_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU would run, on a CPU: a selection that the host does not know."""
+    """Run a GPU's path on a CPU: a selection that the host does not know."""
     cache, texts = prefill(2, 5, "lengths")
     cache, texts = cache.fork(3, 6), [text for text in texts for _ in range(3)]
     texts = step(cache, texts)

@@ -154,7 +154,10 @@ def test_whisper(static: bool, calls: dict[str, int]) -> None:
 
 
 def knows_names_of_attention(name: str, model: torch.nn.Module) -> bool:
-    """Whether its code has a class of attention for each name that it knows, as GPT-J's had until transformers 5.23."""
+    """Return True if the model's code has a class of attention for each name that it knows.
+
+    GPT-J's had one until transformers 5.23.
+    """
     own = any(x.endswith("_ATTENTION_CLASSES") for x in vars(sys.modules[type(model).__module__]))
     return own and name in ("falcon", "gpt_neo", "gptj")
 

@@ -1,4 +1,4 @@
-"""What a prefill over several ranks refuses: on all ranks, in bounded time, with the cache as it was."""
+"""Cases that a prefill over several ranks refuses: on all ranks, in bounded time, with the cache as it was."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_models_that_are_not_divided() -> None:
 
 
 def test_the_name_of_a_cache() -> None:
-    """Of transformers' own models before and from 5.24 on, and of models with code of their own."""
+    """Transformers' own models before and from 5.24 on, and models with code of their own."""
 
     class Before(nn.Module):
         def forward(self, input_ids: Any, past_key_values: Any = None) -> None: ...

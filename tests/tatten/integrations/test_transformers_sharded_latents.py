@@ -132,7 +132,7 @@ def test_tensor_parallel_weights() -> None:
 
 
 def check_left_over() -> None:
-    """What a step that failed has handed over does not reach the attention of whole keys."""
+    """The remains of a step that failed do not reach the attention of whole keys."""
     layer, k = ShardedKVCache(build("deepseek_v3").config, one_dim(), 8).layers[0], torch.randn(1, 1, 1, 16)
     layer.update(k, k[..., :8])
     own = layer.update(k, k[..., :8])

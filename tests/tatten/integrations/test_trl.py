@@ -115,7 +115,7 @@ def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("of", [[0] * N + [1] * N, [3, 3, 0, 2, 2, 2, 0], [3, 3]], ids=["groups", "parts", "one token"])
 @pytest.mark.parametrize("prompts", [TEXTS, CHATS], ids=["text", "chat"])
 def test_completions(prompts: list[Any], of: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whole groups, as of one process, and of parts of them, as processes have that share a group."""
+    """Batches have whole groups, as in one process, or parts of them, as in processes that share a group."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     rollouts = SharedPrefixRollouts()
     made = trainer(tmp_path, prompts, rollouts, generation_kwargs={"top_k": 20})
