@@ -82,6 +82,7 @@ mutants: $(VENV)/installed-test
 lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python tests/support/check_prose.py
 	$(BIN)/mypy -p tatten
 
 # The pages of docs/ and the API reference, into site/; a broken link or name is an error.
