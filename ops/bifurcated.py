@@ -63,13 +63,13 @@ def bifurcated_attention(
     batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over keys and values in segments, each of which several sequences of the batch may share.
+    """Compute attention over keys and values in segments, each shared by one or several sequences of the batch.
 
     Segment `i` has a batch `B_i` that divides the query's `B`; its row `j` serves the sequences `j * B // B_i` to
-    `(j + 1) * B // B_i - 1`: one prompt for all (`B_i = 1`), a tree of prefixes (1, 4, 16, ...), or a KV of its own for
-    each (`B_i = B`). With `rows[i]` sequence `b` reads row `rows[i][b]` instead, so that groups may have any sizes. All
-    queries that share a row are in one matrix product, so that the row is read once. The result is that of attention
-    over the concatenated segments, each repeated for its sequences.
+    `(j + 1) * B // B_i - 1`: one prompt for all (`B_i = 1`), a tree of prefixes (1, 4, 16, ...), or one KV for each
+    sequence (`B_i = B`). If `rows[i]` is given, sequence `b` reads row `rows[i][b]` instead, so that groups may have
+    any sizes. One matrix product holds all queries that share a row, so that the row is read once. The result is that
+    of attention over the concatenated segments, each repeated for its sequences.
 
     Bifurcated Attention (arXiv 2403.08845), with any number of levels as in FlashInfer's cascade (arXiv 2501.01005).
 
@@ -78,32 +78,34 @@ def bifurcated_attention(
         keys: for each segment `[B_i, kv_heads, length_i, head_dim]`, in `query`'s dtype; kv_heads divides q_heads, and
             length_i may be 0.
         values: for each segment `[B_i, kv_heads, length_i, value_dim]`.
-        attn_masks: for each segment None, or a mask that broadcasts to `[B, q_heads, q_length, length_i]` or, one for
-            each row of the segment, `[B_i, q_heads, q_length, length_i]`; bool (True takes part) or additive, in
-            float32 or `query`'s dtype. Keys before the first and after the last one that it allows are never read.
-            Beside `rows[i]` a mask of batch `B` is one for each sequence, even where `B_i = B`.
-        block_masks: for each segment None, or what `tatten.block_mask` returned for its mask with `kv_batch=B_i` and
+        attn_masks: for each segment None or a mask. A mask broadcasts to `[B, q_heads, q_length, length_i]`, or has one
+            entry for each row of the segment: `[B_i, q_heads, q_length, length_i]`. It is bool (True takes part) or
+            additive, in float32 or `query`'s dtype. Keys before the first and after the last one that it allows are
+            never read. If `rows[i]` is given, a mask of batch `B` has one entry for each sequence, even where
+            `B_i = B`.
+        block_masks: for each segment None, or the result of `tatten.block_mask` for its mask with `kv_batch=B_i` and
             `rows=rows[i]`.
         rows: for each segment None, or an int32 or int64 tensor `[B]` on the device of `query`: the row of the segment
-            that each sequence reads. Any order, and any number of rows; those that nothing reads may hold anything.
-            Values outside `[0, B_i)` are an error on a CPU; on a GPU, which is never synchronised, they are clamped.
+            that each sequence reads. Rows may come in any order, and in any number; rows that no sequence reads may
+            hold anything. Values outside `[0, B_i)` are an error on a CPU; on a GPU, which is never synchronised, they
+            are clamped.
         scale: factor of the scores. Default: `head_dim ** -0.5`.
         window: as in `decode_attention`, over all segments together: query `l` is at position `n - q_length + l`, where
             `n` is the sum of all `length_i`. Keys in no query's window are never read. A block mask is ignored for a
             segment that the window narrows.
         softcap: as in `decode_attention`.
         sinks: `[q_heads]`, as in `decode_attention`: each counts once, however many segments there are.
-        batch_invariant: as in `decode_attention`, for sequences whose own keys are in the last segment: its batch is
-            `B`, without `rows`. The call with one of them alone has the same segments, with the row that it reads of
-            each. Block masks of the others are ignored.
+        batch_invariant: as in `decode_attention`. The last segment then has each sequence's own keys: its batch is `B`,
+            without `rows`. The call with one sequence alone has the same segments, each with the row that this sequence
+            reads. Block masks of all but the last segment are ignored.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
         `out` `[B, q_heads, q_length, value_dim]` in `query`'s dtype, contiguous; with `return_lse` also `lse`
-        `[B, q_heads, q_length]`, as `decode_attention`.
+        `[B, q_heads, q_length]`, as in `decode_attention`.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; the message names it, what was expected and what came.
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
         NotImplementedError: gradients are required, head_dim is too large for the CUDA kernel, or `batch_invariant`
             comes with a `softcap` on a CPU or with float64 on CUDA.
 

@@ -1,4 +1,4 @@
-"""The public functions for keys that sequences have to themselves, in eager mode and in `torch.compile`."""
+"""The public functions for keys that no sequences share, in eager mode and in `torch.compile`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tatten.ops.validation import check_mask_alone, check_tensors
 
 
 def block_mask(attn_mask: Tensor, *, kv_batch: int | None = None, rows: Tensor | None = None) -> BlockMask:
-    """Find the keys that a mask leaves to attend to, once for all layers that share the mask.
+    """Find the keys that a mask allows, once for all layers that share the mask.
 
-    Without it, each call of `decode_attention` with a mask searches it again, which takes two small kernels on CUDA and
-    a few on a CPU. Graphs compiled with `backend="tatten"` share it already. Results are equal to the bit.
+    Without a block mask, each call of `decode_attention` with a mask searches the mask again, which takes two small
+    kernels on CUDA and a few on a CPU. Graphs compiled with `backend="tatten"` share it already. Results are equal to
+    the bit.
 
     Args:
         attn_mask: bool (True takes part) or additive, broadcastable to `[batch, q_heads, q_length, kv_length]`. Its
@@ -30,7 +31,7 @@ def block_mask(attn_mask: Tensor, *, kv_batch: int | None = None, rows: Tensor |
         A `BlockMask` on the device of the mask.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; the message names it, what was expected and what came.
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
 
     Examples:
         >>> import torch, tatten
@@ -103,7 +104,7 @@ def decode_attention(
     batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of a few queries per sequence over a long KV, as `F.scaled_dot_product_attention` defines it.
+    """Compute attention of a few queries per sequence over a long KV, as `F.scaled_dot_product_attention` does.
 
     Query head `h` reads kv head `h // (q_heads // kv_heads)`; nothing is repeated in memory. Keys before the first and
     after the last key that the mask and the lengths allow are never read, and may hold anything, NaN included.
@@ -115,8 +116,8 @@ def decode_attention(
         value: `[batch, kv_heads, kv_length, value_dim]`, in the dtype of `key`.
         attn_mask: bool (True takes part) or additive in float32 or `query`'s dtype; broadcastable to
             `[batch, q_heads, q_length, kv_length]`, stride 0 included.
-        block_mask: what `tatten.block_mask` returned for `attn_mask`, so that layers with the same mask search it
-            once. Ignored with `kv_lens` or `window`, which narrow the mask: the call then searches it itself.
+        block_mask: the result of `tatten.block_mask` for `attn_mask`, so that layers with the same mask search it once.
+            Ignored with `kv_lens` or `window`, which narrow the mask: the call then searches the mask itself.
         kv_lens: int32 or int64 `[batch]`, on the device of `query`: only the first `kv_lens[b]` keys of sequence `b`
             take part. Values outside `[0, kv_length]` are an error on a CPU; on a GPU, which is never synchronised,
             they are clamped.
@@ -132,16 +133,17 @@ def decode_attention(
             Attention sinks: arXiv 2309.17453; learned ones: gpt-oss.
         key_scale: float32 or `query`'s dtype, on the device of `query`, with keys in float8 or int8 only: `[kv_heads]`,
             where the keys of kv head `i` represent `key[:, i] * key_scale[i]`, or `[batch, kv_heads, kv_length]`, where
-            they represent `key * key_scale[..., None]`. They are upcast as they are read, and those of keys that are
-            not read may be anything. Default: 1.
+            they represent `key * key_scale[..., None]`. Keys are upcast as they are read. Scales of keys that are not
+            read may be anything. Default: 1.
         value_scale: the same for the values.
-        provider: which implementation computes: "auto"; "cpu" on a CPU; on CUDA "triton" (tatten's own kernel),
-            "cudnn", "flash" (PyTorch's), or where they are installed "fa2", "fa3" and "fa4" (FlashAttention 2 to 4). A
-            named provider that cannot compute the call raises; there is no fallback. FlashAttention's packages read
-            whole tiles: values around the lengths and windows must be finite for them.
-        batch_invariant: make each sequence's result, to the bit, that of a call without the others, whatever they are
-            and however many. Keys are then added up in chunks that only the sequence's own length and mask decide. On
-            CUDA this takes tatten's own kernel, and on a CPU there is no `softcap` with it.
+        provider: the implementation that computes: "auto"; "cpu" on a CPU; on CUDA "triton" (tatten's own kernel),
+            "cudnn", "flash" (PyTorch's), or, if installed, "fa2", "fa3" and "fa4" (FlashAttention 2 to 4). A named
+            provider that cannot compute the call raises; there is no fallback. FlashAttention's packages read whole
+            tiles: values around the lengths and windows must be finite for them.
+        batch_invariant: make each sequence's result bitwise equal to that of a call without the other sequences,
+            whatever they are and however many. The chunks in which keys are added up then depend on the sequence's own
+            length and mask only. On CUDA this uses tatten's own kernel, and on a CPU `softcap` is not supported with
+            it.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
@@ -150,7 +152,7 @@ def decode_attention(
         A query with no key gets `out = 0` and `lse = -inf`, or its sink.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; the message names it, what was expected and what came.
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
         NotImplementedError: gradients are required, or the provider, the GPU or the kernel cannot compute this.
 
     Examples:

@@ -1,4 +1,4 @@
-"""The ops on a CPU as graphs of aten ops, for programs of `torch.export` that run where tatten is not."""
+"""Decompositions of the ops on a CPU into aten, for programs of `torch.export` that run without tatten."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from tatten.ops.row_groups import group_size, row_groups_reference, rows_of_segm
 from tatten.ops.states import State, accumulator_dtype, combine_partials, merge
 from tatten.ops.variant import AttentionVariant
 
-# Inductor asks of a matrix product whether a size of it is 1, to which a size that a mask decides has no answer.
+# Inductor asks whether a size of a matrix product is 1. A size that depends on a mask's data has no answer to that.
 LEAST_IN_PRODUCTS = 2
 
 
 def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
     """Return the decompositions of tatten's ops into aten on a CPU, for `ExportedProgram.run_decompositions`.
 
-    The program is left without tatten's ops, so that it runs where tatten cannot be imported: packaged by AOTInductor,
-    in C++ too. It still reads each key and value that counts once, whatever the mask holds at run time, and is the same
-    whatever the machine that made it. Ops on other devices than the CPU stay. Lengths and rows out of range are not
-    errors as in eager mode: they are clamped. Ops with `batch_invariant=True` have no decomposition:
+    The decomposed program has none of tatten's ops, so that it runs where tatten cannot be imported: packaged by
+    AOTInductor, in C++ too. It still reads each key and value that counts once, whatever the mask holds at run time,
+    and does not depend on the machine that made it. Ops on other devices than the CPU stay. Lengths and rows out of
+    range are clamped; in eager mode they are errors. Ops with `batch_invariant=True` have no decomposition:
     `run_decompositions` raises NotImplementedError.
 
     Args:
-        core_aten: decompose without PyTorch's flash kernel, which isn't in core ATen, and whose lse PyTorch's own
-            decomposition of it loses. For compilers that take core ATen, such as ExecuTorch.
+        core_aten: decompose without PyTorch's flash kernel. It is not in core ATen, and PyTorch's own decomposition of
+            it loses the lse. For compilers that take core ATen, such as ExecuTorch.
 
     Returns:
         A table that holds tatten's ops alone: with `core_aten`, update `torch.export.default_decompositions()` with it.
@@ -67,12 +67,12 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
         ops.row_groups.default: _row_groups,
         ops.project_heads.default: project_heads,
     }
-    # Of ops that PyTorch itself could decompose, export keeps those that are not in the table.
+    # Export keeps ops that PyTorch itself could decompose if they are not in the table.
     return {op: _on_a_cpu(decomposition) for op, decomposition in found.items()} | {ops.block_mask.default: block_mask}
 
 
 def _on_a_cpu(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """`decomposition`, declined for tensors on another device."""
+    """Wrap a decomposition so that it declines tensors on other devices."""
 
     @functools.wraps(decomposition)
     def declining(first: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ def _within_reach(
     block_mask: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The mask narrowed to lengths and window, and what was found in it, if that still holds."""
+    """Narrow the mask to lengths and window; return it with its block mask, or None if that no longer holds."""
     if kv_lens is None and window is None:
         return mask, block_mask
     lens = torch.full((1,), kv_len) if kv_lens is None else kv_lens.to(torch.int64).clamp(0, kv_len)
@@ -159,7 +159,7 @@ def _latent_attention(
     query, key_rope = query_and_rope(query, query_rope, latent, key_rope)
     attn_mask, block_mask = _within_reach(query, latent.shape[2], attn_mask, kv_lens, block_mask, variant.window)
     used = used_in_blocks(query, latent, key_rope, attn_mask, block_mask, LEAST_IN_PRODUCTS if in_products else 1)
-    # A graph has no loop over as many blocks as the mask leaves: what is used of latents and their rope is joined.
+    # A graph has no loop over a number of blocks that the mask decides: the used latents and their rope are joined.
     keys = torch.cat((used.key, used.value), dim=3).to(acc)
     used = UsedKeys(keys, used.key.to(acc), used.mask, used.inside)
     if in_products:

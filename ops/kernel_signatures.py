@@ -1,4 +1,4 @@
-"""Signatures of implementations, which get what varies the softmax as one value, and what adapts them to schemas."""
+"""Signatures of implementations, and adapters to schemas: one `AttentionVariant` holds the options of the softmax."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def decode_kernel(implementation: DecodeImplementation) -> Kernel:
         provider: str = "auto",
         batch_invariant: bool = False,
     ) -> State:
-        variant = PLAIN  # making another equal one takes three times as long as these comparisons
+        variant = PLAIN  # making an equal one would take three times as long as these comparisons
         if not (window is None and softcap is None and sinks is None and key_scale is None and value_scale is None):
             variant = AttentionVariant(window, softcap, sinks, key_scale, value_scale)
         given = query, key, value, attn_mask, kv_lens, scale, block_mask

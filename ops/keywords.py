@@ -1,4 +1,4 @@
-"""A decorator: an error that names the argument which must be passed by keyword."""
+"""A decorator that raises an error with the name of the argument that must be passed by keyword."""
 
 from __future__ import annotations
 

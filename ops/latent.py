@@ -67,52 +67,54 @@ def latent_attention(
     batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of all heads to one latent for each token, as multi-head latent attention caches it: *absorbed*.
+    """Compute the *absorbed* form of multi-head latent attention: all heads attend to one cached latent per token.
 
-    Let `W_uk` and `W_uv` be the parts of a head's up-projection (`kv_b_proj`) that make its key and its value of a
-    latent `c`. Then `q . (W_uk c) = (q W_uk) . c`, and the mean of `W_uv c` is `W_uv` times that of `c`: neither keys
-    nor values have to be made. The score of a head is `scale * (query . latent + query_rope . key_rope)`, and `out` is
-    the weighted mean of the latents, for `W_uv` to be applied once. Each latent is read once for all heads.
+    Let `W_uk` and `W_uv` be the parts of a head's up-projection (`kv_b_proj`) that compute its key and its value from a
+    latent `c`. Then `q . (W_uk c) = (q W_uk) . c`, and the mean of `W_uv c` is `W_uv` times the mean of `c`, so neither
+    keys nor values have to be computed. The score of a head is `scale * (query . latent + query_rope . key_rope)`.
+    `out` is the weighted mean of the latents, to which `W_uv` is applied once. Each latent is read once for all heads.
 
     DeepSeek-V2, arXiv 2405.04434, section 2.1.
 
     Args:
         query: `[batch, heads, q_length, rank]`, the part of the queries without rope, times `W_uk`; float16, bfloat16,
-            float32 or float64, any strides. Beside the others in bfloat16 it may be in float32.
+            float32 or float64, any strides. It may be in float32 if the others are in bfloat16.
         query_rope: `[batch, heads, q_length, width]`, the part with rope, or None if there is none.
         latent: `[kv_batch, 1, kv_length, rank]`, at least one; it may be a part of a wider cache. kv_batch divides
             batch: sequence `b` attends to row `b * kv_batch // batch`, which is read once for all its sequences.
         key_rope: `[kv_batch, 1, kv_length, width]`, the part of the keys that has rope and that all heads share; None
             if `query_rope` is. These four have one dtype, but for a `query` in float32.
         attn_mask: as in `decode_attention`, broadcastable to `[batch, heads, q_length, kv_length]`.
-        block_mask: what `tatten.block_mask` returned for `attn_mask`, as in `decode_attention`.
-        kv_lens: int32 or int64 `[batch]`, as in `decode_attention`; neither it nor `window` where kv_batch < batch.
-        scale: factor of the scores. It has no default: what models use follows from the width of their keys, which
+        block_mask: the result of `tatten.block_mask` for `attn_mask`, as in `decode_attention`.
+        kv_lens: int32 or int64 `[batch]`, as in `decode_attention`; neither it nor `window` may be given if
+            `kv_batch < batch`.
+        scale: factor of the scores. It has no default: a model's scale follows from the width of its keys, which
             latents don't tell, as `(128 + 64) ** -0.5` for DeepSeek-V3.
         window: as in `decode_attention`.
         softcap: as in `decode_attention`.
         sinks: `[heads]`, as in `decode_attention`.
-        out_dtype: dtype of `out`: `query`'s, which is the default, or the one in which sums are made (float32, or
-            float64 for float64), for `W_uv` to be applied to what was not rounded.
+        out_dtype: dtype of `out`: `query`'s, which is the default, or the accumulator's (float32, or float64 for
+            float64), so that `W_uv` is applied to sums that were not rounded.
         batch_invariant: as in `decode_attention`. Each sequence then has latents of its own: kv_batch is batch.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
         `out` `[batch, heads, q_length, rank]` in `out_dtype`, contiguous; with `return_lse` also `lse`
-        `[batch, heads, q_length]`, as `decode_attention`. States over disjoint latents merge, before or after `W_uv`.
+        `[batch, heads, q_length]`, as in `decode_attention`. States over disjoint latents merge, before or
+        after `W_uv`.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; the message names it, what was expected and what came.
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
         NotImplementedError: gradients are required, or the device or the kernel cannot compute this.
 
     Examples:
         >>> import torch, tatten
         >>> latent, key_rope = torch.randn(2, 1, 300, 32), torch.randn(2, 1, 300, 8)  # a cache of 40 numbers a token
-        >>> w_uk, w_uv = torch.randn(2, 4, 16, 32)  # of 4 heads, with keys and values of 16
+        >>> w_uk, w_uv = torch.randn(2, 4, 16, 32)  # for 4 heads, with keys and values of 16
         >>> q, query_rope = torch.randn(2, 4, 1, 16), torch.randn(2, 4, 1, 8)
         >>> out = tatten.latent_attention(q @ w_uk, query_rope, latent, key_rope, scale=24**-0.5) @ w_uv.mT
 
-        The same from keys and values for each head:
+        Computed from keys and values for each head, the result is the same:
 
         >>> key = torch.cat((latent @ w_uk.mT, key_rope.expand(2, 4, 300, 8)), dim=3)
         >>> query = torch.cat((q, query_rope), dim=3)

@@ -1,4 +1,4 @@
-"""Checks of the inputs of `tatten::latent_attention`. Each names the argument, what was expected and what came."""
+"""Checks of the inputs of `tatten::latent_attention`. Each names the argument, the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from tatten.ops.states import accumulator_dtype
 from tatten.ops.validation import check_batch_invariant, check_no_grad, check_query, check_softmax, widest_on_cuda
 from tatten.ops.variant import AttentionVariant
 
-WIDEST_ROPE_ON_CUDA = 64  # of 128 columns, tiles do not fit in shared memory beside those of rank 512
-# Queries of a sequence, over all heads, up to which Hopper's tensor cores wait for its latents anyway. In float32 these
-# cost nothing there. Of more, the products with what 16 bits leave would take time, and their place in shared memory.
+WIDEST_ROPE_ON_CUDA = 64  # tiles of 128 columns do not fit in shared memory beside those of rank 512
+# The number of queries of a sequence, over all heads, up to which Hopper's tensor cores wait for its latents anyway.
+# Such queries cost nothing there in float32. With more of them, the products with the residue of 16 bits would take
+# time, and their place in shared memory.
 FEW_QUERIES_ON_CUDA = 16
 
 
@@ -41,7 +42,7 @@ def check_latent_attention(
 ) -> None:
     """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::latent_attention`.
 
-    Reads no data, so that no device is synchronised. Devices are left to `check_devices`.
+    It reads no data, so that no device is synchronised. `check_devices` checks the devices.
     """
     check_latent_no_grad(query, query_rope, latent, key_rope, attn_mask, variant)
     check_query(query)

@@ -34,7 +34,7 @@ def pack_mask(mask: Tensor, q_heads: int, kv_heads: int, q_len: int) -> Tensor:
     if mask.shape[1] == 1 and mask.shape[2] == 1:
         return mask
     group = q_heads // kv_heads
-    if mask.shape[1] == 1:  # not by views, at which Inductor asks for a length that only a run knows
+    if mask.shape[1] == 1:  # no views: Inductor would ask for a length that is only known at run time
         return mask if group == 1 else mask.repeat(1, 1, group, 1)
     mask = mask.unflatten(1, (kv_heads, group))
     return mask.expand(-1, -1, -1, q_len, -1).flatten(2, 3)

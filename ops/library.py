@@ -199,7 +199,7 @@ def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 def block_mask(
     attn_mask: Tensor, kv_batch: int | None = None, rows: Tensor | None = None, every_block: bool = False
 ) -> Tensor:
-    """Find the `data` of a `BlockMask`: on a CPU in plain PyTorch, which Inductor fuses; on CUDA by one opaque op."""
+    """Find the `data` of a `BlockMask`: in plain PyTorch on a CPU, which Inductor fuses; by one opaque op on CUDA."""
     if rows is not None and kv_batch is not None and attn_mask.dim() == 4 and 1 != attn_mask.shape[0] == rows.shape[0]:
         attn_mask = mask_of_rows(attn_mask, kv_batch, rows)
     if attn_mask.device.type == "cpu":
@@ -233,7 +233,7 @@ _KERNELS: dict[str, dict[str, Kernel]] = {
 
 
 def cuda_implementations() -> dict[Any, Kernel]:
-    """The ops that launch kernels on a GPU without waiting for other GPUs, and their implementations."""
+    """Return the ops that launch kernels on a GPU without waiting for other GPUs, with their implementations."""
     own: dict[str, Kernel] = {"row_groups": cuda.row_groups, "block_list": cuda.block_list}
     attention = "decode_attention", "latent_attention", "bifurcated_attention"
     own |= {name: _KERNELS[name]["CUDA"] for name in (*attention, "merge_states", "project_heads")}

@@ -1,7 +1,7 @@
-"""Attention of many queries with its lse, by PyTorch's own flash kernels: what a prefill is made of.
+"""Attention of many queries with its lse, by PyTorch's own flash kernels: the building block of a prefill.
 
-The ops are for the few queries of a decode step. These kernels take as many as there are, a causal
-flag in place of a mask, and kv heads as they are.
+The ops are for the few queries of a decode step. PyTorch's kernels take any number of queries, a causal flag in place
+of a mask, and kv heads as they are.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ WIDEST_FLASH, WIDEST_CUDNN = 256, 128
 
 
 def attend_many(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> State:
-    """The state of queries over at least one key; lse as `merge_states` has it.
+    """Return the state of queries over at least one key; `lse` is as in `merge_states`.
 
     Args:
-        query: `[batch, q_heads, q_len, head_dim]`, dense in head_dim, as the others are.
+        query: `[batch, q_heads, q_len, head_dim]`, dense in head_dim, like key and value.
         key, value: `[batch, kv_heads, kv_len, head_dim]`.
         causal: whether query i sees the keys `0 ... i` only; then `kv_len == q_len`.
 
@@ -30,7 +30,7 @@ def attend_many(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: 
     """
     if reason := unsupported_reason(query, value):
         raise NotImplementedError(f"no flash kernel of PyTorch returns the lse here: {reason}")
-    causal = causal and query.shape[2] > 1  # one query sees its one key: nothing to ask of a kernel
+    causal = causal and query.shape[2] > 1  # one query sees its one key: no kernel has to be causal
     if query.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
             query, key, value, 0.0, causal, scale=scale
@@ -47,7 +47,7 @@ def attend_many(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: 
 
 
 def unsupported_reason(query: Tensor, value: Tensor) -> str | None:
-    """Why `attend_many` can't compute this, or None. Reads no data."""
+    """Return the reason why `attend_many` can't compute this, or None. Reads no data."""
     head_dim, device = query.shape[3], query.device.type
     if value.shape[3] != head_dim:
         return f"they take one head_dim, not {head_dim} for keys and {value.shape[3]} for values"

@@ -1,4 +1,4 @@
-"""Keys that an attention mask leaves to attend to, found once for all layers that share the mask.
+"""The keys that an attention mask allows, found once for all layers that share the mask.
 
 `tatten::block_mask` finds them: `key_spans` on a CPU, `block_list` on CUDA. A `BlockMask` names the columns of either.
 """
@@ -16,18 +16,18 @@ from tatten.ops.sizes import ceil_div
 from tatten.ops.states import NEG_INF
 from tatten.ops.validation import BLOCK_KEYS
 
-# A key with a bias as low as this has a weight of exactly 0 beside any with a higher one: near the end of float32 the
-# next bias is 1e31 above, and scores do not differ by that. Models write padding as `finfo.min` of float32 and
+# A key with a bias as low as this has a weight of exactly 0 beside any key with a higher one: near the end of float32
+# the next bias is 1e31 above, and scores do not differ by as much. Models write padding as `finfo.min` of float32 and
 # bfloat16; -65504, that of float16, is no such bound.
 EXCLUDING_BIAS = torch.finfo(torch.float32).min / 2
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """The keys that an attention mask leaves: found once by `tatten.block_mask`, passed to each layer with the mask.
+    """The keys that an attention mask allows: found once by `tatten.block_mask`, passed to each layer with the mask.
 
-    Pass it with the mask that it was made from, and make a new one when that mask is written to: apart from shapes this
-    is not checked.
+    Pass it with the mask that it was made from, and make a new one after a write to that mask. Nothing but shapes is
+    checked.
 
     Attributes:
         data: int64, on the device of the mask, with one row for each row of the KV or one for all of them. Its columns
@@ -39,7 +39,7 @@ class BlockMask:
         >>> keys = torch.arange(1000)
         >>> mask = torch.stack((keys < 300, (keys >= 10) & (keys < 20)))[:, None, None]
         >>> blocks = tatten.block_mask(mask)
-        >>> blocks.start, blocks.stop, blocks.full  # of each of two sequences, on a CPU
+        >>> blocks.start, blocks.stop, blocks.full  # one entry for each of two sequences, on a CPU
         (tensor([ 0, 10]), tensor([300,  20]), tensor([1, 1]))
     """
 
@@ -48,7 +48,7 @@ class BlockMask:
 
 
 class Span(NamedTuple):
-    """The keys from `start` up to but not including `stop`, 0 and 0 where there are none.
+    """The keys from `start` up to but not including `stop`; both are 0 if there are none.
 
     `full`: every query attends to all of them with no bias, so that the mask need not be looked at again.
     """
@@ -84,18 +84,18 @@ class KeySpans(BlockMask):
 class BlockList(BlockMask):
     """A `BlockMask` on CUDA: `data` is `[rows, n_blocks + 1, 2]`, and lists the blocks of 64 keys in each row.
 
-    A block is full where all queries attend to all of its 64 keys with no bias. Listed are the blocks of the longest
-    run of full ones, then the others that are not empty, then the empty ones, each group in order.
+    A block is full if all queries attend to all of its 64 keys with no bias. The list starts with the blocks of the
+    longest run of full ones; the other blocks that are not empty follow, then the empty ones, each group in order.
     """
 
     @property
     def counts(self) -> Tensor:
-        """`[rows]`: how many blocks are not empty."""
+        """`[rows]`: the number of blocks that are not empty."""
         return self.data[:, 0, 0]
 
     @property
     def runs(self) -> Tensor:
-        """`[rows]`: how many blocks the longest run of full ones has."""
+        """`[rows]`: the number of blocks in the longest run of full ones."""
         return self.data[:, 0, 1]
 
     @property
@@ -155,10 +155,10 @@ def used_and_plain(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mask_of_rows(attn_mask: Tensor, kv_batch: int, rows: Tensor) -> Tensor:
-    """Make a mask for each stored row of one for each sequence: bool `[kv_batch, 1, 2, kv_length]`.
+    """Make a mask for each stored row from one for each sequence: bool `[kv_batch, 1, 2, kv_length]`.
 
-    The first of its two queries attends to the keys that count for any sequence that reads the row, the second to those
-    that count for all of them with no bias: so its `BlockMask` is that of all masks of the row together.
+    The first of its two queries attends to the keys that count for any sequence that reads the row. The second attends
+    to the keys that count for all of them with no bias. So its `BlockMask` covers all masks of the row together.
     """
     used, plain = used_and_plain(attn_mask.flatten(1, 2))
     rows = rows.to(torch.int64).clamp(0, kv_batch - 1)
@@ -168,7 +168,7 @@ def mask_of_rows(attn_mask: Tensor, kv_batch: int, rows: Tensor) -> Tensor:
 
 
 def mask_rows(attn_mask: Tensor, kv_batch: int | None) -> int:
-    """Number of rows of a mask's `BlockMask`. Depends on shapes alone, so it is known while tracing."""
+    """Return the number of rows of a mask's `BlockMask`. It depends on shapes alone, so it is known while tracing."""
     if attn_mask.dim() < 4 or attn_mask.shape[0] == 1:
         return 1
     return attn_mask.shape[0] if kv_batch is None else kv_batch
@@ -177,12 +177,12 @@ def mask_rows(attn_mask: Tensor, kv_batch: int | None) -> int:
 def key_spans(attn_mask: Tensor, kv_batch: int | None = None) -> Tensor:
     """Find the `data` of `KeySpans`: for each row of the KV the span of keys that any of its queries attends to.
 
-    Plain PyTorch, which Inductor fuses into a kernel or two.
+    It is plain PyTorch, which Inductor fuses into a kernel or two.
 
     Args:
         attn_mask: bool or additive, `[sequences or 1, heads or 1, q_length or 1, kv_length]`, or of lower rank.
-        kv_batch: the batch of the KV where sequences share its rows: each row then gets the span of all that read it.
-            Default: the number of sequences.
+        kv_batch: the batch of the KV, if sequences share its rows: each row then gets the span of all sequences that
+            read it. Default: the number of sequences.
     """
     rows = mask_rows(attn_mask, kv_batch)
     mask = squeeze_broadcast(attn_mask)
@@ -203,15 +203,15 @@ def key_spans(attn_mask: Tensor, kv_batch: int | None = None) -> Tensor:
 def block_list(attn_mask: Tensor, kv_batch: int, every_block: bool = False) -> Tensor:
     """Find the `data` of `BlockList`: for each row of the KV the blocks with a key that any of its queries attends to.
 
-    Plain PyTorch. `tatten.ops.cuda.block_mask` does the same on a GPU, except that it lists keys at `EXCLUDING_BIAS`
-    where the mask has more than 63 rows of its own for one row of the KV.
+    It is plain PyTorch. `tatten.ops.cuda.block_mask` does the same on a GPU, except that it lists keys at
+    `EXCLUDING_BIAS` where the mask has more than 63 rows of its own for one row of the KV.
 
     Args:
         attn_mask: bool or additive, `[sequences or kv_batch or 1, heads or 1, q_length or 1, kv_length]`, or of lower
             rank.
         kv_batch: the batch of the KV, where sequences share its rows; divides the number of sequences.
-        every_block: list empty blocks too, all in order and none in a run: where a block is listed then does not
-            depend on which queries there are.
+        every_block: list empty blocks too, all in order and none in a run. The place of a block in the list then does
+            not depend on the other queries.
     """
     rows = mask_rows(attn_mask, kv_batch)
     mask = squeeze_broadcast(attn_mask)
@@ -225,7 +225,7 @@ def block_list(attn_mask: Tensor, kv_batch: int, every_block: bool = False) -> T
     if every_block:
         some, full = torch.ones_like(some), torch.zeros_like(full)
     numbers = torch.arange(n_blocks, device=used.device)
-    run_lengths = numbers - torch.where(full, -1, numbers).cummax(dim=1).values  # of the run that ends at each block
+    run_lengths = numbers - torch.where(full, -1, numbers).cummax(dim=1).values  # each by its last block
     run, end = run_lengths.amax(dim=1, keepdim=True), run_lengths.argmax(dim=1, keepdim=True)
     in_run = (numbers > end - run) & (numbers <= end)
     order = torch.argsort(some.to(torch.int8) + in_run.to(torch.int8), dim=1, descending=True, stable=True)

@@ -19,8 +19,8 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     neighbours. Formula: FlashInfer, arXiv 2501.01005, section 2.2.
 
     A weight is only as exact as the lse that it is computed from: in float32 it is off by up to
-    `2^-23 * max(abs(lse))`, relative to 1. With ordinary scores that is rounding. Where all keys of a query have a bias
-    like -1e9 it is everything: `lse = bias + log(n)` no longer tells 3 keys from 1000. `decode_attention` and
+    `2^-23 * max(abs(lse))`, relative to 1. With ordinary scores that is rounding. If all keys of a query have a bias
+    like -1e9, nothing exact is left: `lse = bias + log(n)` no longer tells 3 keys from 1000. `decode_attention` and
     `bifurcated_attention` are exact there, too, because they merge by other means within a call; `tree_merge` is not.
 
     Args:
@@ -61,7 +61,7 @@ def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> t
         lse_b: like `lse_a`.
 
     Returns:
-        `(out, lse)`, as `merge_states`, which says what is raised, too.
+        `(out, lse)`, as in `merge_states`. Errors are the same, too.
 
     Examples:
         >>> import torch, tatten

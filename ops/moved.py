@@ -1,6 +1,6 @@
-"""Private APIs that aren't as in the versions tatten was tested with: each is logged once, and reports name it.
+"""Private APIs that differ from the versions tatten was tested with: each is logged once, and reports name it.
 
-Code that finds one broken calls `moved` and goes on without it.
+Code that finds a broken API calls `moved` and goes on without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def moved(name: str, error: BaseException | str, instead: str) -> str:
     Args:
         name: the dotted name of the API.
         error: the error that the API raised, or a description of the difference.
-        instead: what happens without the API.
+        instead: the behaviour without the API.
     """
     what = text_of(error) if isinstance(error, BaseException) else error
     if (name, what) not in _found:
@@ -27,10 +27,10 @@ def moved(name: str, error: BaseException | str, instead: str) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """The type of an error and the first line of its message."""
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def moved_notes() -> list[str]:
-    """The notes of all private APIs that have been found moved in this process, in order."""
+    """Return the notes on all private APIs that were found moved in this process, in order."""
     return list(_found.values())

@@ -1,4 +1,4 @@
-"""Products of each head's rows with a weight of its own: queries with `W_uk`, and sums over latents with `W_uv`."""
+"""Products of each head's rows with the head's own weight: queries with `W_uk`, and sums over latents with `W_uv`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tatten.ops.validation import check_no_grad
 def project_heads(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """Compute `x @ weight.mT` for each head, in sums of float32 that are rounded once or not at all.
 
-    `torch.bmm` would round `x` first if that is float32, or want a copy of the weight in float32.
+    `torch.bmm` would first round a float32 `x`, or need a copy of the weight in float32.
 
     Args:
         x: `[batch, heads, q_length, rank]`, float32 or bfloat16, any strides.
@@ -49,5 +49,5 @@ def check_project_heads(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None
 
 
 def fake_project_heads(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """The result of `project_heads` without its numbers."""
+    """Return the result of `project_heads` without its numbers."""
     return weight.new_empty((*x.shape[:3], weight.shape[1]), dtype=check_project_heads(x, weight, out_dtype))

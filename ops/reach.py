@@ -1,4 +1,4 @@
-"""The keys that lengths and a sliding window leave to each query: as a mask, and of segments as views of them."""
+"""The keys that lengths and a sliding window allow each query: as a mask, and as views of segments."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from torch import Tensor
 
 from tatten.ops.states import NEG_INF
 
-# Key, value, mask and block mask of a segment.
+# The key, value, mask and block mask of a segment.
 Segment = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def mask_of_reach(lens: Tensor, q_len: int, kv_len: int, window: int | None) -> Tensor:
-    """The keys that length and window leave to each query: bool `[sequences, 1, 1 or q_len, kv_len]`."""
+    """Return the keys that length and window allow each query: bool `[sequences, 1, 1 or q_len, kv_len]`."""
     stop, keys = lens[:, None, None, None], torch.arange(kv_len, device=lens.device)
     if window is None:
         return keys < stop
-    behind = stop - q_len + torch.arange(q_len, device=lens.device)[:, None] - keys  # the query's own place
+    behind = stop - q_len + torch.arange(q_len, device=lens.device)[:, None] - keys  # from the query's own place
     return (behind >= 0) & (behind < window)
 
 
 def narrow_mask(mask: Tensor, reach: Tensor) -> Tensor:
-    """The part of a mask, bool or additive, that lies within reach."""
+    """Return the part of a mask, bool or additive, that lies within reach."""
     return mask & reach if mask.dtype == torch.bool else torch.where(reach, mask, NEG_INF)
 
 
 def masks_of_window(
     window: int, q_len: int, keys: Sequence[Tensor], attn_masks: Sequence[Tensor | None]
 ) -> Iterator[Tensor]:
-    """The mask of each segment, narrowed to a window over all segments together, at whose end the queries are."""
+    """Narrow the mask of each segment to a window over all segments together. The queries are at its end."""
     left = sum(key.shape[2] for key in keys)
     for key, mask in zip(keys, attn_masks, strict=True):
-        # Those of the keys from here on that lie in later segments only move the queries away.
+        # `left` counts the keys of later segments too: they only move the queries away.
         reach = mask_of_reach(torch.full((1,), left, device=key.device), q_len, key.shape[2], window)
         yield reach if mask is None else narrow_mask(mask, reach)
         left -= key.shape[2]
 
 
 def segments_in_window(window: int, q_len: int, segments: Sequence[Segment]) -> Iterator[Segment]:
-    """Segments narrowed to a window over all of them together, at whose end the queries are.
+    """Narrow segments to a window over all of them together. The queries are at its end.
 
-    Keys in no query's window are left out, by views. A mask narrows the others where queries differ. What was found in
-    a mask holds no longer if the segment is narrowed.
+    Keys in no query's window are left out, by views. A mask narrows the others where queries differ. The block mask of
+    a narrowed segment no longer holds, so it becomes None.
     """
     left = sum(key.shape[2] for key, *_ in segments)
     for key, value, mask, block_mask in segments:

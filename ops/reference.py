@@ -1,4 +1,4 @@
-"""The reference for every implementation: attention and its lse in float64, written to be read."""
+"""The reference for every implementation: attention and its lse in float64, in readable code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def decode_attention_reference(
     scale: float | None = None,
     variant: AttentionVariant = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of `tatten::decode_attention`, both float64, on the inputs' device.
+    """Return `(out, lse)` of `tatten::decode_attention`, both float64, on the inputs' device.
 
     A key that is excluded for all queries of its kv head is not used: its key and value may be NaN.
     """
@@ -82,7 +82,7 @@ def latent_attention_reference(
     scale: float,
     variant: AttentionVariant = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of `tatten::latent_attention`, both float64: the key of all heads begins with their value."""
+    """Return `(out, lse)` of `tatten::latent_attention`, both float64: all heads' key begins with their value."""
     key = latent if key_rope is None else torch.cat((latent, key_rope), dim=3)
     query = query if query_rope is None else torch.cat((query, query_rope), dim=3)
     key, latent = (x.repeat_interleave(query.shape[0] // x.shape[0], dim=0) for x in (key, latent))
@@ -98,7 +98,7 @@ def bifurcated_attention_reference(
     rows: Sequence[Tensor | None] | None = None,
     variant: AttentionVariant = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of `tatten::bifurcated_attention`, both float64: each sequence gets a copy of all its segments."""
+    """Return `(out, lse)` of `tatten::bifurcated_attention`, both float64; each sequence has a copy of its segments."""
     batch, q_heads, q_len, _ = query.shape
     attn_masks = [None] * len(keys) if attn_masks is None else attn_masks
     rows = [None] * len(keys) if rows is None else rows

@@ -1,9 +1,9 @@
-"""Row groups: which stored row of a segment each sequence reads, arranged so that kernels read a row once for many.
+"""Row groups: sequences ordered by the stored row that they read, so that kernels read a row once for many of them.
 
 `rows[b]` is the row that sequence b reads. A *row group* is up to `group_size` sequences that read one row. Groups are
-numbered by row, and slot `s` of group `g` is place `g * group_size + s`: with sequences in that order, the groups are a
-segment whose rows all serve `group_size` sequences, except that some places are empty. How many groups there are is
-known on the device alone, and how many there can be, `most_groups`, from shapes.
+numbered by row, and slot `s` of group `g` is place `g * group_size + s`. With sequences in that order, the groups are a
+segment whose rows all serve `group_size` sequences, except that some places are empty. Only the device knows the number
+of groups; their largest number, `most_groups`, follows from shapes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tatten.ops.sizes import ceil_div
 
 
 def group_size(batch: int, kv_batch: int, queries: int) -> int:
-    """Return how many sequences a row group has at most: as many as fill a kernel's block of packed queries.
+    """Return the largest number of sequences in a row group: as many as fill a kernel's block of packed queries.
 
     Larger blocks would be empty for most rows, and smaller ones would read a row more often.
 
     Args:
         batch: the number of sequences.
         kv_batch: the number of stored rows.
-        queries: of a sequence that read one kv head: query heads of it, times q_length.
+        queries: the queries of a sequence that read one kv head: its query heads, times q_length.
     """
     average = ceil_div(batch, kv_batch) * queries
     block = 16 if average <= 16 else 32 if average <= 32 else 64 if average <= 64 else 128
@@ -32,7 +32,7 @@ def group_size(batch: int, kv_batch: int, queries: int) -> int:
 
 
 def most_groups(batch: int, kv_batch: int, size: int) -> int:
-    """Return how many row groups there can be: each is full, or the last one of its row."""
+    """Return the largest number of row groups: each is full, or the last one of its row."""
     return min(batch, kv_batch + batch // size)
 
 
@@ -46,7 +46,7 @@ def row_groups_reference(rows: Tensor, kv_batch: int, size: int) -> Tensor:
 
     Returns:
         int32 `[4, B + 1]`:
-        - `[0, :B]` the stored row of each group, `[0, B]` how many groups there are;
+        - `[0, :B]` the stored row of each group, `[0, B]` the number of groups;
         - `[1]` the position in `[2]` where each group begins, and B from the last group on;
         - `[2, :B]` the sequences, sorted by row;
         - `[3, :B]` the place of each sequence.

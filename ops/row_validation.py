@@ -1,4 +1,4 @@
-"""Checks of the rows that sequences read. Each message names the argument, what was expected and what came."""
+"""Checks of the rows that sequences read. Each message names the argument, the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_row_values(rows: Tensor, kv_batch: int) -> None:
 
 
 def check_row_groups(row_groups: Tensor, batch: int, name: str) -> None:
-    """Raise ValueError unless `row_groups` can be what `tatten::row_groups` returns for `batch` sequences."""
+    """Raise ValueError unless `row_groups` can be the result of `tatten::row_groups` for `batch` sequences."""
     if row_groups.dtype != torch.int32 or row_groups.shape != (4, batch + 1):
         wanted = f"int32 of shape {(4, batch + 1)}"
         raise ValueError(f"`{name}` must be {wanted}, got {row_groups.dtype} of shape {tuple(row_groups.shape)}")

@@ -1,4 +1,4 @@
-"""Checks of the inputs of `tatten::bifurcated_attention`: segments, their rows, and what each must fit."""
+"""Checks of the inputs of `tatten::bifurcated_attention`: segments, their rows, and how they fit each other."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_segments_no_grad(
 def check_segments_batch_invariant(
     query: Tensor, keys: Sequence[Tensor], row_groups: Sequence[Tensor | None], variant: AttentionVariant
 ) -> None:
-    """Raise unless each sequence can be computed as if it were alone: for checked segments."""
+    """Raise unless each sequence of checked segments can be computed as if it were alone."""
     check_batch_invariant("auto", query.device, variant)
     batch, rows = query.shape[0], keys[-1].shape[0]
     if row_groups[-1] is not None or rows != batch:
@@ -99,7 +99,7 @@ def check_bifurcated_attention(
 
 
 def check_rows_fit(rows: Tensor, query: Tensor, key: Tensor, segment: int) -> None:
-    """Raise unless `rows` can say which row of `key`, that of a segment, each sequence of `query` reads."""
+    """Raise unless `rows` can give the row of a segment's `key` that each sequence of `query` reads."""
     check_query(query)
     shape, name = tuple(key.shape), f"rows[{segment}]"
     if len(shape) != 4 or shape[0] == 0:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 def ceil_div(a: int, b: int) -> int:
-    """`a / b`, rounded up."""
+    """Return `a / b`, rounded up."""
     return -(-a // b)
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n`; `n` is positive."""
+    """Return the smallest power of two that is at least `n`; `n` is positive."""
     return 1 << (n - 1).bit_length()

@@ -1,7 +1,7 @@
-"""Moving the cache of a sliding window on by one slot, in place.
+"""In-place step of a sliding window's cache by one slot.
 
-A full `StaticSlidingWindowLayer` of transformers copies itself twice for each token, `roll` and `copy_`: four times its
-bytes, where attention reads them once. In place it is two.
+A full `StaticSlidingWindowLayer` of transformers copies itself twice for each token, by `roll` and by `copy_`. That
+moves four times its bytes, while attention reads them once. The step in place moves them twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def slide_(cache: Tensor, new: Tensor) -> None:
 
     Args:
         cache: `[batch, heads, slots, head_dim]`, contiguous; it is written.
-        new: `[batch, heads, 1, head_dim]` in the dtype of `cache`, any strides, of other memory.
+        new: `[batch, heads, 1, head_dim]` in the dtype of `cache`, any strides, in other memory.
 
     Raises:
         ValueError: an argument has another shape or layout, or the two differ in dtype or device.
@@ -35,7 +35,7 @@ def slide_(cache: Tensor, new: Tensor) -> None:
 
 
 def slide_op(device: torch.device) -> Any:
-    """Return the op for graphs of Inductor: on a GPU one that it looks into, so that it launches the kernel itself."""
+    """Return the op for Inductor's graphs. On a GPU, Inductor looks into it and launches the kernel itself."""
     return torch.ops.tatten.slide_.default if device.type == "cpu" else _slide_on_cuda_op()
 
 
@@ -46,7 +46,7 @@ def _slide_on_cuda_op() -> Any:
 
 
 def check_slide(cache: Tensor, new: Tensor) -> None:
-    """Raise ValueError unless `slide_` takes these."""
+    """Raise ValueError unless `slide_` supports these tensors."""
     if cache.dim() != 4 or not cache.is_contiguous():
         raise ValueError(
             "`cache` must be [batch, heads, slots, head_dim] and contiguous, got shape "

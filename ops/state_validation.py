@@ -1,4 +1,4 @@
-"""Checks of attention states. Each message names the argument, what was expected and what came."""
+"""Checks of attention states. Each message names the argument, the expected and the actual value."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ State = tuple[Tensor, Tensor]  # (out, lse)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and of the lse: float64 for float64 inputs, else float32."""
+    """Return the dtype of sums and of the lse: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -45,9 +45,10 @@ def merge(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_each(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`merge` of each sequence, an index of dim 1, by itself: no bit of it depends on the others, nor on their number.
+    """Merge the states of each sequence, an index of dim 1, by itself.
 
-    On a CPU the order in which `merge` adds up five states and more depends on how many sequences there are.
+    No bit of its result depends on the other sequences, nor on their number. `merge` on a CPU adds up five states and
+    more in an order that depends on the number of sequences.
     """
     if lse.dim() == 1 or lse.numel() == 0:
         return merge(out, lse)
@@ -63,7 +64,7 @@ def combine_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Te
     """
     out, lse = outs[0], lses[0]
     for next_out, next_lse in zip(outs[1:], lses[1:], strict=True):
-        # With two empty partials either will do, but -inf - -inf is NaN. Not lerp: it turns an infinite value into NaN.
+        # Two empty partials may have any weight, but -inf - -inf is NaN. Not lerp: infinite values would become NaN.
         ahead = (lse - next_lse).nan_to_num(0.0).unsqueeze(-1)
         out = torch.addcmul(out * torch.sigmoid(ahead), next_out.to(ahead.dtype), torch.sigmoid(-ahead))
         lse = torch.logaddexp(lse, next_lse)

@@ -1,4 +1,4 @@
-"""Which tensors are in an argument, and which of them share memory."""
+"""Find the tensors in an argument, and tell whether they share memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
 
 
 def all_of(kind: type[T], value: Any) -> Iterator[T]:
-    """Yield what is of a kind, such as tensors or nodes, in an argument, however they are nested."""
+    """Yield the values of a kind, such as tensors or nodes, in an argument, however they are nested."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple, Iterator)):

@@ -1,4 +1,4 @@
-"""Checks of the ops' inputs. Each message names the argument, what was expected and what came."""
+"""Checks of the ops' inputs. Each message names the argument, the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tatten.ops.variant import AttentionVariant
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PROVIDERS = ("auto", "cpu", "triton", "cudnn", "flash", "fa2", "fa3", "fa4")
-NARROW_DTYPES = (torch.float8_e4m3fn, torch.int8)  # of keys and values, which are upcast as they are read
-BLOCK_KEYS = 64  # in a block of a `BlockList`: one bit each in an int64
+NARROW_DTYPES = (torch.float8_e4m3fn, torch.int8)  # for keys and values, which are upcast as they are read
+BLOCK_KEYS = 64  # keys in a block of a `BlockList`: one bit each in an int64
 
 
 def widest_on_cuda(dtype: torch.dtype) -> int:
-    """The largest head_dim that the CUDA kernel has tiles for: a block of 64 keys and values in shared memory."""
+    """Return the largest head_dim of the CUDA kernel: a block of 64 keys and values has to fit in shared memory."""
     return 256 if dtype == torch.float32 else 512
 
 
@@ -86,7 +86,7 @@ def check_decode_attention(
 ) -> None:
     """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::decode_attention`.
 
-    Reads no data, so that no device is synchronised, unlike `check_kv_lens`. Devices are left to `check_devices`.
+    It reads no data, so that no device is synchronised, unlike `check_kv_lens`. `check_devices` checks the devices.
     """
     check_decode_no_grad(query, key, value, attn_mask, variant)
     check_query(query)
@@ -108,9 +108,9 @@ def check_softmax(
     variant: AttentionVariant,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Raise unless what narrows or changes the softmax fits queries over `kv_len` keys.
+    """Raise unless mask, lengths and variant of the softmax fit queries over `kv_len` keys.
 
-    `dtype`: what masks and sinks may have beside float32; default: the queries'.
+    `dtype`: the dtype that masks and sinks may have beside float32; default: the queries'.
     """
     batch, dtype = query.shape[0], dtype or query.dtype
     if attn_mask is not None:
@@ -196,7 +196,7 @@ def _float32_or(dtype: torch.dtype) -> str:
 def check_block_mask(
     block_mask: Tensor, rows: int, kv_len: int, device: torch.device, name: str = "block_mask"
 ) -> None:
-    """Raise ValueError unless `block_mask` is what `tatten::block_mask` returns on `device`."""
+    """Raise ValueError unless `block_mask` can be the result of `tatten::block_mask` on `device`."""
     shape = (3,) if device.type == "cpu" else (ceil_div(kv_len, BLOCK_KEYS) + 1, 2)
     if block_mask.dtype != torch.int64 or block_mask.shape not in ((1, *shape), (rows, *shape)):
         wanted = f"int64 of shape {(1, *shape)} or {(rows, *shape)}"
@@ -232,7 +232,7 @@ def check_mask(
 
 
 def check_mask_alone(attn_mask: Tensor, kv_batch: int | None, rows: Tensor | None) -> None:
-    """Raise unless `attn_mask` is a mask over a KV of which `kv_batch` is the batch."""
+    """Raise unless `attn_mask` is a mask over a KV with the batch `kv_batch`."""
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOAT_DTYPES:
         raise TypeError(f"`attn_mask` must be bool, float16, bfloat16, float32 or float64, got {attn_mask.dtype}")
     if not 1 <= attn_mask.dim() <= 4:

@@ -1,4 +1,4 @@
-"""Arguments that change the softmax of an attention call, or what its keys and values stand for, as one value."""
+"""The arguments that change an attention call's softmax, or the meaning of its keys and values, as one value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 class AttentionVariant(NamedTuple):
     """The arguments of `tatten.decode_attention` that travel together below the op; all None is plain attention.
 
-    The word is FlashInfer's. A tuple, because `tatten.ops.cuda.launcher.by_layout` keys tuples by what they hold.
+    The word is FlashInfer's. It is a tuple because `tatten.ops.cuda.launcher.by_layout` keys tuples by their contents.
     """
 
     window: int | None = None
@@ -21,7 +21,7 @@ class AttentionVariant(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
-        """Those arguments that are tensors, by name."""
+        """The arguments that are tensors, by name."""
         return {"sinks": self.sinks, "key_scale": self.key_scale, "value_scale": self.value_scale}
 
 

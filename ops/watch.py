@@ -1,4 +1,4 @@
-"""A mode that is told of each operator that PyTorch calls."""
+"""A mode that sees each operator that PyTorch calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ except ImportError as error:
 
 
 class Watch(TorchDispatchMode):
-    """A context in which `called(func, args, kwargs, out)` follows each call of an operator.
+    """A context that calls `called(func, args, kwargs, out)` after each call of an operator.
 
     `func` is its overload.
 

@@ -1,4 +1,4 @@
-"""Bad input: the error names the argument, what was expected and what came; from the function and from the op."""
+"""Bad input: the error names the argument, the expected and the actual value; from the function and from the op."""
 
 from __future__ import annotations
 
