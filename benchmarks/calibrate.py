@@ -25,11 +25,11 @@ from tatten.ops.cuda.workload import Workload
 
 MARGIN = 1.01
 PROVIDERS = ("triton", "cudnn", "flash", *PACKAGES)
-TABLE = '''"""Which provider decodes fastest: written by `python benchmarks/calibrate.py --write` on {device}."""
+TABLE = '''"""The fastest decode provider, written by `python benchmarks/calibrate.py --write` on {device}."""
 
 DEVICE, CAPABILITY = "{device}", {capability}
 
-# For each number of (sequence, kv head) pairs: from how many keys on a provider is the fastest.
+# For each number of (sequence, kv head) pairs, the number of keys from which on a provider is the fastest.
 FASTEST = {{
 {rows}
 }}

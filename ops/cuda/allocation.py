@@ -1,4 +1,4 @@
-"""Memory for what kernels write, from where Inductor's generated code takes it: a third of the time of `new_empty`."""
+"""Memory for the outputs of kernels, from the allocator of Inductor's generated code: a third of `new_empty`'s time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _moved(error: Exception) -> Callable[..., Tensor]:
 
 
 def _find() -> Callable[..., Tensor]:
-    """Return what allocates in generated code, on the current device; a public function if it has moved."""
+    """Return generated code's allocator on the current device, or a public function if that has moved."""
     try:
         return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined, no-any-return]
     except AttributeError as error:
@@ -56,7 +56,7 @@ def allocate(like: Tensor, *layouts: Dense) -> list[Tensor]:
     if like.is_cuda and recorder.get() is None:
         try:
             return [_empty_strided_cuda(*x) for x in layouts]
-        except TypeError as error:  # it takes other arguments
+        except TypeError as error:  # its arguments have changed
             _empty_strided_cuda = _moved(error)
             return [_public(*x) for x in layouts]
     return [torch.empty_strided(*x[:2], dtype=x.dtype, device=like.device) for x in layouts]

@@ -1,4 +1,4 @@
-"""Planning the two launches that find the block structure of a mask, once per step for all layers that share it."""
+"""Plan the two launches that find the block structure of a mask, once per step for all layers that share it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def plan_block_list(
 ) -> FindBlockList:
     """Plan for a mask, which `kv_lens` and `window` may narrow.
 
-    `kv_len` is for a mask that broadcasts over keys. Only a window, which ends at each query, asks for `q_len`. With
-    `every_block` empty ones are listed too, all of them in order.
+    `kv_len` is for a mask that broadcasts over keys. `q_len` is needed only for a window, which ends at each query. If
+    `every_block` is set, empty blocks are listed too, and all blocks are in order.
     """
     mask = squeeze_broadcast(attn_mask)
     kv_len = mask.shape[3] if kv_len is None else kv_len

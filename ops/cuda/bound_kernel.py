@@ -1,7 +1,8 @@
 """Kernels that take tensors and floats only: sizes and strides are written into the source.
 
-A launch by generated code then has nine arguments instead of seventy, and none is a tuple. Floats stay arguments: with
-a constant scale the compiler would fuse other products, and results would differ from the op's in the last bit.
+A launch by generated code then has nine arguments instead of seventy, and none is a tuple. Floats stay arguments: if
+the scale were a constant, the compiler would fuse other products, and results would differ from the op's in the last
+bit.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class BoundLaunch:
     Attributes:
         kernel: a function of `triton.jit`.
         tensors: an input or allocated tensor for each of its first parameters.
-        floats: a number for each of the others.
-        grid, options: as those of the launch that it stands for.
+        floats: a number for each of its other parameters.
+        grid, options: as in the launch that it stands for.
     """
 
     kernel: Any
@@ -87,7 +88,7 @@ def bind(found: Recorder, launch: Launch, tensors: Sequence[Any]) -> BoundLaunch
 
 @functools.cache
 def _compile(kernel: Any, source: str) -> Any:
-    """Make a kernel of source that calls `kernel`: one for all equal launches, by which Inductor knows them."""
+    """Make a kernel from source that calls `kernel`. Equal launches get the same object, as Inductor's table needs."""
     filename = f"<tatten {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     lines = source.splitlines(keepends=True)
     linecache.cache[filename] = (len(source), None, lines, filename)  # Triton and Inductor read the source
@@ -97,8 +98,8 @@ def _compile(kernel: Any, source: str) -> Any:
 
 
 def _integer(x: Any, specialized: bool) -> str:
-    """An integer of the type that it would have as an argument of the launch: Triton makes constants of some."""
-    if isinstance(x, tuple):  # whose members are always specialised
+    """Write an integer in the type of a launch's argument; Triton turns some integers into constants."""
+    if isinstance(x, tuple):  # its members are always specialised
         return f"({''.join(f'{_integer(y, True)}, ' for y in x)})"
     if x is None or (specialized and type(x) is int and x == 1):
         return repr(x)

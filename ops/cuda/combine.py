@@ -1,4 +1,4 @@
-"""Planning the combine of the partials that launches of the decode, prefix or levels kernel leave."""
+"""Plan the combine of the partials that launches of the decode, prefix or levels kernel leave."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
 
-MANY_STATES = 1024  # output states, from which on a program takes several
-WIDE = 256  # columns of a state, beyond which several programs share it and have room for few partials
+MANY_STATES = 1024  # the least number of output states for which a program takes several
+WIDE = 256  # the most columns of a state for one program; with more, programs share it and have few partials
 
 INTERPRETED = not isinstance(_combine_kernel, triton.JITFunction)
 
 
 class Partials(NamedTuple):
-    """The states of whole work tiles, the partial states of the others, and what determines how many there are."""
+    """The states of whole work tiles, the partial states of the others, and the tensors that give their number."""
 
     out: Tensor
     lse: Tensor
@@ -44,15 +44,15 @@ class Combine:
     """Combines the partials of up to two launches with whole states of others.
 
     Attributes:
-        launch: None where nothing is left to combine.
-        writes: the out and lse of several; None where there is one launch, whose whole states are in place.
+        launch: None if there is nothing to combine.
+        writes: the out and lse of several launches; None for one launch, whose whole states are in place.
     """
 
     launch: Launch | None
     writes: tuple[Dense, Dense] | None
 
     def __call__(self, *partials: Partials, wholes: Sequence[Partials] = ()) -> Partials:
-        """Combine the partials of the launches planned for; of `wholes` only their `out` and `lse` count."""
+        """Combine the partials of the launches planned for. Only `out` and `lse` of `wholes` count."""
         some = (*partials, *wholes)[0]
         if self.launch is None:
             return some
@@ -68,14 +68,14 @@ def _sizes(x: TileSpace, suffix: str) -> dict[str, int]:
 
 
 def _block(partials: int, states: int, dim: int) -> tuple[int, int]:
-    """The columns of a program, of `dim` rounded up to a power of 2, and its warps."""
+    """Choose the columns of a program and its warps. `dim` is rounded up to a power of 2."""
     if states > 1:
         return dim, 4
     if dim <= 128:
         return dim, 1 if partials <= 8 else 2
-    if dim <= WIDE:  # limits what a thread holds
+    if dim <= WIDE:  # limits the numbers that a thread holds
         return dim, min(8, max(1, partials * dim // 1024))
-    # A thread then holds up to 64 numbers, and has all partials of its columns where these are up to 16.
+    # A thread then holds up to 64 numbers, and all partials of its columns if there are up to 16.
     columns = min(dim, max(64, 4096 // partials))
     return columns, 1 if partials == 1 else max(2, columns // 128)
 
@@ -91,8 +91,8 @@ def plan_combine(
 ) -> Combine:
     """Plan the combine of launches on `spaces`, two at most, and of whole states, for values of head_dim `value_dim`.
 
-    `wholes` says of each of the others whether it has maximum and sum instead of its lse. By default `dtype` is that of
-    the partials.
+    `wholes` has an entry for each set of whole states: True if it has maximum and sum instead of the lse. `dtype`
+    defaults to that of the partials.
     """
     batch, q_heads, q_len, _ = query.shape
     writes = None
@@ -107,7 +107,7 @@ def plan_combine(
     pdl = pdl and not INTERPRETED and capability(query.device) >= (9, 0)
     dim = max(16, power_of_2(value_dim))
     partials = min(64, power_of_2(max([x.most_partials(batch, dim > WIDE) for x in spaces] or [1])))
-    # Of whole states a program takes several, if there are many: one alone would mostly wait for its loads.
+    # A program combines several whole states if there are many: with one alone it would mostly wait for its loads.
     states = 1 if spaces or n_states < MANY_STATES else max(1, 1024 // dim)
     block_dv, warps = _block(partials, states, dim)
     launch = Launch(

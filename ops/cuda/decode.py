@@ -22,7 +22,7 @@ from tatten.ops.sizes import power_of_2
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.variant import PLAIN, AttentionVariant
 
-Rope = tuple[()] | tuple[Tensor, Tensor]  # of the queries, of the keys
+Rope = tuple[()] | tuple[Tensor, Tensor]  # for the queries, for the keys
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Segment:
         row_groups: Tensor | None = None,
         rope: Rope = (),
     ) -> Partials:
-        # The kernels take these to be contiguous. A copy is one more launch.
+        # The kernels need contiguous tensors here. A copy is one more launch.
         optional = kv_lens, block_mask, row_groups, variant.sinks, variant.key_scale, variant.value_scale
         kv_lens, block_mask, row_groups, *of_variant = [x if x is None else x.contiguous() for x in optional]
         mask, block_mask = self.mask(attn_mask, kv_lens, block_mask)
@@ -75,9 +75,9 @@ class Segment:
 
 
 def _constant_stride(x: Tensor) -> int:
-    """The stride of the length to compile for, which saves registers, or 0 to pass it at run time.
+    """Return the stride of the length to compile for, which saves registers, or 0 to pass it at run time.
 
-    A large one may depend on the batch, as for `[length, batch, heads, head_dim]`, and would compile for each batch.
+    A large stride may depend on the batch, as for `[length, batch, heads, head_dim]`, and would compile for each batch.
     """
     return x.stride(2) if x.stride(2) < 1 << 14 else 0
 
@@ -113,25 +113,25 @@ def plan_segment(
     """Plan one launch of the kernel for checked inputs.
 
     Args:
-        query, key, value, attn_mask, kv_lens, scale, variant: as `tatten.decode_attention` takes them.
+        query, key, value, attn_mask, kv_lens, scale, variant: as in `tatten.decode_attention`.
         block_mask: the block list of `attn_mask`, if it was found before, as it always is with `row_groups`.
-        row_groups: what `tatten::row_groups` returned, for keys of which each sequence reads any row.
-        rope: for latent attention, if it has any, `query_rope` and `key_rope`.
+        row_groups: the result of `tatten::row_groups`, if each sequence may read any row of the keys.
+        rope: `query_rope` and `key_rope` of latent attention, if it has them.
         latent: `key` and `value` are one tensor, the latents.
-        out_dtype: of whole states, by default that of the queries.
+        out_dtype: the dtype of whole states; default: that of the queries.
         whole: there are no other segments, so that whole work tiles are final.
         max_and_sum: partial states have maximum and sum instead of their lse, because of an additive mask elsewhere.
-        follows: the launch just before wrote nothing that this one reads, and nothing on the stream did since. Then the
-            two run side by side.
-        tiles, programs: by default what `tatten.ops.cuda.heuristics` chooses.
-        batch_invariant: add up each sequence in an order that depends on nothing else in the batch, nor on `programs`;
-            given the same `tiles`.
-        pdl: let this launch begin before the one before ends (programmatic dependent launch), where a GPU can.
+        follows: the launch just before wrote nothing that this one reads, and nothing on the stream did since. The two
+            then run side by side.
+        tiles, programs: default: the choice of `tatten.ops.cuda.heuristics`.
+        batch_invariant: add up each sequence in an order that does not depend on the rest of the batch, nor on
+            `programs`, given the same `tiles`.
+        pdl: let this launch begin before the one before ends (programmatic dependent launch), if the GPU can.
     """
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len, value_dim = *key.shape[1:3], value.shape[3]
     window, softcap, sinks, key_scale, value_scale = variant
-    window = None if window is None else min(window, kv_len + q_len)  # a longer one is the same, and could overflow
+    window = None if window is None else min(window, kv_len + q_len)  # longer is the same, and could overflow
     has_lens, has_row_groups = kv_lens is not None, row_groups is not None
 
     mask = plan_mask(query, key, attn_mask, kv_lens, block_mask, window, has_row_groups)
@@ -152,14 +152,14 @@ def plan_segment(
         tiles = deepened(tiles, space, query)
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
     rope_dim = rope[1].shape[3] if rope else 0
-    # TMA reads whole tiles, so it is used where every key counts: without a mask, or in its run of full blocks.
+    # TMA reads whole tiles, so it is used if every key counts: without a mask, or in its run of full blocks.
     every_key = mask.has_block_list or (not has_lens and window is None)
     hopper = not INTERPRETED and capability(query.device) >= (9, 0)
     kv_bytes = sum(x.numel() * x.element_size() for x in (key, value))
     tma = hopper and every_key and not batch_invariant and kv_bytes >= LEAST_BYTES
     tma = tma and takes_tma(key) and takes_tma(value)
     if tma and (recording := recorder.get()) is not None and not recording.tma:
-        # Kernels that Inductor defines go without: it would make descriptors anew in each call.
+        # Kernels that Inductor defines do without TMA: Inductor would make descriptors anew in each call.
         recording.without_tma += kv_bytes
         tma = False
     run_n = max(tiles.block_n, space.block_n)

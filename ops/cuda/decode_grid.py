@@ -1,4 +1,4 @@
-"""How a launch of the decode kernel is cut: the sizes of its tiles, and how many programs share them."""
+"""The cut of a launch of the decode kernel: the sizes of its tiles, and the number of programs that share them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.validation import BLOCK_KEYS
 
-BYTES_PER_US = 4.4e6  # that an H200 reads
+BYTES_PER_US = 4.4e6  # read by an H200
 LEAST_CHUNK = 1024  # keys of a chunk, a multiple of all `block_n`
-WAVES = 32  # programs for each that fits on the GPU at once: chunks differ in size, and whoever is done takes the next
-MOST_WHOLE = 8  # tiles up to which a work tile may stay whole: a longer one among short ones would be waited for
+WAVES = 32  # waves of programs, each as many as fit on the GPU: chunks differ in size, and a free SM takes the next
+MOST_WHOLE = 8  # tiles of a work tile that may stay whole: all programs would wait for a longer one among short ones
 
 
 def choose_tiles(
@@ -45,11 +45,11 @@ def choose_tiles(
     latent: bool,
     batch_invariant: bool,
 ) -> Tiles:
-    """Choose the sizes of tiles; with `batch_invariant` whatever the number of sequences and keys.
+    """Choose the sizes of tiles; with `batch_invariant` they do not depend on the number of sequences and keys.
 
     Args:
-        query, key, value: of one launch.
-        mask: how their mask is read.
+        query, key, value: the tensors of one launch.
+        mask: the plan to read their mask.
         window: the sliding window, if any.
         has_lens: each kv_row has a length.
         has_row_groups: each sequence reads any row.
@@ -83,9 +83,9 @@ def choose_tiles(
 
 
 def deepened(tiles: Tiles, space: TileSpace, query: Tensor) -> Tiles:
-    """Return tiles with one more stage where each program has an SM to itself, and few tiles in a row.
+    """Return tiles with one more stage if each program has an SM to itself, and few tiles in a row.
 
-    8 sequences of 512 keys and 8 kv heads of 128: 10.3 us, and 12.9 with 2 stages (H200).
+    8 sequences of 512 keys and 8 kv heads of 128 take 10.3 us, and 12.9 with 2 stages (H200).
     """
     alone = space.stays_whole and space.programs <= multiprocessors(query.device)
     fits = tiles.block_m == 16 and tiles.num_stages == 2 and query.element_size() == 2 and query.shape[3] <= 128
@@ -134,7 +134,7 @@ def plan_tile_space(
             most_groups = most_kv_rows if has_row_groups else groups
             programs = min(WAVES * most, most_groups * work_tiles * min(ceil_div(n_tiles, chunk), MOST_CHUNKS.value))
         elif whole and short and not combining_pays(groups * work_tiles, n_tiles, tile_us, most):
-            chunk, programs = power_of_2(n_tiles), groups * work_tiles  # one chunk is all of a work tile
+            chunk, programs = power_of_2(n_tiles), groups * work_tiles  # one chunk holds a whole work tile
         elif uneven:
             programs = most
         elif (

@@ -70,7 +70,7 @@ def _plan_decode(
 ) -> Callable[..., State]:
     """Plan a function of query, key, value, attn_mask, kv_lens, block_mask and variant that computes the op.
 
-    `flash_impl` is what PyTorch's flash attention is now: a `Workload` has it, and a plan is for one of them.
+    `flash_impl` is the current implementation of PyTorch's flash attention: a `Workload` has it, and a plan is for one.
     """
     tensors = {"key": key, "value": value, "attn_mask": attn_mask, "kv_lens": kv_lens, "block_mask": block_mask}
     check_devices(query, **tensors, **variant.tensors)
@@ -150,7 +150,7 @@ def _plan_bifurcated(
 ) -> Callable[..., State]:
     """Plan a function of query, keys, values, attn_masks, block_masks, row_groups and variant that computes the op.
 
-    A window is not in `variant`: segments have been narrowed to it.
+    A window is not in `variant`: segments have been narrowed to it before.
     """
     _check_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, variant)
     check_cuda_head_dims(query, values[0])

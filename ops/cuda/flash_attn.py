@@ -1,12 +1,12 @@
-"""FlashAttention-2, 3 and 4 as providers: what each package can do, and calls of them.
+"""FlashAttention-2, 3 and 4 as providers: the abilities of each package, and its calls.
 
-`PACKAGES` was read from the sources: flash-attn 2.8.0 to 2.8.4 (`csrc/flash_attn`), flash_attn_3 3.0.0 (`hopper/` of
+`PACKAGES` was written from the sources: flash-attn 2.8.0 to 2.8.4 (`csrc/flash_attn`), flash_attn_3 3.0.0 (`hopper/` of
 Dao-AILab/flash-attention at 0251105) and flash-attn-4 4.0.0b36. All of them take `[batch, length, heads, head_dim]`,
 pack the query heads of a kv head themselves, count a window from the end of the keys that count as tatten does, and
 return a float32 lse `[batch, heads, length]` of natural logarithms.
 
-They read whole tiles of keys. Of a tile that a length or a window cuts, the values that do not count are multiplied by
-0, so they must be finite; FlashAttention-2 clears those behind a length.
+They read whole tiles of keys. If a length or a window cuts a tile, the values in it that do not count are multiplied by
+0, so they must be finite. FlashAttention-2 clears the values behind a length.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tatten.ops.variant import PLAIN, AttentionVariant
 
 @dataclass(frozen=True)
 class Package:
-    """One FlashAttention, as its releases are.
+    """One FlashAttention package, as its releases are.
 
     Attributes:
-        name: what it is called.
-        install: how to get it.
-        modules: where its function may be; the first that can be imported counts.
+        name: the name of the package.
+        install: the way to get it.
+        modules: the modules that may have its function; the first that can be imported counts.
         function: the name of the function.
         arguments: for each need of a `Workload` that it meets, and for the lse, the argument that states it.
         majors: the compute capabilities it has kernels for, by their first number.
-        head_dims: what `fits` says, in words.
-        fits: whether it takes the head_dims of key and value, on a compute capability of this first number.
+        head_dims: the rule of `fits`, in words.
+        fits: whether it supports the head_dims of key and value, on a compute capability with this first number.
         empty_is_inf: a query without keys gets an lse of +inf instead of -inf.
         splits: the argument `num_splits` for each major; 0 lets the package choose. Empty: it chooses unasked.
     """
@@ -108,7 +108,7 @@ PACKAGES = {
 
 
 def package_unsupported_reason(provider: str, work: Workload) -> str | None:
-    """Why the package of `provider` can't compute this here, or None."""
+    """Return the reason why the package of `provider` can't compute this here, or None."""
     package = PACKAGES[provider]
     dim, value_dim, (major, minor) = work.key[3], work.value_dim, capability(work.device)
     unmet = [need for need in work.needs if need not in package.arguments]
@@ -160,7 +160,7 @@ def _function(package: Package) -> Callable[..., Any]:
 
 
 def _find(module: str, function: str) -> Callable[..., Any] | str:
-    """A function of a module, or why there is none."""
+    """Return a function of a module, or the reason why there is none."""
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except ImportError as error:
@@ -179,10 +179,10 @@ def package_attention(
     kv_lens: Tensor | None = None,
     variant: AttentionVariant = PLAIN,
 ) -> State:
-    """Call the package of `provider` for what `package_unsupported_reason` finds nothing against.
+    """Call the package of `provider`, for calls that `package_unsupported_reason` has no reason against.
 
     Raises:
-        NotImplementedError: a tensor begins at an address that is no multiple of 16, where the kernels fail.
+        NotImplementedError: a tensor's address is no multiple of 16, so that the kernels would fail.
         NotRecordableError: Inductor asks for the launches, which are not tatten's own.
     """
     package = PACKAGES[provider]
@@ -214,7 +214,7 @@ def package_attention(
 
 
 def _without_keys(query: Tensor, key: Tensor, used: Tensor | None, window: int | None) -> Tensor:
-    """Which queries attend to no key, `[batch or 1, 1, q_length or 1]`: found by the lengths, as an lse can be +inf."""
+    """Find the queries that attend to no key, `[batch or 1, 1, q_length or 1]`, by lengths: an lse can be +inf."""
     length = torch.full((1,), key.shape[2], device=key.device) if used is None else used
     behind = torch.arange(query.shape[2] - 1, -1, -1, device=key.device) if window is not None else 0
     return (length[:, None] - behind <= 0)[:, None]

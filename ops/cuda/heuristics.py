@@ -1,4 +1,4 @@
-"""Sizes of tiles, and how many programs share them: as measured on an H200, and borrowed for all other GPUs."""
+"""Sizes of tiles, and numbers of programs that share them: measured on an H200, and used on all other GPUs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tatten.ops.row_groups import group_size, most_groups
 from tatten.ops.sizes import ceil_div, power_of_2
 
 MANY_KEYS = 1 << 30
-COMBINE_US = 2.6  # what a launch of its own adds to a decode kernel
-TILE_US = 0.8  # the least that a program takes for a tile, however narrow that is
+COMBINE_US = 2.6  # the time that a separate launch adds to a decode kernel
+TILE_US = 0.8  # the least time of a program for a tile, however narrow the tile is
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Tiles:
 
     Attributes:
         block_m: the packed queries of a work tile.
-        block_n: the keys of a tile. With a block list it is that of the run of full blocks, at least one block; the
-            other blocks come one by one.
+        block_n: the keys of a tile. With a block list these are tiles of the run of full blocks, at least one block
+            each; the other blocks come one by one.
         num_warps: the warps of a program.
         num_stages: the pipeline stages of its loop.
         per_sm: the programs that share an SM.
@@ -52,11 +52,11 @@ def tiles_for(
     Args:
         q_rows: the packed queries that read one kv head.
         dim: head_dim, padded to a power of two.
-        element_size: of the query, in bytes.
-        kv_len: the number of keys. With few of them a program mostly waits, and an SM needs many programs.
+        element_size: the bytes of an element of the query.
+        kv_len: the number of keys. With few keys a program mostly waits, and an SM needs many programs.
         has_block_list: the blocks of a mask are listed.
-        masked: the mask itself is read, or key positions are computed for a window. Set for 8 bits with lengths too, as
-            that saves registers.
+        masked: the mask itself is read, or key positions are computed for a window. It is set for 8 bits with lengths
+            too, as that saves registers.
         narrow: keys and values are in 8 bits.
         large_shared_memory: a program may have 227 KiB.
     """
@@ -65,7 +65,7 @@ def tiles_for(
         stages = 3 if has_block_list and dim <= 128 and large_shared_memory else 2  # at 128, 2 spill in Triton 3.9
         return Tiles(min(at_most, 64, max(16, 2048 // dim)), 32, 8, stages)
     if 128 < dim <= 256 and q_rows <= 16 and large_shared_memory and not narrow:
-        return Tiles(16, 64, 8 if has_block_list and masked else 4, 3)  # with 2 stages up to 1.6 times as long
+        return Tiles(16, 64, 8 if has_block_list and masked else 4, 3)  # 2 stages take up to 1.6 times as long
     if dim > 128:
         return Tiles(min(at_most, 8192 // dim), 64 if dim <= 256 else 32, 8, 2)
     if q_rows <= 16 and narrow:
@@ -94,12 +94,12 @@ def latent_tiles_for(
     has_block_list: bool,
     large_shared_memory: bool,
 ) -> Tiles:
-    """Choose tiles for latents, of which a tile is keys and values at once, as measured on an H200 at rank 512.
+    """Choose tiles for latents, as measured on an H200 at rank 512. A tile of latents is both keys and values.
 
     Args:
         q_rows, rank, has_block_list, large_shared_memory: as for `tiles_for`.
-        element_size: of the latents, in bytes.
-        keys_per_sm: the keys of all sequences over the number of SMs.
+        element_size: the bytes of an element of the latents.
+        keys_per_sm: the keys of all sequences, divided by the number of SMs.
         halves: queries are in float32, and read in two halves.
     """
     if element_size == 4 or not large_shared_memory:
@@ -127,13 +127,13 @@ def has_large_shared_memory(device: torch.device) -> bool:
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability; (9, 0) where there is no GPU, so that kernels can be compiled for Hopper."""
+    """Return the compute capability; (9, 0) without a GPU, so that kernels can be compiled for Hopper."""
     return torch.cuda.get_device_capability(device) if is_gpu(device) else (9, 0)
 
 
 @functools.cache
 def device_name(device: torch.device) -> str:
-    """The name of a GPU, as NVIDIA H200; empty where there is none, as for fake tensors on a machine without one."""
+    """Return the name of a GPU, such as NVIDIA H200; empty without one, as for fake tensors without a GPU."""
     return torch.cuda.get_device_name(device) if is_gpu(device) else ""
 
 
@@ -143,7 +143,7 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def seqs_and_rows(query: Tensor, key: Tensor, has_row_groups: bool = False) -> tuple[int, int]:
-    """Count the sequences that share a kv_row, and the kv_rows: at most, for row groups in the place of kv_rows."""
+    """Count the sequences that share a kv_row, and the kv_rows. With row groups, both are upper bounds."""
     batch, q_heads, q_len, _ = query.shape
     kv_batch, kv_heads = key.shape[:2]
     if not has_row_groups:
@@ -158,12 +158,12 @@ def packed_q_rows(query: Tensor, key: Tensor, has_row_groups: bool = False) -> i
 
 
 def splitting_pays(work_tiles: int, tiles: int, tile_us: float, n_states: int, most: int) -> bool:
-    """Estimate whether equal shares for all programs save more than it takes to combine the partial states.
+    """Estimate whether equal shares for all programs save more time than the combine of partial states takes.
 
     Args:
         work_tiles, tiles, most: as for `programs_for`.
-        tile_us: how long a program takes for a tile.
-        n_states: output states. One for which partial states may have to be found takes 0.8 ns more than a whole one,
+        tile_us: the time of a program for a tile.
+        n_states: the number of output states. A state that may have partial states takes 0.8 ns more than a whole one,
             as measured on an H200.
     """
     whole_us = ceil_div(work_tiles, most) * tiles * tile_us
@@ -171,11 +171,11 @@ def splitting_pays(work_tiles: int, tiles: int, tile_us: float, n_states: int, m
 
 
 def combining_pays(work_tiles: int, tiles: int, tile_us: float, most: int) -> bool:
-    """Estimate whether equal shares save more than the launch takes that combines their partial states.
+    """Estimate whether equal shares save more time than the launch that combines their partial states takes.
 
-    How many of the `tiles` a mask or lengths leave is known on the device alone. The estimate is for all of them, where
-    equal shares of equal lengths save most. With an eighth of 512 keys in use, whole work tiles take 0.75 to 0.85 of
-    the time (H200, 1 to 16 sequences of 8 or 32 kv heads); with all of 128 to 512, those chosen take 0.64 to 1.05.
+    Only the device knows how many of the `tiles` a mask or lengths leave. The estimate is for all of them, where equal
+    shares of equal lengths save most. With an eighth of 512 keys in use, whole work tiles take 0.75 to 0.85 of the time
+    (H200, 1 to 16 sequences of 8 or 32 kv heads). With all of 128 to 512 keys in use, those chosen take 0.64 to 1.05.
 
     Args:
         work_tiles, tiles, tile_us, most: as for `splitting_pays`.
@@ -190,8 +190,8 @@ def combining_pays(work_tiles: int, tiles: int, tile_us: float, most: int) -> bo
 def whole_programs(work_tiles: int, tiles: int, most: int) -> int:
     """Choose the number of programs so that each does equally many whole work tiles.
 
-    Short ones get a program each: these start while others wait, so that loads overlap (133 and 145 us for 512
-    sequences of 256 keys and 8 heads).
+    Short work tiles get a program each: new programs start while others wait, so that loads overlap (133 and 145 us for
+    512 sequences of 256 keys and 8 heads).
     """
     even = ceil_div(work_tiles, ceil_div(work_tiles, most))
     return even if tiles > 4 and work_tiles % even == 0 else work_tiles
@@ -212,8 +212,8 @@ def programs_for(work_tiles: int, tiles: int, most: int) -> int:
 def latent_programs_for(work_tiles: int, tiles: int, most: int) -> int:
     """Choose the number of programs of the latent_sm90 kernel, as `programs_for` does for others.
 
-    A partial state has 128 KiB: where work tiles are cut, half of the programs are faster than all with fewer than 4
-    tiles each. The combine reads 64 partial states at once.
+    A partial state has 128 KiB. If work tiles are cut, half of the programs are faster than all of them with fewer than
+    4 tiles each. The combine reads 64 partial states at once.
     """
     programs = programs_for(work_tiles, tiles, min(most, max(64, work_tiles, work_tiles * tiles // 4)))
     rounded = programs - programs % (64 * work_tiles)

@@ -1,4 +1,4 @@
-"""`tatten::latent_attention` on CUDA: validates, and hands latents to the decode kernel or to the one for Hopper."""
+"""`tatten::latent_attention` on CUDA: checks, and launches of the decode kernel or of the latent kernels for Hopper."""
 
 from __future__ import annotations
 
@@ -116,14 +116,14 @@ def _plan(
 
 
 def _rope(query_rope: Tensor | None, key_rope: Tensor | None) -> tuple[()] | tuple[Tensor, Tensor]:
-    """Both ropes, or nothing: checked inputs have both or neither."""
+    """Return both ropes, or an empty tuple: checked inputs have both or neither."""
     return () if query_rope is None or key_rope is None else (query_rope, key_rope)
 
 
 def _takes_sm90(query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, mask: MaskPlan) -> bool:
     """Return True if a kernel for Hopper can compute this, and is faster.
 
-    Few queries in 16 bits without a mask are the decode kernel's: 22.9 us for 8 x 4000, and 24.2 (H100).
+    The decode kernel computes few queries in 16 bits without a mask: 22.9 us for 8 x 4000, and 24.2 (H100).
     """
     from tatten.ops.cuda.combine import INTERPRETED
     from tatten.ops.cuda.kernels.decode import NO_MASK
@@ -156,7 +156,7 @@ def _plan_sm90(
     scale: float,
     out_dtype: torch.dtype,
 ) -> Callable[..., State]:
-    """Plan as `_plan` does, for what a kernel for Hopper takes."""
+    """Plan as `_plan` does, for calls that a kernel for Hopper supports."""
     from tatten.ops.cuda.combine import plan_combine
     from tatten.ops.cuda.latent_sm90 import plan_latent_segment
 

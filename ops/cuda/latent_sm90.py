@@ -1,4 +1,4 @@
-"""Planning a launch of the latent kernel for Hopper: many packed queries, latents of 512 + 64."""
+"""Plan a launch of the latent kernel for Hopper: many packed queries, latents of 512 + 64."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def plan_latent_segment(
     *,
     has_lens: bool = False,
 ) -> LatentSegment:
-    """Plan a launch for checked inputs. `has_lens`: lengths decide alone, without a mask that they narrow."""
+    """Plan a launch for checked inputs. `has_lens`: there are lengths without a mask that they narrow."""
     batch, heads, q_len, _ = query.shape
     kv_len = latent.shape[2]
     few = heads * q_len <= FEW

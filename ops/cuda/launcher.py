@@ -1,7 +1,7 @@
-"""Launching Triton kernels repeatedly: what a call needs is planned once for tensors of one layout.
+"""Repeated launches of Triton kernels: a call is planned once for tensors of one layout.
 
-In eager mode a call takes as long as the host takes for it. Triton inspects each argument of a kernel at each launch,
-which is most of what a launch of the decode kernel costs; checking and planning a call costs more than that again.
+In eager mode the host decides how long a call takes. Triton inspects each argument of a kernel at each launch, which is
+most of the host time of a launch of the decode kernel. To check and plan a call takes longer still.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ T = TypeVar("T")
 GRID = ["gridX", "gridY", "gridZ", "stream", "function"]
 PARAMETERS_OF_3_6 = [*GRID, "args"]
 PARAMETERS_OF_3_9 = [*GRID, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"]
-MOST_PLANS = 1024  # for each function: a cache that grows is planned anew at each length
+MOST_PLANS = 1024  # per function: a growing cache is planned anew at each length
 
 
 def by_layout(plan: Callable[..., T]) -> Callable[..., T]:
-    """Remember what `plan` returns for tensors of one layout: shape, strides, dtype, device, and address modulo 16.
+    """Remember the result of `plan` for tensors of one layout: shape, strides, dtype, device, and address modulo 16.
 
-    `plan` may depend on nothing else of a tensor, and keep none. Its other arguments are compared by value, and lists
-    and tuples by what they hold.
+    `plan` may depend on no other property of a tensor, and keep no tensor. Its other arguments are compared by value,
+    and lists and tuples by their contents.
     """
     made: dict[tuple[Any, ...], T] = {}
 
     @functools.wraps(plan)
     def planned(*args: Any) -> T:
-        if recorder.get() is not None:  # fake tensors, which have no address
+        if recorder.get() is not None:  # fake tensors have no address
             return plan(*args)
         at = _layouts(args)
         found = made.get(at)
@@ -66,10 +66,10 @@ def on_device_of(x: Tensor, run: Callable[..., T], *args: Any) -> T:
 
 
 class Launch:
-    """A Triton kernel with its grid and all of its arguments but the tensors, which are its first ones.
+    """A Triton kernel with its grid and all arguments that follow the tensors.
 
-    Called with tensors, None, or tuples of them, it launches. The first time Triton compiles it for them; later ones
-    must be of the same layout, and only their addresses are looked at.
+    A call with tensors, None, or tuples of them launches the kernel. The first call compiles it for them by Triton.
+    Tensors of later calls must have the same layout, and only their addresses are looked at.
 
     Args:
         kernel: a function of `triton.jit` or `gluon.jit`.
@@ -85,10 +85,10 @@ class Launch:
             missing, unknown = sorted({*names} - {*arguments}), sorted({*arguments} - {*names})
             raise TypeError(f"{kernel.__name__} ends in other arguments than these: not {unknown} but {missing}")
         self.kernel, self.grid, self.arguments = kernel, grid, arguments
-        # Where the compiler and ptxas may choose which product to fuse with which sum, the last bit depends on their
-        # versions and on what is a constant. The kernels say `fma` themselves where it is time that counts.
+        # If the compiler and ptxas may choose the product to fuse with a sum, the last bit depends on their versions
+        # and on the constants. The kernels call `fma` themselves where time counts.
         self.options = {"enable_fp_fusion": False, **options}
-        self._run: Callable[[Sequence[Any]], None] | None = None  # None: by Triton's public interface
+        self._run: Callable[[Sequence[Any]], None] | None = None  # None: use Triton's public interface
         self._in_order = tuple([arguments[name] for name in names])
 
     def __call__(self, *tensors: Any) -> None:
@@ -114,7 +114,7 @@ def _run_again(
 ) -> Callable[[Sequence[Any]], None] | None:
     """Like Triton's `compiled[grid]`, but skips the preparations for launch hooks, which halves the host time.
 
-    Returns None where Triton is not one of the known versions.
+    It returns None if Triton is not one of the known versions.
     """
     import triton
 
@@ -138,7 +138,9 @@ def _run_again(
 
 
 def _launcher(run: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """Return the function that Triton 3.6's launcher calls, and the arguments that it adds; of Triton 3.9 the launcher.
+    """Return the function to launch with, and its constant arguments.
+
+    For Triton 3.6 it is the function that its launcher calls, with the arguments that this adds; for 3.9 the launcher.
 
     Raises:
         TypeError: the launcher takes other parameters.
@@ -147,6 +149,6 @@ def _launcher(run: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     if parameters not in (PARAMETERS_OF_3_6, PARAMETERS_OF_3_9):
         raise TypeError(f"{type(run).__name__} takes {parameters}")
     scratch = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
-    if parameters == PARAMETERS_OF_3_9 or scratch != [0, 0]:  # AMD's launcher has the parameters, and none of these
+    if parameters == PARAMETERS_OF_3_9 or scratch != [0, 0]:  # AMD's launcher has no scratch sizes
         return run, ()
     return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)

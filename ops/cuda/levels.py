@@ -1,4 +1,4 @@
-"""Levels of a tree that one launch does together: which ones, and the launch."""
+"""The choice of levels of a tree that one launch does together, and the launch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
 
-LAUNCH_US = 5.0  # of one more launch: to start, to wait for its first loads, and to store
+LAUNCH_US = 5.0  # the time of one more launch: to start, to wait for its first loads, and to store
 LEVEL_FLOPS = 700e6  # products per us of a launch for a level alone, on an H200
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of the levels kernel, and estimates for it on an H200: per us, products and bytes of the L2.
+    """A tile of the levels kernel, and estimates for it on an H200: products per us, and bytes from the L2 per us.
 
-    `block_us` is what a block of `block_n` keys takes after the one before it, `level_us` the first one's loads.
+    `block_us` is the time of a block of `block_n` keys after the one before it, `level_us` that of the first block's
+    loads.
     """
 
     block_m: int
@@ -39,19 +40,19 @@ class Tile:
 
 
 TILES = Tile(64, 32, 4, 2, 450e6, 5e6, 0.6, 0.0), Tile(128, 64, 8, 2, 700e6, 8e6, 0.8, 3.0)
-LEAST_QUERIES = 32  # that share a row of the finest level: with fewer, ancestors are read again for too few
+LEAST_QUERIES = 32  # queries that share a row of the finest level: with fewer, ancestors are read again for too few
 
 
 @dataclass(frozen=True)
 class LevelsLaunch:
     """A launch of the levels kernel for tensors of the layout that it was planned for."""
 
-    tile_space: TileSpace  # of one tile for each work tile
+    tile_space: TileSpace  # one tile for each work tile
     launch: Launch
     writes: tuple[Dense, Dense, Dense]  # out, lse, and nothing for partials
 
     def __call__(self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Partials:
-        """The states of all sequences, all whole."""
+        """Return the states of all sequences, all whole."""
         out, lse, none = allocate(query, *self.writes)
         self.launch(query, tuple(keys), tuple(values), out, lse)
         return Partials(out, lse, none, none)
@@ -71,9 +72,9 @@ def plan_levels(
     """Plan attention to nested levels, the finest last: the batch of each divides that of the next.
 
     Args:
-        query, keys, values, scale: as `tatten.bifurcated_attention` takes them, without masks; `scale` is above 0, and
-            all levels have equally many kv heads.
-        tile: as `choose_levels` found it.
+        query, keys, values, scale: as in `tatten.bifurcated_attention`, without masks; `scale` is above 0, and all
+            levels have equally many kv heads.
+        tile: the tile that `choose_levels` found.
         whole, max_and_sum, follows: as for `tatten.ops.cuda.decode.plan_segment`.
     """
     batch, q_heads, q_len, head_dim = query.shape
@@ -133,9 +134,9 @@ class Levels:
 
 
 def choose_levels(query: Tensor, keys: dict[int, Tensor]) -> Levels | None:
-    """Choose levels and a tile so that the estimate for all segments is least; none if one launch is no gain.
+    """Choose the levels and the tile with the least estimated time for all segments; None if one launch is no gain.
 
-    `keys` are those of the segments that the kernel can take, by the number of each.
+    `keys` are the keys of the segments that the kernel supports, by the number of each segment.
     """
     best, most = None, 0.0
     by_rows = sorted(keys, key=lambda i: keys[i].shape[0])
@@ -160,29 +161,29 @@ def _block_m(packed: int, tile: Tile) -> int:
 
 
 def _tiles(packed: int) -> list[Tile]:
-    """The tiles that `packed` queries fill; the first one shrinks with them."""
+    """Return the tiles that `packed` queries fill; the first one shrinks with them."""
     return [tile for tile in TILES if tile is TILES[0] or tile.block_m <= packed]
 
 
 def _flops(query: Tensor, kv_len: int) -> float:
-    """Those of all queries; values are taken to be as wide as keys."""
+    """Count the products of all queries; values are assumed to be as wide as keys."""
     batch, q_heads, q_len, head_dim = query.shape
     return 4.0 * batch * q_heads * q_len * head_dim * kv_len
 
 
 def _launch_us(query: Tensor) -> float:
-    """Estimate what a launch takes beside its keys: its states are written and read again."""
+    """Estimate the time of a launch beside its keys: its states are written and read again."""
     return LAUNCH_US + 8 * query.numel() / BYTES_PER_US
 
 
 def _alone_us(query: Tensor, key: Tensor) -> float:
-    """Estimate a launch for one level."""
+    """Estimate the time of a launch for one level."""
     read = 2 * key.numel() * key.element_size() / BYTES_PER_US
     return max(_flops(query, key.shape[2]) / LEVEL_FLOPS, read) + _launch_us(query)
 
 
 def _together_us(query: Tensor, key: Tensor, finest: Tensor, tile: Tile) -> float:
-    """Estimate what a level adds to a launch for levels down to `finest`."""
+    """Estimate the time that a level adds to a launch for levels down to `finest`."""
     _, kv_heads, kv_len, head_dim = key.shape
     packed, blocks = packed_q_rows(query, finest), ceil_div(kv_len, tile.block_n)
     block_m = _block_m(packed, tile)

@@ -1,4 +1,4 @@
-"""Planning how the decode kernel reads a mask: by its block list, and the mask itself where the list is not enough."""
+"""Plan how the decode kernel reads a mask: by its block list, and the mask itself if the list is not enough."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class MaskPlan:
     """Reads masks of the layout that it was planned for, for a launch.
 
     Attributes:
-        groups: what has a length of its own, as in `tatten.ops.cuda.tile_space.TileSpace`.
+        groups: the number of groups of kv_rows with their own lengths, as in `tatten.ops.cuda.tile_space.TileSpace`.
         has_block_list: the tiles of a group are the listed blocks of a mask.
-        find_blocks: finds the block list where it is not given.
-        kind: how the mask itself is read: not at all, as bool or as an additive one.
-        strides: of the mask where it is read, over kv_rows, sequences, heads, queries and keys.
+        find_blocks: finds the block list if it is not given.
+        kind: the way to read the mask itself: not at all, as bool or as an additive mask.
+        strides: the strides of a mask that is read, over kv_rows, sequences, heads, queries and keys.
     """
 
     groups: int
@@ -33,7 +33,7 @@ class MaskPlan:
     def __call__(
         self, attn_mask: Tensor | None, kv_lens: Tensor | None, block_mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The mask as the kernel reads it, or None, and its block list."""
+        """Return the mask as the kernel reads it, or None, and its block list."""
         if attn_mask is not None and self.find_blocks is not None:
             block_mask = self.find_blocks(attn_mask, kv_lens)
         if attn_mask is None or self.kind == NO_MASK:
@@ -52,7 +52,7 @@ def plan_mask(
 ) -> MaskPlan:
     """Plan for checked inputs. A `block_mask` counts only where neither lengths nor a window narrow the mask.
 
-    `has_row_groups`: any sequence may read any row, and the `block_mask` of a mask is given.
+    `has_row_groups`: any sequence may read any row, and a mask comes with its `block_mask`.
     """
     if kv_lens is not None or window is not None or attn_mask is None:
         block_mask = None
@@ -67,7 +67,7 @@ def plan_mask(
         find_blocks = plan_block_list(mask, kv_batch, kv_len=kv_len, kv_lens=kv_lens, q_len=q_len, window=window)
         groups = find_blocks.kv_rows
     per_sequence = mask.shape[0] == batch and (has_row_groups or batch != kv_batch)
-    one_for_all = mask.shape[0] == 1 or not per_sequence  # of the sequences that share a kv_row
+    one_for_all = mask.shape[0] == 1 or not per_sequence  # for the sequences that share a kv_row
     if mask.dtype == torch.bool and mask.shape[1] == 1 and mask.shape[2] == 1 and one_for_all:
         return MaskPlan(groups, True, find_blocks)  # the bits of the list are the whole mask
     b, h, n, s = mask.expand(mask.shape[0], q_heads, q_len, kv_len).stride()

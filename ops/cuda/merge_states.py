@@ -1,4 +1,4 @@
-"""Planning merges of attention states, one launch each."""
+"""Plan merges of attention states, one launch each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tatten.ops.sizes import power_of_2
 
 @dataclass(frozen=True)
 class MergeStates:
-    """Merges stacked states, as `tatten.ops.states.merge` does, of the layout that it was planned for."""
+    """Merges stacked states as `tatten.ops.states.merge` does, for the layout that it was planned for."""
 
     launch: Launch
     writes: tuple[Dense, Dense]  # out, lse

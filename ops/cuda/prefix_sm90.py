@@ -1,4 +1,4 @@
-"""Planning a launch of the prefix kernel for Hopper: many packed queries, one long K and V without a mask."""
+"""Plan a launch of the prefix kernel for Hopper: many packed queries, one long K and V without a mask."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plan_prefix_attention(
     *,
     split: bool = True,
 ) -> PrefixAttention:
-    """Plan the states of work tiles that one program does whole, and the partial states of those that several share.
+    """Plan the states of work tiles that one program computes, and the partial states of those that several share.
 
     This is FlashAttention-3 (arXiv 2407.08608) on the schedule of `tatten.ops.cuda.schedule`, whose work tiles have
     `BLOCK_M` packed queries (heads of a kv head, times sequences, times q_length) and whose tiles are `BLOCK_N` keys.
@@ -54,12 +54,12 @@ def plan_prefix_attention(
             128 and dense, other strides any.
         key: `[kv_batch, kv_heads, kv_length, head_dim]`, in the dtype of `query`, not empty; kv_batch divides batch,
             kv_heads q_heads. Its address and all strides but the last, which is 1, are multiples of 16 bytes.
-        value: as `key`, with strides of its own.
+        value: like `key`, with its own strides.
         scale: factor of the scores, above 0.
-        programs: how many are launched, at least 1. An SM runs one at a time.
-        row_groups: what `tatten::row_groups` returned, dense, for keys of which each sequence reads any row; kv_batch
+        programs: the number of programs launched, at least 1. An SM runs one at a time.
+        row_groups: the result of `tatten::row_groups`, dense, if each sequence may read any row of the keys; kv_batch
             then is any number.
-        split: whether several programs may share a work tile, as `TileSpace.split` says; else there is no memory for
+        split: whether several programs may share a work tile, as in `TileSpace.split`; else there is no memory for
             partial states.
 
     Returns:
@@ -69,7 +69,7 @@ def plan_prefix_attention(
         slots of the schedule's visits; all float32, the rest uninitialised.
 
     Raises:
-        ValueError: dtypes, head_dim or a stride of head_dim that the kernel does not take, or `scale` not above 0.
+        ValueError: the kernel does not support the dtypes, the head_dim or its stride, or `scale` is not above 0.
         AssertionError: `key` or `value` is empty or not aligned (from Triton).
     """
     batch, q_heads, q_len, dim = query.shape

@@ -1,7 +1,7 @@
-"""Calls of an op as generated Python code makes them: the launches that were recorded, with their tensors by number.
+"""Calls of an op by generated Python code: the launches that were recorded, with their tensors by number.
 
-This is for kernels in Gluon, which Inductor can't define, and for those that read a large KV by TMA. The `repr` of
-these classes is the expression that makes them. Inductor writes it into its code, which is kept on disk and run by
+They are for kernels in Gluon, which Inductor can't define, and for kernels that read a large KV by TMA. The `repr` of
+these classes is the expression that constructs them. Inductor writes it into its code, which is kept on disk and run by
 other processes.
 """
 
@@ -50,10 +50,10 @@ class PreparedLaunch:
     """A launch of a kernel.
 
     Attributes:
-        module, kernel: where the kernel is, and its name.
-        grid, options, arguments: as `tatten.ops.cuda.launcher.Launch` takes them.
-        tensors: of the kernel's first parameters each the number of a tensor, `Tiles`, `Bytes`, None, or a tuple of
-            such.
+        module, kernel: the module of the kernel, and its name.
+        grid, options, arguments: as in `tatten.ops.cuda.launcher.Launch`.
+        tensors: for each of the kernel's first parameters the number of a tensor, `Tiles`, `Bytes`, None, or a tuple of
+            these.
     """
 
     module: str
@@ -64,7 +64,7 @@ class PreparedLaunch:
     tensors: tuple[Any, ...]
 
     def make(self, tensors: tuple[Tensor, ...]) -> Callable[[tuple[Tensor, ...]], None]:
-        """Make a function of all tensors of the call that launches, for tensors of these layouts."""
+        """Make a function that launches, given all tensors of a call, for tensors of these layouts."""
         kernel = getattr(importlib.import_module(self.module), self.kernel)
         launch = Launch(kernel, self.grid, self.options, **self.arguments)
         take = _taking(self.tensors, tensors, kernel)
@@ -72,14 +72,14 @@ class PreparedLaunch:
 
 
 def _described(kernel: Any) -> Any:
-    """The module that describes tiles to a kernel."""
+    """Return the module that describes tiles to a kernel."""
     from tatten.ops.cuda import sm90, tma
 
     return sm90 if kernel.is_gluon() else tma
 
 
 def _taking(x: Any, tensors: tuple[Tensor, ...], kernel: Any) -> Callable[[tuple[Tensor, ...]], Any]:
-    """Make a function of all tensors that returns what a parameter is given. It keeps none of `tensors`."""
+    """Make a function from all tensors to the value of one parameter. It keeps none of `tensors`."""
     if x is None:
         return lambda given: None
     if isinstance(x, tuple):
@@ -95,7 +95,7 @@ def _taking(x: Any, tensors: tuple[Tensor, ...], kernel: Any) -> Callable[[tuple
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return a tensor that TMA can read. Inductor does not look at where parameters and buffers of a module begin."""
+    """Return a tensor that TMA can read. Inductor does not check the addresses of a module's parameters and buffers."""
     if x.data_ptr() % 16:
         raise ValueError(f"a tensor {tuple(x.shape)} must begin at a multiple of 16 bytes, got address {x.data_ptr()}")
     return x
@@ -104,8 +104,8 @@ def _aligned(x: Tensor) -> Tensor:
 class PreparedCall:
     """The launches of a call, in order.
 
-    Called with its tensors, it launches. They must be on the current device, and have the same layouts and alignment at
-    every call; a ValueError says where TMA could not read one.
+    A call with its tensors launches. They must be on the current device, and have the same layouts and alignment at
+    every call; a ValueError names a tensor that TMA could not read.
     """
 
     def __init__(self, *launches: PreparedLaunch) -> None:
@@ -129,7 +129,7 @@ def prepare(found: Recorder) -> tuple[PreparedCall, list[Tensor]]:
     """Prepare the call whose launches were recorded, and return the inputs and allocated tensors that it takes.
 
     Raises:
-        NotRecordableError: a launch takes what can't be written down.
+        NotRecordableError: a launch takes an argument that can't be written down.
     """
     tensors: list[Tensor] = []
 

@@ -1,7 +1,7 @@
-"""`tatten::project_heads` on CUDA: one launch, in which the tensor cores multiply the weight as it is.
+"""`tatten::project_heads` on CUDA: one launch, in which the tensor cores multiply the weight unchanged.
 
-A number of `x` in float32 is split into two in bfloat16, of which the second is what rounding to the first leaves:
-together they have 16 bits of it or more, where TF32 would have 11.
+A float32 number of `x` is split into two in bfloat16: the rounded number and its residue. Together they have 16 bits or
+more, while TF32 would have 11.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tatten.ops.cuda.launcher import Launch, by_layout, on_device_of
 from tatten.ops.project_heads import check_project_heads
 from tatten.ops.sizes import ceil_div, power_of_2
 
-LINE = 64  # numbers of 16 bits in a cache line
+LINE = 64  # 16-bit numbers in a cache line
 
 
 class Blocks(NamedTuple):
@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
 
 
 FEW, MANY = Blocks(32, 64, 128, 4), Blocks(64, 128, 64, 8)
-FEW_SHORT, MANY_SHORT = Blocks(32, 64, 64, 4), Blocks(64, 128, 128, 4)  # of sums of up to 128 products
+FEW_SHORT, MANY_SHORT = Blocks(32, 64, 64, 4), Blocks(64, 128, 128, 4)  # for sums of up to 128 products
 
 
 def project_heads(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -69,7 +69,7 @@ def plan_project_heads(
     line_c, line_k = (LINE, 1) if weight.stride(1) == 1 else (1, LINE)  # the steps in which lines are prefetched
     blocks = _blocks(rows, heads, columns, rank, multiprocessors(x.device))
     pdl = not INTERPRETED and capability(x.device) >= (9, 0)
-    stages = 4 if has_large_shared_memory(x.device) else 3  # 128 KiB, and 64 as all GPUs have
+    stages = 4 if has_large_shared_memory(x.device) else 3  # 128 KiB, or 64 KiB, which all GPUs have
     launch = Launch(
         _project_heads_kernel,
         (_programs(blocks, rows, heads, columns),),
@@ -95,12 +95,12 @@ def plan_project_heads(
 
 
 def _blocks(rows: int, heads: int, columns: int, rank: int, multiprocessors: int) -> Blocks:
-    """Choose the larger blocks for many rows, where they are programs for half of the GPU.
+    """Choose the larger blocks for many rows, if they give programs to half of the GPU.
 
-    On an H200 they took 12.8 us for 64 rows of 128 heads, where `FEW` took 17.6; for 128 rows of 16 heads, which are 32
-    programs, 8.8 us and not 5.4. Where between these both take as long was not measured. Of 128 products, for 128 heads
-    with 512 columns on an H100: 7.1 us by `FEW_SHORT` and 9.4 by `FEW` for 8 rows, for 64 rows 10.4 by `MANY_SHORT` and
-    12.7 by `MANY`.
+    The larger blocks took 12.8 us on an H200 for 64 rows of 128 heads, and `FEW` took 17.6; for 128 rows of 16 heads,
+    which are 32 programs, they took 8.8 us, and `FEW` 5.4. The break-even point between these was not measured. Sums of
+    128 products, for 128 heads with 512 columns on an H100, took 7.1 us with `FEW_SHORT` and 9.4 with `FEW` for 8 rows,
+    and 10.4 with `MANY_SHORT` and 12.7 with `MANY` for 64 rows.
     """
     many = rows > FEW.block_rows and 2 * _programs(MANY, rows, heads, columns) >= multiprocessors
     if rank <= 128:

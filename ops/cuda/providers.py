@@ -17,9 +17,9 @@ from tatten.ops.states import State
 
 
 def choose_provider(work: Workload) -> str:
-    """The provider that `provider="auto"` takes: the one measured to be fastest if it can, else Triton.
+    """Return the provider for `provider="auto"`: the one measured to be fastest if it supports the call, else Triton.
 
-    `"reference"` is plain PyTorch in float64, which is for checking models and has no kernel of its own.
+    `"reference"` is plain PyTorch in float64. It is for checking models and has no kernel of its own.
     """
     if work.dtype == torch.float64:
         return "reference"
@@ -28,7 +28,7 @@ def choose_provider(work: Workload) -> str:
 
 
 def table_note(work: Workload) -> str:
-    """A note on the choice where no table of this GPU made it; else empty."""
+    """Return a note on the choice if it was not made by a table of this GPU; else an empty string."""
     device, table = device_name(work.device), _table(work)
     if not _asks_table(work) or device == "":
         return ""
@@ -38,7 +38,7 @@ def table_note(work: Workload) -> str:
 
 
 def replaced_flash(work: Workload) -> str:
-    """A note on the choice where the table's "flash" is no longer PyTorch's own kernel; else empty."""
+    """Return a note on the choice if the table's "flash" is no longer PyTorch's own kernel; else an empty string."""
     if not _asks_table(work) or work.flash_impl is None or _fastest(work) != "flash":
         return ""
     return f"not flash: torch.nn.attention has {work.flash_impl} in its place"
@@ -59,7 +59,7 @@ def _table(work: Workload) -> Table | None:
 
 
 def unsupported_reason(provider: str, work: Workload) -> str | None:
-    """Why `provider` can't compute this, or None."""
+    """Return the reason why `provider` can't compute this, or None."""
     if provider == "triton":
         if work.kv_dtype == torch.float8_e4m3fn and capability(work.device) < (8, 9):
             return "it takes float8 from compute capability 8.9 on"
@@ -92,7 +92,7 @@ def cudnn_decodes_wrong(device: torch.device, q_length: int) -> bool:
 
 
 def _unsupported_by_sdpa(work: Workload, widest: int) -> str | None:
-    """Why a kernel of PyTorch's SDPA, for head_dims up to `widest`, can't compute this, or None."""
+    """Return the reason why a kernel of SDPA, for head_dims up to `widest`, can't compute this, or None."""
     head_dim, value_dim = work.key[3], work.value_dim
     if work.needs:
         return f"it takes no {', '.join(work.needs)}"

@@ -1,7 +1,7 @@
-"""Recording what an op launches, without launching it: for compilers that launch the kernels themselves.
+"""Record the launches of an op without launching: for compilers that launch the kernels themselves.
 
-The op's own implementation runs on fake tensors, so what is recorded is what it would do. Everything that it does must
-be an allocation, a view or a launch.
+The op's own implementation runs on fake tensors, so the record shows its real launches. It may only allocate, make
+views and launch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Gluon(Enum):
 
     LAUNCHED = "launched"  # by generated Python code
     REFUSED = "refused"  # generated code of another language calls the op instead
-    AVOIDED = "avoided"  # the op can't be called either, as in a package: it does with kernels in Triton
+    AVOIDED = "avoided"  # the op can't be called either, as in a package: it uses Triton kernels only
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Recorder:
     gluon: Gluon = Gluon.REFUSED
 
     def base(self, x: Tensor) -> Tensor:
-        """The input or allocated tensor that `x` is, or of which it is a view from the first element on.
+        """Return the input or allocated tensor that `x` is, or is a view of from the first element on.
 
         Raises:
             NotRecordableError: there is none.
@@ -70,7 +70,7 @@ class Recorder:
         raise NotRecordableError(f"takes a tensor of unknown origin, {tuple(x.shape)}")
 
     def whole(self, x: Tensor) -> Tensor:
-        """The input or allocated tensor that `x` is.
+        """Return the input or allocated tensor that `x` is.
 
         Raises:
             NotRecordableError: there is none, or `x` is a view of it with another layout.
@@ -108,10 +108,10 @@ def may_take_gluon(kernel: str) -> bool:
 def record(
     op: Callable[..., Any], *args: Any, gluon: Gluon = Gluon.REFUSED, tma: bool = False, **kwargs: Any
 ) -> tuple[Recorder, Any]:
-    """Record `op(*args, **kwargs)` instead of launching anything; also returns its result.
+    """Record `op(*args, **kwargs)` without launching anything, and return the record and the result.
 
     Raises:
-        NotRecordableError: the op does something else than to allocate, to view and to launch.
+        NotRecordableError: the op does something other than allocate, view and launch.
     """
     found = Recorder([*all_of(Tensor, [args, [*kwargs.values()]])], gluon=gluon, tma=tma)
     token = recorder.set(found)

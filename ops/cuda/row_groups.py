@@ -1,4 +1,4 @@
-"""Planning the launch that arranges sequences by the stored row that they read, once per step for all layers."""
+"""Plan the launch that arranges sequences by the stored row that they read, once per step for all layers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The stream-K schedule of Lean Attention (arXiv 2405.10480, section IV-C) in plain Python, as the kernels compute it.
+"""Lean Attention's stream-K schedule (arXiv 2405.10480, section IV-C) in plain Python, as the kernels compute it.
 
 A *work tile* is the block of output states of one kv_row (a row of K and V), one kv head and one block of packed
-queries. Its keys come in *tiles* of `block_n`. The *tile space* numbers the tiles of all work tiles consecutively, and
-each program takes an equal, contiguous range of it, across the borders of work tiles. A program that does all of a work
-tile writes its output. Otherwise each program that does some of it leaves a partial state, and these are combined.
+queries. Its keys come in *tiles* of `block_n`. The *tile space* numbers the tiles of all work tiles consecutively. Each
+program takes an equal, contiguous range of it, across the borders of work tiles. A program that computes a whole work
+tile writes its output. Programs that compute parts of a work tile leave a partial state each, and these are combined.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tatten.ops.sizes import ceil_div
 class Visit:
     """A program's part of a work tile: tiles `start` to `stop - 1` of it.
 
-    `slot` is where the program leaves the partial state, or None if it does the whole work tile and writes the output.
+    `slot` is the place of the partial state, or None if the program computes the whole work tile and writes the output.
     """
 
     work_tile: int
@@ -37,7 +37,7 @@ class Schedule:
     Attributes:
         tiles: the number of tiles of each work tile, at least 1, in the order of the tile space.
         programs: the number of programs launched.
-        min_tiles: fewer programs take part rather than have them do less than this.
+        min_tiles: the least number of tiles of a program; fewer programs take part if there are too few tiles.
     """
 
     tiles: tuple[int, ...]
@@ -77,7 +77,7 @@ class Schedule:
         return sum(len(owners) for owners in map(self.programs_of, range(len(self.tiles))) if len(owners) > 1)
 
     def tiles_of_program(self, program: int) -> range:
-        """The range of the tile space that `program` does."""
+        """The range of the tile space that `program` computes."""
         total, active = self.total_tiles, self.active_programs
         if program >= active:
             return range(total, total)
@@ -88,7 +88,7 @@ class Schedule:
         return range(self._ends[work_tile] - self.tiles[work_tile], self._ends[work_tile])
 
     def program_of(self, tile: int) -> int:
-        """The program that does `tile` of the tile space: the inverse of `tiles_of_program`."""
+        """The program that computes `tile` of the tile space: the inverse of `tiles_of_program`."""
         return ((tile + 1) * self.active_programs - 1) // self.total_tiles
 
     def programs_of(self, work_tile: int) -> range:
@@ -99,8 +99,8 @@ class Schedule:
     def visits(self, program: int) -> list[Visit]:
         """The visits of `program`, in order.
 
-        It leaves at most two partial states: slot `2 * program` is for the work tile that it finds begun or begins at
-        its very start, and slot `2 * program + 1` for a later one that it does not finish.
+        It leaves at most two partial states: slot `2 * program` is for a work tile that its range begins in or begins
+        with, and slot `2 * program + 1` for a later one that it does not finish.
         """
         mine = self.tiles_of_program(program)
         tile = mine.start

@@ -1,4 +1,4 @@
-"""Planning the launches for segments: which kernel attends to each, in which tiles, and what runs beside what."""
+"""Plan the launches for segments: the kernel and the tiles for each, and the launches that run side by side."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.variant import AttentionVariant
 
-# Short kv_rows beside the prefix kernel: several small programs are under way on an SM.
+# For short kv_rows beside the prefix kernel: an SM then runs several small programs at once.
 SHORT_ROWS = Tiles(16, 64, 2, 2, 4)
-# Measured on an H200: the prefix kernel's time for 128 packed queries by 128 keys of head_dim 128, and what an SM
-# reads beside it.
+# Measured on an H200: the prefix kernel's time for 128 packed queries by 128 keys of head_dim 128, and the bytes that
+# an SM reads beside it.
 PREFIX_TILE_US, SM_BYTES_PER_US = 2.2, 40e3
-SHARED_ROWS = 64  # packed queries of a tile of shared keys, however many sequences share them, with `batch_invariant`
+SHARED_ROWS = 64  # packed queries of a tile of shared keys with `batch_invariant`, however many sequences share them
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Inputs(NamedTuple):
 def plan_launches(
     query: Tensor, inputs: Sequence[Inputs], scale: float, softcap: float | None, max_and_sum: bool
 ) -> Iterator[tuple[tuple[int, ...], AnyLaunch]]:
-    """Plan launches in order, with their segments. The prefix kernel waits for what came before, so it comes first."""
-    plain = {i: x for i, x in enumerate(inputs) if softcap is None and x.sinks is None}  # not the decode kernel's alone
+    """Plan launches in order, with their segments. The prefix kernel waits for earlier launches, so it comes first."""
+    plain = {i: x for i, x in enumerate(inputs) if softcap is None and x.sinks is None}  # for any kernel
     levels = choose_levels(query, {i: x.key for i, x in plain.items() if _takes_levels_kernel(query, x, scale)})
     together = levels.segments if levels else ()
     alone = [i for i in range(len(inputs)) if i not in together]
@@ -116,7 +116,7 @@ def plan_launches(
 def plan_invariant_launches(
     query: Tensor, inputs: Sequence[Inputs], scale: float, softcap: float | None, max_and_sum: bool
 ) -> Iterator[tuple[tuple[int, ...], AnyLaunch]]:
-    """Plan a launch of the decode kernel for each segment, with tiles that do not depend on who shares its keys."""
+    """Plan a decode launch for each segment, with tiles that do not depend on the sequences that share its keys."""
     for i, x in enumerate(inputs):
         own, tiles = i == len(inputs) - 1, None
         if not own:
@@ -185,7 +185,7 @@ def _takes_prefix_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
 
 
 def _sms_beside_prefix(query: Tensor, prefix: Inputs, beside: Inputs) -> int:
-    """The number of SMs to leave to the segment `beside` the one of the prefix kernel, or 0 to run one after the other.
+    """Return the number of SMs to leave to the segment `beside` the prefix kernel's, or 0 to run one after the other.
 
     The prefix kernel is bound by arithmetic and fills an SM; the other segment is bound by memory. On an H200 they take
     125 us side by side and 144 us one after the other (256 sequences, 32/8 heads, 8192 and 256 keys). A few SMs are not
@@ -198,7 +198,7 @@ def _sms_beside_prefix(query: Tensor, prefix: Inputs, beside: Inputs) -> int:
         return 0  # bound by latency rather than by memory
     has_row_groups = prefix.row_groups is not None
     seqs, kv_rows = seqs_and_rows(query, prefix.key, has_row_groups)
-    if has_row_groups:  # about how many there are, where `kv_rows` is how many there can be
+    if has_row_groups:  # about their real number; `kv_rows` is the largest possible one
         kv_rows = max(prefix.key.shape[0], ceil_div(query.shape[0], seqs))
     q_blocks = ceil_div(packed_q_rows(query, prefix.key, has_row_groups), 128)
     tiles = q_blocks * kv_rows * kv_heads * ceil_div(kv_len, 128)
@@ -217,7 +217,7 @@ def plan_prefix_segment(
     programs: int | None = None,
     row_groups: Tensor | None = None,
 ) -> PrefixSegment:
-    """Plan a segment as `plan_segment` does, for plain shared keys that the prefix kernel takes."""
+    """Plan a segment as `plan_segment` does, for plain shared keys that the prefix kernel supports."""
     from tatten.ops.cuda.prefix_sm90 import BLOCK_M, BLOCK_N, plan_prefix_attention
 
     _, kv_heads, kv_len, _ = key.shape

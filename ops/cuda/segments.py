@@ -1,4 +1,4 @@
-"""Planning attention to segments: a launch for each, or one for several levels of a tree, and their combine."""
+"""Plan attention to segments: a launch for each, or one for several levels of a tree, and their combine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Segments:
     """Computes `tatten::bifurcated_attention` for tensors of the layout that it was planned for.
 
     Attributes:
-        launches: in the order that they start in.
+        launches: the launches, in the order that they start in.
         takes: the segments of each launch.
-        split: the launches that leave partial states, as each combine takes them: two or fewer.
+        split: the launches that leave partial states, for each combine: two or fewer.
         whole: the other launches.
-        combines: the last one takes whole states as well, those that the combines before it make included.
-        with_sinks: the segment that has the sinks, if there are any, so that they count once.
+        combines: the combines; the last one also takes whole states, those of earlier combines included.
+        with_sinks: the one segment that counts the sinks, if there are any.
     """
 
     launches: tuple[AnyLaunch, ...]
@@ -70,11 +70,12 @@ def plan_segments(
     *,
     batch_invariant: bool = False,
 ) -> Segments:
-    """Plan the launches for checked inputs, whose segments have been narrowed to the window, if there is one.
+    """Plan the launches for checked inputs. Segments have been narrowed to the window, if there is one.
 
-    With `batch_invariant` the last segment is each sequence's own, and the block lists of the others have every block.
+    With `batch_invariant` the last segment has each sequence's own keys, and the block lists of the others have every
+    block.
     """
-    # One that the fewest sequences share has the sinks; who shares a segment must not matter with `batch_invariant`.
+    # The sinks go to a segment that the fewest sequences share. With `batch_invariant` this must not depend on sharing.
     with_sinks = len(keys) - 1 if batch_invariant else max(range(len(keys)), key=lambda i: keys[i].shape[0])
     inputs = _inputs(keys, values, attn_masks, block_masks, row_groups, variant.sinks, with_sinks)
     max_and_sum = any(x.attn_mask is not None and x.attn_mask.dtype != torch.bool for x in inputs)
@@ -82,7 +83,7 @@ def plan_segments(
     takes, launches = zip(*plan(query, inputs, scale, variant.softcap, max_and_sum), strict=True)
     spaces = [launch.tile_space for launch in launches]
     alone = len(spaces) == 1
-    # Of two segments that a combine takes it knows chunks of the first alone.
+    # A combine of two segments knows chunks of the first one only.
     at_once = 1 if batch_invariant else 2
     uneven = [i for i, space in enumerate(spaces) if space.split or alone or batch_invariant]
     split = tuple(tuple(uneven[i : i + at_once]) for i in range(0, len(uneven), at_once)) or ((),)

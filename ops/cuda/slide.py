@@ -1,4 +1,4 @@
-"""Moving the cache of a sliding window on by one slot, in place, on a GPU."""
+"""In-place step of a sliding window's cache by one slot, on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tatten.ops.sizes import ceil_div, power_of_2
 
-CHUNK_BYTES, WARPS = 32768, 8  # of a program
+CHUNK_BYTES, WARPS = 32768, 8  # per program
 
 
 def slide_on_cuda_(cache: Tensor, new: Tensor) -> None:
@@ -18,7 +18,7 @@ def slide_on_cuda_(cache: Tensor, new: Tensor) -> None:
     block_d = power_of_2(dim)
     block_s = min(power_of_2(slots), max(1, CHUNK_BYTES // (block_d * cache.element_size())))
     chunks = ceil_div(slots, block_s)
-    # A chunk ends in what the next one begins with, which that one writes.
+    # The last slot of a chunk takes the first slot of the next chunk, which another program overwrites.
     edges = cache[:, :, block_s::block_s].clone(memory_format=torch.contiguous_format) if chunks > 1 else new
     torch.library.wrap_triton(_slide_kernel)[(batch * heads * chunks,)](
         cache,

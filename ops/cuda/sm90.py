@@ -13,7 +13,7 @@ DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def key_tiling(x: Tensor, block_n: int, columns: int) -> Tiling:
-    """Descriptors of tiles of `block_n` keys, as wgmma reads them from shared memory."""
+    """Make descriptors of tiles of `block_n` keys, as wgmma reads them from shared memory."""
     return Tiling(TensorDescriptor, x, *_tile(x.dtype, block_n, columns))
 
 
@@ -31,7 +31,7 @@ def _tile(dtype: torch.dtype, block_n: int, columns: int) -> tuple[list[int], gl
 
 
 def strides_in_units(*queries: Tensor) -> tuple[int, list[list[int]]]:
-    """The elements of a unit, and each tensor's strides over batch, heads and length in such units."""
+    """Return the elements of a unit, and each tensor's strides over batch, heads and length in this unit."""
     strides = [
         [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)] for x in queries
     ]

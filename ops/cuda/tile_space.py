@@ -1,4 +1,4 @@
-"""The tile space of a launch: how the keys and packed queries of all sequences are cut, and numbered for programs."""
+"""The tile space of a launch: keys and packed queries of all sequences, cut into tiles and numbered for programs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class TileSpace:
     """The tile space of a launch, from which the combine finds its partials.
 
     Attributes:
-        groups: what has a length of its own: each kv_row, or all of them together.
+        groups: the number of groups with their own lengths: each kv_row is one, or all of them together.
         work_tiles: the work tiles of each group: kv_rows times kv heads times blocks of packed queries.
-        kv_len: the number of keys, where no shorter length is given.
+        kv_len: the number of keys, if no shorter length is given.
         kv_heads: the heads of K and V.
-        seqs_per_kv: the sequences that share a kv_row, or at most those of a row group.
+        seqs_per_kv: the sequences that share a kv_row, or the most of a row group.
         q_blocks: the blocks of packed queries of a kv_row and kv head.
         programs: the number of programs launched.
         block_m: the packed queries of a work tile.
@@ -28,15 +28,15 @@ class TileSpace:
         window: the sliding window, if any, that the tiles are narrowed to.
         has_lens: each group has its own length in `kv_lens`.
         has_block_list: the tiles of a group are those blocks of a mask that are listed.
-        row_groups: how many row groups there can be, which take the place of kv_rows; 0 where there are none. They are
-            counted on the device: `groups` is as many if each has a block list of its own, and else 1 with `work_tiles`
-            those of one row group.
-        max_and_sum: partial states have maximum and sum instead of their lse, as
-            `tatten.ops.cuda.kernels.online_softmax.store_lse` says.
+        row_groups: the largest number of row groups, which take the place of kv_rows; 0 without them. The device counts
+            the real number. `groups` is equal to it if each row group has its own block list; else it is 1, and
+            `work_tiles` is that of one row group.
+        max_and_sum: partial states have maximum and sum instead of their lse, see
+            `tatten.ops.cuda.kernels.online_softmax.store_lse`.
         q_blocks_first: the work tiles are numbered by block of packed queries first, and then by kv_row. Programs
             that read the same keys then do so at about the same time, so that the L2 can serve them.
-        chunk: the tiles of the smallest chunk, where work tiles are cut by their own length alone; else 0. One that is
-            as long as any work tile leaves all of them whole.
+        chunk: the tiles of the smallest chunk, if work tiles are cut by their own length alone; else 0. A chunk as long
+            as the longest work tile leaves all of them whole.
     """
 
     groups: int
@@ -61,7 +61,7 @@ class TileSpace:
         """True if several programs may share a work tile."""
         if self.chunk:
             return not self.stays_whole
-        # Work tiles of one group have equally many tiles, also where only the device knows how many.
+        # Work tiles of one group have equally many tiles, even if only the device knows how many.
         divides = self.groups == 1 and not self.row_groups and self.work_tiles % self.programs == 0
         return self.kv_len > self.block_n and not divides
 
@@ -72,7 +72,7 @@ class TileSpace:
 
     @property
     def most_chunks(self) -> int:
-        """The most chunks that a work tile can have: a longer one may have fewer, of more tiles each."""
+        """The most chunks of a work tile. A longer work tile may have fewer, of more tiles each."""
         return max(1, min(ceil_div(ceil_div(self.kv_len, self.block_n), self.chunk), _MOST_CHUNKS))
 
     @property
@@ -90,14 +90,14 @@ class TileSpace:
         return total_tiles * self.programs >= 1 << 31
 
     def most_partials(self, batch: int, wide: bool) -> int:
-        """Estimate how many partial states one work tile of `batch` sequences has at most.
+        """Estimate the largest number of partial states of one work tile of `batch` sequences.
 
-        `wide`: a state is so wide that room for one that is not there costs more than another pass for those that are.
+        `wide`: a state is so wide that room for a missing one costs more than another pass for the real ones.
         """
         if self.chunk:
-            return _MOST_CHUNKS  # whatever the batch, so that they are added in one order
+            return _MOST_CHUNKS  # for any batch, so that they are added in one order
         if self.groups > 1 and not wide:
-            return 32  # of ragged ones it may have all
+            return 32  # a ragged work tile may have all of them
         groups = ceil_div(batch, self.seqs_per_kv) if self.row_groups else self.groups
         average, rest = divmod(self.programs, groups * self.work_tiles)
         return average if not rest and groups == 1 and not self.row_groups else average + 2

@@ -11,20 +11,20 @@ from torch import Tensor
 from tatten.ops.cuda.recording import recorder
 from tatten.ops.moved import moved
 
-# Bytes of keys and values from which on they are read by TMA. Fewer are read before the host makes its next call, and
-# describing them takes it 10 us of that; and up to 500 MB, as measured on an H200, a GPU reads them as fast without.
+# The least bytes of keys and values that are read by TMA. Fewer are read before the host makes its next call, and
+# descriptors take the host 10 us of that time. Up to 500 MB, as measured on an H200, a GPU reads as fast without TMA.
 LEAST_BYTES = 128e6
 
 
 def takes_tma(x: Tensor) -> bool:
     """Return True if TMA can fetch tiles of `x`. It reads whole tiles, so all elements must be readable."""
-    begins = recorder.get() is not None or x.data_ptr() % 16 == 0  # a tensor without data stands for an aligned one
+    begins = recorder.get() is not None or x.data_ptr() % 16 == 0  # a tensor without data counts as aligned
     aligned = begins and all(stride * x.element_size() % 16 == 0 for stride in tma_strides(x)[:3])
     return x.element_size() <= 2 and aligned and x.stride(3) == 1 and min(x.shape) > 0
 
 
 def tma_strides(x: Tensor) -> list[int]:
-    """The strides of a 4-D tensor for its descriptor; one over a single element means nothing and becomes 16."""
+    """Return the strides of a 4-D tensor for its descriptor; one over a single element has no effect and becomes 16."""
     strides = [stride if n != 1 else 16 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
     return [*strides, x.stride(3)]
 
@@ -39,14 +39,14 @@ class _Aligned:
         return 0
 
 
-# The fields of Triton's descriptors. A field that is not among these may depend on where the tensor begins.
+# The fields of Triton's descriptors. Any other field may depend on the tensor's address.
 FIELDS = {"base", "shape", "strides", "block_shape", "padding", "round_f32_to_tf32", "layout"}
 
 
 class Tiling:
-    """Makes TMA descriptors for tensors of the layout of `x`, for which Triton's checks are made once.
+    """Makes TMA descriptors for tensors of the layout of `x`. Triton's checks run once.
 
-    A version of Triton whose descriptors hold something else makes them itself.
+    If a version of Triton has descriptors with other fields, Triton makes them itself.
     """
 
     def __init__(self, kind: type, x: Tensor, block: list[int], *layout: object) -> None:
@@ -67,7 +67,7 @@ class Tiling:
 
 
 def key_tiling(x: Tensor, block_n: int, columns: int) -> Tiling:
-    """Descriptors of tiles of `block_n` keys for kernels in Triton."""
+    """Make descriptors of tiles of `block_n` keys for kernels in Triton."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return Tiling(TensorDescriptor, x, [1, 1, block_n, columns])

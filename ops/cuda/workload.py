@@ -20,17 +20,17 @@ class Workload:
     """Properties of a call on which the choice of a provider depends.
 
     Attributes:
-        device: where the tensors are.
-        dtype: of the query.
-        kv_dtype: of key and value.
+        device: the device of the tensors.
+        dtype: the dtype of the query.
+        kv_dtype: the dtype of key and value.
         query: its shape `[batch, q_heads, q_length, head_dim]`.
         key: its shape `[batch, kv_heads, kv_length, head_dim]`.
         value_dim: the head_dim of value.
         dense: query, key and value have a stride of 1 over head_dim.
         aligned: their other strides are multiples of 16 bytes.
-        needs: what the call asks for besides plain attention, as `needs_of` names it.
-        flash_impl: what `torch.nn.attention.activate_flash_attention_impl` put in the place of PyTorch's own flash
-            attention, in the whole process; None for nothing.
+        needs: the features that the call needs besides plain attention, as `needs_of` names them.
+        flash_impl: the implementation that `torch.nn.attention.activate_flash_attention_impl` put in the place of
+            PyTorch's own flash attention, in the whole process; None without one.
     """
 
     device: torch.device
@@ -48,7 +48,7 @@ class Workload:
     def of(
         cls, query: Tensor, key: Tensor, value: Tensor, needs: Needs = (), size: Callable[[int], int] = int
     ) -> Workload:
-        """The workload of tensors, which may be fake; `size` makes a number of a symbolic size."""
+        """Return the workload of tensors, which may be fake; `size` turns a symbolic size into a number."""
         strides = [[size(n) for n in x.stride()] for x in (query, key, value)]
         bytes_of = [x.element_size() for x in (query, key, value)]
         query_shape, key_shape = (tuple(size(n) for n in x.shape) for x in (query, key))

@@ -1,4 +1,4 @@
-"""Tuning tables: which provider was measured to decode fastest, one module for each GPU that was measured."""
+"""Tuning tables: the provider that was measured to decode fastest, one module for each GPU that was measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 from dataclasses import dataclass
 
-DEFAULT = "NVIDIA H200"  # of tables that fit a GPU alike
+DEFAULT = "NVIDIA H200"  # if several tables fit a GPU equally well
 
 Capability = tuple[int, int]
 
@@ -19,7 +19,8 @@ class Table:
     Attributes:
         device: the name of the GPU.
         capability: its compute capability.
-        fastest: for powers of two of (sequence, kv head) pairs, from how many keys on a provider is the fastest.
+        fastest: for powers of two of (sequence, kv head) pairs, the number of keys from which on a provider is the
+            fastest.
     """
 
     device: str
@@ -40,16 +41,16 @@ def round_log2(n: int) -> int:
 
 @functools.cache
 def tables() -> tuple[Table, ...]:
-    """All tables that there are."""
+    """Return all tables."""
     modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
     return tuple(Table(x.DEVICE, x.CAPABILITY, x.FASTEST) for x in modules)
 
 
 @functools.cache
 def table_of(device: str, capability: Capability) -> Table | None:
-    """The table of a GPU, or else that of the nearest GPU with the same major compute capability.
+    """Return the table of a GPU, or else that of the nearest GPU with the same major compute capability.
 
-    None if no GPU of that architecture was measured: another architecture has other kernels under the same names.
+    The result is None if no GPU of that architecture was measured: another one has other kernels under the same names.
     """
 
     def distance(table: Table) -> tuple[bool, int, bool]:

@@ -1,8 +1,8 @@
-"""Which provider decodes fastest: written by `python benchmarks/calibrate.py --write` on NVIDIA H200."""
+"""The fastest decode provider, written by `python benchmarks/calibrate.py --write` on NVIDIA H200."""
 
 DEVICE, CAPABILITY = "NVIDIA H200", (9, 0)
 
-# For each number of (sequence, kv head) pairs: from how many keys on a provider is the fastest.
+# For each number of (sequence, kv head) pairs, the number of keys from which on a provider is the fastest.
 FASTEST = {
     1: {256: "triton", 65536: "cudnn"},
     2: {256: "triton", 32768: "cudnn"},
