@@ -1,4 +1,4 @@
-"""Kernels that find the block structure of a mask: the blocks of 64 keys that are attended to, and their keys as bits.
+"""Kernels that find the block structure of a mask: its blocks of 64 keys that count, and their keys as bits.
 
 They run once per step for all layers that share the mask. The inner loop of attention then walks a list of blocks, and
 reads neither keys, values nor mask of the others.
@@ -36,9 +36,9 @@ def _bits_kernel(
 ):
     """Write two words for each of `BLOCKS_AT_ONCE` blocks of a kv_row.
 
-    They are the keys that any of its queries attends to, as bits, and 1 if every query attends to all of them, with no
-    bias. An additive mask gives two more: the keys whose bias is above `EXCLUDING_BIAS` for any query, as bits, and
-    which of the first 63 queries have such a key.
+    The words are the keys that any of its queries attends to, as bits, and 1 if every query attends to all of them,
+    with no bias. An additive mask gives two more: the keys whose bias is above `EXCLUDING_BIAS` for any query, as bits,
+    and the queries among the first 63 that have such a key.
     """
     mask_b, mask_h, mask_l, mask_s = mask_strides
     WORDS: tl.constexpr = 4 if ADDITIVE else 2
@@ -63,7 +63,7 @@ def _bits_kernel(
         within = q_ok & (keys < length)
         plain = within
         if WINDOW:
-            # A mask of one query stands for all, whose windows reach from the first one's to the last one's.
+            # A mask with one query stands for all; their windows reach from the first one's to the last one's.
             first = length - q_len + position.to(tl.int32)
             last = tl.where(mask_q_len == q_len, first, length - 1)
             within = within & (keys <= last) & (keys > first - window)
@@ -136,7 +136,7 @@ def _list_kernel(
         count += tl.sum((words != 0).to(tl.int32), axis=0)
         not_full_before = tl.maximum(tl.associative_scan(tl.where(full > 0, -1, blocks), 0, _larger), last_not_full)
         last_not_full = tl.max(not_full_before, axis=0)
-        lengths = blocks - not_full_before  # of the run that ends at each block
+        lengths = blocks - not_full_before  # each by the last block of its run
         longest = tl.max(lengths, axis=0)
         first_end = tl.min(tl.where(lengths == longest, blocks, n_blocks), axis=0)
         end = tl.where(longest > run, first_end, end)

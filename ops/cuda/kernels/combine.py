@@ -1,6 +1,6 @@
-"""The combine kernel: adds up what launches of the decode or prefix kernel left of segments.
+"""The combine kernel: adds up the states that launches of the decode or prefix kernel left for segments.
 
-Of one or two segments it takes partial states, and of any number of others whole states. Each output state finds its
+It takes the partial states of up to two segments, and whole states of any number of others. Each output state finds its
 own partial states: the schedule is arithmetic, so only the lengths have to be read.
 """
 

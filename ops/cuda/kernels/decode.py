@@ -1,13 +1,13 @@
 """The decode kernel: stream-K attention of a few packed queries to long keys, in Triton, for any mask and any strides.
 
-The tiles of all work tiles (kv_row, kv head, block of packed queries) are numbered one after the other, and program p
-of P takes the tiles `[T * p // P, T * (p + 1) // P)`: equal work for each whatever the lengths. These are read on the
-device, so that one captured launch serves all of them. A work tile that one program does whole is written at once. If
-several programs share it, each leaves a partial state in a slot of its own, for `tatten.ops.cuda.kernels.combine`: no
-program waits for another. `tatten.ops.cuda.schedule` is the same arithmetic in Python.
+The tiles of all work tiles (kv_row, kv head, block of packed queries) are numbered one after the other. Program p of P
+takes the tiles `[T * p // P, T * (p + 1) // P)`: equal work for each, whatever the lengths. Lengths are read on the
+device, so that one captured launch serves all of them. A program that computes a whole work tile writes the output at
+once. If several programs share it, each leaves a partial state in its own slot, for `tatten.ops.cuda.kernels.combine`:
+no program waits for another. `tatten.ops.cuda.schedule` is the same arithmetic in Python.
 
-With `CHUNK`, a work tile is cut into chunks by its own length alone, programs share out whole chunks, and each chunk of
-a work tile of several leaves a partial state: the sums do not depend on what else is in the batch.
+With `CHUNK`, a work tile is cut into chunks by its own length alone, and programs share out whole chunks. Each chunk of
+a work tile of several leaves a partial state, so that sums do not depend on the rest of the batch.
 
 The schedule is that of Lean Attention (arXiv 2405.10480), and queries are packed as in FlashInfer (arXiv 2501.01005).
 """
@@ -22,7 +22,7 @@ from tatten.ops.cuda.kernels.tile_scheduler import chunks_of, first_tile, sequen
 from tatten.ops.cuda.kernels.tiles import load_keys, load_values
 
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
-NO_SCALE, HEAD_SCALE, KEY_SCALE = 0, 1, 2  # one for each head, or for each key of each head
+NO_SCALE, HEAD_SCALE, KEY_SCALE = 0, 1, 2  # a scale for each head, or for each key of each head
 
 # Sizes that change from step to step or from model to model: specialising on 1 and on multiples of 16 would recompile.
 # They can't be tuples, as strides are, because Triton (3.6 to 3.9) specialises the members of any tuple.
@@ -118,7 +118,7 @@ def _decode_kernel(
     key_b, key_h, key_s, key_d = key_strides
     value_b, value_h, value_s, value_d = value_strides
     mask_r, mask_b, mask_h, mask_l, mask_s = mask_strides
-    # Scores are kept unscaled where only a positive factor separates them from their exponents.
+    # Scores stay unscaled if only a positive factor separates them from their exponents.
     UNSCALED: tl.constexpr = POSITIVE_SCALE and MASK != 2 and not SOFTCAP and not KEY_SCALE
     # With a block list the second loop has few blocks, and long pipelines in both would spill registers of large tiles.
     STAGES: tl.constexpr = None if not HAS_BLOCK_LIST else 1 if BLOCK_M > 64 else 2 if BLOCK_D > 128 else None
@@ -163,7 +163,7 @@ def _decode_kernel(
     while tile < program_end:
         group = tl.sum((ends <= tile).to(tl.int32), axis=0)
         n_tiles = tl.sum(tl.where(groups == group, tiles, 0), axis=0)
-        shares = chunks_of(tiles, CHUNK)  # what the tile space numbers: chunks, or tiles
+        shares = chunks_of(tiles, CHUNK)  # the unit of the tile space: chunks, or tiles
         tile_in_group = tile - tl.sum(tl.where(groups < group, shares * work_tiles, 0), axis=0)
         n_shares = chunks_of(n_tiles, CHUNK)
         work_tile = tile_in_group // n_shares
@@ -182,7 +182,7 @@ def _decode_kernel(
         q_ok = q_row < heads_per_kv * seqs_per_kv * q_len
         position = (q_row % q_len).to(tl.int64)
         if ROWS:
-            # So far `kv_row` is a row group, which may have fewer sequences than there is room for.
+            # Here `kv_row` is still a row group, which may have fewer sequences than there is room for.
             sequence, q_ok = sequences_of(row_groups, batch, kv_row, q_row // q_len % seqs_per_kv, q_ok)
             kv_row = tl.load(row_groups + kv_row).to(tl.int64)
         else:
@@ -196,7 +196,7 @@ def _decode_kernel(
             other=0.0,
         )
         if HALVES:
-            # Of latents in 16 bits, with queries in float32: what their 16 bits leave is multiplied, too.
+            # Latents are in 16 bits. The residue of rounding float32 queries to 16 bits is multiplied, too.
             q, q_rest = halves_of(q, value.dtype.element_ty)
             if FLOAT32_DOTS:
                 q_rest = q_rest.to(tl.float32)
@@ -246,9 +246,9 @@ def _decode_kernel(
 
         block = first
         if HAS_BLOCK_LIST:
-            # First comes the run of consecutive blocks where all queries attend to all keys. It needs no mask or bits.
+            # The run of consecutive blocks where all queries attend to all keys comes first. It needs no mask or bits.
             group_blocks = block_list + (kv_row if ROWS else group) * block_list_stride
-            count = tl.load(group_blocks).to(tl.int32)  # an empty one has a tile, but no block
+            count = tl.load(group_blocks).to(tl.int32)  # an empty list has a tile, but no block
             run = tl.load(group_blocks + 1).to(tl.int32)
             run_start = (tl.load(group_blocks + 2, mask=run > 0, other=0).to(tl.int32) + first) * BLOCK_N
             steps = tl.maximum(tl.minimum(stop, run) - first, 0) // (RUN_N // BLOCK_N)

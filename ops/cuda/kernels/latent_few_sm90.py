@@ -1,10 +1,10 @@
 """The latent_few_sm90 kernel: stream-K attention of up to 16 packed queries to latents, in Gluon, for Hopper.
 
-Latents are the left operand of both products, as wgmma takes 64 rows at least of that and 8 columns at least of the
-right one: `scores = latents queries^T`, and `sums^T = latents^T p^T`. So no row of the tensor cores is idle, and the
-other half of queries in float32 costs next to nothing: a number is two in bfloat16, in two columns whose scores are
-added. Weights `p` and sums are transposed, too. One warpgroup computes, and a producer warp loads; visits, slots of
-partial states and masks are those of `latent_sm90`.
+Latents are the left operand of both products, `scores = latents queries^T` and `sums^T = latents^T p^T`: wgmma needs at
+least 64 rows of the left operand, and at least 8 columns of the right one. So no row of the tensor cores is idle, and
+the residue of float32 queries costs next to nothing: a number is split into two in bfloat16, in two columns whose
+scores are added. Weights `p` and sums are transposed, too. One warpgroup computes, and a producer warp loads; visits,
+slots of partial states and masks are those of `latent_sm90`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BOTH = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * FEW, 16]
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FEW, 16]))
 _QUERIES, _KEYS = gl.constexpr(gl.SliceLayout(0, _SUMS.value)), gl.constexpr(gl.SliceLayout(1, _SUMS.value))
 
-# Two warpgroups, of which the producer's is one warp: 248 + 40 = 2 * 144.
+# Two warpgroups; the producer's is one warp: 248 + 40 = 2 * 144.
 START_REGS = 144
 _PRODUCER_REGS = gl.constexpr(40)
 
@@ -57,7 +57,7 @@ _PRODUCER_REGS = gl.constexpr(40)
 def _store_queries(
     place, query, strides, kv_row, sizes, COLUMN: gl.constexpr, WIDTH: gl.constexpr, ALIGNED: gl.constexpr
 ):
-    """Store `WIDTH` columns of the queries in shared memory, below them what 16 bits leave of them."""
+    """Store `WIDTH` columns of the queries in shared memory, and the residues of rounding them below."""
     q = load_queries(query, strides, 0, kv_row, sizes, COLUMN, WIDTH, ALIGNED, _FEW)
     high = q.to(place.dtype)
     near = high.to(gl.float32)
@@ -68,7 +68,7 @@ def _store_queries(
 
 @gluon.jit
 def _store_sums(out, partial_out, acc, visit, sizes, COLUMN: gl.constexpr):
-    """Store half of the columns of a whole or of a partial state, of sums `[columns, queries]`."""
+    """Store half of the columns of a whole or a partial state, from sums `[columns, queries]`."""
     slot, whole, kv_row = visit
     q_len, heads = sizes
     q_row = gl.arange(0, _FEW, layout=_QUERIES)
@@ -165,7 +165,7 @@ def _attend(
             mbarrier.arrive(right_empty.index(place))
 
         row_sum = gl.sum(weights, axis=0)
-        filled = row_sum != 0.0  # true for NaN, which must come out
+        filled = row_sum != 0.0  # true for NaN, which must be propagated
         divisor = gl.where(filled, row_sum, 1.0)
         log_sum = gl.where(filled, row_max * scale + gl.log(divisor), float("-inf"))
         q_row = gl.arange(0, _FEW, layout=_QUERIES)
@@ -218,7 +218,7 @@ def _latent_few_kernel(
     GROUPS: gl.constexpr,
     KEYS: gl.constexpr,
 ):
-    """Attend to latents; arguments as those of `latent_sm90`, but that queries may be in float32."""
+    """Attend to latents. Arguments are those of `latent_sm90`, except that queries may be in float32."""
     DTYPE: gl.constexpr = query_rope.dtype.element_ty
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * _FEW, HALF], DTYPE)
     rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * _FEW, _ROPE], DTYPE)
@@ -231,7 +231,7 @@ def _latent_few_kernel(
     group_ends = gl.allocate_shared_memory(gl.int32, [GROUPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
 
-    # The wait comes first: the next kernel may not wait for this one, and may read what this one waited for.
+    # The wait comes first: the next kernel may not wait for this one, and may read the data that this one waited for.
     gdc_wait()
     gdc_launch_dependents()
 

@@ -4,16 +4,16 @@ A tile of 64 latents is both keys and values. Its scores are the products of all
 columns, but an accumulator of 64 x 512 does not fit a warpgroup. So each of two warpgroups sums values for half of the
 columns, and scores every other tile: the left one the even tiles of a visit, the right one the odd ones. While one
 computes the softmax of its tile, the products of the other one run. `p` and the maximum are handed over in shared
-memory, where `p` takes the place of the rope of its tile, of which the scores are done. This is FlashMLA's schedule
-(https://github.com/deepseek-ai/FlashMLA, "seesaw"). A producer warp loads the next tile into a place by TMA, each half
-as soon as the warpgroup that sums its values is done with it.
+memory. There `p` takes the place of its tile's rope, which is no longer needed once the scores are done. This schedule
+is that of FlashMLA (https://github.com/deepseek-ai/FlashMLA, "seesaw"). A producer warp loads the next tile into a
+place by TMA, each half as soon as the warpgroup that sums its values is done with it.
 
 The tile space, the order of packed queries and the slots of partial states are those of the decode kernel, but for
 `q_blocks_first`. A visit goes through its tiles backwards, so that only its first one can have keys beyond the end.
 
 A mask that is the same for all queries of a sequence is read by its block list, whose run of full blocks needs no mask.
-TMA reads a block whole: latents that no query attends to may be NaN. Once all scores of a tile are there, each
-warpgroup clears them in its half, before it sums values.
+TMA reads a whole block, so latents that no query attends to may be NaN. As soon as all scores of a tile are there, each
+warpgroup clears these latents in its half, before it sums values.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _attend_left(
         first, stop, n_tiles, kv_row, q_row_start = visit_at(tile, sizes, GROUPS, 4)
         keys = keys_of(kv_row, lengths, KEYS)
         kv_row = kv_row.to(gl.int64)
-        # Both are on their way before the first is stored.
+        # Both loads are under way before the first store.
         q = load_queries(query, query_strides, q_row_start, kv_row, (q_len, heads), 0, HALF, ALIGNED, _BLOCK_M)
         of_rope = load_queries(
             query_rope, rope_strides, q_row_start, kv_row, (q_len, heads), 0, _ROPE, ALIGNED, _BLOCK_M
@@ -128,7 +128,7 @@ def _attend_left(
                 odds += 1
 
         row_sum = add_up(row_sum, handover, visits, SIDE=0)
-        filled = row_sum != 0.0  # true for NaN, which must come out
+        filled = row_sum != 0.0  # true for NaN, which must be propagated
         divisor = gl.where(filled, row_sum, 1.0)
         log_sum = gl.where(filled, row_max * scale + gl.log(divisor), float("-inf"))
         rows = gl.arange(0, _BLOCK_M, layout=ROWS)
@@ -223,7 +223,7 @@ def _attend_right(
 @gluon.jit(
     do_not_specialize=[
         *("query_b", "query_h", "query_l", "rope_b", "rope_h", "rope_l", "block_list_stride", "kv_len", "n_groups"),
-        *("q_blocks", "heads", "batch", "programs"),  # not q_len: where it is 1, which is known, nothing is divided
+        *("q_blocks", "heads", "batch", "programs"),  # not q_len: if it is known to be 1, nothing is divided
     ]
 )
 def _latent_kernel(
@@ -277,7 +277,7 @@ def _latent_kernel(
     mbarrier.init(q_full, count=2)
     fence_async_shared()
 
-    # The wait comes first: the next kernel may not wait for this one, and may read what this one waited for.
+    # The wait comes first: the next kernel may not wait for this one, and may read the data that this one waited for.
     gdc_wait()
     gdc_launch_dependents()
 

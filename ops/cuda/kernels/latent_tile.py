@@ -27,7 +27,7 @@ _ROWS_OF_SUMS = gl.constexpr(gl.SliceLayout(1, SUMS.value))
 
 @gluon.jit
 def allocate_buffers(latent, rope):
-    """Shared memory for two tiles, of which each half is full or empty by a barrier of its own."""
+    """Allocate shared memory for two tiles. Each half has its own full and empty barriers."""
     DTYPE: gl.constexpr = latent.dtype
     left = gl.allocate_shared_memory(DTYPE, [2, 1, 1, _BLOCK_N, HALF], latent.layout)
     right = gl.allocate_shared_memory(DTYPE, [2, 1, 1, _BLOCK_N, HALF], latent.layout)
@@ -64,7 +64,7 @@ def load_tiles(latent, rope, buffers, sizes, lengths, GROUPS: gl.constexpr, KEYS
             mbarrier.wait(left_empty.index(place), phase)
             mbarrier.expect(left_full.index(place), latent.block_type.nbytes)
             _load(latent, [kv_row, 0, first_key, 0], left_full.index(place), left.index(place))
-            # The rope's place holds a `p`, which the other warpgroup reads: it is free when both halves are.
+            # The rope's place holds a `p` that the other warpgroup reads: it is free when both halves are.
             mbarrier.wait(right_empty.index(place), phase)
             mbarrier.expect(right_full.index(place), latent.block_type.nbytes + rope.block_type.nbytes)
             _load(latent, [kv_row, 0, first_key, HALF], right_full.index(place), right.index(place))
@@ -98,11 +98,11 @@ def load_queries(
 
 @gluon.jit
 def score(queries, buffers, PLACE: gl.constexpr, uses):
-    """Begin to multiply queries by the tile in a place, by each half when it is there."""
+    """Begin to multiply queries by the tile in a place, each half as soon as it is there."""
     q_left, q_right, q_rope, _ = queries
     left, right, key_rope, left_full, right_full, _, _ = buffers
     no_scores = gl.zeros([_BLOCK_M, _BLOCK_N], gl.float32, layout=_SCORES)
-    # 0, which the compiler can't know: it would keep the descriptors of all operands in registers, and spill.
+    # 0, but the compiler can't know: it would keep the descriptors of all operands in registers, and spill.
     zero = uses >> 30
     k_left = left.index(PLACE + zero).reshape([_BLOCK_N, HALF])
     k_right = right.index(PLACE + zero).reshape([_BLOCK_N, HALF])
@@ -155,7 +155,7 @@ def hand_over(scores, row_max, row_sum, buffers, handover, to_exponent, PLACE: g
 
 @gluon.jit
 def values(half, key_rope, OTHER: gl.constexpr, uses):
-    """Half of the values of both tiles, and the `p` of the other warpgroup."""
+    """Return half of the values of both tiles, and the `p` of the other warpgroup."""
     zero = uses >> 30
     v_even = half.index(zero).reshape([_BLOCK_N, HALF])
     v_odd = half.index(1 + zero).reshape([_BLOCK_N, HALF])
@@ -170,7 +170,7 @@ def scaled(acc, factor):
 
 @gluon.jit
 def clear_half(latents, attended, KEYS: gl.constexpr):
-    """Clear what no query attends to in half of a tile, of which all scores are there."""
+    """Clear the latents that no query attends to in half of a tile whose scores are all there."""
     if KEYS:  # noqa: SIM102 (known when this is compiled)
         if attended != -1:
             clear(latents, attended)
@@ -215,7 +215,7 @@ def add_up(row_sum, handover, visits, SIDE: gl.constexpr):
 
 @gluon.jit
 def store(out, partial_out, acc, visit, sizes, COLUMN: gl.constexpr):
-    """Store half of the columns of a whole or of a partial state."""
+    """Store half of the columns of a whole or a partial state."""
     slot, whole, q_row_start, kv_row = visit
     q_len, heads = sizes
     layout: gl.constexpr = acc.type.layout

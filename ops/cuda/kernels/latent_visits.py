@@ -1,7 +1,7 @@
 """Ways through the tiles of the latent kernels for Hopper, in Gluon: visits, and the keys that are attended to.
 
-The tiles of all groups are added up once. Each warpgroup and the producer warp of a program search them alone: what is
-searched lies in each warp as a whole, so that no warp waits for another.
+The tiles of all groups are added up once. Each warpgroup and the producer warp of a program search the sums alone. Each
+warp holds all of the searched values, so that no warp waits for another.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from triton.experimental.gluon import language as gl
 from tatten.ops.cuda.kernels.prefix_sm90 import _barrier
 
 BLOCK_M, BLOCK_N = 64, 64
-# Several groups are a full warp at least. A sum over all 32 threads comes out of `redux`, and ptxas knows that they all
-# get the same; sums over fewer come out of shuffles. A branch by these is to it one in which threads may part: each
-# wgmma behind it then waits for the one before.
+# Several groups are at least a full warp. A sum over all 32 threads comes out of `redux`, and ptxas knows that all
+# threads get the same. Sums over fewer come out of shuffles, and ptxas assumes that threads may part at a branch on
+# them: each wgmma behind it then waits for the one before.
 LEAST_GROUPS = 32
-MOST_GROUPS = 2048  # their ends have 8 KiB of shared memory, which is all that is left
+MOST_GROUPS = 2048  # their ends take 8 KiB of shared memory, which is all that is left
 _BLOCK_M, _BLOCK_N = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_N)
 
 # The keys that queries attend to: all of them, the first ones by `kv_lens`, or those of a block list.
@@ -31,7 +31,7 @@ def _add(a, b):
 
 @gluon.jit
 def _length_of(kv_lens, kv_len):
-    """A length as it counts. It has 32 bits only then: 5 - 2**32 is 0, not 5."""
+    """Clamp a length, and only then convert it to 32 bits: 5 - 2**32 is 0, not 5."""
     return gl.minimum(gl.maximum(kv_lens, 0), kv_len).to(gl.int32)
 
 
@@ -49,17 +49,17 @@ def ends_of_groups(lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr):
             lens = _length_of(gl.load(kv_lens + groups, mask=groups < n_groups, other=0), kv_len)
         tiles = (lens + _BLOCK_N - 1) // _BLOCK_N
     tiles = gl.where(groups < n_groups, gl.maximum(tiles, 1), 0)  # the output of an empty kv_row is written too
-    # Scans are there for no layout of one dim that every warp has as a whole.
+    # No layout of one dim that every warp holds whole supports scans.
     ends = gl.associative_scan(gl.expand_dims(tiles, 0), 1, _add)
     return gl.sum(ends, axis=0)
 
 
 @gluon.jit
 def share_of_program(q_blocks, programs):
-    """The number of this program's share of the tiles.
+    """Return the number of this program's share of the tiles.
 
-    Programs next to each other take the same latents for other queries, as the L2 can serve requests at about the same
-    time together. Where programs cannot be divided so, shares are in their order.
+    Neighbouring programs take the same latents for other queries, as the L2 can serve requests at about the same time
+    together. If programs cannot be divided like this, shares are in their order.
     """
     share = gl.program_id(0)
     if programs % q_blocks == 0:
@@ -69,7 +69,7 @@ def share_of_program(q_blocks, programs):
 
 @gluon.jit
 def share_of_tiles(lengths, group_ends, q_blocks, batch, programs, GROUPS: gl.constexpr, KEYS: gl.constexpr):
-    """This program's share, where it starts and ends, and the tiles of a block of queries. Stores the groups' ends."""
+    """Return this program's share, its start and end, and the tiles of a block of queries. Store the groups' ends."""
     ends = ends_of_groups(lengths, GROUPS, KEYS)
     group_ends.store(ends)
     _barrier()
@@ -86,7 +86,7 @@ def share_of_tiles(lengths, group_ends, q_blocks, batch, programs, GROUPS: gl.co
 
 @gluon.jit
 def visit_at(tile, sizes, GROUPS: gl.constexpr, WARPS: gl.constexpr):
-    """The visit that begins at `tile`: its tiles of a work tile, how many that has, and its kv_row and first query."""
+    """Return the visit that begins at `tile`: its tiles of a work tile, their total, its kv_row and first query."""
     _, share_end, q_block_tiles, batch, group_ends, _, _, _ = sizes
     q_block = tile // q_block_tiles
     first = tile - q_block * q_block_tiles
@@ -106,7 +106,7 @@ def visit_at(tile, sizes, GROUPS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def keys_of(kv_row, lengths, KEYS: gl.constexpr):
-    """The keys of a kv_row that are attended to: its length, or its block list, its run's blocks, and the first one."""
+    """Return the keys of a kv_row that count: its length, or its block list, its run's blocks, and the first one."""
     kv_lens, block_list, block_list_stride, kv_len, n_groups = lengths
     if KEYS == _LISTED:
         if n_groups > 1:
@@ -120,7 +120,7 @@ def keys_of(kv_row, lengths, KEYS: gl.constexpr):
 
 @gluon.jit
 def attended_keys(tile, keys, KEYS: gl.constexpr):
-    """The keys of a tile that are attended to, as the bits of an int64."""
+    """Return the keys of a tile that are attended to, as the bits of an int64."""
     length, block_list, run, _ = keys
     if KEYS == _LISTED:
         return gl.load(block_list + 2 * (tile + 1) + 1, mask=tile >= run, other=-1)
@@ -131,7 +131,7 @@ def attended_keys(tile, keys, KEYS: gl.constexpr):
 
 @gluon.jit
 def bits_of(word, LAYOUT: gl.constexpr):
-    """The bits of an int64, as a vector in a layout; made in another one, where a thread has few of them."""
+    """Return the bits of an int64 as a vector in a layout, by way of one in which a thread has few of them."""
     at = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
     return gl.convert_layout(((word >> at) & 1).to(gl.int32), LAYOUT) != 0
 

@@ -1,6 +1,6 @@
 """The levels kernel: attention of packed queries to their rows of several levels of a tree, one after the other.
 
-A level on its own leaves a state in float32 for each query, which takes longer than a short level's keys. Here the
+A launch for one level leaves a float32 state for each query, which takes longer than a short level's keys. Here the
 queries that share a row of the finest level stay in registers while they go through it and its ancestors, and leave one
 state. An ancestor is read again for each row below it, mostly from the L2: so levels are short, and queries many.
 """
@@ -45,9 +45,9 @@ def _levels_kernel(
     WAIT_LAST: tl.constexpr,
     FLOAT32_DOTS: tl.constexpr,
 ):
-    """Do one work tile: a block of the queries that read one kv head of a row of the finest level.
+    """Compute one work tile: a block of the queries that read one kv head of a row of the finest level.
 
-    `rows_below[i]` is how many rows of the finest level share a row of level i.
+    `rows_below[i]` is the number of rows of the finest level that share a row of level i.
     """
     if PDL:
         if not WAIT_LAST:

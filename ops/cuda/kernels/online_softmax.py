@@ -12,11 +12,11 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 def upcast(x, dtype: tl.constexpr):
     """Convert keys or values to the dtype of the queries, exactly."""
     if x.dtype == tl.int8:
-        # By the bits of 2^23 + 128 + x: a unit that converts 16 a clock would take them one by one.
+        # Use the bits of 2^23 + 128 + x: a conversion would take them one by one, in a unit that converts 16 a clock.
         bits = (x.to(tl.uint8, bitcast=True) ^ 128).to(tl.int32) | 0x4B000000
         return (bits.to(tl.float32, bitcast=True) - 8388736.0).to(dtype)
     elif x.dtype.primitive_bitwidth == 8:
-        # Straight to bfloat16, a unit that converts 16 a clock would take them one by one.
+        # A direct conversion to bfloat16 would take them one by one, in a unit that converts 16 a clock.
         return x.to(tl.float16).to(tl.float32).to(dtype)
     else:
         return x.to(dtype)
@@ -24,7 +24,7 @@ def upcast(x, dtype: tl.constexpr):
 
 @triton.jit
 def halves_of(x, dtype: tl.constexpr):
-    """Split float32 in two of 16 bits: the number rounded, and what that leaves."""
+    """Split float32 in two of 16 bits: the rounded number, and its residue."""
     high = x.to(dtype)
     near = high.to(tl.float32)
     return high, tl.where(tl.abs(near) < float("inf"), x - near, 0.0).to(dtype)  # inf - inf would be NaN
@@ -56,7 +56,7 @@ def fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED: tl.constexpr, v
         p = tl.exp2((scores - base[:, None]) * _LOG2E)
     row_sum = row_sum * alpha + tl.sum(p, axis=1)
     if v_scale is not None:
-        if v.dtype == tl.float16:  # in which small p times small factors have few bits or none
+        if v.dtype == tl.float16:  # it has few bits or none for small p times small factors
             v = (v.to(tl.float32) * v_scale[:, None]).to(tl.float16)
         else:
             p *= v_scale[None, :]
@@ -89,8 +89,8 @@ def fold_states(acc, row_max, row_sum, out, lse, at, ok, dims, VALUE_DIM: tl.con
 
 @triton.jit
 def finish_state(acc, row_max, row_sum):
-    """Normalise a running state to `(out, lse)`; an empty one is `(0, -inf)`."""
-    filled = row_sum != 0  # true for NaN, which must come out
+    """Normalise a running state to `(out, lse)`; an empty state is `(0, -inf)`."""
+    filled = row_sum != 0  # true for NaN, which must be propagated
     divisor = tl.where(filled, row_sum, 1.0)
     return acc / divisor[:, None], tl.where(filled, row_max + tl.log(divisor), float("-inf"))
 
@@ -99,7 +99,7 @@ def finish_state(acc, row_max, row_sum):
 def store_lse(lse, at, log_sum, row_max, row_sum, ok, MAX_AND_SUM: tl.constexpr):
     """Store the lse of some states: as one number or, for states still to be merged, as maximum and sum.
 
-    Beside a bias of -1e9 the lse of 3 keys is that of 1000 in float32; the pair still has their number.
+    With a bias of -1e9 the lse of 3 keys is that of 1000 in float32; the pair still has their number.
     """
     if MAX_AND_SUM:
         tl.store(lse + 2 * at, row_max, mask=ok)

@@ -1,4 +1,4 @@
-"""Partial states: where those of an output state lie, and adding them to a running state."""
+"""Partial states: find the slots of an output state, and add its partial states to a running state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def find_partials(
     Q_BLOCKS_FIRST: tl.constexpr = False,
     CHUNK: tl.constexpr = 0,
 ):
-    """Find the slots of the partial states of some output states: of the first one, of the others, and how many."""
+    """Find the slots of the partial states of some output states: the first, the others, and their number."""
     block_list_stride, n_groups, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs = sizes
     _, _, _, _, kv_lens, block_list, row_groups = partials
     if ROWS:
@@ -73,7 +73,7 @@ def find_partials(
         in_group = tl.arange(0, GROUPS)[None, :] == group[:, None]
         n_tiles = tl.sum(tl.where(in_group, tiles[None, :], 0), axis=1)
         group_end = tl.sum(tl.where(in_group, ends[None, :], 0), axis=1)
-        if Q_BLOCKS_FIRST:  # all groups for one block of queries after the other; here a kv_row has one kv head
+        if Q_BLOCKS_FIRST:  # one block of queries after the other, each for all groups; here a kv_row has one kv head
             start = q_row // BLOCK_M * (total_tiles // q_blocks) + group_end // q_blocks - n_tiles
         else:
             start = group_end - (work_tiles - work_tile % work_tiles) * n_tiles

@@ -1,10 +1,10 @@
 """The prefix kernel: stream-K attention of many packed queries to one long uniform K/V, in Gluon, for Hopper.
 
 The tile space, the order of packed queries and the slots of partial states are those of the decode kernel,
-`tatten.ops.cuda.kernels.decode`. What differs is how a tile is done: a producer warp keeps a ring of K and V tiles
-filled by TMA, and two warpgroups take them from it, for 64 packed queries each. The scores of the next tile are under
-way during the softmax of a tile, as in FlashAttention-3 (arXiv 2407.08608). A visit goes through its tiles backwards,
-so that only its first one can have keys beyond the end, and the loop has no mask.
+`tatten.ops.cuda.kernels.decode`. The work on a tile differs: a producer warp keeps a ring of K and V tiles filled by
+TMA, and two warpgroups take them from it, for 64 packed queries each. The scores of the next tile are under way during
+the softmax of a tile, as in FlashAttention-3 (arXiv 2407.08608). A visit goes through its tiles backwards, so that only
+its first one can have keys beyond the end, and the loop has no mask.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HALF_M = gl.constexpr(BLOCK_M // 2)  # queries of each consumer: a warpgroup, w
 
 # Measured on an H200 against tiles of 64 keys, one consumer of 128 rows, more stages, and consumers that take turns
 # (FlashAttention-3's pingpong): this is the fastest, or within 1% of it.
-# The registers of the three warpgroups must not exceed in sum what they start with, or setmaxnreg hangs:
+# The sum of the registers of the three warpgroups must not exceed that at the start, or setmaxnreg hangs:
 # 2 * 232 + 40 = 3 * 168, and 168 is 65536 / 384 rounded down to a multiple of 8. With 24 for the producer ptxas spills
 # 32 bytes.
 START_REGS = 168
@@ -82,7 +82,7 @@ def _produce(tensors, row_groups, buffers, sizes, ROWS: gl.constexpr):
 
 @gluon.jit
 def _sequences(row_groups, batch, group, slot):
-    """Find the sequences in slots of a row group; -1 in those that are empty."""
+    """Find the sequences in slots of a row group; -1 in empty slots."""
     starts = row_groups + batch + 1
     start, end = gl.load(starts + group), gl.load(starts + group + 1)
     in_order = start + slot
@@ -193,7 +193,7 @@ def _consume(
         acc = warpgroup_mma(p, values.index(n % STAGES).reshape([_BLOCK_N, DIM]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
 
-        filled = row_sum != 0.0  # true for NaN, which must come out
+        filled = row_sum != 0.0  # true for NaN, which must be propagated
         divisor = gl.where(filled, row_sum, 1.0)
         log_sum = gl.where(filled, row_max * scale + gl.log(divisor), float("-inf"))
         acc = acc * gl.convert_layout(1.0 / divisor, acc_row_layout)[:, None]
@@ -270,15 +270,15 @@ def _prefix_kernel(
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
 
-    # The wait comes first: the next kernel may not wait for this one, and may read what this one waited for. The other
-    # warps are behind the wait too, as they start at `warp_specialize`.
+    # The wait comes first: the next kernel may not wait for this one, and may read the data that this one waited for.
+    # The other warps are behind the wait too, as they start at `warp_specialize`.
     gdc_wait()
     gdc_launch_dependents()
 
     # The 64-bit divisions are done here, where registers abound; in the producer they would spill.
     n_tiles = (kv_len + _BLOCK_N - 1) // _BLOCK_N
     if ROWS:
-        work_tiles = work_tiles * gl.load(row_groups + batch)  # those of one row group, times how many there are
+        work_tiles = work_tiles * gl.load(row_groups + batch)  # those of one row group, times the number of row groups
     total_tiles = n_tiles.to(gl.int64) * work_tiles
     active_programs = gl.minimum(total_tiles, programs)
     program = gl.program_id(0).to(gl.int64)

@@ -1,4 +1,4 @@
-"""The kernel that multiplies each head's rows with a weight of its own in bfloat16, in sums of float32."""
+"""The kernel that multiplies each head's rows with the head's bfloat16 weight, in sums of float32."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _project_heads_kernel(
     row = tl.program_id(0) // column_blocks // heads * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     of_head = weight + head * weight_h
     if PDL:
-        # The kernel before may still write `x` or even the weight. A prefetch returns nothing: it fills the L2, through
-        # which that kernel's writes go, too.
+        # The kernel before may still write `x` or even the weight. A prefetch returns no data: it fills the L2, and
+        # that kernel's writes go through the L2, too.
         line_c = tl.minimum(first_column + tl.arange(0, BLOCK_C // LINE_C) * LINE_C, COLUMNS - 1)
         line_k = tl.minimum(tl.arange(0, LINES_OF_K) * LINE_K, RANK - 1)
         _prefetch(of_head + line_c[:, None] * weight_c + line_k[None, :] * weight_k)
@@ -56,7 +56,7 @@ def _project_heads_kernel(
     of_rows = x + (sequence * x_b + head * x_h + position * x_l)[:, None]
     of_columns = of_head + columns[:, None] * weight_c
     ranks = tl.arange(0, BLOCK_K).to(tl.int64)
-    # Summed apart, so that the order of a sum does not depend on the size of blocks.
+    # The sums are apart, so that the order of a sum does not depend on the size of blocks.
     acc = tl.zeros([BLOCK_C, BLOCK_ROWS], tl.float32)
     acc_low = tl.zeros([BLOCK_C, BLOCK_ROWS], tl.float32)
     for start in range(0, RANK, BLOCK_K):

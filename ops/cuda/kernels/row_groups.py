@@ -1,6 +1,6 @@
 """The row groups kernel: sorts sequences by the row that they read, and numbers their groups, in one program.
 
-`tatten.ops.row_groups.row_groups_reference` says what it computes.
+`tatten.ops.row_groups.row_groups_reference` describes the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _row_groups_kernel(rows, row_groups, batch, kv_batch, size, BLOCK: tl.conste
     key = tl.sort(row * BLOCK + at)  # no two are equal, so that sequences of one row keep their order
     row, sequence = (key // BLOCK).to(tl.int32), (key % BLOCK).to(tl.int32)
 
-    # Neighbours and the first sequence of a row are read back from where the result will be.
+    # Neighbours and the first sequence of a row are read back from the place of the result.
     tl.store(kv_rows + at, row, mask=ok)
     tl.debug_barrier()
     first = ok & (row != tl.load(kv_rows + at - 1, mask=ok & (at > 0), other=-1))
@@ -34,7 +34,7 @@ def _row_groups_kernel(rows, row_groups, batch, kv_batch, size, BLOCK: tl.conste
     begins = ok & (rank % size == 0)
     group = tl.cumsum(begins.to(tl.int32), axis=0) - 1
     n_groups = tl.sum(begins.to(tl.int32), axis=0)
-    tl.debug_barrier()  # before what was read is overwritten
+    tl.debug_barrier()  # all reads come before the writes
 
     tl.store(kv_rows + group, row, mask=begins)
     tl.store(starts + group, at, mask=begins)

@@ -9,7 +9,7 @@ import triton.language as tl
 @triton.jit
 def _slide_kernel(
     cache,  # [rows, slots, dim], contiguous
-    edges,  # [rows, chunks - 1, dim], contiguous: what the first slot of each chunk but the first one had
+    edges,  # [rows, chunks - 1, dim], contiguous: the old first slot of each chunk but the first one
     new,  # [batch, heads, 1, dim], any strides
     stride_batch,
     stride_head,
@@ -33,6 +33,6 @@ def _slide_kernel(
     at = cache + row * SLOTS * DIM + slots[:, None] * DIM + dims[None, :]
     moved = tl.load(at + DIM, mask=(slots < end)[:, None] & dim_ok[None, :])
     moved = tl.where((slots == end)[:, None], last[None, :], moved)
-    # A program reads no slot that another writes. Within it, all have read before any writes.
+    # A program reads no slot that another one writes. All of its threads read before any of them writes.
     tl.debug_barrier()
     tl.store(at, moved, mask=(slots <= end)[:, None] & dim_ok[None, :])

@@ -1,10 +1,10 @@
 """Stream-K arithmetic on the tile space, shared by the decode kernel and the combine of its partials.
 
-A work tile is the block of output states that one kv_row, one kv head and one block of packed queries give. Its keys
-come in tiles of `BLOCK_N`; the tile space numbers the tiles of all work tiles one after the other. Each program takes
-an equal, contiguous range of it. `tatten.ops.cuda.schedule` is the same arithmetic in Python.
+A work tile is the block of output states of one kv_row, one kv head and one block of packed queries. Its keys come in
+tiles of `BLOCK_N`; the tile space numbers the tiles of all work tiles one after the other. Each program takes an equal,
+contiguous range of it. `tatten.ops.cuda.schedule` is the same arithmetic in Python.
 
-With chunks, what is numbered and shared out is chunks of tiles instead, whose places depend on their work tile alone.
+With chunks, the tile space numbers chunks of tiles instead. Their places depend on their work tile alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MOST_CHUNKS = tl.constexpr(32)  # of a work tile
+MOST_CHUNKS = tl.constexpr(32)  # per work tile
 
 
 @triton.jit
@@ -37,9 +37,9 @@ def tile_space(
 ):
     """Count the tiles of a work tile of each group, and find where the group ends in the tile space.
 
-    A group is what has one length: a kv_row, or all of them. It has `work_tiles` work tiles, which is returned, too,
-    because with row groups (`ROWS`), which take the place of kv_rows, only the device knows how many these are. With
-    `CHUNK` the ends count chunks.
+    A group has one length: it is a kv_row, or all of them. It has `work_tiles` work tiles. This is returned, too,
+    because with row groups (`ROWS`), which take the place of kv_rows, only the device knows their number. With `CHUNK`
+    the ends count chunks.
     """
     groups = tl.arange(0, GROUPS)
     if ROWS:
@@ -68,13 +68,13 @@ def tile_space(
 
 @triton.jit
 def tiles_of_chunk(tiles, CHUNK: tl.constexpr):
-    """The tiles of a chunk of a work tile of `tiles`: the least multiple of `CHUNK` that makes few chunks."""
+    """Return the tiles of a chunk of a work tile of `tiles`: the least multiple of `CHUNK` that makes few chunks."""
     return CHUNK * tl.maximum(tl.cdiv(tl.cdiv(tiles, CHUNK), MOST_CHUNKS), 1)
 
 
 @triton.jit
 def chunks_of(tiles, CHUNK: tl.constexpr):
-    """The chunks of a work tile of `tiles`; its tiles, where `CHUNK` is 0."""
+    """Return the chunks of a work tile of `tiles`; its tiles, if `CHUNK` is 0."""
     if CHUNK:
         return tl.cdiv(tiles, tiles_of_chunk(tiles, CHUNK))
     else:
@@ -83,7 +83,7 @@ def chunks_of(tiles, CHUNK: tl.constexpr):
 
 @triton.jit
 def sequences_of(row_groups, batch, group, slot, ok):
-    """Find the sequences in slots of a row group that are `ok`, and in which of these there is one."""
+    """Find the sequences in slots of a row group that are `ok`, and the slots that have one."""
     starts = row_groups + batch + 1
     start, end = tl.load(starts + group), tl.load(starts + group + 1)
     ok = ok & (start + slot < end)

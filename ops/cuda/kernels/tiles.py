@@ -1,4 +1,4 @@
-"""Loads of a key tile by pointers. What is not `valid`, where that is given, is zero and not read."""
+"""Loads of a key tile by pointers. If `valid` is given, other elements are zero and not read."""
 
 from __future__ import annotations
 
