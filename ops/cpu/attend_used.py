@@ -1,4 +1,4 @@
-"""Attention over the used keys of a segment, or of several, as a graph: for `tatten.ops.decompositions`."""
+"""Attention over the used keys of one or several segments, as a graph: for `tatten.ops.decompositions`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tatten.ops.states import NEG_INF, State, accumulator_dtype
 
 
 def attend_used(query: Tensor, used: UsedKeys, scale: float) -> State:
-    """The state of each sequence over the rows of a segment that serve aligned blocks of sequences."""
+    """Return the state of each sequence over the rows of a segment, which serve aligned blocks of sequences."""
     kv_batch, kv_heads, value_dim = used.key.shape[0], used.key.shape[1], used.value.shape[3]
     folded = fold_sequences(query, kv_batch)
     q_rows, mask = pack_gqa(folded, kv_heads), _packed_mask(folded, used)
@@ -29,7 +29,7 @@ def attend_used(query: Tensor, used: UsedKeys, scale: float) -> State:
 
 
 def _has_keys(used: UsedKeys) -> bool:
-    return used.mask is not None or used.key.shape[2] != 0  # known without a look at sizes that the mask decides
+    return used.mask is not None or used.key.shape[2] != 0  # known without sizes that depend on the mask's data
 
 
 def _packed_mask(folded: Tensor, used: UsedKeys) -> Tensor | None:
@@ -41,15 +41,15 @@ def _packed_mask(folded: Tensor, used: UsedKeys) -> Tensor | None:
 def _attend_masked(q_rows: Tensor, used: UsedKeys, mask: Tensor, scale: float) -> State:
     def attend(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> State:
         out, lse = attend_in_one_call(q_rows, key, value, mask, scale, True)
-        # What a query without any key is given may be NaN.
+        # The kernel's output for a query without any key may be NaN.
         return out.masked_fill((lse == NEG_INF).unsqueeze(-1), 0.0), lse
 
     out, lse = attend(q_rows, used.key, used.value, mask)
     if used.inside is None or used.inside.shape[0] == 1:
         return out, lse
-    # Where a row's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that. Such rows, mostly
-    # none, are selected, and no torch.cond decides: AOTInductor reads what a branch is given by the strides that it had
-    # at export, and may have laid it out in another way.
+    # If a row's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that. These rows, mostly
+    # none, are selected instead of branched on: for a torch.cond, AOTInductor reads a branch's operands by the strides
+    # at export, and may have laid them out in another way.
     poisoned = out.isnan().flatten(1).any(dim=1).nonzero().squeeze(1)
     own_q_rows, key, value, inside = (x.index_select(0, poisoned) for x in (q_rows, used.key, used.value, used.inside))
     clean = UsedKeys(key, value, inside=inside).without_poison
@@ -59,10 +59,10 @@ def _attend_masked(q_rows: Tensor, used: UsedKeys, mask: Tensor, scale: float) -
 
 
 def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float, softcap: float | None = None) -> State:
-    """The state over all segments with one maximum and one sum, in plain PyTorch.
+    """Return the state over all segments with one maximum and one sum, in plain PyTorch.
 
-    For what PyTorch's kernel can't do, and for additive masks: beside a large bias the lse of a segment no longer tells
-    how many keys it has.
+    It is for calls that PyTorch's kernel can't compute, and for additive masks: with a large bias, the lse of a segment
+    no longer tells how many keys it has.
     """
     acc, batch = accumulator_dtype(query.dtype), query.shape[0]
     row_max = query.new_full((*query.shape[:3], 1), NEG_INF, dtype=acc)
@@ -91,9 +91,10 @@ def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float, so
 
 
 def _as_products_take_them(used: UsedKeys) -> tuple[Tensor, Tensor]:
-    """Keys `[rows * kv_heads, d, length]` and values `[rows * kv_heads, length, d]`, with 0 where anything may be.
+    """Return keys `[rows * kv_heads, d, length]` and values `[rows * kv_heads, length, d]`, with 0 for unused keys.
 
-    A copy is made in the shape that is multiplied: at views of it, Inductor asks for a length that only a run knows.
+    A copy is made in the shape of the product: for views of it, Inductor asks for a length that is only known at run
+    time.
     """
     rows, kv_heads = used.key.shape[:2]
     key, value = used.key.flatten(0, 1).transpose(1, 2), used.value.flatten(0, 1)

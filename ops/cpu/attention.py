@@ -1,8 +1,8 @@
-"""Attention on a CPU: PyTorch's own flash kernel, given packed query heads and only the keys that count.
+"""Attention on a CPU: PyTorch's own flash kernel, called with packed query heads and only the keys that count.
 
 All queries that read a kv head are rows of one call, so that keys and values are read once per kv head: not once per
-query head, nor once per sequence where sequences share them. Of the keys it gets the span between the first and the
-last that the mask and the lengths leave over.
+query head, nor once per sequence where sequences share them. The kernel gets the span of keys between the first and the
+last one that the mask and the lengths leave.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tatten.ops.validation import (
 from tatten.ops.variant import PLAIN, AttentionVariant
 
 Kernel = Callable[..., State]  # like `attend`; for keys in 8 bits, after their `Scales`
-Scales = tuple[Tensor | None, Tensor | None]  # of keys and values, each of heads or of single keys
+Scales = tuple[Tensor | None, Tensor | None]  # of keys and of values, each per head or per key
 
 
 def decode_attention(
@@ -61,7 +61,8 @@ def decode_attention(
     if block_mask is not None:
         check_block_mask(block_mask, key.shape[0], kv_len, key.device)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    # From 8 bits, as PyTorch has no such products on a CPU. How it adds up 16 bits may depend on the batch.
+    # Keys in 8 bits are upcast, as PyTorch has no such products on a CPU. So are keys in 16 bits with
+    # `batch_invariant`: the order of their sums may depend on the batch.
     upcasts = key.dtype != dtype or (batch_invariant and dtype.itemsize == 2)
     if upcasts:
         query = query.to(accumulator_dtype(dtype))
@@ -88,15 +89,15 @@ def attend_variant(
     scales: Scales | None = None,
     separately: bool = False,
 ) -> State:
-    """The state over the sinks and the keys that mask, lengths and window leave; `kernel` computes that of keys.
+    """Return the state over the sinks and the keys that mask, lengths and window leave; `kernel` computes that of keys.
 
-    `scales` are given for keys that are upcast, for a kernel that takes them. `separately`: each sequence gets its own
-    span of keys, whatever the others need.
+    `scales` are given for keys that are upcast, if the kernel takes them. `separately`: each sequence gets its own span
+    of keys, whatever the others need.
     """
     q_len, kv_len, spans = query.shape[2], key.shape[2], None
     if lens is not None or variant.window is not None:
         lens = [kv_len] if lens is None else lens
-        if variant.window is not None:  # keys before every window are left out before anything is computed for them
+        if variant.window is not None:  # drops keys before every window first
             first = max(0, min(lens) - q_len - variant.window + 1)
             key, value = key[:, :, first:], value[:, :, first:]
             mask = None if mask is None else mask.expand(*mask.shape[:-1], kv_len)[..., first:]
@@ -114,7 +115,7 @@ def attend_variant(
         return out, lse
     if not separately:
         return merge_sinks(out, lse, variant.sinks)
-    # Vectorised functions round the numbers at the end of a tensor in another way than those before.
+    # Vectorised functions round the last numbers of a tensor differently from the others.
     each = zip(out.split(1), lse.split(1), strict=True)
     outs, lses = zip(*(merge_sinks(*state, variant.sinks) for state in each), strict=True)
     return torch.cat(outs), torch.cat(lses)
@@ -126,13 +127,13 @@ def merge_states(out: Tensor, lse: Tensor, *, batch_invariant: bool = False) -> 
 
 
 def spans_of(mask: Tensor, kv_len: int, block_mask: Tensor | None = None) -> list[Span]:
-    """The span that a mask leaves of each row of the KV; `block_mask` is what was found in it before."""
+    """Return the span of keys that a mask leaves in each row of the KV, from its `block_mask` if that is given."""
     data = key_spans(mask.expand(*mask.shape[:-1], kv_len)) if block_mask is None else block_mask
     return list(map(Span._make, data.tolist()))
 
 
 def _reach(lens: list[int], q_len: int, kv_len: int, window: int | None) -> tuple[Tensor, list[Span]]:
-    """The keys that length and window leave to each query: as a mask, and as the span of each sequence."""
+    """Return the keys that length and window leave to each query: as a mask, and as the span of each sequence."""
     if window is None:
         spans = [Span(0, n, True) for n in lens]
     else:
@@ -151,9 +152,9 @@ def attend_keys(
     scales: Scales | None = None,
     separately: bool = False,
 ) -> State:
-    """The state over the keys that a mask leaves, in spans, one for each sequence or one for all of them.
+    """Return the state over the keys that a mask leaves, in spans: one for each sequence, or one for all of them.
 
-    `scales` are given for keys that are upcast, for a kernel that takes them. `separately`: spans are not joined.
+    `scales` are given for keys that are upcast, if the kernel takes them. `separately`: spans are not joined.
     """
     batch, q_heads, q_len, _ = query.shape
     kv_heads = key.shape[1]
@@ -163,7 +164,7 @@ def attend_keys(
         return kernel if scales is None else functools.partial(kernel, _scales_of(scales, sequences, keys=keys))
 
     def attend_run(sequences: slice, span: Span, some_empty: bool) -> State:
-        """The state of sequences over a span of keys; `some_empty`: some sequence has no key at all."""
+        """Return the state of sequences over a span of keys; `some_empty`: some sequence has no key at all."""
         length = span.stop - span.start
         q, k, v = q_rows, key.narrow(2, span.start, length), value.narrow(2, span.start, length)
         if sequences.stop - sequences.start < batch:
@@ -174,7 +175,7 @@ def attend_keys(
         own_mask = squeeze_broadcast(mask)
         own_mask = own_mask[sequences if own_mask.shape[0] > 1 else slice(0, 1), :, :, span.start : span.stop]
         own_mask = additive(pack_mask(own_mask, q_heads, kv_heads, q_len), query.dtype)
-        # Where all queries share a mask, a span that is not empty leaves none of them without a key.
+        # If all queries share a mask, each of them has a key in a span that is not empty.
         return kernel(q, k, v, own_mask, scale, some_empty or own_mask.shape[1:3] != (1, 1))
 
     if mask is None or spans is None:
@@ -192,7 +193,10 @@ def _attend_runs(
     pair_bytes: int,
     separately: bool,
 ) -> State:
-    """The state of each sequence over its own span, in as few calls as pay; `pair_bytes`: of a key and its value."""
+    """Return the state of each sequence over its own span, in as few calls as pay.
+
+    `pair_bytes`: the bytes of a key and its value.
+    """
     some_empty = any(span.empty for span in spans)
     runs = _runs(spans, batch)
     if len(runs) == 1:
@@ -201,7 +205,7 @@ def _attend_runs(
     wasted = sum(stop - start - (span.stop - span.start) for span in spans)
     if not separately and wasted * pair_bytes < len(runs) * thresholds.CPU.run_bytes:
         state = attend_run(slice(0, batch), Span(start, stop, False), some_empty)
-        # Where a sequence's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that.
+        # If a sequence's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that.
         if not math.isnan(state[0].sum().item()):
             return state
     outs, lses = zip(*(attend_run(*run, some_empty) for run in runs), strict=True)
@@ -209,7 +213,7 @@ def _attend_runs(
 
 
 def _runs(spans: list[Span], batch: int) -> list[tuple[slice, Span]]:
-    """The batch in order, cut where the span of keys changes."""
+    """Cut the batch, in order, where the span of keys changes."""
     if spans.count(spans[0]) == len(spans):
         return [(slice(0, batch), spans[0])]
     runs = []
@@ -220,7 +224,7 @@ def _runs(spans: list[Span], batch: int) -> list[tuple[slice, Span]]:
 
 
 def kernel_of(variant: AttentionVariant, upcasts: bool, batch_invariant: bool = False) -> Kernel:
-    """`attend` with what a variant adds to it; `upcasts`: keys and values are in fewer bits than the queries."""
+    """Return `attend` with a variant's additions; `upcasts`: keys and values have fewer bits than the queries."""
     kernel: Kernel = attend_each if batch_invariant else attend
     if variant.softcap is not None:
         kernel = functools.partial(_attend_capped, softcap=variant.softcap)
@@ -232,9 +236,9 @@ def kernel_of(variant: AttentionVariant, upcasts: bool, batch_invariant: bool = 
 def _attend_capped(
     q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool, softcap: float
 ) -> State:
-    """`attend` with scores `softcap * tanh(score / softcap)`, which PyTorch's kernel does not support: plain, not fast.
+    """Like `attend`, with scores `softcap * tanh(score / softcap)`, which PyTorch's kernel does not support.
 
-    `some_empty` is not needed here, and taken because `attend` takes it.
+    It is plain, not fast. `some_empty` is unused: `attend` has it.
     """
     if key.shape[2] == 0:
         return empty_state(q_rows, value.shape[3])
@@ -244,8 +248,8 @@ def _attend_capped(
     if mask is not None:
         excluded = mask == NEG_INF
         scores = torch.where(excluded, NEG_INF, scores + mask)
-        value = value.masked_fill(excluded.all(dim=2).unsqueeze(-1), 0.0)  # which may be NaN, and 0 * NaN is NaN
-    # The maximum and the sum are kept apart: beside a large bias, an lse no longer tells how many keys there are.
+        value = value.masked_fill(excluded.all(dim=2).unsqueeze(-1), 0.0)  # they may be NaN, and 0 * NaN is NaN
+    # The maximum and the sum are kept apart: with a large bias, an lse no longer tells how many keys there are.
     row_max = scores.amax(dim=-1, keepdim=True)
     p = torch.exp(scores - torch.where(row_max == NEG_INF, 0.0, row_max))
     row_sum = p.sum(dim=-1, keepdim=True)
@@ -263,7 +267,7 @@ def _attend_upcast(
     scale: float,
     some_empty: bool,
 ) -> State:
-    """`kernel` on what keys and values in 8 bits represent: upcast for a few heads at a time, while in the cache."""
+    """Run `kernel` on the values of 8-bit keys and values, upcast for a few heads at a time, while in the cache."""
     batch, kv_heads, kv_len, _ = key.shape
     threads = torch.get_num_threads()
     head_bytes = max(1, kv_len * (key.shape[3] + value.shape[3]) * q_rows.element_size())
@@ -287,7 +291,7 @@ def _attend_upcast(
 def _scales_of(
     scales: Scales, sequences: slice = slice(None), heads: slice = slice(None), keys: slice = slice(None)
 ) -> Scales:
-    """The scales of some keys."""
+    """Return the scales of some keys."""
     key, value = (x if x is None else x[heads] if x.dim() == 1 else x[sequences, heads, keys] for x in scales)
     return key, value
 

@@ -1,8 +1,8 @@
-"""Attention states on a CPU of which no bit depends on other sequences, nor on the number of threads.
+"""Attention states on a CPU, bitwise independent of other sequences and of the number of threads.
 
-In float32 and float64 PyTorch's kernel has one thread add up the keys of a (sequence, head), 512 at a time from the
-first one on. What is left to see to is where its products, which are MKL's, differ from one to the next: MKL adds up in
-another order where a matrix does not begin on a cache line, and where it has threads of its own.
+PyTorch's kernel in float32 and float64 has one thread add up the keys of a (sequence, head), 512 at a time from the
+first one on. Its products are MKL's, and MKL adds up in another order in two cases: if a matrix does not begin on a
+cache line, and if MKL has threads of its own. This file rules out both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CACHE_LINE = 64  # bytes
 def attend_each(
     q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool
 ) -> State:
-    """`tatten.ops.cpu.flash.attend` for each sequence as if it were alone, in float32 or float64."""
+    """Like `tatten.ops.cpu.flash.attend`, for each sequence as if it were alone, in float32 or float64."""
     value_dim = value.shape[3]
     if key.shape[2] == 0:
         return empty_state(q_rows, value_dim)
@@ -27,11 +27,11 @@ def attend_each(
     if not all(_on_cache_lines(x) for x in (q_rows, key, value)):
         q_rows, key, value = (_to_cache_lines(x) for x in (q_rows, key, value))
     alone = q_rows.shape[:2] == (1, 1)
-    if alone:  # a single (sequence, head) is not given to a thread, and MKL would have several for each product
+    if alone:  # a single (sequence, head) is not given to a thread, and MKL would use several for each product
         q_rows, key, value = (x.expand(2, -1, -1, -1) for x in (q_rows, key, value))
     out, lse = attend_in_one_call(q_rows, key, value, mask, scale, some_empty)
     sequences = slice(1) if alone else slice(None)
-    # Copied so that they lie alike however many calls there are: vectorised functions round strided numbers otherwise.
+    # Copies have one layout for any number of calls: vectorised functions round strided numbers differently.
     return out[sequences, :, :n_rows, :value_dim].contiguous(), lse[sequences, :, :n_rows].contiguous()
 
 
@@ -50,5 +50,5 @@ def _on_cache_lines(x: Tensor) -> bool:
 
 
 def _to_cache_lines(x: Tensor) -> Tensor:
-    """A copy of `x`, with zeros at the end of each row, which change neither scores nor sums."""
+    """Copy `x` with zeros at the end of each row, which change neither scores nor sums."""
     return F.pad(x, (0, -x.shape[3] % (CACHE_LINE // x.element_size()))).contiguous()

@@ -57,7 +57,7 @@ def bifurcated_attention(
             states.append(_attend_rows(query, key, value, mask, block_mask, scale, kernel, own_rows))
 
     def combine(first: int, stop: int) -> State:
-        """The state of some sequences over the sinks and all segments."""
+        """Return the state of some sequences over the sinks and all segments."""
         out, lse = combine_partials(*zip(*[(x[first:stop], y[first:stop]) for x, y in states], strict=True))
         for b in coarse_sequences(lse) if additive_masks and len(keys) > 1 else ():
             at, own = slice(b, b + 1), slice(first + b, first + b + 1)
@@ -68,7 +68,7 @@ def bifurcated_attention(
     if not batch_invariant:
         out, lse = combine(0, query.shape[0])
         return out.contiguous(), lse.contiguous()
-    # Vectorised functions round the numbers at the end of a tensor in another way than those before.
+    # Vectorised functions round the last numbers of a tensor differently from the others.
     outs, lses = zip(*(combine(b, b + 1) for b in range(query.shape[0])), strict=True)
     return torch.cat(outs).to(dtype), torch.cat(lses)
 
@@ -83,7 +83,7 @@ def _attend_blocks(
     kernel: Kernel,
     separately: bool = False,
 ) -> State:
-    """The state of each sequence over a segment whose rows serve aligned blocks of sequences."""
+    """Return the state of each sequence over a segment whose rows serve aligned blocks of sequences."""
     batch, kv_batch, kv_len = query.shape[0], key.shape[0], key.shape[2]
     spans = None
     if mask is not None:
@@ -104,7 +104,7 @@ def _attend_rows(
     kernel: Kernel,
     rows: Tensor,
 ) -> State:
-    """The state of each sequence over the row of a segment that it reads, a run of rows at a time."""
+    """Return the state of each sequence over the row of a segment that it reads, a run of rows at a time."""
     batch, kv_batch = query.shape[0], key.shape[0]
     out = query.new_empty((*query.shape[:3], value.shape[3]))
     lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
@@ -133,7 +133,7 @@ def _attend_each(
     kernel: Kernel,
     rows: Tensor | None,
 ) -> State:
-    """The state of each sequence over the row of a segment that it reads, as if it were alone."""
+    """Return the state of each sequence over the row of a segment that it reads, as if it were alone."""
     batch, kv_batch = query.shape[0], key.shape[0]
     if rows is None and kv_batch == batch:
         return _attend_blocks(query, key, value, mask, None, scale, kernel, separately=True)
@@ -161,9 +161,9 @@ def _concatenate(
     rows: Sequence[Tensor | None],
     b: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All segments of sequence `b` as one key, one value and one additive mask, each with a batch of one.
+    """Return all segments of sequence `b` as one key, one value and one additive mask, each with a batch of one.
 
-    Each segment gives only the span that its mask leaves over: what lies outside may be NaN.
+    Each segment gives only the span that its mask leaves: keys outside it may be NaN.
     """
     batch, q_heads, q_len, _ = query.shape
     dtype, kv_heads = accumulator_dtype(query.dtype), math.lcm(*(key.shape[1] for key in keys))

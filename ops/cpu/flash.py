@@ -1,7 +1,7 @@
-"""One attention state from PyTorch's flash kernel for CPUs, worked around where it is wrong or leaves cores idle.
+"""One attention state from PyTorch's flash kernel for CPUs, with workarounds where it is wrong or leaves cores idle.
 
-The kernel returns the lse. Handled here are no keys at all, queries without any key, strides, head_dims that differ,
-few heads for many cores, and many heads at once in low precision, which the kernel packs slowly.
+The kernel returns the lse. This file handles calls without keys, queries without any key, strides, head_dims that
+differ, few heads for many cores, and many heads at once in low precision, which the kernel packs slowly.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from tatten.ops.cpu import thresholds
 from tatten.ops.moved import moved
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, combine_partials
 
-# Where the lse of partials is larger, combining by it may lose more than float32 has lost of each score. Scores alone,
-# and biases of ordinary size, stay far below: what is above is computed twice.
+# If the lse of partials is larger, combining by it may lose more than float32 has lost of each score. Scores alone, and
+# biases of ordinary size, stay far below. Sequences above it are computed twice.
 COARSE_LSE = 4096.0
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a 4-D mask to what the flash kernel takes: additive, and dense in its last dimension."""
+    """Convert a 4-D mask to the form that the flash kernel takes: additive, and dense in its last dimension."""
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, NEG_INF)
-    if dtype == torch.float64:  # beside lower precision the kernel takes float32; beside float64 it would misread it
+    if dtype == torch.float64:  # the kernel takes float32 masks with lower precision, but misreads them with float64
         mask = mask.double()
     return mask if mask.stride(3) == 1 else mask.contiguous()
 
 
 def empty_state(q_rows: Tensor, value_dim: int) -> State:
-    """The state of packed queries `[b, kv_heads, q_rows, d]` over no keys."""
+    """Return the state of packed queries `[b, kv_heads, q_rows, d]` over no keys."""
     shape = q_rows.shape[:3]
     return q_rows.new_zeros(*shape, value_dim), q_rows.new_full(shape, NEG_INF, dtype=accumulator_dtype(q_rows.dtype))
 
 
 def attend(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool) -> State:
-    """The state of packed queries `[b, kv_heads, q_rows, d]` over all keys given, with an additive mask."""
+    """Return the state of packed queries `[b, kv_heads, q_rows, d]` over all given keys, with an additive mask."""
     batch, kv_heads, n_q_rows, _ = q_rows.shape
     value_dim = value.shape[3]
     if key.shape[2] == 0:  # the flash kernel would divide by zero, and the process would die
@@ -66,19 +66,19 @@ def attend(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 def attend_in_one_call(
     q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool
 ) -> State:
-    """`attend` for at least one key, whatever the cores: its graph is the same on every machine that traces it."""
+    """Like `attend`, for at least one key, but independent of the cores: every machine traces the same graph."""
     out, lse = _flash(*_as_the_kernel_takes_them(q_rows, key, value), mask, scale, some_empty)
     return (out if out.shape[3] == value.shape[3] else out[..., : value.shape[3]]), lse
 
 
 def _as_the_kernel_takes_them(q_rows: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values with one head_dim, that of `value` or more, and dense in it."""
+    """Return queries, keys and values with one head_dim, that of `value` or more, and dense in it."""
     head_dim, value_dim = key.shape[3], value.shape[3]
     if head_dim != value_dim:  # the kernel takes a single head_dim; zeros change neither scores nor the columns kept
         q_rows, key = (F.pad(x, (0, max(0, value_dim - head_dim))) for x in (q_rows, key))
         value = F.pad(value, (0, max(0, head_dim - value_dim)))
     if q_rows.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
-        # The kernel reads with stride 1 in the last dimension whatever the tensor says.
+        # The kernel assumes stride 1 in the last dimension, whatever the strides of the tensor.
         q_rows, key, value = q_rows.contiguous(), key.contiguous(), value.contiguous()
     return q_rows, key, value
 
@@ -86,7 +86,7 @@ def _as_the_kernel_takes_them(q_rows: Tensor, key: Tensor, value: Tensor) -> tup
 def coarse_sequences(lse: Tensor) -> list[int]:
     """Find the sequences with a query whose keys all have a bias so large that the lse of partials can't weigh them.
 
-    In float32 `bias + log(n)` is off by up to `2^-24 * abs(bias)`, so that at -1e9, as some models write padding, 3
+    `bias + log(n)` is off by up to `2^-24 * abs(bias)` in float32, so that at -1e9, as some models write padding, 3
     keys weigh as much as 1000. A single call of the kernel keeps the maximum and the sum apart, and is not affected.
     """
     if lse.abs().amax() <= COARSE_LSE:
@@ -98,7 +98,7 @@ def coarse_sequences(lse: Tensor) -> list[int]:
 
 @functools.cache
 def flash_problem() -> str | None:
-    """Why PyTorch's flash kernel for CPUs can't be called; None if it can."""
+    """Return the reason why PyTorch's flash kernel for CPUs can't be called; None if it can."""
     try:
         schema = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default._schema
         names = [x.name for x in schema.arguments]
@@ -111,7 +111,7 @@ def flash_problem() -> str | None:
 
 
 def _plain(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> State:
-    """The state by matrix products and a softmax, which write all scores to memory."""
+    """Return the state by matrix products and a softmax, which write all scores to memory."""
     acc = accumulator_dtype(q_rows.dtype)
     scores = scale * (q_rows.to(acc) @ key.to(acc).mT)
     if mask is not None:
@@ -134,15 +134,15 @@ def _flash(
         # A query without any key gets out = 0 from the kernel, but lse = 0 too.
         lse = lse.masked_fill((mask == NEG_INF).all(dim=-1), NEG_INF)
     if mask is not None and q_rows.element_size() == 2:
-        # In low precision the kernel returns numbers beside a bias of +inf, where NaN is right.
+        # The kernel in low precision returns numbers for a bias of +inf, where NaN is right.
         out = out.masked_fill((lse == -NEG_INF).unsqueeze(-1), torch.nan)
     return out, lse
 
 
 def pieces_of(key: Tensor, value: Tensor) -> int:
-    """Number of pieces to cut the keys into so that every core is busy: the kernel parallelises over (batch, head).
+    """Return the number of pieces of keys that keeps every core busy: the kernel parallelises over (batch, head).
 
-    It is 1 where nothing is gained, or where (batch, head) is not one dimension in memory.
+    It is 1 if nothing is gained, or if (batch, head) is not one dimension in memory.
     """
     batch, kv_heads, kv_len, head_dim = key.shape
     threads, pairs = torch.get_num_threads(), batch * kv_heads
@@ -162,7 +162,7 @@ def pieces_of(key: Tensor, value: Tensor) -> int:
 def _attend_in_pieces(
     q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, pieces: int
 ) -> State:
-    """`_flash` over keys cut into equal pieces, which take the place of heads; the remainder is one more state."""
+    """Call `_flash` on keys cut into equal pieces, which take the place of heads; the remainder is one more state."""
     batch, kv_heads = key.shape[:2]
     q_rows, key, value = (x.flatten(0, 1) for x in (q_rows, key, value))
     if mask is not None:
@@ -190,9 +190,9 @@ def _attend_in_pieces(
 def _attend_in_groups(
     q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool
 ) -> State:
-    """`_flash` on as many heads at a time as there are cores, so that packed keys are used while they are in cache.
+    """Call `_flash` on as many heads at a time as there are cores, so that packed keys are used while in the cache.
 
-    Packed all at once, 32 heads of 4096 keys take 2 to 10 times as long (2-core Xeon with AMX, measured).
+    If packed all at once, 32 heads of 4096 keys take 2 to 10 times as long (2-core Xeon with AMX, measured).
     """
     batch, kv_heads = key.shape[:2]
     size = torch.get_num_threads()

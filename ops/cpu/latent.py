@@ -1,7 +1,7 @@
-"""`tatten::latent_attention` on a CPU: all heads against the latents where they lie, a block of keys at a time.
+"""`tatten::latent_attention` on a CPU: all heads against the latents in place, a block of keys at a time.
 
-A latent is the value of a key and its first part; the other part, its rope, lies elsewhere. No copy joins the two, and
-of latents in low precision one block is in float32 at a time, which stays in the cache.
+A latent is the value of a key and the key's first part. The other part of the key, its rope, lies elsewhere. No copy
+joins the two. Latents in low precision are upcast to float32 one block at a time, and the block stays in the cache.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ def latent_attention(
 def query_and_rope(
     query: Tensor, query_rope: Tensor | None, latent: Tensor, key_rope: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Both parts of the queries as one tensor, in float32 if one is, and the rope of the keys: of width 0 if none."""
+    """Return both parts of the queries as one tensor, in float32 if one is, and the rope of the keys.
+
+    The rope has width 0 if there is none.
+    """
     if query_rope is None or key_rope is None:
         return query, latent[..., :0]
     return torch.cat((query, query_rope), dim=3), key_rope
@@ -64,7 +67,7 @@ def query_and_rope(
 def _attend_each(
     q_rows: Tensor, latent: Tensor, rope: Tensor, mask: Tensor | None, scale: float, some_empty: bool
 ) -> State:
-    """`_attend_in_groups` for each sequence as if it were alone: by PyTorch's kernel, which takes copies."""
+    """Like `_attend_in_groups`, for each sequence as if it were alone: by PyTorch's kernel, which takes copies."""
     acc = accumulator_dtype(q_rows.dtype)
     value = latent.to(acc)
     key, mask = torch.cat((value, rope.to(acc)), dim=3), None if mask is None else mask.to(acc)
@@ -80,10 +83,10 @@ def _attend_in_groups(
     some_empty: bool,
     softcap: float | None,
 ) -> State:
-    """The state, not rounded, of packed queries `[b, 1, q_rows, rank + width]`, with an additive mask.
+    """Return the state, not rounded, of packed queries `[b, 1, q_rows, rank + width]`, with an additive mask.
 
-    As many sequences go together as fill one block for all cores. `some_empty` is not needed here, and taken
-    because `tatten.ops.cpu.flash.attend` takes it.
+    As many sequences are computed together as fill one block for all cores. `some_empty` is unused:
+    `tatten.ops.cpu.flash.attend` has it.
     """
     batch, kv_len = latent.shape[0], latent.shape[2]
     key_bytes = q_rows.shape[3] * accumulator_dtype(q_rows.dtype).itemsize
@@ -124,7 +127,7 @@ def _attend(
             scores = softcap * torch.tanh(scores / softcap)
         if mask is not None:
             scores += mask[:, 0, :, block]
-        # The maximum and the sum are kept apart: beside a large bias, an lse no longer tells how many keys there are.
+        # The maximum and the sum are kept apart: with a large bias, an lse no longer tells how many keys there are.
         new_max = torch.maximum(row_max, scores.amax(dim=2, keepdim=True))
         base = torch.where(new_max == NEG_INF, 0.0, new_max)
         alpha, p = torch.exp(row_max - base), torch.exp(scores - base)

@@ -1,4 +1,4 @@
-"""Plain calls that the kernel answers at once, in few lines of Python: these would take as long as a short call.
+"""Plain calls that the kernel answers at once, in few lines of Python: more lines would take as long as a short call.
 
 `tatten.ops.cpu.attention` checks and computes all other calls.
 """
@@ -17,9 +17,9 @@ from tatten.ops.validation import FLOAT_DTYPES
 def attend_at_once(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, block_mask: Tensor | None, scale: float | None
 ) -> State | None:
-    """The state over all keys, or over the span of them that a bool mask leaves to all sequences and queries alike.
+    """Return the state over all keys, or over one span that a bool mask leaves to all sequences and queries alike.
 
-    Returns None where a check fails or the kernel needs help; nothing raises, and no tensor was written.
+    The result is None if a check fails or the kernel needs help; nothing raises, and no tensor was written.
     """
     shape, kv_shape, dtype = query.shape, key.shape, query.dtype
     if not (
@@ -55,7 +55,7 @@ def attend_at_once(
         return None
     rows_shape: tuple[int, ...] = (batch, kv_heads, q_rows, head_dim)
     if q_rows > q_len and all(batch == 1 or x.stride(0) == kv_heads * x.stride(1) for x in (key, value)):
-        # Each (sequence, kv head) as a batch of its own: so the kernel writes in the order of the output.
+        # Each (sequence, kv head) is a batch of its own, so that the kernel writes in the order of the output.
         rows_shape, kv_rows_shape = (batch * kv_heads, 1, q_rows, head_dim), (batch * kv_heads, 1, length, head_dim)
         key, value = key.view(kv_rows_shape), value.view(kv_rows_shape)
     scale = head_dim**-0.5 if scale is None else scale
@@ -67,7 +67,7 @@ def attend_at_once(
 
 
 def _span_of_all(attn_mask: Tensor, block_mask: Tensor, batch: int, kv_len: int) -> tuple[int, int] | None:
-    """The start and the stop of the keys that all queries attend to, if these are all that any query attends to."""
+    """Return the start and the stop of the keys that all queries attend to, if no query attends to others, or None."""
     if (
         attn_mask.dtype is not torch.bool
         or attn_mask.shape not in ((1, 1, 1, kv_len), (batch, 1, 1, kv_len))

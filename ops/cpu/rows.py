@@ -11,9 +11,9 @@ from torch import Tensor
 from tatten.ops.row_groups import group_size, row_groups_reference
 from tatten.ops.row_validation import check_row_values, check_rows
 
-# Queries of a run, padding included, at most, for each that is real: padding is work, and each run is a call. 115
-# samples of 32 prompts of 128 tokens took 4.7 ms with 1, 2.3 with 2 and 2.2 with 4; with all but 31 from one prompt
-# 3.4, 2.8 and 4.1 (8/2 heads of 64, 2 cores; copies of the prompts 2.8).
+# The most queries of a run, padding included, for each real one: padding is work, and each run is a call. 115 samples
+# of 32 prompts of 128 tokens took 4.7 ms with 1, 2.3 with 2 and 2.2 with 4. With all but 31 samples from one prompt
+# they took 3.4, 2.8 and 4.1 (8/2 heads of 64, 2 cores; copies of the prompts 2.8).
 MOST_PADDED = 2.0
 
 
@@ -21,8 +21,9 @@ class Run(NamedTuple):
     """Stored rows `start` to `stop - 1`, which some sequences read.
 
     Attributes:
-        sequences: `[stop - start, n]`, those that read each row, filled up with its first one to equally many.
-        real: bool, of the same shape: whether a sequence is not there to fill up.
+        sequences: `[stop - start, n]`, the sequences that read each row. Shorter rows are filled up to n with their
+            first one.
+        real: bool, of the same shape: False for entries that only fill up.
     """
 
     start: int
@@ -39,7 +40,7 @@ def row_groups(rows: Tensor, kv_batch: int, queries: int) -> Tensor:
 
 
 def runs_of(rows: Tensor, kv_batch: int) -> Iterator[Run]:
-    """Find few runs of consecutive rows that hold all sequences, without much padding; rows of none are in no run."""
+    """Find few runs of consecutive rows that hold all sequences, without much padding; unread rows are in no run."""
     order = torch.argsort(rows, stable=True)
     counts = torch.bincount(rows, minlength=kv_batch)
     starts = counts.cumsum(0) - counts

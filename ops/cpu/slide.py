@@ -1,10 +1,10 @@
-"""Moving the cache of a sliding window on by one slot, in place, on a CPU."""
+"""In-place step of a sliding window's cache by one slot, on a CPU."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-BLOCK_BYTES = 1 << 21  # stay in a cache of the CPU's between being read and being written
+BLOCK_BYTES = 1 << 21  # bytes that stay in a CPU cache between read and write
 
 
 def slide_on_cpu_(cache: Tensor, new: Tensor) -> None:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 class Thresholds:
     """Thresholds, as measured on a 2-core Xeon with AMX."""
 
-    # Sequences with spans of their own go to the kernel one by one, unless reading this much more for each is cheaper.
+    # Sequences with different spans go to the kernel one by one, unless reading this much more for each is cheaper.
     run_bytes: int = 1 << 18
-    # Below this many bytes of K and V for each extra piece, the merge costs more than an idle core.
+    # With fewer bytes of K and V for each extra piece, the merge costs more than an idle core.
     split_bytes: int = 1 << 20
-    # From this many rows on, the kernel first copies keys and values in low precision into the layout of AMX.
+    # With this many rows or more, the kernel first copies keys and values in low precision into the layout of AMX.
     packed_rows: int = 64
-    # A block of latents, in the dtype of sums, is as large as this for each core, so that it stays in the cache.
+    # The bytes of a block of latents, in the dtype of sums, for each core, so that it stays in the cache.
     block_bytes: int = 1 << 21
 
 

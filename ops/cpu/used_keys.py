@@ -1,7 +1,7 @@
 """The keys that a mask leaves, found in the graph: for `tatten.ops.decompositions`.
 
-Eager mode (`tatten.ops.cpu.attention`) looks at the mask and decides; here the graph does. It reads where the keys that
-any sequence uses begin and end, as two numbers, and narrows keys and values to them, as views.
+Eager mode (`tatten.ops.cpu.attention`) looks at the mask and decides; here the graph does. It reads two numbers, the
+begin and the end of the keys that any sequence uses, and narrows keys and values to them, as views.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class UsedKeys:
     """Keys and values `[rows, kv_heads, length, d]` of the span that any row uses, with their mask.
 
     Attributes:
-        inside: bool `[rows, length]`, which of them are in the span of each row, or `[1, length]`; None without a mask.
-        scales: of keys and of values in 8 bits, for each head or each key.
+        inside: bool `[rows, length]`, or `[1, length]`: True for keys in the span of each row; None without a mask.
+        scales: the scales of keys and of values in 8 bits, for each head or each key.
     """
 
     key: Tensor
@@ -34,7 +34,7 @@ class UsedKeys:
 
     @property
     def without_poison(self) -> UsedKeys:
-        """A copy with 0 for what lies outside the span of each row, where anything may be."""
+        """A copy with 0 outside the span of each row, where anything may be."""
         if self.inside is None:
             return self
         outside = ~self.inside[:, None, :, None]
@@ -50,7 +50,7 @@ def used_in_blocks(
     least: int = 1,
     scales: Scales = (None, None),
 ) -> UsedKeys:
-    """The used keys, `least` of them at least, of a segment whose rows serve aligned blocks of sequences.
+    """Return the used keys, at least `least` of them, of a segment whose rows serve aligned blocks of sequences.
 
     The mask is folded like `query`.
     """
@@ -64,7 +64,10 @@ def used_in_blocks(
 def used_by_rows(
     key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None, rows: Tensor, least: int = 1
 ) -> UsedKeys:
-    """The used keys, `least` of them at least, of a segment of which each sequence reads any row: copied for each."""
+    """Return the used keys, at least `least` of them, of a segment in which each sequence reads any row.
+
+    They are copied for each sequence.
+    """
     kv_batch, kv_len = key.shape[0], key.shape[2]
     used = UsedKeys(key, value)
     if mask is not None and kv_len != 0:
@@ -82,9 +85,9 @@ def used_by_rows(
 def _narrow(
     key: Tensor, value: Tensor, mask: Tensor, spans: Tensor, least: int, scales: Scales = (None, None)
 ) -> UsedKeys:
-    """Narrow to the keys from the first to the last that any row of `spans`, as `key_spans` has them, leaves.
+    """Narrow to the keys from the first to the last that any row of `spans`, in the form of `key_spans`, leaves.
 
-    Where they are fewer than `least`, others that the mask excludes are among them.
+    If there are fewer than `least`, others that the mask excludes are added.
     """
     kv_len = key.shape[2]
     start, stop = spans[:, 0], spans[:, 1]
@@ -94,11 +97,11 @@ def _narrow(
         begin, length = (cast(int, x.item()) for x in (first, (stop.amax() - first).clamp(min=least)))
         torch._check(begin >= 0)
         torch._check(length >= least)
-        torch._check(begin <= kv_len)  # which follows from the next, but not for PyTorch where kv_len is dynamic
+        torch._check(begin <= kv_len)  # PyTorch can't derive it from the next if kv_len is dynamic
         torch._check(begin + length <= kv_len)
         key, value, mask = key.narrow(2, begin, length), value.narrow(2, begin, length), mask.narrow(3, begin, length)
         places = places.narrow(0, begin, length)
         key_scale, value_scale = (x if x is None or x.dim() == 1 else x.narrow(2, begin, length) for x in scales)
         scales = key_scale, value_scale
-        torch._check(key.shape[2] != 0)  # which does not follow for PyTorch where kv_len is dynamic
+        torch._check(key.shape[2] != 0)  # PyTorch can't derive it if kv_len is dynamic
     return UsedKeys(key, value, mask, (places >= start[:, None]) & (places < stop[:, None]), scales)

@@ -1,4 +1,4 @@
-"""Implementations on a CPU compute in the dtypes of their tensors, whatever autocast would make of their products."""
+"""Implementations on a CPU compute in the dtypes of their tensors, whether autocast is on or not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def without_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """`implementation`, run with autocast off: on, it would round what is summed in float32."""
+    """Return `implementation`, run with autocast off: autocast would round values that are summed in float32."""
 
     @functools.wraps(implementation)
     def run(*args: Any, **kwargs: Any) -> Any:
