@@ -1,7 +1,7 @@
 """Process groups by name, and their collectives as functions of tensors: eager, compiled and captured alike.
 
-All use of PyTorch's functional collectives and of the internals of `torch.distributed` is in this file. The collectives
-are dispatcher ops of `_c10d_functional`, which AOTAutograd traces and Inductor lowers; each is followed by its wait.
+This file alone uses PyTorch's functional collectives and the internals of `torch.distributed`. The collectives are
+dispatcher ops of `_c10d_functional`, which AOTAutograd traces and Inductor lowers; each is followed by its wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INSTEAD = "states are not merged over ranks, and SDPA over DTensors is PyTorch'
 
 @functools.cache
 def collectives_problem() -> str | None:
-    """Why nothing can be merged over ranks with this PyTorch; None if it can."""
+    """Return the reason why states can't be merged over ranks with this PyTorch; None if they can."""
     try:
         resolve = distributed_c10d._resolve_process_group
         if dist.group.WORLD is not None:
@@ -49,7 +49,7 @@ def collectives_problem() -> str | None:
 
 
 def group_of(name: str) -> dist.ProcessGroup:
-    """The process group with this name, of which this rank is a member.
+    """Return the process group with this name, of which this rank is a member.
 
     Raises:
         NotImplementedError: PyTorch's collectives have moved.
@@ -60,7 +60,7 @@ def group_of(name: str) -> dist.ProcessGroup:
 
 
 def group_size_and_rank(name: str) -> tuple[int, int]:
-    """The size of a group and this rank in it; a constant to Dynamo.
+    """Return the size of a group and this rank in it; a constant to Dynamo.
 
     AOTAutograd caches by graph, and other ranks and runs have groups with the same names. So everything that a
     decomposition depends on has to be in the graph.
@@ -69,19 +69,19 @@ def group_size_and_rank(name: str) -> tuple[int, int]:
     return group.size(), group.rank()
 
 
-# What `torch.compiler.assume_constant_result` does, without importing Dynamo, which takes seconds.
+# This is the effect of `torch.compiler.assume_constant_result`, which would import Dynamo: that takes seconds.
 group_size_and_rank._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def group_backend(group: dist.ProcessGroup, device_type: str) -> str:
-    """The name of the backend that a group uses for tensors on this type of device, such as "nccl"."""
+    """Return the name of the backend that a group uses for tensors on this type of device, such as "nccl"."""
     with _for_push("torch.distributed.ProcessGroup._get_backend"):
         name: str = group._get_backend(torch.device(device_type)).name()
         return name
 
 
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
-    """The time that a collective of a group waits for its peers."""
+    """Return the time that a collective of a group waits for its peers."""
     with _for_push("torch.distributed.ProcessGroup._device_types"):
         device = torch.device("cuda" if "cuda" in map(str, group._device_types) else "cpu")
         options = getattr(group._get_backend(device), "options", None)
@@ -90,7 +90,7 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The key-value store through which the ranks of a group found each other."""
+    """Return the key-value store through which the ranks of a group found each other."""
     with _for_push("torch.distributed.distributed_c10d._get_process_group_store"):
         return distributed_c10d._get_process_group_store(group)
 
@@ -105,17 +105,17 @@ def _for_push(name: str) -> Iterator[None]:
 
 
 def all_reduce(x: Tensor, op: str, name: str) -> Tensor:
-    """`x` reduced elementwise by `op`, "sum" or "max", over all ranks."""
+    """Reduce `x` elementwise by `op`, "sum" or "max", over all ranks."""
     return _wait(_c10d.all_reduce(x, op, name))
 
 
 def all_gather(x: Tensor, n: int, name: str) -> Tensor:
-    """The `x`, `[rows, ...]` and contiguous, of all n ranks in order: `[n * rows, ...]`."""
+    """Gather `x`, `[rows, ...]` and contiguous, of all n ranks in order: `[n * rows, ...]`."""
     return _wait(_c10d.all_gather_into_tensor(x, n, name))
 
 
 def reduce_scatter(x: Tensor, n: int, name: str) -> Tensor:
-    """This rank's part, `[rows, ...]`, of the sum of `x`, `[n * rows, ...]` and contiguous, over all n ranks."""
+    """Sum `x`, `[n * rows, ...]` and contiguous, over all n ranks, and return this rank's part, `[rows, ...]`."""
     return _wait(_c10d.reduce_scatter_tensor(x, "sum", n, name))
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a process group: what they exchange on the host, and the memory that they share for push merges."""
+"""The ranks of a process group: their exchanges on the host, and the memory that they share for push merges."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Workspace:
         epochs: int64 `[programs]`, the last round on each channel; -1 after a peer was missing.
         missing: int32 `[1]` in pinned host memory: kernels set bit i if rank i did not arrive.
         rank: this rank.
-        timeout_ns: how long a kernel waits for its peers.
+        timeout_ns: the time that a kernel waits for its peers.
     """
 
     buffer: Tensor
@@ -42,19 +42,19 @@ class Workspace:
 
     @property
     def missing_ranks(self) -> list[int]:
-        """Ranks that did not arrive, as far as the device has got: does not wait for it."""
+        """Return the ranks that did not arrive, as far as the device has got. It does not wait for the device."""
         return [rank for rank in range(MAX_RANKS) if self._missing_bits.value >> rank & 1]
 
 
 @dataclass
 class Communicator:
-    """The ranks of one process group, and what they have agreed on.
+    """The ranks of one process group, and their agreements.
 
     Attributes:
         exchanges: number of exchanges so far, the same on all ranks between exchanges.
         unsupported_reason: why the push merge does not work in this group; None if it does.
-        workspaces: by device.
-        plans: by device, shape, dtype and whether heads are scattered.
+        workspaces: the workspace of each device.
+        plans: the plans by device, shape, dtype and whether heads are scattered.
     """
 
     name: str
@@ -69,11 +69,11 @@ class Communicator:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Communicator:
-        """The communicator of a group, before any exchange."""
+        """Return the communicator of a group, before any exchange."""
         return cls(group.group_name, group.rank(), group.size(), group_store(group), group_timeout(group))
 
     def exchange(self, topic: str, mine: str) -> list[str]:
-        """The strings of all ranks, through the group's store: a collective on the host, bounded by its timeout.
+        """Exchange strings with all ranks through the group's store: a collective on the host, bounded by its timeout.
 
         Raises:
             RuntimeError: a rank did not arrive; the message names it and the topic.
@@ -86,7 +86,7 @@ class Communicator:
             raise RuntimeError(self.missing_peers(error.missing, f"at its first use, to agree on {topic}")) from error
 
     def missing_peers(self, missing: list[int], when: str) -> str:
-        """The error message for peers that did not arrive."""
+        """Return the error message for peers that did not arrive."""
         ranks = " and ".join(map(str, missing)) or "unknown"
         return (
             f"tatten.tree_merge, strategy 'push': rank {ranks} of the {self.size} of group {self.name!r} did not "
@@ -94,17 +94,17 @@ class Communicator:
         )
 
 
-# Keyed by group and not by name: groups are destroyed, and their names are used again.
+# The key is the group and not its name: groups are destroyed, and their names are used again.
 _communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
 
 
 def connected(group: str) -> Communicator | None:
-    """The communicator of a group, if `connect` made one."""
+    """Return the communicator of a group, if `connect` made one."""
     return _communicators.get(group_of(group))
 
 
 def connect(group: str, device: torch.device) -> Communicator:
-    """The communicator of a group, kept as long as the group lives; all ranks have to make the first call."""
+    """Return the communicator of a group, kept as long as the group lives. All ranks have to make the first call."""
     process_group = group_of(group)
     communicator = _communicators.get(process_group)
     if communicator is None:
@@ -123,7 +123,7 @@ def connect(group: str, device: torch.device) -> Communicator:
 
 
 def _location(device: torch.device) -> str:
-    """Node, host name, GPU, and whether it reaches all other GPUs that this process sees."""
+    """Describe node, host name, GPU, and whether the GPU reaches all other GPUs that this process sees."""
     mine = torch.cuda.current_device() if device.index is None else device.index
     others = [i for i in range(torch.cuda.device_count()) if i != mine]
     reaches = all(torch.cuda.can_device_access_peer(mine, i) for i in others)
@@ -133,7 +133,7 @@ def _location(device: torch.device) -> str:
 
 
 def unsupported_topology(locations: list[str]) -> str | None:
-    """Why ranks at these locations, one `_location` for each rank, can't share memory; None if they can."""
+    """Return why ranks at these locations, one `_location` per rank, can't share memory; None if they can."""
     nodes, hosts, gpus, reach = zip(*(location.split() for location in locations), strict=True)
     if len(set(nodes)) > 1:
         return f"its ranks are on several nodes: {', '.join(dict.fromkeys(hosts))}"

@@ -13,7 +13,7 @@ from tatten.ops.distributed.collectives import group_store, group_timeout
 
 
 class MissingError(RuntimeError):
-    """Some did not arrive in time: `missing` has their places."""
+    """Some participants did not arrive in time: `missing` has their places."""
 
     def __init__(self, missing: list[int]):
         super().__init__(f"nothing came from {missing}")
@@ -21,10 +21,10 @@ class MissingError(RuntimeError):
 
 
 def exchange(store: dist.Store, key: str, place: int, size: int, mine: str, timeout: datetime.timedelta) -> list[str]:
-    """The strings of all `size` participants, of which this is number `place`; `key` is of this exchange alone.
+    """Return the strings of all `size` participants. This one is number `place`; `key` is for this exchange only.
 
     Raises:
-        MissingError: not all arrived within the timeout.
+        MissingError: a participant did not arrive within the timeout.
     """
     keys = [f"{key}/{i}" for i in range(size)]
     store.set(keys[place], mine)
@@ -40,12 +40,12 @@ def exchange(store: dist.Store, key: str, place: int, size: int, mine: str, time
     return values
 
 
-# Keyed by the default group, as one that is destroyed may have a successor with the same ranks.
+# The key is the default group: a destroyed one may have a successor with the same ranks.
 _exchanges: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def exchange_among(ranks: Sequence[int], topic: str, mine: str) -> list[str]:
-    """The strings of these global ranks, this one among them, in that order: a collective on the host.
+    """Return the strings of these global ranks, in that order; this rank is one of them. A collective on the host.
 
     Raises:
         RuntimeError: a rank did not arrive within the timeout of the default group; the message names it and the topic.

@@ -1,7 +1,7 @@
-"""Placement algebra for attention over DTensors whose sequence is sharded: what is local, and where states are merged.
+"""Placement algebra for attention over DTensors whose sequence is sharded: local parts, and mesh dims to merge over.
 
-It doesn't matter to softmax which rank holds which keys: local attention on each rank, then one merge of states over
-each mesh dim that shards the sequence (Tree Attention, arXiv 2408.04093), is attention over all of them.
+Softmax does not depend on which rank holds which keys. So attention over all keys is local attention on each rank, then
+one merge of states over each mesh dim that shards the sequence (Tree Attention, arXiv 2408.04093).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tatten.ops.distributed.collectives import collectives_problem
 from tatten.ops.layout import BATCH, HEADS, LENGTH
 from tatten.ops.moved import moved
 
-# A tensor that is stored, and its dims for the roles batch, heads, length and head_dim: None where it has none.
+# A stored tensor, and its dims for the roles batch, heads, length and head_dim; None for a role that it lacks.
 Segment = tuple[Tensor, Sequence[int | None]]
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The way in which the local tensors of an SDPA call over DTensors fit together.
+    """The relation between the local tensors of an SDPA call over DTensors.
 
     Attributes:
-        mesh: the mesh of all of them.
+        mesh: the mesh of all tensors.
         merge_dims: the mesh dims over which states are merged, in order: the last dim of the mesh first.
         out: the placements of the result, which are those of the query.
         mask: the placements that make the mask's local part belong to the local queries and keys; None without mask.
@@ -49,7 +49,7 @@ def find_sharding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 
     Keys and values have `Shard(2)`, the sequence, on at least one mesh dim, and the query is replicated there. On other
     mesh dims all three may be replicated, or sharded over the batch or the heads into equal parts. The mask is sharded
-    as the scores are, or replicated: then it is cut, without communication.
+    as the scores are, or it is replicated: then it is cut, without communication.
     """
     if not all(type(x) is DTensor for x in (query, key, value)) or not (mask is None or type(mask) is DTensor):
         return None
@@ -90,15 +90,15 @@ def find_sharding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 def find_segment_sharding(
     query: Tensor, result: Tensor, keys: Sequence[Segment], values: Sequence[Segment], mask: Tensor | None
 ) -> Sharding | str:
-    """Return the sharding of a call whose keys and values are in segments, or why it is left to PyTorch's own rules.
+    """Return the sharding of a call with keys and values in segments, or why it is left to PyTorch's own rules.
 
-    On at least one mesh dim, some segments have `Shard` of their sequence; the others, the query and the mask are
+    Some segments have `Shard` of their sequence on at least one mesh dim; the others, the query and the mask are
     replicated there. On other mesh dims all may be replicated, or sharded over the batch or the heads into equal parts,
-    except that one row, or one head, for all is replicated.
+    except that a row, or a head, that all share is replicated.
 
     Args:
-        result: what PyTorch's rules make of the call; it has to be placed as the query is.
-        keys, values: the segments, of which key i and value i belong together.
+        result: the result that PyTorch's rules give the call; it has to be placed like the query.
+        keys, values: the segments; key i and value i belong together.
     """
     if (problem := collectives_problem()) is not None:
         return problem
@@ -206,7 +206,7 @@ def _needs_no_communication(have: Sequence[Placement], want: Sequence[Placement]
 
 
 def _mask_placement(mask: Tensor | None, dim: int, size: int) -> Placement:
-    """The mask's placement where scores are sharded over `dim`, a negative one; replicated if it broadcasts there."""
+    """Return the mask's placement for scores sharded over `dim`, a negative one; replicated if it broadcasts there."""
     if mask is None or mask.dim() < -dim or mask.shape[dim] != size:
         return Replicate()
     return Shard(mask.dim() + dim)

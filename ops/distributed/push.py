@@ -1,7 +1,7 @@
-"""The push merge on the host: what it supports, how it is planned and launched, and how errors surface.
+"""The push merge on the host: its limits, its plans and launches, and its errors.
 
-All use of PyTorch's symmetric memory is in this file. `push_layout.py` describes that memory, `push_kernel.py` the
-protocol by which ranks use it, and `communicator.py` how they agree on the host.
+This file alone uses PyTorch's symmetric memory. `push_layout.py` describes that memory, `push_kernel.py` the protocol
+by which ranks use it, and `communicator.py` their agreement on the host.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from tatten.ops.states import State
 
 
 def push_unsupported_reason(out: Tensor, lse: Tensor, group: str) -> str | None:
-    """Why `push_merge` can't merge this, the same on all ranks; None if it can. Reads no data: fake tensors will do.
+    """Return the reason why `push_merge` can't merge this, the same on all ranks; None if it can.
 
-    The first question about a group on CUDA is a collective on the host, through the group's store; the answer is kept.
+    It reads no data, so fake tensors will do. The first question about a group on CUDA is a collective on the host,
+    through the group's store; the answer is kept.
     """
     if out.device.type != "cuda":
         return f"symmetric memory needs CUDA tensors, and `out` is on {out.device.type}"
@@ -37,22 +38,23 @@ def push_unsupported_reason(out: Tensor, lse: Tensor, group: str) -> str | None:
     try:
         _symmetric_memory()
         return connect(group, out.device).unsupported_reason
-    except NotImplementedError as error:  # the same on all ranks, which have one PyTorch
+    except NotImplementedError as error:  # the same on all ranks: they have one PyTorch
         return str(error)
 
 
 def push_merge(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> State:
     """Merge the states of all ranks in the order of ranks, bitwise equal on all of them: `tatten::push_merge`.
 
-    A collective on the current stream: all ranks call it with the same shapes, in the same order, and on one stream for
-    each group. The first call for a shape agrees on it on the host, and the first on a device allocates what its ranks
-    share, once for all shapes. Neither can be captured in a CUDA graph; everything later can. The host never waits for
-    the device.
+    It is a collective on the current stream: all ranks call it with the same shapes, in the same order, and on one
+    stream for each group. At the first call for a shape, ranks agree on it on the host. At the first call on a device,
+    they allocate shared memory, once for all shapes. Neither call can be captured in a CUDA graph; all later ones can.
+    The host never waits for the device.
 
     The kernel waits for a missing peer as long as the timeout of the group. Then this merge and all later ones of the
     group return out = NaN with the largest finite lse, which can be mistaken neither for a state nor for an empty one.
-    Kernels don't trap, which would destroy the whole CUDA context: the next call raises the error, or `check_push`
-    after a synchronisation, as when a graph is replayed. From then on the group can't be used for push merges.
+    Kernels don't trap, which would destroy the whole CUDA context. Instead, the next call raises the error, or
+    `check_push` after a synchronisation, as when a graph is replayed. From then on the group can't be used for push
+    merges.
 
     Args:
         out: `[batch, heads, q_length, head_dim]`, or any `[..., head_dim]` if heads are not scattered; any strides.
@@ -61,7 +63,8 @@ def push_merge(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> Sta
         scatter_heads: return only the heads `rank * heads / n ... (rank + 1) * heads / n - 1`.
 
     Raises:
-        ValueError: ranks disagree on shape, dtype or `scatter_heads`. Raised on all ranks, with what each one has.
+        ValueError: ranks disagree on shape, dtype or `scatter_heads`. All ranks raise it, and the message has each
+            one's values.
         RuntimeError: a peer was missing; or the first call for a shape is being captured in a CUDA graph.
     """
     communicator = connect(group, out.device)
@@ -81,7 +84,7 @@ def push_merge(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> Sta
 
 
 def launch_push(out: Tensor, lse: Tensor, plan: PushPlan, workspace: Workspace) -> State:
-    """Launch the kernel on contiguous tensors. The merged ones are `[plan.merged_rows, d]` and `[plan.merged_rows]`."""
+    """Launch the kernel on contiguous tensors. The results are `[plan.merged_rows, d]` and `[plan.merged_rows]`."""
     from tatten.ops.distributed.push_kernel import INTERPRETED, push_kernel
 
     pdl = not INTERPRETED and capability(out.device) >= (9, 0)
@@ -121,7 +124,7 @@ def launch_push(out: Tensor, lse: Tensor, plan: PushPlan, workspace: Workspace) 
 def check_push(group: str) -> None:
     """Raise RuntimeError if a push merge over this group missed a peer, as far as the device has got.
 
-    Call it after `torch.cuda.synchronize()` to check all merges so far, those of replayed graphs among them.
+    Call it after `torch.cuda.synchronize()` to check all merges so far, including those of replayed graphs.
     """
     communicator = connected(group)
     if communicator is not None:
@@ -136,7 +139,7 @@ def _check(communicator: Communicator, workspace: Workspace) -> None:
 
 
 def _agree_on_plan(communicator: Communicator, key: tuple[object, ...], out: Tensor, scatter_heads: bool) -> PushPlan:
-    """The plan for a shape at its first use, once all ranks have found that they have the same one."""
+    """Return the plan for a shape at its first use, after all ranks have found that they have the same shape."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "tatten.tree_merge, strategy 'push', can't be captured in a CUDA graph at its first call for a shape: "
@@ -153,8 +156,8 @@ def _agree_on_plan(communicator: Communicator, key: tuple[object, ...], out: Ten
         wanted = f"[batch, heads, q_length, head_dim] with heads divisible by {communicator.size} ranks"
         raise ValueError(f"`out` must be {wanted} to be scattered, got shape {tuple(out.shape)}")
     if out.device not in communicator.workspaces:
-        # In a thread of its own: this one may be allocating from the pool of one of Inductor's CUDA graphs, which
-        # reports whatever outlives a step as a leak.
+        # A thread of its own allocates: this one may be allocating from the pool of one of Inductor's CUDA graphs,
+        # which reports whatever outlives a step as a leak.
         with ThreadPoolExecutor(1) as thread:
             workspace = thread.submit(_allocate_workspace, communicator, out.device, programs).result()
             communicator.workspaces[out.device] = workspace
@@ -165,7 +168,7 @@ def _agree_on_plan(communicator: Communicator, key: tuple[object, ...], out: Ten
 
 @functools.cache  # each merge asks
 def _symmetric_memory() -> tuple[Callable[..., Tensor], Callable[..., Any]]:
-    """PyTorch's functions that allocate symmetric memory, and that exchange its addresses.
+    """Return PyTorch's functions that allocate symmetric memory, and that exchange its addresses.
 
     Raises:
         NotImplementedError: they have moved.
@@ -183,10 +186,10 @@ def _symmetric_memory() -> tuple[Callable[..., Tensor], Callable[..., Any]]:
 
 
 def _allocate_workspace(communicator: Communicator, device: torch.device, programs: int) -> Workspace:
-    """Allocate this rank's channels, and learn where those of the others are."""
+    """Allocate this rank's channels, and exchange their addresses with the other ranks."""
     empty, rendezvous = _symmetric_memory()
-    torch.cuda.set_device(device)  # of this thread
-    # Not from a memory pool, which may return used memory at different offsets on different ranks.
+    torch.cuda.set_device(device)  # for this thread
+    # No memory pool is used: it may return used memory at different offsets on different ranks.
     size = programs * CHANNEL_BYTES
     buffer = empty((size,), (1,), torch.uint8, device)
     buffer.zero_()

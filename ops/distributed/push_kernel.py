@@ -5,8 +5,8 @@ Program i of a rank exchanges states with programs i of the other ranks, through
 
 A round on a channel takes the next epoch e. Each rank (1) stores its rows into the slots [e % 2][rank] of all ranks,
 itself included, (2) releases the value e into flag [rank] of all ranks, (3) polls its own flags with acquire loads
-until all n have reached e, (4) reads its own slots [e % 2]. The epoch is in device memory, and only its own program
-touches it, in kernels that a stream orders: one may start before the kernel ahead of it has ended, but waits for that
+until all n have reached e, (4) reads its own slots [e % 2]. The epoch is in device memory. Only its own program touches
+it, in kernels that a stream orders. A kernel may start before the kernel ahead of it has ended, but waits for that end
 before its first access, as all kernels here that may start early do. So rounds need neither the host nor other
 programs, and a CUDA graph replays them.
 
@@ -43,7 +43,7 @@ _FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 def merge_received(out, lse, out_step, lse_step, rows, dims, row_ok, DIM: tl.constexpr, N: tl.constexpr):
     """Merge the states at `out + i * out_step` and `lse + i * lse_step` of ranks `i = 0 ... N - 1`, in that order.
 
-    The loop over ranks is unrolled, so that all loads are in flight at once, and each thread merges what it loaded.
+    The loop over ranks is unrolled, so that all loads are in flight at once, and each thread merges its own loads.
     """
     ok = row_ok[:, None] & (dims < DIM)[None, :]
     lses, values = (), ()
@@ -70,13 +70,13 @@ def merge_received(out, lse, out_step, lse_step, rows, dims, row_ok, DIM: tl.con
 
 @triton.jit
 def _pointer(address, dtype: tl.constexpr):
-    """Make a pointer of an address. Without the hint of alignment no load or store would be 16 bytes wide."""
+    """Make a pointer from an address. Without the alignment hint, no load or store would be 16 bytes wide."""
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def _row_of(share_row, rank, run, N: tl.constexpr, SCATTER: tl.constexpr):
-    """The row of the state that is row `share_row` of the share of `rank`, which owns every n-th run."""
+    """Return the row of the state for row `share_row` of the share of `rank`, which owns every n-th run."""
     if SCATTER:
         return share_row // run * (run * N) + rank * run + share_row % run
     else:
@@ -85,7 +85,7 @@ def _row_of(share_row, rank, run, N: tl.constexpr, SCATTER: tl.constexpr):
 
 @triton.jit
 def _store_rows(slot, values, lses, rows, dims, row_ok, DIM: tl.constexpr):
-    """Store rows into the slot at an address, of this rank or of a peer."""
+    """Store rows into a slot of this rank or of a peer, at an address."""
     ok = row_ok[:, None] & (dims < DIM)[None, :]
     tl.store(_pointer(slot, values.dtype) + rows[:, None] * DIM + dims[None, :], values, mask=ok)
     tl.store(_pointer(slot + _ROW_BYTES, tl.float32) + rows, lses, mask=row_ok)
@@ -105,8 +105,8 @@ def _release_flags(flags, flags_ok, epoch):
 def _acquire_flags(flags, epoch, deadline, timeout_ns, N: tl.constexpr, THREADS: tl.constexpr):
     """Wait until all flags have reached `epoch`. Return a bit mask of missing ranks, and the deadline.
 
-    Every thread polls one flag, and the results are reduced over all threads: so all take the same branch, even if a
-    flag changes between the polls of two threads. `deadline` is in ns, and 0 until the clock has been read.
+    Every thread polls one flag, and the results are reduced over all threads. So all threads take the same branch, even
+    if a flag changes between the polls of two threads. `deadline` is in ns, and 0 until the clock has been read.
     """
     threads = tl.arange(0, THREADS)
     flag_addresses = flags + (threads % N) * 8
@@ -141,7 +141,7 @@ def _acquire_flags(flags, epoch, deadline, timeout_ns, N: tl.constexpr, THREADS:
                 waiting = 2
                 late = (seen < epoch) & (threads < N)
                 missing = tl.sum(tl.where(late, 1 << (threads % N), 0), axis=0)
-    # Orders the reads of slots that follow after the acquires of all threads, and not only of their own.
+    # This orders the later reads of slots after the acquires of all threads, and not only of their own.
     tl.debug_barrier()
     return missing, deadline
 
@@ -181,7 +181,7 @@ def push_kernel(
     share_row = (first_block + program) * BLOCK_R + at
     dim_ok = (dims < DIM)[None, :]
     if PDL:
-        # No load comes before it, not even of `epochs`: the kernel before this one may be a merge.
+        # No load comes before the wait, not even of `epochs`: the kernel before this one may be a merge.
         tl.extra.cuda.gdc_wait()
 
     # All loads come before the first store: the compiler moves no load ahead of a store that may alias it.
@@ -239,12 +239,12 @@ def push_kernel(
             merged_lses += (tl.load(lse_at, mask=row_ok, other=0.0, cache_modifier=".cg"),)
 
     for i in tl.static_range(N if GATHER else 1):
-        # The rows of scattered heads are those of the share; gathered rows go to their place in the state.
+        # Rows of scattered heads stay in the order of the share; gathered rows go to their place in the state.
         row = _row_of(share_row, i, run, N, GATHER)
         row_ok = ((share_row < share) & (row < rows)) if GATHER else mine_ok
         row = row.to(tl.int64)
         to = merged_out + row[:, None] * DIM + dims[None, :]
-        # A failed merge must not look like an empty state to a later one, as lse -inf, +inf or NaN would.
+        # A later merge must not take a failed one for an empty state, as it would with lse -inf, +inf or NaN.
         tl.store(to, tl.where(failed, float("nan"), merged[i]), mask=row_ok[:, None] & dim_ok)
         tl.store(merged_lse + row, tl.where(failed, _FLOAT32_MAX, merged_lses[i]), mask=row_ok)
     if missing != 0:

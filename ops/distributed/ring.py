@@ -1,4 +1,4 @@
-"""A ring of ranks, around which tensors travel from neighbour to neighbour, point to point, on gloo or NCCL."""
+"""A ring of ranks that pass tensors from neighbour to neighbour, point to point, on gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Ring:
     group: dist.ProcessGroup | None = None
 
     def travel(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Yield `(the place they come from, tensors)` of each rank, this rank's own first.
+        """Yield `(place, tensors)` of each rank, this rank's own first.
 
-        A collective: all ranks give tensors of the same shapes and dtypes. Each pair is passed on while the caller
-        computes on it, and may be overwritten once the caller asks for the next: a rank holds two at most beside its
-        own, and sends `len(ranks) - 1` times the bytes of its own.
+        It is a collective: all ranks pass tensors of the same shapes and dtypes. Each pair is passed on while the
+        caller computes on it, and may be overwritten once the caller asks for the next one. A rank holds at most two
+        beside its own, and sends `len(ranks) - 1` times the bytes of its own.
 
         Raises:
             RuntimeError: a neighbour is gone or did not come within the timeout of the group; the message names both.
-                Of NCCL, the watchdog ends the process instead.
+                On NCCL, the watchdog ends the process instead.
         """
         size = len(self.ranks)
         held = tensors if size == 1 else tuple(tensor.contiguous() for tensor in tensors)

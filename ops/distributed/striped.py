@@ -1,8 +1,8 @@
-"""Causal attention of a prompt whose tokens are dealt out in turn to ranks (Striped Attention, arXiv 2311.09431).
+"""Causal attention over a prompt whose tokens are dealt out to ranks in turn (Striped Attention, arXiv 2311.09431).
 
-Rank r of n has the tokens r, r + n, r + 2n, ... Query i of rank r is token `r + n * i`, and sees key i' of rank j where
-`i' <= i`, if j <= r, or `i' < i`. Both are square causal problems, the second one with the first query and the last key
-left out: each rank has the same work in each hop of the ring, but for one row, and there is no mask.
+Rank r of n has the tokens r, r + n, r + 2n, ... Query i of rank r is token `r + n * i`. It sees key i' of rank j if
+`i' <= i` for j <= r, and if `i' < i` for j > r. Both are square causal problems, the second one without the first query
+and the last key. So each rank has the same work in each hop of the ring, but for one row, and there is no mask.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tatten.ops.states import State, combine_partials
 
 
 def striped_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, scale: float | None) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks, in the dtype of `query`.
+    """Compute attention of this rank's queries to the keys of all ranks, in the dtype of `query`.
 
-    A collective: all ranks call it with the same shapes. Tokens that come after all others, such as padding that makes
-    shapes equal, are seen by none of the others.
+    It is a collective: all ranks call it with the same shapes. Other tokens do not see tokens that come after them,
+    such as padding at the end that makes shapes equal.
 
     Args:
-        query: `[batch, q_heads, q_len, head_dim]`, those of this rank's last q_len tokens.
-        key, value: `[batch, kv_heads, kv_len, head_dim]`, those of all of its tokens so far.
+        query: `[batch, q_heads, q_len, head_dim]`, the queries of this rank's last q_len tokens.
+        key, value: `[batch, kv_heads, kv_len, head_dim]`, the keys and values of all of its tokens so far.
 
     Raises:
         NotImplementedError: see `attend_many`.
@@ -39,7 +39,7 @@ def striped_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, sca
         if earlier:
             part = attend_many(query, keys[:, :, :earlier], values[:, :, :earlier], False, scale)
             state = _merged(state, part, 0)
-    assert state is not None  # this rank's own keys are the first
+    assert state is not None  # this rank's own keys come first
     return state[0].to(query.dtype)
 
 

@@ -22,12 +22,12 @@ from tatten.ops.validation import check_tensors
 
 STRATEGIES = ("auto", "all_reduce", "all_gather", "push")
 
-# Up to this many bytes of a rank's state, the push kernel is the fastest. On 2 H200s it took 8.2 us where all_gather
+# The push kernel is the fastest up to this many bytes of a rank's state. On 2 H200s it took 8.2 us where all_gather
 # took 34.7 for 1.1 MB, and 31.8 us against 43.0 for 4.3 MB; extrapolated, they break even at 6.6 MB. More ranks were
 # not measured; with them all_gather has even more to send.
 PUSH_BYTES = 6_000_000
 
-# Up to this many gathered bytes, one all_gather is faster than three all_reduces: a prototype on 8 H200s took 47 us
+# One all_gather is faster than three all_reduces up to this many gathered bytes: a prototype on 8 H200s took 47 us
 # against 67 for 2.1 MB, and 95 us against 85 for 8.4 MB. Larger states are gathered only if that sends no more bytes
 # than reducing them, as with 2 ranks (measured: 43 us against 119 for 8.5 MB) and up to 4 in bfloat16 (not measured).
 GATHER_BYTES = 6_000_000
@@ -42,29 +42,30 @@ def tree_merge(
     scatter_heads: bool = False,
     batch_invariant: bool = False,
 ) -> State:
-    """Merge the attention states that the ranks of a group hold, each over its own keys: `merge_states` across ranks.
+    """Merge the attention states of the ranks of a group, each over its own keys: `merge_states` across ranks.
 
-    A collective: all ranks call it with the same shapes, in the same order. A rank without keys takes part, with lse
-    -inf. A state whose lse is -inf, +inf or NaN is empty, whatever its `out` holds.
+    It is a collective: all ranks call it with the same shapes, in the same order. A rank without keys takes part, with
+    lse -inf. A state whose lse is -inf, +inf or NaN is empty, whatever its `out` holds.
 
     Args:
         out: `[batch, heads, q_length, head_dim]`; without `scatter_heads` any `[..., head_dim]`.
         lse: `out.shape[:-1]`, natural logarithm, float32 (float64 for float64 `out`).
         mesh_or_group: a process group or its name; or a DeviceMesh, whose dims are merged over one after the other,
-            the last (innermost) first: over `("node", "gpu")`, nodes exchange states that their GPUs have merged.
+            from the last (innermost) to the first: over `("node", "gpu")`, nodes exchange states that their GPUs have
+            merged.
         strategy: "all_reduce" is Algorithm 3 of the paper, three collectives (max, sum, sum). "all_gather" is one
             collective of `out` in its dtype and the lse, then one merge in the order of ranks. "push" is one kernel
-            over symmetric memory, on CUDA within a node. "auto" chooses by size and by what the group supports. A
-            named strategy never falls back to another; it is skipped only where nothing has to be sent: in a group of
-            one, and for states without rows.
+            over symmetric memory, on CUDA within a node. "auto" chooses by the size and by the strategies that the
+            group supports. A named strategy never falls back to another. It is skipped only if nothing has to be sent:
+            in a group of one, and for states without rows.
         scatter_heads: return only heads `r * heads / n ... (r + 1) * heads / n - 1` on rank r of n, and send less.
-        batch_invariant: no bit of a sequence, an index of the first dim, depends on the others, nor on how many there
-            are. "auto" is then "push" wherever the group supports it, else "all_gather"; "all_reduce" is an error. For
-            states that `decode_attention(batch_invariant=True)` returned.
+        batch_invariant: no bit of a sequence, an index of the first dim, depends on the other sequences, nor on their
+            number. "auto" is then "push" if the group supports it, else "all_gather"; "all_reduce" is an error. It is
+            for states that `decode_attention(batch_invariant=True)` returned.
 
     Returns:
-        `(out, lse)` with the dtypes and, unless heads are scattered, the shapes of the arguments. Bitwise equal on all
-        ranks with "all_gather" and "push".
+        `(out, lse)` with the dtypes and, unless heads are scattered, the shapes of the arguments. They are bitwise
+        equal on all ranks with "all_gather" and "push".
 
     Raises:
         TypeError, ValueError: shapes, dtypes, devices, the strategy or the group do not fit.
@@ -88,7 +89,8 @@ def tree_merge(
     groups = _group_names(mesh_or_group)
     if scatter_heads and len(groups) > 1:
         raise ValueError(f"`mesh_or_group` must have one dim to scatter heads over, got a mesh with {len(groups)} dims")
-    # One node of a graph. Eager mode calls the collectives directly, so that modes such as CommDebugMode see them.
+    # The op is one node of a graph. Eager mode calls the collectives directly, so that modes such as CommDebugMode see
+    # them.
     merge_one = torch.ops.tatten.tree_merge.default if torch.compiler.is_compiling() else tree_merge_op
     for group in groups:
         out, lse = merge_one(out, lse, group, *group_size_and_rank(group), strategy, scatter_heads, batch_invariant)
@@ -96,7 +98,7 @@ def tree_merge(
 
 
 def _group_names(mesh_or_group: DeviceMesh | ProcessGroup | str) -> list[str]:
-    """The names of the groups to merge over, in order."""
+    """Return the names of the groups to merge over, in order."""
     if isinstance(mesh_or_group, str):
         return [mesh_or_group]
     if isinstance(mesh_or_group, ProcessGroup):
@@ -150,21 +152,21 @@ def tree_merge_op(
 def fastest(
     out: Tensor, lse: Tensor, group: str, n: int, scatter_heads: bool = False, batch_invariant: bool = False
 ) -> str:
-    """The fastest strategy for this payload, by measurement, of those that the group supports.
+    """Return the strategy that was measured to be fastest for this payload, of those that the group supports.
 
-    With `batch_invariant` it is one for payloads of all sizes.
+    With `batch_invariant` it is the same for payloads of all sizes.
     """
     payload = out.numel() * out.element_size() + lse.numel() * lse.element_size()
     if (batch_invariant or payload <= PUSH_BYTES) and push_unsupported_reason(out, lse, group) is None:
         return "push"
-    if scatter_heads or batch_invariant:  # scattered it is one all-to-all: each rank gets only its part of the payload
+    if scatter_heads or batch_invariant:  # scattered, it is an all-to-all: each rank gets only its part of the payload
         return "all_gather"
     reduced = 2 * lse.element_size() * (out.numel() + 2 * lse.numel())  # an all-reduce sends everything twice
     return "all_gather" if n * payload <= GATHER_BYTES or n * payload <= reduced else "all_reduce"
 
 
 def _all_reduce(out: Tensor, lse: Tensor, group: str, n: int, rank: int, scatter_heads: bool) -> State:
-    """Algorithm 3 of the paper: reduce the largest lse, then numerators and denominators relative to it."""
+    """Run Algorithm 3 of the paper: reduce the largest lse, then numerators and denominators relative to it."""
     lse = torch.where(lse < math.inf, lse, NEG_INF)  # NaN compares false
     max_lse = all_reduce(lse, "max", group)
     weights = torch.exp(lse - torch.where(max_lse == NEG_INF, 0.0, max_lse)).unsqueeze(-1)
@@ -180,9 +182,9 @@ def _all_reduce(out: Tensor, lse: Tensor, group: str, n: int, rank: int, scatter
 
 
 def _all_gather(out: Tensor, lse: Tensor, group: str, n: int, scatter_heads: bool, batch_invariant: bool) -> State:
-    """One collective of packed states, `all_to_all` if each rank needs only its own heads, and one merge.
+    """Merge by one collective of packed states: `all_to_all` if each rank needs only its own heads.
 
-    One that is `batch_invariant` is an op: Inductor's code for `merge` depends on the size.
+    A `batch_invariant` merge is an op: Inductor's code for `merge` depends on the size.
     """
     merge_all: Callable[..., State] = merge
     if batch_invariant:
@@ -195,7 +197,7 @@ def _all_gather(out: Tensor, lse: Tensor, group: str, n: int, scatter_heads: boo
 
 
 def _stack_heads(x: Tensor, n: int) -> Tensor:
-    """Split the heads into n blocks and stack these: `[n * batch, heads / n, ...]`."""
+    """Split the heads into n blocks and stack the blocks: `[n * batch, heads / n, ...]`."""
     blocks: Tensor = x.unflatten(1, (n, -1))
     return blocks.movedim(1, 0).flatten(0, 1).contiguous()
 
@@ -211,7 +213,7 @@ def _pack(outs: Tensor, lses: Tensor) -> Tensor:
 
 
 def _unpack(rows: Tensor, outs: Tensor, lses: Tensor) -> State:
-    """Unpack the rows of `_pack`. `outs` and `lses` are what was packed: their shapes and dtypes count."""
+    """Unpack the rows of `_pack`. `outs` and `lses` were packed: their shapes and dtypes count."""
     lse_bytes = _row_bytes(lses)
     lse = rows[:, :lse_bytes].view(lses.dtype).view(-1, *lses.shape[1:])
     out = rows[:, lse_bytes : lse_bytes + _row_bytes(outs)].view(outs.dtype).view(-1, *outs.shape[1:])
