@@ -1,1 +1,1 @@
-"""How Inductor launches the kernels of the ops itself."""
+"""Lowerings by which Inductor launches the kernels of the ops itself."""

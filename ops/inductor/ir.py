@@ -1,4 +1,4 @@
-"""Inductor's intermediate representation: all use of its private API for lowering is in this file."""
+"""Inductor's intermediate representation: only this file uses its private API for lowering."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tatten.ops.cuda.prepared import IMPORT, PreparedCall
 from tatten.ops.cuda.recording import NotRecordableError
 
 Boxes = ir.TensorBox
-# From PyTorch 2.15 on, a node names those of its arguments that are options of Triton's compiler.
+# A node names its arguments that are options of Triton's compiler from PyTorch 2.15 on.
 TAKES_OPTIONS = "launch_kwargs" in inspect.signature(ir.UserDefinedTritonKernel).parameters
 
 
@@ -66,7 +66,7 @@ def realize(args: Any, kwargs: Any) -> Any:
 
     return (
         tuple(walk(x, at) for x, at in zip(args, node.args, strict=True)),
-        # Inductor may have filled in defaults, of which the node knows nothing and which hold no box.
+        # Inductor may have filled in defaults. The node does not know them, and they hold no box.
         {name: walk(x, node.kwargs.get(name)) for name, x in kwargs.items()},
     )
 
@@ -90,26 +90,27 @@ def ahead_of_time() -> bool:
 
 
 def fake_mode() -> Any:
-    """The mode in which the graph was traced: tensors made in it are fake."""
+    """Return the mode in which the graph was traced: tensors made in it are fake."""
     return V.fake_mode
 
 
 def fake_of(box: Any) -> Tensor:
-    """A fake tensor of the layout of a box, for `fake_mode`."""
+    """Return a fake tensor of the layout of a box, for `fake_mode`."""
     sizes, strides = ([int(x) for x in xs] for xs in (box.get_size(), box.get_stride()))
     return torch.empty_strided(sizes, strides, dtype=box.get_dtype(), device=box.get_device())
 
 
 def allocate(like: Tensor) -> Any:
-    """A buffer that Inductor allocates."""
+    """Return a buffer that Inductor allocates."""
     return lowering.empty_strided([*like.shape], [*like.stride()], dtype=like.dtype, device=like.device)
 
 
 class _Kernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
-    """One of the launches of a `BoundCall`, which may start before the launch before it ends.
+    """One of the launches of a `BoundCall`. It may start before the end of the launch before it.
 
-    Inductor's own constructor reads writes off Triton's IR, and takes all tensors that a kernel hands to a function for
-    written. Before PyTorch 2.15 it takes no options of Triton's compiler: these are written into the source.
+    Inductor's own constructor reads writes off Triton's IR, and assumes that a function writes all tensors that a
+    kernel passes to it. Before PyTorch 2.15 it takes no options of Triton's compiler: these are written into the
+    source.
     """
 
     def __init__(self, launch: BoundLaunch, tensors: dict[str, Any]) -> None:
@@ -158,8 +159,8 @@ class _Kernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
 class _Call(ir.UserDefinedTritonKernel):  # type: ignore[misc]
     """The launches of a call of an op, in order.
 
-    Some of them run side by side, without waiting for each other: so they are one node to Inductor. It puts nothing
-    between them, and what one of them reads or writes stays allocated until the last one.
+    Some of them run side by side, without waiting for each other, so they are one node to Inductor. It puts nothing
+    between them, and tensors that one of them reads or writes stay allocated until the last one.
     """
 
     def __init__(self, inputs: Sequence[Any], writes: Sequence[Any]) -> None:
@@ -189,7 +190,7 @@ class BoundCall(_Call):
 
 
 class PythonCall(_Call):
-    """Launches that generated Python code makes by a `PreparedCall`, of which it has one for each call."""
+    """Launches that generated Python code makes by a `PreparedCall`, one for each call."""
 
     def __init__(self, call: PreparedCall, tensors: Sequence[Any], writes: Sequence[Any]) -> None:
         self.call = call
@@ -204,12 +205,12 @@ class PythonCall(_Call):
 
 @functools.cache
 def _configured(kernel: Any, options: tuple[tuple[str, int], ...]) -> Any:
-    """A kernel with Triton's options; the same object each time, as Inductor's table keeps every kernel."""
+    """Return a kernel with Triton's options; the same object each time, as Inductor's table keeps every kernel."""
     return triton.autotune(configs=[triton.Config({}, **dict(options))], key=[])(kernel)
 
 
 def _realized(box: Any) -> Any:
-    """The buffer of a box, or the view of one."""
+    """Return the buffer of a box, or its view of one."""
     return ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.realize_input(box))
 
 
@@ -235,7 +236,7 @@ def launch_kernels(launches: Sequence[tuple[BoundLaunch, dict[str, Any]]], write
 
 
 def _try_codegen(kernels: Sequence[_Kernel]) -> None:
-    """Generate code for nothing: in a package an error must come while the op can still be called instead."""
+    """Generate code and drop it: in a package, errors have to come while the op can still be called instead."""
     graph: Any = V.graph
     before = {**vars(graph)}
     try:
@@ -253,20 +254,20 @@ def call_in_python(call: PreparedCall, tensors: Sequence[Any], writes: Sequence[
     """Add the launches of a call to the graph, as one node.
 
     Args:
-        call: made in the generated code, too.
-        tensors: the boxes that it is called with.
-        writes: those that it writes to.
+        call: the call, which the generated code constructs, too.
+        tensors: the boxes that are its arguments.
+        writes: the boxes that it writes to.
     """
     PythonCall(call, tensors, writes)
 
 
 def check_aligned(boxes: Iterable[Any]) -> None:
-    """Check that Inductor knows, or sees to it, that boxes begin at multiples of 16 bytes.
+    """Check that Inductor knows, or makes sure, that boxes begin at multiples of 16 bytes.
 
-    It copies inputs that do not, but takes constants and parameters as they are.
+    Inductor copies inputs that do not, but takes constants and parameters as they are.
 
     Raises:
-        NotRecordableError: it does not know that of a box.
+        NotRecordableError: Inductor does not know where a box begins.
     """
     for box in boxes:
         name = box.get_name()

@@ -1,10 +1,10 @@
-"""Inductor lowerings of the ops: its generated code launches the kernels that an op would launch.
+"""Inductor lowerings of the ops: generated code launches the kernels that an op would launch.
 
-An op's implementation runs once, when a graph is compiled, on fake tensors; `tatten.ops.cuda.recording` takes down what
-it allocates and launches. Allocations become buffers of Inductor's, and launches of kernels in Triton kernels in its
-code: at run time there is no dispatcher, no plan to look up and no Python of ours. Kernels in Gluon, which Inductor
-can't define, are launched by `tatten.ops.cuda.prepared`, with what was planned written into the Python code. Where
-neither can be done the op is called as before.
+An op's implementation runs once, when a graph is compiled, on fake tensors, and `tatten.ops.cuda.recording` records its
+allocations and launches. Allocations become buffers of Inductor's, and launches of Triton kernels become kernels in its
+code: at run time there is no dispatcher, no plan to look up and no Python of ours. Inductor can't define kernels in
+Gluon. `tatten.ops.cuda.prepared` launches them, with the plan written into the Python code. If neither can be done, the
+op is called as before.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from tatten.ops.moved import moved, text_of
 
 log = logging.getLogger("tatten")
 
-# Keys and values that the op would read by TMA: without it 64 x 2048 tokens took 139 us and not 125, 16 x 8192 tokens
-# 127.0 and not 126.2, and smaller ones no longer (H200). From here on the GPU keeps the host waiting anyway, and Python
-# code launches what the op would launch.
+# The most bytes of keys and values that are read without TMA if the op would use it: 64 x 2048 tokens took 139 us and
+# not 125, 16 x 8192 tokens 127.0 and not 126.2, and smaller ones no longer (H200). With more bytes the GPU keeps the
+# host waiting anyway, and Python code launches the kernels of the op.
 MOST_BYTES_WITHOUT_TMA = 500e6
 
 
 class Opaque(Enum):
-    """Why a call of an op stays a call."""
+    """The reason why a call of an op stays a call."""
 
     NOT_OURS = "not_ours"  # the graph was not compiled by backend="tatten"
     CPU = "cpu"
     SYMBOLIC = "symbolic"  # a size is not known when the graph is compiled
     TMA = "tma"  # it reads a large KV, which takes longer without TMA, and the code is neither Python nor C++
-    NOT_RECORDABLE = "not_recordable"  # it does more than to allocate, to view and to launch what the code can launch
+    NOT_RECORDABLE = "not_recordable"  # it does more than allocate, make views and launch what the code can launch
     FAILED = "failed"  # an error: a private interface of PyTorch or Triton has moved, or tatten has a bug
 
 
@@ -71,7 +71,7 @@ opaque: ContextVar[bool] = ContextVar("tatten_opaque", default=False)
 
 
 def lower(op: Any, implementation: Callable[..., Any], count: Count, *args: Any, **kwargs: Any) -> Any:
-    """Lower a call of `op`, whose implementation on CUDA is given, with Inductor's boxes among its arguments."""
+    """Lower a call of `op` with Inductor's boxes among its arguments; `implementation` is that on CUDA."""
     detail = ""
     try:
         args, kwargs = realize(args, kwargs)
@@ -84,7 +84,7 @@ def lower(op: Any, implementation: Callable[..., Any], count: Count, *args: Any,
         why, detail = Opaque.TMA, str(error)
     except NotRecordableError as error:
         why, detail = Opaque.NOT_RECORDABLE, text_of(error.__cause__ or error)
-    except Exception as error:  # the op itself may still do it, or say why not
+    except Exception as error:  # the op itself may still compute this, or name the reason
         why, detail = Opaque.FAILED, text_of(error)
         failed(error)
     count(f"opaque_{why.value}")
@@ -95,14 +95,14 @@ def lower(op: Any, implementation: Callable[..., Any], count: Count, *args: Any,
 
 
 def failed(error: Exception) -> None:
-    """Say why ops stay opaque in a graph."""
+    """Log why ops stay opaque in a graph."""
     moved("torch._inductor", error, "Inductor calls the ops instead of launching their kernels")
 
 
 def _is_package() -> bool:
     try:
         return ahead_of_time()
-    except AttributeError:  # Inductor has another way to tell
+    except AttributeError:  # Inductor's interface has moved
         return False
 
 
@@ -117,11 +117,11 @@ def _why_opaque(args: Any, kwargs: Any) -> Opaque | None:
 
 
 class _LargeKVError(Exception):
-    """Keys and values are better read by TMA."""
+    """Keys and values that are better read by TMA."""
 
 
 def _needs_python(found: Recorder) -> bool:
-    """Tell whether a kernel is in Gluon, which Inductor can't define, or reads tiles that are described to TMA."""
+    """Tell whether a kernel is in Gluon, which Inductor can't define, or reads tiles by TMA descriptors."""
     return found.tma or any(launch.kernel.is_gluon() for launch, _ in found.launches)
 
 
@@ -141,7 +141,7 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             large = found.without_tma > MOST_BYTES_WITHOUT_TMA
             if large and is_python() and not ahead_of_time():
                 found, result = record(implementation, *fake_args, gluon=gluon, tma=True, **fake_kwargs)
-        except (ValueError, NotImplementedError) as error:  # by the op, which says why when it is called
+        except (ValueError, NotImplementedError) as error:  # the op gives the reason when it is called
             raise NotRecordableError("it raises") from error
     if large and not (found.tma or is_cpp()):
         raise _LargeKVError(f"{found.without_tma / 1e6:.0f} MB")
@@ -158,14 +158,14 @@ Added = tuple[list[Tensor], Callable[[list[Any]], None]]
 
 
 def _python_call(found: Recorder, boxes: dict[int, Any]) -> Added:
-    """The tensors of a call by Python, and a function that adds it to the graph, of the boxes that it writes to."""
+    """Return the tensors of a call by Python, and a function that adds it to the graph, given the boxes to write."""
     call, tensors = prepare(found)
     check_aligned([boxes[id(x)] for x in tensors if id(x) in boxes])
     return tensors, lambda writes: call_in_python(call, [boxes[id(x)] for x in tensors], writes)
 
 
 def _bound_launches(found: Recorder, boxes: dict[int, Any]) -> Added:
-    """The same of launches by Inductor."""
+    """Like `_python_call`, for launches by Inductor."""
     launches = [bind(found, launch, tensors) for launch, tensors in found.launches]
 
     def add(writes: list[Any]) -> None:
@@ -179,7 +179,7 @@ def register_lowerings(count: Count) -> None:
     """Lower tatten's ops in graphs that AOTInductor compiles, or Inductor with the options of `version.with_lowerings`.
 
     Args:
-        count: called with "lowered" or "opaque_*", as `Opaque` has them, for each call of an op.
+        count: called with "lowered" or "opaque_*", named after `Opaque`, for each call of an op.
 
     Raises:
         AttributeError, TypeError: a private interface of Inductor's has moved.

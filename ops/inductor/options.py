@@ -1,4 +1,4 @@
-"""Inductor's options, as they are given or as its config has them: no other file reads that."""
+"""Inductor's options, as given or from its config: no other file reads the config."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from torch._inductor import config
 
 
 def option(name: str, given: Mapping[str, Any] | None = None) -> Any:
-    """The value of an option for a graph that is compiled with those `given`."""
+    """Return the value of an option for a graph that is compiled with the options `given`."""
     named = {key.replace("-", "_"): value for key, value in (given or {}).items()}  # Inductor takes both
     return named.get(name, getattr(config, name))

@@ -14,13 +14,13 @@ from torch.fx import Graph
 from tatten.ops.inductor.options import option
 
 OPTION = "post_grad_custom_post_pass"
-# From PyTorch 2.13 on, some passes are told whether the graph is for inference, and there may be several.
+# Some passes are told whether the graph is for inference from PyTorch 2.13 on, and there may be several passes.
 _Pass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 
 
 @functools.cache
 def source_hash(folder: Path = Path(__file__).parents[1]) -> str:
-    """A hash of all Python source in a folder, by default of all ops."""
+    """Return a hash of all Python source in a folder; default: of all ops."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
@@ -28,7 +28,7 @@ def source_hash(folder: Path = Path(__file__).parents[1]) -> str:
 
 
 class LaunchesKernels(_Pass):  # type: ignore[misc, valid-type]
-    """Runs the passes that were there before, if any. Its presence lets ops be lowered, and its id is in cache keys."""
+    """Runs the earlier passes, if any. Its presence lets ops be lowered, and its id is in cache keys."""
 
     def __init__(self, before: Any = None) -> None:
         self.before = [] if before is None else before if isinstance(before, (list, tuple)) else [before]
@@ -48,6 +48,6 @@ def in_force() -> bool:
 
 
 def with_lowerings(options: dict[str, Any]) -> dict[str, Any]:
-    """Inductor's options with which ops are lowered; a pass of the user's stays."""
+    """Return Inductor's options with which ops are lowered; a pass of the user's stays."""
     before = option(OPTION, options)
     return {**options, OPTION: before if isinstance(before, LaunchesKernels) else LaunchesKernels(before)}
