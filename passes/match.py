@@ -39,7 +39,7 @@ class Match:
 
     @property
     def weighed(self) -> bool:
-        """Whether a rewrite has to pay.
+        """True if a rewrite has to pay.
 
         One that reads a DTensor's local part doesn't: PyTorch would gather the keys of all ranks. One of tensors behind
         local parts does: another can read these as they are.
