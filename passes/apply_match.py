@@ -9,7 +9,7 @@ from torch.fx import Node
 from tatten.passes.absorb import apply_latents
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated
 from tatten.passes.decode import DecodeMatch, apply_decode
-from tatten.passes.describe import bases, provider_of, shapes_of, show, weighed
+from tatten.passes.describe import assumptions_of, bases, provider_of, shapes_of, show
 from tatten.passes.findings import Rewritten
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
@@ -32,13 +32,13 @@ def apply_match(found: Found, masks: Masks) -> Rewritten:
 def _apply_stored(call: SdpaCall, match: DecodeMatch | BifurcatedMatch, note: str, masks: Masks) -> Rewritten:
     # The report is read off first: nodes may be erased.
     location, shapes = source_location(call.shown), shapes_of(call, *(bases(x) for x in (match.keys, match.values)))
-    cost, doubt = (match.cost, match.doubt or weighed(match.cost)) if match.weighed else (None, "")
+    cost, cost_remark = (match.cost, match.cost_remark or assumptions_of(match.cost)) if match.must_pay else (None, "")
     merged, path, seen = merge_note(match.call), match.path, masks.drafts.operands(match.call)
     keys, values = (tuple(_inserted(x, call, masks) for x in stored) for stored in (match.keys, match.values))
     match = dataclasses.replace(match, call=seen, keys=keys, values=values)
     state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
     replace_call(call, state, _output(match.call, state), path, masks.drafts)
-    notes = call.form, merged, note, restore_query(state), doubt, *call.remarks
+    notes = call.form, merged, note, restore_query(state), cost_remark, *call.remarks
     return Rewritten(location, str(state.target), shapes, cost, "; ".join(filter(None, notes)), provider_of(state))
 
 
@@ -68,6 +68,6 @@ def _apply_latents(call: SdpaCall, match: LatentMatch, masks: Masks) -> Rewritte
     made = "one projection" if match.keys.product is match.values.product else "two projections"
     made += " with LoRA" if match.keys.adapters or match.values.adapters else ""
     made_of = f"keys and values were made of latents by {made} for {match.keys.heads} heads"
-    notes = call.form, merge_note(match.call), made_of, weighed(match.cost), *call.remarks
+    notes = call.form, merge_note(match.call), made_of, assumptions_of(match.cost), *call.remarks
     op = "tatten.latent_attention.default"
     return Rewritten(location, op, shapes, match.cost, "; ".join(filter(None, notes)))

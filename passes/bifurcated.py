@@ -33,7 +33,7 @@ class BifurcatedMatch(Match):
     batch_invariant: bool = False
 
     @property
-    def unpaid(self) -> Decline | None:
+    def too_costly(self) -> Decline | None:
         return None if self.cost is None or self.cost.pays else Decline(Reason.SMALL, str(self.cost))
 
 

@@ -47,7 +47,7 @@ class DecodeMatch(Match):
         return "" if declined is None else f"not read in 8 bits [{declined.reason.value}]: {declined.detail}"
 
     @property
-    def unpaid(self) -> Decline | None:
+    def too_costly(self) -> Decline | None:
         """The reason why SDPA is at least as fast; None if it isn't, or if that is unknown.
 
         Only a run shows how many keys a mask excludes. On a CPU a call with a mask is left if it would take noticeably
@@ -74,7 +74,7 @@ class DecodeMatch(Match):
         return None if self.cost is None or self.cost.pays else Decline(Reason.SMALL, str(self.cost))
 
     @property
-    def doubt(self) -> str:
+    def cost_remark(self) -> str:
         if self.cost is None or self.cost.pays or self.call.form:
             return ""
         return f"the mask decides at run time how much is read; if that is all, {self.cost}"

@@ -49,7 +49,7 @@ def show(named: Iterable[tuple[str, object]]) -> str:
     return " ".join(f"{name} {str(tensor.dtype)[6:]}{list(tensor.shape)}" for name, tensor in tensors)
 
 
-def weighed(cost: Cost | LatentCost | None) -> str:
+def assumptions_of(cost: Cost | LatentCost | None) -> str:
     """Return a remark on the numbers that stood for dynamic sizes."""
     return "" if cost is None else cost.assumed
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from tatten.passes.mutation import written_between
-from tatten.passes.symbolic import FakeTensor, held, tensor_of, value_of
+from tatten.passes.symbolic import FakeTensor, in_memory, tensor_of, value_of
 
 if TYPE_CHECKING:
     from tatten.passes.products import Factor
@@ -90,7 +90,7 @@ class Drafts:
         """Make a draft of the local part of a DTensor."""
         tensor = tensor_of(dtensor)
         assert tensor is not None
-        return self._make(dtensor, "to_local", (dtensor,), {}, lambda: held(tensor))
+        return self._make(dtensor, "to_local", (dtensor,), {}, lambda: in_memory(tensor))
 
     def _make(
         self, like: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Callable[[], Any]

@@ -28,17 +28,17 @@ class Match:
         return cost_of(self.call, self.keys, self.values)
 
     @property
-    def unpaid(self) -> Decline | None:
+    def too_costly(self) -> Decline | None:
         """The reason why a rewrite doesn't pay; None if it does, or if that is unknown."""
         raise NotImplementedError
 
     @property
-    def doubt(self) -> str:
+    def cost_remark(self) -> str:
         """The reason why a rewrite might not pay after all; empty if there is none."""
         return ""
 
     @property
-    def weighed(self) -> bool:
+    def must_pay(self) -> bool:
         """True if a rewrite has to pay.
 
         One that reads a DTensor's local part doesn't: PyTorch would gather the keys of all ranks. One of tensors behind

@@ -97,8 +97,8 @@ def _match_stored(call: SdpaCall, may_guard: bool) -> tuple[DecodeMatch | Bifurc
     if bifurcated is not None and call.shares is not None:
         return bifurcated
     decode = match_decode(call, in_one(call.key, keys), in_one(call.value, values), may_guard)
-    if isinstance(decode, DecodeMatch) and decode.weighed:
-        decode = decode.unpaid or decode
+    if isinstance(decode, DecodeMatch) and decode.must_pay:
+        decode = decode.too_costly or decode
     if isinstance(decode, Decline):
         return bifurcated or decode
     if bifurcated is not None:
@@ -111,4 +111,4 @@ def _match_segments(
 ) -> BifurcatedMatch | Decline | None:
     """Match segments that a rewrite would read where they are stored, if that pays."""
     match = match_bifurcated(call, keys, values, may_guard)
-    return (match.unpaid or match) if isinstance(match, BifurcatedMatch) and match.weighed else match
+    return (match.too_costly or match) if isinstance(match, BifurcatedMatch) and match.must_pay else match

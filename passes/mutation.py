@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from tatten.ops.storage import all_of, same_storage
 from tatten.ops.watch import Watch
 from tatten.passes.calls import OpOverload, argument, op_name, overloads
-from tatten.passes.symbolic import held, hint, number_hint, number_in, value_of
+from tatten.passes.symbolic import hint, in_memory, number_hint, number_in, value_of
 
 IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name)
@@ -73,7 +73,7 @@ def writes(node: Node) -> bool:
 
 def written_between(tensors: Sequence[Tensor], start: Node, stop: Node) -> Node | None:
     """The first node between `start` and `stop`, in the graph's order, that may write to one of `tensors`."""
-    tensors = [held(tensor) for tensor in tensors]
+    tensors = [in_memory(tensor) for tensor in tensors]
     node = stop if start is stop else start.next
     while node is not stop:
         if node.op == "call_module":
@@ -131,7 +131,7 @@ def _may_alias(node: Node, tensors: Sequence[Tensor]) -> bool:
 
 def _holds(value: Any, tensors: Sequence[Tensor]) -> bool:
     if isinstance(value, Tensor):
-        owner = held(value)
+        owner = in_memory(value)
         return any(same_storage(owner, tensor) for tensor in tensors)
     if isinstance(value, (list, tuple)):
         return any(_holds(x, tensors) for x in value)

@@ -18,7 +18,7 @@ from tatten.passes.local import local_input
 from tatten.passes.mutation import writes
 from tatten.passes.op_names import CATS
 from tatten.passes.stored import Stored, peel_heads, stored_among, stored_at, walk_on
-from tatten.passes.symbolic import held, known_equal, tensor_of
+from tatten.passes.symbolic import in_memory, known_equal, tensor_of
 from tatten.passes.views import Walk, begin, way_back
 
 # A `cat` nested deeper than this is read as one tensor: a loop that appends to its keys nests one per step.
@@ -165,6 +165,6 @@ def _overlaid(stored: Stored | None) -> Stored | None:
     if stored is None or tensor is None or stored.dims[BATCH] is None:
         return None
     dim = stored.dims[BATCH] or 0
-    if known_equal(tensor.shape[dim], 1) or not known_equal(held(tensor).stride(dim), 0):
+    if known_equal(tensor.shape[dim], 1) or not known_equal(in_memory(tensor).stride(dim), 0):
         return None
     return dataclasses.replace(stored, shared=True, rows=None, overlaid=True)

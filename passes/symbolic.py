@@ -163,10 +163,10 @@ def guard_equal(a: int | SymInt, b: int | SymInt) -> bool:
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
     """True if two fake tensors are views of one storage, so that writing one may change the other."""
-    return storage.same_storage(held(a), held(b))
+    return storage.same_storage(in_memory(a), in_memory(b))
 
 
-def held(tensor: Any) -> Tensor:
+def in_memory(tensor: Any) -> Tensor:
     """The tensor that owns storage and has the strides in memory: a DTensor's local tensor, or the tensor itself."""
     plain = isinstance(tensor, FakeTensor) or not hasattr(tensor, "to_local")  # hasattr is slow on a fake tensor
     local: Tensor = tensor if plain else tensor.to_local()

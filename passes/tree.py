@@ -26,7 +26,7 @@ from tatten.passes.replace import Inserter, item, with_strides_of
 from tatten.passes.sdpa import SDPA_TARGETS, SdpaCall
 from tatten.passes.segments import find_segments
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import FakeTensor, held, tensor_of
+from tatten.passes.symbolic import FakeTensor, in_memory, tensor_of
 
 if TYPE_CHECKING:
     from tatten.ops.distributed.placement import Segment, Sharding
@@ -148,7 +148,7 @@ def merged_output(call: SdpaCall, state: Node, out: Node | None = None) -> Node:
     """
     graph, invariant, sharding = state.graph, bool(state.kwargs.get("batch_invariant")), call.sharding
     assert sharding is not None
-    like = held(tensor_of(call.result))
+    like = in_memory(tensor_of(call.result))
     lse = like.new_empty(like.shape[:-1], dtype=accumulator_dtype(like.dtype))
     with graph.inserting_before(call.node):
         out = item(state, 0) if out is None else out

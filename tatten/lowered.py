@@ -30,8 +30,8 @@ def lower_ops(inputs: Iterable[object]) -> bool:
 @functools.cache
 def _register() -> bool:
     try:
+        from tatten.ops.inductor.custom_pass import with_lowerings
         from tatten.ops.inductor.lowering import register_lowerings
-        from tatten.ops.inductor.version import with_lowerings
 
         with_lowerings({})
         register_lowerings(count)
@@ -48,8 +48,8 @@ def compile_lowered(wrapper: Any, gm: GraphModule, inputs: list[Tensor]) -> Comp
         wrapper: `torch.compile`'s own of Inductor, with options in its attribute `config`.
         gm, inputs: as `torch.compile` hands them to a backend.
     """
+    from tatten.ops.inductor.custom_pass import with_lowerings
     from tatten.ops.inductor.lowering import failed, opaque
-    from tatten.ops.inductor.version import with_lowerings
 
     options, restore = wrapper.config, _restorer(gm)
     try:

@@ -23,6 +23,7 @@ from tatten.ops.cuda.bound_kernel import bind
 from tatten.ops.cuda.prepared import prepare
 from tatten.ops.cuda.recording import Gluon, NotRecordableError, Recorder, record
 from tatten.ops.inductor.check import check_interfaces
+from tatten.ops.inductor.custom_pass import in_force
 from tatten.ops.inductor.ir import (
     Boxes,
     ahead_of_time,
@@ -40,7 +41,6 @@ from tatten.ops.inductor.ir import (
     realize,
     register,
 )
-from tatten.ops.inductor.version import in_force
 from tatten.ops.library import cuda_implementations
 from tatten.ops.moved import moved, text_of
 
@@ -176,7 +176,7 @@ def _bound_launches(found: Recorder, boxes: dict[int, Any]) -> Added:
 
 
 def register_lowerings(count: Count) -> None:
-    """Lower tatten's ops in graphs that AOTInductor compiles, or Inductor with the options of `version.with_lowerings`.
+    """Lower tatten's ops in graphs that AOTInductor compiles, or Inductor with the options of `custom_pass.with_lowerings`.
 
     Args:
         count: called with "lowered" or "opaque_*", named after `Opaque`, for each call of an op.

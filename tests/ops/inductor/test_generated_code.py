@@ -22,7 +22,7 @@ fake_h200.install()
 import torch
 from tatten.ops.inductor import lowering
 from tatten.ops.inductor.lowering import register_lowerings
-from tatten.ops.inductor.version import with_lowerings
+from tatten.ops.inductor.custom_pass import with_lowerings
 counted = []
 ops, bf16 = torch.ops.tatten, torch.bfloat16
 Q, KV, MASK = ((2, 32, 1, 128), bf16), ((2, 8, 4096, 128), bf16), ((2, 1, 1, 4096), torch.bool)

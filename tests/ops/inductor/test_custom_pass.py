@@ -10,7 +10,7 @@ from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-from tatten.ops.inductor.version import (
+from tatten.ops.inductor.custom_pass import (
     OPTION,
     LaunchesKernels,
     in_force,
