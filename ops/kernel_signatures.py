@@ -11,7 +11,7 @@ from torch import Tensor
 from tatten.ops.states import State
 from tatten.ops.variant import PLAIN, AttentionVariant
 
-Kernel = Callable[..., Any]
+OpKernel = Callable[..., Any]
 DecodeImplementation = Callable[
     [
         Tensor,  # query
@@ -59,7 +59,7 @@ LatentImplementation = Callable[
 ]
 
 
-def decode_kernel(implementation: DecodeImplementation) -> Kernel:
+def decode_kernel(implementation: DecodeImplementation) -> OpKernel:
     """Adapt an implementation of `tatten::decode_attention` to its schema: it gets the variant as one value."""
 
     def kernel(
@@ -88,7 +88,7 @@ def decode_kernel(implementation: DecodeImplementation) -> Kernel:
     return kernel
 
 
-def bifurcated_kernel(implementation: BifurcatedImplementation) -> Kernel:
+def bifurcated_kernel(implementation: BifurcatedImplementation) -> OpKernel:
     """Adapt an implementation of `tatten::bifurcated_attention` to its schema."""
 
     def kernel(
@@ -112,7 +112,7 @@ def bifurcated_kernel(implementation: BifurcatedImplementation) -> Kernel:
     return kernel
 
 
-def latent_kernel(implementation: LatentImplementation) -> Kernel:
+def latent_kernel(implementation: LatentImplementation) -> OpKernel:
     """Adapt an implementation of `tatten::latent_attention` to its schema."""
 
     def kernel(

@@ -22,7 +22,7 @@ from tatten.ops.cuda.latent import latent_attention as latent_on_cuda
 from tatten.ops.cuda.project_heads import project_heads as project_heads_on_cuda
 from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
-from tatten.ops.kernel_signatures import Kernel, bifurcated_kernel, decode_kernel, latent_kernel
+from tatten.ops.kernel_signatures import OpKernel, bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.latent_validation import check_latent_no_grad
 from tatten.ops.masks import block_list, key_spans, mask_of_rows, mask_rows
 from tatten.ops.project_heads import fake_project_heads, project_heads
@@ -214,7 +214,7 @@ _library.impl("row_groups", row_groups_on_cpu, "CPU")
 _library.impl("row_groups", cuda.row_groups, "CUDA")
 _library.impl("block_list", block_list, "CPU")
 _library.impl("block_list", cuda.block_list, "CUDA")
-_KERNELS: dict[str, dict[str, Kernel]] = {
+_KERNELS: dict[str, dict[str, OpKernel]] = {
     "decode_attention": {
         "CPU": decode_kernel(cpu.decode_attention),
         "CUDA": decode_kernel(cuda.decode_attention),
@@ -232,9 +232,9 @@ _KERNELS: dict[str, dict[str, Kernel]] = {
 }
 
 
-def cuda_implementations() -> dict[Any, Kernel]:
+def cuda_implementations() -> dict[Any, OpKernel]:
     """Return the ops that launch kernels on a GPU without waiting for other GPUs, with their implementations."""
-    own: dict[str, Kernel] = {"row_groups": cuda.row_groups, "block_list": cuda.block_list}
+    own: dict[str, OpKernel] = {"row_groups": cuda.row_groups, "block_list": cuda.block_list}
     attention = "decode_attention", "latent_attention", "bifurcated_attention"
     own |= {name: _KERNELS[name]["CUDA"] for name in (*attention, "merge_states", "project_heads")}
     return {getattr(torch.ops.tatten, name).default: kernel for name, kernel in own.items()}

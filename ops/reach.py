@@ -10,7 +10,7 @@ from torch import Tensor
 from tatten.ops.states import NEG_INF
 
 # The key, value, mask and block mask of a segment.
-Segment = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+MaskedSegment = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def mask_of_reach(lens: Tensor, q_len: int, kv_len: int, window: int | None) -> Tensor:
@@ -39,7 +39,7 @@ def masks_of_window(
         left -= key.shape[2]
 
 
-def segments_in_window(window: int, q_len: int, segments: Sequence[Segment]) -> Iterator[Segment]:
+def segments_in_window(window: int, q_len: int, segments: Sequence[MaskedSegment]) -> Iterator[MaskedSegment]:
     """Narrow segments to a window over all of them together. The queries are at its end.
 
     Keys in no query's window are left out, by views. A mask narrows the others where queries differ. The block mask of

@@ -16,7 +16,7 @@ from tatten.passes.masks import Masks
 from tatten.passes.match import Match
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import insert_op, scale_of
-from tatten.passes.rows import Rows
+from tatten.passes.rows import SelectedRows
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import constant, guard_equal, known_different, known_equal, tensor_of
@@ -95,7 +95,7 @@ def correspond(keys: tuple[Stored, ...], values: tuple[Stored, ...], may_guard: 
     return all(equal(k, v) for k, v in unproven)
 
 
-def _key_of(rows: Rows | None) -> object:
+def _key_of(rows: SelectedRows | None) -> object:
     return None if rows is None else rows.key
 
 

@@ -32,7 +32,7 @@ NO_BLOCKS = 1 << 30  # the block size of the mask that `flex_attention` makes wh
 
 
 @dataclass(frozen=True)
-class BlockList:
+class FlexBlockList:
     """The blocks of keys that each block of queries attends to.
 
     Attributes:
@@ -45,7 +45,7 @@ class BlockList:
 
 
 @dataclass(frozen=True)
-class BlockMask:
+class FlexBlockMask:
     """The keys that a block mask leaves: all keys of full blocks, and a function's choice of the keys of other blocks.
 
     Attributes:
@@ -58,8 +58,8 @@ class BlockMask:
 
     leaves: GraphModule | None
     captured: tuple[Any, ...]
-    partial: BlockList | None
-    full: BlockList | None
+    partial: FlexBlockList | None
+    full: FlexBlockList | None
     q_block: int
     kv_block: int
 
@@ -92,7 +92,7 @@ class FlexCall:
     value: Node
     scale: Any
     softcap: float | None
-    mask: BlockMask | None
+    mask: FlexBlockMask | None
     log_sums: tuple[Node, ...]
     path: tuple[Node, ...]
 
@@ -225,7 +225,7 @@ def result_of(graph: Graph) -> Any:
 
 def _read_mask(
     node: Node, blocks: Sequence[Any], body: GraphModule, captured: Sequence[Any]
-) -> BlockMask | Decline | None:
+) -> FlexBlockMask | Decline | None:
     query = tensor_of(node.args[0])
     counts, indices, full_counts, full_indices = blocks[2:6]
     q_block, kv_block = blocks[-3:-1]
@@ -246,12 +246,12 @@ def _read_mask(
         return decline
     end = result_of(body.graph)
     leaves = None if op_name(end) == "new_ones" else body
-    full = None if full_counts is None else BlockList(full_counts, full_indices)
+    full = None if full_counts is None else FlexBlockList(full_counts, full_indices)
     none_given = q_block == kv_block == NO_BLOCKS and [op_name(x) for x in (counts, indices)] == ["ones", "zeros"]
-    partial = None if none_given and full is None else BlockList(counts, indices)
+    partial = None if none_given and full is None else FlexBlockList(counts, indices)
     if leaves is None and partial is None:
         return None
-    return BlockMask(leaves, tuple(captured) if leaves else (), partial, full, q_block, kv_block)
+    return FlexBlockMask(leaves, tuple(captured) if leaves else (), partial, full, q_block, kv_block)
 
 
 def _check_captured(captured: Sequence[Any], query: Tensor) -> Decline | None:

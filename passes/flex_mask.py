@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from tatten.passes.calls import op_name
 from tatten.passes.drafts import Drafting
-from tatten.passes.flex import INDEXING, POSITIONS, BlockList, BlockMask, FlexCall, places_of, result_of
+from tatten.passes.flex import INDEXING, POSITIONS, FlexBlockList, FlexBlockMask, FlexCall, places_of, result_of
 from tatten.passes.masks import Masks
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import FakeTensor, constant, tensor_of, value_of
@@ -58,7 +58,7 @@ class DenseMask:
         self._device = query.device
         self._extents = (*query.shape[:3], key.shape[2])
 
-    def of(self, mask: BlockMask) -> Node:
+    def of(self, mask: FlexBlockMask) -> Node:
         """Draft the mask: bool, `[batch or 1, heads or 1, q_len, kv_len]`."""
         positions = [self._position(dim) for dim in range(POSITIONS)]
         captured = [self._masks.first_view(x) if isinstance(x, Node) else x for x in mask.captured]
@@ -121,7 +121,7 @@ class DenseMask:
             inside.append(place)
         return self._draft(operator.getitem, base, tuple(inside))
 
-    def _listed(self, blocks: BlockList, mask: BlockMask, positions: list[Node]) -> Node:
+    def _listed(self, blocks: FlexBlockList, mask: FlexBlockMask, positions: list[Node]) -> Node:
         """Draft whether the block of each key is listed for that of each query."""
         indices = tensor_of(blocks.indices)
         assert indices is not None

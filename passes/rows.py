@@ -59,7 +59,7 @@ class Repeat:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SelectedRows:
     """The stored row that each sequence reads, as what was done to the stored rows, in order."""
 
     steps: tuple[Select | Counts | Repeat, ...]
@@ -106,14 +106,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Selection:
+class RowSelection:
     """The selection that an op makes from its source, and the dim of it."""
 
     dim: int
     step: Select | Counts
 
 
-def selection_of(node: Node, source: Tensor) -> Selection | None:
+def selection_of(node: Node, source: Tensor) -> RowSelection | None:
     """Return the selection that `node` makes by a tensor along one dim of its source.
 
     The result is None if the node does something else, or may do so.
@@ -151,10 +151,10 @@ def selection_of(node: Node, source: Tensor) -> Selection | None:
     if numbers.dim() != 1 or numbers.dtype not in INTEGERS or numbers.device != source.device:
         return None
     if op_name(node) != "repeat_interleave":
-        return Selection(dim, Select(index, op_name(node) in ("getitem", "index"), views))
+        return RowSelection(dim, Select(index, op_name(node) in ("getitem", "index"), views))
     if total is None or not known_equal(numbers.shape[0], source.shape[dim]):
         return None  # one count is for all rows
-    return Selection(dim, Counts(index, total))
+    return RowSelection(dim, Counts(index, total))
 
 
 def _index_among(key: Any, rank: int) -> tuple[Any, int | None]:

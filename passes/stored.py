@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.passes.mutation import written_between
-from tatten.passes.rows import Rows
+from tatten.passes.rows import SelectedRows
 from tatten.passes.symbolic import constant, known_equal, tensor_of
 from tatten.passes.views import ROLES, Part, Size, Walk, begin, way_back
 
@@ -37,7 +37,7 @@ class Stored:
     dims: tuple[int | None, ...] = (BATCH, HEADS, LENGTH, HEAD_DIM)
     repeats: int = 1
     shared: bool = False
-    rows: Rows | None = None
+    rows: SelectedRows | None = None
     overlaid: bool = False
     path: tuple[Node, ...] = ()
 
@@ -111,7 +111,7 @@ def stored_at(walk: Walk) -> Stored | None:
     repeated = walk.repeated_rows(found[BATCH])
     if repeated is None:
         return None
-    return Stored(walk.here, dims, repeats, True, Rows((*repeated, *walk.rows)), path=walk.path)
+    return Stored(walk.here, dims, repeats, True, SelectedRows((*repeated, *walk.rows)), path=walk.path)
 
 
 def walk_on(stored: Stored, node: Node, path: tuple[Node, ...]) -> Walk:

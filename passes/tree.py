@@ -29,7 +29,7 @@ from tatten.passes.stored import Stored
 from tatten.passes.symbolic import FakeTensor, in_memory, tensor_of
 
 if TYPE_CHECKING:
-    from tatten.ops.distributed.placement import Segment, Sharding
+    from tatten.ops.distributed.placement import PlacedSegment, Sharding
 
 
 def find_local(call: SdpaCall, masks: Masks) -> SdpaCall | Decline | None:
@@ -77,7 +77,7 @@ def _of_whole_length(tensor: Any) -> Tensor:
     return whole
 
 
-def _placed(segments: tuple[Stored, ...]) -> list[Segment]:
+def _placed(segments: tuple[Stored, ...]) -> list[PlacedSegment]:
     return [(tensor, x.dims) for x in segments if (tensor := tensor_of(x.base)) is not None]
 
 

@@ -24,7 +24,7 @@ from tatten.passes.calls import argument, only_adds_dims, op_name
 from tatten.passes.drafts import without_drafts
 from tatten.passes.mutation import writes
 from tatten.passes.op_names import CASTS, CATS, COPIES, REORDERS, RESHAPES, STRETCHES
-from tatten.passes.rows import SELECTS, Counts, Repeat, Select, Selection, selection_of
+from tatten.passes.rows import SELECTS, Counts, Repeat, RowSelection, Select, selection_of
 from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of, value_of
 
 ROLES = range(4)  # the dims of keys and values, as `tatten.ops.layout` names them
@@ -209,7 +209,12 @@ def _copies_of_one(walk: Walk, source: Node, before: Tensor, after: Tensor) -> W
 
 
 def _select(
-    walk: Walk, path: Sequence[Node], source: Node, before: Sequence[Size], after: Sequence[Size], selection: Selection
+    walk: Walk,
+    path: Sequence[Node],
+    source: Node,
+    before: Sequence[Size],
+    after: Sequence[Size],
+    selection: RowSelection,
 ) -> Walk | None:
     """Undo a selection of rows of the batch; in any dim, one of a single row, which any valid index selects."""
     dim = selection.dim

@@ -33,7 +33,7 @@ from tatten.ops.validation import (
 )
 from tatten.ops.variant import PLAIN, AttentionVariant
 
-Kernel = Callable[..., State]  # like `attend`; for keys in 8 bits, after their `Scales`
+AttendKernel = Callable[..., State]  # like `attend`; for keys in 8 bits, after their `Scales`
 Scales = tuple[Tensor | None, Tensor | None]  # of keys and of values, each per head or per key
 
 
@@ -85,7 +85,7 @@ def attend_variant(
     scale: float,
     block_mask: Tensor | None,
     variant: AttentionVariant,
-    kernel: Kernel,
+    kernel: AttendKernel,
     scales: Scales | None = None,
     separately: bool = False,
 ) -> State:
@@ -148,7 +148,7 @@ def attend_keys(
     mask: Tensor | None,
     spans: list[Span] | None,
     scale: float,
-    kernel: Kernel = attend,
+    kernel: AttendKernel = attend,
     scales: Scales | None = None,
     separately: bool = False,
 ) -> State:
@@ -160,7 +160,7 @@ def attend_keys(
     kv_heads = key.shape[1]
     q_rows = pack_gqa(query, kv_heads)
 
-    def bound(sequences: slice = slice(None), keys: slice = slice(None)) -> Kernel:
+    def bound(sequences: slice = slice(None), keys: slice = slice(None)) -> AttendKernel:
         return kernel if scales is None else functools.partial(kernel, _scales_of(scales, sequences, keys=keys))
 
     def attend_run(sequences: slice, span: Span, some_empty: bool) -> State:
@@ -223,9 +223,9 @@ def _runs(spans: list[Span], batch: int) -> list[tuple[slice, Span]]:
     return runs
 
 
-def kernel_of(variant: AttentionVariant, upcasts: bool, batch_invariant: bool = False) -> Kernel:
+def kernel_of(variant: AttentionVariant, upcasts: bool, batch_invariant: bool = False) -> AttendKernel:
     """Return `attend` with a variant's additions; `upcasts`: keys and values have fewer bits than the queries."""
-    kernel: Kernel = attend_each if batch_invariant else attend
+    kernel: AttendKernel = attend_each if batch_invariant else attend
     if variant.softcap is not None:
         kernel = functools.partial(_attend_capped, softcap=variant.softcap)
     if upcasts:
@@ -258,7 +258,7 @@ def _attend_capped(
 
 
 def _attend_upcast(
-    kernel: Kernel,
+    kernel: AttendKernel,
     scales: Scales,
     q_rows: Tensor,
     key: Tensor,

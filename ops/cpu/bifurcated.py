@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tatten.ops.cpu.attention import Kernel, attend_keys, kernel_of, merge_sinks, spans_of
+from tatten.ops.cpu.attention import AttendKernel, attend_keys, kernel_of, merge_sinks, spans_of
 from tatten.ops.cpu.flash import additive, coarse_sequences
 from tatten.ops.cpu.rows import runs_of
 from tatten.ops.layout import fold_mask, fold_sequences, unfold_sequences
@@ -80,7 +80,7 @@ def _attend_blocks(
     mask: Tensor | None,
     block_mask: Tensor | None,
     scale: float,
-    kernel: Kernel,
+    kernel: AttendKernel,
     separately: bool = False,
 ) -> State:
     """Return the state of each sequence over a segment whose rows serve aligned blocks of sequences."""
@@ -101,7 +101,7 @@ def _attend_rows(
     mask: Tensor | None,
     block_mask: Tensor | None,
     scale: float,
-    kernel: Kernel,
+    kernel: AttendKernel,
     rows: Tensor,
 ) -> State:
     """Return the state of each sequence over the row of a segment that it reads, a run of rows at a time."""
@@ -130,7 +130,7 @@ def _attend_each(
     value: Tensor,
     mask: Tensor | None,
     scale: float,
-    kernel: Kernel,
+    kernel: AttendKernel,
     rows: Tensor | None,
 ) -> State:
     """Return the state of each sequence over the row of a segment that it reads, as if it were alone."""

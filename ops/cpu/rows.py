@@ -17,7 +17,7 @@ from tatten.ops.row_validation import check_row_values, check_rows
 MOST_PADDED = 2.0
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Stored rows `start` to `stop - 1`, which some sequences read.
 
     Attributes:
@@ -39,7 +39,7 @@ def row_groups(rows: Tensor, kv_batch: int, queries: int) -> Tensor:
     return row_groups_reference(rows, kv_batch, group_size(rows.shape[0], kv_batch, queries))
 
 
-def runs_of(rows: Tensor, kv_batch: int) -> Iterator[Run]:
+def runs_of(rows: Tensor, kv_batch: int) -> Iterator[RowRun]:
     """Find few runs of consecutive rows that hold all sequences, without much padding; unread rows are in no run."""
     order = torch.argsort(rows, stable=True)
     counts = torch.bincount(rows, minlength=kv_batch)
@@ -48,7 +48,7 @@ def runs_of(rows: Tensor, kv_batch: int) -> Iterator[Run]:
         own = counts[start:stop, None]
         slots = torch.arange(int(own.max()))
         real = slots < own
-        yield Run(start, stop, order[starts[start:stop, None] + torch.where(real, slots, 0)], real)
+        yield RowRun(start, stop, order[starts[start:stop, None] + torch.where(real, slots, 0)], real)
 
 
 def _spans(counts: list[int]) -> Iterator[tuple[int, int]]:

@@ -26,7 +26,7 @@ Rope = tuple[()] | tuple[Tensor, Tensor]  # for the queries, for the keys
 
 
 @dataclass(frozen=True)
-class Segment:
+class SegmentLaunch:
     """A launch of the decode kernel for tensors of the layout that it was planned for."""
 
     tile_space: TileSpace
@@ -109,7 +109,7 @@ def plan_segment(
     programs: int | None = None,
     pdl: bool = True,
     batch_invariant: bool = False,
-) -> Segment:
+) -> SegmentLaunch:
     """Plan one launch of the kernel for checked inputs.
 
     Args:
@@ -223,7 +223,7 @@ def plan_segment(
         WAIT_LAST=follows,
         FLOAT32_DOTS=INTERPRETED,  # bf16 dots are garbage in the interpreter (Triton 3.6 to 3.9)
     )
-    return Segment(
+    return SegmentLaunch(
         space,
         launch,
         writes=(
@@ -242,7 +242,7 @@ def plan_segment(
 class DecodeAttention:
     """Computes `tatten::decode_attention` for tensors of the layout that it was planned for."""
 
-    segment: Segment
+    segment: SegmentLaunch
     combine: Combine
 
     def __call__(

@@ -24,7 +24,7 @@ from tatten.ops.sizes import ceil_div, power_of_2
 
 
 @dataclass(frozen=True)
-class LatentSegment:
+class LatentLaunch:
     """A launch of the latent kernel."""
 
     tile_space: TileSpace
@@ -63,7 +63,7 @@ def plan_latent_segment(
     out_dtype: torch.dtype,
     *,
     has_lens: bool = False,
-) -> LatentSegment:
+) -> LatentLaunch:
     """Plan a launch for checked inputs. `has_lens`: there are lengths without a mask that they narrow."""
     batch, heads, q_len, _ = query.shape
     kv_len = latent.shape[2]
@@ -120,4 +120,4 @@ def plan_latent_segment(
         Dense.of((space.slots, block_m), torch.float32),
     )
     tilings = key_tiling(latent, BLOCK_N, RANK // 2), key_tiling(key_rope, BLOCK_N, ROPE)
-    return LatentSegment(space, launch, mask, *tilings, writes)
+    return LatentLaunch(space, launch, mask, *tilings, writes)

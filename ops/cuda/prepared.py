@@ -22,7 +22,7 @@ from tatten.ops.cuda.recording import NotRecordableError, Recorder
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TmaTiles:
     """A parameter that describes tiles of a tensor to TMA.
 
     Attributes:
@@ -52,8 +52,8 @@ class PreparedLaunch:
     Attributes:
         module, kernel: the module of the kernel, and its name.
         grid, options, arguments: as in `tatten.ops.cuda.launcher.Launch`.
-        tensors: for each of the kernel's first parameters the number of a tensor, `Tiles`, `Bytes`, None, or a tuple of
-            these.
+        tensors: for each of the kernel's first parameters the number of a tensor, `TmaTiles`, `Bytes`, None, or a tuple
+            of these.
     """
 
     module: str
@@ -85,7 +85,7 @@ def _taking(x: Any, tensors: tuple[Tensor, ...], kernel: Any) -> Callable[[tuple
     if isinstance(x, tuple):
         parts = [_taking(y, tensors, kernel) for y in x]
         return lambda given: tuple([part(given) for part in parts])
-    if isinstance(x, Tiles):
+    if isinstance(x, TmaTiles):
         tiling, number = _described(kernel).key_tiling(tensors[x.tensor], *x.block), x.tensor
         return lambda given: tiling(_aligned(given[number]))
     if isinstance(x, Bytes):
@@ -122,7 +122,7 @@ class PreparedCall:
             launch(tensors)
 
 
-IMPORT = f"from {__name__} import {', '.join(x.__name__ for x in (Bytes, PreparedCall, PreparedLaunch, Tiles))}"
+IMPORT = f"from {__name__} import {', '.join(x.__name__ for x in (Bytes, PreparedCall, PreparedLaunch, TmaTiles))}"
 
 
 def prepare(found: Recorder) -> tuple[PreparedCall, list[Tensor]]:
@@ -157,11 +157,11 @@ def prepare(found: Recorder) -> tuple[PreparedCall, list[Tensor]]:
             raise NotRecordableError(f"reads {stored} as {x.dtype}")
         return Bytes(at)
 
-    def tiles(descriptor: Any, kernel: Any) -> Tiles:
+    def tiles(descriptor: Any, kernel: Any) -> TmaTiles:
         at = number(descriptor.base)
         if not _described(kernel).are_tiles_of(descriptor, tensors[at]):
             raise NotRecordableError(f"takes tiles of another kind, {descriptor}")
-        return Tiles(at, tuple(descriptor.block_shape[2:]))
+        return TmaTiles(at, tuple(descriptor.block_shape[2:]))
 
     launches = []
     for launch, given in found.launches:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tatten.ops.cuda.combine import Partials
-from tatten.ops.cuda.decode import Segment, plan_segment
+from tatten.ops.cuda.decode import SegmentLaunch, plan_segment
 from tatten.ops.cuda.heuristics import (
     MANY_KEYS,
     Tiles,
@@ -53,7 +53,7 @@ class PrefixSegment:
         return Partials(*self.attend(query, key, value, row_groups), row_groups=row_groups)
 
 
-AnyLaunch = Segment | PrefixSegment | LevelsLaunch
+AnyLaunch = SegmentLaunch | PrefixSegment | LevelsLaunch
 
 
 class Inputs(NamedTuple):
@@ -145,7 +145,9 @@ def plan_invariant_launches(
         )
 
 
-def _plan_decode_segment(query: Tensor, x: Inputs, scale: float, softcap: float | None, **options: Any) -> Segment:
+def _plan_decode_segment(
+    query: Tensor, x: Inputs, scale: float, softcap: float | None, **options: Any
+) -> SegmentLaunch:
     tensors = query, x.key, x.value, x.attn_mask, None, scale, x.block_mask
     variant = AttentionVariant(softcap=softcap, sinks=x.sinks)
     return plan_segment(*tensors, variant, row_groups=x.row_groups, **options)

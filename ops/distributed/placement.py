@@ -19,7 +19,7 @@ from tatten.ops.layout import BATCH, HEADS, LENGTH
 from tatten.ops.moved import moved
 
 # A stored tensor, and its dims for the roles batch, heads, length and head_dim; None for a role that it lacks.
-Segment = tuple[Tensor, Sequence[int | None]]
+PlacedSegment = tuple[Tensor, Sequence[int | None]]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def find_sharding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 
 
 def find_segment_sharding(
-    query: Tensor, result: Tensor, keys: Sequence[Segment], values: Sequence[Segment], mask: Tensor | None
+    query: Tensor, result: Tensor, keys: Sequence[PlacedSegment], values: Sequence[PlacedSegment], mask: Tensor | None
 ) -> Sharding | str:
     """Return the sharding of a call with keys and values in segments, or why it is left to PyTorch's own rules.
 

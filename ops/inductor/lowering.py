@@ -176,7 +176,7 @@ def _bound_launches(found: Recorder, boxes: dict[int, Any]) -> Added:
 
 
 def register_lowerings(count: Count) -> None:
-    """Lower tatten's ops in graphs that AOTInductor compiles, or Inductor with the options of `custom_pass.with_lowerings`.
+    """Lower tatten's ops in graphs that AOTInductor compiles, or Inductor with options of `custom_pass.with_lowerings`.
 
     Args:
         count: called with "lowered" or "opaque_*", named after `Opaque`, for each call of an op.

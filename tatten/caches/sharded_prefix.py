@@ -17,7 +17,7 @@ from tatten.caches.agreement import Agreement
 from tatten.caches.capture import is_captured
 from tatten.caches.prompts import Prompts
 from tatten.caches.sharded_layer import Interleaved, check_plain, placements, write_own
-from tatten.caches.shared_prefix_layer import Rows, Segment, SharedPrefixLayer, Suffix
+from tatten.caches.shared_prefix_layer import KeyValue, SegmentRows, SharedPrefixLayer, Suffix
 from tatten.dtensor_sdpa import enable_dtensor_sdpa
 
 
@@ -45,9 +45,9 @@ class ShardedPrefixLayer(SharedPrefixLayer):
         layout: Interleaved,
         agreement: Agreement,
         leads: bool,
-        segments: tuple[Segment, ...] = (),
+        segments: tuple[KeyValue, ...] = (),
         lengths: tuple[int, ...] = (),
-        rows: Rows = (),
+        rows: SegmentRows = (),
         suffix: Suffix | None = None,
     ):
         super().__init__(segments, lengths, rows, suffix)
@@ -113,6 +113,6 @@ class ShardedPrefixLayer(SharedPrefixLayer):
         write_own(self.layout, self.prefix_length, self.length, (self.keys, self.values), (key, value))
 
     def _with(
-        self, segments: tuple[Segment, ...], lengths: tuple[int, ...], rows: Rows, suffix: Suffix | None
+        self, segments: tuple[KeyValue, ...], lengths: tuple[int, ...], rows: SegmentRows, suffix: Suffix | None
     ) -> SharedPrefixLayer:
         return ShardedPrefixLayer(self.layout, self.agreement, self.leads, segments, lengths, rows, suffix)

@@ -16,8 +16,8 @@ from tatten.caches.capture import is_captured
 from tatten.caches.selection import Selection, expand_to_batch
 from tatten.caches.static_address import mark_static
 
-Segment = tuple[Tensor, Tensor]
-Rows = tuple[Tensor | None, ...]
+KeyValue = tuple[Tensor, Tensor]
+SegmentRows = tuple[Tensor | None, ...]
 Suffix = tuple[Tensor, Tensor, Tensor]  # keys, values, length
 Kept = list[tuple[slice, Tensor | None]]  # for each segment what `Selection.rows` says
 
@@ -30,9 +30,9 @@ class Inherited:
         suffix: the tokens that a selection has in its slots; None for a fork, whose slots are empty.
     """
 
-    segments: tuple[Segment, ...]
+    segments: tuple[KeyValue, ...]
     lengths: tuple[int, ...]
-    rows: Rows
+    rows: SegmentRows
     batch: int
     slots: int
     suffix: Suffix | None = None
@@ -60,9 +60,9 @@ class SharedPrefixLayer:
 
     def __init__(
         self,
-        segments: tuple[Segment, ...] = (),
+        segments: tuple[KeyValue, ...] = (),
         lengths: tuple[int, ...] = (),
-        rows: Rows = (),
+        rows: SegmentRows = (),
         suffix: Suffix | None = None,
     ):
         self.segments = segments
@@ -150,12 +150,12 @@ class SharedPrefixLayer:
             self.segments = tuple((key[:, :, :slots], value[:, :, :slots]) for key, value in self.segments)
             self.lengths = (kept,)
 
-    def inherited_rows(self, n: int, used: int) -> Rows:
+    def inherited_rows(self, n: int, used: int) -> SegmentRows:
         """The rows of the segments of a fork, for `n` children of each sequence."""
         rows = tuple(None if row is None else row.repeat_interleave(n) for row in self.rows)
         return (*rows, None) if used else rows
 
-    def inherited(self, n: int, capacity: int, used: int, rows: Rows) -> Inherited:
+    def inherited(self, n: int, capacity: int, used: int, rows: SegmentRows) -> Inherited:
         """Return the state that `n` children of each sequence inherit.
 
         The `used` tokens of the suffix become a segment, as a view.
@@ -234,7 +234,7 @@ class SharedPrefixLayer:
         self.values.index_copy_(2, slots, value)
 
     def _with(
-        self, segments: tuple[Segment, ...], lengths: tuple[int, ...], rows: Rows, suffix: Suffix | None
+        self, segments: tuple[KeyValue, ...], lengths: tuple[int, ...], rows: SegmentRows, suffix: Suffix | None
     ) -> SharedPrefixLayer:
         """A layer of the same kind."""
         return SharedPrefixLayer(segments, lengths, rows, suffix)

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from tatten.ops.cuda import sm90, tma
 from tatten.ops.cuda.launcher import Launch
-from tatten.ops.cuda.prepared import Bytes, PreparedCall, PreparedLaunch, Tiles, prepare
+from tatten.ops.cuda.prepared import Bytes, PreparedCall, PreparedLaunch, TmaTiles, prepare
 from tatten.ops.cuda.recording import NotRecordableError, record
 from tatten.ops.cuda.sm90 import key_tiling
 
@@ -99,7 +99,7 @@ def test_tiles_are_described_anew_for_each_tensor(kernel: Kernel, module: Any) -
     x = torch.ones(2, 1, 100, 64, device="meta", dtype=torch.bfloat16)
     found, _ = record(lambda x: Launch(kernel, (1,), {})(module.key_tiling(x, 64, 32)(x)), x)
     call, _ = prepare(found)
-    assert call.launches[0].tensors == (Tiles(0, (64, 32)),)
+    assert call.launches[0].tensors == (TmaTiles(0, (64, 32)),)
     RAN.clear()
     keys = [torch.ones(2, 1, 100, 64, dtype=torch.bfloat16) for _ in range(2)]
     for key in keys:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cuda import decode, decode_grid, segment_launches
-from tatten.ops.cuda.decode import Segment
+from tatten.ops.cuda.decode import SegmentLaunch
 from tatten.ops.cuda.prefix_sm90 import PrefixAttention
 from tatten.ops.cuda.segment_launches import PrefixSegment, plan_prefix_segment
 from tatten.ops.cuda.segments import Segments, plan_segments
@@ -140,7 +140,7 @@ def test_a_segment_of_few_masked_keys_is_not_combined() -> None:
 
 def test_kernels_without_a_soft_cap_get_none() -> None:
     planned = plan((1, 8192), (16, 300), (256, 256), softcap=30.0)
-    assert all(isinstance(launch, Segment) and launch.launch.arguments["SOFTCAP"] for launch in planned.launches)
+    assert all(isinstance(launch, SegmentLaunch) and launch.launch.arguments["SOFTCAP"] for launch in planned.launches)
 
 
 @pytest.mark.parametrize("shapes", [((1, 8192), (256, 256)), ((256, 256), (1, 8192)), ((1, 8192), (1, 300))])
@@ -149,7 +149,7 @@ def test_one_segment_has_the_sinks(shapes: tuple[tuple[int, int], ...]) -> None:
     planned = plan(*shapes, sinks=True)
     prefix, own = planned.launches
     assert isinstance(prefix, PrefixSegment)
-    assert isinstance(own, Segment)
+    assert isinstance(own, SegmentLaunch)
     assert own.launch.arguments["SINKS"]
     assert shapes[planned.takes[1][0]][0] == max(rows for rows, _ in shapes)
 

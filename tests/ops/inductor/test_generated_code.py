@@ -11,7 +11,7 @@ import pytest
 import torch
 from compiled import compile_in_subprocess
 
-from tatten.ops.cuda.prepared import Bytes, PreparedCall, PreparedLaunch, Tiles
+from tatten.ops.cuda.prepared import Bytes, PreparedCall, PreparedLaunch, TmaTiles
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the made-up GPU is for machines without one")
 
@@ -359,8 +359,8 @@ def test_other_ops(case: str, kernels: set[str]) -> None:
 def python_calls(case: str) -> tuple[dict[str, PreparedCall], list[tuple[str, list[str]]], list[str]]:
     """Return the callables of generated code for kernels in Gluon, their calls with the arguments, and the messages."""
     code, said = generate(case)
-    names = {x.__name__: x for x in (Bytes, PreparedCall, PreparedLaunch, Tiles)}
-    assert "from tatten.ops.cuda.prepared import Bytes, PreparedCall, PreparedLaunch, Tiles\n" in code
+    names = {x.__name__: x for x in (Bytes, PreparedCall, PreparedLaunch, TmaTiles)}
+    assert "from tatten.ops.cuda.prepared import Bytes, PreparedCall, PreparedLaunch, TmaTiles\n" in code
     defined = {name: eval(source, names) for name, source in re.findall(r"^(tatten_\w+) = (.*)", code, re.M)}
     calls = re.findall(r"^ +(tatten_\w+)\((.*)\)$", code, re.M)
     return defined, [(name, given.split(", ")) for name, given in calls], said
@@ -384,7 +384,7 @@ def test_kernels_in_gluon_are_launched_by_python(case: str, kernels: list[str]) 
     assert [launch.kernel for launch in launches] == kernels
     numbers = {*leaves([launch.tensors for launch in launches])}
     assert numbers == {*range(len(given))}, "each tensor is given, and each that is given is read"
-    tiles = [(given[x.tensor], x.block) for launch in launches for x in launch.tensors if isinstance(x, Tiles)]
+    tiles = [(given[x.tensor], x.block) for launch in launches for x in launch.tensors if isinstance(x, TmaTiles)]
     if case == "prefix":
         assert tiles == [("arg1_1", (128, 128)), ("arg2_1", (128, 128))]
     else:
@@ -393,7 +393,7 @@ def test_kernels_in_gluon_are_launched_by_python(case: str, kernels: list[str]) 
 
 def leaves(x: Any) -> Iterator[int]:
     """The numbers of tensors."""
-    if isinstance(x, (Bytes, Tiles)):
+    if isinstance(x, (Bytes, TmaTiles)):
         yield x.tensor
     elif isinstance(x, (list, tuple)):
         for y in x:
@@ -411,7 +411,7 @@ def test_a_large_kv_is_read_by_tma() -> None:
     (decode,) = defined[name].launches
     assert decode.kernel == "_decode_kernel"
     assert decode.arguments["TMA"]
-    tiles = [(given[x.tensor], x.block) for x in decode.tensors if isinstance(x, Tiles)]
+    tiles = [(given[x.tensor], x.block) for x in decode.tensors if isinstance(x, TmaTiles)]
     block = decode.arguments["RUN_N"], 128
     assert tiles == [("arg1_1", block), ("arg2_1", block)]
     assert {*leaves(decode.tensors)} == {*range(len(given))}
@@ -437,7 +437,7 @@ def test_keys_may_be_the_values() -> None:
     defined, calls, said = python_calls("keys as values")
     assert not said
     ((name, given),) = calls
-    tiles = [x for x in defined[name].launches[0].tensors if isinstance(x, Tiles)]
+    tiles = [x for x in defined[name].launches[0].tensors if isinstance(x, TmaTiles)]
     assert [given[x.tensor] for x in tiles] == ["arg1_1", "arg1_1"]
 
 
