@@ -33,23 +33,27 @@ class Attention:
     Attributes:
         sdpa: calls of SDPA.
         written_out: the product with values of attention that is written out, each with its softmax.
+        places: the node before which each of these has to be computed.
         flex: calls of `flex_attention`.
     """
 
     sdpa: tuple[Node, ...]
     written_out: dict[Node, Node]
+    places: dict[Node, Node]
     flex: tuple[Node, ...]
 
     @property
     def nodes(self) -> list[Node]:
-        """All of them, in the graph's order."""
-        return sorted([*self.sdpa, *self.written_out, *self.flex])
+        """All of them, in the order of their places."""
+        return sorted([*self.sdpa, *self.written_out, *self.flex], key=lambda node: self.places.get(node, node))
 
 
 def find_attention(graph: Graph, errors: list[Declined]) -> Attention:
     """Find the attention of a graph. Changes nothing; an error that belongs to no call is appended to `errors`."""
-    written_out = dict(or_nothing(lambda: find_written_out(graph), errors))
-    return Attention(tuple(sdpa_nodes(graph)), written_out, tuple(find_flex(graph)))
+    written_out = or_nothing(lambda: find_written_out(graph), errors)
+    softmaxes = {product: softmax for product, softmax, _ in written_out}
+    places = {product: place for product, _, place in written_out}
+    return Attention(tuple(sdpa_nodes(graph)), softmaxes, places, tuple(find_flex(graph)))
 
 
 def read_attention(node: Node, attention: Attention, run: Run) -> SdpaCall | Declined:
@@ -103,7 +107,7 @@ def find_nested(gm: GraphModule, errors: list[Declined]) -> list[Declined]:
 def _nested(name: str, graph: Graph) -> list[Declined]:
     nested = Decline(Reason.NESTED, f"inside `{name}`, the body of a higher-order operator")
     findings = [declined(call, nested) for call in find_sdpa(graph)]
-    written_out = dict(find_written_out(graph))
+    written_out = {product: softmax for product, softmax, _ in find_written_out(graph)}
     for product, softmax in written_out.items():
         found = read_written_out(softmax)
         findings.append(Declined(source_location(product), "", found if isinstance(found, Decline) else nested))

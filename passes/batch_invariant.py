@@ -31,11 +31,12 @@ def find_invariant(call: SdpaCall, may_guard: bool) -> tuple[BifurcatedMatch | D
     """
     if call.shares is not None:
         return _of_several_placements(call, call.shares, may_guard)
-    segments = _choose(find_cuts(call.key), find_cuts(call.value), may_guard)
+    keys, values = (find_cuts(x, call.vanishing) for x in (call.key, call.value))
+    segments = _choose(keys, values, may_guard)
     bifurcated = match_bifurcated(call, *segments, may_guard) if segments is not None else None
     if isinstance(bifurcated, BifurcatedMatch):
         return dataclasses.replace(bifurcated, batch_invariant=True), ""
-    key, value = (in_one(x, find_segments(x, rows=False)) for x in (call.key, call.value))
+    key, value = (in_one(x, find_segments(x, rows=False, vanishing=call.vanishing)) for x in (call.key, call.value))
     match = match_decode(call, key, value, may_guard)
     if isinstance(match, Decline):
         return match

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,7 @@ class Drafts:
         self._made: dict[str, Node] = {}
         self._bound: dict[Node, Node] = {}
         self._inserted: dict[Node, tuple[Node, Node]] = {}
+        self._read: dict[Node, list[Tensor]] = {}
         self._fake_mode: AbstractContextManager[Any] = contextlib.nullcontext()
 
     def result(self, value: Tensor) -> Node:
@@ -109,7 +110,7 @@ class Drafts:
     def insert(self, node: Node, place: Node) -> Node:
         """Insert a draft, and those it needs, before `place`; reuse a node unless what it read was written since.
 
-        Places come in order. A node of the graph is returned as it is.
+        A node of the graph is returned as it is.
         """
         if node in self._bound:
             return self._bound[node]
@@ -134,23 +135,24 @@ class Drafts:
         mask, query, sinks = map(insert, (call.attn_mask, call.query, call.sinks))
         return dataclasses.replace(call, query=query, attn_mask=mask, sinks=sinks)
 
-    def substitute(self, node: Node, by: Mapping[Node, Node]) -> Node:
-        """Make a draft again with other arguments; `node` itself where none of them is in `by`."""
-        if node in by or not is_draft(node) or node.op == "placeholder":
-            return by.get(node, node)
-        args, kwargs = (_mapped(x, lambda x: self.substitute(x, by)) for x in (node.args, node.kwargs))
+    def substitute(self, node: Node, old: Node, new: Node) -> Node:
+        """Make a draft again with `new` in place of `old`; `node` itself where it isn't computed from `old`."""
+        if node is old or not is_draft(node) or node.op == "placeholder":
+            return new if node is old else node
+        args, kwargs = (_mapped(x, lambda x: self.substitute(x, old, new)) for x in (node.args, node.kwargs))
         return self.make(node, node.target, *args, **kwargs)
 
     def _read_by(self, draft: Node) -> list[Tensor]:
         """The tensors of the graph that a draft is computed from."""
-        frontier, tensors = [draft], list[Tensor]()
-        while frontier:
-            node = frontier.pop()
-            if is_draft(node):
-                frontier += node.all_input_nodes
-            elif (tensor := tensor_of(node)) is not None:
-                tensors.append(tensor)
-        return tensors
+        if draft not in self._read:
+            above, frontier = {draft}, [draft]
+            while frontier:
+                node = frontier.pop()
+                new = [x for x in node.all_input_nodes if x not in above] if is_draft(node) else []
+                above.update(new)
+                frontier += new
+            self._read[draft] = [x for node in without_drafts(above) if (x := tensor_of(node)) is not None]
+        return self._read[draft]
 
 
 class Drafting:

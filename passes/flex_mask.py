@@ -1,4 +1,4 @@
-"""One mask tensor of what a block mask of `flex_attention` leaves, and the call that stands in for that attention.
+"""Calls of `flex_attention` as calls of SDPA, with one mask tensor of what their block masks leave.
 
 The mask function is asked about all positions at once: its body, op by op, on positions that broadcast. A key is left
 if its block is listed as full, or is listed and the function leaves the key.

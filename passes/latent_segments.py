@@ -48,4 +48,4 @@ def _can_be_read(segment: LatentSegment, call: Node) -> bool:
     stored = [x for x in (segment.latent, segment.rope) if x is not None]
     alike = all(known_equal(x.size(role), segment.latent.size(role)) for x in stored for role in (BATCH, LENGTH))
     alike = alike and known_different(segment.latent.size(LENGTH), 0)
-    return alike and all(isinstance(x.base, Node) and x.rows is None and not x.written_before(call) for x in stored)
+    return alike and all(x.rows is None and not x.written_before(call) for x in stored)

@@ -198,7 +198,7 @@ def _check_users(match: LatentMatch) -> Decline | None:
     shared = () if match.rope is None else match.rope[0].path
     for node in sorted(match.path.difference(shared)):
         for user in node.users:
-            if user not in match.path and user not in match.call.path and user is not match.call.node:
+            if user not in match.path and user not in match.call.vanishing:
                 return Decline(Reason.PROJECTION_USED, f"`{user}` uses `{node}`, which is projected from latents")
     return None
 

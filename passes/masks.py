@@ -32,9 +32,9 @@ class Masks:
         self.drafts = Drafts()
 
     def first_view(self, node: Node) -> Node:
-        """The first node asked for that is the same view as `node` and still in the graph; else `node`."""
+        """The first node asked for that is the same view as `node`, comes before it and is still in the graph."""
         first = self._views.get(same_view(node))
-        if first is None or first.prev.next is not first:  # it was erased
+        if first is None or node < first or first.prev.next is not first:  # or it was erased
             self._views[same_view(node)] = first = node
         return first
 
@@ -83,14 +83,15 @@ class Masks:
             return [call.attn_mask] * len(segments)
         cuts = () if call.shares is None else tuple((x.chunks, x.stripe) for x in call.shares[0])
         key = (call.attn_mask, ",".join(str(segment.size(LENGTH)) for segment in segments), cuts)
-        if key not in self._columns:
+        if key not in self._columns or call.node < self._columns[key][0]:
             graph = call.node.graph
             with graph.inserting_before(call.node):
                 sizes = [_size(segment, LENGTH) for segment in segments]
                 split = graph.call_function(torch.split, (call.attn_mask, sizes, -1))
                 columns = [graph.call_function(operator.getitem, (split, i)) for i in range(len(segments))]
-            for node, segment in zip(columns, segments, strict=True):
-                node.meta["example_value"] = mask.new_empty((*mask.shape[:-1], segment.size(LENGTH)))
+            parts = [mask.new_empty((*mask.shape[:-1], segment.size(LENGTH))) for segment in segments]
+            for node, value in zip((split, *columns), (parts, *parts), strict=True):
+                node.meta["example_value"] = value  # without one, a node might write to its inputs
             if call.shares is not None:
                 draft, dim = Drafting(self.drafts, call.shown), mask.dim() - 1
                 drafted = [share.columns(draft, x, dim) for share, x in zip(call.shares[0], columns, strict=True)]
@@ -171,5 +172,10 @@ def _is_basic(index: Any) -> bool:
 
 def _size(segment: Stored, role: int) -> int | Node:
     """A size of the segment as an argument: a number if it is the same in every run, else a node."""
-    size, base = constant(segment.size(role)), segment.base
-    return base.graph.call_method("size", (base, segment.dims[role])) if size is None else size
+    size, base = segment.size(role), segment.base
+    known = constant(size)
+    if known is not None:
+        return known
+    node = base.graph.call_method("size", (base, segment.dims[role]))
+    node.meta["example_value"] = size  # without one, it might write to its inputs
+    return node

@@ -71,7 +71,7 @@ def _match_latents(call: SdpaCall, seen: SdpaCall, run: Run) -> LatentMatch | De
 
 def _check_movers(call: SdpaCall, run: Run) -> Decline | None:
     """Return the reason why fake tensors may not tell what this call reads, or None."""
-    mover = mover_of(call.node, run.moving)
+    mover = mover_of(call.shown, run.moving)
     if mover is None:
         return None
     return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
@@ -84,13 +84,13 @@ def _match_stored(call: SdpaCall, may_guard: bool) -> tuple[DecodeMatch | Bifurc
     """
     copied = ""
     if call.shares is None:
-        keys, values = find_segments(call.key), find_segments(call.value)
+        keys, values = (find_segments(x, vanishing=call.vanishing) for x in (call.key, call.value))
     else:
         keys, values = (tuple(x.part for x in shares) for shares in call.shares)
     bifurcated = _match_segments(call, keys, values, may_guard)
     if isinstance(bifurcated, Decline) and any(x.rows for x in (*keys, *values)) and call.shares is None:
         copied = f"selected rows are copied [{bifurcated.reason.value}]: {bifurcated.detail}"
-        keys, values = find_segments(call.key, rows=False), find_segments(call.value, rows=False)
+        keys, values = (find_segments(x, rows=False, vanishing=call.vanishing) for x in (call.key, call.value))
         bifurcated = _match_segments(call, keys, values, may_guard)
     if isinstance(bifurcated, BifurcatedMatch):
         return bifurcated, copied

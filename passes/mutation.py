@@ -73,6 +73,8 @@ def writes(node: Node) -> bool:
 
 def written_between(tensors: Sequence[Tensor], start: Node, stop: Node) -> Node | None:
     """The first node between `start` and `stop`, in the graph's order, that may write to one of `tensors`."""
+    if stop < start:
+        return start  # the list of nodes is a ring: what would be searched lies outside
     tensors = [in_memory(tensor) for tensor in tensors]
     node = stop if start is stop else start.next
     while node is not stop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,16 @@ class SdpaCall:
     @property
     def replaced(self) -> dict[Node, Node]:
         """The nodes that are replaced, each with a draft for it."""
-        return {self.result: self.result, **{x: x for x in self.log_sums}} if not self.outputs else dict(self.outputs)
+        return dict(self.outputs) or {self.node: self.node}
+
+    @functools.cached_property
+    def vanishing(self) -> frozenset[Node]:
+        """The nodes that nothing uses once all that the call computes is computed in another way."""
+        found = {*self.replaced}
+        for node in sorted(set(self.path), reverse=True):
+            if found.issuperset(node.users):
+                found.add(node)
+        return frozenset(found)
 
     @property
     def variant(self) -> dict[str, Any]:

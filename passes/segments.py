@@ -25,23 +25,31 @@ from tatten.passes.views import Walk, begin, way_back
 MAX_DEPTH = 8
 
 
-def find_segments(start: Node | Walk, rows: bool = True) -> tuple[Stored, ...]:
-    """The segments of SDPA's key or value, in order; without `rows`, what an index selected is read as a copy.
+Vanishing = frozenset[Node]
+
+
+def find_segments(start: Node | Walk, rows: bool = True, vanishing: Vanishing = frozenset()) -> tuple[Stored, ...]:
+    """The segments of SDPA's key or value, in order.
 
     The local part of a DTensor is read as the graph made it, if it did, else as one segment.
+
+    Args:
+        start: SDPA's key or value, or a walk to it.
+        rows: if False, what an index selected is read as a copy.
+        vanishing: the nodes that nothing uses once attention is computed in another way.
     """
     if isinstance(start, Node) and dtensor_of(start) is not None:
-        stored, local = _behind_local_part(start, rows)
-        return (stored,) if local is None else _segments(_walk_behind(stored, local), rows) or (stored,)
+        stored, local = _behind_local_part(start, rows, vanishing)
+        return (stored,) if local is None else _segments(_walk_behind(stored, local), rows, vanishing) or (stored,)
     walk = start if isinstance(start, Walk) else begin(start)
-    return _segments(walk, rows) or tuple(stored_among((walk,)))
+    return _segments(walk, rows, vanishing) or tuple(stored_among((walk,)))
 
 
-def _behind_local_part(part: Node, rows: bool) -> tuple[Stored, Node | None]:
+def _behind_local_part(part: Node, rows: bool, vanishing: Vanishing) -> tuple[Stored, Node | None]:
     """How the local part of a DTensor is stored, and the plain tensor of the graph that it was made of, if it was."""
     dtensor = dtensor_of(part)
     assert dtensor is not None
-    best, *others = find_segments(dtensor, rows)
+    best, *others = find_segments(dtensor, rows, vanishing)
     stored = Stored(part) if others else _local(best, part)
     inner = None if stored.shared else dtensor_of(stored.base)
     return stored, None if inner is None else local_input(inner)
@@ -74,18 +82,18 @@ class Cut(NamedTuple):
     own: Stored | None
 
 
-def find_cuts(start: Node | Walk) -> tuple[Cut, ...]:
+def find_cuts(start: Node | Walk, vanishing: Vanishing) -> tuple[Cut, ...]:
     """The segments of SDPA's key or value between cuts that don't depend on the batch; none if one can't be read.
 
     Where others use what was concatenated, it is one segment: it exists anyway. The local part of a DTensor has none
     unless the graph made it.
     """
     if isinstance(start, Node) and dtensor_of(start) is not None:
-        stored, local = _behind_local_part(start, rows=False)
-        return () if local is None else find_cuts(_walk_behind(stored, local))
+        stored, local = _behind_local_part(start, False, vanishing)
+        return () if local is None else find_cuts(_walk_behind(stored, local), vanishing)
     cuts = []
-    for walk in _cut(start if isinstance(start, Walk) else begin(start)):
-        shared = _segments(walk, rows=True, depth=MAX_DEPTH)
+    for walk in _cut(start if isinstance(start, Walk) else begin(start), vanishing):
+        shared = _segments(walk, True, vanishing, depth=MAX_DEPTH)
         if shared is None:
             return ()
         own = (x for x in stored_among(way_back(walk)) if not x.shared)
@@ -93,12 +101,12 @@ def find_cuts(start: Node | Walk) -> tuple[Cut, ...]:
     return tuple(cuts)
 
 
-def _cut(start: Walk, depth: int = 0) -> Iterator[Walk]:
+def _cut(start: Walk, vanishing: Vanishing, depth: int = 0) -> Iterator[Walk]:
     for walk in way_back(start):
         parts = _parts(walk) if depth < MAX_DEPTH else None
-        if parts is not None and all(len(node.users) <= 1 for node in (*walk.path, walk.here)):
+        if parts is not None and _ours_alone(walk, vanishing):
             for part in parts:
-                yield from _cut(part, depth + 1)
+                yield from _cut(part, vanishing, depth + 1)
             return
     yield start
 
@@ -114,7 +122,7 @@ def in_one(node: Node, segments: tuple[Stored, ...]) -> Stored:
     return best
 
 
-def _segments(start: Walk, rows: bool, depth: int = 0) -> tuple[Stored, ...] | None:
+def _segments(start: Walk, rows: bool, vanishing: Vanishing, depth: int = 0) -> tuple[Stored, ...] | None:
     """The segments of the tensor that a walk has reached; None if no stored tensor can be found."""
     walks = []
     for walk in way_back(start):
@@ -123,18 +131,28 @@ def _segments(start: Walk, rows: bool, depth: int = 0) -> tuple[Stored, ...] | N
         walks.append(walk)
         parts = _parts(walk) if depth < MAX_DEPTH else None
         if parts is not None:
-            found = [_segments(part, rows, depth + 1) for part in parts]
+            found = [_segments(part, rows, vanishing, depth + 1) for part in parts]
             flat = tuple(segment for segments in found if segments is not None for segment in segments)
             # If others use the concatenated tensor, it exists anyway: segments of equal batch are read from it.
-            ours_alone = all(len(node.users) <= 1 for node in (*walk.path, walk.here))
             if None not in found and (
-                ours_alone or any(not known_equal(x.size(BATCH), flat[0].size(BATCH)) for x in flat)
+                _ours_alone(walk, vanishing) or any(not known_equal(x.size(BATCH), flat[0].size(BATCH)) for x in flat)
             ):
                 return flat
     best, last = next(stored_among(walks), None), walks[-1]
     first = best if best is not None and best.base is last.here else stored_at(last)
     best = _overlaid(first) or best
     return None if best is None else (best,)
+
+
+def _ours_alone(walk: Walk, vanishing: Vanishing) -> bool:
+    """True if nothing but attention uses the nodes of a walk, so that they vanish with it."""
+    previous: Node | None = None
+    for node in (*walk.path, walk.here):
+        users = [user for user in node.users if user not in vanishing and user is not previous]
+        if users and (vanishing or len(users) > 1 or previous is not None):
+            return False
+        previous = node
+    return True
 
 
 def _parts(walk: Walk) -> list[Walk] | None:

@@ -121,7 +121,7 @@ def untiled_call(found: Tiled, masks: Masks) -> SdpaCall:
         sinks=None if call.sinks is None else _swapped(draft, call.sinks, 0, as_read),
         path=(*call.path, *found.key.path, *found.value.path),
         draft_result=inner,
-        outputs=tuple((x, masks.drafts.substitute(made, {call.result: out})) for x, made in call.replaced.items()),
+        outputs=tuple((x, masks.drafts.substitute(made, call.result, out)) for x, made in call.replaced.items()),
     )
 
 
@@ -132,7 +132,6 @@ def _swapped(draft: Drafting, node: Node, dim: int, sizes: tuple[int, int, int])
 
 def _repeated(draft: Drafting, stored: Stored, times: int) -> Node:
     """Draft a key or value of which each head is there several times, one beside the other."""
-    assert isinstance(stored.base, Node)
     node = stored.base
     if stored.dims != tuple(ROLES):
         node = draft("permute", node, *stored.dims)

@@ -50,7 +50,7 @@ def find_local(call: SdpaCall, masks: Masks) -> SdpaCall | Decline | None:
     if sharding is not None:
         of_key, of_value = map(masks.drafts.local_part, (call.key, call.value))
         return _check(call, sharding) or dataclasses.replace(_local(call, sharding, masks), key=of_key, value=of_value)
-    keys, values = find_segments(call.key), find_segments(call.value)
+    keys, values = (find_segments(x, vanishing=call.vanishing) for x in (call.key, call.value))
     if len(keys) == 1 or len(keys) != len(values):
         return None
     result = tensor_of(call.result)

@@ -1,7 +1,7 @@
 """Attention that is written out as two products around a softmax: what it computes, as SDPA would be called for it.
 
 Found are a softmax over keys, the product of queries and keys that it is made of (`tatten.passes.scores`), and the
-product with values that it leads to (`tatten.passes.weights`). `tatten.passes.stand_in` puts one call in their place.
+product with values that it leads to (`tatten.passes.weights`). `tatten.passes.written_out_call` makes a call of these.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class WrittenOut:
         return "attention written out" + (f", with {', '.join(parts)}" if parts else "")
 
 
-def find_written_out(graph: Graph) -> list[tuple[Node, Node]]:
-    """Find attention that is written out: the product with values and the softmax of each, in the order of the former.
+def find_written_out(graph: Graph) -> list[tuple[Node, Node, Node]]:
+    """Find attention that is written out: the product with values, the softmax and the place of each, by the first.
 
     Softmaxes that lead to no product with values, or are not made of a product, are left out: they are no attention, or
     of a form that `tatten.passes.other_attention` reports.
@@ -92,8 +92,10 @@ def find_written_out(graph: Graph) -> list[tuple[Node, Node]]:
     for node in graph.nodes:
         if op_name(node) in SOFTMAX:
             weights = find_weights(node)
-            if weights is not None and read_written_out(node) is not None:
-                found.append((weights.product.node, node))
+            read = None if weights is None else read_written_out(node)
+            if weights is not None and read is not None:
+                product = weights.product.node
+                found.append((product, node, product if isinstance(read, Decline) else read.place))
     return sorted(found)
 
 

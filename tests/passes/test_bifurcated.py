@@ -510,8 +510,7 @@ return (getitem_2)""",
             listing(gm),
             """\
 narrow = narrow(l_p_, 0, 0, 1)
-narrow_1 = narrow(l_p_, 0, 0, 1)
-bifurcated_attention_default = bifurcated_attention.default(l_q_, [narrow], [narrow_1], [None], [None], None)
+bifurcated_attention_default = bifurcated_attention.default(l_q_, [narrow], [narrow], [None], [None], None)
 getitem = getitem(bifurcated_attention_default, 0)
 return (getitem)""",
         )

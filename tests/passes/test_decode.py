@@ -440,8 +440,7 @@ return (getitem, getitem_1, repeated)""",
             listing(gm),
             """\
 permute = permute(l_cache_, 0, 2, 1, 3)
-permute_1 = permute(l_cache_, 0, 2, 1, 3)
-decode_attention_default = decode_attention.default(l_query_, permute, permute_1, None, None, None, None)
+decode_attention_default = decode_attention.default(l_query_, permute, permute, None, None, None, None)
 getitem_1 = getitem(decode_attention_default, 0)
 return (getitem_1)""",
         )

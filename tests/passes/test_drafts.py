@@ -90,7 +90,7 @@ def test_what_stands_for_a_result_is_replaced() -> None:
     assert value is not None
     result = drafts.result(value)
     made = drafts.make(first, "unsqueeze", result, 0)
-    other = drafts.substitute(made, {result: drafts.make(first, "neg", result)})
+    other = drafts.substitute(made, result, drafts.make(first, "neg", result))
     drafts.bind(result, first)
     node = drafts.insert(other, second)
     (negated,) = node.all_input_nodes
