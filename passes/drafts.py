@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,7 @@ class Drafts:
         self._scratch = _Scratch(self)
         self._made: dict[str, Node] = {}
         self._bound: dict[Node, Node] = {}
-        self._inserted: dict[Node, tuple[Node, Node]] = {}
+        self._inserted: dict[object, tuple[Node, Node]] = {}
         self._read: dict[Node, list[Tensor]] = {}
         self._fake_mode: AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -116,15 +116,27 @@ class Drafts:
             return self._bound[node]
         if not is_draft(node):
             return node
-        found, unwritten = self._inserted.get(node, (None, None))
-        if found is None or unwritten is None or written_between(self._read_by(node), unwritten, place) is not None:
+
+        def make() -> Node:
             args, kwargs = (_mapped(x, lambda x: self.insert(x, place)) for x in (node.args, node.kwargs))
+            made = place.graph.create_node(node.op, node.target, args, kwargs)
+            made.meta.update(node.meta)
+            return made
+
+        return self.once(node, place, self._read_by(node), make)
+
+    def once(self, key: object, place: Node, read: Sequence[Tensor], make: Callable[[], Node]) -> Node:
+        """Return the node that `make` inserts before `place`, or for an equal `key` the one from an earlier place.
+
+        It is made anew if any of `read` was written since.
+        """
+        node, unwritten = self._inserted.get(key, (None, None))
+        if node is None or unwritten is None or written_between(read, unwritten, place) is not None:
             with place.graph.inserting_before(place):
-                found = place.graph.create_node(node.op, node.target, args, kwargs)
-            found.meta.update(node.meta)
+                node = make()
         # The node at `place` is about to be replaced, and what takes its place writes nothing.
-        self._inserted[node] = found, place.prev
-        return found
+        self._inserted[key] = node, place.prev
+        return node
 
     def operands(self, call: SdpaCall) -> SdpaCall:
         """Insert the query, mask and sinks of a call; keys and values are read where they are stored."""

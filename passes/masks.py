@@ -14,7 +14,6 @@ from tatten.ops.layout import BATCH, HEADS, LENGTH
 from tatten.passes.autocast import autocast_dtype
 from tatten.passes.calls import op_name
 from tatten.passes.drafts import Drafting, Drafts
-from tatten.passes.mutation import written_between
 from tatten.passes.recomputed import Recomputed
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
@@ -26,7 +25,6 @@ class Masks:
 
     def __init__(self) -> None:
         self._columns: dict[object, list[Node]] = {}
-        self._unwritten: dict[object, tuple[Node, Node]] = {}
         self._recomputed = Recomputed()
         self._views: dict[object, Node] = {}
         self.drafts = Drafts()
@@ -38,18 +36,10 @@ class Masks:
             self._views[same_view(node)] = first = node
         return first
 
-    def once_unless_written(
-        self, key: object, call: SdpaCall, read: Iterable[object], make: Callable[[], Node]
-    ) -> Node:
+    def _once(self, key: object, call: SdpaCall, read: Iterable[object], make: Callable[[], Node]) -> Node:
         """The node made for `key`, inserted before the call; made anew if any of `read` was written since."""
-        node, unwritten = self._unwritten.get(key, (None, None))
         tensors = [tensor for tensor in map(tensor_of, read) if tensor is not None]
-        if node is None or unwritten is None or written_between(tensors, unwritten, call.node) is not None:
-            with call.node.graph.inserting_before(call.node):
-                node = make()
-        # The call itself is about to be replaced, and what takes its place writes nothing.
-        self._unwritten[key] = node, call.node.prev
-        return node
+        return self.drafts.once(key, call.node, tensors, make)
 
     def cast(self, call: SdpaCall) -> SdpaCall:
         """The call with the first mask that is equal to its own, cast as autocast, where it is on, casts SDPA's."""
@@ -67,7 +57,7 @@ class Masks:
             cast.meta.update(stack_trace=call.shown.meta.get("stack_trace"), example_value=mask.to(dtype))
             return cast
 
-        cast = self.once_unless_written((same_view(call.attn_mask), dtype), call, (call.attn_mask,), insert)
+        cast = self._once((same_view(call.attn_mask), dtype), call, (call.attn_mask,), insert)
         return dataclasses.replace(call, attn_mask=cast)
 
     def as_attention_takes_it(self, stored: Stored, call: SdpaCall) -> Node:
@@ -104,9 +94,7 @@ class Masks:
         if segment.rows is None:
             return None
         chosen, key = segment.rows, (segment.rows.key, str(segment.size(BATCH)))
-        return self.once_unless_written(
-            key, call, chosen.read, lambda: chosen.insert(call.node.graph, _size(segment, BATCH))
-        )
+        return self._once(key, call, chosen.read, lambda: chosen.insert(call.node.graph, _size(segment, BATCH)))
 
     def row_groups(self, call: SdpaCall, segment: Stored, rows: Node | None) -> Node | None:
         """The groups of sequences that read one row of a segment, given the row of each: once for all layers."""
@@ -121,7 +109,7 @@ class Masks:
             groups.meta["stack_trace"] = call.shown.meta.get("stack_trace")
             return groups
 
-        return self.once_unless_written((rows, str(stored), queries), call, (rows,), insert)
+        return self._once((rows, str(stored), queries), call, (rows,), insert)
 
     def block_mask(
         self,
@@ -151,7 +139,7 @@ class Masks:
             found.meta["stack_trace"] = call.shown.meta.get("stack_trace")
             return found
 
-        return self.once_unless_written(made_for, call, (call.attn_mask, rows), insert)
+        return self._once(made_for, call, (call.attn_mask, rows), insert)
 
 
 def same_view(node: Node) -> object:
