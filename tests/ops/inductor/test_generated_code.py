@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import compiled
 import pytest
 import torch
 from compiled import compile_in_subprocess
@@ -15,177 +17,7 @@ from tatten.ops.cuda.prepared import Bytes, PreparedCall, PreparedLaunch, TmaTil
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the made-up GPU is for machines without one")
 
-SCRIPT = """
-import json, logging, sys
-import fake_h200
-fake_h200.install()
-import torch
-from tatten.ops.inductor import lowering
-from tatten.ops.inductor.lowering import register_lowerings
-from tatten.ops.inductor.custom_pass import with_lowerings
-counted = []
-ops, bf16 = torch.ops.tatten, torch.bfloat16
-Q, KV, MASK = ((2, 32, 1, 128), bf16), ((2, 8, 4096, 128), bf16), ((2, 1, 1, 4096), torch.bool)
-
-def two_layers(q, k, v, mask):
-    blocks = ops.block_mask.default(mask)
-    a, _ = ops.decode_attention.default(q, k, v, mask, None, 0.1, blocks)
-    b, _ = ops.decode_attention.default(a * 2, k, v, mask, None, 0.1, blocks)
-    return b + 1
-
-def views(x, packed, k, v):
-    a, _ = ops.decode_attention.default(x.view(2, 1, 32, 128).transpose(1, 2), k, v)
-    own = packed.narrow(2, 0, 4096).view(2, 1, 32, 128).transpose(1, 2)
-    b, _ = ops.decode_attention.default(own, k, v)
-    return a, b, ops.decode_attention.default(packed.narrow(2, 2048, 4096).view(2, 1, 32, 128).transpose(1, 2), k, v)[0]
-
-def invariant(q, k, v, mask):
-    return ops.decode_attention.default(q, k, v, mask, batch_invariant=True)[0]
-
-def segments(q, k, v, k2, v2):
-    # Tensors that only one of the launches reads, and that nothing needs afterwards.
-    out, _ = ops.bifurcated_attention.default(q, [k + 1, k2 + 1], [v + 1, v2 + 1], [None, None], [None, None], 0.1)
-    return out * 3
-
-def capped_segments(q, sinks, k, v, k2, v2):
-    given = {"softcap": 30.0, "sinks": sinks}
-    return ops.bifurcated_attention.default(q, [k, k2], [v, v2], [None] * 2, [None] * 2, 0.1, **given)[0]
-
-def windowed_segments(q, k, v, k2, v2):
-    return ops.bifurcated_attention.default(q, [k, k2], [v, v2], [None] * 2, [None] * 2, 0.1, window=400)[0]
-
-def masked_segments(q, mask, *kv):
-    # Only the first launch after it reads the block list.
-    return ops.bifurcated_attention.default(q, kv[::2], kv[1::2], [mask, None, None], [None] * 3, 0.1)[0]
-
-def merge(out, lse):
-    return ops.merge_states.default(out, lse)
-
-def plain(q, k, v):
-    return ops.decode_attention.default(q, k, v)[0]
-
-def rows(index, q, k, v, k2, v2):
-    groups = ops.row_groups.default(index, 3, 1)
-    return ops.bifurcated_attention.default(q, [k, k2], [v, v2], [None] * 2, [None] * 2, 0.1, [groups, None])[0]
-
-def shared(q, k, v, k2, v2):
-    return ops.bifurcated_attention.default(q, [k, k2], [v, v2], [None] * 2, [None] * 2, 0.1)[0]
-
-def cudnn(q, k, v):
-    return ops.decode_attention.default(q, k, v, provider="cudnn")[0]
-
-def latents(q, q_rope, c, k_rope):
-    return ops.latent_attention.default(q, q_rope, c, k_rope, scale=0.1)[0]
-
-def views_of_latents(q, q_rope, packed):
-    # The second one begins at an odd number: whether it is aligned depends on where memory is.
-    def attend(q, latent, k_rope):
-        return ops.latent_attention.default(q, q_rope, latent, k_rope, scale=0.1)[0]
-
-    latent, k_rope = packed.narrow(3, 0, 512), packed.narrow(3, 512, 64)
-    return attend(q.narrow(3, 64, 512), latent, k_rope), attend(q.narrow(3, 1, 512), latent, k_rope)
-
-def latent_layers(q, q_rope, c, k_rope, mask):
-    blocks = ops.block_mask.default(mask)
-    for _ in range(2):
-        q = ops.latent_attention.default(q, q_rope, c, k_rope, mask, None, scale=0.1, block_mask=blocks)[0] * 2
-    return q
-
-def keys_as_values(q, k, k2):
-    return ops.bifurcated_attention.default(q, [k, k2], [k, k2], [None] * 2, [None] * 2, 0.1)[0]
-
-def latents_within(first, keys, last, q, q_rope, k_rope):
-    # Inductor has the latents where the concatenation has them, 8 bytes behind a multiple of 16.
-    latent = keys.sum(1, dtype=bf16)
-    everything = torch.cat([first * 1, latent, last + 1])
-    q = q + everything.sum()
-    return ops.latent_attention.default(q, q_rope, latent.view(1, 1, 512, 512), k_rope, scale=0.1)[0], everything
-
-def masked_latents(q, q_rope, c, k_rope, mask):
-    return ops.latent_attention.default(q, q_rope, c, k_rope, mask, scale=0.1)[0]
-
-def project(sums, weight):
-    return ops.project_heads.default(sums * 2, weight.narrow(1, 128, 128))
-
-def find_rows(n, index):
-    return ops.row_groups.default(index, n, 1)
-
-cases = {
-    "two layers": (two_layers, [Q, KV, KV, MASK]),
-    "views": (views, [((2, 1, 4096), bf16), ((2, 1, 6144), bf16), KV, KV]),
-    "invariant": (invariant, [Q, KV, KV, MASK]),
-    "segments": (segments, [
-        ((8, 8, 1, 64), bf16), *[((2, 8, 500, 64), bf16)] * 2, *[((8, 8, 300, 64), bf16)] * 2
-    ]),
-    "capped segments": (capped_segments, [
-        ((8, 8, 1, 64), bf16), ((8,), bf16), *[((2, 8, 500, 64), bf16)] * 2, *[((8, 8, 300, 64), bf16)] * 2
-    ]),
-    "windowed segments": (windowed_segments, [
-        ((8, 8, 1, 64), bf16), *[((2, 8, 500, 64), bf16)] * 2, *[((8, 8, 300, 64), bf16)] * 2
-    ]),
-    "masked segments": (masked_segments, [
-        ((8, 8, 1, 64), bf16), ((8, 1, 1, 40), torch.bool),
-        *[((8, 8, length, 64), bf16) for length in (40, 40, 300, 300, 200, 200)]
-    ]),
-    "merge": (merge, [((4, 2, 8, 1, 64), bf16), ((4, 2, 8, 1), torch.float32)]),
-    "rows": (rows, [
-        ((7,), torch.int32), ((7, 8, 1, 64), bf16), *[((3, 8, 500, 64), bf16)] * 2, *[((7, 8, 300, 64), bf16)] * 2
-    ]),
-    "project": (project, [((2, 16, 1, 512), torch.float32), ((16, 256, 512), bf16)]),
-    "symbolic rows": (find_rows, ["n", ((7,), torch.int32)]),
-    "symbolic lengths": (plain, [Q, *[((2, 8, "s", 128), bf16)] * 2]),
-    "plain": (plain, [Q, KV, KV]),
-    "float64": (plain, [(shape, torch.float64) for shape, _ in (Q, KV, KV)]),
-    "prefix": (shared, [
-        ((256, 32, 1, 128), bf16), *[((1, 8, 8192, 128), bf16)] * 2, *[((256, 8, 256, 128), bf16)] * 2
-    ]),
-    "provider": (cudnn, [Q, KV, KV]),
-    "wrong": (plain, [Q, ((2, 5, 64, 64), bf16), ((2, 5, 64, 64), bf16)]),
-    **{f"{heads} heads": (latents, [
-        ((2, heads, 1, 512), bf16), ((2, heads, 1, 64), bf16), ((2, 1, 4096, 512), bf16), ((2, 1, 4096, 64), bf16)
-    ]) for heads in (16, 128)},
-    "unrounded": (latents, [
-        ((2, 16, 1, 512), torch.float32), ((2, 16, 1, 64), bf16), ((2, 1, 4096, 512), bf16), ((2, 1, 4096, 64), bf16)
-    ]),
-    "latent layers": (latent_layers, [
-        ((2, 128, 1, 512), bf16), ((2, 128, 1, 64), bf16), ((2, 1, 4096, 512), bf16), ((2, 1, 4096, 64), bf16),
-        ((2, 1, 1, 4096), torch.bool),
-    ]),
-    "latents within": (latents_within, [
-        ((4,), bf16), ((512 * 512, 3), bf16), ((4,), bf16),
-        ((1, 128, 1, 512), bf16), ((1, 128, 1, 64), bf16), ((1, 1, 512, 64), bf16)
-    ]),
-    "keys as values": (keys_as_values, [
-        ((256, 32, 1, 128), bf16), ((1, 8, 8192, 128), bf16), ((256, 8, 256, 128), bf16)
-    ]),
-    "masked latents": (masked_latents, [
-        ((2, 128, 1, 512), bf16), ((2, 128, 1, 64), bf16), ((2, 1, 4096, 512), bf16), ((2, 1, 4096, 64), bf16),
-        ((2, 1, 1, 4096), torch.bool),
-    ]),
-    "views of latents": (views_of_latents, [
-        ((2, 128, 1, 576), bf16), ((2, 128, 1, 64), bf16), ((2, 1, 4096, 576), bf16)
-    ]),
-    "large": (plain, [((64, 32, 1, 128), bf16), *[((64, 8, 2048, 128), bf16)] * 2]),
-}
-said = []
-class Said(logging.Handler):
-    def emit(self, record):
-        said.append(record.getMessage())
-logging.getLogger("tatten").addHandler(Said())
-logging.getLogger("tatten").setLevel(logging.INFO)
-generated = []
-ahead_of_time = lowering.ahead_of_time
-before, runs = json.loads(sys.argv[1])
-if before:
-    fake_h200.generated_code(*cases[before])
-register_lowerings(counted.append)
-for case, lowered, options in runs:
-    lowering.ahead_of_time = (lambda: True) if options.pop("package", False) else ahead_of_time
-    said.clear()
-    code = fake_h200.generated_code(*cases[case], **(with_lowerings(options) if lowered else options))
-    generated.append([code, [*said]])
-print(json.dumps(generated))
-"""
+SCRIPT = Path(compiled.__file__).with_name("generate_code.py").read_text()
 
 STAY_OPAQUE = [
     ("plain", False, "[not_ours]"),
