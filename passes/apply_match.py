@@ -33,13 +33,20 @@ def _apply_stored(call: SdpaCall, match: DecodeMatch | BifurcatedMatch, note: st
     # The report is read off first: nodes may be erased.
     location, shapes = source_location(call.shown), shapes_of(call, *(bases(x) for x in (match.keys, match.values)))
     cost, cost_remark = (match.cost, match.cost_remark or assumptions_of(match.cost)) if match.must_pay else (None, "")
-    merged, path, seen = merge_note(match.call), match.path, masks.drafts.operands(match.call)
+    merged, path, seen = merge_note(match.call), match.path, _operands(match.call, masks)
     keys, values = (tuple(_inserted(x, call, masks) for x in stored) for stored in (match.keys, match.values))
     match = dataclasses.replace(match, call=seen, keys=keys, values=values)
     state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
     replace_call(call, state, _output(match.call, state), path, masks.drafts)
     notes = call.form, merged, note, restore_query(state), cost_remark, *call.remarks
     return Rewritten(location, str(state.target), shapes, cost, "; ".join(filter(None, notes)), provider_of(state))
+
+
+def _operands(call: SdpaCall, masks: Masks) -> SdpaCall:
+    """Insert the mask, query and sinks of a call that are drafts; keys and values are read where they are stored."""
+    given = call.attn_mask, call.query, call.sinks
+    mask, query, sinks = (masks.drafts.insert(x, call.node) if isinstance(x, Node) else x for x in given)
+    return dataclasses.replace(call, query=query, attn_mask=mask, sinks=sinks)
 
 
 def _inserted(stored: Stored, call: SdpaCall, masks: Masks) -> Stored:
@@ -59,9 +66,9 @@ def _apply_latents(call: SdpaCall, match: LatentMatch, masks: Masks) -> Rewritte
     latents = [x.latent for x in segments]
     named = [("q", call.query), *(("c", x) for x in bases(latents)), *(("rope", x) for x in bases(ropes))]
     location, shapes = source_location(call.shown), show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
+    seen, latent = _operands(match.call, masks), _inserted(match.latent, call, masks)
     rope = None if match.rope is None else (_inserted(match.rope[0], call, masks), match.rope[1])
-    operands = masks.drafts.operands(match.call)
-    match = dataclasses.replace(match, call=operands, latent=_inserted(match.latent, call, masks), rope=rope)
+    match = dataclasses.replace(match, call=seen, latent=latent, rope=rope)
     concatenated = find_concatenated_query(match.call.query, match.call.node)
     state, out = apply_latents(match, masks, concatenated)
     replace_call(call, state, _output(match.call, state, out), match.path.union(concatenated.path), masks.drafts)

@@ -7,10 +7,9 @@ Equal drafts are one node, so that layers that share a mask share what is comput
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -18,10 +17,6 @@ from torch.fx.node import map_arg
 
 from tatten.passes.mutation import written_between
 from tatten.passes.symbolic import FakeTensor, in_memory, tensor_of, value_of
-
-if TYPE_CHECKING:
-    from tatten.passes.products import Factor
-    from tatten.passes.sdpa import SdpaCall
 
 
 class _Scratch(Graph):
@@ -138,15 +133,6 @@ class Drafts:
         self._inserted[key] = node, place.prev
         return node
 
-    def operands(self, call: SdpaCall) -> SdpaCall:
-        """Insert the query, mask and sinks of a call; keys and values are read where they are stored."""
-
-        def insert(x: Any) -> Any:
-            return self.insert(x, call.node) if isinstance(x, Node) else x
-
-        mask, query, sinks = map(insert, (call.attn_mask, call.query, call.sinks))
-        return dataclasses.replace(call, query=query, attn_mask=mask, sinks=sinks)
-
     def substitute(self, node: Node, old: Node, new: Node) -> Node:
         """Make a draft again with `new` in place of `old`; `node` itself where it isn't computed from `old`."""
         if node is old or not is_draft(node) or node.op == "placeholder":
@@ -180,9 +166,9 @@ class Drafting:
         tensor = tensor_of(node)
         return node if tensor is None or tensor.dtype == dtype else self("to", node, dtype)
 
-    def views(self, factor: Factor) -> Node:
-        node = factor.node
-        for name, *args in factor.views:
+    def views(self, node: Node, views: Iterable[tuple[Any, ...]]) -> Node:
+        """Draft a node with views applied, each the name of a method and its arguments."""
+        for name, *args in views:
             node = self(name, node, *args)
         return node
 

@@ -21,7 +21,7 @@ from tatten.passes.written_out import WrittenOut
 def written_out_call(found: WrittenOut, sinks: Factor | None, masks: Masks, *, fused: bool) -> SdpaCall:
     """Return attention written out as a call; `fused` tells whether its compiler would fuse it."""
     product, draft = found.weights.product, Drafting(masks.drafts, found.place)
-    query, key, value = (draft.views(x) for x in (found.query, found.key, found.value))
+    query, key, value = (draft.views(x.node, x.views) for x in (found.query, found.key, found.value))
     for number, divides in found.scores.factors:
         query = draft(torch.div if divides else torch.mul, query, number)
     mask, empty = _mask(found, masks, draft)
@@ -37,7 +37,7 @@ def written_out_call(found: WrittenOut, sinks: Factor | None, masks: Masks, *, f
         scale=found.scores.scale,
         enable_gqa=found.own_dims is not None,
         softcap=found.scores.softcap,
-        sinks=None if sinks is None else draft.views(sinks),
+        sinks=None if sinks is None else draft.views(sinks.node, sinks.views),
         form=found.form,
         log_sums=found.log_sums,
         path=found.path,
@@ -106,7 +106,8 @@ def _bias(draft: Drafting, found: WrittenOut, masks: Masks) -> Node:
     bias: Node | None = None
     for step in found.scores.steps:
         if step.node is not None:
-            bias = _with(draft, step, bias, draft.views(_like_scores(masks.first_view(step.node), found)))
+            like_scores = _like_scores(masks.first_view(step.node), found)
+            bias = _with(draft, step, bias, draft.views(like_scores.node, like_scores.views))
         elif bias is not None:
             bias = draft.cast(bias, step.dtype)
             bias = draft("mul", bias, step.number) if step.kind == "times" and step.number != 1 else bias
