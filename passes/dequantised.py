@@ -20,7 +20,7 @@ from tatten.ops.cuda.workload import Workload
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.validation import FLOAT_DTYPES, NARROW_DTYPES
 from tatten.passes.calls import op_name
-from tatten.passes.drafts import is_draft
+from tatten.passes.drafts import dtensor_behind
 from tatten.passes.mutation import writes, written_between
 from tatten.passes.op_names import CASTS, REORDERS, RESHAPES
 from tatten.passes.reasons import Decline, Reason
@@ -213,7 +213,7 @@ def _in_8_bits(stored: Stored, query: Tensor) -> Narrow | str | None:
 
 def _ends(stored: Stored) -> list[tuple[Stored, Dequantised]]:
     """Return the tensors in 8 bits behind `stored`, and behind each tensor that it is a view of."""
-    if is_draft(stored.base) or stored.shared:
+    if dtensor_behind(stored.base) is not None or stored.shared:
         return []
     ends = []
     for walk in way_back(walk_on(stored, stored.base, stored.path)):

@@ -12,7 +12,7 @@ from tatten.ops.cuda.providers import choose_provider, replaced_flash, table_not
 from tatten.ops.cuda.workload import Workload, needs_of
 from tatten.ops.variant import AttentionVariant
 from tatten.passes.cost import Cost
-from tatten.passes.drafts import dtensor_of, is_draft
+from tatten.passes.drafts import dtensor_behind
 from tatten.passes.findings import Declined
 from tatten.passes.latent_cost import LatentCost
 from tatten.passes.reasons import Decline
@@ -29,16 +29,7 @@ def declined(call: SdpaCall, decline: Decline) -> Declined:
 
 def bases(stored: Iterable[Stored]) -> list[Node]:
     """Nodes of the user's program that hold what is stored."""
-    return [_dtensor_behind(x.base) or x.base for x in stored]
-
-
-def _dtensor_behind(node: Node) -> Node | None:
-    """Return the DTensor of whose local part `node` is drafted, or None."""
-    while is_draft(node) and dtensor_of(node) is None:
-        if not node.all_input_nodes:
-            return None
-        node = node.all_input_nodes[0]
-    return dtensor_of(node)
+    return [dtensor_behind(x.base) or x.base for x in stored]
 
 
 def shapes_of(call: SdpaCall, keys: Iterable[Node], values: Iterable[Node]) -> str:

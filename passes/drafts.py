@@ -37,6 +37,15 @@ def dtensor_of(node: Node) -> Node | None:
     return source if isinstance(source, Node) else None
 
 
+def dtensor_behind(node: Node) -> Node | None:
+    """The DTensor from whose local part `node` is drafted; None if it is another node."""
+    while is_draft(node) and dtensor_of(node) is None:
+        if not node.all_input_nodes:
+            return None
+        node = node.all_input_nodes[0]
+    return dtensor_of(node)
+
+
 def local_beside(draft: Node, dtensor: Node) -> Node:
     """Make a draft of the local part of a DTensor, among the drafts to which `draft` belongs."""
     assert isinstance(draft.graph, _Scratch)

@@ -17,7 +17,7 @@ from tatten.passes.drafts import Drafting, Drafts
 from tatten.passes.recomputed import Recomputed
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import constant, known_equal, tensor_of
+from tatten.passes.symbolic import constant, known_equal, same_storage, tensor_of
 
 
 class Masks:
@@ -143,12 +143,18 @@ class Masks:
 
 
 def same_view(node: Node) -> object:
-    """A key that is equal for nodes that are the same view of one tensor: each layer may slice the mask itself."""
+    """A key that is equal for nodes that are the same view of one tensor: each layer may slice the mask itself.
+
+    An index may copy: True, a list, or any of a DTensor that has to be gathered first.
+    """
     if op_name(node) == "from_local":
         tensor: Any = tensor_of(node)
         return same_view(node.all_input_nodes[0]), tensor.device_mesh, tensor.placements, str(tensor.shape)
     if node.target is operator.getitem and len(node.all_input_nodes) == 1 and _is_basic(node.args[1]):
-        return same_view(node.all_input_nodes[0]), repr(node.args[1])
+        (source,) = node.all_input_nodes
+        before, after = tensor_of(source), tensor_of(node)
+        if before is not None and after is not None and same_storage(before, after):
+            return same_view(source), repr(node.args[1])
     return node
 
 

@@ -101,6 +101,19 @@ def test_is_read_in_8_bits(name: str) -> None:
     assert error <= 1.2 * allowed + torch.finfo(program.dtype).eps * exact.abs().max() + 1e-14
 
 
+def test_a_transposed_key_of_written_out_attention_is_read_in_8_bits() -> None:
+    def fn(q, k, v, ks, vs, m):
+        keys = (k.mT.float() * ks.mT).to(q.dtype)
+        return (q @ keys * 0.1 + m).softmax(-1) @ (v.float() * vs).to(q.dtype)
+
+    q = torch.randn(B, HKV, 1, D).to(bf16)
+    m = torch.zeros(B, 1, 1, S, dtype=bf16)
+    (finding,) = rewrite(capture(fn, q, narrow(), narrow(), scale(), scale(), m)).findings
+    assert isinstance(finding, Rewritten)
+    assert "k int8" in finding.shapes
+    assert "not read in 8 bits" not in finding.note
+
+
 def _inputs(gm, args):
     """The arguments of a graph by shape, dtype and order."""
     left = list(args)

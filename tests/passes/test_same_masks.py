@@ -109,3 +109,19 @@ def test_others_are_not(fn) -> None:
     if fn is not random_bias:
         want, got = fn(*tensors()), torch.compile(fn, backend="tatten", options={"inner": "eager"})(*tensors())
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("index", [True, [0]], ids=str)
+def test_an_index_that_copies_is_no_view(index) -> None:
+    """A mask that is copied again after a write is another one."""
+
+    def fn(q, k, v, bias, seen):
+        mask = bias * 1
+        first = (q @ k.mT * 0.25 + mask[index][..., :S]).softmax(-1) @ v
+        mask.mul_(3)
+        return first, (q @ k.mT * 0.25 + mask[index][..., :S]).softmax(-1) @ v
+
+    q, k, v, bias, seen = tensors()
+    args = q, k, v, bias[0, 0], seen
+    got = torch.compile(fn, backend="tatten", options={"inner": "eager"})(*args)
+    torch.testing.assert_close(got, fn(*args))

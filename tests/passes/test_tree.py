@@ -578,3 +578,31 @@ def written_between() -> tuple[list[str], bool]:
 
 def test_a_write_to_the_local_part_is_seen() -> None:
     assert run_ranks(2, written_between)[0] == ([Reason.WRITTEN.value], True)
+
+
+def mask_written_between() -> list[float]:
+    """The error of two calls whose mask, a slice along its sharded dim, is gathered anew after a write."""
+    tatten.enable_dtensor_sdpa()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("kv",))
+    q, k, v, _ = tensors()
+    whole = torch.randn(B, 1, 1, k.shape[2] + 4)
+
+    def fn(q: Any, k: Any, v: Any, mask: Any) -> tuple[Tensor, Tensor]:
+        first = F.scaled_dot_product_attention(q, k, v, mask[..., : k.shape[2]], enable_gqa=True)
+        mask.mul_(3)
+        second = F.scaled_dot_product_attention(q, k, v, mask[..., : k.shape[2]], enable_gqa=True)
+        return first.to_local(), second.to_local()
+
+    def placed() -> list[Any]:
+        return place(mesh, (q, [R]), (k, [S2]), (v, [S2]), (whole.clone(), [S3]))
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(fn, backend="tatten", options={"inner": "eager"})(*placed())
+        want = fn(*placed())
+    return [float((x - y).abs().max()) for x, y in zip(got, want, strict=True)]
+
+
+def test_a_slice_that_is_gathered_is_no_view() -> None:
+    for errors in run_ranks(2, mask_written_between):
+        assert max(errors) < 1e-5, errors
