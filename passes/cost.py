@@ -47,14 +47,16 @@ class DecodeRates:
     """Rates of `tatten::decode_attention` on a CPU, where arithmetic bounds the kernel: `benchmarks/small_calls.py`.
 
     They favour SDPA. On one core of an EPYC its kernel reads 4e3 to 5e3 numbers of float32 in a microsecond, 1e3 of
-    bfloat16; the op adds 35 to 45 us, or 85 while other processes use the caches.
+    bfloat16; the op adds 35 to 45 us, or 85 while other processes use the caches. Sequences of unequal lengths are
+    calls of that kernel one by one, at 8 to 25 us.
     """
 
     numbers_per_us: float  # of keys and values, by one thread of PyTorch's kernel for one query
     call_us: float  # of the op beyond PyTorch's kernel
+    sequence_us: float = 0.0  # for each sequence but one, where a mask leaves each another number of keys
 
 
-RATES = {"cpu": Rates(44e3, 97.0, 1e5, DecodeRates(10e3, 60.0)), "cuda": Rates(4.7e6, 1.3, 8e8)}
+RATES = {"cpu": Rates(44e3, 97.0, 1e5, DecodeRates(10e3, 60.0, 30.0)), "cuda": Rates(4.7e6, 1.3, 8e8)}
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,9 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
     if decode:
         bytes_per_us, segment_us = rates.of_decode(sizes.sequences * (q_heads or 1), query.element_size())
     saved_us, extra_us = (moved - read) / bytes_per_us, len(keys) * segment_us
+    mask = tensor_of(call.attn_mask)
+    if decode and rates.decode is not None and mask is not None and mask.dim() == 4:
+        extra_us += rates.decode.sequence_us * ((sizes.rows(mask.shape[BATCH]) or 1) - 1)
     assumed = sizes.assumed(lengths)
     return Cost(moved, read, len(keys), saved_us, extra_us, moved / bytes_per_us, assumed)
 
