@@ -70,6 +70,8 @@ class Cost:
     extra_us: float
     moved_us: float = 0.0  # of SDPA and of those ops
     assumed: str = ""  # the numbers that stand for dynamic sizes
+    read_us: float = 0.0  # of the bytes that are read
+    unequal_us: float = 0.0  # beyond `extra_us`, where a mask leaves each sequence another number of keys
 
     @property
     def pays(self) -> bool:
@@ -77,13 +79,15 @@ class Cost:
 
     @property
     def may_pay(self) -> bool:
-        """Tell whether a mask can make it pay, and costs little if it leaves out no key."""
-        return self.extra_us - self.saved_us <= ACCEPTED_LOSS * self.moved_us
+        """Tell whether a mask can make it pay, and costs little if it leaves out no key, or half of them unequally."""
+        loss = self.extra_us - self.saved_us
+        return max(loss, loss + self.unequal_us - self.read_us / 2) <= ACCEPTED_LOSS * self.moved_us
 
     def __str__(self) -> str:
         saved = f"about {self.saved_us:.0f} us saved by reading {self.read} instead of moving {self.moved} bytes"
         extra = f"about {self.extra_us:.0f} us more for {self.segments} segment{'s' * (self.segments > 1)}"
-        return f"{saved}, {extra}" + f"; {self.assumed}" * bool(self.assumed)
+        unequal = f", and {self.unequal_us:.0f} for sequences of unequal lengths" if self.unequal_us else ""
+        return f"{saved}, {extra}{unequal}" + f"; {self.assumed}" * bool(self.assumed)
 
 
 @dataclass(frozen=True)
@@ -158,11 +162,12 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
     if decode:
         bytes_per_us, segment_us = rates.of_decode(sizes.sequences * (q_heads or 1), query.element_size())
     saved_us, extra_us = (moved - read) / bytes_per_us, len(keys) * segment_us
-    mask = tensor_of(call.attn_mask)
+    mask, unequal_us = tensor_of(call.attn_mask), 0.0
     if decode and rates.decode is not None and mask is not None and mask.dim() == 4:
-        extra_us += rates.decode.sequence_us * ((sizes.rows(mask.shape[BATCH]) or 1) - 1)
+        unequal_us = rates.decode.sequence_us * ((sizes.rows(mask.shape[BATCH]) or 1) - 1)
     assumed = sizes.assumed(lengths)
-    return Cost(moved, read, len(keys), saved_us, extra_us, moved / bytes_per_us, assumed)
+    moved_us, read_us = moved / bytes_per_us, read / bytes_per_us
+    return Cost(moved, read, len(keys), saved_us, extra_us, moved_us, assumed, read_us, unequal_us)
 
 
 def _bytes_read(stored: Stored, length: Size, sizes: Sizes, batch: int | None) -> int | None:

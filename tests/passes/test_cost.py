@@ -170,6 +170,16 @@ def test_a_mask_over_few_keys_is_left_alone(batch: int, length: int, taken: bool
     torch.testing.assert_close(out, plain(*args))
 
 
+@pytest.mark.parametrize(("length", "own_masks", "taken"), [(64, True, False), (64, False, True), (256, True, True)])
+def test_sequences_of_unequal_lengths_are_calls_of_their_own(length: int, own_masks: bool, taken: bool) -> None:
+    """With repeated heads, short caches pay only where one mask serves all sequences."""
+    args = [*inputs(batch=8, length=length), all_keys(8 if own_masks else 1, length)]
+    (finding,) = rewrite(capture(repeated, *args, dynamic=False)).findings
+    assert isinstance(finding, Rewritten if taken else Declined)
+    if not taken:
+        assert finding.decline.detail.endswith("and 210 for sequences of unequal lengths")
+
+
 def test_threads_share_the_work_and_not_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     args = [*inputs(batch=8, kv_heads=8, length=1024, dim=128), all_keys(8, 1024)]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
