@@ -73,6 +73,20 @@ GENERATE: dict[str, Cell | str] = {
 TABLES = {
     "static_cache": Table("static_cache", STATIC_CACHE),
     "static_cache_cpu": Table("static_cache_cpu", STATIC_CACHE),
+    "small_calls": Table(
+        "small_calls",
+        {
+            "dtype": "dtype",
+            "batch": "batch",
+            "heads": heads,
+            "slots": "slots",
+            "used": "used",
+            "Inductor us": us("inductor", 0),
+            "tatten us": us("tatten", 0),
+            "tatten to Inductor": figure("ratio", 2),
+        },
+        lambda r: r["slots"] in (64, 128, 512) and r["used"] != "quarter",
+    ),
     "generate": Table("generate", GENERATE),
     "generate_cpp_wrapper": Table("generate_cpp_wrapper", GENERATE),
     "generate_architectures": Table("generate_architectures", {"model": "model", **GENERATE}),
