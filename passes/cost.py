@@ -70,7 +70,6 @@ class Cost:
     extra_us: float
     moved_us: float = 0.0  # of SDPA and of those ops
     assumed: str = ""  # the numbers that stand for dynamic sizes
-    read_us: float = 0.0  # of the bytes that are read
     unequal_us: float = 0.0  # beyond `extra_us`, where a mask leaves each sequence another number of keys
 
     @property
@@ -81,7 +80,8 @@ class Cost:
     def may_pay(self) -> bool:
         """Tell whether a mask can make it pay, and costs little if it leaves out no key, or half of them unequally."""
         loss = self.extra_us - self.saved_us
-        return max(loss, loss + self.unequal_us - self.read_us / 2) <= ACCEPTED_LOSS * self.moved_us
+        half_us = self.moved_us * self.read / max(self.moved, 1) / 2
+        return max(loss, loss + self.unequal_us - half_us) <= ACCEPTED_LOSS * self.moved_us
 
     def __str__(self) -> str:
         saved = f"about {self.saved_us:.0f} us saved by reading {self.read} instead of moving {self.moved} bytes"
@@ -166,8 +166,7 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
     if decode and rates.decode is not None and mask is not None and mask.dim() == 4:
         unequal_us = rates.decode.sequence_us * ((sizes.rows(mask.shape[BATCH]) or 1) - 1)
     assumed = sizes.assumed(lengths)
-    moved_us, read_us = moved / bytes_per_us, read / bytes_per_us
-    return Cost(moved, read, len(keys), saved_us, extra_us, moved_us, assumed, read_us, unequal_us)
+    return Cost(moved, read, len(keys), saved_us, extra_us, moved / bytes_per_us, assumed, unequal_us)
 
 
 def _bytes_read(stored: Stored, length: Size, sizes: Sizes, batch: int | None) -> int | None:
