@@ -12,11 +12,11 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 def upcast(x, dtype: tl.constexpr):
     """Convert keys or values to the dtype of the queries, exactly."""
     if x.dtype == tl.int8:
-        # Use the bits of 2^23 + 128 + x: a conversion would take them one by one, in a unit that converts 16 a clock.
+        # Use the bits of 2^23 + 128 + x, because the conversion unit handles only 16 numbers per clock.
         bits = (x.to(tl.uint8, bitcast=True) ^ 128).to(tl.int32) | 0x4B000000
         return (bits.to(tl.float32, bitcast=True) - 8388736.0).to(dtype)
     elif x.dtype.primitive_bitwidth == 8:
-        # A direct conversion to bfloat16 would take them one by one, in a unit that converts 16 a clock.
+        # The unit for direct conversion to bfloat16 handles only 16 numbers per clock.
         return x.to(tl.float16).to(tl.float32).to(dtype)
     else:
         return x.to(dtype)
