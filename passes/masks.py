@@ -31,9 +31,10 @@ class Masks:
 
     def first_view(self, node: Node) -> Node:
         """The first node asked for that is the same view as `node`, comes before it and is still in the graph."""
-        first = self._views.get(same_view(node))
+        key = same_view(node)
+        first = self._views.get(key)
         if first is None or node < first or first.prev.next is not first:  # or it was erased
-            self._views[same_view(node)] = first = node
+            self._views[key] = first = node
         return first
 
     def _once(self, key: object, call: SdpaCall, read: Iterable[object], make: Callable[[], Node]) -> Node:
@@ -51,14 +52,8 @@ class Masks:
         dtype = autocast_dtype(call.node, mask.device.type)
         if dtype is None or dtype == mask.dtype:
             return call
-
-        def insert() -> Node:
-            cast = call.node.graph.call_method("to", (call.attn_mask, dtype))
-            cast.meta.update(stack_trace=call.shown.meta.get("stack_trace"), example_value=mask.to(dtype))
-            return cast
-
-        cast = self._once((same_view(call.attn_mask), dtype), call, (call.attn_mask,), insert)
-        return dataclasses.replace(call, attn_mask=cast)
+        cast = self.drafts.make(call.shown, "to", self.first_view(call.attn_mask), dtype)
+        return dataclasses.replace(call, attn_mask=self.drafts.insert(cast, call.node))
 
     def as_attention_takes_it(self, stored: Stored, call: SdpaCall) -> Node:
         """Insert keys or values as they are stored as `[batch, heads, length, head_dim]`, before the call."""

@@ -59,7 +59,7 @@ def _log_sum(call: SdpaCall, state: Node, node: Node) -> Node:
     assert like is not None
     merged = op_name(node) == "logsumexp" and scores is not None and scores.dim() == 3
     with call.node.graph.inserting_before(call.node):
-        lse = call.node.graph.call_function(operator.getitem, (state, 1))
+        lse = item(state, 1)
         lse = call.node.graph.call_method("to", (lse, like.dtype))
         if merged:
             lse = call.node.graph.call_method("flatten", (lse, 0, 1))

@@ -31,6 +31,12 @@ def tensor_of(x: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def rank_of(node: Node) -> int:
+    """The number of dims of a node's tensor; -1 if it isn't one tensor."""
+    tensor = tensor_of(node)
+    return -1 if tensor is None else tensor.dim()
+
+
 def known_equal(a: int | SymInt, b: int | SymInt) -> bool:
     """True if `a == b` in every run of the graph; False if that can't be proven."""
     equal = a == b

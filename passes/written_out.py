@@ -25,7 +25,7 @@ from tatten.passes.products import Factor, Heads, Product, viewed, with_heads
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.scores import Scores, find_scores
 from tatten.passes.sinks import find_vector, sinks_of
-from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of
+from tatten.passes.symbolic import constant, known_equal, known_shape, rank_of, tensor_of
 from tatten.passes.views import Size
 from tatten.passes.weights import Weights, find_weights
 
@@ -129,14 +129,14 @@ def _laid_out(softmax: Node, scores: Scores, weights: Weights) -> WrittenOut | D
     """Bring queries, keys and values to rank 4."""
     chain = (*weights.path, *scores.path)
     heads = _own_dims(scores, chain)
-    if heads is None and any(_rank(node) == 5 for node in chain):
+    if heads is None and any(rank_of(node) == 5 for node in chain):
         return Decline(Reason.RANK, "heads have two dims in some of the scores and weights, but not in all")
     heads = heads or _heads(scores.product, weights.product.right, chain)
     factors = _factors(scores, weights, heads, narrow=False)
     if factors is None or len({x.dtype for x in _tensors(factors)}) > 1:
         factors = _factors(scores, weights, heads, narrow=True)
     if factors is None:
-        return Decline(Reason.RANK, f"`{scores.product.node}` has {_rank(scores.product.node)} dims")
+        return Decline(Reason.RANK, f"`{scores.product.node}` has {rank_of(scores.product.node)} dims")
     query, key, value = factors
     if any(hasattr(x, "placements") for x in _tensors(factors)):
         return Decline(Reason.PLACEMENT, "written out over DTensors")
@@ -147,7 +147,7 @@ def _laid_out(softmax: Node, scores: Scores, weights: Weights) -> WrittenOut | D
         if not known_equal(_heads_of(query), heads[1] * heads[2]):
             return Decline(Reason.RANK, f"`{each}` has fewer heads than its scores")
     given = scores.product.left, scores.product.right, weights.product.right
-    merged = [x.node for x, before in zip(factors, given, strict=True) if _rank(before.node) == 3]
+    merged = [x.node for x, before in zip(factors, given, strict=True) if rank_of(before.node) == 3]
     if heads is not None and not all(_fits(node, heads) for node in (*chain, *merged)):
         return Decline(Reason.RANK, f"`{softmax}` has other batch and heads than its queries")
     steps = [x.node for x in scores.steps if x.node is not None]
@@ -178,7 +178,7 @@ def _swapped(factor: Factor) -> Factor:
 def _heads(product: Product, value: Factor, chain: tuple[Node, ...]) -> Heads | None:
     """The batch and heads behind the first dim of tensors of rank 3: as somebody splits it, or one head."""
     scores, query = tensor_of(product.node), tensor_of(product.left.node)
-    if scores is None or query is None or all(_rank(node) != 3 for node in chain):
+    if scores is None or query is None or all(rank_of(node) != 3 for node in chain):
         return None
     if query.dim() == 4:
         return scores.shape[0], scores.shape[1]
@@ -224,11 +224,6 @@ def _fits(node: Node, heads: Heads) -> bool:
         return True  # as their factors are
     tensor = tensor_of(node)
     return tensor is None or tensor.dim() != 4 or known_shape(tensor.shape[:2], heads)
-
-
-def _rank(node: Node) -> int:
-    tensor = tensor_of(node)
-    return -1 if tensor is None else tensor.dim()
 
 
 def _check_users(found: WrittenOut) -> WrittenOut | Decline:

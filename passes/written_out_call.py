@@ -14,7 +14,7 @@ from tatten.passes.masks import Masks
 from tatten.passes.products import Factor, Heads, View
 from tatten.passes.scores import Step
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import constant, known_equal, tensor_of
+from tatten.passes.symbolic import constant, known_equal, rank_of, tensor_of
 from tatten.passes.written_out import WrittenOut
 
 
@@ -54,18 +54,18 @@ def _like_product(found: WrittenOut, draft: Drafting, result: Node) -> Node:
     product, out = found.weights.product, result
     if found.own_dims is not None:
         out = draft("unflatten", out, 1, found.own_dims[1:])
-        out = out if _rank(product.node) == 5 else draft("squeeze", out, 0)
-    elif _rank(product.node) == 3:
+        out = out if rank_of(product.node) == 5 else draft("squeeze", out, 0)
+    elif rank_of(product.node) == 3:
         out = draft("flatten", out, 0, 1)
     return out if product.back is None else draft(product.back[0], out, *product.back[1:])
 
 
 def _without_keys(draft: Drafting, lse: Node, empty: Node, query: Node) -> Node:
     """Draft an lse that is -inf for queries without keys."""
-    rows, rank = empty, _rank(argument(lse, 0, "input"))
+    rows, rank = empty, rank_of(argument(lse, 0, "input"))
     if rank == 3:
         rows = draft("flatten", draft("expand_as", rows, draft("narrow", query, -1, 0, 1)), 0, 1)
-    rows = rows if _rank(lse) == rank else draft("squeeze", rows, -1)
+    rows = rows if rank_of(lse) == rank else draft("squeeze", rows, -1)
     return draft("masked_fill", lse, rows, -math.inf)
 
 
@@ -150,8 +150,3 @@ def _joined(tensor: Tensor, heads: Heads) -> tuple[View, ...]:
     if known_equal(kv_heads, 1) != known_equal(each, 1):
         return (*fill, ("expand", -1, *heads[1:], -1, -1), ("flatten", 1, 2))
     return (*fill, ("flatten", 1, 2))
-
-
-def _rank(node: Node) -> int:
-    tensor = tensor_of(node)
-    return -1 if tensor is None else tensor.dim()
