@@ -121,8 +121,6 @@ def forms(report: Report) -> set[str]:
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_decode_step(name: str, seq2seq: bool, dynamic: bool | None) -> None:
     form, calls, reason = (SEQ2SEQ if seq2seq else DECODERS)[name]
-    if dynamic and name == "gpt_neox_japanese":  # a quotient of an attribute scales, which a guard doesn't make known
-        form, calls, reason = None, 0, Reason.SCALE
     reasons = {reason} if reason else set()
     if dynamic and seq2seq and name == "prophetnet":  # its layers' own graphs don't know how many queries there are
         form, calls, reasons = None, 0, {*reasons, Reason.Q_LEN_DYNAMIC}
