@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
+from tatten.ops.call import check_segments
 from tatten.ops.keywords import names_keywords
 from tatten.ops.masks import BlockMask, data_of
-from tatten.ops.segment_validation import check_rows_fit, check_segments
+from tatten.ops.segment_validation import check_rows_fit
 from tatten.ops.validation import check_tensors
 
 

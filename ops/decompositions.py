@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cpu.attend_used import attend_jointly, attend_used
 from tatten.ops.cpu.attention import merge_sinks, upcast
 from tatten.ops.cpu.latent import query_and_rope
@@ -17,10 +18,9 @@ from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, laten
 from tatten.ops.layout import squeeze_broadcast
 from tatten.ops.library import block_mask
 from tatten.ops.project_heads import project_heads
-from tatten.ops.reach import mask_of_reach, masks_of_window, narrow_mask
-from tatten.ops.row_groups import group_size, row_groups_reference, rows_of_segments
+from tatten.ops.reach import mask_of_reach, narrow_mask, with_masks_of_window
+from tatten.ops.row_groups import group_size, row_groups_reference, rows_of
 from tatten.ops.states import State, accumulator_dtype, combine_partials, merge
-from tatten.ops.variant import AttentionVariant
 
 # Inductor asks whether a size of a matrix product is 1. A size that depends on a mask's data has no answer to that.
 LEAST_IN_PRODUCTS = 2
@@ -56,7 +56,7 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
         []
     """
     ops = torch.ops.tatten
-    found: dict[Any, Callable[..., Any]] = {
+    table: dict[Any, Callable[..., Any]] = {
         ops.decode_attention.default: decode_kernel(functools.partial(_decode_attention, core_aten=core_aten)),
         ops.latent_attention.default: latent_kernel(functools.partial(_latent_attention, core_aten=core_aten)),
         ops.bifurcated_attention.default: bifurcated_kernel(
@@ -68,7 +68,7 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
         ops.project_heads.default: project_heads,
     }
     # Export keeps ops that PyTorch itself could decompose if they are not in the table.
-    return {op: _on_a_cpu(decomposition) for op, decomposition in found.items()} | {ops.block_mask.default: block_mask}
+    return {op: _on_a_cpu(decomposition) for op, decomposition in table.items()} | {ops.block_mask.default: block_mask}
 
 
 def _on_a_cpu(decomposition: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,131 +81,87 @@ def _on_a_cpu(decomposition: Callable[..., Any]) -> Callable[..., Any]:
     return declining
 
 
-def _decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    kv_lens: Tensor | None,
-    scale: float | None,
-    block_mask: Tensor | None,
-    variant: AttentionVariant,
-    provider: str,
-    batch_invariant: bool,
-    *,
-    core_aten: bool,
-) -> State:
-    if batch_invariant:
-        raise NotImplementedError("`batch_invariant` must be False where decode_attention is decomposed, got True")
-    dtype, kv_len = query.dtype, key.shape[2]
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    upcasts = key.dtype != dtype
+def _check_decomposes(call: AttentionCall) -> None:
+    if call.batch_invariant:
+        raise NotImplementedError(f"`batch_invariant` must be False where {call.op} is decomposed, got True")
+
+
+def _decode_attention(call: AttentionCall, *, core_aten: bool) -> State:
+    _check_decomposes(call)
+    query, scale, dtype = call.query, call.score_scale, call.query.dtype
+    stored = call.segments[0]
+    upcasts = stored.key.dtype != dtype
     if upcasts:  # as `tatten.ops.cpu.attention` does
         query = query.to(accumulator_dtype(dtype))
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            attn_mask = squeeze_broadcast(attn_mask).to(query.dtype)
-    attn_mask, block_mask = _within_reach(query, kv_len, attn_mask, kv_lens, block_mask, variant.window)
-    in_products = core_aten or variant.softcap is not None
-    least, scales = LEAST_IN_PRODUCTS if in_products else 1, (variant.key_scale, variant.value_scale)
-    used = used_in_blocks(query, key, value, attn_mask, block_mask, least, scales)
+        stored = _with_mask_in(stored, query.dtype)
+    stored = _within_reach(call, stored)
+    in_products = core_aten or call.softcap is not None
+    used = used_in_blocks(query, stored, LEAST_IN_PRODUCTS if in_products else 1)
     if upcasts:
         key, value = (upcast(x, f, query.dtype) for x, f in zip((used.key, used.value), used.scales, strict=True))
         used = UsedKeys(key, value, used.mask, used.inside)
     if in_products:
-        out, lse = attend_jointly(query, [used], scale, variant.softcap)
+        out, lse = attend_jointly(query, [used], scale, call.softcap)
     else:
         out, lse = attend_used(query, used, scale)
-    if variant.sinks is not None:
-        out, lse = merge_sinks(out, lse, variant.sinks)
+    if call.sinks is not None:
+        out, lse = merge_sinks(out, lse, call.sinks)
     return out.to(dtype).contiguous(), lse.contiguous()
 
 
-def _within_reach(
-    query: Tensor,
-    kv_len: int,
-    mask: Tensor | None,
-    kv_lens: Tensor | None,
-    block_mask: Tensor | None,
-    window: int | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Narrow the mask to lengths and window; return it with its block mask, or None if that no longer holds."""
+def _with_mask_in(stored: KeyValue, dtype: torch.dtype) -> KeyValue:
+    """Convert an additive mask."""
+    mask = stored.attn_mask
+    if mask is None or mask.dtype == torch.bool:
+        return stored
+    return stored._replace(attn_mask=squeeze_broadcast(mask).to(dtype))
+
+
+def _within_reach(call: AttentionCall, stored: KeyValue) -> KeyValue:
+    """Narrow the mask to lengths and window; a block mask then no longer holds."""
+    mask, kv_lens, kv_len, window = stored.attn_mask, stored.kv_lens, stored.key.shape[2], call.window
     if kv_lens is None and window is None:
-        return mask, block_mask
+        return stored
     lens = torch.full((1,), kv_len) if kv_lens is None else kv_lens.to(torch.int64).clamp(0, kv_len)
-    reach = mask_of_reach(lens, query.shape[2], kv_len, window)
-    return reach if mask is None else narrow_mask(mask, reach), None
+    reach = mask_of_reach(lens, call.query.shape[2], kv_len, window)
+    return stored._replace(attn_mask=reach if mask is None else narrow_mask(mask, reach), block_mask=None)
 
 
-def _latent_attention(
-    query: Tensor,
-    query_rope: Tensor | None,
-    latent: Tensor,
-    key_rope: Tensor | None,
-    attn_mask: Tensor | None,
-    kv_lens: Tensor | None,
-    scale: float,
-    block_mask: Tensor | None,
-    variant: AttentionVariant,
-    out_dtype: torch.dtype,
-    batch_invariant: bool,
-    *,
-    core_aten: bool,
-) -> State:
-    if batch_invariant:
-        raise NotImplementedError("`batch_invariant` must be False where latent_attention is decomposed, got True")
-    acc, in_products = accumulator_dtype(query.dtype), core_aten or variant.softcap is not None
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        attn_mask = squeeze_broadcast(attn_mask).to(acc)
-    query, key_rope = query_and_rope(query, query_rope, latent, key_rope)
-    attn_mask, block_mask = _within_reach(query, latent.shape[2], attn_mask, kv_lens, block_mask, variant.window)
-    used = used_in_blocks(query, latent, key_rope, attn_mask, block_mask, LEAST_IN_PRODUCTS if in_products else 1)
+def _latent_attention(call: AttentionCall, *, core_aten: bool) -> State:
+    _check_decomposes(call)
+    acc, in_products = accumulator_dtype(call.query.dtype), core_aten or call.softcap is not None
+    query, key_rope = query_and_rope(call)
+    stored = _within_reach(call, _with_mask_in(call.segments[0], acc))._replace(value=key_rope)
+    used = used_in_blocks(query, stored, LEAST_IN_PRODUCTS if in_products else 1)
     # A graph has no loop over a number of blocks that the mask decides: the used latents and their rope are joined.
     keys = torch.cat((used.key, used.value), dim=3).to(acc)
     used = UsedKeys(keys, used.key.to(acc), used.mask, used.inside)
     if in_products:
-        out, lse = attend_jointly(query.to(acc), [used], scale, variant.softcap)
+        out, lse = attend_jointly(query.to(acc), [used], call.score_scale, call.softcap)
     else:
-        out, lse = attend_used(query.to(acc), used, scale)
-    if variant.sinks is not None:
-        out, lse = merge_sinks(out, lse, variant.sinks)
-    return out.to(out_dtype).contiguous(), lse.contiguous()
+        out, lse = attend_used(query.to(acc), used, call.score_scale)
+    if call.sinks is not None:
+        out, lse = merge_sinks(out, lse, call.sinks)
+    return out.to(call.out_dtype or call.query.dtype).contiguous(), lse.contiguous()
 
 
-def _bifurcated_attention(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    attn_masks: Sequence[Tensor | None],
-    block_masks: Sequence[Tensor | None],
-    scale: float | None,
-    row_groups: Sequence[Tensor | None] | None,
-    variant: AttentionVariant,
-    batch_invariant: bool,
-    *,
-    core_aten: bool,
-) -> State:
-    if batch_invariant:
-        raise NotImplementedError("`batch_invariant` must be False where bifurcated_attention is decomposed, got True")
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    rows = rows_of_segments(row_groups or [None] * len(keys), query, keys)
-    if variant.window is not None:
-        attn_masks = list(masks_of_window(variant.window, query.shape[2], keys, attn_masks))
-        block_masks = [None] * len(keys)
-    additive = len(keys) > 1 and any(mask is not None and mask.dtype != torch.bool for mask in attn_masks)
-    jointly = core_aten or additive or variant.softcap is not None
+def _bifurcated_attention(call: AttentionCall, *, core_aten: bool) -> State:
+    _check_decomposes(call)
+    call = with_masks_of_window(call)
+    query, scale, masks = call.query, call.score_scale, [x.attn_mask for x in call.segments]
+    additive = len(masks) > 1 and any(mask is not None and mask.dtype != torch.bool for mask in masks)
+    jointly = core_aten or additive or call.softcap is not None
     least = LEAST_IN_PRODUCTS if jointly else 1
     segments = [
-        used_in_blocks(query, key, value, mask, block_mask, least)
-        if own_rows is None
-        else used_by_rows(key, value, mask, block_mask, own_rows, least)
-        for key, value, mask, block_mask, own_rows in zip(keys, values, attn_masks, block_masks, rows, strict=True)
+        used_in_blocks(query, x, least) if (rows := rows_of(query, x)) is None else used_by_rows(x, rows, least)
+        for x in call.segments
     ]
     if jointly:
-        out, lse = attend_jointly(query, segments, scale, variant.softcap)
+        out, lse = attend_jointly(query, segments, scale, call.softcap)
     else:
         out, lse = combine_partials(*zip(*(attend_used(query, used, scale) for used in segments), strict=True))
-    if variant.sinks is not None:
-        out, lse = merge_sinks(out, lse, variant.sinks)
+    if call.sinks is not None:
+        out, lse = merge_sinks(out, lse, call.sinks)
     return out.contiguous(), lse.contiguous()
 
 

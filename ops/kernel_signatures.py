@@ -1,4 +1,4 @@
-"""Signatures of implementations, and adapters to schemas: one `AttentionVariant` holds the options of the softmax."""
+"""Adapters from the flat schemas of the attention ops to implementations, which take an `AttentionCall`."""
 
 from __future__ import annotations
 
@@ -8,59 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tatten.ops.states import State
-from tatten.ops.variant import PLAIN, AttentionVariant
+from tatten.ops.call import BIFURCATED, DECODE, LATENT, Attend, AttentionCall, KeyValue, check_segments
 
 OpKernel = Callable[..., Any]
-DecodeImplementation = Callable[
-    [
-        Tensor,  # query
-        Tensor,  # key
-        Tensor,  # value
-        Tensor | None,  # attn_mask
-        Tensor | None,  # kv_lens
-        float | None,  # scale
-        Tensor | None,  # block_mask
-        AttentionVariant,
-        str,  # provider
-        bool,  # batch_invariant
-    ],
-    State,
-]
-BifurcatedImplementation = Callable[
-    [
-        Tensor,  # query
-        Sequence[Tensor],  # keys
-        Sequence[Tensor],  # values
-        Sequence[Tensor | None],  # attn_masks
-        Sequence[Tensor | None],  # block_masks
-        float | None,  # scale
-        Sequence[Tensor | None] | None,  # row_groups
-        AttentionVariant,
-        bool,  # batch_invariant
-    ],
-    State,
-]
-LatentImplementation = Callable[
-    [
-        Tensor,  # query
-        Tensor | None,  # query_rope
-        Tensor,  # latent
-        Tensor | None,  # key_rope
-        Tensor | None,  # attn_mask
-        Tensor | None,  # kv_lens
-        float,  # scale
-        Tensor | None,  # block_mask
-        AttentionVariant,
-        torch.dtype,  # of out
-        bool,  # batch_invariant
-    ],
-    State,
-]
+_tuple = tuple.__new__  # makes a named tuple in half of the time that its own constructor takes
 
 
-def decode_kernel(implementation: DecodeImplementation) -> OpKernel:
-    """Adapt an implementation of `tatten::decode_attention` to its schema: it gets the variant as one value."""
+def decode_kernel(attend: Attend) -> OpKernel:
+    """Adapt an implementation of `tatten::decode_attention` to its schema."""
 
     def kernel(
         query: Tensor,
@@ -78,25 +33,28 @@ def decode_kernel(implementation: DecodeImplementation) -> OpKernel:
         value_scale: Tensor | None = None,
         provider: str = "auto",
         batch_invariant: bool = False,
-    ) -> State:
-        variant = PLAIN  # making an equal one would take three times as long as these comparisons
-        if not (window is None and softcap is None and sinks is None and key_scale is None and value_scale is None):
-            variant = AttentionVariant(window, softcap, sinks, key_scale, value_scale)
-        given = query, key, value, attn_mask, kv_lens, scale, block_mask
-        return implementation(*given, variant, provider, batch_invariant)
+    ) -> Any:
+        stored = _tuple(KeyValue, (key, value, attn_mask, kv_lens, block_mask, None, key_scale, value_scale, None))
+        softmax = scale, window, softcap, sinks
+        return attend(
+            _tuple(AttentionCall, (DECODE, query, (stored,), *softmax, None, None, provider, batch_invariant))
+        )
 
     return kernel
 
 
-def bifurcated_kernel(implementation: BifurcatedImplementation) -> OpKernel:
-    """Adapt an implementation of `tatten::bifurcated_attention` to its schema."""
+def bifurcated_kernel(attend: Attend) -> OpKernel:
+    """Adapt an implementation of `tatten::bifurcated_attention` to its schema.
+
+    The kernel raises ValueError if its sequences have different lengths, or are empty.
+    """
 
     def kernel(
         query: Tensor,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
-        attn_masks: Sequence[Tensor | None],
-        block_masks: Sequence[Tensor | None],
+        attn_masks: Sequence[Tensor | None] | None = None,
+        block_masks: Sequence[Tensor | None] | None = None,
         scale: float | None = None,
         row_groups: Sequence[Tensor | None] | None = None,
         *,
@@ -104,15 +62,29 @@ def bifurcated_kernel(implementation: BifurcatedImplementation) -> OpKernel:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         batch_invariant: bool = False,
-    ) -> State:
-        variant = AttentionVariant(window, softcap, sinks)
-        segments = keys, values, attn_masks, block_masks
-        return implementation(query, *segments, scale, row_groups, variant, batch_invariant)
+    ) -> Any:
+        none = [None] * len(keys)
+        masks, blocks = none if attn_masks is None else attn_masks, none if block_masks is None else block_masks
+        groups = row_groups or none
+        check_segments(keys, values=values, attn_masks=masks, block_masks=blocks, row_groups=groups)
+        if not keys:
+            raise ValueError("`keys` must hold at least one segment, got none")
+        lens = scales = rope = None
+        segments = tuple(
+            [
+                _tuple(KeyValue, (key, value, mask, lens, block_mask, rows, scales, scales, rope))
+                for key, value, mask, block_mask, rows in zip(keys, values, masks, blocks, groups, strict=True)
+            ]
+        )
+        softmax = scale, window, softcap, sinks
+        return attend(
+            _tuple(AttentionCall, (BIFURCATED, query, segments, *softmax, None, None, "auto", batch_invariant))
+        )
 
     return kernel
 
 
-def latent_kernel(implementation: LatentImplementation) -> OpKernel:
+def latent_kernel(attend: Attend) -> OpKernel:
     """Adapt an implementation of `tatten::latent_attention` to its schema."""
 
     def kernel(
@@ -130,9 +102,21 @@ def latent_kernel(implementation: LatentImplementation) -> OpKernel:
         sinks: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
-    ) -> State:
-        variant, out_dtype = AttentionVariant(window, softcap, sinks), out_dtype or query.dtype
-        latents = (query, query_rope, latent, key_rope)
-        return implementation(*latents, attn_mask, kv_lens, scale, block_mask, variant, out_dtype, batch_invariant)
+    ) -> Any:
+        stored = _tuple(KeyValue, (latent, latent, attn_mask, kv_lens, block_mask, None, None, None, key_rope))
+        softmax = scale, window, softcap, sinks
+        return attend(
+            _tuple(AttentionCall, (LATENT, query, (stored,), *softmax, query_rope, out_dtype, "auto", batch_invariant))
+        )
 
     return kernel
+
+
+def _described(call: AttentionCall) -> Any:
+    return call
+
+
+# The arguments of each op, as an `AttentionCall`.
+decode_call = decode_kernel(_described)
+bifurcated_call = bifurcated_kernel(_described)
+latent_call = latent_kernel(_described)

@@ -5,9 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tatten.ops.call import AttentionCall
 from tatten.ops.states import accumulator_dtype
-from tatten.ops.validation import check_batch_invariant, check_no_grad, check_query, check_softmax, widest_on_cuda
-from tatten.ops.variant import AttentionVariant
+from tatten.ops.validation import (
+    check_batch_invariant,
+    check_block_masks,
+    check_call_no_grad,
+    check_query,
+    check_softmax,
+    widest_on_cuda,
+)
 
 WIDEST_ROPE_ON_CUDA = 64  # tiles of 128 columns do not fit in shared memory beside those of rank 512
 # The number of queries of a sequence, over all heads, up to which Hopper's tensor cores wait for its latents anyway.
@@ -16,35 +23,14 @@ WIDEST_ROPE_ON_CUDA = 64  # tiles of 128 columns do not fit in shared memory bes
 FEW_QUERIES_ON_CUDA = 16
 
 
-def check_latent_no_grad(
-    query: Tensor,
-    query_rope: Tensor | None,
-    latent: Tensor,
-    key_rope: Tensor | None,
-    attn_mask: Tensor | None,
-    variant: AttentionVariant,
-) -> None:
-    """`check_no_grad` of `tatten::latent_attention`."""
-    if torch.is_grad_enabled():
-        given = {"query": query, "query_rope": query_rope, "latent": latent, "key_rope": key_rope}
-        check_no_grad("latent_attention", **given, attn_mask=attn_mask, sinks=variant.sinks)
-
-
-def check_latent_attention(
-    query: Tensor,
-    query_rope: Tensor | None,
-    latent: Tensor,
-    key_rope: Tensor | None,
-    attn_mask: Tensor | None,
-    kv_lens: Tensor | None,
-    variant: AttentionVariant,
-    out_dtype: torch.dtype,
-) -> None:
+def check_latent_attention(call: AttentionCall) -> None:
     """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::latent_attention`.
 
     It reads no data, so that no device is synchronised. `check_devices` checks the devices.
     """
-    check_latent_no_grad(query, query_rope, latent, key_rope, attn_mask, variant)
+    query, stored = call.query, call.segments[0]
+    latent = stored.key
+    check_call_no_grad(call)
     check_query(query)
     batch, rank = query.shape[0], query.shape[3]
     if (query.dtype, latent.dtype) != (torch.float32, torch.bfloat16):  # float16 has not the range of float32
@@ -53,39 +39,44 @@ def check_latent_attention(
     if len(shape) != 4 or 0 in shape or batch % shape[0] or shape[1] != 1 or shape[3] != rank:
         wanted = f"[kv_batch, 1, kv_length, {rank}] as `query` is {tuple(query.shape)}, with a kv_length of at least 1"
         raise ValueError(f"`latent` must be {wanted} and a kv_batch that divides {batch}, got shape {tuple(shape)}")
-    if shape[0] != batch and (kv_lens is not None or variant.window is not None):
-        given = "`window`" if kv_lens is None else "`kv_lens`"
-        raise ValueError(
-            f"{given} must be None where sequences share latents: {batch} read {shape[0]}; use `attn_mask`"
-        )
-    if (query_rope is None) != (key_rope is None):
-        name, other = ("query_rope", "key_rope") if query_rope is None else ("key_rope", "query_rope")
-        raise ValueError(f"`{name}` must be given with `{other}`, got None")
-    if query_rope is not None and key_rope is not None:
-        for name, rope, like_name, like in (
-            ("query_rope", query_rope, "query", query),
-            ("key_rope", key_rope, "latent", latent),
-        ):
-            _check_dtype(name, rope, "latent", latent)
-            if rope.dim() != 4 or rope.shape[:3] != like.shape[:3]:
-                wanted = f"[{', '.join(map(str, like.shape[:3]))}, width] like `{like_name}`"
-                raise ValueError(f"`{name}` must be {wanted}, got shape {tuple(rope.shape)}")
-        if key_rope.shape[3] != query_rope.shape[3]:
-            have, want = key_rope.shape[3], query_rope.shape[3]
-            raise ValueError(f"`key_rope` must have the width of `query_rope`, {want}, got {have}")
-    check_softmax(query, latent.shape[2], attn_mask, kv_lens, variant, latent.dtype)
-    wide = accumulator_dtype(latent.dtype)
+    if shape[0] != batch and (stored.kv_lens is not None or call.window is not None):
+        name = "`window`" if stored.kv_lens is None else "`kv_lens`"
+        raise ValueError(f"{name} must be None where sequences share latents: {batch} read {shape[0]}; use `attn_mask`")
+    _check_ropes(query, call.query_rope, latent, stored.rope)
+    check_softmax(call, latent.dtype)
+    wide, out_dtype = accumulator_dtype(latent.dtype), call.out_dtype or query.dtype
     if out_dtype not in (latent.dtype, wide):
         wanted = " or ".join(dict.fromkeys((str(latent.dtype), str(wide))))
         raise TypeError(f"`out_dtype` must be {wanted} for `latent` in {latent.dtype}, got {out_dtype}")
+    check_block_masks(call)
 
 
-def check_latent_batch_invariant(query: Tensor, latent: Tensor, variant: AttentionVariant) -> None:
+def _check_ropes(query: Tensor, query_rope: Tensor | None, latent: Tensor, key_rope: Tensor | None) -> None:
+    if (query_rope is None) != (key_rope is None):
+        name, other = ("query_rope", "key_rope") if query_rope is None else ("key_rope", "query_rope")
+        raise ValueError(f"`{name}` must be given with `{other}`, got None")
+    if query_rope is None or key_rope is None:
+        return
+    for name, rope, like_name, like in (
+        ("query_rope", query_rope, "query", query),
+        ("key_rope", key_rope, "latent", latent),
+    ):
+        _check_dtype(name, rope, "latent", latent)
+        if rope.dim() != 4 or rope.shape[:3] != like.shape[:3]:
+            wanted = f"[{', '.join(map(str, like.shape[:3]))}, width] like `{like_name}`"
+            raise ValueError(f"`{name}` must be {wanted}, got shape {tuple(rope.shape)}")
+    if key_rope.shape[3] != query_rope.shape[3]:
+        have, want = key_rope.shape[3], query_rope.shape[3]
+        raise ValueError(f"`key_rope` must have the width of `query_rope`, {want}, got {have}")
+
+
+def check_latent_batch_invariant(call: AttentionCall) -> None:
     """Raise unless each sequence can be computed as if it were alone."""
-    check_batch_invariant("auto", query.device, variant)
-    if latent.shape[0] != query.shape[0]:
+    check_batch_invariant(call)
+    batch, rows = call.query.shape[0], call.segments[0].key.shape[0]
+    if rows != batch:
         raise ValueError(
-            f"`latent` must have `query`'s batch, {query.shape[0]}, with `batch_invariant`, got {latent.shape[0]}; "
+            f"`latent` must have `query`'s batch, {batch}, with `batch_invariant`, got {rows}; "
             "expand it: which sequences share latents is about the batch"
         )
 

@@ -6,33 +6,29 @@ they first run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tatten.ops.call import AttentionCall
 from tatten.ops.cpu import attention as cpu
 from tatten.ops.cpu.bifurcated import bifurcated_attention as bifurcated_on_cpu
 from tatten.ops.cpu.latent import latent_attention as latent_on_cpu
 from tatten.ops.cpu.rows import row_groups as row_groups_on_cpu
 from tatten.ops.cpu.without_autocast import without_autocast
 from tatten.ops.cuda import dispatch as cuda
-from tatten.ops.cuda.latent import latent_attention as latent_on_cuda
 from tatten.ops.cuda.project_heads import project_heads as project_heads_on_cuda
 from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
 from tatten.ops.kernel_signatures import OpKernel, bifurcated_kernel, decode_kernel, latent_kernel
-from tatten.ops.latent_validation import check_latent_no_grad
 from tatten.ops.masks import block_list, key_spans, mask_of_rows, mask_rows
 from tatten.ops.project_heads import fake_project_heads, project_heads
-from tatten.ops.segment_validation import check_segments_no_grad
 from tatten.ops.sizes import ceil_div
 from tatten.ops.slide import check_slide, slide_
 from tatten.ops.state_validation import check_state_pair
 from tatten.ops.states import State, accumulator_dtype
-from tatten.ops.validation import BLOCK_KEYS, check_decode_no_grad
-from tatten.ops.variant import AttentionVariant
+from tatten.ops.validation import BLOCK_KEYS, check_call_no_grad
 
 _library = torch.library.Library("tatten", "DEF")
 
@@ -90,66 +86,16 @@ _library.define(
 _library.define("slide_(Tensor(a!) cache, Tensor new) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _fake_decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    kv_lens: Tensor | None,
-    scale: float | None,
-    block_mask: Tensor | None,
-    variant: AttentionVariant,
-    provider: str,
-    batch_invariant: bool,
-) -> State:
-    check_decode_no_grad(query, key, value, attn_mask, variant)
-    return _fake_state(query, value)
+def _fake_attention(call: AttentionCall) -> State:
+    check_call_no_grad(call)
+    query, shape = call.query, call.query.shape[:3]
+    out = query.new_empty((*shape, call.segments[0].value.shape[3]), dtype=call.out_dtype)
+    return out, query.new_empty(shape, dtype=accumulator_dtype(query.dtype))
 
 
-def _fake_bifurcated_attention(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    attn_masks: Sequence[Tensor | None],
-    block_masks: Sequence[Tensor | None],
-    scale: float | None,
-    row_groups: Sequence[Tensor | None] | None,
-    variant: AttentionVariant,
-    batch_invariant: bool,
-) -> State:
-    check_segments_no_grad(query, keys, values, attn_masks, variant)
-    return _fake_state(query, values[0])
-
-
-def _fake_latent_attention(
-    query: Tensor,
-    query_rope: Tensor | None,
-    latent: Tensor,
-    key_rope: Tensor | None,
-    attn_mask: Tensor | None,
-    kv_lens: Tensor | None,
-    scale: float,
-    block_mask: Tensor | None,
-    variant: AttentionVariant,
-    out_dtype: torch.dtype,
-    batch_invariant: bool,
-) -> State:
-    check_latent_no_grad(query, query_rope, latent, key_rope, attn_mask, variant)
-    return _fake_state(query, latent, out_dtype)
-
-
-def _fake_state(query: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> State:
-    shape = query.shape[:3]
-    return query.new_empty((*shape, value.shape[3]), dtype=dtype), query.new_empty(
-        shape, dtype=accumulator_dtype(query.dtype)
-    )
-
-
-torch.library.register_fake("tatten::decode_attention", decode_kernel(_fake_decode_attention), lib=_library)
-torch.library.register_fake("tatten::latent_attention", latent_kernel(_fake_latent_attention), lib=_library)
-torch.library.register_fake("tatten::bifurcated_attention", bifurcated_kernel(_fake_bifurcated_attention), lib=_library)
-
-
+torch.library.register_fake("tatten::decode_attention", decode_kernel(_fake_attention), lib=_library)
+torch.library.register_fake("tatten::latent_attention", latent_kernel(_fake_attention), lib=_library)
+torch.library.register_fake("tatten::bifurcated_attention", bifurcated_kernel(_fake_attention), lib=_library)
 torch.library.register_fake("tatten::project_heads", fake_project_heads, lib=_library)
 torch.library.register_fake("tatten::slide_", check_slide, lib=_library)
 
@@ -217,12 +163,12 @@ _library.impl("block_list", cuda.block_list, "CUDA")
 _KERNELS: dict[str, dict[str, OpKernel]] = {
     "decode_attention": {
         "CPU": decode_kernel(cpu.decode_attention),
-        "CUDA": decode_kernel(cuda.decode_attention),
+        "CUDA": decode_kernel(cuda.attention),
     },
-    "latent_attention": {"CPU": latent_kernel(latent_on_cpu), "CUDA": latent_kernel(latent_on_cuda)},
+    "latent_attention": {"CPU": latent_kernel(latent_on_cpu), "CUDA": latent_kernel(cuda.attention)},
     "bifurcated_attention": {
         "CPU": bifurcated_kernel(bifurcated_on_cpu),
-        "CUDA": bifurcated_kernel(cuda.bifurcated_attention),
+        "CUDA": bifurcated_kernel(cuda.attention),
     },
     "merge_states": {"CPU": cpu.merge_states, "CUDA": cuda.merge_states},
     "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},

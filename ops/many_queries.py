@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cpu.flash import flash_problem
-from tatten.ops.cuda.heuristics import capability
+from tatten.ops.cuda.gpu import has_cudnn_decode
 from tatten.ops.cuda.providers import cudnn_decodes_wrong
 from tatten.ops.states import State
 
@@ -68,4 +68,4 @@ def _takes_cudnn(query: Tensor) -> bool:
     """Return True if cuDNN is asked. Its kernel is made for Hopper, unlike that of PyTorch's flash attention."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()
     wrong = cudnn_decodes_wrong(query.device, query.shape[2])
-    return enabled and not wrong and query.shape[3] <= WIDEST_CUDNN and capability(query.device) >= (9, 0)
+    return enabled and not wrong and query.shape[3] <= WIDEST_CUDNN and has_cudnn_decode(query.device)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor
 
+from tatten.ops.call import AttentionCall
 from tatten.ops.states import NEG_INF
-
-# The key, value, mask and block mask of a segment.
-MaskedSegment = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def mask_of_reach(lens: Tensor, q_len: int, kv_len: int, window: int | None) -> Tensor:
@@ -27,34 +23,45 @@ def narrow_mask(mask: Tensor, reach: Tensor) -> Tensor:
     return mask & reach if mask.dtype == torch.bool else torch.where(reach, mask, NEG_INF)
 
 
-def masks_of_window(
-    window: int, q_len: int, keys: Sequence[Tensor], attn_masks: Sequence[Tensor | None]
-) -> Iterator[Tensor]:
-    """Narrow the mask of each segment to a window over all segments together. The queries are at its end."""
-    left = sum(key.shape[2] for key in keys)
-    for key, mask in zip(keys, attn_masks, strict=True):
+def with_masks_of_window(call: AttentionCall) -> AttentionCall:
+    """Narrow the mask of each segment to a window over all segments together. The queries are at its end.
+
+    Block masks no longer hold, so they become None.
+    """
+    if call.window is None:
+        return call
+    left, segments = sum(x.key.shape[2] for x in call.segments), []
+    for x in call.segments:
         # `left` counts the keys of later segments too: they only move the queries away.
-        reach = mask_of_reach(torch.full((1,), left, device=key.device), q_len, key.shape[2], window)
-        yield reach if mask is None else narrow_mask(mask, reach)
-        left -= key.shape[2]
+        kv_len = x.key.shape[2]
+        reach = mask_of_reach(torch.full((1,), left, device=x.key.device), call.query.shape[2], kv_len, call.window)
+        mask = reach if x.attn_mask is None else narrow_mask(x.attn_mask, reach)
+        segments.append(x._replace(attn_mask=mask, block_mask=None))
+        left -= kv_len
+    return call._replace(segments=tuple(segments), window=None)
 
 
-def segments_in_window(window: int, q_len: int, segments: Sequence[MaskedSegment]) -> Iterator[MaskedSegment]:
+def within_window(call: AttentionCall) -> AttentionCall:
     """Narrow segments to a window over all of them together. The queries are at its end.
 
     Keys in no query's window are left out, by views. A mask narrows the others where queries differ. The block mask of
     a narrowed segment no longer holds, so it becomes None.
     """
-    left = sum(key.shape[2] for key, *_ in segments)
-    for key, value, mask, block_mask in segments:
-        kv_len = key.shape[2]
+    window, q_len = call.window, call.query.shape[2]
+    if window is None:
+        return call
+    left, segments = sum(x.key.shape[2] for x in call.segments), []
+    for x in call.segments:
+        kv_len, mask = x.key.shape[2], x.attn_mask
         first = min(kv_len, max(0, left - q_len - window + 1))
         rest, stop = kv_len - first, left - first
         if first > 0:
-            key, value, block_mask = key.narrow(2, first, rest), value.narrow(2, first, rest), None
             mask = None if mask is None else mask.expand(*mask.shape[:-1], kv_len).narrow(-1, first, rest)
+            key, value = x.key.narrow(2, first, rest), x.value.narrow(2, first, rest)
+            x = x._replace(key=key, value=value, attn_mask=mask, block_mask=None)
         if rest > 0 and (stop > window or stop - q_len < rest - 1):
-            reach = mask_of_reach(torch.full((1,), stop, device=key.device), q_len, rest, window)
-            mask, block_mask = reach if mask is None else narrow_mask(mask, reach), None
-        yield key, value, mask, block_mask
+            reach = mask_of_reach(torch.full((1,), stop, device=x.key.device), q_len, rest, window)
+            x = x._replace(attn_mask=reach if mask is None else narrow_mask(mask, reach), block_mask=None)
+        segments.append(x)
         left -= kv_len
+    return call._replace(segments=tuple(segments), window=None)

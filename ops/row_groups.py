@@ -8,11 +8,10 @@ of groups; their largest number, `most_groups`, follows from shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from tatten.ops.call import KeyValue
 from tatten.ops.sizes import ceil_div
 
 
@@ -75,16 +74,11 @@ def row_groups_reference(rows: Tensor, kv_batch: int, size: int) -> Tensor:
     return torch.stack(found).to(torch.int32)
 
 
-def rows_of_segments(row_groups: Sequence[Tensor | None], query: Tensor, keys: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the rows of each segment, or None where its rows serve aligned blocks."""
-    return [
-        None if groups is None else rows_of(groups, query, key) for groups, key in zip(row_groups, keys, strict=True)
-    ]
-
-
-def rows_of(row_groups: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return the row of `key` that each sequence of `query` reads, int64 `[B]`, from its row groups."""
+def rows_of(query: Tensor, stored: KeyValue) -> Tensor | None:
+    """Return the row that each sequence of `query` reads, int64 `[B]`, or None if rows serve aligned blocks."""
+    if stored.row_groups is None:
+        return None
     batch, q_heads, q_len, _ = query.shape
-    size = group_size(batch, key.shape[0], q_heads // key.shape[1] * q_len)
-    places = row_groups[3, :-1].to(torch.int64)
-    return row_groups[0].index_select(0, places // size).to(torch.int64)
+    size = group_size(batch, stored.key.shape[0], q_heads // stored.key.shape[1] * q_len)
+    places = stored.row_groups[3, :-1].to(torch.int64)
+    return stored.row_groups[0].index_select(0, places // size).to(torch.int64)

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from tatten.ops.call import AttentionCall
 from tatten.ops.row_validation import check_rows
 from tatten.ops.sizes import ceil_div
-from tatten.ops.variant import AttentionVariant
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PROVIDERS = ("auto", "cpu", "triton", "cudnn", "flash", "fa2", "fa3", "fa4")
@@ -41,17 +41,10 @@ def check_no_grad(op: str, **tensors: Tensor | None) -> None:
             )
 
 
-def check_decode_no_grad(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    variant: AttentionVariant,
-) -> None:
-    """`check_no_grad` of `tatten::decode_attention`."""
+def check_call_no_grad(call: AttentionCall) -> None:
+    """`check_no_grad` of a call."""
     if torch.is_grad_enabled():
-        given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
-        check_no_grad("decode_attention", **given, **variant.tensors)
+        check_no_grad(call.op, **call.tensors)
 
 
 def check_provider(provider: str, device: torch.device) -> None:
@@ -64,68 +57,57 @@ def check_provider(provider: str, device: torch.device) -> None:
         raise ValueError(f"`provider` must be one of {', '.join(fit)} on a {device.type} device, got {provider!r}")
 
 
-def check_batch_invariant(provider: str, device: torch.device, variant: AttentionVariant) -> None:
-    """Raise unless `provider` can compute each sequence as if it were alone."""
-    own = "cpu" if device.type == "cpu" else "triton"
-    if provider not in ("auto", own):
-        raise ValueError(f"`provider` must be 'auto' or '{own}' with `batch_invariant`, got {provider!r}")
-    if own == "cpu" and variant.softcap is not None:
+def check_batch_invariant(call: AttentionCall) -> None:
+    """Raise unless the provider can compute each sequence as if it were alone."""
+    ours = "cpu" if call.query.device.type == "cpu" else "triton"
+    if call.provider not in ("auto", ours):
+        raise ValueError(f"`provider` must be 'auto' or '{ours}' with `batch_invariant`, got {call.provider!r}")
+    if ours == "cpu" and call.softcap is not None:
         raise NotImplementedError(
-            f"`softcap` must be None with `batch_invariant` on a CPU, got {variant.softcap}: "
+            f"`softcap` must be None with `batch_invariant` on a CPU, got {call.softcap}: "
             "it takes matrix products whose sums depend on the batch and the threads"
         )
 
 
-def check_decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    kv_lens: Tensor | None,
-    variant: AttentionVariant,
-) -> None:
+def check_decode_attention(call: AttentionCall) -> None:
     """Raise ValueError, TypeError or NotImplementedError unless the inputs fit `tatten::decode_attention`.
 
     It reads no data, so that no device is synchronised, unlike `check_kv_lens`. `check_devices` checks the devices.
     """
-    check_decode_no_grad(query, key, value, attn_mask, variant)
+    query, key, value, *_ = call.query, *call.segments[0]
+    check_call_no_grad(call)
     check_query(query)
     batch, head_dim = query.shape[0], query.shape[3]
     if key.dim() == 4 and key.shape[0] != batch:
         raise ValueError(f"`key` must be [{batch}, kv_heads, kv_length, {head_dim}], got shape {tuple(key.shape)}")
     check_key_value(query, key, value, "key", "value", (query.dtype, *NARROW_DTYPES))
-    for name, factors in (("key_scale", variant.key_scale), ("value_scale", variant.value_scale)):
+    for name in ("key_scale", "value_scale"):
+        factors = getattr(call.segments[0], name)
         if factors is not None:
             _check_kv_scale(factors, query, key, name)
-    check_softmax(query, key.shape[2], attn_mask, kv_lens, variant)
+    check_softmax(call, query.dtype)
+    check_block_masks(call)
 
 
-def check_softmax(
-    query: Tensor,
-    kv_len: int,
-    attn_mask: Tensor | None,
-    kv_lens: Tensor | None,
-    variant: AttentionVariant,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Raise unless mask, lengths and variant of the softmax fit queries over `kv_len` keys.
+def check_softmax(call: AttentionCall, dtype: torch.dtype) -> None:
+    """Raise unless mask, lengths, window, soft cap and sinks fit queries over the keys of one segment.
 
-    `dtype`: the dtype that masks and sinks may have beside float32; default: the queries'.
+    `dtype`: the dtype that masks and sinks may have beside float32.
     """
-    batch, dtype = query.shape[0], dtype or query.dtype
-    if attn_mask is not None:
-        check_mask(attn_mask, dtype, (*query.shape[:3], kv_len))
-    if kv_lens is not None:
+    query, stored = call.query, call.segments[0]
+    if stored.attn_mask is not None:
+        check_mask(stored.attn_mask, dtype, (*query.shape[:3], stored.key.shape[2]))
+    if (kv_lens := stored.kv_lens) is not None:
         if kv_lens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"`kv_lens` must be int32 or int64, got {kv_lens.dtype}")
-        if tuple(kv_lens.shape) != (batch,):
-            raise ValueError(f"`kv_lens` must have shape ({batch},), got {tuple(kv_lens.shape)}")
-    check_variant(query, variant, dtype)
+        if tuple(kv_lens.shape) != (query.shape[0],):
+            raise ValueError(f"`kv_lens` must have shape ({query.shape[0]},), got {tuple(kv_lens.shape)}")
+    check_variant(call, dtype)
 
 
-def check_variant(query: Tensor, variant: AttentionVariant, dtype: torch.dtype) -> None:
+def check_variant(call: AttentionCall, dtype: torch.dtype) -> None:
     """Raise unless window, soft cap and sinks, which may be in `dtype`, fit the queries."""
-    window, softcap, sinks, *_ = variant
+    heads, window, softcap, sinks = call.query.shape[1], call.window, call.softcap, call.sinks
     if window is not None and window < 1:
         raise ValueError(f"`window` must be at least 1, got {window}")
     if softcap is not None and not 0 < softcap < math.inf:
@@ -133,10 +115,8 @@ def check_variant(query: Tensor, variant: AttentionVariant, dtype: torch.dtype) 
     if sinks is not None:
         if sinks.dtype not in (torch.float32, dtype):
             raise TypeError(f"`sinks` must be {_float32_or(dtype)}, got {sinks.dtype}")
-        if tuple(sinks.shape) != (query.shape[1],):
-            raise ValueError(
-                f"`sinks` must have shape ({query.shape[1]},), one per query head, got {tuple(sinks.shape)}"
-            )
+        if tuple(sinks.shape) != (heads,):
+            raise ValueError(f"`sinks` must have shape ({heads},), one per query head, got {tuple(sinks.shape)}")
 
 
 def check_query(query: Tensor) -> None:
@@ -193,14 +173,16 @@ def _float32_or(dtype: torch.dtype) -> str:
     return " or ".join(dict.fromkeys(("torch.float32", str(dtype))))
 
 
-def check_block_mask(
-    block_mask: Tensor, rows: int, kv_len: int, device: torch.device, name: str = "block_mask"
-) -> None:
-    """Raise ValueError unless `block_mask` can be the result of `tatten::block_mask` on `device`."""
-    shape = (3,) if device.type == "cpu" else (ceil_div(kv_len, BLOCK_KEYS) + 1, 2)
-    if block_mask.dtype != torch.int64 or block_mask.shape not in ((1, *shape), (rows, *shape)):
-        wanted = f"int64 of shape {(1, *shape)} or {(rows, *shape)}"
-        raise ValueError(f"`{name}` must be {wanted}, got {block_mask.dtype} of shape {tuple(block_mask.shape)}")
+def check_block_masks(call: AttentionCall) -> None:
+    """Raise ValueError unless each block mask can be the result of `tatten::block_mask` on the call's device."""
+    for i, stored in enumerate(call.segments):
+        block_mask, (rows, _, kv_len, _) = stored.block_mask, stored.key.shape
+        if block_mask is None:
+            continue
+        shape = (3,) if call.query.device.type == "cpu" else (ceil_div(kv_len, BLOCK_KEYS) + 1, 2)
+        if block_mask.dtype != torch.int64 or block_mask.shape not in ((1, *shape), (rows, *shape)):
+            wanted, name = f"int64 of shape {(1, *shape)} or {(rows, *shape)}", call.name_of("block_mask", i)
+            raise ValueError(f"`{name}` must be {wanted}, got {block_mask.dtype} of shape {tuple(block_mask.shape)}")
 
 
 def check_cuda_head_dims(query: Tensor, value: Tensor) -> None:
@@ -256,10 +238,14 @@ def check_mask_alone(attn_mask: Tensor, kv_batch: int | None, rows: Tensor | Non
         raise ValueError(f"`kv_batch` must be {wanted}, got {kv_batch}")
 
 
-def check_kv_lens(kv_lens: Tensor, kv_len: int, name: str = "key") -> list[int]:
-    """Return the lengths as a list; raise ValueError unless each lies in [0, kv_len]. Reads the tensor: CPU only."""
-    lens: list[int] = kv_lens.tolist()
+def check_kv_lens(call: AttentionCall) -> list[int] | None:
+    """Return the lengths as a list; raise ValueError unless each lies in [0, kv_length]. Reads the tensor: CPU only."""
+    stored = call.segments[0]
+    if stored.kv_lens is None:
+        return None
+    lens, kv_len = stored.kv_lens.tolist(), stored.key.shape[2]
     for n in lens:
         if not 0 <= n <= kv_len:
+            name = call.name_of("key")
             raise ValueError(f"`kv_lens` must lie between 0 and `{name}`'s length {kv_len}, got {n}")
-    return lens
+    return lens  # type: ignore[no-any-return]

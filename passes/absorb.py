@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from tatten.ops.cuda.heuristics import capability
+from tatten.ops.cuda.gpu import has_wgmma
 from tatten.ops.latent_validation import FEW_QUERIES_ON_CUDA
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.states import accumulator_dtype
@@ -78,7 +78,7 @@ def _takes_unrounded(match: LatentMatch, query: Tensor) -> bool:
     """
     heads, q_len = constant(query.shape[HEADS]), constant(query.shape[LENGTH])
     few = heads is not None and q_len is not None and heads * q_len <= FEW_QUERIES_ON_CUDA
-    return few and not match.segments and capability(query.device) == (9, 0)
+    return few and not match.segments and has_wgmma(query.device)
 
 
 def _columns(insert: Inserter, query: Node, piece: Piece, concatenated: ConcatenatedQuery) -> Node:

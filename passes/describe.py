@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from tatten.ops.cuda.providers import choose_provider, replaced_flash, table_note
 from tatten.ops.cuda.workload import Workload, needs_of
-from tatten.ops.variant import AttentionVariant
+from tatten.ops.kernel_signatures import decode_call
 from tatten.passes.cost import Cost
 from tatten.passes.drafts import dtensor_behind
 from tatten.passes.findings import Declined
@@ -60,9 +60,8 @@ def provider_of(op: Node) -> str:
     is_decode = op.target is torch.ops.tatten.decode_attention.default
     if op.kwargs.get("batch_invariant"):
         return "triton"
-    given: Any = op.kwargs
-    variant = AttentionVariant(**given)
-    needs = needs_of(op.args[3], op.args[4], op.args[5], variant) if is_decode else ("segments",)
+    arguments: Any = op.args, op.kwargs
+    needs = needs_of(decode_call(*arguments[0], **arguments[1])) if is_decode else ("segments",)
     sizes = [n for x in (query, key, value) for n in x.shape]
     if not needs and not all(map(hint, sizes)):
         return "auto"

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.batch_invariant import attend_each
 from tatten.ops.cpu.flash import additive, attend, empty_state
@@ -26,99 +27,82 @@ from tatten.ops.state_validation import check_stack
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, merge, merge_each
 from tatten.ops.validation import (
     check_batch_invariant,
-    check_block_mask,
     check_decode_attention,
     check_kv_lens,
     check_provider,
 )
-from tatten.ops.variant import PLAIN, AttentionVariant
 
 AttendKernel = Callable[..., State]  # like `attend`; for keys in 8 bits, after their `Scales`
 Scales = tuple[Tensor | None, Tensor | None]  # of keys and of values, each per head or per key
 
 
-def decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    kv_lens: Tensor | None,
-    scale: float | None,
-    block_mask: Tensor | None,
-    variant: AttentionVariant,
-    provider: str,
-    batch_invariant: bool,
-) -> State:
-    if variant is PLAIN and kv_lens is None and not batch_invariant and provider in ("auto", "cpu"):
-        state = attend_at_once(query, key, value, attn_mask, block_mask, scale)
+def decode_attention(call: AttentionCall) -> State:
+    query, (stored,) = call.query, call.segments
+    plain = call.window is None and call.softcap is None and call.sinks is None and not call.batch_invariant
+    if plain and stored.kv_lens is None and call.provider in ("auto", "cpu"):
+        state = attend_at_once(query, stored, call.scale)
         if state is not None:
             return state
-    check_provider(provider, query.device)
-    check_decode_attention(query, key, value, attn_mask, kv_lens, variant)
-    if batch_invariant:
-        check_batch_invariant(provider, query.device, variant)
-    dtype, kv_len = query.dtype, key.shape[2]
-    if block_mask is not None:
-        check_block_mask(block_mask, key.shape[0], kv_len, key.device)
-    scale = query.shape[3] ** -0.5 if scale is None else scale
+    check_provider(call.provider, query.device)
+    check_decode_attention(call)
+    if call.batch_invariant:
+        check_batch_invariant(call)
+    dtype = query.dtype
     # Keys in 8 bits are upcast, as PyTorch has no such products on a CPU. So are keys in 16 bits with
     # `batch_invariant`: the order of their sums may depend on the batch.
-    upcasts = key.dtype != dtype or (batch_invariant and dtype.itemsize == 2)
+    upcasts = stored.key.dtype != dtype or (call.batch_invariant and dtype.itemsize == 2)
     if upcasts:
         query = query.to(accumulator_dtype(dtype))
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            attn_mask = squeeze_broadcast(attn_mask).to(query.dtype)
-    lens = None if kv_lens is None else check_kv_lens(kv_lens, kv_len)
-    kernel = kernel_of(variant, upcasts, batch_invariant)
-    given = query, key, value, attn_mask, lens, scale, block_mask, variant
-    scales = (variant.key_scale, variant.value_scale) if upcasts else None
-    out, lse = attend_variant(*given, kernel, scales, separately=batch_invariant)
+        mask = stored.attn_mask
+        if mask is not None and mask.dtype != torch.bool:
+            stored = stored._replace(attn_mask=squeeze_broadcast(mask).to(query.dtype))
+        call = call._replace(query=query, segments=(stored,))
+    out, lse = attend_variant(call, kernel_of(call, upcasts), upcasts)
     return out.to(dtype).contiguous(), lse.contiguous()
 
 
-def attend_variant(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    lens: list[int] | None,
-    scale: float,
-    block_mask: Tensor | None,
-    variant: AttentionVariant,
-    kernel: AttendKernel,
-    scales: Scales | None = None,
-    separately: bool = False,
-) -> State:
+def attend_variant(call: AttentionCall, kernel: AttendKernel, upcasts: bool = False) -> State:
     """Return the state over the sinks and the keys that mask, lengths and window leave; `kernel` computes that of keys.
 
-    `scales` are given for keys that are upcast, if the kernel takes them. `separately`: each sequence gets its own span
-    of keys, whatever the others need.
+    `upcasts`: the kernel takes `Scales`. With `batch_invariant` each sequence gets its own span of keys, whatever the
+    others need.
     """
-    q_len, kv_len, spans = query.shape[2], key.shape[2], None
-    if lens is not None or variant.window is not None:
+    (stored,), q_len, window, separately = call.segments, call.query.shape[2], call.window, call.batch_invariant
+    lens, kv_len, spans = check_kv_lens(call), stored.key.shape[2], None
+    if lens is not None or window is not None:
         lens = [kv_len] if lens is None else lens
-        if variant.window is not None:  # drops keys before every window first
-            first = max(0, min(lens) - q_len - variant.window + 1)
-            key, value = key[:, :, first:], value[:, :, first:]
-            mask = None if mask is None else mask.expand(*mask.shape[:-1], kv_len)[..., first:]
-            scales = None if scales is None else _scales_of(scales, keys=slice(first, None))
-            lens = [n - first for n in lens]
-        reach, spans = _reach(lens, q_len, key.shape[2], variant.window)
-        if mask is not None:
-            reach = narrow_mask(mask, reach)
-            spans = spans_of(reach, key.shape[2])
-        mask = reach
-    elif mask is not None:
-        spans = spans_of(mask, kv_len, block_mask)
-    out, lse = attend_keys(query, key, value, mask, spans, scale, kernel, scales, separately=separately)
-    if variant.sinks is None:
+        if window is not None:  # drops keys before every window first
+            first = max(0, min(lens) - q_len - window + 1)
+            stored, lens = _keys_from(stored, first), [n - first for n in lens]
+        reach, spans = _reach(lens, q_len, stored.key.shape[2], window)
+        if stored.attn_mask is not None:
+            reach = narrow_mask(stored.attn_mask, reach)
+            spans = spans_of(reach, stored.key.shape[2])
+        stored = stored._replace(attn_mask=reach)
+    elif stored.attn_mask is not None:
+        spans = spans_of(stored.attn_mask, kv_len, stored.block_mask)
+    out, lse = attend_keys(call.query, stored, spans, call.score_scale, kernel, upcasts, separately)
+    if call.sinks is None:
         return out, lse
     if not separately:
-        return merge_sinks(out, lse, variant.sinks)
+        return merge_sinks(out, lse, call.sinks)
     # Vectorised functions round the last numbers of a tensor differently from the others.
     each = zip(out.split(1), lse.split(1), strict=True)
-    outs, lses = zip(*(merge_sinks(*state, variant.sinks) for state in each), strict=True)
+    outs, lses = zip(*(merge_sinks(*state, call.sinks) for state in each), strict=True)
     return torch.cat(outs), torch.cat(lses)
+
+
+def _keys_from(stored: KeyValue, first: int) -> KeyValue:
+    """Leave out the keys before `first`; for latents, whose value is their rope here, as for others."""
+    mask, kv_len, keys = stored.attn_mask, stored.key.shape[2], slice(first, None)
+    key_scale, value_scale = _scales_of((stored.key_scale, stored.value_scale), keys=keys)
+    return stored._replace(
+        key=stored.key[:, :, keys],
+        value=stored.value[:, :, keys],
+        attn_mask=None if mask is None else mask.expand(*mask.shape[:-1], kv_len)[..., keys],
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
 
 
 def merge_states(out: Tensor, lse: Tensor, *, batch_invariant: bool = False) -> State:
@@ -143,25 +127,24 @@ def _reach(lens: list[int], q_len: int, kv_len: int, window: int | None) -> tupl
 
 def attend_keys(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
+    stored: KeyValue,
     spans: list[Span] | None,
     scale: float,
     kernel: AttendKernel = attend,
-    scales: Scales | None = None,
+    upcasts: bool = False,
     separately: bool = False,
 ) -> State:
     """Return the state over the keys that a mask leaves, in spans: one for each sequence, or one for all of them.
 
-    `scales` are given for keys that are upcast, if the kernel takes them. `separately`: spans are not joined.
+    `upcasts`: the kernel takes `Scales`. `separately`: spans are not joined.
     """
     batch, q_heads, q_len, _ = query.shape
+    key, value, mask, scales = stored.key, stored.value, stored.attn_mask, (stored.key_scale, stored.value_scale)
     kv_heads = key.shape[1]
     q_rows = pack_gqa(query, kv_heads)
 
     def bound(sequences: slice = slice(None), keys: slice = slice(None)) -> AttendKernel:
-        return kernel if scales is None else functools.partial(kernel, _scales_of(scales, sequences, keys=keys))
+        return functools.partial(kernel, _scales_of(scales, sequences, keys=keys)) if upcasts else kernel
 
     def attend_run(sequences: slice, span: Span, some_empty: bool) -> State:
         """Return the state of sequences over a span of keys; `some_empty`: some sequence has no key at all."""
@@ -223,11 +206,11 @@ def _runs(spans: list[Span], batch: int) -> list[tuple[slice, Span]]:
     return runs
 
 
-def kernel_of(variant: AttentionVariant, upcasts: bool, batch_invariant: bool = False) -> AttendKernel:
-    """Return `attend` with a variant's additions; `upcasts`: keys and values have fewer bits than the queries."""
-    kernel: AttendKernel = attend_each if batch_invariant else attend
-    if variant.softcap is not None:
-        kernel = functools.partial(_attend_capped, softcap=variant.softcap)
+def kernel_of(call: AttentionCall, upcasts: bool = False) -> AttendKernel:
+    """Return `attend` with a call's additions; `upcasts`: keys and values have fewer bits than the queries."""
+    kernel: AttendKernel = attend_each if call.batch_invariant else attend
+    if call.softcap is not None:
+        kernel = functools.partial(_attend_capped, softcap=call.softcap)
     if upcasts:
         kernel = functools.partial(_attend_upcast, kernel)
     return kernel

@@ -11,57 +11,42 @@ import functools
 import torch
 from torch import Tensor
 
+from tatten.ops.call import AttentionCall
 from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.attention import attend_variant
 from tatten.ops.cpu.batch_invariant import attend_each
 from tatten.ops.latent_validation import check_latent_attention, check_latent_batch_invariant
 from tatten.ops.layout import fold_mask, fold_sequences, unfold_sequences
 from tatten.ops.states import NEG_INF, State, accumulator_dtype
-from tatten.ops.validation import check_block_mask, check_kv_lens
-from tatten.ops.variant import AttentionVariant
 
 
-def latent_attention(
-    query: Tensor,
-    query_rope: Tensor | None,
-    latent: Tensor,
-    key_rope: Tensor | None,
-    attn_mask: Tensor | None,
-    kv_lens: Tensor | None,
-    scale: float,
-    block_mask: Tensor | None,
-    variant: AttentionVariant,
-    out_dtype: torch.dtype,
-    batch_invariant: bool = False,
-) -> State:
-    check_latent_attention(query, query_rope, latent, key_rope, attn_mask, kv_lens, variant, out_dtype)
-    if batch_invariant:
-        check_latent_batch_invariant(query, latent, variant)
-    batch, (kv_batch, _, kv_len, _) = query.shape[0], latent.shape
-    if block_mask is not None:
-        check_block_mask(block_mask, kv_batch, kv_len, latent.device)
-    lens = None if kv_lens is None else check_kv_lens(kv_lens, kv_len, "latent")
-    if attn_mask is not None and kv_batch < batch:
-        attn_mask = fold_mask(attn_mask.expand(*attn_mask.shape[:-1], kv_len), query, kv_batch)
-    query, key_rope = query_and_rope(query, query_rope, latent, key_rope)
-    query = fold_sequences(query, kv_batch)
-    kernel = _attend_each if batch_invariant else functools.partial(_attend_in_groups, softcap=variant.softcap)
-    given = query, latent, key_rope, attn_mask, lens, scale, block_mask, variant
-    out, lse = attend_variant(*given, kernel, separately=batch_invariant)
+def latent_attention(call: AttentionCall) -> State:
+    check_latent_attention(call)
+    if call.batch_invariant:
+        check_latent_batch_invariant(call)
+    query, (stored,), out_dtype = call.query, call.segments, call.out_dtype or call.query.dtype
+    batch, (kv_batch, _, kv_len, _), mask = query.shape[0], stored.key.shape, stored.attn_mask
+    if mask is not None and kv_batch < batch:
+        mask = fold_mask(mask.expand(*mask.shape[:-1], kv_len), query, kv_batch)
+    query, key_rope = query_and_rope(call)
+    kernel = _attend_each if call.batch_invariant else functools.partial(_attend_in_groups, softcap=call.softcap)
+    stored = stored._replace(value=key_rope, attn_mask=mask)  # the kernels take a rope in the place of values
+    scale = call.score_scale
+    call = call._replace(query=fold_sequences(query, kv_batch), segments=(stored,), scale=scale)
+    out, lse = attend_variant(call, kernel)
     out, lse = unfold_sequences(out, batch), unfold_sequences(lse, batch)
     return out.to(out_dtype).contiguous(), lse.contiguous()
 
 
-def query_and_rope(
-    query: Tensor, query_rope: Tensor | None, latent: Tensor, key_rope: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def query_and_rope(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Return both parts of the queries as one tensor, in float32 if one is, and the rope of the keys.
 
     The rope has width 0 if there is none.
     """
-    if query_rope is None or key_rope is None:
-        return query, latent[..., :0]
-    return torch.cat((query, query_rope), dim=3), key_rope
+    stored = call.segments[0]
+    if call.query_rope is None or stored.rope is None:
+        return call.query, stored.key[..., :0]
+    return torch.cat((call.query, call.query_rope), dim=3), stored.rope
 
 
 def _attend_each(

@@ -8,19 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tatten.ops.call import KeyValue
 from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.flash import attend_in_one_call, pieces_of
 from tatten.ops.states import State
 from tatten.ops.validation import FLOAT_DTYPES
 
 
-def attend_at_once(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, block_mask: Tensor | None, scale: float | None
-) -> State | None:
+def attend_at_once(query: Tensor, stored: KeyValue, scale: float | None) -> State | None:
     """Return the state over all keys, or over one span that a bool mask leaves to all sequences and queries alike.
 
     The result is None if a check fails or the kernel needs help; nothing raises, and no tensor was written.
     """
+    key, value, attn_mask, _, block_mask, *_ = stored
     shape, kv_shape, dtype = query.shape, key.shape, query.dtype
     if not (
         len(shape) == len(kv_shape) == 4

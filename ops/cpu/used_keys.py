@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from tatten.ops.call import KeyValue
 from tatten.ops.cpu.attention import Scales
 from tatten.ops.layout import fold_mask, squeeze_broadcast
 from tatten.ops.masks import key_spans
@@ -41,33 +42,26 @@ class UsedKeys:
         return UsedKeys(self.key.masked_fill(outside, 0.0), self.value.masked_fill(outside, 0.0), self.mask)
 
 
-def used_in_blocks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    block_mask: Tensor | None,
-    least: int = 1,
-    scales: Scales = (None, None),
-) -> UsedKeys:
+def used_in_blocks(query: Tensor, stored: KeyValue, least: int = 1) -> UsedKeys:
     """Return the used keys, at least `least` of them, of a segment whose rows serve aligned blocks of sequences.
 
     The mask is folded like `query`.
     """
-    kv_batch, kv_len = key.shape[0], key.shape[2]
+    key, value, mask, (kv_batch, _, kv_len, _) = stored.key, stored.value, stored.attn_mask, stored.key.shape
+    scales = stored.key_scale, stored.value_scale
     if mask is None or kv_len == 0:
         return UsedKeys(key, value, scales=scales)
     mask = fold_mask(mask.expand(*mask.shape[:-1], kv_len), query, kv_batch)
-    return _narrow(key, value, mask, key_spans(mask) if block_mask is None else block_mask, least, scales)
+    spans = key_spans(mask) if stored.block_mask is None else stored.block_mask
+    return _narrow(key, value, mask, spans, least, scales)
 
 
-def used_by_rows(
-    key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None, rows: Tensor, least: int = 1
-) -> UsedKeys:
+def used_by_rows(stored: KeyValue, rows: Tensor, least: int = 1) -> UsedKeys:
     """Return the used keys, at least `least` of them, of a segment in which each sequence reads any row.
 
     They are copied for each sequence.
     """
+    key, value, mask, block_mask = stored.key, stored.value, stored.attn_mask, stored.block_mask
     kv_batch, kv_len = key.shape[0], key.shape[2]
     used = UsedKeys(key, value)
     if mask is not None and kv_len != 0:

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from tatten.ops.cuda.allocation import Dense, allocate
-from tatten.ops.cuda.heuristics import capability
+from tatten.ops.cuda.gpu import has_early_launches
 from tatten.ops.cuda.kernels.combine import _combine_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.tile_space import TileSpace
@@ -104,7 +104,7 @@ def plan_combine(
         return Combine(None, None)
     n_states = batch * q_heads * q_len
     a, b = (*spaces, _NOTHING, _NOTHING)[:2]
-    pdl = pdl and not INTERPRETED and capability(query.device) >= (9, 0)
+    pdl = pdl and not INTERPRETED and has_early_launches(query.device)
     dim = max(16, power_of_2(value_dim))
     partials = min(64, power_of_2(max([x.most_partials(batch, dim > WIDE) for x in spaces] or [1])))
     # A program combines several whole states if there are many: with one alone it would mostly wait for its loads.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import INTERPRETED, Combine, Partials, plan_combine
-from tatten.ops.cuda.decode_grid import choose_tiles, deepened, plan_tile_space
-from tatten.ops.cuda.heuristics import Tiles, capability
+from tatten.ops.cuda.decode_grid import Place, choose_tiles, deepened, plan_tile_space
+from tatten.ops.cuda.gpu import has_early_launches, has_tma
+from tatten.ops.cuda.heuristics import Tiles
 from tatten.ops.cuda.kernels.decode import HEAD_SCALE, KEY_SCALE, NO_SCALE, _decode_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.mask_plan import MaskPlan, plan_mask
@@ -19,10 +20,9 @@ from tatten.ops.cuda.recording import recorder
 from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tma import LEAST_BYTES, Tiling, key_tiling, takes_tma
 from tatten.ops.sizes import power_of_2
-from tatten.ops.states import accumulator_dtype
-from tatten.ops.variant import PLAIN, AttentionVariant
+from tatten.ops.states import State, accumulator_dtype
 
-Rope = tuple[()] | tuple[Tensor, Tensor]  # for the queries, for the keys
+ALONE = Place()
 
 
 @dataclass(frozen=True)
@@ -35,26 +35,19 @@ class SegmentLaunch:
     mask: MaskPlan
     key_tiles: Tiling | None
     value_tiles: Tiling | None
+    sinks: bool
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        kv_lens: Tensor | None = None,
-        block_mask: Tensor | None = None,
-        variant: AttentionVariant = PLAIN,
-        row_groups: Tensor | None = None,
-        rope: Rope = (),
-    ) -> Partials:
+    def __call__(self, call: AttentionCall, stored: KeyValue) -> Partials:
+        key, value, attn_mask, *optional, rope = stored
+        sinks = call.sinks if self.sinks else None
         # The kernels need contiguous tensors here. A copy is one more launch.
-        optional = kv_lens, block_mask, row_groups, variant.sinks, variant.key_scale, variant.value_scale
-        kv_lens, block_mask, row_groups, *of_variant = [x if x is None else x.contiguous() for x in optional]
+        kv_lens, block_mask, row_groups, key_scale, value_scale, sinks = [
+            x if x is None else x.contiguous() for x in (*optional, sinks)
+        ]
         mask, block_mask = self.mask(attn_mask, kv_lens, block_mask)
-        out, lse, partial_out, partial_lse = allocate(query, *self.writes)
+        out, lse, partial_out, partial_lse = allocate(call.query, *self.writes)
         self.launch(
-            query,
+            call.query,
             key,
             value,
             key if self.key_tiles is None else self.key_tiles(key),
@@ -63,8 +56,10 @@ class SegmentLaunch:
             kv_lens,
             block_mask,
             row_groups,
-            *of_variant,
-            rope,
+            sinks,
+            key_scale,
+            value_scale,
+            () if rope is None else (call.query_rope, rope),
             out,
             lse,
             partial_out,
@@ -89,81 +84,55 @@ def _scale_kind(scale: Tensor | None) -> int:
 
 
 def plan_segment(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    kv_lens: Tensor | None,
-    scale: float,
-    block_mask: Tensor | None = None,
-    variant: AttentionVariant = PLAIN,
-    row_groups: Tensor | None = None,
-    rope: Rope = (),
+    call: AttentionCall,
+    stored: KeyValue,
+    place: Place = ALONE,
     *,
-    latent: bool = False,
-    out_dtype: torch.dtype | None = None,
-    whole: bool = True,
-    max_and_sum: bool = False,
-    follows: bool = False,
     tiles: Tiles | None = None,
     programs: int | None = None,
     pdl: bool = True,
-    batch_invariant: bool = False,
 ) -> SegmentLaunch:
-    """Plan one launch of the kernel for checked inputs.
+    """Plan one launch of the kernel for a segment of a checked call.
 
     Args:
-        query, key, value, attn_mask, kv_lens, scale, variant: as in `tatten.decode_attention`.
-        block_mask: the block list of `attn_mask`, if it was found before, as it always is with `row_groups`.
-        row_groups: the result of `tatten::row_groups`, if each sequence may read any row of the keys.
-        rope: `query_rope` and `key_rope` of latent attention, if it has them.
-        latent: `key` and `value` are one tensor, the latents.
-        out_dtype: the dtype of whole states; default: that of the queries.
-        whole: there are no other segments, so that whole work tiles are final.
-        max_and_sum: partial states have maximum and sum instead of their lse, because of an additive mask elsewhere.
-        follows: the launch just before wrote nothing that this one reads, and nothing on the stream did since. The two
-            then run side by side.
+        call: the call. With `batch_invariant` each sequence is added up in an order that does not depend on the rest of
+            the batch, nor on `programs`, given the same `tiles`.
+        stored: the segment. With row groups, its mask comes with a block mask.
+        place: the place of the launch among others.
         tiles, programs: default: the choice of `tatten.ops.cuda.heuristics`.
-        batch_invariant: add up each sequence in an order that does not depend on the rest of the batch, nor on
-            `programs`, given the same `tiles`.
         pdl: let this launch begin before the one before ends (programmatic dependent launch), if the GPU can.
     """
+    query, key, value, rope = call.query, stored.key, stored.value, stored.rope
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len, value_dim = *key.shape[1:3], value.shape[3]
-    window, softcap, sinks, key_scale, value_scale = variant
-    window = None if window is None else min(window, kv_len + q_len)  # longer is the same, and could overflow
-    has_lens, has_row_groups = kv_lens is not None, row_groups is not None
+    # A longer window is the same, and could overflow.
+    window = None if call.window is None else min(call.window, kv_len + q_len)
+    call = call._replace(window=window)
+    has_lens, has_row_groups = stored.kv_lens is not None, stored.row_groups is not None
+    sinks = place.sinks and call.sinks is not None
 
-    mask = plan_mask(query, key, attn_mask, kv_lens, block_mask, window, has_row_groups)
-    copies = any(x is not None and not x.is_contiguous() for x in (block_mask, row_groups))
-    follows = follows and mask.find_blocks is None and not copies
-    given: dict[str, Any] = {
-        "window": window,
-        "has_lens": has_lens,
-        "has_row_groups": has_row_groups,
-        "batch_invariant": batch_invariant,
-    }
+    mask = plan_mask(query, stored, window)
+    copies = any(x is not None and not x.is_contiguous() for x in (stored.block_mask, stored.row_groups))
+    follows = place.follows and mask.find_blocks is None and not copies
     if tiles is None:
-        tiles = choose_tiles(query, key, value, mask, latent=latent, **given)
-    space = plan_tile_space(
-        query, key, value, mask, tiles, whole=whole, max_and_sum=max_and_sum, programs=programs, **given
-    )
-    if not batch_invariant:  # the number of programs depends on the batch
+        tiles = choose_tiles(call, stored, mask)
+    space = plan_tile_space(call, stored, mask, tiles, place, programs)
+    if not call.batch_invariant:  # the number of programs depends on the batch
         tiles = deepened(tiles, space, query)
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
-    rope_dim = rope[1].shape[3] if rope else 0
+    rope_dim = 0 if rope is None else rope.shape[3]
+    rope_strides = () if rope is None or call.query_rope is None else (call.query_rope.stride(), rope.stride())
     # TMA reads whole tiles, so it is used if every key counts: without a mask, or in its run of full blocks.
     every_key = mask.has_block_list or (not has_lens and window is None)
-    hopper = not INTERPRETED and capability(query.device) >= (9, 0)
     kv_bytes = sum(x.numel() * x.element_size() for x in (key, value))
-    tma = hopper and every_key and not batch_invariant and kv_bytes >= LEAST_BYTES
-    tma = tma and takes_tma(key) and takes_tma(value)
+    tma = not INTERPRETED and has_tma(query.device) and kv_bytes >= LEAST_BYTES and not call.batch_invariant
+    tma = tma and every_key and takes_tma(key) and takes_tma(value)
     if tma and (recording := recorder.get()) is not None and not recording.tma:
         # Kernels that Inductor defines do without TMA: Inductor would make descriptors anew in each call.
         recording.without_tma += kv_bytes
         tma = False
     run_n = max(tiles.block_n, space.block_n)
-    pdl = pdl and hopper
+    pdl = pdl and not INTERPRETED and has_early_launches(query.device)
     acc_dtype = accumulator_dtype(query.dtype)
     pair = (2,) if space.max_and_sum else ()
     launch = Launch(
@@ -173,11 +142,11 @@ def plan_segment(
         query_strides=query.stride(),
         key_strides=key.stride(),
         value_strides=value.stride(),
-        rope_strides=tuple(x.stride() for x in rope),
+        rope_strides=rope_strides,
         mask_strides=mask.strides,
         block_list_stride=space.block_list_stride,
-        scale=scale,
-        softcap=softcap or 0.0,
+        scale=call.score_scale,
+        softcap=call.softcap or 0.0,
         window=window or 0,
         kv_len=kv_len,
         n_groups=space.groups,
@@ -207,15 +176,15 @@ def plan_segment(
         WINDOW=window is not None,
         ROWS=has_row_groups,
         CHUNK=space.chunk,
-        SOFTCAP=softcap is not None,
-        SINKS=sinks is not None,
-        KEY_SCALE=_scale_kind(key_scale),
-        VALUE_SCALE=_scale_kind(value_scale),
-        LATENT=latent,
-        HALVES=latent and query.dtype != value.dtype,
+        SOFTCAP=call.softcap is not None,
+        SINKS=sinks,
+        KEY_SCALE=_scale_kind(stored.key_scale),
+        VALUE_SCALE=_scale_kind(stored.value_scale),
+        LATENT=call.latent,
+        HALVES=call.latent and query.dtype != value.dtype,
         MAX_AND_SUM=space.max_and_sum,
-        FINAL=whole,
-        POSITIVE_SCALE=scale > 0,
+        FINAL=place.whole,
+        POSITIVE_SCALE=call.score_scale > 0,
         INT64_OFFSETS=max(x.stride(3) * x.shape[3] for x in (query, key, value)) >= 1 << 31,
         INT64_TILES=space.int64_tiles(batch),
         TMA=tma,
@@ -227,49 +196,32 @@ def plan_segment(
         space,
         launch,
         writes=(
-            Dense.of((batch, q_heads, q_len, value_dim), (out_dtype or query.dtype) if whole else acc_dtype),
-            Dense.of((batch, q_heads, q_len, *(() if whole else pair)), acc_dtype),
+            Dense.of((batch, q_heads, q_len, value_dim), (call.out_dtype or query.dtype) if place.whole else acc_dtype),
+            Dense.of((batch, q_heads, q_len, *(() if place.whole else pair)), acc_dtype),
             Dense.of((space.slots, tiles.block_m, value_dim), acc_dtype),
             Dense.of((space.slots, tiles.block_m, *pair), acc_dtype),
         ),
         mask=mask,
         key_tiles=key_tiling(key, run_n, block_d) if tma else None,
         value_tiles=key_tiling(value, run_n, block_dv) if tma else None,
+        sinks=sinks,
     )
 
 
 @dataclass(frozen=True)
 class DecodeAttention:
-    """Computes `tatten::decode_attention` for tensors of the layout that it was planned for."""
+    """Computes attention to one segment, for calls of the layout that it was planned for."""
 
     segment: SegmentLaunch
     combine: Combine
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        kv_lens: Tensor | None,
-        block_mask: Tensor | None = None,
-        variant: AttentionVariant = PLAIN,
-    ) -> tuple[Tensor, Tensor]:
-        state = self.combine(self.segment(query, key, value, attn_mask, kv_lens, block_mask, variant))
+    def __call__(self, call: AttentionCall) -> State:
+        state = self.combine(self.segment(call, call.segments[0]))
         return state.out, state.lse
 
 
-def plan_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    kv_lens: Tensor | None,
-    scale: float,
-    block_mask: Tensor | None = None,
-    variant: AttentionVariant = PLAIN,
-    **options: Any,
-) -> DecodeAttention:
-    """Plan the two launches for checked inputs; `options` are those of `plan_segment`."""
-    segment = plan_segment(query, key, value, attn_mask, kv_lens, scale, block_mask, variant, **options)
-    return DecodeAttention(segment, plan_combine(query, value.shape[3], segment.tile_space))
+def plan_attention(call: AttentionCall, **options: Any) -> DecodeAttention:
+    """Plan the two launches for a checked call of one segment; `options` are those of `plan_segment`."""
+    (stored,) = call.segments
+    segment = plan_segment(call, stored, **options)
+    return DecodeAttention(segment, plan_combine(call.query, stored.value.shape[3], segment.tile_space))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from tatten.ops.call import AttentionCall, KeyValue
+from tatten.ops.cuda.gpu import has_large_shared_memory, multiprocessors
 from tatten.ops.cuda.heuristics import (
     MANY_KEYS,
     Tiles,
     combining_pays,
-    has_large_shared_memory,
     latent_tiles_for,
-    multiprocessors,
     packed_q_rows,
     programs_for,
     seqs_and_rows,
@@ -33,38 +33,37 @@ WAVES = 32  # waves of programs, each as many as fit on the GPU: chunks differ i
 MOST_WHOLE = 8  # tiles of a work tile that may stay whole: all programs would wait for a longer one among short ones
 
 
-def choose_tiles(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: MaskPlan,
-    *,
-    window: int | None,
-    has_lens: bool,
-    has_row_groups: bool,
-    latent: bool,
-    batch_invariant: bool,
-) -> Tiles:
-    """Choose the sizes of tiles; with `batch_invariant` they do not depend on the number of sequences and keys.
+@dataclass(frozen=True)
+class Place:
+    """The place of a launch among those of a call.
 
-    Args:
-        query, key, value: the tensors of one launch.
-        mask: the plan to read their mask.
-        window: the sliding window, if any.
-        has_lens: each kv_row has a length.
-        has_row_groups: each sequence reads any row.
-        latent: `key` and `value` are one tensor, the latents.
+    Attributes:
+        whole: there are no other segments, so that whole work tiles are final.
+        max_and_sum: partial states have maximum and sum instead of their lse, because of an additive mask elsewhere.
+        follows: the launch just before wrote nothing that this one reads, and nothing on the stream did since. The two
+            then run side by side.
+        sinks: the launch counts the call's sinks.
     """
+
+    whole: bool = True
+    max_and_sum: bool = False
+    follows: bool = False
+    sinks: bool = True
+
+
+def choose_tiles(call: AttentionCall, stored: KeyValue, mask: MaskPlan) -> Tiles:
+    """Choose the sizes of tiles; with `batch_invariant` they do not depend on the number of sequences and keys."""
+    query, key, value = call.query, stored.key, stored.value
     kv_batch, _, kv_len, _ = key.shape
-    packed = packed_q_rows(query, key, has_row_groups)
+    packed = packed_q_rows(query, key, stored.row_groups is not None)
     block_d, block_dv = (max(16, power_of_2(x.shape[3])) for x in (query, value))
     large_shared_memory = has_large_shared_memory(query.device)
-    if latent:
+    if call.latent:
         return latent_tiles_for(
             packed,
             block_d,
             value.element_size(),
-            MANY_KEYS if batch_invariant else kv_batch * kv_len / multiprocessors(query.device),
+            MANY_KEYS if call.batch_invariant else kv_batch * kv_len / multiprocessors(query.device),
             halves=query.dtype != value.dtype,
             has_block_list=mask.has_block_list,
             large_shared_memory=large_shared_memory,
@@ -74,9 +73,9 @@ def choose_tiles(
         packed,
         max(block_d, block_dv),
         query.element_size(),
-        MANY_KEYS if batch_invariant else kv_len,
+        MANY_KEYS if call.batch_invariant else kv_len,
         has_block_list=mask.has_block_list,
-        masked=mask.kind != NO_MASK or window is not None or (narrow and has_lens),
+        masked=mask.kind != NO_MASK or call.window is not None or (narrow and stored.kv_lens is not None),
         narrow=narrow,
         large_shared_memory=large_shared_memory,
     )
@@ -93,52 +92,38 @@ def deepened(tiles: Tiles, space: TileSpace, query: Tensor) -> Tiles:
 
 
 def plan_tile_space(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: MaskPlan,
-    tiles: Tiles,
-    *,
-    window: int | None,
-    has_lens: bool,
-    has_row_groups: bool,
-    whole: bool,
-    max_and_sum: bool,
-    batch_invariant: bool,
-    programs: int | None,
+    call: AttentionCall, stored: KeyValue, mask: MaskPlan, tiles: Tiles, place: Place, programs: int | None
 ) -> TileSpace:
-    """Cut a launch into work tiles and choose its programs, unless they are given.
-
-    Args:
-        query, key, value, mask, window, has_lens, has_row_groups: as for `choose_tiles`.
-        whole, max_and_sum, batch_invariant, programs: as for `tatten.ops.cuda.decode.plan_segment`.
-    """
-    batch, q_heads, q_len, head_dim = query.shape
-    kv_batch, kv_heads, kv_len, value_dim = *key.shape[:3], value.shape[3]
-    seqs_per_kv, most_kv_rows = seqs_and_rows(query, key, has_row_groups)
+    """Cut a launch into work tiles and choose its programs, unless their number is given."""
+    batch, q_heads, q_len, head_dim = call.query.shape
+    kv_batch, kv_heads, kv_len, value_dim = *stored.key.shape[:3], stored.value.shape[3]
+    has_lens, has_row_groups, window = stored.kv_lens is not None, stored.row_groups is not None, call.window
+    seqs_per_kv, most_kv_rows = seqs_and_rows(call.query, stored.key, has_row_groups)
     groups = mask.groups
     if has_row_groups and groups > 1:
         groups = max(2, most_kv_rows)  # 1 would be one list for all rows
     block_n = BLOCK_KEYS if mask.has_block_list else tiles.block_n
-    chunk = LEAST_CHUNK // block_n if batch_invariant else 0
-    q_blocks = ceil_div(packed_q_rows(query, key, has_row_groups), tiles.block_m)
+    chunk = LEAST_CHUNK // block_n if call.batch_invariant else 0
+    q_blocks = ceil_div(packed_q_rows(call.query, stored.key, has_row_groups), tiles.block_m)
     work_tiles = (1 if has_row_groups else kv_batch // groups) * kv_heads * q_blocks
     if programs is None:
-        most = tiles.per_sm * multiprocessors(query.device)
+        most = tiles.per_sm * multiprocessors(call.query.device)
         n_tiles = max(1, ceil_div(kv_len, block_n))
-        tile_us = most * block_n * (head_dim + value_dim) * key.element_size() / BYTES_PER_US
+        tile_us = most * block_n * (head_dim + value_dim) * stored.key.element_size() / BYTES_PER_US
         # Ragged lengths have no even shares; the block lists of a mask are often equally long.
         uneven = has_lens or has_row_groups
         short = 1 < n_tiles <= MOST_WHOLE and not has_row_groups and (mask.has_block_list or has_lens)
-        if batch_invariant:
+        if call.batch_invariant:
             most_groups = most_kv_rows if has_row_groups else groups
             programs = min(WAVES * most, most_groups * work_tiles * min(ceil_div(n_tiles, chunk), MOST_CHUNKS.value))
-        elif whole and short and not combining_pays(groups * work_tiles, n_tiles, tile_us, most):
+        elif place.whole and short and not combining_pays(groups * work_tiles, n_tiles, tile_us, most):
             chunk, programs = power_of_2(n_tiles), groups * work_tiles  # one chunk holds a whole work tile
         elif uneven:
             programs = most
         elif (
-            whole or mask.has_block_list or splitting_pays(work_tiles, n_tiles, tile_us, batch * q_heads * q_len, most)
+            place.whole
+            or mask.has_block_list
+            or splitting_pays(work_tiles, n_tiles, tile_us, batch * q_heads * q_len, most)
         ):
             programs = programs_for(groups * work_tiles, n_tiles, most)
         else:
@@ -157,6 +142,6 @@ def plan_tile_space(
         has_lens=has_lens and not mask.has_block_list,
         has_block_list=mask.has_block_list,
         row_groups=most_kv_rows if has_row_groups else 0,
-        max_and_sum=max_and_sum or mask.kind == ADDITIVE_MASK,
+        max_and_sum=place.max_and_sum or mask.kind == ADDITIVE_MASK,
         chunk=chunk,
     )

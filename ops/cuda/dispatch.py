@@ -2,207 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
+from tatten.ops.call import BIFURCATED, LATENT, Attend, AttentionCall, KeyValue
 from tatten.ops.cuda.flash_attn import PACKAGES, package_attention
+from tatten.ops.cuda.latent import plan_latents
 from tatten.ops.cuda.launcher import by_layout, on_device_of
 from tatten.ops.cuda.providers import choose_provider, cudnn_attention, flash_attention, unsupported_reason
 from tatten.ops.cuda.workload import Workload, needs_of
-from tatten.ops.reach import segments_in_window
-from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
-from tatten.ops.row_groups import rows_of, rows_of_segments
+from tatten.ops.reach import within_window
+from tatten.ops.reference import attention_reference
+from tatten.ops.row_groups import rows_of
 from tatten.ops.row_validation import check_rows
-from tatten.ops.segment_validation import (
-    check_bifurcated_attention,
-    check_segments_batch_invariant,
-    check_segments_no_grad,
-)
+from tatten.ops.segment_validation import check_bifurcated_attention, check_segments_batch_invariant
 from tatten.ops.state_validation import check_stack
 from tatten.ops.states import State, merge, merge_each
 from tatten.ops.validation import (
     check_batch_invariant,
-    check_block_mask,
+    check_call_no_grad,
     check_cuda_head_dims,
     check_decode_attention,
-    check_decode_no_grad,
     check_devices,
     check_no_grad,
     check_provider,
 )
-from tatten.ops.variant import AttentionVariant
 
 
-def decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    kv_lens: Tensor | None,
-    scale: float | None,
-    block_mask: Tensor | None,
-    variant: AttentionVariant,
-    provider: str,
-    batch_invariant: bool,
-) -> State:
-    check_decode_no_grad(query, key, value, attn_mask, variant)
-    given = query, key, value, attn_mask, kv_lens, scale, block_mask, variant
-    attend = _plan_decode(*given, provider, current_flash_attention_impl(), batch_invariant)
-    return on_device_of(query, attend, query, key, value, attn_mask, kv_lens, block_mask, variant)
+def attention(call: AttentionCall) -> State:
+    """Compute any of the attention ops."""
+    check_call_no_grad(call)
+    if call.op == BIFURCATED:
+        call = _prepare_segments(call)
+    return on_device_of(call.query, _plan(call, current_flash_attention_impl()), call)
+
+
+def _prepare_segments(call: AttentionCall) -> AttentionCall:
+    """Narrow segments to the window, and find the block masks that their kernels need and the call lacks."""
+    indexed = any(x.row_groups is not None for x in call.segments)
+    if not (indexed or call.batch_invariant or call.window is not None):
+        return call
+    _check_segments(call)
+    if call.batch_invariant:
+        check_segments_batch_invariant(call)
+    call = within_window(call)
+    if not (indexed or call.batch_invariant):
+        return call
+    shared = len(call.segments) - 1 if call.batch_invariant else 0
+    segments = [_with_block_mask(call.query, x, i < shared) for i, x in enumerate(call.segments)]
+    return call._replace(segments=tuple(segments))
+
+
+def _with_block_mask(query: Tensor, stored: KeyValue, every_block: bool) -> KeyValue:
+    """Find the block mask of a segment that has row groups or lists every block, if it needs one and has none."""
+    mask, groups, kv_batch, kv_len = stored.attn_mask, stored.row_groups, stored.key.shape[0], stored.key.shape[2]
+    if mask is None or stored.block_mask is not None or kv_len == 0 or not (every_block or groups is not None):
+        return stored
+    mask = mask.expand(*mask.shape[:-1], kv_len)
+    data = torch.ops.tatten.block_mask.default(mask, kv_batch, rows_of(query, stored), every_block)
+    return stored._replace(block_mask=data)
 
 
 @by_layout
-def _plan_decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    kv_lens: Tensor | None,
-    scale: float | None,
-    block_mask: Tensor | None,
-    variant: AttentionVariant,
-    provider: str,
-    flash_impl: str | None,
-    batch_invariant: bool = False,
-) -> Callable[..., State]:
-    """Plan a function of query, key, value, attn_mask, kv_lens, block_mask and variant that computes the op.
+def _plan(call: AttentionCall, flash_impl: str | None) -> Attend:
+    """Plan a function that computes the op for calls of this layout.
 
     `flash_impl` is the current implementation of PyTorch's flash attention: a `Workload` has it, and a plan is for one.
     """
-    tensors = {"key": key, "value": value, "attn_mask": attn_mask, "kv_lens": kv_lens, "block_mask": block_mask}
-    check_devices(query, **tensors, **variant.tensors)
-    check_decode_attention(query, key, value, attn_mask, kv_lens, variant)
-    check_cuda_head_dims(query, value)
+    check_devices(**call.tensors)
+    if call.op == LATENT:
+        return plan_latents(call)
+    return _plan_segments(call) if call.op == BIFURCATED else _plan_decode(call)
+
+
+def _plan_decode(call: AttentionCall) -> Attend:
+    query, (stored,), provider = call.query, call.segments, call.provider
+    check_decode_attention(call)
+    check_cuda_head_dims(query, stored.value)
     check_provider(provider, query.device)
-    if block_mask is not None:
-        check_block_mask(block_mask, query.shape[0], key.shape[2], query.device)
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    work = Workload.of(query, key, value, needs_of(attn_mask, kv_lens, scale, variant))
-    if batch_invariant:
-        check_batch_invariant(provider, query.device, variant)
+    work = Workload.of(query, stored.key, stored.value, needs_of(call))
+    if call.batch_invariant:
+        check_batch_invariant(call)
         provider = "triton"
     elif provider == "auto":
         provider = choose_provider(work)
     if provider == "reference":
-        return lambda q, k, v, mask, lens, _, variant: decode_attention_reference(q, k, v, mask, lens, scale, variant)
+        return attention_reference
     reason = unsupported_reason(provider, work)
     if reason is not None:
         raise NotImplementedError(f"`provider` {provider!r} can't compute this: {reason}")
     if provider in PACKAGES:
-        return lambda q, k, v, _, lens, __, variant: package_attention(provider, q, k, v, scale, lens, variant)
+        return lambda call: package_attention(provider, call)
     if provider != "triton":
-        attend = {"cudnn": cudnn_attention, "flash": flash_attention}[provider]
-        return lambda q, k, v, *_: attend(q, k, v, scale)
+        return {"cudnn": cudnn_attention, "flash": flash_attention}[provider]
 
     from tatten.ops.cuda.decode import plan_attention
 
-    given = query, key, value, attn_mask, kv_lens, scale, block_mask, variant
-    return plan_attention(*given, batch_invariant=batch_invariant)
+    return plan_attention(call)
 
 
-def bifurcated_attention(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    attn_masks: Sequence[Tensor | None],
-    block_masks: Sequence[Tensor | None],
-    scale: float | None,
-    row_groups: Sequence[Tensor | None] | None,
-    variant: AttentionVariant,
-    batch_invariant: bool,
-) -> State:
-    check_segments_no_grad(query, keys, values, attn_masks, variant)
-    row_groups = row_groups or [None] * len(keys)
-    if batch_invariant or variant.window is not None:
-        _check_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, variant)
-    if batch_invariant:
-        check_segments_batch_invariant(query, keys, row_groups, variant)
-    if variant.window is not None:
-        segments = list(zip(keys, values, attn_masks, block_masks, strict=True))
-        narrowed = segments_in_window(variant.window, query.shape[2], segments)
-        keys, values, attn_masks, block_masks = zip(*narrowed, strict=True)
-        variant = variant._replace(window=None)
-    if batch_invariant or any(x is not None for x in row_groups):
-        of_segments = zip(keys, attn_masks, block_masks, row_groups, strict=True)
-        shared = len(keys) - 1 if batch_invariant else 0
-        block_masks = [_block_mask_of_rows(query, *x, i < shared) for i, x in enumerate(of_segments)]
-    flash_impl = current_flash_attention_impl()
-    given = query, keys, values, attn_masks, block_masks, row_groups, scale, variant
-    attend = _plan_bifurcated(*given, flash_impl, batch_invariant)
-    return on_device_of(query, attend, query, keys, values, attn_masks, block_masks, row_groups, variant)
-
-
-@by_layout
-def _plan_bifurcated(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    attn_masks: Sequence[Tensor | None],
-    block_masks: Sequence[Tensor | None],
-    row_groups: Sequence[Tensor | None],
-    scale: float | None,
-    variant: AttentionVariant,
-    flash_impl: str | None,
-    batch_invariant: bool = False,
-) -> Callable[..., State]:
-    """Plan a function of query, keys, values, attn_masks, block_masks, row_groups and variant that computes the op.
-
-    A window is not in `variant`: segments have been narrowed to it before.
-    """
-    _check_bifurcated(query, keys, values, attn_masks, block_masks, row_groups, variant)
-    check_cuda_head_dims(query, values[0])
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    if len(keys) == 1 and keys[0].shape[0] == query.shape[0] and row_groups[0] is None and attn_masks[0] is None:
-        options = scale, None, variant, "auto", flash_impl, batch_invariant
-        attend = _plan_decode(query, keys[0], values[0], None, None, *options)
-        return lambda q, ks, vs, _, __, ___, variant: attend(q, ks[0], vs[0], None, None, None, variant)
+def _plan_segments(call: AttentionCall) -> Attend:
+    """Plan for segments that have been narrowed to the window, if there is one."""
+    _check_segments(call)
+    query, first = call.query, call.segments[0]
+    check_cuda_head_dims(query, first.value)
+    alone = len(call.segments) == 1 and first.row_groups is None and first.attn_mask is None
+    if alone and first.key.shape[0] == query.shape[0]:
+        return _plan_decode(call)
     if query.dtype == torch.float64:
-        if batch_invariant:
+        if call.batch_invariant:
             raise NotImplementedError("`query` must not be float64 with `batch_invariant` on CUDA: no kernel takes it")
-        return lambda q, ks, vs, masks, _, groups, variant: _dense(
-            bifurcated_attention_reference(q, ks, vs, masks, scale, rows_of_segments(groups, q, ks), variant)
-        )
+        return attention_reference
 
     from tatten.ops.cuda.segments import plan_segments
 
-    given = query, keys, values, attn_masks, block_masks, scale, row_groups, variant
-    return plan_segments(*given, batch_invariant=batch_invariant)
+    return plan_segments(call)
 
 
-def _check_bifurcated(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    attn_masks: Sequence[Tensor | None],
-    block_masks: Sequence[Tensor | None],
-    row_groups: Sequence[Tensor | None],
-    variant: AttentionVariant,
-) -> None:
-    given = {"keys": keys, "values": values, "attn_masks": attn_masks, "block_masks": block_masks}
-    for name, tensors in {**given, "row_groups": row_groups}.items():
-        check_devices(query, **{f"{name}[{i}]": x for i, x in enumerate(tensors)})
-    check_devices(query, sinks=variant.sinks)
-    check_bifurcated_attention(query, keys, values, attn_masks, block_masks, row_groups, variant)
-
-
-def _block_mask_of_rows(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None,
-    block_mask: Tensor | None,
-    row_groups: Tensor | None,
-    every_block: bool,
-) -> Tensor | None:
-    """Find the block mask of a segment that has row groups or lists every block, if it needs one and has none."""
-    if attn_mask is None or block_mask is not None or key.shape[2] == 0 or not (every_block or row_groups is not None):
-        return block_mask
-    mask = attn_mask.expand(*attn_mask.shape[:-1], key.shape[2])
-    rows = None if row_groups is None else rows_of(row_groups, query, key)
-    found: Tensor = torch.ops.tatten.block_mask.default(mask, key.shape[0], rows, every_block)
-    return found
+def _check_segments(call: AttentionCall) -> None:
+    check_devices(**call.tensors)
+    check_bifurcated_attention(call)
 
 
 def row_groups(rows: Tensor, kv_batch: int, queries: int) -> Tensor:
@@ -215,10 +137,6 @@ def _plan_row_groups(rows: Tensor, kv_batch: int, queries: int) -> Callable[[Ten
     from tatten.ops.cuda.row_groups import plan_row_groups
 
     return plan_row_groups(rows, kv_batch, queries)
-
-
-def _dense(state: State) -> State:
-    return state[0].contiguous(), state[1].contiguous()
 
 
 def block_list(attn_mask: Tensor, kv_batch: int, every_block: bool = False) -> Tensor:

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tatten.ops.cuda.heuristics import capability
+from tatten.ops.call import AttentionCall
+from tatten.ops.cuda.gpu import capability
 from tatten.ops.cuda.recording import NotRecordableError, recorder
 from tatten.ops.cuda.workload import NARROW, Needs, Workload
 from tatten.ops.states import State
-from tatten.ops.variant import PLAIN, AttentionVariant
 
 
 @dataclass(frozen=True)
@@ -170,22 +170,15 @@ def _find(module: str, function: str) -> Callable[..., Any] | str:
     return found
 
 
-def package_attention(
-    provider: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    kv_lens: Tensor | None = None,
-    variant: AttentionVariant = PLAIN,
-) -> State:
+def package_attention(provider: str, call: AttentionCall) -> State:
     """Call the package of `provider`, for calls that `package_unsupported_reason` has no reason against.
 
     Raises:
         NotImplementedError: a tensor's address is no multiple of 16, so that the kernels would fail.
         NotRecordableError: Inductor asks for the launches, which are not tatten's own.
     """
-    package = PACKAGES[provider]
+    package, query, (stored,), window = PACKAGES[provider], call.query, call.segments, call.window
+    key, value, kv_lens = stored.key, stored.value, stored.kv_lens
     if recorder.get() is not None:
         raise NotRecordableError(f"is computed by {package.name}")
     for name, x in {"query": query, "key": key, "value": value}.items():
@@ -198,18 +191,18 @@ def package_attention(
     stated = {
         "lse": True,
         "lengths": used,
-        "window": None if variant.window is None else (variant.window - 1, 0),  # keys before its own, and behind it
-        "soft cap": variant.softcap,
-        "sinks": variant.sinks,
+        "window": None if window is None else (window - 1, 0),  # keys before its own, and behind it
+        "soft cap": call.softcap,
+        "sinks": call.sinks,
     }
-    given = {package.arguments[need]: x for need, x in stated.items() if x is not None}
+    arguments = {package.arguments[need]: x for need, x in stated.items() if x is not None}
     if package.splits:
-        given["num_splits"] = package.splits[capability(query.device)[0]]
+        arguments["num_splits"] = package.splits[capability(query.device)[0]]
     inputs = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse, *_ = _function(package)(*inputs, softmax_scale=scale, **given)
+    out, lse, *_ = _function(package)(*inputs, softmax_scale=call.score_scale, **arguments)
     out, lse = out.transpose(1, 2).contiguous(), lse.contiguous()
-    if package.empty_is_inf and (used is not None or variant.window is not None):
-        lse = lse.masked_fill(_without_keys(query, key, used, variant.window), -torch.inf)
+    if package.empty_is_inf and (used is not None or window is not None):
+        lse = lse.masked_fill(_without_keys(query, key, used, window), -torch.inf)
     return out, lse
 
 

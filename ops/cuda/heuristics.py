@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from tatten.ops.row_groups import group_size, most_groups
@@ -113,33 +111,6 @@ def latent_tiles_for(
     if keys_per_sm <= 128 and not has_block_list:
         return Tiles(16, 128, 8, 2)  # 1 x 8192: 13.2 us, and 16.4 with 64 keys; 1 x 131072: 60 and 51 us
     return Tiles(16, 64, 4, 3)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if is_gpu(device) else 1
-
-
-def has_large_shared_memory(device: torch.device) -> bool:
-    """Return True if a program may have 227 KiB of shared memory, as on datacentre GPUs since Hopper."""
-    return capability(device)[0] in (9, 10)
-
-
-@functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability; (9, 0) without a GPU, so that kernels can be compiled for Hopper."""
-    return torch.cuda.get_device_capability(device) if is_gpu(device) else (9, 0)
-
-
-@functools.cache
-def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, such as NVIDIA H200; empty without one, as for fake tensors without a GPU."""
-    return torch.cuda.get_device_name(device) if is_gpu(device) else ""
-
-
-def is_gpu(device: torch.device) -> bool:
-    """Return True if `device` is a GPU of this machine."""
-    return device.type == "cuda" and torch.cuda.is_available()
 
 
 def seqs_and_rows(query: Tensor, key: Tensor, has_row_groups: bool = False) -> tuple[int, int]:

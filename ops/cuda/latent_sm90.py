@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from tatten.ops.call import Attend, AttentionCall, KeyValue
 from tatten.ops.cuda.allocation import Dense, allocate
-from tatten.ops.cuda.combine import Partials
-from tatten.ops.cuda.heuristics import latent_programs_for, multiprocessors, programs_for
+from tatten.ops.cuda.combine import Partials, plan_combine
+from tatten.ops.cuda.gpu import multiprocessors
+from tatten.ops.cuda.heuristics import latent_programs_for, programs_for
 from tatten.ops.cuda.kernels.latent_few_sm90 import FEW, _latent_few_kernel
 from tatten.ops.cuda.kernels.latent_few_sm90 import START_REGS as FEW_START_REGS
 from tatten.ops.cuda.kernels.latent_sm90 import START_REGS, _latent_kernel
@@ -21,6 +22,7 @@ from tatten.ops.cuda.sm90 import key_tiling, strides_in_units
 from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tma import Tiling
 from tatten.ops.sizes import ceil_div, power_of_2
+from tatten.ops.states import State
 
 
 @dataclass(frozen=True)
@@ -34,37 +36,36 @@ class LatentLaunch:
     rope_tiles: Tiling
     writes: tuple[Dense, ...]  # out, lse, partial_out, partial_lse
 
-    def __call__(
-        self,
-        query: Tensor,
-        query_rope: Tensor,
-        latent: Tensor,
-        key_rope: Tensor,
-        attn_mask: Tensor | None = None,
-        kv_lens: Tensor | None = None,
-        block_mask: Tensor | None = None,
-    ) -> Partials:
-        kv_lens, block_mask = [None if x is None else x.contiguous() for x in (kv_lens, block_mask)]
-        _, block_mask = self.mask(attn_mask, kv_lens, block_mask)
-        out, lse, partial_out, partial_lse = allocate(query, *self.writes)
-        tiles = self.latent_tiles(latent), self.rope_tiles(key_rope)
-        self.launch(query, query_rope, *tiles, kv_lens, block_mask, out, lse, partial_out, partial_lse)
+    def __call__(self, call: AttentionCall, stored: KeyValue) -> Partials:
+        kv_lens, block_mask = [None if x is None else x.contiguous() for x in (stored.kv_lens, stored.block_mask)]
+        _, block_mask = self.mask(stored.attn_mask, kv_lens, block_mask)
+        out, lse, partial_out, partial_lse = allocate(call.query, *self.writes)
+        assert stored.rope is not None
+        tiles = self.latent_tiles(stored.key), self.rope_tiles(stored.rope)
+        self.launch(call.query, call.query_rope, *tiles, kv_lens, block_mask, out, lse, partial_out, partial_lse)
         lens = kv_lens if self.tile_space.has_lens else None
         return Partials(out, lse, partial_out, partial_lse, lens, block_mask)
 
 
-def plan_latent_segment(
-    query: Tensor,
-    query_rope: Tensor,
-    latent: Tensor,
-    key_rope: Tensor,
-    mask: MaskPlan,
-    scale: float,
-    out_dtype: torch.dtype,
-    *,
-    has_lens: bool = False,
-) -> LatentLaunch:
-    """Plan a launch for checked inputs. `has_lens`: there are lengths without a mask that they narrow."""
+def plan_latents_sm90(call: AttentionCall, mask: MaskPlan) -> Attend:
+    """Plan the two launches for a checked call that the kernels support."""
+    segment = plan_latent_segment(call, mask)
+    combine = plan_combine(call.query, RANK, segment.tile_space)
+
+    def attend(call: AttentionCall) -> State:
+        state = combine(segment(call, call.segments[0]))
+        return state.out, state.lse
+
+    return attend
+
+
+def plan_latent_segment(call: AttentionCall, mask: MaskPlan) -> LatentLaunch:
+    """Plan one launch for the latents of a checked call."""
+    query, query_rope, (stored,) = call.query, call.query_rope, call.segments
+    latent, key_rope = stored.key, stored.rope
+    assert query_rope is not None
+    assert key_rope is not None
+    has_lens = stored.kv_lens is not None and not mask.has_block_list
     batch, heads, q_len, _ = query.shape
     kv_len = latent.shape[2]
     few = heads * q_len <= FEW
@@ -100,7 +101,7 @@ def plan_latent_segment(
         rope_b=of_rope[0],
         rope_h=of_rope[1],
         rope_l=of_rope[2],
-        scale=scale,
+        scale=call.score_scale,
         block_list_stride=space.block_list_stride,
         kv_len=kv_len,
         n_groups=space.groups,
@@ -114,7 +115,7 @@ def plan_latent_segment(
         KEYS=LISTED if space.has_block_list else FIRST if has_lens else ALL,
     )
     writes = (
-        Dense.of((batch, heads, q_len, RANK), out_dtype),
+        Dense.of((batch, heads, q_len, RANK), call.out_dtype or query.dtype),
         Dense.of((batch, heads, q_len), torch.float32),
         Dense.of((space.slots, block_m, RANK), torch.float32),
         Dense.of((space.slots, block_m), torch.float32),

@@ -21,6 +21,7 @@ T = TypeVar("T")
 GRID = ["gridX", "gridY", "gridZ", "stream", "function"]
 PARAMETERS_OF_3_6 = [*GRID, "args"]
 PARAMETERS_OF_3_9 = [*GRID, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"]
+VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})  # compared as they are
 MOST_PLANS = 1024  # per function: a growing cache is planned anew at each length
 
 
@@ -48,7 +49,7 @@ def by_layout(plan: Callable[..., T]) -> Callable[..., T]:
 
 
 def _layouts(args: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple([x if x is None else _layout(x) for x in args])  # most are None
+    return tuple([x if type(x) in VALUES else _layout(x) for x in args])  # most are None
 
 
 def _layout(x: Any) -> Any:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import INTERPRETED, Partials
-from tatten.ops.cuda.decode_grid import BYTES_PER_US
-from tatten.ops.cuda.heuristics import capability, multiprocessors, packed_q_rows
+from tatten.ops.cuda.decode_grid import BYTES_PER_US, Place
+from tatten.ops.cuda.gpu import has_early_launches, multiprocessors
+from tatten.ops.cuda.heuristics import packed_q_rows
 from tatten.ops.cuda.kernels.levels import _levels_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.tile_space import TileSpace
@@ -51,38 +53,29 @@ class LevelsLaunch:
     launch: Launch
     writes: tuple[Dense, Dense, Dense]  # out, lse, and nothing for partials
 
-    def __call__(self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Partials:
+    def __call__(self, call: AttentionCall, *levels: KeyValue) -> Partials:
         """Return the states of all sequences, all whole."""
-        out, lse, none = allocate(query, *self.writes)
-        self.launch(query, tuple(keys), tuple(values), out, lse)
+        out, lse, none = allocate(call.query, *self.writes)
+        self.launch(call.query, tuple([x.key for x in levels]), tuple([x.value for x in levels]), out, lse)
         return Partials(out, lse, none, none)
 
 
-def plan_levels(
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    scale: float,
-    tile: Tile,
-    *,
-    whole: bool = False,
-    max_and_sum: bool = False,
-    follows: bool = False,
-) -> LevelsLaunch:
+def plan_levels(call: AttentionCall, levels: Sequence[KeyValue], tile: Tile, place: Place) -> LevelsLaunch:
     """Plan attention to nested levels, the finest last: the batch of each divides that of the next.
 
     Args:
-        query, keys, values, scale: as in `tatten.bifurcated_attention`, without masks; `scale` is above 0, and all
-            levels have equally many kv heads.
+        call: a checked call, whose `scale` is above 0.
+        levels: some of its segments, without masks, all with equally many kv heads.
         tile: the tile that `choose_levels` found.
-        whole, max_and_sum, follows: as for `tatten.ops.cuda.decode.plan_segment`.
+        place: the place of the launch among others.
     """
+    query, keys, values = call.query, [x.key for x in levels], [x.value for x in levels]
     batch, q_heads, q_len, head_dim = query.shape
     rows, kv_heads, value_dim = keys[-1].shape[0], keys[-1].shape[1], values[-1].shape[3]
     packed = packed_q_rows(query, keys[-1])
     block_m, block_n = _block_m(packed, tile), tile.block_n
     q_blocks = ceil_div(packed, block_m)
-    pdl = not INTERPRETED and capability(query.device) >= (9, 0)
+    pdl = not INTERPRETED and has_early_launches(query.device)
     work_tiles = rows * kv_heads * q_blocks
     sizes = 1, work_tiles, 0, kv_heads, batch // rows, q_blocks, work_tiles, block_m, block_n
     launch = Launch(
@@ -94,7 +87,7 @@ def plan_levels(
         value_strides=tuple(value.stride() for value in values),
         kv_lens=tuple(key.shape[2] for key in keys),
         rows_below=tuple(rows // key.shape[0] for key in keys),
-        scale=scale,
+        scale=call.score_scale,
         seqs_per_kv=batch // rows,
         kv_heads=kv_heads,
         heads_per_kv=q_heads // kv_heads,
@@ -107,18 +100,18 @@ def plan_levels(
         BLOCK_DV=max(16, power_of_2(value_dim)),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        MAX_AND_SUM=max_and_sum,
+        MAX_AND_SUM=place.max_and_sum,
         PDL=pdl,
-        WAIT_LAST=follows,
+        WAIT_LAST=place.follows,
         FLOAT32_DOTS=INTERPRETED,
     )
     shape, acc_dtype = (batch, q_heads, q_len), accumulator_dtype(query.dtype)
-    pair = (2,) if max_and_sum else ()
+    pair = (2,) if place.max_and_sum else ()
     return LevelsLaunch(
-        TileSpace(*sizes, max_and_sum=max_and_sum),
+        TileSpace(*sizes, max_and_sum=place.max_and_sum),
         launch,
         (
-            Dense.of((*shape, value_dim), query.dtype if whole else acc_dtype),
+            Dense.of((*shape, value_dim), query.dtype if place.whole else acc_dtype),
             Dense.of((*shape, *pair), acc_dtype),
             Dense.of((0,), acc_dtype),
         ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tatten.ops.call import KeyValue
 from tatten.ops.cuda.block_mask import FindBlockList, plan_block_list
 from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, BOOL_MASK, NO_MASK
 from tatten.ops.layout import squeeze_broadcast
@@ -41,23 +42,16 @@ class MaskPlan:
         return attn_mask.view(torch.uint8) if self.kind == BOOL_MASK else attn_mask, block_mask
 
 
-def plan_mask(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None,
-    kv_lens: Tensor | None,
-    block_mask: Tensor | None,
-    window: int | None,
-    has_row_groups: bool = False,
-) -> MaskPlan:
-    """Plan for checked inputs. A `block_mask` counts only where neither lengths nor a window narrow the mask.
+def plan_mask(query: Tensor, stored: KeyValue, window: int | None = None) -> MaskPlan:
+    """Plan for checked inputs. A block mask counts only where neither lengths nor a window narrow the mask.
 
-    `has_row_groups`: any sequence may read any row, and a mask comes with its `block_mask`.
+    If any sequence may read any row, a mask comes with its block mask.
     """
+    attn_mask, kv_lens, block_mask = stored.attn_mask, stored.kv_lens, stored.block_mask
     if kv_lens is not None or window is not None or attn_mask is None:
         block_mask = None
     batch, q_heads, q_len, _ = query.shape
-    kv_batch, _, kv_len, _ = key.shape
+    kv_batch, _, kv_len, _ = stored.key.shape
     groups = block_mask.shape[0] if block_mask is not None else 1 if kv_lens is None else kv_batch
     if attn_mask is None or kv_len == 0:
         return MaskPlan(groups, block_mask is not None)
@@ -66,7 +60,7 @@ def plan_mask(
     if block_mask is None:
         find_blocks = plan_block_list(mask, kv_batch, kv_len=kv_len, kv_lens=kv_lens, q_len=q_len, window=window)
         groups = find_blocks.kv_rows
-    per_sequence = mask.shape[0] == batch and (has_row_groups or batch != kv_batch)
+    per_sequence = mask.shape[0] == batch and (stored.row_groups is not None or batch != kv_batch)
     one_for_all = mask.shape[0] == 1 or not per_sequence  # for the sequences that share a kv_row
     if mask.dtype == torch.bool and mask.shape[1] == 1 and mask.shape[2] == 1 and one_for_all:
         return MaskPlan(groups, True, find_blocks)  # the bits of the list are the whole mask

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.cuda.allocation import Dense, allocate
-from tatten.ops.cuda.heuristics import capability, has_large_shared_memory, multiprocessors
+from tatten.ops.cuda.gpu import has_early_launches, has_large_shared_memory, multiprocessors
 from tatten.ops.cuda.launcher import Launch, by_layout, on_device_of
 from tatten.ops.project_heads import check_project_heads
 from tatten.ops.sizes import ceil_div, power_of_2
@@ -68,7 +68,7 @@ def plan_project_heads(
 
     line_c, line_k = (LINE, 1) if weight.stride(1) == 1 else (1, LINE)  # the steps in which lines are prefetched
     blocks = _blocks(rows, heads, columns, rank, multiprocessors(x.device))
-    pdl = not INTERPRETED and capability(x.device) >= (9, 0)
+    pdl = not INTERPRETED and has_early_launches(x.device)
     stages = 4 if has_large_shared_memory(x.device) else 3  # 128 KiB, or 64 KiB, which all GPUs have
     launch = Launch(
         _project_heads_kernel,

@@ -6,10 +6,10 @@ The choice needs sizes and dtypes only, so the op and the report make it with th
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from tatten.ops.call import AttentionCall
 from tatten.ops.cuda.flash_attn import PACKAGES, package_unsupported_reason
-from tatten.ops.cuda.heuristics import capability, device_name
+from tatten.ops.cuda.gpu import capability, device_name, has_float8
 from tatten.ops.cuda.tuning import Table, table_of
 from tatten.ops.cuda.workload import NARROW, Workload
 from tatten.ops.layout import pack_gqa
@@ -61,7 +61,7 @@ def _table(work: Workload) -> Table | None:
 def unsupported_reason(provider: str, work: Workload) -> str | None:
     """Return the reason why `provider` can't compute this, or None."""
     if provider == "triton":
-        if work.kv_dtype == torch.float8_e4m3fn and capability(work.device) < (8, 9):
+        if work.kv_dtype == torch.float8_e4m3fn and not has_float8(work.device):
             return "it takes float8 from compute capability 8.9 on"
         return "it takes no float64" if work.dtype == torch.float64 else None
     if provider in PACKAGES:
@@ -107,16 +107,20 @@ def _unsupported_by_sdpa(work: Workload, widest: int) -> str | None:
     return None
 
 
-def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> State:
+def cudnn_attention(call: AttentionCall) -> State:
     """Call cuDNN, which packs the query heads of a kv head itself if there is one query."""
+    query, (stored,) = call.query, call.segments
     state = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-        query, key, value, None, True, 0.0, False, False, scale=scale
+        query, stored.key, stored.value, None, True, 0.0, False, False, scale=call.score_scale
     )
     return state[0].contiguous(), state[1].reshape(query.shape[:3])
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> State:
+def flash_attention(call: AttentionCall) -> State:
     """Call PyTorch's FlashAttention-2, which splits the keys if heads are few."""
-    packed = pack_gqa(query, key.shape[1])
-    state = torch.ops.aten._scaled_dot_product_flash_attention.default(packed, key, value, scale=scale)
+    query, (stored,) = call.query, call.segments
+    packed = pack_gqa(query, stored.key.shape[1])
+    state = torch.ops.aten._scaled_dot_product_flash_attention.default(
+        packed, stored.key, stored.value, scale=call.score_scale
+    )
     return state[0].reshape(query.shape), state[1].reshape(query.shape[:3])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import INTERPRETED
-from tatten.ops.cuda.heuristics import capability
+from tatten.ops.cuda.gpu import has_early_launches
 from tatten.ops.cuda.kernels.row_groups import _row_groups_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.row_groups import group_size, row_groups_reference
@@ -38,7 +38,7 @@ def plan_row_groups(rows: Tensor, kv_batch: int, queries: int) -> Callable[[Tens
     size = group_size(batch, kv_batch, queries)
     if batch > MOST_SORTED:
         return lambda rows: row_groups_reference(rows, kv_batch, size)
-    pdl = not INTERPRETED and capability(rows.device) >= (9, 0)
+    pdl = not INTERPRETED and has_early_launches(rows.device)
     block = max(16, power_of_2(batch))
     launch = Launch(
         _row_groups_kernel,

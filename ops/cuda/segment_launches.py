@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
+from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cuda.combine import Partials
 from tatten.ops.cuda.decode import SegmentLaunch, plan_segment
+from tatten.ops.cuda.decode_grid import Place
+from tatten.ops.cuda.gpu import has_large_shared_memory, has_wgmma, multiprocessors
 from tatten.ops.cuda.heuristics import (
     MANY_KEYS,
     Tiles,
-    capability,
-    has_large_shared_memory,
-    multiprocessors,
     packed_q_rows,
     programs_for,
     seqs_and_rows,
@@ -28,7 +28,6 @@ from tatten.ops.cuda.recording import may_take_gluon
 from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.sizes import ceil_div, power_of_2
-from tatten.ops.variant import AttentionVariant
 
 # For short kv_rows beside the prefix kernel: an SM then runs several small programs at once.
 SHORT_ROWS = Tiles(16, 64, 2, 2, 4)
@@ -45,81 +44,58 @@ class PrefixSegment:
     tile_space: TileSpace
     attend: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *_: object, row_groups: Tensor | None = None
-    ) -> Partials:
-        if row_groups is not None:
-            row_groups = row_groups.contiguous()
-        return Partials(*self.attend(query, key, value, row_groups), row_groups=row_groups)
+    def __call__(self, call: AttentionCall, stored: KeyValue) -> Partials:
+        groups = None if stored.row_groups is None else stored.row_groups.contiguous()
+        return Partials(*self.attend(call.query, stored.key, stored.value, groups), row_groups=groups)
 
 
 AnyLaunch = SegmentLaunch | PrefixSegment | LevelsLaunch
+Planned = Iterator[tuple[tuple[int, ...], AnyLaunch]]
 
 
-class Inputs(NamedTuple):
-    """The tensors of one segment."""
-
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None
-    block_mask: Tensor | None
-    row_groups: Tensor | None
-    sinks: Tensor | None
-
-
-def plan_launches(
-    query: Tensor, inputs: Sequence[Inputs], scale: float, softcap: float | None, max_and_sum: bool
-) -> Iterator[tuple[tuple[int, ...], AnyLaunch]]:
+def plan_launches(call: AttentionCall, max_and_sum: bool) -> Planned:
     """Plan launches in order, with their segments. The prefix kernel waits for earlier launches, so it comes first."""
-    plain = {i: x for i, x in enumerate(inputs) if softcap is None and x.sinks is None}  # for any kernel
-    levels = choose_levels(query, {i: x.key for i, x in plain.items() if _takes_levels_kernel(query, x, scale)})
+    query, segments = call.query, call.segments
+    # The sinks go to a segment that the fewest sequences share.
+    with_sinks = max(range(len(segments)), key=lambda i: segments[i].key.shape[0])
+    plain = {  # for any kernel
+        i: x for i, x in enumerate(segments) if call.softcap is None and (call.sinks is None or i != with_sinks)
+    }
+    levels = choose_levels(query, {i: x.key for i, x in plain.items() if _takes_levels_kernel(call, x)})
     together = levels.segments if levels else ()
-    alone = [i for i in range(len(inputs)) if i not in together]
-    shared = [i for i in alone if i in plain] if len(inputs) > 1 else []
-    wide = [i for i in shared if _takes_prefix_kernel(query, inputs[i], scale)]
+    alone = [i for i in range(len(segments)) if i not in together]
+    shared = [i for i in alone if i in plain] if len(segments) > 1 else []
+    wide = [i for i in shared if _takes_prefix_kernel(call, segments[i])]
     narrow = [i for i in alone if i not in wide]
     programs: int | None = None
     beside: dict[str, Any] = {}
-    if len(inputs) == 2 and len(wide) == 1:
-        prefix, other = inputs[wide[0]], inputs[narrow[0]]
+    if len(segments) == 2 and len(wide) == 1:
+        prefix, other = segments[wide[0]], segments[narrow[0]]
         sms, sms_left = multiprocessors(query.device), _sms_beside_prefix(query, prefix, other)
         if sms_left:
             programs = sms - sms_left
             tiles = SHORT_ROWS if other.key.shape[2] <= 512 else tiles_for(1, other.key.shape[3], 2)
             beside = {"tiles": tiles, "programs": sms_left * tiles.per_sm}
     for i in wide:
-        x = inputs[i]
-        yield (i,), plan_prefix_segment(query, x.key, x.value, scale, programs, x.row_groups)
+        yield (i,), plan_prefix_segment(call, segments[i], programs)
     if levels:
-        whole = len(together) == len(inputs)
-        keys, values = ([getattr(inputs[i], name) for i in together] for name in ("key", "value"))
-        yield (
-            together,
-            plan_levels(
-                query, keys, values, scale, levels.tile, whole=whole, max_and_sum=max_and_sum, follows=bool(wide)
-            ),
-        )
+        place = Place(len(together) == len(segments), max_and_sum, follows=bool(wide))
+        yield together, plan_levels(call, [segments[i] for i in together], levels.tile, place)
     for i in narrow:
-        x = inputs[i]
-        yield (
-            (i,),
-            _plan_decode_segment(
-                *(query, x, scale, softcap),
-                whole=len(inputs) == 1,
-                max_and_sum=max_and_sum,
-                follows=i != narrow[0] or bool(wide or together),
-                **beside,
-            ),
-        )
+        follows = i != narrow[0] or bool(wide or together)
+        place = Place(len(segments) == 1, max_and_sum, follows, sinks=i == with_sinks)
+        yield (i,), plan_segment(call, segments[i], place, **beside)
 
 
-def plan_invariant_launches(
-    query: Tensor, inputs: Sequence[Inputs], scale: float, softcap: float | None, max_and_sum: bool
-) -> Iterator[tuple[tuple[int, ...], AnyLaunch]]:
-    """Plan a decode launch for each segment, with tiles that do not depend on the sequences that share its keys."""
-    for i, x in enumerate(inputs):
-        own, tiles = i == len(inputs) - 1, None
-        if not own:
+def plan_invariant_launches(call: AttentionCall, max_and_sum: bool) -> Planned:
+    """Plan a decode launch for each segment, with tiles that do not depend on the sequences that share its keys.
+
+    The last segment counts the sinks, whichever sequences share the others.
+    """
+    query, segments = call.query, call.segments
+    for i, x in enumerate(segments):
+        last, tiles = i == len(segments) - 1, None
+        if not last:
             queries = query.shape[1] // x.key.shape[1] * query.shape[2]
             dim = max(16, power_of_2(max(query.shape[3], x.value.shape[3])))
             masked = x.attn_mask is not None
@@ -132,29 +108,13 @@ def plan_invariant_launches(
                 masked=masked,
                 large_shared_memory=has_large_shared_memory(query.device),
             )
-        yield (
-            (i,),
-            _plan_decode_segment(
-                *(query, x, scale, softcap),
-                whole=len(inputs) == 1,
-                max_and_sum=max_and_sum,
-                follows=i > 0,
-                tiles=tiles,
-                batch_invariant=True,
-            ),
-        )
+        place = Place(len(segments) == 1, max_and_sum, follows=i > 0, sinks=last)
+        yield (i,), plan_segment(call, x, place, tiles=tiles)
 
 
-def _plan_decode_segment(
-    query: Tensor, x: Inputs, scale: float, softcap: float | None, **options: Any
-) -> SegmentLaunch:
-    tensors = query, x.key, x.value, x.attn_mask, None, scale, x.block_mask
-    variant = AttentionVariant(softcap=softcap, sinks=x.sinks)
-    return plan_segment(*tensors, variant, row_groups=x.row_groups, **options)
-
-
-def _takes_levels_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
+def _takes_levels_kernel(call: AttentionCall, x: KeyValue) -> bool:
     """Return True if the levels kernel can compute this."""
+    query = call.query
     return (
         x.attn_mask is None
         and x.row_groups is None
@@ -162,13 +122,13 @@ def _takes_levels_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
         and max(y.stride(3) * y.shape[3] for y in (query, x.key, x.value)) < 1 << 31
         and max(query.shape[3], x.value.shape[3]) <= 128
         and query.element_size() == 2
-        and scale > 0
+        and call.score_scale > 0
     )
 
 
-def _takes_prefix_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
+def _takes_prefix_kernel(call: AttentionCall, x: KeyValue) -> bool:
     """Return True if the prefix kernel can compute this, and is faster. With many keys it is, even if half empty."""
-    dim = query.shape[3]
+    query, dim = call.query, call.query.shape[3]
     packed = packed_q_rows(query, x.key, x.row_groups is not None)
     return (
         x.attn_mask is None
@@ -177,16 +137,16 @@ def _takes_prefix_kernel(query: Tensor, x: Inputs, scale: float) -> bool:
         and dim == x.value.shape[3]
         and dim in (64, 128)
         and query.is_cuda
-        and capability(query.device) == (9, 0)
+        and has_wgmma(query.device)
         and query.stride(3) == 1
-        and scale > 0
+        and call.score_scale > 0
         and takes_tma(x.key)
         and takes_tma(x.value)
         and may_take_gluon("prefix_sm90")
     )
 
 
-def _sms_beside_prefix(query: Tensor, prefix: Inputs, beside: Inputs) -> int:
+def _sms_beside_prefix(query: Tensor, prefix: KeyValue, beside: KeyValue) -> int:
     """Return the number of SMs to leave to the segment `beside` the prefix kernel's, or 0 to run one after the other.
 
     The prefix kernel is bound by arithmetic and fills an SM; the other segment is bound by memory. On an H200 they take
@@ -211,17 +171,11 @@ def _sms_beside_prefix(query: Tensor, prefix: Inputs, beside: Inputs) -> int:
     return min(sms_left, sms - 1) if sms_left >= sms // 5 else 0
 
 
-def plan_prefix_segment(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    programs: int | None = None,
-    row_groups: Tensor | None = None,
-) -> PrefixSegment:
+def plan_prefix_segment(call: AttentionCall, stored: KeyValue, programs: int | None = None) -> PrefixSegment:
     """Plan a segment as `plan_segment` does, for plain shared keys that the prefix kernel supports."""
     from tatten.ops.cuda.prefix_sm90 import BLOCK_M, BLOCK_N, plan_prefix_attention
 
+    query, key, value, row_groups = call.query, stored.key, stored.value, stored.row_groups
     _, kv_heads, kv_len, _ = key.shape
     has_row_groups = row_groups is not None
     seqs_per_kv, kv_rows = seqs_and_rows(query, key, has_row_groups)
@@ -239,5 +193,5 @@ def plan_prefix_segment(
     sizes = 1, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs, BLOCK_M, BLOCK_N
     space = TileSpace(*sizes, row_groups=kv_rows if has_row_groups else 0)
     return PrefixSegment(
-        space, plan_prefix_attention(query, key, value, scale, programs, row_groups, split=space.split)
+        space, plan_prefix_attention(query, key, value, call.score_scale, programs, row_groups, split=space.split)
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
-from tatten.ops.variant import AttentionVariant
+from tatten.ops.call import AttentionCall
 
 Needs = tuple[str, ...]
 NARROW = "float8 or int8"
@@ -76,17 +76,23 @@ class Workload:
         return self.key[0] * self.key[1]
 
 
-def needs_of(attn_mask: object, kv_lens: object, scale: object, variant: AttentionVariant) -> Needs:
-    """Name the features that a call needs besides plain attention, in words of the errors.
+def needs_of(call: AttentionCall) -> Needs:
+    """Name the features that a call of one segment needs besides plain attention, in words of the errors.
 
     Only None and numbers are looked at. Kernels that take the maximum of scores before they scale them need a scale
     above 0: a key that is masked has -inf.
     """
-    window, softcap, sinks, *factors = variant
-    given = {"mask": attn_mask, "lengths": kv_lens, "window": window, "soft cap": softcap, "sinks": sinks}
-    needs = [name for name, x in given.items() if x is not None]
-    if any(x is not None for x in factors):
+    stored = call.segments[0]
+    operands = {
+        "mask": stored.attn_mask,
+        "lengths": stored.kv_lens,
+        "window": call.window,
+        "soft cap": call.softcap,
+        "sinks": call.sinks,
+    }
+    needs = [name for name, x in operands.items() if x is not None]
+    if stored.key_scale is not None or stored.value_scale is not None:
         needs.append(NARROW)
-    if isinstance(scale, (int, float)) and not scale > 0:
+    if isinstance(call.scale, (int, float)) and not call.scale > 0:
         needs.append("scale that is 0 or less")
     return tuple(needs)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tatten.ops.cuda.heuristics import capability
+from tatten.ops.cuda.gpu import has_early_launches
 from tatten.ops.distributed.communicator import Communicator, Workspace, connect, connected
 from tatten.ops.distributed.push_layout import CHANNEL_BYTES, ROW_BYTES, PushPlan, plan_push
 from tatten.ops.moved import moved
@@ -87,7 +87,7 @@ def launch_push(out: Tensor, lse: Tensor, plan: PushPlan, workspace: Workspace) 
     """Launch the kernel on contiguous tensors. The results are `[plan.merged_rows, d]` and `[plan.merged_rows]`."""
     from tatten.ops.distributed.push_kernel import INTERPRETED, push_kernel
 
-    pdl = not INTERPRETED and capability(out.device) >= (9, 0)
+    pdl = not INTERPRETED and has_early_launches(out.device)
     dim = out.shape[-1]
     merged_out = out.new_empty(plan.merged_rows, dim)
     merged_lse = lse.new_empty(plan.merged_rows)

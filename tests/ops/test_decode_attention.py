@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import NEG_INF, Case, assert_state, explicit, places_in_reach, with_variant
+from attention_cases import NEG_INF, Case, assert_state, explicit, places_in_reach
 from devices import DEVICES
 from torch.library import opcheck
 
 import tatten
 from tatten.ops.cpu import flash, thresholds
 from tatten.ops.reference import decode_attention_reference
-from tatten.ops.variant import AttentionVariant
 
 MASKS = ["none", "causal", "broadcast", "2d", "keys", "holes", "per_head", "empty_rows", "all_false", "one_key"]
 MASKS += ["additive", "additive_f32", "finfo_min", "alibi", "one_column"]
@@ -125,7 +124,7 @@ def test_equals_float64(case: Case, device: str) -> None:
 @pytest.mark.parametrize("case", EXTRAS, ids=str)
 def test_the_reference_equals_attention_written_out(case: Case) -> None:
     inputs = case.inputs()
-    got, want = decode_attention_reference(**with_variant(inputs)), explicit(**inputs, dtype=torch.float64)
+    got, want = decode_attention_reference(**inputs), explicit(**inputs, dtype=torch.float64)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
@@ -133,7 +132,7 @@ def test_the_reference_equals_attention_written_out(case: Case) -> None:
 def test_the_reference_averages_beside_a_finite_floor(softcap: float | None) -> None:
     query, key, value = torch.randn(3, 1, 1, 7, 8).double().unbind()
     mask = torch.full((1, 1, 7, 7), torch.finfo(torch.float32).min)
-    out, _ = decode_attention_reference(query, key, value, mask, variant=AttentionVariant(softcap=softcap))
+    out, _ = decode_attention_reference(query, key, value, mask, softcap=softcap)
     torch.testing.assert_close(out, value.mean(dim=2, keepdim=True).expand_as(out))
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import tatten
 from tatten.ops.cpu import flash, thresholds
+from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 from tatten.ops.masks import block_list, key_spans
-from tatten.ops.variant import AttentionVariant
 
 NEG_INF = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
@@ -82,8 +82,8 @@ def check(out: Tensor, lse: Tensor, mean: Tensor, low: float) -> None:
 def triton_segments(query: Tensor, keys: list, values: list, masks: list) -> tuple[Tensor, Tensor]:
     from tatten.ops.cuda.segments import plan_segments
 
-    none = [None] * len(keys)
-    return plan_segments(query, keys, values, masks, none, 0.25)(query, keys, values, masks, none)
+    call = bifurcated_call(query, keys, values, masks, scale=0.25)
+    return plan_segments(call)(call)
 
 
 def public(query: Tensor, keys: list, values: list, masks: list) -> tuple[Tensor, Tensor]:
@@ -119,7 +119,7 @@ def test_segments_in_triton(
 
 
 def check_against_float64(run: Callable, query: Tensor, keys: list, values: list, masks: list) -> None:
-    want_out, want_lse = tatten.ops.reference.bifurcated_attention_reference(query, keys, values, masks, 0.25)
+    want_out, want_lse = tatten.ops.reference.bifurcated_attention_reference(query, keys, values, masks, scale=0.25)
     out, lse = run(query, keys, values, masks)
     torch.testing.assert_close(out.double(), want_out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
@@ -224,9 +224,8 @@ def test_splits_in_triton(sinks: bool, programs: int, low: float, interpreted: N
 
     query, key, value, mask, mean = whole_row(low, 200, torch.float32)
     none = torch.full((4,), NEG_INF) if sinks else None
-    given, variant = (query, key, value, mask, None), AttentionVariant(sinks=none)
-    plan = plan_attention(*given, 0.25, None, variant, tiles=Tiles(16, 32, 4, 2), programs=programs)
-    check(*plan(*given, None, variant), mean, low)
+    call = decode_call(query, key, value, mask, None, 0.25, sinks=none)
+    check(*plan_attention(call, tiles=Tiles(16, 32, 4, 2), programs=programs)(call), mean, low)
 
 
 @pytest.mark.parametrize("device", DEVICES)

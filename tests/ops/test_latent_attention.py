@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tatten
 from tatten.ops.cpu.latent import latent_attention as latent_on_cpu
+from tatten.ops.kernel_signatures import latent_call
 from tatten.ops.reference import latent_attention_reference
-from tatten.ops.variant import PLAIN, AttentionVariant
 
 op = torch.ops.tatten.latent_attention.default
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -197,7 +197,7 @@ def test_latents_are_neither_copied_nor_converted_as_a_whole(joined: bool, dtype
     with pytest.MonkeyPatch.context() as patch, Largest() as largest:
         patch.setattr(torch, "get_num_threads", lambda: 2)
         patch.setattr("tatten.ops.cpu.thresholds.CPU.block_bytes", 1 << 15)
-        latent_on_cpu(query, query_rope, latent, key_rope, None, None, 0.1, None, PLAIN, dtype)
+        latent_on_cpu(latent_call(query, query_rope, latent, key_rope, scale=0.1))
     assert 0 < largest.bytes <= 1 << 16
 
 
@@ -352,7 +352,7 @@ def test_lengths_and_windows_are_not_shared(name: str, given: Any) -> None:
 
 def test_variants_reach_the_reference() -> None:
     inputs, lens = tensors(torch.float64), torch.tensor([0, 40])
-    variant = AttentionVariant(window=7, softcap=2.0, sinks=torch.randn(6))
-    want = latent_attention_reference(*inputs, kv_lens=lens, scale=0.2, variant=variant)
-    got = op(*inputs, kv_lens=lens, scale=0.2, window=7, softcap=2.0, sinks=variant.sinks)
+    variant = {"window": 7, "softcap": 2.0, "sinks": torch.randn(6)}
+    want = latent_attention_reference(*inputs, kv_lens=lens, scale=0.2, **variant)
+    got = op(*inputs, kv_lens=lens, scale=0.2, **variant)
     torch.testing.assert_close(got, want)

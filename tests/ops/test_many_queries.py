@@ -41,7 +41,7 @@ def test_kernels_on_cuda(
 ) -> None:
     """PyTorch's shape functions show which kernel is called, and that it takes kv heads as they are."""
     called = []
-    monkeypatch.setattr(many_queries, "capability", lambda device: (9, 0) if hopper else (8, 0))
+    monkeypatch.setattr(many_queries, "has_cudnn_decode", lambda device: hopper)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
 
     class Calls(torch.utils._python_dispatch.TorchDispatchMode):
@@ -59,8 +59,7 @@ def test_kernels_on_cuda(
 
 
 def test_one_query_is_not_left_to_a_cudnn_that_decodes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (many_queries, providers):
-        monkeypatch.setattr(module, "capability", lambda device: (10, 0))
+    monkeypatch.setattr(providers, "capability", lambda device: (10, 0))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
     with FakeTensorMode():

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tatten.ops.cpu import thresholds
-from tatten.ops.cpu.one_call import attend_at_once
+from tatten.ops.call import KeyValue
+from tatten.ops.cpu import one_call, thresholds
 from tatten.ops.masks import key_spans
 from tatten.ops.reference import decode_attention_reference
-from tatten.ops.variant import PLAIN
 
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float64: 1e-12}
 
@@ -36,10 +35,15 @@ def mask_of(batch: int, length: int, start: int, stop: int) -> Tensor:
     return ((places >= start) & (places < stop)).expand(batch, 1, 1, length)
 
 
+def attend_at_once(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, block_mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor] | None:
+    return one_call.attend_at_once(query, KeyValue(key, value, mask, block_mask=block_mask), scale)
+
+
 def assert_exact(state: tuple[Tensor, Tensor] | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None):
     assert state is not None
-    scale = query.shape[3] ** -0.5
-    exact = decode_attention_reference(query, key, value, mask, None, scale, PLAIN)
+    exact = decode_attention_reference(query, key, value, mask)
     for got, want in zip(state, exact, strict=True):
         assert got.is_contiguous()
         assert got.shape == want.shape

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from attention_cases import with_variant
 from devices import DEVICES
 from fuzz import settings, small_shapes
 from hypothesis import given
@@ -18,9 +17,9 @@ from poison import fresh_memory_is_poison
 from slow import slow_but
 from torch import Tensor
 
+from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 from tatten.ops.masks import block_list, mask_of_rows
-from tatten.ops.reach import segments_in_window
-from tatten.ops.variant import AttentionVariant
+from tatten.ops.reach import within_window
 
 
 @st.composite
@@ -58,22 +57,20 @@ def test_triton_interpreted(call: Call, programs: int) -> None:
     from tatten.ops.cuda.segments import plan_segments
 
     inputs = call.inputs()
-    query, scale = inputs["query"], call.head_dim**-0.5 if call.scale is None else call.scale
+    query = inputs["query"]
     with fresh_memory_is_poison():
         if call.is_decode:
-            arguments = with_variant(inputs)
-            attend = plan_attention(**{**arguments, "scale": scale}, programs=programs)
-            out, lse = attend(**{name: x for name, x in arguments.items() if name != "scale"})
+            described = decode_call(**inputs)
+            out, lse = plan_attention(described, programs=programs)(described)
         else:
             keys, values, masks, rows = (inputs[name] for name in ("keys", "values", "attn_masks", "rows"))
             groups = [row_groups(query, *x) for x in zip(keys, rows, strict=True)]
-            if call.window is not None:
-                segments = [*zip(keys, values, masks, [None] * len(keys), strict=True)]
-                keys, values, masks, _ = zip(*segments_in_window(call.window, call.q_len, segments), strict=True)
-            lists = [_lists(*x) for x in zip(keys, masks, rows, strict=True)]
-            variant = AttentionVariant(softcap=inputs["softcap"], sinks=inputs.get("sinks"))
-            attend = plan_segments(query, keys, values, masks, lists, scale, groups, variant)
-            out, lse = attend(query, keys, values, masks, lists, groups, variant)
+            variant = {"window": call.window, "softcap": inputs["softcap"], "sinks": inputs.get("sinks")}
+            described = within_window(bifurcated_call(query, keys, values, masks, None, call.scale, groups, **variant))
+            segments = zip(described.segments, rows, strict=True)
+            segments = [x._replace(block_mask=_lists(x.key, x.attn_mask, own)) for x, own in segments]
+            described = described._replace(segments=tuple(segments))
+            out, lse = plan_segments(described)(described)
     assert_within_bound(out, lse, together(inputs), parts=programs + len(call.segments))
 
 

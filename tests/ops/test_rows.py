@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 import tatten
+from tatten.ops.call import KeyValue
+from tatten.ops.kernel_signatures import bifurcated_call
 from tatten.ops.masks import block_list, mask_of_rows
 from tatten.ops.row_groups import group_size, most_groups, row_groups_reference, rows_of
 
@@ -201,8 +203,8 @@ def test_kernels(case: Ragged) -> None:
             if mask is not None and own is not None and mask.shape[0] == case.batch:
                 mask = mask_of_rows(mask, key.shape[0], own)
             lists.append(None if mask is None else block_list(mask, key.shape[0]))
-        attend = plan_segments(query, keys, values, masks, lists, case.head_dim**-0.5, groups)
-        out, lse = attend(query, keys, values, masks, lists, groups)
+        call = bifurcated_call(query, keys, values, masks, lists, row_groups=groups)
+        out, lse = plan_segments(call)(call)
     assert_state(out, lse, expanded(case.inputs()))
 
 
@@ -254,7 +256,7 @@ def test_the_kernel_clamps_rows() -> None:
 def test_rows_can_be_read_back() -> None:
     query, key = torch.randn(20, 8, 2, 16), torch.randn(5, 2, 9, 16)
     rows = torch.randint(5, (20,))
-    assert torch.equal(rows_of(torch.ops.tatten.row_groups(rows, 5, 8), query, key), rows)
+    assert torch.equal(rows_of(query, KeyValue(key, key, row_groups=torch.ops.tatten.row_groups(rows, 5, 8))), rows)
 
 
 def test_opcheck() -> None:

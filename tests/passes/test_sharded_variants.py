@@ -18,7 +18,6 @@ from variant_calls import Found, compiled
 
 import tatten
 from tatten.ops.reference import decode_attention_reference
-from tatten.ops.variant import AttentionVariant
 from tatten.passes import cost
 from tatten.passes.masks import Masks
 from tatten.passes.reasons import Decline
@@ -40,7 +39,7 @@ def one_layer(q: Any, k: Any, v: Any, mask: Any, sinks: Any) -> tuple[Any, Any]:
 
 
 def difference(have: Any, *inputs: Any, **variant: Any) -> float:
-    want, _ = decode_attention_reference(*inputs, variant=AttentionVariant(**variant))
+    want, _ = decode_attention_reference(*inputs, **variant)
     have = have.full_tensor() if isinstance(have, DTensor) else have
     return (have.double() - want).abs().max().item()
 

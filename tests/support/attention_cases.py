@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tatten.ops.layout import over_keys, pack_gqa
 from tatten.ops.reference import decode_attention_reference
-from tatten.ops.variant import AttentionVariant
 
 NEG_INF = float("-inf")
 
@@ -198,12 +197,6 @@ def explicit(
     return weights @ value, scores.logsumexp(dim=-1)
 
 
-def with_variant(inputs: dict) -> dict:
-    """The inputs as everything below the op takes them: what makes a variant of attention is one argument."""
-    variant = AttentionVariant(**{name: x for name, x in inputs.items() if name in AttentionVariant._fields})
-    return {name: x for name, x in inputs.items() if name not in AttentionVariant._fields} | {"variant": variant}
-
-
 def widened(inputs: dict) -> dict:
     """The inputs with keys and values in the dtype of the query, as one without 8 bits would have them."""
     inputs, dtype = dict(inputs), inputs["query"].dtype
@@ -271,7 +264,7 @@ def assert_state(out: Tensor, lse: Tensor, inputs: dict) -> None:
     assert lse.shape == query.shape[:3]
     assert lse.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
 
-    want_out, want_lse = decode_attention_reference(**with_variant(inputs))
+    want_out, want_lse = decode_attention_reference(**inputs)
     assert not want_out.isnan().any(), "the case poisons keys that are used"
     eps = torch.finfo(query.dtype).eps
     # On CUDA SDPA returns NaN for some masks, so the CPU's answer counts too.
@@ -282,7 +275,7 @@ def assert_state(out: Tensor, lse: Tensor, inputs: dict) -> None:
         answers.append(sdpa_on_packed_heads(on_cpu))
     sdpa_error = max((x.double() - want_out.to(x.device)).abs().nan_to_num(0.0).max().item() for x in answers)
     absolute = {name: inputs[name].double().abs() for name in ("value", "value_scale") if inputs.get(name) is not None}
-    spread, _ = decode_attention_reference(**with_variant(inputs | absolute))
+    spread, _ = decode_attention_reference(**inputs | absolute)
     sizes = want_lse.abs().nan_to_num(posinf=0.0)
     merge = torch.finfo(lse.dtype).eps / 2 * ((2 * sizes + 4).unsqueeze(-1) * spread).max().item()
     budget = 2 * sdpa_error + 2 * eps * want_out.abs().max().item() + merge

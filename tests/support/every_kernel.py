@@ -19,8 +19,9 @@ import torch
 
 import tatten
 from tatten.ops.cuda import combine, decode, segment_launches
+from tatten.ops.cuda.decode_grid import Place
+from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 from tatten.ops.masks import block_list
-from tatten.ops.variant import AttentionVariant
 
 KV_LEN = 333
 LATENT_QUERIES = (16, 1), (128, 1), (128, 3), (128, 16)  # heads, and queries of each: 1 and multiples of 16 are known
@@ -49,7 +50,8 @@ def attend(
     if indexed:
         groups = torch.ops.tatten.row_groups.default(torch.tensor([1, 0], device="cuda"), 2, rows)
     if sm90:
-        segment_launches.plan_prefix_segment(query, key, value, 0.1, None, groups)(query, key, value, row_groups=groups)
+        call = bifurcated_call(query, [key], [value], scale=0.1, row_groups=[groups])
+        segment_launches.plan_prefix_segment(call, call.segments[0])(call, call.segments[0])
         return
     if float8:
         key, value = (x.to(torch.float8_e4m3fn) for x in (key, value))
@@ -64,18 +66,19 @@ def attend(
         if indexed:
             blocks = torch.ops.tatten.block_mask.default(mask, 2, torch.tensor([1, 0], device="cuda"))
     kv_lens = torch.tensor([KV_LEN, 70], device="cuda") if lens else None
-    variant = AttentionVariant(
-        options.pop("window", None),
-        options.pop("softcap", None),
-        torch.randn(query.shape[1], device="cuda").to(dtype) if sinks else None,
-        torch.rand(scaled, device="cuda") if float8 or int8 else None,
-        torch.rand(scaled, device="cuda") if float8 or int8 else None,
-    )
+    variant: dict[str, Any] = {name: options.pop(name) for name in ("window", "softcap") if name in options}
+    if sinks:
+        variant["sinks"] = torch.randn(query.shape[1], device="cuda").to(dtype)
+    if float8 or int8:
+        variant |= {name: torch.rand(scaled, device="cuda") for name in ("key_scale", "value_scale")}
+    place = Place(**{name: options.pop(name) for name in ("whole", "max_and_sum", "follows") if name in options})
     if tiles:
         options["tiles"] = getattr(segment_launches, tiles)
-    plan = decode.plan_segment(query, key, value, mask, kv_lens, 0.1, blocks, variant, groups, **options)
-    partials = plan(query, key, value, mask, kv_lens, blocks, variant, groups)
-    twice = 1 if options.get("whole", True) else 2
+    call = decode_call(query, key, value, mask, kv_lens, 0.1, blocks, **variant)
+    stored = call.segments[0]._replace(row_groups=groups)
+    plan = decode.plan_segment(call, stored, place, **options)
+    partials = plan(call, stored)
+    twice = 1 if place.whole else 2
     combine.plan_combine(query, dim, *[plan.tile_space] * twice, dtype=dtype)(*[partials] * twice)
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from attention_cases import explicit, with_variant
+from attention_cases import explicit
 from torch import Tensor
 
 from tatten.ops.reference import decode_attention_reference
@@ -66,7 +66,7 @@ def assert_within_bound(
     out, lse = out.cpu().double(), lse.cpu().double()
     key, value = _widened(given)
 
-    want, want_lse = decode_attention_reference(**with_variant(given))
+    want, want_lse = decode_attention_reference(**given)
     undefined, empty = want.isnan().any(dim=-1), want_lse == float("-inf")
     assert not out[~undefined].isnan().any(), "NaN where eager has none"
     assert not lse[~undefined].isnan().any(), "NaN in the lse where eager has none"
@@ -90,7 +90,7 @@ def assert_within_bound(
     d = u * ((query.shape[3] + 6) * largest + 4 * (given.get("softcap") or 0.0) + (2 + parts) * size)
     d += halves_leave * largest
 
-    spread, _ = decode_attention_reference(**with_variant(_with_absolute_values(given)))
+    spread, _ = decode_attention_reference(**_with_absolute_values(given))
     relative = torch.expm1(2 * d).unsqueeze(-1) + rest + (0.0 if summed_wide else 2 * inner) + roundings * e
     finfo = torch.finfo(out_dtype)
     smallest = (n + parts + 1) * finfo.smallest_normal * finfo.eps * (1 + value.abs().amax() if value.numel() else 1)

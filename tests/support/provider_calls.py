@@ -13,11 +13,11 @@ from tatten.ops.kernel_signatures import decode_kernel
 def provider_of_op(*args: Any, **kwargs: Any) -> str:
     """Call the op on tensors without data, and return the name of who would have computed it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "_plan_decode", dispatch._plan_decode.__wrapped__)
+        patch.setattr(dispatch, "_plan", dispatch._plan.__wrapped__)
         patch.setattr(dispatch, "on_device_of", lambda x, run, *args: run(*args))
         for name in ("cudnn", "flash"):
             patch.setattr(dispatch, f"{name}_attention", lambda *args, name=name: name)
         patch.setattr(dispatch, "package_attention", lambda provider, *args: provider)
-        patch.setattr(dispatch, "decode_attention_reference", lambda *args: "reference")
+        patch.setattr(dispatch, "attention_reference", lambda call: "reference")
         patch.setattr(decode, "plan_attention", lambda *args, **options: lambda *args: "triton")
-        return decode_kernel(dispatch.decode_attention)(*args, **kwargs)
+        return decode_kernel(dispatch.attention)(*args, **kwargs)

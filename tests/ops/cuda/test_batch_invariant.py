@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import Case, assert_state, with_variant
+from attention_cases import Case, assert_state
 from interpreted import multiply_in_float64
 from poison import fresh_memory_is_poison
 from provider_calls import provider_of_op
@@ -18,8 +18,8 @@ from torch import Tensor
 
 import tatten
 from tatten.ops.cpu.rows import row_groups
+from tatten.ops.kernel_signatures import bifurcated_call, decode_call, latent_call
 from tatten.ops.masks import block_list, mask_of_rows
-from tatten.ops.variant import PLAIN, AttentionVariant
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 
@@ -36,12 +36,10 @@ CALLS = [
 def attend(inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
     from tatten.ops.cuda.decode import plan_attention
 
-    inputs = {"attn_mask": None, "kv_lens": None, "scale": None} | inputs
-    scale = inputs["query"].shape[3] ** -0.5 if inputs["scale"] is None else inputs["scale"]
-    given = with_variant(inputs)
-    plan = plan_attention(**{**given, "scale": scale}, batch_invariant=True, **options)
+    call = decode_call(**inputs, batch_invariant=True)
+    plan = plan_attention(call, **options)
     with fresh_memory_is_poison():
-        return plan(**{name: x for name, x in given.items() if name != "scale"})
+        return plan(call)
 
 
 def assert_same_bits(
@@ -60,14 +58,15 @@ def test_a_sequence_has_the_same_bits_in_every_batch(call: Sequences) -> None:
 
 
 def attend_latents(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    from tatten.ops.cuda.latent import _plan
+    from tatten.ops.cuda.latent import plan_latents
 
-    given = {"attn_mask": None, "kv_lens": None} | with_latents(call, 16)
-    tensors = [given[name] for name in ("query", "query_rope", "latent", "key_rope", "attn_mask", "kv_lens")]
-    variant = AttentionVariant(call.get("window"), None, call.get("sinks"), None, None)
-    plan = _plan(*tensors, 0.3, None, variant, torch.float32, True)
+    given = with_latents(call, 16)
+    tensors = {name: given.get(name) for name in ("query", "query_rope", "latent", "key_rope", "attn_mask", "kv_lens")}
+    variant = {"window": call.get("window"), "sinks": call.get("sinks")}
+    described = latent_call(**tensors, scale=0.3, **variant, out_dtype=torch.float32, batch_invariant=True)
+    plan = plan_latents(described)
     with fresh_memory_is_poison():
-        return plan(*tensors, None, variant)
+        return plan(described)
 
 
 LATENTS = [
@@ -96,11 +95,11 @@ def attend_segments(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
     if mask is not None:
         of_rows = mask if rows is None else mask_of_rows(mask, shared.shape[0], rows)
         lists[0] = block_list(of_rows, shared.shape[0], every_block=True)
-    given = (query, keys, values, masks, lists)
-    variant = AttentionVariant(softcap=call["softcap"], sinks=call["sinks"])
-    plan = plan_segments(*given, query.shape[3] ** -0.5, groups, variant, batch_invariant=True)
+    variant = {"softcap": call["softcap"], "sinks": call["sinks"], "batch_invariant": True}
+    described = bifurcated_call(query, keys, values, masks, lists, row_groups=groups, **variant)
+    plan = plan_segments(described)
     with fresh_memory_is_poison():
-        return plan(*given, groups, variant)
+        return plan(described)
 
 
 @pytest.fixture(autouse=True)
@@ -139,19 +138,20 @@ def test_so_has_one_that_shares_keys(call: SharedSequences) -> None:
 
 def test_latents_have_tiles_for_their_widths_alone() -> None:
     """And never the kernel for Hopper, which cuts by the batch."""
-    from tatten.ops.cuda.decode import plan_segment
-    from tatten.ops.cuda.latent import _plan
+    from tatten.ops.cuda.decode import plan_attention
+    from tatten.ops.cuda.latent import plan_latents
 
     found = set()
     for batch, kv_len in (1, 300), (1, 100_000), (64, 300), (64, 100_000):
         query, latent = torch.empty(batch, 16, 1, 512, device="meta"), torch.empty(batch, 1, kv_len, 512, device="meta")
         query, latent = query.bfloat16(), latent.bfloat16()
-        space = plan_segment(query, latent, latent, None, None, 0.1, latent=True, batch_invariant=True).tile_space
+        call = latent_call(query, None, latent, None, scale=0.1, batch_invariant=True)
+        space = plan_attention(call).segment.tile_space
         found.add((space.block_m, space.block_n, space.chunk))
     assert found == {(16, 64, 8)}
     query, latent = (torch.empty(2, n, 1, 16, dtype=torch.float64) for n in (4, 1))
     with pytest.raises(NotImplementedError, match="`query` must not be float64 with `batch_invariant` on CUDA"):
-        _plan(query, None, latent, None, None, None, 0.1, None, PLAIN, torch.float64, True)
+        plan_latents(latent_call(query, None, latent, None, scale=0.1, batch_invariant=True))
 
 
 @pytest.mark.parametrize("programs", [1, 3, 50])
@@ -194,14 +194,14 @@ def test_a_long_sequence_has_larger_chunks_but_no_more() -> None:
 def test_no_option_of_a_launch_depends_on_the_batch(mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few sequences leave each program an SM to itself, which by default has it load a tile more ahead."""
     from tatten.ops.cuda import decode_grid
-    from tatten.ops.cuda.decode import plan_segment
+    from tatten.ops.cuda.decode import plan_attention
 
     monkeypatch.setattr(decode_grid, "multiprocessors", lambda device: 132)
 
     def options(batch: int, **invariant: bool) -> dict[str, object]:
         query, key = (torch.empty(batch, 8, n, 128, dtype=torch.bfloat16, device="meta") for n in (1, 256))
         attn_mask = torch.empty(batch, 1, 1, 256, dtype=torch.bool, device="meta") if mask else None
-        return plan_segment(query, key, key, attn_mask, None, 0.1, **invariant).launch.options
+        return plan_attention(decode_call(query, key, key, attn_mask, **invariant)).segment.launch.options
 
     assert options(1, batch_invariant=True) == options(64, batch_invariant=True)
     assert not mask or options(8)["num_stages"] > options(64)["num_stages"]

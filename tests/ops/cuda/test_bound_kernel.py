@@ -19,28 +19,27 @@ from tatten.ops.cuda import row_groups
 from tatten.ops.cuda import segment_launches, segments
 from tatten.ops.cuda.bound_kernel import bind
 from tatten.ops.cuda.recording import record
-from tatten.ops.variant import PLAIN, AttentionVariant
+from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 
 for module in (decode, decode_grid, combine, row_groups, levels, segment_launches, project_heads):
-    module.capability = lambda device: (9, 0)
     module.multiprocessors = lambda device: 132
 
 def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
-def attend(mask=None, lens=None, variant=PLAIN, dtype=torch.bfloat16, dim=128):
+def planned(plan):
+    def attend(call):
+        return plan(call)(call)
+    return attend
+
+def attend(mask=None, lens=None, dtype=torch.bfloat16, dim=128, **variant):
     query, (key, value) = empty(2, 32, 1, dim, dtype=dtype), (empty(2, 8, 4096, dim, dtype=dtype) for _ in "kv")
-    def call(*args):
-        return decode.plan_attention(query, key, value, mask, lens, 0.1, None, variant)(*args)
-    return call, query, key, value, mask, lens, None, variant
+    return planned(decode.plan_attention), decode_call(query, key, value, mask, lens, 0.1, **variant)
 
 def trees():
     query = empty(8, 8, 1, 64)
     keys = [empty(n, 8, 300, 64) for n in (1, 2, 8)]
-    none = [None] * 3
-    def call(*args):
-        return segments.plan_segments(*args, 0.1)(*args)
-    return call, query, keys, keys, none, none
+    return planned(segments.plan_segments), bifurcated_call(query, keys, keys, scale=0.1)
 
 def groups():
     rows = empty(40, dtype=torch.int32)
@@ -62,7 +61,7 @@ cases = {
     "bool mask of queries": lambda: attend(empty(2, 1, 1, 4096, dtype=torch.bool).expand(2, 32, 1, 4096).contiguous()),
     "bias": lambda: attend(empty(1, 32, 1, 4096)),
     "lens": lambda: attend(lens=empty(2, dtype=torch.int32)),
-    "variant": lambda: attend(variant=AttentionVariant(900, 30.0, empty(32, dtype=torch.float32), None, None)),
+    "variant": lambda: attend(window=900, softcap=30.0, sinks=empty(32, dtype=torch.float32)),
     "trees": trees,
     "row groups": groups,
     "merge": merge,

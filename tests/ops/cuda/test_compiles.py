@@ -20,7 +20,7 @@ from tatten.ops.cuda import decode_grid
 from tatten.ops.cuda import combine
 from tatten.ops.cuda import segment_launches
 from tatten.ops.cuda import block_mask
-from tatten.ops.variant import AttentionVariant
+from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 
 def attend(
     dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, sm90=False, float8=False, int8=False,
@@ -36,8 +36,8 @@ def attend(
     scales = (empty(*scaled, dtype=torch.float32),) * 2 if float8 or int8 else (None, None)
     groups = empty(4, 3, dtype=torch.int32) if indexed else None
     if sm90:
-        segment = segment_launches.plan_prefix_segment(query, key, value, 0.1, None, groups)
-        return segment(query, key, value, row_groups=groups)
+        call = bifurcated_call(query, [key], [value], scale=0.1, row_groups=[groups])
+        return segment_launches.plan_prefix_segment(call, call.segments[0])(call, call.segments[0])
     if mask is not None:
         mask = empty(*mask[1:], kv_len, dtype=getattr(torch, mask[0]))
     lens = empty(2, dtype=torch.int64) if lens else None
@@ -45,13 +45,21 @@ def attend(
     if tiles is not None:
         chosen.append(getattr(segment_launches, tiles))
         options["tiles"] = chosen[0]
-    variant = AttentionVariant(options.pop("window", None), options.pop("softcap", None), sinks, *scales)
+    variant, places = (
+        {name: options.pop(name) for name in names if name in options}
+        for names in (("window", "softcap"), ("whole", "max_and_sum", "follows"))
+    )
+    place = decode_grid.Place(**places)
     blocks = None
     if indexed and mask is not None:
         blocks = empty(2, kv_len // 64 + 1, 2, dtype=torch.int64)
-    segment = decode.plan_segment(query, key, value, mask, lens, 0.1, blocks, variant, groups, **options)
-    partials = segment(query, key, value, mask, lens, blocks, variant, groups)
-    twice = 1 if options.get("whole", True) else 2
+    call = decode_call(
+        query, key, value, mask, lens, 0.1, blocks, sinks=sinks, key_scale=scales[0], value_scale=scales[1], **variant
+    )
+    stored = call.segments[0]._replace(row_groups=groups)
+    segment = decode.plan_segment(call, stored, place, **options)
+    partials = segment(call, stored)
+    twice = 1 if place.whole else 2
     combine.plan_combine(query, dim, *[segment.tile_space] * twice, dtype=dtype)(*[partials] * twice)
 
 launches, chosen = [], []

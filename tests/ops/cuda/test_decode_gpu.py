@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from tatten.ops.cuda.flash_attn import PACKAGES
 from tatten.ops.cuda.providers import unsupported_reason
 from tatten.ops.cuda.workload import Workload
+from tatten.ops.kernel_signatures import decode_call
 from tatten.ops.reference import bifurcated_attention_reference, decode_attention_reference
 from tatten.ops.states import merge
 
@@ -320,8 +321,9 @@ def test_a_run_of_full_blocks(batch: int, start: int, additive: bool) -> None:
     bias = torch.where(mask, torch.where(torch.rand(mask.shape, device="cuda") > 0.9, 0.7, 0.0), float("-inf"))
     bias[..., start:1100] = 0
     given = bias.to(BF16) if additive else mask
-    segment = decode.plan_segment(query, key, value, given, None, 0.1)
-    got = combine.plan_combine(query, 128, segment.tile_space)(segment(query, key, value, given))[:2]
+    call = decode_call(query, key, value, given, scale=0.1)
+    segment = decode.plan_segment(call, call.segments[0])
+    got = combine.plan_combine(query, 128, segment.tile_space)(segment(call, call.segments[0]))[:2]
     whole = (x.expand(batch, -1, -1, -1) for x in (key, value))
     assert_near(got, decode_attention_reference(query, *whole, given, scale=0.1))
 

@@ -23,11 +23,10 @@ from tatten.ops.cuda.providers import choose_provider, unsupported_reason
 from tatten.ops.cuda.recording import NotRecordableError, record
 from tatten.ops.cuda.tuning import Table
 from tatten.ops.cuda.workload import Workload, needs_of
-from tatten.ops.kernel_signatures import decode_kernel
-from tatten.ops.reference import decode_attention_reference
-from tatten.ops.variant import PLAIN, AttentionVariant
+from tatten.ops.kernel_signatures import decode_call, decode_kernel
+from tatten.ops.reference import attention_reference
 
-decode_on_cuda = decode_kernel(cuda.decode_attention)
+decode_on_cuda = decode_kernel(cuda.attention)
 LENGTHS = (0, 1, 2, 9, 40)  # of 40 keys: none, fewer than there are queries, some, all
 
 
@@ -46,7 +45,7 @@ def on_capability(monkeypatch: pytest.MonkeyPatch, *version: int) -> None:
 
 
 VARIANTS = [
-    AttentionVariant(window=window, softcap=softcap, sinks=sinks)
+    {"window": window, "softcap": softcap, "sinks": sinks}
     for window, softcap, sinks in product((None, 1, 4, 40, 1000), (None, 1.5), (None, torch.linspace(-2, 3, 8)))
 ]
 
@@ -59,10 +58,11 @@ def test_equals_decode_attention(provider: str, q_len: int, with_lens: bool, mon
     query, key, value = tensors(q_len)
     kv_lens = torch.tensor(LENGTHS) if with_lens else None
     for variant in VARIANTS:
-        if variant.sinks is not None and provider != "fa4":
+        if variant["sinks"] is not None and provider != "fa4":
             continue
-        out, lse = package_attention(provider, query, key, value, 0.3, kv_lens, variant)
-        want = decode_attention_reference(query, key, value, None, kv_lens, 0.3, variant)
+        call = decode_call(query, key, value, None, kv_lens, 0.3, **variant)
+        out, lse = package_attention(provider, call)
+        want = attention_reference(call)
         assert out.is_contiguous()
         assert lse.is_contiguous()
         assert lse.dtype == torch.float32
@@ -75,9 +75,8 @@ def test_more_queries_than_keys(provider: str, monkeypatch: pytest.MonkeyPatch) 
     """Without lengths, too, the first queries stand before the first key of a window."""
     install(monkeypatch, provider)
     query, key, value = tensors(q_len=5, kv_len=3)
-    variant = AttentionVariant(window=2)
-    got = package_attention(provider, query, key, value, 0.3, None, variant)
-    want = decode_attention_reference(query, key, value, None, None, 0.3, variant)
+    call = decode_call(query, key, value, scale=0.3, window=2)
+    got, want = package_attention(provider, call), attention_reference(call)
     assert (want[1] == -torch.inf).any()
     torch.testing.assert_close(got, (want[0].float(), want[1].float()))
 
@@ -87,7 +86,7 @@ def test_an_lse_that_is_infinite_for_another_reason_stays(monkeypatch: pytest.Mo
     install(monkeypatch, "fa2")
     query, key, value = tensors()
     key[4, 0, 7] = query[4, 0, 0] * torch.inf
-    _, lse = package_attention("fa2", query, key, value, 0.3, torch.tensor(LENGTHS))
+    _, lse = package_attention("fa2", decode_call(query, key, value, None, torch.tensor(LENGTHS), 0.3))
     assert lse[4, 0, 0] == torch.inf
     assert (lse[0] == -torch.inf).all()
 
@@ -95,7 +94,7 @@ def test_an_lse_that_is_infinite_for_another_reason_stays(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("provider", PACKAGES)
 def test_what_is_not_asked_for_is_not_given(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = install(monkeypatch, provider)
-    package_attention(provider, *tensors(), 0.3)
+    package_attention(provider, decode_call(*tensors(), scale=0.3))
     splits = {"num_splits"} if provider == "fa4" else set()
     lse = "return_lse" if provider == "fa4" else "return_softmax_lse"
     inputs = {"q", "k", "v"} if provider == "fa4" else {"q", "k_cache", "v_cache"}
@@ -106,7 +105,7 @@ def test_what_is_not_asked_for_is_not_given(provider: str, monkeypatch: pytest.M
 def test_keys_and_values_are_not_copied(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = install(monkeypatch, provider)
     query, key, value = tensors()
-    package_attention(provider, query, key, value, 0.3)
+    package_attention(provider, decode_call(query, key, value, scale=0.3))
     given = [x for name, x in stand_in.given.items() if name[0] in "qkv"]
     assert [x.data_ptr() for x in given] == [x.data_ptr() for x in (query, key, value)]
     assert [tuple(x.shape) for x in given] == [(5, 1, 8, 16), (5, 40, 2, 16), (5, 40, 2, 16)]
@@ -117,7 +116,7 @@ def test_keys_and_values_are_not_copied(provider: str, monkeypatch: pytest.Monke
 def test_lengths_are_clamped_as_on_a_gpu(provider: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = install(monkeypatch, provider)
     kv_lens = torch.tensor([[-3, 7], [0, 7], [5, 7], [40, 7], [2**31 - 1, 7]], dtype=dtype)[:, 0]
-    package_attention(provider, *tensors(), 0.3, kv_lens)
+    package_attention(provider, decode_call(*tensors(), None, kv_lens, 0.3))
     given = stand_in.given["seqused_k" if provider == "fa4" else "cache_seqlens"]
     assert given.dtype == torch.int32
     assert given.tolist() == [0, 0, 5, 40, 40]
@@ -127,7 +126,7 @@ def test_lengths_are_clamped_as_on_a_gpu(provider: str, dtype: torch.dtype, monk
 def test_fa4_splits_keys_on_blackwell_alone(major: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = install(monkeypatch, "fa4")
     on_capability(monkeypatch, major, 0)
-    package_attention("fa4", *tensors(), 0.3)
+    package_attention("fa4", decode_call(*tensors(), scale=0.3))
     assert stand_in.given.get("num_splits", 1) == splits
 
 
@@ -135,7 +134,7 @@ def test_fa4_splits_keys_on_blackwell_alone(major: int, splits: int, monkeypatch
 def test_both_modules_of_fa3(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = install(monkeypatch, "fa3", module)
     assert unsupported_reason("fa3", workload()) is None
-    package_attention("fa3", *tensors(), 0.3)
+    package_attention("fa3", decode_call(*tensors(), scale=0.3))
     assert stand_in.given["softmax_scale"] == 0.3
 
 
@@ -194,12 +193,12 @@ def test_the_needs_that_a_package_meets(provider: str, need: str, monkeypatch: p
 
 def test_needs_have_the_names_of_the_arguments() -> None:
     x = torch.empty(1)
-    assert needs_of(None, None, None, PLAIN) == needs_of(None, None, 0.1, PLAIN) == ()
-    assert needs_of(x, x, 0.1, AttentionVariant(3, 2.0, x, x)) == (
+    assert needs_of(decode_call(x, x, x)) == needs_of(decode_call(x, x, x, scale=0.1)) == ()
+    assert needs_of(decode_call(x, x, x, x, x, 0.1, window=3, softcap=2.0, sinks=x, key_scale=x)) == (
         *("mask", "lengths", "window", "soft cap", "sinks", "float8 or int8"),
     )
     for scale in (0.0, -1.0, float("nan")):
-        assert needs_of(None, None, scale, PLAIN) == ("scale that is 0 or less",)
+        assert needs_of(decode_call(x, x, x, scale=scale)) == ("scale that is 0 or less",)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +249,7 @@ def test_tensors_that_its_kernels_cannot_read(provider: str, monkeypatch: pytest
     flat = torch.empty(key.numel() + 4, dtype=torch.bfloat16)
     shifted = flat[4:].view_as(key)
     with pytest.raises(NotImplementedError, match=f"'{provider}' can't .* `value` begins 8 bytes behind one"):
-        package_attention(provider, query, key, shifted, 0.3)
+        package_attention(provider, decode_call(query, key, shifted, scale=0.3))
 
 
 @pytest.mark.parametrize("provider", PACKAGES)
@@ -282,7 +281,7 @@ def test_auto_takes_one_where_a_table_names_it_and_it_is_installed(
 def test_inductor_cannot_launch_it(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in, given = install(monkeypatch, provider), tensors()
     with pytest.raises(NotRecordableError, match="is computed by FlashAttention-"):
-        record(package_attention, provider, *given, 0.3)
+        record(package_attention, provider, decode_call(*given, scale=0.3))
     assert not stand_in.given
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from flash_attn_packages import PACKAGES
@@ -9,20 +11,20 @@ from torch import Tensor
 
 from tatten.ops.cuda.providers import unsupported_reason
 from tatten.ops.cuda.workload import Workload, needs_of
-from tatten.ops.reference import decode_attention_reference
-from tatten.ops.variant import AttentionVariant
+from tatten.ops.kernel_signatures import decode_call
+from tatten.ops.reference import attention_reference, decode_attention_reference
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (0, 1, 2, 64, 129, 900)  # of 900 keys: none, fewer than there are queries, on and off the edge of a tile
 VARIANTS = {
-    "plain": AttentionVariant(),
-    "window": AttentionVariant(window=70),
-    "window of one": AttentionVariant(window=1),
-    "window of all": AttentionVariant(window=5000),
-    "soft cap": AttentionVariant(softcap=20.0),
-    "sinks": AttentionVariant(sinks=torch.linspace(-2, 3, 8)),
-    "sinks in a window": AttentionVariant(window=70, sinks=torch.linspace(-2, 3, 8)),
+    "plain": {},
+    "window": {"window": 70},
+    "window of one": {"window": 1},
+    "window of all": {"window": 5000},
+    "soft cap": {"softcap": 20.0},
+    "sinks": {"sinks": torch.linspace(-2, 3, 8)},
+    "sinks in a window": {"window": 70, "sinks": torch.linspace(-2, 3, 8)},
 }
 
 
@@ -36,18 +38,17 @@ def tensors(q_len: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 @pytest.mark.parametrize("q_len", [1, 3])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("provider", PACKAGES)
-def test_equals_decode_attention(provider: str, variant: AttentionVariant, q_len: int, with_lens: bool) -> None:
+def test_equals_decode_attention(provider: str, variant: dict[str, Any], q_len: int, with_lens: bool) -> None:
     query, key, value = tensors(q_len)
     kv_lens = torch.tensor(LENGTHS, device="cuda") if with_lens else None
-    if variant.sinks is not None:
-        variant = variant._replace(sinks=variant.sinks.cuda())
-    reason = unsupported_reason(provider, Workload.of(query, key, value, needs_of(None, kv_lens, None, variant)))
+    variant = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in variant.items()}
+    call = decode_call(query, key, value, None, kv_lens, **variant)
+    reason = unsupported_reason(provider, Workload.of(query, key, value, needs_of(call)))
     if reason is not None:
         pytest.skip(reason)
-    given = {name: x for name, x in variant._asdict().items() if x is not None}
-    out, lse = torch.ops.tatten.decode_attention(query, key, value, kv_lens=kv_lens, **given, provider=provider)
-    want = decode_attention_reference(query, key, value, None, kv_lens, None, variant)
-    capped = variant.softcap is not None  # tanh.approx.f32 is off by 2^-11
+    out, lse = torch.ops.tatten.decode_attention(query, key, value, kv_lens=kv_lens, **variant, provider=provider)
+    want = attention_reference(call)
+    capped = "softcap" in variant  # tanh.approx.f32 is off by 2^-11
     torch.testing.assert_close(out.double(), want[0], atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse.double(), want[1], atol=2e-2 if capped else 1e-3, rtol=1e-3)
     if kv_lens is not None:

@@ -55,7 +55,7 @@ def test_auto_does_not_take_another_kernel_for_the_one_that_was_measured(monkeyp
 def test_flash_by_name_is_an_error_that_says_who_is_there_and_the_way_back() -> None:
     says = r"'flash' can't compute this: .*activate_flash_attention_impl\('TATTEN_TEST'\).*restore_flash_attention_impl"
     with pytest.raises(NotImplementedError, match=says):
-        decode_kernel(dispatch.decode_attention)(*tensors(), provider="flash")
+        decode_kernel(dispatch.attention)(*tensors(), provider="flash")
     assert unsupported_reason("cudnn", Workload.of(*tensors())) is None
 
 
@@ -70,8 +70,7 @@ def test_without_a_replacement_nothing_is_said(monkeypatch: pytest.MonkeyPatch) 
 def test_a_plan_is_for_the_kernel_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are remembered by layout: one that was made before the replacement must not serve after it."""
     use_table(monkeypatch, "flash")
-    for name in ("_plan_decode", "_plan_bifurcated"):
-        monkeypatch.setattr(dispatch, name, by_layout(getattr(dispatch, name).__wrapped__))
+    monkeypatch.setattr(dispatch, "_plan", by_layout(dispatch._plan.__wrapped__))
     monkeypatch.setattr(dispatch, "on_device_of", lambda x, run, *args: run(*args))
     monkeypatch.setattr(dispatch, "flash_attention", lambda *args: "flash")
     monkeypatch.setattr(decode, "plan_attention", lambda *args, **options: lambda *args: "triton")
@@ -79,8 +78,8 @@ def test_a_plan_is_for_the_kernel_of_its_time(monkeypatch: pytest.MonkeyPatch) -
     query, key, value = tensors()
 
     def chosen() -> list[str]:
-        plain = decode_kernel(dispatch.decode_attention)(query, key, value)
-        return [plain, bifurcated_kernel(dispatch.bifurcated_attention)(query, [key], [value], [None], [None])]
+        plain = decode_kernel(dispatch.attention)(query, key, value)
+        return [plain, bifurcated_kernel(dispatch.attention)(query, [key], [value], [None], [None])]
 
     assert chosen() == ["flash", "flash"]
     attention.activate_flash_attention_impl("TATTEN_TEST")

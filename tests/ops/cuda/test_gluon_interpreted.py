@@ -15,6 +15,7 @@ from poison import fresh_memory_is_poison
 from slow import slow_after, slow_but
 from torch import Tensor
 
+from tatten.ops.kernel_signatures import latent_call
 from tatten.ops.reference import decode_attention_reference, latent_attention_reference
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
@@ -55,18 +56,18 @@ FEW_MODULES = [*LATENT_MODULES[:2], "tatten.ops.cuda.kernels.latent_few_sm90"]
 
 def attend(tensors: list[Tensor | None], programs: int, seed: int, *modules: ModuleType) -> State:
     """Run the op as CUDA does where it takes the kernel, which is in `modules`."""
-    from tatten.ops.cuda import latent, latent_sm90
+    from tatten.ops.cuda import latent_sm90
     from tatten.ops.cuda.mask_plan import plan_mask
 
-    query, _, latents, _, mask, lens = tensors
+    query = tensors[0]
     few = query.shape[1] * query.shape[2] <= 16
     names, kernel = (FEW_MODULES, "_latent_few_kernel") if few else (LATENT_MODULES, "_latent_kernel")
     modules = modules or tuple([importlib.import_module(name) for name in reversed(names)])
     with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
         patch.setattr(latent_sm90, kernel, Interpreted(patch, seed, kernel, *modules))
         patch.setattr(latent_sm90, "multiprocessors", lambda device: programs)
-        masks = plan_mask(query, latents, mask, lens, None, None)
-        return latent._plan_sm90(*tensors[:4], masks, lens, 0.05, torch.float32)(*tensors, None, None)
+        call = latent_call(*tensors, scale=0.05, out_dtype=torch.float32)
+        return latent_sm90.plan_latents_sm90(call, plan_mask(query, call.segments[0]))(call)
 
 
 def assert_latents(state: State, tensors: list[Tensor | None], used: Tensor) -> None:

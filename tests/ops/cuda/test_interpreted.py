@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import NEG_INF, Case, assert_state, places_in_reach, with_variant
+from attention_cases import NEG_INF, Case, assert_state, places_in_reach
 from pairs import pairs
 from poison import fresh_memory_is_poison
 from slow import slow_after, slow_but
 from torch import Tensor
 
 from tatten.ops.cuda.schedule import Schedule
-from tatten.ops.kernel_signatures import bifurcated_kernel
+from tatten.ops.kernel_signatures import bifurcated_call, bifurcated_kernel, decode_call
 from tatten.ops.layout import pack_gqa
 from tatten.ops.masks import block_list
 from tatten.ops.reference import bifurcated_attention_reference
 from tatten.ops.states import combine_partials, merge
-from tatten.ops.variant import PLAIN, AttentionVariant
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 
@@ -47,30 +46,29 @@ def _poison() -> Iterator[None]:
 def lean(inputs: dict, block_mask: Tensor | None = None, **options) -> tuple[Tensor, Tensor]:
     from tatten.ops.cuda.decode import plan_attention
 
-    scale = inputs["query"].shape[3] ** -0.5 if inputs["scale"] is None else inputs["scale"]
-    given = with_variant(inputs)
-    given["block_mask"] = block_mask
-    attend = plan_attention(**{**given, "scale": scale}, **options)
-    return attend(**{name: x for name, x in given.items() if name != "scale"})
+    call = decode_call(**inputs, block_mask=block_mask)
+    return plan_attention(call, **options)(call)
 
 
 def launch_and_merge(inputs: dict, **options) -> tuple[Any, tuple[Tensor, Tensor]]:
     """The parts that a launch leaves, and what they are merged to."""
     from tatten.ops.cuda.combine import plan_combine
     from tatten.ops.cuda.decode import plan_segment
+    from tatten.ops.cuda.decode_grid import Place
 
-    given = with_variant(inputs)
-    segment = plan_segment(**given, **options, pdl=False)
-    parts = segment(**{name: x for name, x in given.items() if name != "scale"})
+    call = decode_call(**inputs)
+    place = Place(**{name: options.pop(name) for name in ("whole", "max_and_sum") if name in options})
+    segment = plan_segment(call, call.segments[0], place, **options, pdl=False)
+    parts = segment(call, call.segments[0])
     state = plan_combine(inputs["query"], inputs["value"].shape[3], segment.tile_space, pdl=False)(parts)
     return parts, (state.out, state.lse)
 
 
-def triton_segments(query: Tensor, *given: Sequence, variant: AttentionVariant = PLAIN) -> tuple[Tensor, Tensor]:
+def triton_segments(*args: Any, **variant: Any) -> tuple[Tensor, Tensor]:
     from tatten.ops.cuda.segments import plan_segments
 
-    *inputs, scale = given
-    return plan_segments(query, *inputs, scale, variant=variant)(query, *inputs, variant=variant)
+    call = bifurcated_call(*args, **variant)
+    return plan_segments(call)(call)
 
 
 def assert_equal(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
@@ -121,10 +119,10 @@ def test_sequences_with_masks_of_their_own_are_split() -> None:
 
 def test_many_ragged_keys_are_split() -> None:
     """Whole work tiles of one long sequence among short ones would leave all programs but its own idle."""
-    from tatten.ops.cuda.decode import plan_segment
+    from tatten.ops.cuda.decode import plan_attention
 
     inputs = Case(kv_len=600, head_dim=16, lens=True).inputs() | {"scale": 0.25}
-    space = plan_segment(**with_variant(inputs)).tile_space
+    space = plan_attention(decode_call(**inputs)).segment.tile_space
     assert space.chunk == 0
     assert space.split
 
@@ -351,9 +349,9 @@ def test_the_schedule_is_that_of_python(kind: str, q_heads: int, programs: int) 
     if kind == "mask":  # blocks 0 and 3 of the first sequence, all of the second, none of the third
         mask = torch.arange(kv_len) % 192 < 50
         mask = torch.stack((mask, torch.ones_like(mask), torch.zeros_like(mask)))[:, None, None]
-    options = {"variant": AttentionVariant(window), "tiles": Tiles(16, 32, 4, 2), "programs": programs}
-    segment = plan_segment(query, key, value, mask, lens, dim**-0.5, **options)
-    parts, space = segment(query, key, value, mask, lens), segment.tile_space
+    call = decode_call(query, key, value, mask, lens, window=window)
+    segment = plan_segment(call, call.segments[0], tiles=Tiles(16, 32, 4, 2), programs=programs)
+    parts, space = segment(call, call.segments[0]), segment.tile_space
     block_n, block_m = space.block_n, space.block_m
 
     blocks_of = []  # of each sequence
@@ -504,9 +502,9 @@ def test_segments_of_variants(
     monkeypatch.setattr(module, "tiles_for", lambda *args, **kwargs: module.Tiles(16, 32, 4, 2))
     query, keys, values, masks = case.inputs()
     sinks = torch.tensor([2.0, NEG_INF, 0.0, -1.0, 3.0])[: case.q_heads]
-    variant = AttentionVariant(softcap=softcap, sinks=sinks)
-    got = triton_segments(query, keys, values, masks, [None] * len(keys), case.dim**-0.5, variant=variant)
-    want = bifurcated_attention_reference(query, keys, values, masks, variant=variant)
+    variant = {"softcap": softcap, "sinks": sinks}
+    got = triton_segments(query, keys, values, masks, [None] * len(keys), case.dim**-0.5, **variant)
+    want = bifurcated_attention_reference(query, keys, values, masks, **variant)
     torch.testing.assert_close([x.double() for x in got], [*want], atol=1e-5, rtol=1e-5)
 
 
@@ -519,8 +517,8 @@ def test_the_op_narrows_segments_to_a_window(q_len: int, monkeypatch: pytest.Mon
     query, keys, values, masks = Segments(((1, 70, ""), (2, 5, ""), (4, 9, "rows")), q_len=q_len).inputs()
     keys[0][:, :, : 70 - 16 - q_len + 1] = float("nan")
     variant = {"window": 30, "softcap": 1.5, "sinks": torch.tensor([2.0, NEG_INF, 0.0, -1.0])}
-    got = bifurcated_kernel(dispatch.bifurcated_attention)(query, keys, values, masks, [None] * 3, **variant)
-    want = bifurcated_attention_reference(query, keys, values, masks, variant=AttentionVariant(**variant))
+    got = bifurcated_kernel(dispatch.attention)(query, keys, values, masks, [None] * 3, **variant)
+    want = bifurcated_attention_reference(query, keys, values, masks, **variant)
     torch.testing.assert_close([x.double() for x in got], [*want], atol=1e-5, rtol=1e-5)
 
 

@@ -16,11 +16,12 @@ from slow import slow_but
 from torch import Tensor
 
 import tatten
+from tatten.ops import latent_validation
 from tatten.ops.cuda import latent as on_cuda
 from tatten.ops.cuda import mask_plan
+from tatten.ops.kernel_signatures import latent_call
 from tatten.ops.masks import block_list
 from tatten.ops.reference import latent_attention_reference
-from tatten.ops.variant import AttentionVariant
 
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
 needs_interpreter = pytest.mark.skipif(
@@ -72,10 +73,9 @@ def call_of(
 
 def run(given: dict[str, Any], out_dtype: torch.dtype, found: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The op's answer, in the interpreter by its plan; `found` is the mask's block list, if it was found before."""
-    tensors = [given[name] for name in ("query", "query_rope", "latent", "key_rope", "attn_mask", "kv_lens")]
-    variant = AttentionVariant(given["window"], given["softcap"], given.get("sinks"), None, None)
-    plan = on_cuda._plan(*tensors, given["scale"], found, variant, out_dtype)
-    return plan(*tensors, found, variant)
+    names = "query", "query_rope", "latent", "key_rope", "attn_mask", "kv_lens", "scale", "window", "softcap", "sinks"
+    call = latent_call(**{name: given.get(name) for name in names}, block_mask=found, out_dtype=out_dtype)
+    return on_cuda.plan_latents(call)(call)
 
 
 @pytest.mark.parametrize("variant", slow_but(["plain", "holes", "lens"], VARIANTS))
@@ -111,7 +111,7 @@ def test_a_block_list_found_before(variant: str, monkeypatch: pytest.MonkeyPatch
     given, expanded = call_of(torch.bfloat16, variant, 2, 5, 2, 150, 24, 8).inputs(DEVICE)
     found = block_list(given["attn_mask"], 2)
     if not GPU:
-        monkeypatch.setattr(on_cuda, "check_block_mask", lambda *_: None)  # which wants a CPU's there
+        monkeypatch.setattr(latent_validation, "check_block_masks", lambda call: None)  # which wants a CPU's there
     if variant != "everything":
         monkeypatch.setattr(mask_plan, "plan_block_list", None)
     out, lse = run(given, torch.float32, found)
@@ -294,14 +294,13 @@ def test_what_the_kernels_for_hopper_take(
     from tatten.ops.cuda import combine
 
     monkeypatch.setattr(combine, "INTERPRETED", False)
-    monkeypatch.setattr(on_cuda, "capability", lambda device: (9, 0))
     monkeypatch.setattr(on_cuda, "takes_tma", lambda x: True)
     shapes = (2, heads, 1, 512), (2, heads, 1, 64), (2, 1, 640, 512), (2, 1, 640, 64)
     inputs = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
     inputs[0] = inputs[0].to(dtype)
     mask = torch.empty(2, 1, 1, 640, dtype=torch.bool, device="meta") if masked else None
-    plan = mask_plan.plan_mask(inputs[0], inputs[2], mask, None, None, None)
-    assert on_cuda._takes_sm90(*inputs, plan) == hopper
+    call = latent_call(*inputs, mask, scale=0.1)
+    assert on_cuda._takes_sm90(call, mask_plan.plan_mask(call.query, call.segments[0])) == hopper
 
 
 def test_more_sequences_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,11 +308,11 @@ def test_more_sequences_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) 
     from tatten.ops.cuda import combine
 
     monkeypatch.setattr(combine, "INTERPRETED", False)
-    monkeypatch.setattr(on_cuda, "capability", lambda device: (9, 0))
     monkeypatch.setattr(on_cuda, "takes_tma", lambda x: True)
     for batch in (2048, 2049):
         shapes = (batch, 128, 1, 512), (batch, 128, 1, 64), (batch, 1, 64, 512), (batch, 1, 64, 64)
         inputs = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
         for lens in (None, torch.empty(batch, dtype=torch.int32, device="meta")):
-            mask = mask_plan.plan_mask(inputs[0], inputs[2], None, lens, None, None)
-            assert on_cuda._takes_sm90(*inputs, mask) == (lens is None or batch == 2048)
+            call = latent_call(*inputs, None, lens, scale=0.1)
+            mask = mask_plan.plan_mask(call.query, call.segments[0])
+            assert on_cuda._takes_sm90(call, mask) == (lens is None or batch == 2048)

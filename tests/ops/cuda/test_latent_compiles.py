@@ -13,6 +13,7 @@ import torch
 from compiled import Recorder, compile_launch
 from tatten.ops.cuda import decode, decode_grid, latent_sm90
 from tatten.ops.cuda.mask_plan import plan_mask
+from tatten.ops.kernel_signatures import latent_call
 
 decode_grid.multiprocessors = latent_sm90.multiprocessors = lambda device: 132
 
@@ -26,28 +27,22 @@ for kernel, heads, rank, rope, mask, lens, kv_len, *more in json.loads(sys.argv[
     q, c = empty(batch, heads, q_len, rank), empty(batch, 1, kv_len, rank)
     if kernel in ("few unrounded", "unrounded"):
         q = empty(*q.shape, dtype=torch.float32)
-    ropes = (empty(batch, heads, q_len, rope), empty(batch, 1, kv_len, rope)) if rope else ()
+    ropes = (empty(batch, heads, q_len, rope), empty(batch, 1, kv_len, rope)) if rope else (None, None)
     mask = empty(batch, 1, 1, kv_len, dtype=getattr(torch, mask)) if mask else None
     lens = empty(batch, dtype=torch.int32) if lens else None
     hopper = kernel in ("sm90", "few", "few unrounded")
+    options = {"out_dtype": torch.float32} if hopper else {"batch_invariant": kernel == "invariant"}
+    call = latent_call(q, ropes[0], c, ropes[1], mask, lens, scale=0.1, **options)
     if hopper:
-        masks = plan_mask(q, c, mask, lens, None, None)
-        has_lens = lens is not None
-        segment = latent_sm90.plan_latent_segment(
-            q, ropes[0], c, ropes[1], masks, 0.1, torch.float32, has_lens=has_lens
-        )
+        segment = latent_sm90.plan_latent_segment(call, plan_mask(q, call.segments[0]))
     else:
-        options = {"latent": True, "batch_invariant": kernel == "invariant"}
-        segment = decode.plan_segment(q, c, c, mask, lens, 0.1, rope=ropes, **options)
+        segment = decode.plan_segment(call, call.segments[0])
     segment.launch.kernel = Recorder(segment.launch.kernel, launches)
-    blocks = None
+    stored = call.segments[0]
     if segment.mask.find_blocks is not None:
-        blocks = empty(batch, 2 * (kv_len // 64 + 1), dtype=torch.int64)
+        stored = stored._replace(block_mask=empty(batch, 2 * (kv_len // 64 + 1), dtype=torch.int64))
         object.__setattr__(segment.mask, "find_blocks", None)
-    if hopper:
-        segment(q, ropes[0], c, ropes[1], mask, lens, blocks)
-    else:
-        segment(q, c, c, mask, lens, blocks, rope=ropes)
+    segment(call, stored)
     built += [compile_launch(*launch, sass=hopper) for launch in launches]
 print(json.dumps(built))
 """

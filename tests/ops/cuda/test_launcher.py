@@ -15,7 +15,7 @@ from torch import Tensor
 from tatten.ops import moved
 from tatten.ops.cuda import launcher
 from tatten.ops.cuda.launcher import Launch, by_layout
-from tatten.ops.variant import AttentionVariant
+from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 
 
 class Planner:
@@ -103,12 +103,11 @@ def test_a_plan_keeps_no_tensor(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
     sinks, out, lse = empty(8), empty(3, 2, 8, 1, 128), empty(3, 2, 8, 1, dtype=torch.float32)
     match op:
         case "decode":
-            variant = AttentionVariant(9, None, sinks, *scales)
-            plan = cuda._plan_decode(query, *cache, mask, lens, None, None, variant, "triton", None)
+            variant = {"window": 9, "sinks": sinks, "key_scale": scales[0], "value_scale": scales[1]}
+            plan = cuda._plan(decode_call(query, *cache, mask, lens, provider="triton", **variant), None)
         case "bifurcated":
             both = [list(pair) for pair in zip(shared, cache, strict=True)]
-            variant = AttentionVariant(sinks=sinks)
-            plan = cuda._plan_bifurcated(query, *both, [None, mask], [None, None], [None, None], None, variant, None)
+            plan = cuda._plan(bifurcated_call(query, *both, [None, mask], sinks=sinks), None)
             del both
         case "merge":
             plan = cuda._plan_merge_states(out, lse)

@@ -13,7 +13,9 @@ from poison import fresh_memory_is_poison
 from torch import Tensor
 
 from tatten.ops.cuda import levels, segment_launches, segments
+from tatten.ops.cuda.decode_grid import Place
 from tatten.ops.cuda.levels import TILES, Levels, Tile, choose_levels, plan_levels
+from tatten.ops.kernel_signatures import bifurcated_call
 
 DEVICE = "cuda" if GPU else "cpu"
 needs_interpreter = pytest.mark.skipif(
@@ -62,7 +64,8 @@ def test_states(tree: tuple, batch: int, heads: tuple, q_len: int, dims: tuple, 
     keys, values = ([randn(rows, heads[1], n, dim) for rows, n in tree] for dim in dims)
     keys[0] = keys[0].transpose(1, 2).contiguous().transpose(1, 2)
     with fresh_memory_is_poison():
-        got = plan_levels(query, keys, values, 0.3, tile, max_and_sum=max_and_sum)(query, keys, values)
+        call, place = bifurcated_call(query, keys, values, scale=0.3), Place(whole=False, max_and_sum=max_and_sum)
+        got = plan_levels(call, call.segments, tile, place)(call, *call.segments)
     lse = got.lse[..., 0] + got.lse[..., 1].log() if max_and_sum else got.lse
     assert got.out.dtype == torch.float32
     assert_state(got.out.to(HALF), lse, question(query, keys, values, 0.3))
@@ -78,10 +81,10 @@ def test_beside_other_segments(chosen: tuple[int, ...], monkeypatch: pytest.Monk
     query = randn(8, 4, 1, 16)
     tree = ((1, 40), (2, 33), (4, 7), (8, 20))
     keys, values = ([randn(rows, 2, n, 16) for rows, n in tree] for _ in "kv")
-    none = [None] * len(keys)
+    call = bifurcated_call(query, keys, values, scale=0.3)
     with fresh_memory_is_poison():
-        planned = segments.plan_segments(query, keys, values, none, none, 0.3)
-        out, lse = planned(query, keys, values, none, none)
+        planned = segments.plan_segments(call)
+        out, lse = planned(call)
     assert sorted(i for own in planned.takes for i in own) == [0, 1, 2, 3]
     assert (chosen in planned.takes) == bool(chosen)
     assert (out.dtype, lse.dtype) == (HALF, torch.float32)
@@ -111,6 +114,8 @@ import json, sys
 import torch
 from compiled import Recorder, compile_launch
 from tatten.ops.cuda import levels
+from tatten.ops.cuda.decode_grid import Place
+from tatten.ops.kernel_signatures import bifurcated_call
 
 launches = []
 levels._levels_kernel = Recorder(levels._levels_kernel, launches)
@@ -119,7 +124,8 @@ def empty(*shape):
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 for heads, follows, tile in ((64, False, levels.TILES[0]), (32, True, levels.TILES[0]), (64, True, levels.TILES[1])):
     query, keys = empty(1024, heads, 1, dim), [empty(rows, 8, n, dim) for rows, n in ((1, 256), (8, 128), (128, 32))]
-    levels.plan_levels(query, keys, keys, 0.1, tile, follows=follows)(query, keys, keys)
+    call = bifurcated_call(query, keys, keys, scale=0.1)
+    levels.plan_levels(call, call.segments, tile, Place(whole=False, follows=follows))(call, *call.segments)
 print(json.dumps([compile_launch(*launch) for launch in launches]))
 """
 

@@ -28,6 +28,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from tatten.ops.cuda import decode, decode_grid
 from tatten.ops.cuda.combine import plan_combine
+from tatten.ops.kernel_signatures import decode_call
 
 launches = []
 
@@ -78,12 +79,13 @@ def launch(kernel, planned, *args):
     return result, launches.pop()
 
 query, key, value = (torch.zeros(2, heads, n, 64, dtype=torch.bfloat16) for heads, n in ((8, 1), (2, 500), (2, 500)))
-segment = decode.plan_segment(query, key, value, None, None, 0.1)
+call = decode_call(query, key, value, scale=0.1)
+segment = decode.plan_segment(call, call.segments[0])
 combine = plan_combine(query, 64, segment.tile_space)
 found = {}
 out = []
 for _ in range(2):
-    partials, by_decode = launch(segment.launch.kernel, segment, query, key, value)
+    partials, by_decode = launch(segment.launch.kernel, segment, call, call.segments[0])
     out.append(partials)
     _, by_combine = launch(combine.launch.kernel, combine, partials)
     for name, made in (("decode", by_decode), ("combine", by_combine)):

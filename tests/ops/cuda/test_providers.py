@@ -32,7 +32,7 @@ TABLE = Table(
 )
 NAMES = ("triton", "cudnn", "flash", "fa2", "fa3", "fa4")
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-decode_on_cuda = decode_kernel(cuda.decode_attention)
+decode_on_cuda = decode_kernel(cuda.attention)
 
 
 def tensors(
@@ -216,7 +216,7 @@ def test_float8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) ->
     float8 = Workload.of(query, *kv)
     assert unsupported_reason("triton", float8) is None
     assert "float8" in unsupported_reason("cudnn", float8)
-    monkeypatch.setattr(providers, "capability", lambda device: (8, 6))
+    monkeypatch.setattr(providers, "has_float8", lambda device: False)
     assert "from compute capability 8.9 on" in unsupported_reason("triton", float8)
     assert unsupported_reason("triton", Workload.of(query, *(x.to(torch.int8) for x in kv))) is None
     assert unsupported_reason("triton", work(plain=False)) is None

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import with_variant
 from poison import fresh_memory_is_poison
 from torch import Tensor
 
@@ -29,10 +28,6 @@ Call = dict[str, Any]
 
 decode = partial(torch.ops.tatten.decode_attention, provider="triton")
 bifurcated = torch.ops.tatten.bifurcated_attention
-
-
-def decode_reference(**inputs: Any) -> tuple[Tensor, Tensor]:
-    return decode_attention_reference(**with_variant(inputs))
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -154,7 +149,7 @@ def test_each_replay_is_right(name: str) -> None:
                 out, lse = bifurcated(*call.values(), [None] * len(call["keys"]))
             else:
                 out, lse = decode(**call)
-        reference = bifurcated_attention_reference if "keys" in call else decode_reference
+        reference = bifurcated_attention_reference if "keys" in call else decode_attention_reference
         want, want_lse = reference(**call)
         eps = torch.finfo(out.dtype).eps
         bound = eps * want.abs() + 2 * max(eps, 2e-6) * reference(**of_magnitudes(call))[0] + 1e-30

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cuda import decode, decode_grid, segment_launches
 from tatten.ops.cuda.decode import SegmentLaunch
 from tatten.ops.cuda.prefix_sm90 import PrefixAttention
 from tatten.ops.cuda.segment_launches import PrefixSegment, plan_prefix_segment
 from tatten.ops.cuda.segments import Segments, plan_segments
 from tatten.ops.cuda.tile_space import TileSpace
-from tatten.ops.variant import AttentionVariant
+from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 
 SMS = 132
 
@@ -23,10 +24,9 @@ SMS = 132
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU whose prefix kernel takes all plain keys that sequences share."""
 
-    def plan_prefix(
-        query: Tensor, key: Tensor, value: Tensor, scale: float, programs: int | None, *_: object
-    ) -> PrefixSegment:
-        space = TileSpace(1, 8, key.shape[2], 8, query.shape[0], 1, programs or SMS, 128, 128)
+    def plan_prefix(call: AttentionCall, stored: KeyValue, programs: int | None) -> PrefixSegment:
+        query = call.query
+        space = TileSpace(1, 8, stored.key.shape[2], 8, query.shape[0], 1, programs or SMS, 128, 128)
         return PrefixSegment(space, lambda *_: (query,) * 4)
 
     for module in (segment_launches, decode_grid):
@@ -34,7 +34,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_launches, "choose_levels", lambda query, keys: None)
     monkeypatch.setattr(segment_launches, "plan_prefix_segment", plan_prefix)
     monkeypatch.setattr(
-        segment_launches, "_takes_prefix_kernel", lambda query, x, scale: x.key.shape[0] == 1 and x.attn_mask is None
+        segment_launches, "_takes_prefix_kernel", lambda call, x: x.key.shape[0] == 1 and x.attn_mask is None
     )
 
 
@@ -54,8 +54,8 @@ def plan(
     attn_masks = [
         empty(key.shape[0], 1, 1, key.shape[2], dtype=masks[i]) if i in masks else None for i, key in enumerate(keys)
     ]
-    variant = AttentionVariant(softcap=softcap, sinks=empty(32) if sinks else None)
-    return plan_segments(empty(256, 32, 1, 128), keys, keys, attn_masks, [None] * len(keys), 0.1, variant=variant)
+    variant = {"softcap": softcap, "sinks": empty(32) if sinks else None}
+    return plan_segments(bifurcated_call(empty(256, 32, 1, 128), keys, keys, attn_masks, scale=0.1, **variant))
 
 
 def programs(plan: Segments) -> list[int]:
@@ -77,7 +77,7 @@ def test_large_keys_and_values_alone_are_described_to_tma(
     query, key = (
         torch.empty(1, heads, n, 128, dtype=torch.float16, device="meta") for heads, n in ((32, 1), (8, kv_len))
     )
-    segment = decode.plan_segment(query, key, key, None, None, 0.1)
+    segment = decode.plan_attention(decode_call(query, key, key, scale=0.1)).segment
     assert (segment.key_tiles is not None) == (segment.value_tiles is not None) == described
     assert segment.launch.arguments["TMA"] == described
 
@@ -100,12 +100,12 @@ def test_the_prefix_kernel_has_memory_for_partial_states_only_where_there_are_so
     """512 short work tiles get a program each: two slots for each would be several times the result."""
     query = torch.empty(16 * rows, 32, 1, 64, dtype=torch.bfloat16)
     key = torch.empty(rows, 8, 300, 64, dtype=torch.bfloat16)
-    planned = plan_prefix_segment(query, key, key, 0.1)
+    call = bifurcated_call(query, [key], [key], scale=0.1)
+    planned = plan_prefix_segment(call, call.segments[0])
     assert isinstance(planned.attend, PrefixAttention)
     assert planned.tile_space.split == split
-    left = dataclasses.replace(planned, attend=dataclasses.replace(planned.attend, launch=lambda *_: None))(
-        query, key, key
-    )
+    without_launch = dataclasses.replace(planned.attend, launch=lambda *_: None)
+    left = dataclasses.replace(planned, attend=without_launch)(call, call.segments[0])
     slots = 2 * planned.tile_space.programs if split else 0
     assert left.partial_out.shape == (slots, 128, 64)
     assert left.partial_lse.shape == (slots, 128)

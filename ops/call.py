@@ -1,0 +1,103 @@
+"""One description of an attention call: everything below the flat schemas of the ops reads it.
+
+A new operand is a field here, a check in `tatten.ops.validation`, a line in `tatten.ops.reference`, and the kernels
+that support it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tatten.ops.states import State
+
+DECODE, BIFURCATED, LATENT = "decode_attention", "bifurcated_attention", "latent_attention"
+_NAMES_OF_LATENTS = {"key": "latent", "value": "latent", "rope": "key_rope"}
+
+
+class KeyValue(NamedTuple):
+    """Keys and values that are stored together, with the operands that say which of them count.
+
+    Attributes:
+        key: `[kv_batch, kv_heads, kv_length, head_dim]`.
+        value: `[kv_batch, kv_heads, kv_length, value_dim]`; the same tensor as `key` if these are latents.
+        attn_mask, kv_lens: as `tatten.decode_attention` takes them.
+        block_mask: the `data` of a `tatten.BlockMask` of `attn_mask`.
+        row_groups: the result of `tatten::row_groups`, if each sequence may read any row.
+        key_scale, value_scale: as `tatten.decode_attention` takes them.
+        rope: `[kv_batch, 1, kv_length, width]`, further columns of keys that are latents.
+    """
+
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    kv_lens: Tensor | None = None
+    block_mask: Tensor | None = None
+    row_groups: Tensor | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    rope: Tensor | None = None
+
+
+class AttentionCall(NamedTuple):
+    """A call of `op`. It is a tuple because `tatten.ops.cuda.launcher.by_layout` keys tuples by their contents.
+
+    Attributes:
+        op: the name of the op, which is the name of the public function too.
+        query: `[batch, q_heads, q_length, head_dim]`.
+        segments: the segments of keys; one, but for `bifurcated_attention`.
+        scale: factor of the scores; None for `head_dim ** -0.5`.
+        window, softcap, sinks: as `tatten.decode_attention` takes them.
+        query_rope: the queries' part for the `rope` of keys.
+        out_dtype: the dtype of `out`; None for `query`'s.
+        provider, batch_invariant: as `tatten.decode_attention` takes them.
+    """
+
+    op: str
+    query: Tensor
+    segments: tuple[KeyValue, ...]
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    query_rope: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    provider: str = "auto"
+    batch_invariant: bool = False
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of the scores as a number."""
+        return self.query.shape[3] ** -0.5 if self.scale is None else self.scale
+
+    @property
+    def latent(self) -> bool:
+        """True if keys and values are one tensor, the latents."""
+        return self.op == LATENT
+
+    def name_of(self, field: str, segment: int = 0) -> str:
+        """Return the public name of a field of a segment, for errors: `key`, `keys[1]` or `latent`."""
+        if self.op == BIFURCATED:
+            return f"row_groups[{segment}]" if field == "row_groups" else f"{field}s[{segment}]"
+        return _NAMES_OF_LATENTS.get(field, field) if self.latent else field
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the call by their public names."""
+        named = {"query": self.query, "query_rope": self.query_rope, "sinks": self.sinks}
+        for i, segment in enumerate(self.segments):
+            named |= {self.name_of(field, i): x for field, x in zip(KeyValue._fields, segment, strict=True)}
+        return {name: x for name, x in named.items() if x is not None}
+
+
+Attend = Callable[[AttentionCall], State]
+
+
+def check_segments(keys: Sequence[Tensor], **given: Sequence[object]) -> None:
+    """Raise ValueError unless each of the sequences given has as many entries as `keys`."""
+    for name, entries in given.items():
+        if len(entries) != len(keys):
+            raise ValueError(f"`{name}` must have one entry for each of the {len(keys)} `keys`, got {len(entries)}")
