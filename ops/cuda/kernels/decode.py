@@ -17,9 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_tile, halves_of, scores_of, store_lse, upcast
+from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_tile, halves_of, scores_of, store_lse
 from tatten.ops.cuda.kernels.tile_scheduler import chunks_of, first_tile, sequences_of, tile_space, tiles_of_chunk
-from tatten.ops.cuda.kernels.tiles import load_keys, load_values
+from tatten.ops.cuda.kernels.tiles import load_scales, score_tile
 
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
 NO_SCALE, HEAD_SCALE, KEY_SCALE = 0, 1, 2  # a scale for each head, or for each key of each head
@@ -204,11 +204,11 @@ def _decode_kernel(
             q = q.to(tl.float32)
         if ROPE_DIM:
             rope_dims = tl.arange(0, BLOCK_R)
-            rope_b, rope_h, rope_l, rope_d = rope_strides[0]
+            rope_b, rope_h, rope_l, rope_q_d = rope_strides[0]
             q_rope = tl.load(
                 rope[0]
                 + (sequence * rope_b + head * rope_h + position * rope_l)[:, None]
-                + (rope_dims * rope_d)[None, :],
+                + (rope_dims * rope_q_d)[None, :],
                 mask=q_ok[:, None] & (rope_dims < ROPE_DIM)[None, :],
                 other=0.0,
             )
@@ -220,8 +220,7 @@ def _decode_kernel(
         if HAS_LENS:
             length = tl.minimum(tl.maximum(tl.load(kv_lens + kv_row), 0), kv_len).to(tl.int32)
         last_key = length - q_len + position  # the last key that each query may attend to
-        if TMA:
-            tma_row, tma_head = kv_row.to(tl.int32), kv_head.to(tl.int32)
+        tma_at = (kv_row.to(tl.int32), kv_head.to(tl.int32))
         key_base = key + kv_row * key_b + kv_head * key_h
         value_base = value + kv_row * value_b + kv_head * value_h
         if MASK:
@@ -233,6 +232,25 @@ def _decode_kernel(
             key_scale_base = key_scale + (kv_row * kv_heads + kv_head) * kv_len
         if VALUE_SCALE == 2:
             value_scale_base = value_scale + (kv_row * kv_heads + kv_head) * kv_len
+
+        # A part that this variant lacks is another one, which nothing reads.
+        queries = (q, q_rest if HALVES else q, q_rope if ROPE_DIM else q)
+        bases = (
+            key_base,
+            value_base,
+            rope_base if ROPE_DIM else key_base,
+            key_scale_base if KEY_SCALE == 2 else key_base,
+        )
+        strides = (
+            KEY_S if KEY_S else key_s,
+            key_d,
+            VALUE_S if VALUE_S else value_s,
+            value_d,
+            rope_strides[1][2] if ROPE_DIM else key_s,
+            rope_strides[1][3] if ROPE_DIM else key_d,
+        )
+        column_dims = (offset_dims, offset_value_dims, rope_dims if ROPE_DIM else offset_dims)
+        operands = (queries, bases, strides, column_dims, tma_at)
 
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -255,31 +273,25 @@ def _decode_kernel(
             for i in range(steps):
                 start_key = run_start + i * RUN_N
                 keys = (start_key + tl.arange(0, RUN_N)).to(tl.int64)
-                if TMA:
-                    if not LATENT:
-                        k = key_tiles.load([tma_row, tma_head, start_key, 0]).reshape([RUN_N, BLOCK_D]).T
-                    v = value_tiles.load([tma_row, tma_head, start_key, 0]).reshape([RUN_N, BLOCK_DV])
-                else:
-                    if not LATENT:
-                        k = load_keys(key_base, keys, KEY_S if KEY_S else key_s, offset_dims, key_d, HEAD_DIM)
-                    v = load_values(
-                        value_base, keys, VALUE_S if VALUE_S else value_s, offset_value_dims, value_d, VALUE_DIM
-                    )
-                if LATENT:
-                    k = v.T
-                k, v = upcast(k, q.dtype), upcast(v, q.dtype)
-                products = tl.dot(q, k, input_precision="ieee")
-                if HALVES:
-                    products = tl.dot(q_rest, k, products, input_precision="ieee")
-                if ROPE_DIM:
-                    k = load_keys(rope_base, keys, rope_strides[1][2], rope_dims, rope_strides[1][3], ROPE_DIM)
-                    products = tl.dot(q_rope, upcast(k, q.dtype), products, input_precision="ieee")
-                if KEY_SCALE == 2:
-                    products *= tl.load(key_scale_base + keys).to(tl.float32)[None, :]
+                products, v = score_tile(
+                    operands,
+                    key_tiles,
+                    value_tiles,
+                    start_key,
+                    keys,
+                    None,
+                    HEAD_DIM,
+                    VALUE_DIM,
+                    ROPE_DIM,
+                    LATENT,
+                    HALVES,
+                    KEY_SCALE,
+                    TMA,
+                )
                 scores = scores_of(products, score_scale, softcap, UNSCALED, SOFTCAP)
                 v_scale = None
                 if VALUE_SCALE == 2:
-                    v_scale = tl.load(value_scale_base + keys).to(tl.float32)
+                    v_scale = load_scales(value_scale_base, keys)
                 acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED, v_scale)
             begin = first + steps * (RUN_N // BLOCK_N)
             more = begin < tl.minimum(stop, count)
@@ -297,28 +309,21 @@ def _decode_kernel(
                 valid = keys < length
                 if WINDOW:
                     valid = valid & (keys > length - q_len - window)
-            # Keys that no query attends to may be NaN, so they are not read even inside a block.
-            if TMA and not HAS_BLOCK_LIST:
-                if not LATENT:
-                    k = key_tiles.load([tma_row, tma_head, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_D]).T
-                v = value_tiles.load([tma_row, tma_head, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_DV])
-            else:
-                if not LATENT:
-                    k = load_keys(key_base, keys, KEY_S if KEY_S else key_s, offset_dims, key_d, HEAD_DIM, valid)
-                v = load_values(
-                    value_base, keys, VALUE_S if VALUE_S else value_s, offset_value_dims, value_d, VALUE_DIM, valid
-                )
-            if LATENT:
-                k = v.T
-            k, v = upcast(k, q.dtype), upcast(v, q.dtype)
-            products = tl.dot(q, k, input_precision="ieee")
-            if HALVES:
-                products = tl.dot(q_rest, k, products, input_precision="ieee")
-            if ROPE_DIM:
-                k = load_keys(rope_base, keys, rope_strides[1][2], rope_dims, rope_strides[1][3], ROPE_DIM, valid)
-                products = tl.dot(q_rope, upcast(k, q.dtype), products, input_precision="ieee")
-            if KEY_SCALE == 2:
-                products *= tl.load(key_scale_base + keys, mask=valid, other=0.0).to(tl.float32)[None, :]
+            products, v = score_tile(
+                operands,
+                key_tiles,
+                value_tiles,
+                block * BLOCK_N,
+                keys,
+                valid,
+                HEAD_DIM,
+                VALUE_DIM,
+                ROPE_DIM,
+                LATENT,
+                HALVES,
+                KEY_SCALE,
+                TMA and not HAS_BLOCK_LIST,
+            )
             scores = scores_of(products, score_scale, softcap, UNSCALED, SOFTCAP)
             ok = valid[None, :]
             if WINDOW:
@@ -334,7 +339,7 @@ def _decode_kernel(
             scores = tl.where(ok, scores, float("-inf"))
             v_scale = None
             if VALUE_SCALE == 2:
-                v_scale = tl.load(value_scale_base + keys, mask=valid, other=0.0).to(tl.float32)
+                v_scale = load_scales(value_scale_base, keys, valid)
             acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED, v_scale)
             if HAS_BLOCK_LIST:  # fetched one tile ahead, so that no load waits for its address
                 more = i + 1 < stop
