@@ -19,7 +19,7 @@ from tatten.caches.sharded_layer import Interleaved, ShardedLayer
 from tatten.caches.sharded_prefix import ShardedPrefixLayer
 from tatten.dtensor_sdpa import merged_attention
 from tatten.integrations.transformers.config import attention_implementation, caches_latents, count_layers
-from tatten.integrations.transformers.handover import hand_over, running_prefill
+from tatten.integrations.transformers.handover import Share, hand_over, running_prefill
 from tatten.integrations.transformers.prefill import prefill
 from tatten.integrations.transformers.shared_prefix_layer import SharedPrefixCacheLayer
 
@@ -33,9 +33,10 @@ class ShardedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     is_compileable = True
 
-    def __init__(self, kv: ShardedLayer, latents: bool = False):
+    def __init__(self, kv: ShardedLayer, index: int, latents: bool = False):
         super().__init__()
         self.kv = kv
+        self.index = index
         self.latents = latents
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -45,7 +46,7 @@ class ShardedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if (prefill := running_prefill()) is not None:
             return prefill.store(self.kv, key_states, value_states)
         if self.is_initialized and self.latents:
-            return _own(self.kv, key_states, value_states)
+            return _own(self.kv, self.index, key_states, value_states)
         if self.is_initialized:
             return self.kv.append(key_states, value_states)
         self.kv.prefill(key_states, value_states)
@@ -82,16 +83,16 @@ class ShardedLatentsLayer(SharedPrefixCacheLayer):
 
     def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if self.kv.batch_size:
-            return _own(self.kv, key_states, value_states)
+            return _own(self.kv, self.index, key_states, value_states)
         self.kv.append(key_states, value_states)
         hand_over(None)
         return key_states, value_states
 
 
-def _own(kv: ShardedLayer | ShardedPrefixLayer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _own(kv: ShardedLayer | ShardedPrefixLayer, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Add new latents, return this rank's, and tell the attention that follows what they are a share of."""
     own = kv.append_to_own(key, value)
-    hand_over(kv.layout if kv.layout.ranks > 1 else None)
+    hand_over(Share(kv.layout, index, own[0].shape[2]) if kv.layout.ranks > 1 else None)
     return own
 
 
@@ -138,7 +139,7 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
         num_layers = config if isinstance(config, int) else count_layers(config)
         self._cache = sharded_cache.ShardedKVCache(num_layers, mesh, capacity, sequence=sequence, heads=heads)
         latents = not isinstance(config, int) and caches_latents(config)
-        super().__init__(layers=[ShardedCacheLayer(kv, latents) for kv in self._cache.layers])
+        super().__init__(layers=[ShardedCacheLayer(kv, index, latents) for index, kv in enumerate(self._cache.layers)])
 
     @property
     def batch_size(self) -> int:

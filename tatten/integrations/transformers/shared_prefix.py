@@ -155,7 +155,7 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
 
     def _adopt(self, cache: shared_prefix.SharedPrefixCache) -> None:
         self._cache = cache
-        super().__init__(layers=[self._layer_type(kv) for kv in cache.layers])
+        super().__init__(layers=[self._layer_type(kv, index) for index, kv in enumerate(cache.layers)])
 
 
 def _held(into: SharedPrefixCache) -> shared_prefix.SharedPrefixCache:

@@ -22,9 +22,10 @@ class SharedPrefixCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     is_croppable = True  # without which transformers refuses assisted decoding, from 5.24 on
 
-    def __init__(self, kv: SharedPrefixLayer):
+    def __init__(self, kv: SharedPrefixLayer, index: int):
         super().__init__()
         self.kv = kv
+        self.index = index
         self.is_initialized = bool(kv.segments)
         self.repeated = 0
 
