@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from tatten.caches.sharded_layer import Interleaved
+    from tatten.caches.layout import OneDevice
     from tatten.caches.striped_prefill import StripedPrefill
 
 
 class Share(NamedTuple):
     """A layer's share of the keys that all ranks hold: `keys` of them, dealt out as `layout` says."""
 
-    layout: Interleaved
+    layout: OneDevice
     layer: int
     keys: int
 
@@ -43,7 +43,7 @@ def hand_over(share: Share | None) -> None:
     _given.share = share
 
 
-def take_over(layer: int | None, keys: int) -> Interleaved | None:
+def take_over(layer: int | None, keys: int) -> OneDevice | None:
     """Return the layout of the share that this layer handed over for as many keys, once; None where they are whole."""
     share = _given.share
     _given.share = None

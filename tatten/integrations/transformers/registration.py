@@ -35,7 +35,7 @@ def attention(
 
     layout = take_over(getattr(module, "layer_idx", None), key.shape[2])
     if isinstance(key, DTensor):
-        from tatten.caches.sharded_layer import Interleaved
+        from tatten.caches.interleaved import Interleaved
 
         layout = Interleaved(key.device_mesh, key.placements)
     elif layout is not None:
@@ -48,8 +48,10 @@ def attention(
                 'attn_implementation="sdpa" or "eager"'
             )
     if layout is not None:
+        from tatten.caches.interleaved import Interleaved
         from tatten.integrations.transformers.sharded import attention as over_shards
 
+        assert isinstance(layout, Interleaved)
         assert isinstance(key, DTensor)
         assert isinstance(value, DTensor)
         return over_shards(module, query, key, value, attention_mask, *args, layout=layout, **kwargs)
