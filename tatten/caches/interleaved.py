@@ -40,7 +40,7 @@ class Interleaved(OneDevice):
             if placement.is_shard(2):
                 self.ranks *= mesh.size(dim)
                 self.rank = self.rank * mesh.size(dim) + mesh.get_local_rank(dim)
-        self.own = slice(self.rank, None, self.ranks)
+        self.own = self.own_from(0)
         self.sequence_dims = [dim for dim, placement in enumerate(self.placements) if placement.is_shard(2)]
         self.sharing_dims = [dim for dim, placement in enumerate(self.placements) if placement.is_shard()]
         self._only_heads = tuple(Replicate() if placement.is_shard(2) else placement for placement in placements)

@@ -71,7 +71,7 @@ class Layer:
             mark_static(self.length)
 
     @property
-    def forked(self) -> bool:
+    def static(self) -> bool:
         """Return True if tokens are written into slots, and False while the root grows."""
         return self.slots is not None
 
@@ -110,17 +110,17 @@ class Layer:
             ValueError, TypeError: the tensors do not match those of the cache, there is no room for them (see
                 `check_room`), or ranks were given different prompts. Nothing has been written.
         """
-        first = not self.forked and self.batch_size == 0
+        first = not self.static and self.batch_size == 0
         keys, values = self.append_to_own(key, value)
         return (key, value) if first else (self.layout.keys(keys), self.layout.keys(values))
 
     def append_to_own(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add new tokens, as `append`, and return all that this rank holds as plain tensors."""
         self.layout.check_plain(key, value)
-        if self.agreement is not None and self.leads and not self.forked and not torch.compiler.is_compiling():
+        if self.agreement is not None and self.leads and not self.static and not torch.compiler.is_compiling():
             self.agreement.check_prompt(key, self.prefix_length)
         self._check_fit(key, value)
-        if not self.forked:
+        if not self.static:
             # The first pair is copied, too: it may be a view of something larger.
             past_key, past_value = self.segments[0] if self.segments else (key[:, :, :0], value[:, :, :0])
             own = self.layout.own_from(self.prefix_length)
@@ -129,7 +129,10 @@ class Layer:
             return root
 
         self.check_room(key.shape[2])
-        storage = self._allocated(key, value)
+        storage = self._storage(key, value)
+        if self.keys is None:
+            self.keys, self.values = storage
+            self.batch_size = key.shape[0]
         self.layout.write(self.prefix_length, self.length, storage, (key, value))
         self.length.add_(key.shape[2])
         if not self.segments:
@@ -159,18 +162,18 @@ class Layer:
         """
         self.layout.check_plain(key, value)
         self._check_fit(key, value)
-        if not self.forked:
+        if not self.static:
             slots = -(-tokens // self.layout.ranks)
             keys, values = (new.new_empty(*new.shape[:2], slots, new.shape[3]) for new in (key, value))
             return keys, values
         self.check_room(tokens)
-        return self._new_slots(key, value) if self.keys is None or self.values is None else (self.keys, self.values)
+        return self._storage(key, value)
 
     def adopt(self, storage: tuple[Tensor, Tensor], tokens: int) -> None:
         """Begin with what was written into `storage_for`; clears the slot behind this rank's last token."""
         own = self.layout.slots(0, tokens)
         self.batch_size = storage[0].shape[0]
-        if not self.forked:
+        if not self.static:
             self._grow((storage[0][:, :, :own], storage[1][:, :, :own]), tokens)
             return
         for tensor in storage:
@@ -180,7 +183,7 @@ class Layer:
 
     def crop(self, tokens: int) -> None:
         """Forget the last `tokens` tokens, of the slots, which are not cleared, or of the root before a fork."""
-        if self.forked:
+        if self.static:
             self.length.sub_(tokens)
         else:
             kept = self.prefix_length - tokens
@@ -214,9 +217,8 @@ class Layer:
 
     def allocate(self) -> None:
         """Give a fork memory for its tokens."""
-        key, value = (tensor[:1].expand(self.batch_size, -1, -1, -1) for tensor in self.segments[0])
-        self.length = torch.zeros((), dtype=torch.int64, device=key.device)
-        self.keys, self.values = self._new_slots(key, value)
+        self.length = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.keys, self.values = self._new_slots(self.batch_size, *self.segments[0])
         self._mark_static()
 
     def selected_rows(self, selection: Selection, narrow: bool) -> Kept:
@@ -227,7 +229,7 @@ class Layer:
     def select(self, selection: Selection, kept: Kept) -> Layer:
         """Make a layer of the chosen sequences, which read the rows `kept` of the segments. Copies the slots."""
         chosen = self._copy()
-        if self.forked:
+        if self.static:
             chosen.length = self.length.clone()
         chosen._choose(selection, kept, in_place=False)
         return chosen
@@ -239,7 +241,7 @@ class Layer:
 
     def _choose(self, selection: Selection, kept: Kept, in_place: bool) -> None:
         self.batch_size = len(selection)
-        if not self.forked:
+        if not self.static:
             self.segments = tuple((selection.take(key), selection.take(value)) for key, value in self.segments)
             return
         self.segments = tuple(
@@ -272,19 +274,19 @@ class Layer:
         segments = zip(self.segments, self.rows, strict=True)
         return [expand_to_batch(segment[which], self.batch_size, rows) for segment, rows in segments]
 
-    def _allocated(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _storage(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if self.keys is None or self.values is None:
-            self.keys, self.values = self._new_slots(key, value)
-            self.batch_size = key.shape[0]
+            keys, values = self._new_slots(key.shape[0], key, value)
+            return keys, values
         return self.keys, self.values
 
     @torch.compiler.disable(
         reason="a graph can't allocate storage that outlives it: store the first tokens in eager mode"
     )
-    def _new_slots(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _new_slots(self, batch: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         slots = self.slots
         assert slots is not None
-        keys, values = (new.new_zeros(*new.shape[:2], slots, new.shape[3]) for new in (key, value))
+        keys, values = (like.new_zeros(batch, like.shape[1], slots, like.shape[3]) for like in (key, value))
         mark_static(keys, values)
         return keys, values
 
@@ -297,8 +299,8 @@ class Layer:
         check_alike(key, value)
         held, over = self.tensors[:2] or (key, value), "cache" if self.layout.mesh is None else "mesh"
         for name, tensor, like in (("key", key, held[0]), ("value", value, held[1])):
-            device = self.length.device if self.forked else like.device
-            if self.forked and torch.is_grad_enabled() and tensor.requires_grad:
+            device = self.length.device if self.static else like.device
+            if self.static and torch.is_grad_enabled() and tensor.requires_grad:
                 raise ValueError(f"`{name}` must not require grad to be written into the cache: use torch.no_grad()")
             if tensor.device != device:
                 raise ValueError(f"`{name}` must be on {device}, the device of the {over}, got {tensor.device}")

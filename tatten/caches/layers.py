@@ -25,12 +25,12 @@ def used_slots(layers: Layers, name: str) -> int:
     if empty:
         raise ValueError(f"`{name}` needs a prefill of all {len(layers)} layers, got none in layers {empty}")
     lengths = [layer.prefix_length for layer in layers]
-    if layers[0].forked:
+    if layers[0].static:
         device = layers[0].length.device
         lengths = torch.stack([layer.length.to(device) for layer in layers]).tolist()
     if len(set(lengths)) > 1:
         raise ValueError(f"`{name}` must come between steps, with as many tokens in each layer, got {lengths}")
-    return lengths[0] if layers[0].forked else 0
+    return lengths[0] if layers[0].static else 0
 
 
 def fork_layers(layers: Layers, n: int, capacity: int, used: int) -> Layers:
@@ -49,7 +49,7 @@ def select_layers_(layers: Layers, selection: Selection) -> Kept:
     """Select in place; returns which rows of the segments are kept. Rows stay where they are while the batch does."""
     stays = len(selection) == layers[0].batch_size
     kept = _on_each_device(layers, lambda layer: layer.selected_rows(selection, narrow=not stays))
-    if stays and layers[0].forked:
+    if stays and layers[0].static:
         held = _on_each_device(layers, lambda layer: layer.rows)
         kept = {device: _in_place(held[device], new) for device, new in kept.items()}
     for layer in layers:

@@ -209,8 +209,6 @@ class ShardedKVCache(Steps):
         return whole
 
     def _check_prompt_mask(self, prompt_mask: Tensor) -> None:
-        if prompt_mask.dtype != torch.bool:
-            raise TypeError(f"`prompt_mask` must be bool, got {prompt_mask.dtype}")
         if prompt_mask.dim() != 2 or not 1 <= prompt_mask.shape[1] <= self.capacity:
             raise ValueError(
                 f"`prompt_mask` must be [batch, 1 to {self.capacity}], got shape {tuple(prompt_mask.shape)}"

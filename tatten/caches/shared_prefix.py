@@ -107,7 +107,7 @@ class SharedPrefixCache(Steps):
                 has been written.
         """
         held = self._layer(layer)
-        if not held.forked and key.dim() == 4:
+        if not held.static and key.dim() == 4:
             self._check_prompt(held, key)
         return held.append(key, value)
 
@@ -170,7 +170,7 @@ class SharedPrefixCache(Steps):
         """
         selection = self._selection(indices)
         self._check_into(into)
-        if into is not None and not self.layers[0].forked:
+        if into is not None and not self.layers[0].static:
             raise ValueError("`into` must be None for a selection before a fork, which has no suffix")
         layers, kept = select_layers(self.layers, selection, narrow=into is None)
         prompts = self._selected_prompts(selection, kept)
@@ -191,8 +191,8 @@ class SharedPrefixCache(Steps):
             return
         check_positive("tokens", tokens)
         last = self.layers[-1]
-        if not (last.forked and is_captured(last.length)):
-            used = used_slots(self.layers, "crop") if last.forked else last.prefix_length
+        if not (last.static and is_captured(last.length)):
+            used = used_slots(self.layers, "crop") if last.static else last.prefix_length
             if tokens > used - last.frozen:
                 raise ValueError(
                     f"`tokens` must be at most {used - last.frozen}, as many as came since the last fork, got {tokens}"

@@ -67,7 +67,7 @@ class Steps:
         """
         tokens, total = self._step(q_len)
         last = self.layers[-1]
-        layout = self.layout if last.forked or last.segments else ONE_DEVICE  # a root's first tokens attend to all
+        layout = self.layout if last.static or last.segments else ONE_DEVICE  # a root's first tokens attend to all
         places = torch.arange(layout.rank, total, layout.ranks, device=tokens.device)
         visible = (places <= tokens[:, None])[None, None]
         if (real := self.prompts.real(places, self._prompt_length(total))) is not None:
@@ -111,7 +111,7 @@ class Steps:
         check_positive("q_len", q_len)
         last = self.layers[-1]
         prefix = last.prefix_length
-        if last.forked:
+        if last.static:
             last.check_room(q_len)
             new = torch.arange(q_len, device=last.length.device)
             return prefix + last.length + new, prefix + last.capacity
@@ -120,11 +120,11 @@ class Steps:
 
     def _prompt_length(self, total: int) -> int:
         last = self.layers[-1]
-        return last.lengths[0] if last.forked and last.lengths else total
+        return last.lengths[0] if last.static and last.lengths else total
 
     def _of_each_sequence(self, of_prompts: Tensor) -> Tensor:
         """`[batch, ...]` of what `[G, ...]` says of the prompts."""
-        rows = self.layers[0].rows[0] if self.layers[0].forked and self.layers[0].rows else None
+        rows = self.layers[0].rows[0] if self.layers[0].static and self.layers[0].rows else None
         return expand_to_batch(of_prompts, self.batch_size or of_prompts.shape[0], rows)
 
     def _selection(self, indices: Sequence[int] | Tensor) -> Selection:
@@ -142,5 +142,5 @@ class Steps:
     def _selected_prompts(self, selection: Selection, kept: Kept) -> Prompts:
         """Prompts in the order of the root's rows: after a fork those that are kept, before it the chosen ones."""
         return self.prompts.map(
-            (lambda prompts: prompts[kept[0][0]]) if self.layers[0].forked and kept else selection.take
+            (lambda prompts: prompts[kept[0][0]]) if self.layers[0].static and kept else selection.take
         )

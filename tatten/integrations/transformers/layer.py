@@ -36,12 +36,12 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:
-        return self.kv.forked
+        return self.kv.static
 
     @property
     def is_croppable(self) -> bool:
         """Without which transformers refuses assisted decoding, from 5.24 on."""
-        return bool(self.kv.segments) or not self.kv.forked
+        return bool(self.kv.segments) or not self.kv.static
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -67,7 +67,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_seq_length(self) -> int | Tensor:
         if self.repeated or not self.is_initialized:
             return 0
-        return self.kv.prefix_length + self.kv.length if self.kv.forked else self.kv.prefix_length
+        return self.kv.prefix_length + self.kv.length if self.kv.static else self.kv.prefix_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.repeated and query_length <= self.repeated:
@@ -77,7 +77,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         if self.repeated or not self.is_initialized:
             return query_length, 0
-        if not self.kv.forked:
+        if not self.kv.static:
             return self.kv.prefix_length + query_length, 0
         # `generate` asks on the host, ahead of a compiled forward that cannot check.
         if self.kv.length.device.type == "cpu":
@@ -85,7 +85,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.get_max_length(), 0
 
     def get_max_length(self) -> int:
-        return self.kv.prefix_length + self.kv.capacity if self.kv.forked else -1
+        return self.kv.prefix_length + self.kv.capacity if self.kv.static else -1
 
     def reset(self) -> None:
         self.kv.clear()

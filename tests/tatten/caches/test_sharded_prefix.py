@@ -99,7 +99,7 @@ class Both:
                 for a, b in zip(got, want, strict=True):
                     assert torch.equal(a, self.own_heads(b)[:, :, (r - start) % n :: n])
                 start += length
-            if local.forked:
+            if local.static:
                 assert local.keys.shape[2] == -(-whole.capacity // n)
 
 

@@ -134,7 +134,7 @@ class PrefixHistory(History):
                 assert [rows is None for rows in layer.rows] == [x.aligned for x in model.prefixes]
                 segments = zip(layer.segments, layer.rows, strict=True)
                 parts = [[expand_to_batch(x, layer.batch_size, rows) for x in segment] for segment, rows in segments]
-                if layer.forked:
+                if layer.static:
                     assert int(layer.length) == model.used
                     parts.append([layer.keys[:, :, : model.used], layer.values[:, :, : model.used]])
                     assert layer.keys.isfinite().all()
