@@ -44,34 +44,28 @@ class Prompts:
         """The device of what was given; None for all tokens."""
         return next((tensor.device for tensor in self.given.values()), None)
 
-    def real(self, places: Tensor, prompt_length: int) -> Tensor | None:
-        """Bool `[G, len(places)]`, True at the places of tokens that take part, all after the prompts included.
-
-        None for all of them.
+    def real(self, prompt_length: int, total: int) -> Tensor | None:
+        """Bool `[G, total]`, True for tokens that take part, all after the prompts included; None for all of them.
 
         Args:
             prompt_length: tokens of the prompts, where lengths are given; a mask has its own length.
         """
         if self.mask is not None:
-            return self._padded(self.mask).index_select(1, places.clamp(max=self.mask.shape[1]))
+            return F.pad(self.mask, (0, total - self.mask.shape[1]), value=True)
         if self.lens is not None:
+            places = torch.arange(total, device=self.lens.device)
             return (places < self.lens[:, None]) | (places >= prompt_length)
         return None
 
     def positions(self, places: Tensor, prompt_length: int) -> Tensor:
         """Positions of the tokens at these places, int64 `[1 or G, len(places)]`, not counting padding."""
         if self.mask is not None:
-            padding = (~self._padded(self.mask)).cumsum(1).index_select(1, places.clamp(max=self.mask.shape[1]))
-        elif self.lens is not None:
+            padding = (~F.pad(self.mask, (0, 1), value=True)).cumsum(1)  # the last column: all after the prompts
+            return (places - padding.index_select(1, places.clamp(max=self.mask.shape[1]))).clamp(min=0)
+        if self.lens is not None:
             padding = (places.clamp(max=prompt_length - 1) + 1 - self.lens[:, None]).clamp(min=0)
-        else:
-            return places[None]
-        return (places - padding).clamp(min=0)
-
-    @staticmethod
-    def _padded(mask: Tensor) -> Tensor:
-        """With a column for all tokens after the prompts."""
-        return F.pad(mask, (0, 1), value=True)
+            return (places - padding).clamp(min=0)
+        return places[None]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Prompts:
         """Apply a function of tensors `[G, ...]` to what was given."""

@@ -70,8 +70,8 @@ class Steps:
         layout = self.layout if last.static or last.segments else ONE_DEVICE  # a root's first tokens attend to all
         places = torch.arange(layout.rank, total, layout.ranks, device=tokens.device)
         visible = (places <= tokens[:, None])[None, None]
-        if (real := self.prompts.real(places, self._prompt_length(total))) is not None:
-            visible = visible & self._of_each_sequence(real)[:, None, None]
+        if (real := self.prompts.real(self._prompt_length(total), total)) is not None:
+            visible = visible & self._of_each_sequence(real[:, layout.own_from(0)])[:, None, None]
         return layout.mask(visible)
 
     def positions(self, q_len: int = 1) -> Tensor:

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch import Tensor, nn
+
 if TYPE_CHECKING:
     from tatten.caches.layout import OneDevice
     from tatten.caches.striped_prefill import StripedPrefill
@@ -43,11 +45,13 @@ def hand_over(share: Share | None) -> None:
     _given.share = share
 
 
-def take_over(layer: int | None, keys: int) -> OneDevice | None:
-    """Return the layout of the share that this layer handed over for as many keys, once; None where they are whole."""
+def take_over(module: nn.Module, key: Tensor) -> OneDevice | None:
+    """Return the layout of the share that a layer handed over to its attention, once; None where keys are whole."""
     share = _given.share
     _given.share = None
-    return None if share is None or (share.layer, share.keys) != (layer, keys) else share.layout
+    if share is None or (share.layer, share.keys) != (getattr(module, "layer_idx", None), key.shape[2]):
+        return None
+    return share.layout
 
 
 def running_prefill() -> StripedPrefill | None:

@@ -93,9 +93,11 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class LayeredCache(Cache):  # type: ignore[misc]
-    """A cache of tatten as one of transformers."""
+    """A cache of tatten as one of transformers, with one layer for each of its own."""
 
-    _cache: Steps
+    def __init__(self, cache: Steps, latents: bool):
+        self._cache, self._latents = cache, latents
+        super().__init__(layers=[CacheLayer(kv, index, latents) for index, kv in enumerate(cache.layers)])
 
     @property
     def batch_size(self) -> int:

@@ -33,7 +33,7 @@ def attention(
         return striped(prefill, module, query, key, value, attention_mask, *args, **kwargs)
     from torch.distributed.tensor import DTensor  # takes seconds, unless transformers has loaded a model
 
-    layout = take_over(getattr(module, "layer_idx", None), key.shape[2])
+    layout = take_over(module, key)
     if isinstance(key, DTensor):
         from tatten.caches.interleaved import Interleaved
 

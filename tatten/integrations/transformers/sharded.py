@@ -17,7 +17,7 @@ from tatten.caches.arguments import sequence_indices
 from tatten.caches.interleaved import Interleaved
 from tatten.dtensor_sdpa import merged_attention
 from tatten.integrations.transformers.config import caches_latents, check_attention, count_layers
-from tatten.integrations.transformers.layer import CacheLayer, LayeredCache
+from tatten.integrations.transformers.layer import LayeredCache
 from tatten.integrations.transformers.prefill import prefill
 
 
@@ -64,9 +64,8 @@ class ShardedKVCache(LayeredCache):
     ):
         check_attention(config)
         num_layers = config if isinstance(config, int) else count_layers(config)
-        self._cache = sharded_cache.ShardedKVCache(num_layers, mesh, capacity, sequence=sequence, heads=heads)
-        latents = not isinstance(config, int) and caches_latents(config)
-        super().__init__(layers=[CacheLayer(kv, index, latents) for index, kv in enumerate(self._cache.layers)])
+        cache = sharded_cache.ShardedKVCache(num_layers, mesh, capacity, sequence=sequence, heads=heads)
+        super().__init__(cache, latents=not isinstance(config, int) and caches_latents(config))
 
     def prefill(self, model: PreTrainedModel, prompt: Tensor, chunk: int | None = None) -> Tensor:
         """Compute the keys and values of a prompt, with each rank running its share of the tokens.

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tatten.caches import shared_prefix
 from tatten.integrations.transformers.config import caches_latents, check_attention, count_layers
-from tatten.integrations.transformers.layer import CacheLayer, LayeredCache
+from tatten.integrations.transformers.layer import LayeredCache
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,8 +40,8 @@ class SharedPrefixCache(LayeredCache):
             the model apply windows.
         mesh, sequence, heads: as for `tatten.SharedPrefixCache`, on every rank, for a model with
             `attn_implementation="tatten"`. Each rank computes the whole prompt and keeps its share of it, or with
-            `prefill`, computes no more than that. A cache over
-            a mesh has to be forked before a model is called with single tokens.
+            `prefill`, computes no more than that. A cache over a mesh has to be forked before a model is called with
+            single tokens.
 
     Raises:
         ValueError: a layer holds anything other than keys and values, or none of its own; or over a mesh, the model has
@@ -61,9 +61,10 @@ class SharedPrefixCache(LayeredCache):
     ):
         if mesh is not None:
             check_attention(config)
-        self._latents = mesh is not None and not isinstance(config, int) and caches_latents(config)
+        latents = mesh is not None and not isinstance(config, int) and caches_latents(config)
         num_layers = config if isinstance(config, int) else count_layers(config)
-        self._adopt(shared_prefix.SharedPrefixCache(num_layers, mesh=mesh, sequence=sequence, heads=heads))
+        cache = shared_prefix.SharedPrefixCache(num_layers, mesh=mesh, sequence=sequence, heads=heads)
+        super().__init__(cache, latents)
 
     def fork(self, n: int, capacity: int, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
         """Make a cache with `n` children of each sequence, each of which can add `capacity` tokens.
@@ -122,13 +123,8 @@ class SharedPrefixCache(LayeredCache):
 
     def _of(self, cache: shared_prefix.SharedPrefixCache) -> SharedPrefixCache:
         new = type(self).__new__(type(self))
-        new._latents = self._latents
-        new._adopt(cache)
+        LayeredCache.__init__(new, cache, self._latents)
         return new
-
-    def _adopt(self, cache: shared_prefix.SharedPrefixCache) -> None:
-        self._cache = cache
-        super().__init__(layers=[CacheLayer(kv, index, self._latents) for index, kv in enumerate(cache.layers)])
 
 
 def _held(into: SharedPrefixCache) -> shared_prefix.SharedPrefixCache:

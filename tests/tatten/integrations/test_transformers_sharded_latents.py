@@ -144,7 +144,9 @@ def check_left_over() -> None:
     hand_over(Share(layer.kv.layout, 0, 4))
     layer.reset()
     layer.update(k, k[..., :8])
-    assert take_over(0, 4) is None
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    assert take_over(module, torch.ones(1, 1, 4, 16)) is None
 
 
 def test_what_is_left_over_of_a_failed_step() -> None:
