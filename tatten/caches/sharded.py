@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tatten.caches.arguments import check_positive
+from tatten.caches.base import BaseCache
 from tatten.caches.interleaved import Interleaved, placements
 from tatten.caches.layer import Layer
 from tatten.caches.prompts import Prompts
-from tatten.caches.steps import Steps
 from tatten.dtensor_sdpa import enable_dtensor_sdpa
 
 
-class ShardedKVCache(Steps):
+class ShardedKVCache(BaseCache):
     """Keys and values of all layers over the ranks of a mesh. Each rank runs the same step and stores its share.
 
     Each step gets its `positions` and `mask`, and passes the new keys and values of each layer to `append`. All shapes
@@ -42,7 +42,8 @@ class ShardedKVCache(Steps):
 
     Examples:
         >>> import torch, tatten, torch.distributed as dist
-        >>>         >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> import torch.nn.functional as F
+        >>> from torch.distributed.device_mesh import init_device_mesh
         >>> from torch.distributed.tensor import DTensor, Replicate
         >>> mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("kv",))  # under torchrun
         >>> cache = tatten.ShardedKVCache(num_layers=1, mesh=mesh, capacity=1 << 20)
@@ -76,6 +77,7 @@ class ShardedKVCache(Steps):
         self.layers = [Layer(self.layout, slots) for _ in range(num_layers)]
         if prompt_mask is not None:
             self._check_prompt_mask(prompt_mask)
+            prompt_mask = prompt_mask.clone()  # each step reads it
         self.prompts = Prompts(prompt_mask)
         enable_dtensor_sdpa()
 

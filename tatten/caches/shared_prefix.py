@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from tatten.caches.arguments import check_positive
+from tatten.caches.base import BaseCache
 from tatten.caches.layer import Layer, is_captured
 from tatten.caches.layers import fork_layers, select_layers, used_slots
 from tatten.caches.prompts import Prompts
 from tatten.caches.refill import refill
-from tatten.caches.steps import Steps
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class SharedPrefixCache(Steps):
+class SharedPrefixCache(BaseCache):
     """Keys and values of all layers. A new cache is filled by a prefill, then forked.
 
     Each step gets its `positions` and `mask`, and passes the new keys and values of each layer to `update`. After a

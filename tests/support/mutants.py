@@ -26,7 +26,7 @@ FILES = [
     ),
     *(
         "tatten/caches/layer.py",
-        "tatten/caches/steps.py",
+        "tatten/caches/base.py",
         "tatten/caches/shared_prefix.py",
         "tatten/caches/interleaved.py",
         "tatten/caches/sharded.py",

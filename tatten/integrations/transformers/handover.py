@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tatten.caches.striped_prefill import StripedPrefill
 
 
-class Share(NamedTuple):
+class LayerShare(NamedTuple):
     """A layer's share of the keys that all ranks hold: `keys` of them, dealt out as `layout` says."""
 
     layout: OneDevice
@@ -33,14 +33,14 @@ class Share(NamedTuple):
 
 class _Given(threading.local):  # Dynamo traces this, unlike a ContextVar
     def __init__(self) -> None:  # in each thread: Dynamo guards on which attributes there are
-        self.share: Share | None = None
+        self.share: LayerShare | None = None
         self.prefill: StripedPrefill | None = None
 
 
 _given = _Given()
 
 
-def hand_over(share: Share | None) -> None:
+def hand_over(share: LayerShare | None) -> None:
     """Tell the next attention of this thread that its keys and values are a share; None says that they are whole."""
     _given.share = share
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from tatten.caches.base import BaseCache
 from tatten.caches.layer import Layer
-from tatten.caches.steps import Steps
-from tatten.integrations.transformers.handover import Share, hand_over, running_prefill
+from tatten.integrations.transformers.handover import LayerShare, hand_over, running_prefill
 
 
 class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -61,7 +61,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.latents:
             return self.kv.append(key_states, value_states)
         keys, values = self.kv.append_to_own(key_states, value_states)
-        hand_over(Share(self.kv.layout, self.index, keys.shape[2]) if self.kv.layout.ranks > 1 else None)
+        hand_over(LayerShare(self.kv.layout, self.index, keys.shape[2]) if self.kv.layout.ranks > 1 else None)
         return keys, values
 
     def get_seq_length(self) -> int | Tensor:
@@ -92,10 +92,10 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
 
 
-class LayeredCache(Cache):  # type: ignore[misc]
+class WrappedCache(Cache):  # type: ignore[misc]
     """A cache of tatten as one of transformers, with one layer for each of its own."""
 
-    def __init__(self, cache: Steps, latents: bool):
+    def __init__(self, cache: BaseCache, latents: bool):
         self._cache, self._latents = cache, latents
         super().__init__(layers=[CacheLayer(kv, index, latents) for index, kv in enumerate(cache.layers)])
 

@@ -17,11 +17,11 @@ from tatten.caches.arguments import sequence_indices
 from tatten.caches.interleaved import Interleaved
 from tatten.dtensor_sdpa import merged_attention
 from tatten.integrations.transformers.config import caches_latents, check_attention, count_layers
-from tatten.integrations.transformers.layer import LayeredCache
+from tatten.integrations.transformers.layer import WrappedCache
 from tatten.integrations.transformers.prefill import prefill
 
 
-class ShardedKVCache(LayeredCache):
+class ShardedKVCache(WrappedCache):
     """Keys and values of all layers, sharded over the ranks of a mesh; for `attn_implementation="tatten"`.
 
     Run it on every rank, under torchrun:

@@ -10,13 +10,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tatten.caches import shared_prefix
 from tatten.integrations.transformers.config import caches_latents, check_attention, count_layers
-from tatten.integrations.transformers.layer import LayeredCache
+from tatten.integrations.transformers.layer import WrappedCache
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class SharedPrefixCache(LayeredCache):
+class SharedPrefixCache(WrappedCache):
     """Keys and values of G prompts, stored once, and of n sequences for each prompt.
 
     Prefill all tokens of the prompts but the last; `generate` gives the last one to each sequence of a fork:
@@ -123,7 +123,7 @@ class SharedPrefixCache(LayeredCache):
 
     def _of(self, cache: shared_prefix.SharedPrefixCache) -> SharedPrefixCache:
         new = type(self).__new__(type(self))
-        LayeredCache.__init__(new, cache, self._latents)
+        WrappedCache.__init__(new, cache, self._latents)
         return new
 
 

@@ -20,7 +20,7 @@ from transformers import CompileConfig
 
 import tatten
 from tatten.integrations.transformers import ShardedKVCache, SharedPrefixCache, cache_kwargs
-from tatten.integrations.transformers.handover import Share, hand_over, take_over
+from tatten.integrations.transformers.handover import LayerShare, hand_over, take_over
 from tatten.integrations.transformers.registration import attention
 from tatten.passes import cost
 
@@ -141,7 +141,7 @@ def check_left_over() -> None:
     q, mask = torch.randn(1, 1, 1, 16), torch.ones(1, 1, 1, 4, dtype=torch.bool)
     got, _ = attention(torch.nn.Module(), q, *[torch.ones(1, 1, 4, 16)] * 2, mask)
     assert torch.equal(got, torch.ones(1, 1, 1, 16))
-    hand_over(Share(layer.kv.layout, 0, 4))
+    hand_over(LayerShare(layer.kv.layout, 0, 4))
     layer.reset()
     layer.update(k, k[..., :8])
     module = torch.nn.Module()

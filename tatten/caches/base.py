@@ -1,4 +1,4 @@
-"""A step of a cache: its mask, its positions, and the layers that get its keys and values."""
+"""The base of the caches: layers, the mask and positions of a step, and selection in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tatten.caches.agreement import Agreement
 
 
-class Steps:
+class BaseCache:
     """Keys and values of all layers; all shapes are fixed, except while a root grows, and lengths are on the device.
 
     Attributes:
