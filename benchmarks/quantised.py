@@ -29,8 +29,8 @@ from torch import Tensor
 from transformers import Cache, CompileConfig, PreTrainedModel, StaticCache
 
 import tatten
-from tatten.caches.quantised import dequantise, quantise
 from tatten.integrations.transformers import cache_kwargs
+from tatten.integrations.transformers.quantised import dequantise, quantise
 
 DTYPES = {"float8": torch.float8_e4m3fn, "int8": torch.int8}
 WIDE = "16 bits"

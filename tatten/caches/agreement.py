@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tatten.caches.interleaved import Interleaved
 from tatten.caches.prompts import Prompts
 from tatten.caches.selection import Selection
-from tatten.caches.sharded_layer import Interleaved
 from tatten.ops.distributed.host_exchange import exchange_among
 
 PROMPT, FORK, SELECT = 1, 2, 3

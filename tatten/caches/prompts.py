@@ -57,6 +57,16 @@ class Prompts:
             return (places < self.lens[:, None]) | (places >= prompt_length)
         return None
 
+    def positions(self, places: Tensor, prompt_length: int) -> Tensor:
+        """Positions of the tokens at these places, int64 `[1 or G, len(places)]`, not counting padding."""
+        if self.mask is not None:
+            padding = (~F.pad(self.mask, (0, 1), value=True)).cumsum(1)  # the last column: all after the prompts
+            return (places - padding.index_select(1, places.clamp(max=self.mask.shape[1]))).clamp(min=0)
+        if self.lens is not None:
+            padding = (places.clamp(max=prompt_length - 1) + 1 - self.lens[:, None]).clamp(min=0)
+            return (places - padding).clamp(min=0)
+        return places[None]
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Prompts:
         """Apply a function of tensors `[G, ...]` to what was given."""
         mask, lens = (None if tensor is None else change(tensor) for tensor in (self.mask, self.lens))

@@ -7,30 +7,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tatten.caches.layer import Layer
 from tatten.caches.prompts import Prompts
-from tatten.caches.shared_prefix_layer import Inherited, SharedPrefixLayer
 
 
-def refill(
-    layers: Sequence[SharedPrefixLayer], held: Prompts, inherited: Sequence[Inherited], prompts: Prompts
-) -> None:
-    """Make the layers and prompts of an old fork, `into`, those of a new one that inherits this.
+def refill(layers: Sequence[Layer], held: Prompts, others: Sequence[Layer], prompts: Prompts) -> None:
+    """Make the layers and prompts of an old fork, `into`, those of a new one.
 
     Raises:
         ValueError: the old fork has other shapes, or some of this is in its memory. Nothing has been written.
     """
-    _same("a cache with as many layers", len(layers), len(inherited))
+    _same("a cache with as many layers", len(layers), len(others))
     kinds = ({name: _kind(tensor) for name, tensor in given.given.items()} for given in (held, prompts))
     _same("a fork with prompts of the same kind", *kinds)
-    for index, (layer, new) in enumerate(zip(layers, inherited, strict=True)):
+    for index, (layer, new) in enumerate(zip(layers, others, strict=True)):
         _check_layer(index, layer, new)
-    for layer, new in zip(layers, inherited, strict=True):
+    for layer, new in zip(layers, others, strict=True):
         _refill_layer(layer, new)
     for name, tensor in held.given.items():
         tensor.copy_(prompts.given[name])
 
 
-def _refill_layer(layer: SharedPrefixLayer, new: Inherited) -> None:
+def _refill_layer(layer: Layer, new: Layer) -> None:
     """Copy segments, rows and suffix into the tensors of a layer, and empty the suffix of a fork."""
     for held, segment in zip(layer.segments, new.segments, strict=True):
         for old, tensor in zip(held, segment, strict=True):
@@ -38,15 +36,19 @@ def _refill_layer(layer: SharedPrefixLayer, new: Inherited) -> None:
                 old.copy_(tensor)
     for level, (old_rows, rows) in enumerate(zip(layer.rows, new.rows, strict=True)):
         if old_rows is not None:
-            old_rows.copy_(_aligned(new.batch, new.segments[level][0]) if rows is None else rows)
-    for index, tensor in enumerate((layer.keys, layer.values, layer.length)):
-        tensor.zero_() if new.suffix is None else tensor.copy_(new.suffix[index])
+            old_rows.copy_(_aligned(new.batch_size, new.segments[level][0]) if rows is None else rows)
+    if new.keys is None or new.values is None:
+        layer.clear()
+    else:
+        for old, tensor in zip(layer.tensors[-2:], (new.keys, new.values), strict=True):
+            old.copy_(tensor)
+        layer.length.copy_(new.length)
     layer.frozen = 0
 
 
-def _check_layer(index: int, layer: SharedPrefixLayer, new: Inherited) -> None:
-    sizes = (layer.keys.shape[0], layer.keys.shape[2]) if layer.forked else (layer.batch_size, 0)
-    _same("a fork with the same batch and capacity", sizes, (new.batch, new.slots))
+def _check_layer(index: int, layer: Layer, new: Layer) -> None:
+    sizes = [(x.batch_size, x.slots or 0) for x in (layer, new)]
+    _same("a fork with the same batch and capacity", *sizes)
     _same("a fork with levels of the same lengths", layer.lengths, new.lengths)
     for level, (held, segment) in enumerate(zip(layer.segments, new.segments, strict=True)):
         for name, old, tensor in zip(("keys", "values"), held, segment, strict=True):

@@ -6,17 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tatten.caches.arguments import check_positive
-from tatten.caches.sharded_layer import Interleaved, ShardedLayer, placements
+from tatten.caches.base import BaseCache
+from tatten.caches.interleaved import Interleaved, placements
+from tatten.caches.layer import Layer
+from tatten.caches.prompts import Prompts
 from tatten.dtensor_sdpa import enable_dtensor_sdpa
 
 
-class ShardedKVCache:
+class ShardedKVCache(BaseCache):
     """Keys and values of all layers over the ranks of a mesh. Each rank runs the same step and stores its share.
 
     Each step gets its `positions` and `mask`, and passes the new keys and values of each layer to `append`. All shapes
@@ -56,6 +58,8 @@ class ShardedKVCache:
         torch.Size([1, 8, 1, 64])
     """
 
+    layout: Interleaved
+
     def __init__(
         self,
         num_layers: int,
@@ -70,34 +74,17 @@ class ShardedKVCache:
         check_positive("capacity", capacity)
         self.layout = Interleaved(mesh, placements(mesh, sequence, heads))
         slots = math.ceil(capacity / self.layout.ranks)
-        self.layers = [ShardedLayer(self.layout, slots) for _ in range(num_layers)]
-        self.prompt_mask = prompt_mask
+        self.layers = [Layer(self.layout, slots) for _ in range(num_layers)]
         if prompt_mask is not None:
             self._check_prompt_mask(prompt_mask)
-            real = F.pad(prompt_mask, (0, self.capacity - prompt_mask.shape[1]), value=True)
-            self._real, self._padding = real[:, self.layout.own].contiguous(), (~prompt_mask).cumsum(1)
+            prompt_mask = prompt_mask.clone()  # each step reads it
+        self.prompts = Prompts(prompt_mask)
         enable_dtensor_sdpa()
-
-    @property
-    def batch_size(self) -> int:
-        """Number of sequences; 0 before the first tokens."""
-        tensors = self.layers[0].tensors
-        return tensors[0].shape[0] if tensors else 0
-
-    @property
-    def capacity(self) -> int:
-        """Number of tokens that all ranks together can hold."""
-        return self.layers[0].capacity
 
     @property
     def length(self) -> Tensor:
         """Number of tokens, int64 without dimensions, on the device; it grows with the last layer of a step."""
         return self.layers[-1].length
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values on this rank."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
 
     def prefill(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store this rank's share of a prompt in a layer.
@@ -112,7 +99,9 @@ class ShardedKVCache:
             ValueError, TypeError: the tensors do not fit each other, the cache, its capacity or `prompt_mask`, or the
                 layer has tokens already. Nothing has been written.
         """
-        self._layer(layer, key).prefill(key, value)
+        if used := int(self._fitting(layer, key).length):
+            raise ValueError(f"`prefill` needs an empty cache, got one with {used} tokens: use `append`")
+        self.layers[layer].append_to_own(key, value)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[DTensor, DTensor]:
         """Add new tokens to a layer, and return the keys and values of all ranks.
@@ -127,35 +116,8 @@ class ShardedKVCache:
         Raises:
             IndexError, ValueError, TypeError: as for `prefill`, but there may be tokens already.
         """
-        return self._layer(layer, key).append(key, value)
-
-    def mask(self, q_len: int = 1) -> DTensor:
-        """Bool mask of the current step, True where a query attends to a key. Call it before the last layer's `append`.
-
-        Returns:
-            `[1 or batch, 1, q_len, capacity]`, sharded as the keys: causal, without unused slots and padding.
-
-        Raises:
-            ValueError: `q_len` is below 1 or, which graphs do not check, exceeds the free slots.
-            TypeError: `q_len` is not an int.
-        """
-        tokens = self._tokens(q_len)
-        own = torch.arange(self.layout.rank, self.capacity, self.layout.ranks, device=tokens.device)
-        visible = (own <= tokens[:, None])[None, None]
-        if self.prompt_mask is not None:
-            visible = visible & self._real[:, None, None]
-        return self.layout.mask(visible)
-
-    def positions(self, q_len: int = 1) -> Tensor:
-        """Position ids of the step's tokens, int64 `[1 or batch, q_len]`, not counting padding.
-
-        Raises the errors of `mask`.
-        """
-        tokens = self._tokens(q_len)
-        if self.prompt_mask is None:
-            return tokens[None]
-        padding = self._padding.index_select(1, tokens.clamp(max=self._padding.shape[1] - 1))
-        return (tokens - padding).clamp(min=0)
+        keys, values = self._fitting(layer, key).append_to_own(key, value)
+        return self.layout.keys(keys), self.layout.keys(values)
 
     def to_global(self, layer: int) -> tuple[Tensor, Tensor]:
         """Gather `(key, value)` of a layer, `[batch, kv_heads, length, head_dim]` in order of position, on every rank.
@@ -214,24 +176,22 @@ class ShardedKVCache:
             layer.clear()
             self.prefill(index, key, value)
 
-    def _layer(self, layer: int, key: Tensor | None = None) -> ShardedLayer:
-        if not 0 <= layer < len(self.layers):
-            raise IndexError(f"`layer` must be 0 to {len(self.layers) - 1}, got {layer}")
-        if key is not None and key.dim() == 4:
+    @property
+    def prompt_mask(self) -> Tensor | None:
+        """The mask that was given."""
+        return self.prompts.mask
+
+    def _fitting(self, layer: int, key: Tensor) -> Layer:
+        """Return a layer, with `key` checked against the other layers and `prompt_mask`."""
+        held = self._layer(layer)
+        if key.dim() == 4:
             batch = self.batch_size or (key.shape[0] if self.prompt_mask is None else self.prompt_mask.shape[0])
             if key.shape[0] != batch:
                 source = "layer 0" if self.batch_size else "`prompt_mask`"
                 raise ValueError(f"`key` must have batch {batch}, as {source}, got {key.shape[0]}")
-        return self.layers[layer]
-
-    def _tokens(self, q_len: int) -> Tensor:
-        """Positions of the step's tokens, `[q_len]`.
-
-        The last layer counts, as it is updated last: so the answer is the same throughout a step.
-        """
-        check_positive("q_len", q_len)
-        self.layers[-1].check_room(q_len)
-        return self.length + torch.arange(q_len, device=self.length.device)
+            if not key.shape[2]:
+                raise ValueError(f"`key` must be [batch, kv_heads, q_len, head_dim], got shape {tuple(key.shape)}")
+        return held
 
     def _ordered(self, layer: int, length: int) -> tuple[DTensor, DTensor]:
         if not self.layers[layer].tensors:
@@ -251,8 +211,6 @@ class ShardedKVCache:
         return whole
 
     def _check_prompt_mask(self, prompt_mask: Tensor) -> None:
-        if prompt_mask.dtype != torch.bool:
-            raise TypeError(f"`prompt_mask` must be bool, got {prompt_mask.dtype}")
         if prompt_mask.dim() != 2 or not 1 <= prompt_mask.shape[1] <= self.capacity:
             raise ValueError(
                 f"`prompt_mask` must be [batch, 1 to {self.capacity}], got shape {tuple(prompt_mask.shape)}"

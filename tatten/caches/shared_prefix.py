@@ -10,21 +10,17 @@ import torch
 from torch import Tensor
 
 from tatten.caches.arguments import check_positive
-from tatten.caches.capture import is_captured
+from tatten.caches.base import BaseCache
+from tatten.caches.layer import Layer, is_captured
+from tatten.caches.layers import fork_layers, select_layers, used_slots
 from tatten.caches.prompts import Prompts
 from tatten.caches.refill import refill
-from tatten.caches.selection import Selection, expand_to_batch
-from tatten.caches.shared_prefix_layer import SharedPrefixLayer
-from tatten.caches.shared_prefix_layers import inherit, select_layers, select_layers_, used_slots
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tatten.caches.agreement import Agreement
-    from tatten.caches.sharded_layer import Interleaved
 
-
-class SharedPrefixCache:
+class SharedPrefixCache(BaseCache):
     """Keys and values of all layers. A new cache is filled by a prefill, then forked.
 
     Each step gets its `positions` and `mask`, and passes the new keys and values of each layer to `update`. After a
@@ -76,37 +72,23 @@ class SharedPrefixCache:
         check_positive("num_layers", num_layers)
         self.prompts = Prompts(prompt_mask, prompt_lens)
         self.device = self.prompts.device if device is None else device
-        self.layout: Interleaved | None = None
-        self.agreement: Agreement | None = None
-        self.layers = [SharedPrefixLayer() for _ in range(num_layers)]
         if mesh is not None:
-            from tatten.caches.sharded_prefix import sharded_prefix_layers  # imports DTensor, which takes seconds
+            from tatten.caches.agreement import Agreement  # imports DTensor, which takes seconds
+            from tatten.caches.interleaved import Interleaved, placements
+            from tatten.dtensor_sdpa import enable_dtensor_sdpa
 
-            self.layout, self.agreement, layers = sharded_prefix_layers(num_layers, mesh, sequence, heads, self.prompts)
-            self.layers = [*layers]
+            self.layout = Interleaved(mesh, placements(mesh, sequence, heads))
+            self.agreement = Agreement(self.layout, self.prompts)
             self.device = torch.device(mesh.device_type)
+            enable_dtensor_sdpa()
         elif heads is not None:
             raise ValueError(f"`heads` must come with `mesh`, a dim of which it names, got {heads!r} without one")
-
-    @property
-    def batch_size(self) -> int:
-        """Number of sequences; 0 before the prefill."""
-        return self.layers[0].batch_size
-
-    @property
-    def capacity(self) -> int:
-        """Slots of a sequence's suffix; 0 before a fork."""
-        return self.layers[0].capacity
+        self.layers = [Layer(self.layout, agreement=self.agreement, leads=index == 0) for index in range(num_layers)]
 
     @property
     def length(self) -> int:
         """Number of tokens of each sequence, read on the host. Raises ValueError in the middle of a step."""
         return used_slots(self.layers, "length") + self.layers[0].prefix_length if self.batch_size else 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values on this rank: each prefix once, and of a parent's suffix what is in use."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add the keys and values of new tokens to a layer, and return all of its keys and values.
@@ -124,11 +106,10 @@ class SharedPrefixCache:
             ValueError, TypeError: the tensors do not fit each other, the cache, its capacity or the prompts. Nothing
                 has been written.
         """
-        if not 0 <= layer < len(self.layers):
-            raise IndexError(f"`layer` must be 0 to {len(self.layers) - 1}, got {layer}")
-        if not self.layers[layer].forked and key.dim() == 4:
-            self._check_prompt(self.layers[layer], key)
-        return self.layers[layer].append(key, value)
+        held = self._layer(layer)
+        if not held.static and key.dim() == 4:
+            self._check_prompt(held, key)
+        return held.append(key, value)
 
     def fork(self, n: int, capacity: int, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
         """Make a cache with `n` children of each sequence: child i of sequence j is sequence `j * n + i`.
@@ -152,12 +133,13 @@ class SharedPrefixCache:
         check_positive("n", n)
         check_positive("capacity", capacity)
         self._check_into(into)
-        inherited = inherit(self.layers, n, capacity, used)
+        layers = fork_layers(self.layers, n, capacity, used)
         if into is None:
-            layers = [layer.fork(what) for layer, what in zip(self.layers, inherited, strict=True)]
+            for layer in layers:
+                layer.allocate()
             into = self._of(layers, self.prompts.map(torch.clone))
         else:
-            refill(into.layers, into.prompts, inherited, self.prompts)
+            refill(into.layers, into.prompts, layers, self.prompts)
         for layer in self.layers:
             layer.frozen = max(layer.frozen, used)
         return into
@@ -188,22 +170,14 @@ class SharedPrefixCache:
         """
         selection = self._selection(indices)
         self._check_into(into)
-        if into is not None and not self.layers[0].forked:
+        if into is not None and not self.layers[0].static:
             raise ValueError("`into` must be None for a selection before a fork, which has no suffix")
-        layers, root = select_layers(self.layers, selection, narrow=into is None)
-        prompts = self._selected_prompts(selection, root)
+        layers, kept = select_layers(self.layers, selection, narrow=into is None)
+        prompts = self._selected_prompts(selection, kept)
         if into is None:
             return self._of(layers, prompts)
-        refill(into.layers, into.prompts, [layer.held for layer in layers], prompts)
+        refill(into.layers, into.prompts, layers, prompts)
         return into
-
-    def select_(self, indices: Sequence[int] | Tensor) -> None:
-        """Select in place, as beam search does at each step. Memory stays where it is while the batch does.
-
-        Raises the errors of `select`.
-        """
-        selection = self._selection(indices)
-        self.prompts = self._selected_prompts(selection, select_layers_(self.layers, selection))
 
     def crop(self, tokens: int) -> None:
         """Forget the last `tokens` tokens of each sequence, in place, such as drafts that were not accepted.
@@ -217,8 +191,8 @@ class SharedPrefixCache:
             return
         check_positive("tokens", tokens)
         last = self.layers[-1]
-        if not (last.forked and is_captured(last.length)):
-            used = used_slots(self.layers, "crop") if last.forked else last.prefix_length
+        if not (last.static and is_captured(last.length)):
+            used = used_slots(self.layers, "crop") if last.static else last.prefix_length
             if tokens > used - last.frozen:
                 raise ValueError(
                     f"`tokens` must be at most {used - last.frozen}, as many as came since the last fork, got {tokens}"
@@ -226,94 +200,19 @@ class SharedPrefixCache:
         for layer in self.layers:
             layer.crop(tokens)
 
-    def mask(self, q_len: int = 1) -> Tensor:
-        """Bool mask of the current step, True where a query attends to a key. Call it before the last layer's update.
-
-        Returns:
-            `[1 or batch, 1, q_len, total]`: causal, without unused slots and padding. `total` is the length of what
-            `update` will return: the tokens so far and `q_len`, or after a fork the prefix and `capacity`.
-
-        Raises:
-            ValueError: `q_len` is below 1 or, which graphs do not check, exceeds the free slots of the suffix.
-            TypeError: `q_len` is not an int.
-        """
-        tokens, total = self._step(q_len)
-        places, real = torch.arange(total, device=tokens.device), self._real(total)
-        layout = self.layout if self.layers[-1].segments else None  # the first tokens attend as on one device
-        if layout is not None:
-            places, real = places[layout.own], None if real is None else real[:, layout.own]
-        visible = (places <= tokens[:, None])[None, None]
-        if real is not None:
-            visible = visible & self._of_each_sequence(real)[:, None, None]
-        return visible if layout is None else layout.mask(visible)
-
-    def positions(self, q_len: int = 1) -> Tensor:
-        """Position ids of the step's tokens, int64 `[1 or batch, q_len]`, not counting padding.
-
-        Raises the errors of `mask`.
-        """
-        tokens, total = self._step(q_len)
-        if (real := self._real(total)) is None:
-            return tokens[None]
-        return self._of_each_sequence((real.cumsum(1) - 1).clamp(min=0).index_select(1, tokens))
-
-    @property
-    def _mesh(self) -> object:
-        return None if self.layout is None else (self.layout.mesh, self.layout.placements)
-
     def _check_into(self, into: object) -> None:
         if into is not None and not isinstance(into, SharedPrefixCache):
             raise TypeError(f"`into` must be a SharedPrefixCache, got {type(into).__name__}")
-        if into is not None and into._mesh != self._mesh:
-            raise ValueError(f"`into` must be sharded as {self._mesh}, got {into._mesh}")
+        if into is not None and into.layout.sharding != self.layout.sharding:
+            raise ValueError(f"`into` must be sharded as {self.layout.sharding}, got {into.layout.sharding}")
 
-    def _selection(self, indices: Sequence[int] | Tensor) -> Selection:
-        """Check indices, on a mesh also against those of other ranks."""
-        try:
-            selection = Selection(indices, self.batch_size)
-        except (ValueError, TypeError, IndexError):
-            if self.agreement is not None:
-                self.agreement.check_selection(None, self.batch_size)
-            raise
-        if self.agreement is not None:
-            self.agreement.check_selection(selection, self.batch_size)
-        return selection
-
-    def _step(self, q_len: int) -> tuple[Tensor, int]:
-        """Indices of the step's tokens, `[q_len]`, and `total`.
-
-        The last layer counts, as it is updated last: so the answer is the same throughout a step.
-        """
-        check_positive("q_len", q_len)
-        last = self.layers[-1]
-        prefix = last.prefix_length
-        if last.forked:
-            last.check_room(q_len)
-            new = torch.arange(q_len, device=last.length.device)
-            return prefix + last.length + new, prefix + last.capacity
-        held = self.layers[0].tensors
-        return torch.arange(prefix, prefix + q_len, device=held[0].device if held else self.device), prefix + q_len
-
-    def _check_prompt(self, layer: SharedPrefixLayer, key: Tensor) -> None:
+    def _check_prompt(self, layer: Layer, key: Tensor) -> None:
         """Check a prefill against the other layers and what is known of the prompts."""
         if not layer.segments and self.batch_size not in (0, key.shape[0]):
             raise ValueError(f"`key` must have batch {self.batch_size}, as in layer 0, got {key.shape[0]}")
         self.prompts.check(key, layer.prefix_length)
 
-    def _real(self, total: int) -> Tensor | None:
-        last = self.layers[-1]
-        return self.prompts.real(last.lengths[0] if last.forked else total, total)
-
-    def _of_each_sequence(self, of_prompts: Tensor) -> Tensor:
-        """`[batch, ...]` of what `[G, ...]` says of the prompts."""
-        rows = self.layers[0].rows[0] if self.layers[0].forked else None
-        return expand_to_batch(of_prompts, self.batch_size or of_prompts.shape[0], rows)
-
-    def _selected_prompts(self, selection: Selection, root: slice) -> Prompts:
-        """Prompts in the order of the root's rows: after a fork those that are kept, before it the chosen ones."""
-        return self.prompts.map((lambda prompts: prompts[root]) if self.layers[0].forked else selection.take)
-
-    def _of(self, layers: list[SharedPrefixLayer], prompts: Prompts) -> SharedPrefixCache:
+    def _of(self, layers: list[Layer], prompts: Prompts) -> SharedPrefixCache:
         cache = copy.copy(self)
         cache.layers, cache.prompts = layers, prompts
         return cache

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tatten.caches.sharded_layer import Interleaved, ShardedLayer
-from tatten.caches.sharded_prefix import ShardedPrefixLayer
+from tatten.caches.interleaved import Interleaved
+from tatten.caches.layer import Layer
 from tatten.ops.distributed.striped import striped_attention
 
 
@@ -24,7 +24,7 @@ class StripedPrefill:
         stored: number of tokens before it that each rank has stored.
     """
 
-    def __init__(self, layout: Interleaved, layers: Sequence[ShardedLayer | ShardedPrefixLayer], tokens: int):
+    def __init__(self, layout: Interleaved, layers: Sequence[Layer], tokens: int):
         self._layout, self._layers, self._tokens = layout, layers, tokens
         self._storage: dict[int, tuple[Tensor, Tensor]] = {}
         self._done: set[int] = set()
@@ -52,7 +52,7 @@ class StripedPrefill:
                     f"`model` must give keys and values to each layer of the cache, got none for {missing}"
                 )
 
-    def store(self, layer: ShardedLayer | ShardedPrefixLayer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def store(self, layer: Layer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values of the current chunk; return all of this rank's so far, as a view."""
         index = next((i for i, known in enumerate(self._layers) if known is layer), None)
         if index is None:

@@ -25,9 +25,10 @@ FILES = [
         "ops/cuda/schedule.py",
     ),
     *(
-        "tatten/caches/shared_prefix_layer.py",
+        "tatten/caches/layer.py",
+        "tatten/caches/base.py",
         "tatten/caches/shared_prefix.py",
-        "tatten/caches/sharded_layer.py",
+        "tatten/caches/interleaved.py",
         "tatten/caches/sharded.py",
     ),
     *("tatten/integrations/transformers/shared_prefix.py", "tatten/integrations/transformers/sharded.py"),

@@ -72,7 +72,7 @@ def memory(tensor: Tensor) -> int:
 
 
 def state(cache: SharedPrefixCache) -> list[Tensor]:
-    lengths = [layer.length for layer in cache.layers if layer.forked]
+    lengths = [layer.length for layer in cache.layers if layer.static]
     return [tensor.clone() for tensor in (*(t for layer in cache.layers for t in layer.tensors), *lengths)]
 
 

@@ -104,6 +104,16 @@ def attention_implementation(config: PreTrainedConfig) -> str | None:
     return name
 
 
+def check_attention(config: PreTrainedConfig | int) -> None:
+    """Raise ValueError if the config is of a model that calls another attention than "tatten"."""
+    found = None if isinstance(config, int) else attention_implementation(config)
+    if found not in (None, "tatten"):
+        raise ValueError(
+            f'`config` must be of a model with attn_implementation="tatten", got {found!r}: nothing else can '
+            'attend to a sharded cache; call `model.set_attn_implementation("tatten")`'
+        )
+
+
 def made_for_sdpa(config: PreTrainedConfig) -> bool:
     """Tell whether a model leaves attention to the function of its `attn_implementation` and minds no name of one.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from tatten.integrations.transformers.config import made_for_sdpa
-from tatten.integrations.transformers.handover import running_prefill
+from tatten.integrations.transformers.handover import hand_over, running_prefill
 from tatten.ops.decode import block_mask
 from tatten.ops.masks import BlockMask
 from tatten.ops.moved import moved
@@ -24,6 +24,7 @@ def mask(q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: i
 
     Models that do more with masks than to pass them on get what they get with `attn_implementation="eager"`.
     """
+    hand_over(None)  # a forward pass begins: what is left is of one that failed
     kwargs |= {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
     if running_prefill() is not None:
         check_only_causal(kwargs["mask_function"], kwargs["attention_mask"])

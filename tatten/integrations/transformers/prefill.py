@@ -11,7 +11,7 @@ from transformers import Cache, PreTrainedModel
 
 from tatten.caches.agreement import agree, fingerprint
 from tatten.caches.arguments import INTEGERS, check_positive
-from tatten.caches.sharded_layer import Interleaved
+from tatten.caches.interleaved import Interleaved
 from tatten.caches.striped_prefill import StripedPrefill
 from tatten.integrations.transformers.config import (
     attention_implementation,

@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import StaticLayer
 
-from tatten.caches.quantised import LARGEST, dequantise, quantise
 from tatten.caches.static_address import mark_static
 from tatten.integrations.transformers.config import count_full_layers
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # the largest number of each dtype that is used
 
 
 class QuantizedStaticLayer(StaticLayer):  # type: ignore[misc]
@@ -114,3 +115,16 @@ class QuantizedStaticCache(Cache):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes of keys, values and scales; 0 before the first update."""
         return sum(x.nbytes for layer in self.layers for x in layer.tensors)
+
+
+def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round `[..., head_dim]` to 8 bits. Returns them and their scale `[..., 1]` in float32; NaN and inf become NaN."""
+    x, largest = x.float(), LARGEST[dtype]
+    scale = (x.abs().amax(dim=-1, keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    x = (x / scale).clamp(-largest, largest)
+    return (x if dtype.is_floating_point else x.round()).to(dtype), scale
+
+
+def dequantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values that 8 bits and their scale represent, rounded once."""
+    return (x.float() * scale).to(dtype)

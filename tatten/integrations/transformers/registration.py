@@ -33,15 +33,13 @@ def attention(
         return striped(prefill, module, query, key, value, attention_mask, *args, **kwargs)
     from torch.distributed.tensor import DTensor  # takes seconds, unless transformers has loaded a model
 
-    layout = take_over()
+    layout = take_over(module, key)
     if isinstance(key, DTensor):
-        from tatten.caches.sharded_layer import Interleaved
+        from tatten.caches.interleaved import Interleaved
 
         layout = Interleaved(key.device_mesh, key.placements)
-    elif layout is not None and (attention_mask is None or attention_mask.shape[-1] != key.shape[2]):
+    elif layout is not None:
         key, value = layout.keys(key), layout.keys(value)
-    else:  # a mask as wide as the keys is that of whole ones: what was handed over is left from a step that failed
-        layout = None
     for name in ("block_indices", "indices")[: 1 + (layout is not None)]:  # selected keys, which would be missed
         if kwargs.get(name) is not None:
             raise NotImplementedError(
@@ -50,8 +48,10 @@ def attention(
                 'attn_implementation="sdpa" or "eager"'
             )
     if layout is not None:
+        from tatten.caches.interleaved import Interleaved
         from tatten.integrations.transformers.sharded import attention as over_shards
 
+        assert isinstance(layout, Interleaved)
         assert isinstance(key, DTensor)
         assert isinstance(value, DTensor)
         return over_shards(module, query, key, value, attention_mask, *args, layout=layout, **kwargs)

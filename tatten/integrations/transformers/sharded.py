@@ -10,92 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tatten.caches import sharded as sharded_cache
 from tatten.caches.arguments import sequence_indices
-from tatten.caches.sharded_layer import Interleaved, ShardedLayer
-from tatten.caches.sharded_prefix import ShardedPrefixLayer
+from tatten.caches.interleaved import Interleaved
 from tatten.dtensor_sdpa import merged_attention
-from tatten.integrations.transformers.config import attention_implementation, caches_latents, count_layers
-from tatten.integrations.transformers.handover import hand_over, running_prefill
+from tatten.integrations.transformers.config import caches_latents, check_attention, count_layers
+from tatten.integrations.transformers.layer import WrappedCache
 from tatten.integrations.transformers.prefill import prefill
-from tatten.integrations.transformers.shared_prefix_layer import SharedPrefixCacheLayer
 
 
-class ShardedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A `ShardedLayer` for transformers. Attention gets the first tokens unchanged, and later all slots as DTensors.
-
-    Of latents, which the model expands before that, it gets this rank's slots as plain tensors, and has to be told.
-    """
-
-    is_sliding = False
-    is_compileable = True
-
-    def __init__(self, kv: ShardedLayer, latents: bool = False):
-        super().__init__()
-        self.kv = kv
-        self.latents = latents
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if (prefill := running_prefill()) is not None:
-            return prefill.store(self.kv, key_states, value_states)
-        if self.is_initialized and self.latents:
-            return _own(self.kv, key_states, value_states)
-        if self.is_initialized:
-            return self.kv.append(key_states, value_states)
-        self.kv.prefill(key_states, value_states)
-        self.lazy_initialization(key_states, value_states)
-        hand_over(None)
-        return key_states, value_states
-
-    def get_seq_length(self) -> int | Tensor:
-        return self.kv.length if self.is_initialized else 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if not self.is_initialized:
-            return query_length, 0
-        # `generate` asks on the host, ahead of a compiled forward that cannot check.
-        if self.kv.length.device.type == "cpu":
-            self.kv.check_room(query_length)
-        return self.kv.capacity, 0
-
-    def get_max_length(self) -> int:
-        return self.kv.capacity
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.kv.select(beam_idx)
-
-    def reset(self) -> None:
-        self.kv.clear()
-        self.is_initialized = False
-
-
-class ShardedLatentsLayer(SharedPrefixCacheLayer):
-    """A layer of a shared-prefix cache over a mesh that holds latents, which the model expands before attention."""
-
-    kv: ShardedPrefixLayer
-
-    def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        if self.kv.batch_size:
-            return _own(self.kv, key_states, value_states)
-        self.kv.append(key_states, value_states)
-        hand_over(None)
-        return key_states, value_states
-
-
-def _own(kv: ShardedLayer | ShardedPrefixLayer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Add new latents, return this rank's, and tell the attention that follows what they are a share of."""
-    own = kv.append_to_own(key, value)
-    hand_over(kv.layout if kv.layout.ranks > 1 else None)
-    return own
-
-
-class ShardedKVCache(Cache):  # type: ignore[misc]
+class ShardedKVCache(WrappedCache):
     """Keys and values of all layers, sharded over the ranks of a mesh; for `attn_implementation="tatten"`.
 
     Run it on every rank, under torchrun:
@@ -126,6 +52,8 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
         ValueError, TypeError: as for `tatten.ShardedKVCache`.
     """
 
+    _cache: sharded_cache.ShardedKVCache
+
     def __init__(
         self,
         config: PreTrainedConfig | int,
@@ -136,24 +64,8 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
     ):
         check_attention(config)
         num_layers = config if isinstance(config, int) else count_layers(config)
-        self._cache = sharded_cache.ShardedKVCache(num_layers, mesh, capacity, sequence=sequence, heads=heads)
-        latents = not isinstance(config, int) and caches_latents(config)
-        super().__init__(layers=[ShardedCacheLayer(kv, latents) for kv in self._cache.layers])
-
-    @property
-    def batch_size(self) -> int:
-        """Number of sequences; -1 before the prefill."""
-        return self._cache.batch_size or -1
-
-    @property
-    def capacity(self) -> int:
-        """Number of tokens that all ranks together can hold."""
-        return self._cache.capacity
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values on this rank."""
-        return self._cache.nbytes
+        cache = sharded_cache.ShardedKVCache(num_layers, mesh, capacity, sequence=sequence, heads=heads)
+        super().__init__(cache, latents=not isinstance(config, int) and caches_latents(config))
 
     def prefill(self, model: PreTrainedModel, prompt: Tensor, chunk: int | None = None) -> Tensor:
         """Compute the keys and values of a prompt, with each rank running its share of the tokens.
@@ -185,32 +97,14 @@ class ShardedKVCache(Cache):  # type: ignore[misc]
         )
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the sequences `indices`, in that order, on all ranks alike."""
-        selected = torch.tensor(sequence_indices(indices, self._cache.batch_size))
-        for layer in self.layers:
-            layer.kv.select(selected)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence in place."""
-        repeated = torch.arange(self._cache.batch_size).repeat_interleave(repeats)
-        for layer in self.layers:
-            layer.kv.select(repeated)
+        """Keep only the sequences `indices`, in that order, on all ranks alike. Reads them on the host."""
+        self._cache.select_(sequence_indices(indices, self._cache.batch_size))
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
         """Not supported, and with it neither assisted decoding nor contrastive search."""
         raise NotImplementedError(
             "ShardedKVCache cannot be cropped, as assisted decoding and contrastive search do: generate without them, "
             "or with a DynamicCache"
-        )
-
-
-def check_attention(config: PreTrainedConfig | int) -> None:
-    """Raise ValueError if the config is of a model that calls another attention than "tatten"."""
-    found = None if isinstance(config, int) else attention_implementation(config)
-    if found not in (None, "tatten"):
-        raise ValueError(
-            f'`config` must be of a model with attn_implementation="tatten", got {found!r}: nothing else can '
-            'attend to a sharded cache; call `model.set_attn_implementation("tatten")`'
         )
 
 

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tatten.caches import shared_prefix
-from tatten.integrations.transformers.config import caches_latents, count_layers
-from tatten.integrations.transformers.shared_prefix_layer import SharedPrefixCacheLayer
+from tatten.integrations.transformers.config import caches_latents, check_attention, count_layers
+from tatten.integrations.transformers.layer import WrappedCache
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class SharedPrefixCache(Cache):  # type: ignore[misc]
+class SharedPrefixCache(WrappedCache):
     """Keys and values of G prompts, stored once, and of n sequences for each prompt.
 
     Prefill all tokens of the prompts but the last; `generate` gives the last one to each sequence of a fork:
@@ -40,14 +40,16 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
             the model apply windows.
         mesh, sequence, heads: as for `tatten.SharedPrefixCache`, on every rank, for a model with
             `attn_implementation="tatten"`. Each rank computes the whole prompt and keeps its share of it, or with
-            `prefill`, computes no more than that. A cache over
-            a mesh has to be forked before a model is called with single tokens.
+            `prefill`, computes no more than that. A cache over a mesh has to be forked before a model is called with
+            single tokens.
 
     Raises:
         ValueError: a layer holds anything other than keys and values, or none of its own; or over a mesh, the model has
             another `attn_implementation`.
         ValueError, TypeError: as for `tatten.SharedPrefixCache`.
     """
+
+    _cache: shared_prefix.SharedPrefixCache
 
     def __init__(
         self,
@@ -57,30 +59,12 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         sequence: str | Sequence[str] = "kv",
         heads: str | None = None,
     ):
-        self._layer_type = SharedPrefixCacheLayer
         if mesh is not None:
-            from tatten.integrations.transformers.sharded import ShardedLatentsLayer, check_attention  # imports DTensor
-
             check_attention(config)
-            if not isinstance(config, int) and caches_latents(config):
-                self._layer_type = ShardedLatentsLayer
+        latents = mesh is not None and not isinstance(config, int) and caches_latents(config)
         num_layers = config if isinstance(config, int) else count_layers(config)
-        self._adopt(shared_prefix.SharedPrefixCache(num_layers, mesh=mesh, sequence=sequence, heads=heads))
-
-    @property
-    def batch_size(self) -> int:
-        """Number of sequences; -1 before the prefill."""
-        return self._cache.batch_size or -1
-
-    @property
-    def capacity(self) -> int:
-        """Slots of a sequence's suffix; 0 before a fork."""
-        return self._cache.capacity
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values, each prefix once; see `tatten.SharedPrefixCache.nbytes`."""
-        return self._cache.nbytes
+        cache = shared_prefix.SharedPrefixCache(num_layers, mesh=mesh, sequence=sequence, heads=heads)
+        super().__init__(cache, latents)
 
     def fork(self, n: int, capacity: int, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
         """Make a cache with `n` children of each sequence, each of which can add `capacity` tokens.
@@ -98,10 +82,12 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
 
         See `tatten.integrations.transformers.ShardedKVCache.prefill`.
         """
-        if self._cache.layout is None:
+        if self._cache.layout.mesh is None:
             raise ValueError("`mesh` must be given to a cache for `prefill`, got None: call the model with the cache")
-        from tatten.integrations.transformers.prefill import prefill  # imports DTensor
+        from tatten.caches.interleaved import Interleaved  # imports DTensor
+        from tatten.integrations.transformers.prefill import prefill
 
+        assert isinstance(self._cache.layout, Interleaved)
         return prefill(self, self._cache.layout, model, prompt, chunk, held=self._cache.length)
 
     def select(self, indices: Sequence[int] | Tensor, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
@@ -110,18 +96,6 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
             return self._of(self._cache.select(indices))
         self._cache.select(indices, into=_held(into))
         return into
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select in place, for beam search; see `tatten.SharedPrefixCache.select_`."""
-        self._cache.select_(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Select in place; see `tatten.SharedPrefixCache.select_`."""
-        self._cache.select_(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence in place, without copying prefixes."""
-        self._cache.select_([index for index in range(self._cache.batch_size) for _ in range(repeats)])
 
     def activate_past_recording(self) -> None:
         """Expect all tokens of the text next, those that are held included.
@@ -149,13 +123,8 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
 
     def _of(self, cache: shared_prefix.SharedPrefixCache) -> SharedPrefixCache:
         new = type(self).__new__(type(self))
-        new._layer_type = self._layer_type
-        new._adopt(cache)
+        WrappedCache.__init__(new, cache, self._latents)
         return new
-
-    def _adopt(self, cache: shared_prefix.SharedPrefixCache) -> None:
-        self._cache = cache
-        super().__init__(layers=[self._layer_type(kv) for kv in cache.layers])
 
 
 def _held(into: SharedPrefixCache) -> shared_prefix.SharedPrefixCache:

@@ -99,7 +99,7 @@ class Both:
                 for a, b in zip(got, want, strict=True):
                     assert torch.equal(a, self.own_heads(b)[:, :, (r - start) % n :: n])
                 start += length
-            if local.forked:
+            if local.static:
                 assert local.keys.shape[2] == -(-whole.capacity // n)
 
 
@@ -222,9 +222,9 @@ def check_rewritten() -> str:
 
     def step(cache: SharedPrefixCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = cache.update(0, k, v)
-        queries = q if cache.layout is None else cache.layout.queries(q)
+        queries = q if cache.layout.mesh is None else cache.layout.queries(q)
         out = F.scaled_dot_product_attention(queries, keys, values, cache.mask(), enable_gqa=True)
-        return out if cache.layout is None else out.to_local()
+        return out if cache.layout.mesh is None else out.to_local()
 
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("kv",))

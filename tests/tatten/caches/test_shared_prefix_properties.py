@@ -13,9 +13,9 @@ from fuzz import settings
 from hypothesis.stateful import initialize, invariant, rule
 from torch import Tensor
 
+from tatten.caches.layer import Layer
 from tatten.caches.selection import expand_to_batch
 from tatten.caches.shared_prefix import SharedPrefixCache
-from tatten.caches.shared_prefix_layer import SharedPrefixLayer
 from tatten.integrations import transformers as integration
 
 MOST_SEQUENCES, MOST_CACHES = 12, 6
@@ -134,7 +134,7 @@ class PrefixHistory(History):
                 assert [rows is None for rows in layer.rows] == [x.aligned for x in model.prefixes]
                 segments = zip(layer.segments, layer.rows, strict=True)
                 parts = [[expand_to_batch(x, layer.batch_size, rows) for x in segment] for segment, rows in segments]
-                if layer.forked:
+                if layer.static:
                     assert int(layer.length) == model.used
                     parts.append([layer.keys[:, :, : model.used], layer.values[:, :, : model.used]])
                     assert layer.keys.isfinite().all()
@@ -149,7 +149,7 @@ class SharedPrefixHistory(PrefixHistory):
         real = ~torch.tensor(padding) if padding[0] else None
         return SharedPrefixCache(LAYERS, real)
 
-    def layers(self, cache: Any) -> list[SharedPrefixLayer]:
+    def layers(self, cache: Any) -> list[Layer]:
         return cache.layers
 
     def look(self, cache: Any, q_len: int) -> tuple[Tensor, Tensor | None]:
@@ -170,7 +170,7 @@ class TransformersHistory(PrefixHistory):
         padding[:] = [[] for _ in padding]
         return integration.SharedPrefixCache(LAYERS)
 
-    def layers(self, cache: Any) -> list[SharedPrefixLayer]:
+    def layers(self, cache: Any) -> list[Layer]:
         return [layer.kv for layer in cache.layers]
 
     def look(self, cache: Any, q_len: int) -> tuple[Tensor, None]:

@@ -19,7 +19,7 @@ from shared_prefix_steps import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tatten.caches import shared_prefix
+from tatten.caches import base
 from tatten.caches.selection import Selection
 from tatten.caches.shared_prefix import SharedPrefixCache
 
@@ -235,7 +235,7 @@ def test_selecting_by_the_device_computes_the_same(monkeypatch: pytest.MonkeyPat
     texts = step(cache, texts)
     for picked in ([5, 0, 0, 4], [3, 3, 1, 0, 2, 2], [1, 0]):
         with monkeypatch.context() as patch:
-            patch.setattr(shared_prefix, "Selection", unknown_selection)
+            patch.setattr(base, "Selection", unknown_selection)
             cache = cache.select(picked)
         assert [rows.dtype for rows in cache.layers[0].rows] == [torch.int32]
         texts = step(cache, [texts[i] for i in picked])

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, PreTrainedModel, StaticCache
 
 import tatten
-from tatten.caches.quantised import dequantise, quantise
 from tatten.integrations import transformers as integration
 from tatten.integrations.transformers import cache_kwargs
+from tatten.integrations.transformers.quantised import dequantise, quantise
 
 DTYPES = [torch.float8_e4m3fn, torch.int8]
 NEW = 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import latent_models
@@ -19,7 +20,7 @@ from transformers import CompileConfig
 
 import tatten
 from tatten.integrations.transformers import ShardedKVCache, SharedPrefixCache, cache_kwargs
-from tatten.integrations.transformers.handover import hand_over, take_over
+from tatten.integrations.transformers.handover import LayerShare, hand_over, take_over
 from tatten.integrations.transformers.registration import attention
 from tatten.passes import cost
 
@@ -140,11 +141,61 @@ def check_left_over() -> None:
     q, mask = torch.randn(1, 1, 1, 16), torch.ones(1, 1, 1, 4, dtype=torch.bool)
     got, _ = attention(torch.nn.Module(), q, *[torch.ones(1, 1, 4, 16)] * 2, mask)
     assert torch.equal(got, torch.ones(1, 1, 1, 16))
-    hand_over(layer.kv.layout)
+    hand_over(LayerShare(layer.kv.layout, 0, 4))
     layer.reset()
     layer.update(k, k[..., :8])
-    assert take_over() is None
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    assert take_over(module, torch.ones(1, 1, 4, 16)) is None
 
 
 def test_what_is_left_over_of_a_failed_step() -> None:
     run_ranks(2, check_left_over)
+
+
+def fail(*args: Any) -> None:
+    raise ArithmeticError
+
+
+def check_next_step_of_the_model(names: list[str]) -> None:
+    """A step over latents fails between its cache and its attention; the model goes on with keys of its own."""
+    ids, mask = prompts(False)
+    ids = ids % 60 + 3
+    for name in names:
+        model = build(name)
+        cache = ShardedKVCache(model.config, one_dim(), PROMPT + NEW)
+        own = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids[:, :-1], **cache_kwargs(cache))
+            model(ids[:, :-1], **cache_kwargs(own))
+            want = model(ids, attention_mask=mask).logits[:, -1:]
+            for wide in (None, mask[:, None, None].bool()):  # transformers makes no mask, or is given one
+                hook = model.model.layers[0].self_attn.kv_b_proj.register_forward_pre_hook(fail)
+                with pytest.raises(ArithmeticError):
+                    model(ids[:, -1:], **cache_kwargs(cache))
+                hook.remove()
+                kept = copy.deepcopy(own)
+                got = model(ids[:, -1:], attention_mask=wide, **cache_kwargs(kept)).logits
+                torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_next_step_after_one_that_failed() -> None:
+    run_ranks(2, check_next_step_of_the_model, ["deepseek_v3"])
+
+
+def check_masks_of_other_widths() -> None:
+    """Whole keys reach attention with any mask after a step that failed in the same layer or in another."""
+    layer, k = ShardedKVCache(build("deepseek_v3").config, one_dim(), 8).layers[0], torch.randn(1, 1, 1, 16)
+    layer.update(k, k[..., :8])
+    q, keys = torch.randn(1, 1, 1, 16), torch.ones(1, 1, 5, 16)
+    for index in (0, 1):
+        module = torch.nn.Module()
+        module.layer_idx, module.is_causal = index, True
+        for mask in (None, torch.ones(1, 1, 1, 1).bool(), torch.ones(1, 1, 1, 5).bool()):
+            layer.update(k, k[..., :8])
+            got, _ = attention(module, q, keys, keys, mask)
+            assert torch.equal(got, torch.ones(1, 1, 1, 16))
+
+
+def test_masks_of_other_widths() -> None:
+    run_ranks(2, check_masks_of_other_widths)

@@ -1,4 +1,4 @@
-"""Operations on all layers of a shared-prefix cache: they compute rows and lengths once for each device."""
+"""Operations on all layers of a cache: they compute rows and lengths once for each device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tatten.caches.layer import Kept, Layer
 from tatten.caches.selection import Selection
-from tatten.caches.shared_prefix_layer import Inherited, Kept, SharedPrefixLayer
 
 T = TypeVar("T")
-Layers = list[SharedPrefixLayer]
+Layers = list[Layer]
 
 
 def used_slots(layers: Layers, name: str) -> int:
@@ -25,39 +25,39 @@ def used_slots(layers: Layers, name: str) -> int:
     if empty:
         raise ValueError(f"`{name}` needs a prefill of all {len(layers)} layers, got none in layers {empty}")
     lengths = [layer.prefix_length for layer in layers]
-    if layers[0].forked:
+    if layers[0].static:
         device = layers[0].length.device
         lengths = torch.stack([layer.length.to(device) for layer in layers]).tolist()
     if len(set(lengths)) > 1:
         raise ValueError(f"`{name}` must come between steps, with as many tokens in each layer, got {lengths}")
-    return lengths[0] if layers[0].forked else 0
+    return lengths[0] if layers[0].static else 0
 
 
-def inherit(layers: Layers, n: int, capacity: int, used: int) -> list[Inherited]:
-    """Return the state that `n` children of each sequence inherit in each layer."""
+def fork_layers(layers: Layers, n: int, capacity: int, used: int) -> Layers:
+    """Layers of `n` children of each sequence, without memory for their tokens."""
     rows = _on_each_device(layers, lambda layer: layer.inherited_rows(n, used))
-    return [layer.inherited(n, capacity, used, rows[layer.device]) for layer in layers]
+    return [layer.fork(n, capacity, used, rows[layer.device]) for layer in layers]
 
 
-def select_layers(layers: Layers, selection: Selection, narrow: bool) -> tuple[Layers, slice]:
-    """Layers of the chosen sequences, and which rows of the root they keep."""
+def select_layers(layers: Layers, selection: Selection, narrow: bool) -> tuple[Layers, Kept]:
+    """Layers of the chosen sequences, and which rows of the segments they keep."""
     kept = _on_each_device(layers, lambda layer: layer.selected_rows(selection, narrow))
-    return [layer.select(selection, kept[layer.device]) for layer in layers], kept[layers[0].device][0][0]
+    return [layer.select(selection, kept[layer.device]) for layer in layers], kept[layers[0].device]
 
 
-def select_layers_(layers: Layers, selection: Selection) -> slice:
-    """Select in place; returns which rows of the root are kept. Rows stay where they are while the batch does."""
+def select_layers_(layers: Layers, selection: Selection) -> Kept:
+    """Select in place; returns which rows of the segments are kept. Rows stay where they are while the batch does."""
     stays = len(selection) == layers[0].batch_size
     kept = _on_each_device(layers, lambda layer: layer.selected_rows(selection, narrow=not stays))
-    if stays and layers[0].forked:
+    if stays and layers[0].static:
         held = _on_each_device(layers, lambda layer: layer.rows)
         kept = {device: _in_place(held[device], new) for device, new in kept.items()}
     for layer in layers:
         layer.select_(selection, kept[layer.device])
-    return kept[layers[0].device][0][0]
+    return kept[layers[0].device]
 
 
-def _on_each_device(layers: Layers, compute: Callable[[SharedPrefixLayer], T]) -> dict[torch.device, T]:
+def _on_each_device(layers: Layers, compute: Callable[[Layer], T]) -> dict[torch.device, T]:
     return {device: compute(layer) for device, layer in {layer.device: layer for layer in layers}.items()}
 
 
