@@ -106,6 +106,7 @@ def test_segments_with_numbers_of_heads_of_their_own(device: str) -> None:
     check(*public(query, keys, values, masks), mean, -1e9)
 
 
+@pytest.mark.drawn(1, "floors in Triton")
 @pytest.mark.parametrize("name, low, programs", slow_after(3, pairs([*TREES], FLOORS, [3, 25])))
 def test_segments_in_triton(
     name: str, low: float, programs: int, interpreted: None, monkeypatch: pytest.MonkeyPatch
@@ -218,6 +219,7 @@ def test_ordinary_scores_are_computed_once(many_pieces: None, monkeypatch: pytes
     assert out.isfinite().all()
 
 
+@pytest.mark.drawn(1, "floors in Triton")
 @pytest.mark.parametrize("sinks, programs, low", slow_after(3, pairs([False, True], [1, 5, 13], FLOORS)))
 def test_splits_in_triton(sinks: bool, programs: int, low: float, interpreted: None) -> None:
     from tatten.ops.cuda.decode import Tiles, plan_attention

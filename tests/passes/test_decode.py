@@ -116,6 +116,7 @@ def two_kinds_of_target(a, k, v, mask):
     return gqa(x, k, v, mask)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_takes(name: str) -> None:
     torch.manual_seed(0)
@@ -128,6 +129,7 @@ def test_takes(name: str) -> None:
     torch.testing.assert_close(compiled(fn, *args), fn(*args))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("code", DECLINED)
 def test_declines(code: str) -> None:
     torch.manual_seed(0)

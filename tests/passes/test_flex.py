@@ -61,6 +61,7 @@ MASKS = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str) -> None:
     """Eager `flex_attention` asks the mask function about all keys, and so agrees where blocks agree with that."""
@@ -93,6 +94,7 @@ SOFTCAPS = [
 ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("score_mod", SOFTCAPS)
 def test_soft_cap(score_mod) -> None:
     def fn(q, k, v):
@@ -118,6 +120,7 @@ def test_lse() -> None:
     assert fn(*tensors())[1][1].eq(-math.inf).all()
 
 
+@pytest.mark.drawn(4, "dynamic shapes")
 def test_block_mask_made_in_the_graph_and_dynamic_lengths() -> None:
     def fn(q, k, v):
         mask = create_block_mask(lambda b, h, i, j: j < LENGTHS[b], B, None, Q, k.shape[2], "cpu")
@@ -263,6 +266,7 @@ LEFT = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", LEFT)
 def test_left(name: str) -> None:
     fn, detail = LEFT[name]

@@ -92,6 +92,7 @@ def arguments(q_len: int = 1) -> tuple[torch.Tensor, ...]:
 KEPT = [times, divided, in_place, after_the_bias, by_head_dim, dropped, dropped_in_place, dequantised, in_one_product]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("attend", [*KEPT, capped, sdpa], ids=lambda fn: fn.__name__)
 def test_same_as_eager(attend, inner: str) -> None:
@@ -186,6 +187,7 @@ LEFT = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("attend", LEFT, ids=lambda fn: fn.__name__)
 def test_what_stays(attend) -> None:
     gms = []

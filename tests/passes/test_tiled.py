@@ -187,6 +187,7 @@ def test_gradients_are_still_wanted() -> None:
     assert listing(gm) == before
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_end_to_end(inner: str) -> None:
     q, k, v, m = arguments(q_len=1)

@@ -38,6 +38,7 @@ def test_is_found_by_name() -> None:
     assert "tatten" in torch.compiler.list_backends()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "options, dynamic, fullgraph",
     slow_after(

@@ -55,6 +55,7 @@ def check(n: int, dtype: torch.dtype, shape: tuple[int, ...], strategy: str, sca
         assert all(torch.equal(x, y) for result in results for x, y in zip(result, results[0], strict=True))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "n, dtype, strategy",
     slow_after(

@@ -258,5 +258,6 @@ def check_compiled() -> list[int]:
     return found
 
 
+@pytest.mark.drawn(4, "compiled decoding with transformers")
 def test_compiled() -> None:
     assert run_ranks(2, check_compiled) == [[1, 0]] * 2
