@@ -55,10 +55,10 @@ BY_VERSION = $$(find tests -name test_private_api.py) $$(grep -rl compile_in_sub
 
 test-oldest test-newest: export PIP_CONSTRAINT := /dev/null
 test-oldest:
-	$(MAKE) test VENV=.venv-oldest TORCH="$(OLDEST)" ARGS="$(BY_VERSION) $(ARGS)"
+	$(MAKE) test VENV=.venv-oldest TORCH="$(OLDEST)" ARGS="$(BY_VERSION) --draw 2 $(ARGS)"
 
 test-newest:
-	$(MAKE) test VENV=.venv-newest TORCH="$(NEWEST)" ARGS="$(BY_VERSION) $(ARGS)"
+	$(MAKE) test VENV=.venv-newest TORCH="$(NEWEST)" ARGS="$(BY_VERSION) --draw 2 $(ARGS)"
 
 # Every kernel, provider and mode, and the backend from end to end, on one GPU; about 6 minutes with 16 cores. PYTHON is that
 # of an environment with a CUDA build of PyTorch and with `tatten[test]`.
