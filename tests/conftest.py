@@ -28,6 +28,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     no_gpu = [] if torch.cuda.is_available() else [x for x in items if x.get_closest_marker("gpu")]
     left_out = {x for x in slow if not is_drawn(x.nodeid, share, seed)}
     if times := config.getoption("--draw"):
+        left_out |= {*no_gpu}
         apart = {*slow, *no_gpu}
         left_out |= {*left_undrawn((x for x in items if x not in apart), times, seed)}
     if left_out:

@@ -24,7 +24,7 @@ from tatten.ops.states import combine_partials, merge
 from tatten.ops.variant import PLAIN, AttentionVariant
 
 pytestmark = [
-    pytest.mark.drawn(29),
+    pytest.mark.drawn(22),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is"),
 ]
 

@@ -317,6 +317,7 @@ def test_layers_that_hold_more_than_keys_and_values(name: str, config: dict, fou
         SharedPrefixCache(getattr(transformers, f"{name}Config")(**config))
 
 
+@pytest.mark.drawn(2, "imports of a fresh interpreter")
 def test_tatten_imports_no_transformers() -> None:
     code = "import sys, tatten, tatten.caches.shared_prefix; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
