@@ -130,7 +130,7 @@ SHAPES = [
 KINDS = ["rows", "sequences", "equal", "causal", "one", "holes", "additive", "nothing"]
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "tree",
@@ -181,7 +181,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("tree", "variant"), VARIANTS, ids=str)
 def test_variants_equal_float64(tree: Tree, variant: dict, device: str) -> None:

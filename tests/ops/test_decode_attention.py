@@ -94,7 +94,7 @@ EXTRAS = [
 ]
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "case",
@@ -346,7 +346,7 @@ def test_state_of_parts_merges_to_the_whole(device: str) -> None:
     assert_state(*tatten.merge_states(torch.stack(outs), torch.stack(lses)), inputs)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "case",

@@ -21,6 +21,8 @@ from tatten.ops.cpu import flash, thresholds
 from tatten.ops.masks import block_list, key_spans
 from tatten.ops.variant import AttentionVariant
 
+pytestmark = pytest.mark.drawn(6)
+
 NEG_INF = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
 FLOORS = [-1e4, -1e9, LOWEST]

@@ -17,6 +17,8 @@ from tatten.passes import Declined, Rewritten, cost, rewrite
 from tatten.passes.reasons import Reason
 from tatten.passes.segments import find_segments
 
+pytestmark = pytest.mark.drawn(8)
+
 B, HQ, HKV, P, S, D, G = 4, 6, 2, 11, 5, 8, 2
 N = HQ // HKV
 sdpa = F.scaled_dot_product_attention
@@ -122,7 +124,7 @@ def gm_rows(node) -> int:
     return int(node.meta["example_value"].shape[0])
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("order", "dynamic"), slow_after(1, ORDERS))
 @pytest.mark.parametrize("spelling", FOR_ALL)
 def test_a_prefix_for_all(spelling: str, order: str, dynamic: bool) -> None:

@@ -15,6 +15,8 @@ import tatten
 from tatten.passes import Declined, Rewritten, cost, rewrite
 from tatten.passes.reasons import Reason
 
+pytestmark = pytest.mark.drawn(5)
+
 RATES = dict(cost.RATES)  # before the fixture of all tests makes calls free
 sdpa = F.scaled_dot_product_attention
 

@@ -251,7 +251,7 @@ def test_what_float16_cannot_hold_is_left_alone() -> None:
     torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", DECLINED)
 def test_declines(name: str) -> None:
     """Such a call is left to the decode pass, whose report says so."""

@@ -19,6 +19,8 @@ from tatten.passes.reasons import Reason
 from tatten.passes.rows import SELECTS
 from tatten.passes.symbolic import tensor_of
 
+pytestmark = pytest.mark.drawn(8)
+
 B, R, HQ, HKV, P, S, D = 5, 3, 6, 2, 11, 5, 8
 OP = torch.ops.tatten.bifurcated_attention.default
 GROUPS = torch.ops.tatten.row_groups.default
@@ -142,7 +144,7 @@ def assert_selects(fn, *args, stored=(R, B), by_rows=(True, False)):
     return gm
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("order", slow_after(1, ["heads_last", "gqa", "heads_within"]))
 @pytest.mark.parametrize("form", BY_INDEX)
 def test_forms(form: str, order: str) -> None:
@@ -178,7 +180,7 @@ def test_negative_numbers_count_from_the_end(form: str) -> None:
     assert_selects(forked(BY_INDEX[form]), *inputs(), ROWS - R)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("order", slow_after(1, ["heads_last", "gqa"]))
 @pytest.mark.parametrize("name", COMPOSED)
 def test_compositions(name: str, order: str) -> None:
@@ -249,7 +251,7 @@ DYNAMIC = {
 }
 
 
-@pytest.mark.drawn(4, "dynamic shapes")
+@pytest.mark.drawn(3, "dynamic shapes")
 @pytest.mark.parametrize("form", ["indexed", "index_select", "gather", "embedding"])
 @pytest.mark.parametrize("dynamic", DYNAMIC)
 def test_dynamic_shapes(dynamic: str, form: str) -> None:

@@ -259,7 +259,7 @@ def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **_: aot_eager(gm, inputs))
 
 
-@pytest.mark.drawn(3, "models")
+@pytest.mark.drawn(2, "models")
 @pytest.mark.parametrize("code", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_step_of_a_model(device: str, code: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_a_step_of_a_model(device: str, code: bool, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.drawn(3, "models")
+@pytest.mark.drawn(2, "models")
 def test_small_caches_stay_inductors_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(bytes_per_us=1.0, segment_us=0.0))
@@ -302,7 +302,7 @@ def test_the_op_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert torch.equal(cache.view(torch.uint8), want)
 
 
-@pytest.mark.drawn(4, "dynamic shapes")
+@pytest.mark.drawn(3, "dynamic shapes")
 @pytest.mark.parametrize("fixed", [True, False])
 def test_dynamic_shapes(fixed: bool) -> None:
     """A cache is moved where something else in the graph fixes its sizes, and left where they may change."""

@@ -14,6 +14,8 @@ from tatten.passes import Declined, Rewritten, rewrite
 from tatten.passes.calls import op_name
 from tatten.passes.reasons import Reason
 
+pytestmark = pytest.mark.drawn(5)
+
 B, HK, N, S, D = 2, 3, 4, 2048, 16
 sdpa = F.scaled_dot_product_attention
 

@@ -97,7 +97,7 @@ def cloned(xs: list[Tensor]) -> list[Tensor]:
     return [x.clone() for x in xs]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("fn", "wrap"), CASES, ids=lambda x: x.__name__)
 def test_transforms(fn: Callable[..., Any], wrap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sliding.LEAST_BYTES, "cpu", 1)

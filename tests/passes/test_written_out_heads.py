@@ -103,7 +103,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("q_len", [1, 3])
 @pytest.mark.parametrize("fn", FORMS, ids=lambda fn: fn.__name__)
 def test_forms(fn, q_len: int) -> None:

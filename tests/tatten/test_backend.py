@@ -17,6 +17,8 @@ from torch._dynamo.utils import counters
 import tatten
 from tatten.passes.reasons import Reason
 
+pytestmark = pytest.mark.drawn(5)
+
 
 def step(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)

@@ -164,7 +164,7 @@ BREAKS: list[tuple[str, str, str, Callable[[], Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("module, source, path, run, named", BREAKS, ids=[f"{x[0]}-{x[2]}" for x in BREAKS])
 def test_each_private_api_broken(

@@ -91,7 +91,7 @@ CASES = [
 ]
 
 
-@pytest.mark.drawn(4, "compiled for Hopper")
+@pytest.mark.drawn(3, "compiled for Hopper")
 @pytest.mark.parametrize("case", CASES)
 def test_compiles_for_sm_90(case: str) -> None:
     built = compile_in_subprocess(SCRIPT, case)

@@ -44,7 +44,7 @@ def question(query: Tensor, keys: list[Tensor], values: list[Tensor], scale: flo
     }
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @runs
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("max_and_sum", [False, True])
@@ -126,7 +126,7 @@ print(json.dumps([compile_launch(*launch) for launch in launches]))
 """
 
 
-@pytest.mark.drawn(4, "compiled for Hopper")
+@pytest.mark.drawn(3, "compiled for Hopper")
 @pytest.mark.parametrize("dim", [64, 128])
 def test_compiles_for_sm_90(dim: int) -> None:
     tiles = TILES[0], TILES[0], TILES[1]

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import tatten
 from tatten.ops.distributed import tree_merge as tree
 
+pytestmark = pytest.mark.drawn(4)
+
 B, H, L, D = 2, 12, 3, 10
 
 

@@ -204,7 +204,7 @@ def test_ops_are_lowered_where_nothing_has_moved(case: str, built: Any) -> None:
 
 
 @no_gpu
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("step", STEPS)
 def test_the_op_stays_opaque_where_a_step_of_its_lowering_raises(step: str, built: Any) -> None:
     opaque, notes, said = compiled(step, built)

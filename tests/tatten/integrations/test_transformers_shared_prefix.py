@@ -47,7 +47,7 @@ MODES = {
 }
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
 @pytest.mark.parametrize("name", slow_but(["llama", "gemma3", "deepseek_v3", "gpt2"], ZOO))
 def test_generate(name: str, padded: bool) -> None:
@@ -65,7 +65,7 @@ def test_generate(name: str, padded: bool) -> None:
     assert cache.nbytes == prefix
 
 
-@pytest.mark.drawn(4, "compiled decoding with transformers")
+@pytest.mark.drawn(3, "compiled decoding with transformers")
 @pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "gemma3", "gpt2"]))
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
 def test_compiled_generate(name: str, padded: bool) -> None:
