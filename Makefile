@@ -28,7 +28,7 @@ $(VENV)/installed-docs: $(VENV)/installed
 demo: $(VENV)/installed
 	$(BIN)/python examples/static_cache.py
 
-# Each op, pass, cache and kernel in a few of its cases, in about 4 minutes on 2 cores. Tests marked `slow` are left out,
+# Each op, pass, cache and kernel in a few of its cases, in about 5 minutes on 2 cores. Tests marked `slow` are left out,
 # and of those marked `drawn(n)` n run: each commit draws others. Plain `pytest` runs whatever it is pointed at.
 test test-ci: SEED := $(or $(SEED),$(shell git rev-parse --short HEAD))
 test: $(VENV)/installed-test

@@ -260,8 +260,14 @@ def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.drawn(2, "models")
-@pytest.mark.parametrize("code", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device, code",
+    [
+        ("cpu", False),
+        pytest.param("cpu", True, marks=pytest.mark.slow),
+        pytest.param("cuda", True, marks=pytest.mark.gpu),
+    ],
+)
 def test_a_step_of_a_model(device: str, code: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not code:
         without_code(monkeypatch)
