@@ -28,23 +28,23 @@ $(VENV)/installed-docs: $(VENV)/installed
 demo: $(VENV)/installed
 	$(BIN)/python examples/static_cache.py
 
-# Each op, pass, cache and kernel in a few of its cases, in about 7 minutes on 2 cores. What is marked `slow` is left
-# out here, and nowhere else: plain `pytest` runs whatever it is pointed at.
+# Each op, pass, cache and kernel in a few of its cases, in about 5 minutes on 2 cores. Tests marked `slow` are left out,
+# and of those marked `drawn(n)` n run: each commit draws others. Plain `pytest` runs whatever it is pointed at.
+test test-ci: SEED := $(or $(SEED),$(shell git rev-parse --short HEAD))
 test: $(VENV)/installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=30 -m "not slow" $(ARGS)
+	@echo "SEED=$(SEED)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=30 -m "not slow" --draw 1 --seed "$(SEED)" $(ARGS)
 
 # All tests, with as many threads for each op as PyTorch would take. They sleep while they wait: two
 # processes whose threads spin on two cores take three times as long.
 test-all: $(VENV)/installed-test
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal --durations=30 $(ARGS)
 
-# The fast tests and a share of the slow ones, drawn anew for each commit, so that CI takes about 20 minutes and each slow
-# test still runs in every tenth commit or so.
+# Twice as many of the tests marked `drawn` as `make test` runs, and a share of the slow tests.
 test-ci: SHARE ?= 0.1
-test-ci: SEED := $(or $(SEED),$(shell git rev-parse --short HEAD))
 test-ci:
 	@echo "SHARE=$(SHARE) SEED=$(SEED)"
-	$(MAKE) test-all ARGS="--slow-share $(SHARE) --slow-seed $(SEED) $(ARGS)"
+	$(MAKE) test-all ARGS="--draw 2 --slow-share $(SHARE) --seed '$(SEED)' $(ARGS)"
 
 # The oldest and the newest PyTorch that are tested, each with its Triton in an environment of its own: the tests that rest
 # on private APIs, on generated code and on Triton's compiler. PIP_CONSTRAINT keeps a machine's own pins out.
@@ -55,10 +55,10 @@ BY_VERSION = $$(find tests -name test_private_api.py) $$(grep -rl compile_in_sub
 
 test-oldest test-newest: export PIP_CONSTRAINT := /dev/null
 test-oldest:
-	$(MAKE) test VENV=.venv-oldest TORCH="$(OLDEST)" ARGS="$(BY_VERSION) $(ARGS)"
+	$(MAKE) test VENV=.venv-oldest TORCH="$(OLDEST)" ARGS="$(BY_VERSION) --draw 2 $(ARGS)"
 
 test-newest:
-	$(MAKE) test VENV=.venv-newest TORCH="$(NEWEST)" ARGS="$(BY_VERSION) $(ARGS)"
+	$(MAKE) test VENV=.venv-newest TORCH="$(NEWEST)" ARGS="$(BY_VERSION) --draw 2 $(ARGS)"
 
 # Every kernel, provider and mode, and the backend from end to end, on one GPU; about 6 minutes with 16 cores. PYTHON is that
 # of an environment with a CUDA build of PyTorch and with `tatten[test]`.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from interpreted import remember_builtins
-from slow import is_drawn
+from slow import is_drawn, left_undrawn
 
 from tatten.passes import cost, internal
 
@@ -17,20 +17,25 @@ if not torch.cuda.is_available():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--draw", type=int, help="run only this many times n tests of each kind marked drawn(n)")
     parser.addoption("--slow-share", type=float, default=1.0, help="the share of the slow tests that runs")
-    parser.addoption("--slow-seed", default="", help="another seed draws other slow tests")
+    parser.addoption("--seed", default="", help="another seed draws other tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    share, seed = config.getoption("--slow-share"), config.getoption("--slow-seed")
-    left_out = [x for x in items if x.get_closest_marker("slow") and not is_drawn(x.nodeid, share, seed)]
+    share, seed = config.getoption("--slow-share"), config.getoption("--seed")
+    slow = [x for x in items if x.get_closest_marker("slow")]
+    no_gpu = [] if torch.cuda.is_available() else [x for x in items if x.get_closest_marker("gpu")]
+    left_out = {x for x in slow if not is_drawn(x.nodeid, share, seed)}
+    if times := config.getoption("--draw"):
+        left_out |= {*no_gpu}
+        apart = {*slow, *no_gpu}
+        left_out |= {*left_undrawn((x for x in items if x not in apart), times, seed)}
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [x for x in items if x not in set(left_out)]
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [x for x in items if x not in left_out]
+    for item in no_gpu:
+        item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -26,6 +26,7 @@ def test_pages_have_code_that_runs() -> None:
     assert len(BLOCKS) >= 5
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("code", BLOCKS)
 def test_code_in_a_page(code: str) -> None:
     said = re.findall(r"print\(.*\)(?:  # |\n# )([^:\n]*)", code)

@@ -105,6 +105,7 @@ def merged_on_ranks(strategy: str) -> tuple[Tensor, Tensor]:
     return tatten.tree_merge(*state, dist.group.WORLD, strategy=strategy)
 
 
+@pytest.mark.drawn(2, "whole programs")
 @pytest.mark.parametrize("strategy", slow_but(["all_reduce"], ["all_reduce", "all_gather"]))
 def test_tree_merge_is_the_gradient(strategy: str) -> None:
     """Algorithm 3 on four ranks, and the packed form of it."""

@@ -53,6 +53,7 @@ def test_floors(name: str, used: int) -> None:
     assert models.floor_bytes(model, 3, used) == 4 * (weights + keys_and_values(name, 3, used))
 
 
+@pytest.mark.drawn(2, "whole programs")
 @pytest.mark.parametrize("name", slow_but(["gemma2"], models.SHAPES))
 def test_timed_calls_compile_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[int] = []
@@ -74,6 +75,7 @@ def test_timed_calls_compile_nothing(name: str, monkeypatch: pytest.MonkeyPatch)
     assert set(found["token_ms"]) == set(found["compile_s"]) == {"eager", "aot_eager"}
 
 
+@pytest.mark.drawn(2, "whole programs")
 def test_how_the_model_would_compile_by_itself_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate` takes that for compiled already, as its default mode of Inductor."""
     monkeypatch.setattr(generate, "BACKENDS", ("eager", "aot_eager"))
@@ -105,6 +107,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list
     return rows
 
 
+@pytest.mark.drawn(2, "whole programs")
 def test_cells(run: Callable[[str], list[dict[str, Any]]]) -> None:
     cells = [(r["layers"], r["batch"], r["mode"]) for r in run("--layers 1 2 --batch 1 8 --modes default")]
     assert cells == [(1, 1, "default"), (1, 8, "default"), (2, 1, "default"), (2, 8, "default")]

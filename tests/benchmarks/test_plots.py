@@ -22,6 +22,7 @@ def svg(name: str, theme: plots.Theme, monkeypatch: pytest.MonkeyPatch) -> bytes
     return file.getvalue()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", plots.PICTURES)
 def test_pictures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     try:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -44,6 +45,7 @@ def sections() -> tuple[list[dict[str, Any]], list[int], str]:
     return rows, sent, "accepted"
 
 
+@pytest.mark.drawn(2, "whole programs")
 def test_sections() -> None:
     for rows, sent, refused in run_ranks(2, sections):
         assert [row.get("arm", "long") for row in rows] == ["sdpa", "alone", "striped", "long"]

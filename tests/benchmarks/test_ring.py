@@ -23,6 +23,8 @@ from support.sharded_attention import decoders
 from support.sharded_llama import Decoder, Sizes
 from support.together import Ranks
 
+pytestmark = pytest.mark.drawn(2, "whole programs")
+
 LENGTHS = {  # of each rank and sequence, of 16
     "uneven": [[5, 16], [1, 0], [16, 7], [0, 3]],
     "some empty": [[5, 16], [0, 0], [16, 7], [0, 0]],

@@ -12,6 +12,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 
+@pytest.mark.drawn(2, "whole programs")
 def test_row(monkeypatch: pytest.MonkeyPatch) -> None:
     import rollouts  # imports transformers
 

@@ -67,6 +67,7 @@ def test_op() -> None:
     assert rows[0]["us"] == rows[1]["us"]
 
 
+@pytest.mark.drawn(2, "whole programs")
 @pytest.mark.parametrize("n", [2, 4])
 def test_step(n: int) -> None:
     for row, differences in run_ranks(n, step):

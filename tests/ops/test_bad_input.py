@@ -218,6 +218,7 @@ def test_masks_by_keyword_in_one_graph() -> None:
         assert kinds == {"POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY"}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_gradients_are_refused_in_compiled_code_too(inner: str) -> None:
     q, k = torch.randn(1, 2, 1, 8, requires_grad=True), torch.randn(1, 2, 5, 8)

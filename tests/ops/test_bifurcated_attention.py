@@ -130,6 +130,7 @@ SHAPES = [
 KINDS = ["rows", "sequences", "equal", "causal", "one", "holes", "additive", "nothing"]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "tree",
@@ -180,6 +181,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("tree", "variant"), VARIANTS, ids=str)
 def test_variants_equal_float64(tree: Tree, variant: dict, device: str) -> None:
@@ -224,6 +226,7 @@ def test_strides(device: str) -> None:
     assert_state(*tatten.bifurcated_attention(query, keys, values, attn_masks=masks, return_lse=True), inputs)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("masks", ["none", "rows", "sequences"])
 @pytest.mark.parametrize("variant", [{}, {"window": 7, "softcap": 2.0, "sinks": torch.randn(4)}], ids=["plain", "all"])

@@ -15,6 +15,8 @@ from torch.library import opcheck
 
 from tatten.ops.masks import BlockList, block_list
 
+pytestmark = pytest.mark.drawn(4)
+
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if interpreted else "cuda"
 

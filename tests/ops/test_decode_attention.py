@@ -93,6 +93,7 @@ EXTRAS = [
 ]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "case",
@@ -243,6 +244,7 @@ def _strided(x: torch.Tensor, layout: str) -> torch.Tensor:
             raise ValueError(layout)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kv_len", [40, 4099])
 @pytest.mark.parametrize("layout", ["bshd", "kt", "slice", "sbhd", "one_batch"])
@@ -343,6 +345,7 @@ def test_state_of_parts_merges_to_the_whole(device: str) -> None:
     assert_state(*tatten.merge_states(torch.stack(outs), torch.stack(lses)), inputs)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "case",
@@ -369,6 +372,7 @@ def test_opcheck(case: Case, device: str) -> None:
     opcheck(torch.ops.tatten.decode_attention.default, args, named, test_utils=utils)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -393,6 +397,7 @@ def test_public_function_compiles(inner: str, case: Case) -> None:
     assert torch.equal(compiled(query, key, value, **inputs), want_out)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
 def test_more_than_2_to_the_31_elements(dtype: torch.dtype, device: str) -> None:

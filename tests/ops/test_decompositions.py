@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tatten
 
+pytestmark = pytest.mark.drawn(5)
+
 LOW = (torch.bfloat16, torch.float16)
 CASES = [
     Case(),

@@ -21,6 +21,8 @@ from tatten.ops.cpu import flash, thresholds
 from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 from tatten.ops.masks import block_list, key_spans
 
+pytestmark = pytest.mark.drawn(6)
+
 NEG_INF = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
 FLOORS = [-1e4, -1e9, LOWEST]
@@ -106,6 +108,7 @@ def test_segments_with_numbers_of_heads_of_their_own(device: str) -> None:
     check(*public(query, keys, values, masks), mean, -1e9)
 
 
+@pytest.mark.drawn(1, "floors in Triton")
 @pytest.mark.parametrize("name, low, programs", slow_after(3, pairs([*TREES], FLOORS, [3, 25])))
 def test_segments_in_triton(
     name: str, low: float, programs: int, interpreted: None, monkeypatch: pytest.MonkeyPatch
@@ -218,6 +221,7 @@ def test_ordinary_scores_are_computed_once(many_pieces: None, monkeypatch: pytes
     assert out.isfinite().all()
 
 
+@pytest.mark.drawn(1, "floors in Triton")
 @pytest.mark.parametrize("sinks, programs, low", slow_after(3, pairs([False, True], [1, 5, 13], FLOORS)))
 def test_splits_in_triton(sinks: bool, programs: int, low: float, interpreted: None) -> None:
     from tatten.ops.cuda.decode import Tiles, plan_attention

@@ -69,6 +69,7 @@ def check(call: LatentCall) -> None:
     assert_within_bound(out, lse, expanded, call.blocks, summed_wide=True, out_dtype=wide)
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -76,6 +77,7 @@ def test_equals_float64(shape: tuple[int, ...], dtype: torch.dtype, variant: str
     check(call_of(shape, dtype, **VARIANTS[variant]))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_queries_that_were_not_rounded(shape: tuple[int, ...], variant: str) -> None:
@@ -235,6 +237,7 @@ def test_nan_comes_out(name: str, bad: float) -> None:
     assert out[1].isfinite().all()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype: torch.dtype) -> None:
     inputs = tensors(dtype)
@@ -244,6 +247,7 @@ def test_opcheck(dtype: torch.dtype) -> None:
     opcheck(op, (inputs[0].float(), *inputs[1:], mask), {"scale": 0.2})
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
 def test_public_function_compiles(inner: str) -> None:
     inputs, mask = tensors(torch.bfloat16), torch.rand(2, 1, 2, 90) < 0.5
@@ -331,6 +335,7 @@ def test_bad_input_of_the_public_function() -> None:
         tatten.latent_attention(*inputs, scale=0.2, attn_mask=mask, block_mask=tatten.block_mask(mask[:80]))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_gradients_are_refused_in_compiled_code_too(inner: str) -> None:
     inputs = tensors()

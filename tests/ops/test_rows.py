@@ -170,6 +170,7 @@ def test_a_block_mask_found_before(batch: int, mask: str, device: str) -> None:
     assert torch.equal(got, want)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.skipif(not INTERPRETED, reason="runs where no GPU is")
 @pytest.mark.parametrize(
     "case",
@@ -234,6 +235,7 @@ def test_groups_hold_each_sequence_once_beside_others_of_its_row(draw: str, size
         assert n_groups - full <= len(set(rows.tolist()))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("batch, stored", [(1, 1), (7, 3), (16, 16), (15, 4), (64, 5), (100, 7), (128, 1)])
 def test_the_kernel_makes_the_same_groups(batch: int, stored: int, device: str) -> None:

@@ -97,6 +97,7 @@ def inputs(dtype=BF16):
     return q, k, v, mask
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("around", slow_but(["around", "nested"], AROUND))
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
 def test_as_eager(fn, around: str) -> None:

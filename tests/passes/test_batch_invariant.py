@@ -13,6 +13,8 @@ import tatten  # noqa: F401  (the backend)
 from tatten.passes import cost, rewrite
 from tatten.passes.findings import Declined, Rewritten
 
+pytestmark = pytest.mark.drawn(4)
+
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, attn_mask, enable_gqa=True)

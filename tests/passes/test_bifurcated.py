@@ -17,6 +17,8 @@ from tatten.passes import Declined, Rewritten, cost, rewrite
 from tatten.passes.reasons import Reason
 from tatten.passes.segments import find_segments
 
+pytestmark = pytest.mark.drawn(8)
+
 B, HQ, HKV, P, S, D, G = 4, 6, 2, 11, 5, 8, 2
 N = HQ // HKV
 sdpa = F.scaled_dot_product_attention
@@ -122,6 +124,7 @@ def gm_rows(node) -> int:
     return int(node.meta["example_value"].shape[0])
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("order", "dynamic"), slow_after(1, ORDERS))
 @pytest.mark.parametrize("spelling", FOR_ALL)
 def test_a_prefix_for_all(spelling: str, order: str, dynamic: bool) -> None:
@@ -131,6 +134,7 @@ def test_a_prefix_for_all(spelling: str, order: str, dynamic: bool) -> None:
     assert not gm.graph.find_nodes(op="call_function", target=torch.cat)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("order", "dynamic"), ORDERS)
 @pytest.mark.parametrize("spelling", slow_after(2, FOR_GROUPS))
 def test_a_prefix_for_each_group(spelling: str, order: str, dynamic: bool) -> None:
@@ -155,6 +159,7 @@ def test_heads_and_sequences_in_one_expand() -> None:
     assert_bifurcates(mqa, torch.randn(B, HQ, 1, D), torch.randn(1, 1, P, D), torch.randn(B, 1, S, D))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("nested", [False, True])
 def test_levels(nested: bool, n: int) -> None:
@@ -220,6 +225,7 @@ def test_expanded_before_the_graph() -> None:
     assert gm.graph.find_nodes(op="call_method", target="narrow")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mask", ["none", "one_column", "2d", "additive", "per_head"])
 def test_masks(mask: str) -> None:
     n = 3
@@ -310,6 +316,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_nothing_else_is_shared(name: str) -> None:
     fn, args = attention(OTHERS[name], "heads_last"), inputs(G)
@@ -357,6 +364,7 @@ NOT_BIFURCATED = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("code", NOT_BIFURCATED)
 def test_declines(code: str) -> None:
     """It is decode attention of the whole, and the report says why it is no more."""

@@ -15,6 +15,8 @@ import tatten
 from tatten.passes import Declined, Rewritten, cost, rewrite
 from tatten.passes.reasons import Reason
 
+pytestmark = pytest.mark.drawn(5)
+
 RATES = dict(cost.RATES)  # before the fixture of all tests makes calls free
 sdpa = F.scaled_dot_product_attention
 
@@ -63,6 +65,7 @@ def test_a_short_cache_of_a_fixed_length_is_left_alone() -> None:
     assert "dynamic" not in finding.note
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("example", "counted"), [(20, 4096), (5000, 5000)])
 @pytest.mark.parametrize("how", ["dynamic", "marked"])
@@ -94,7 +97,7 @@ def test_an_unbacked_length_is_weighed_for_a_typical_one() -> None:
     torch.testing.assert_close(out, fn(*args))
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_cache_that_grows_after_a_short_first_call(inner: str) -> None:
     """The second length makes it dynamic: that graph serves a long cache, too."""
     torch._dynamo.reset()

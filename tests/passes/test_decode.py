@@ -16,6 +16,8 @@ from torch.fx import Graph
 from tatten.passes import Declined, Rewritten, rewrite
 from tatten.passes.reasons import Reason
 
+pytestmark = pytest.mark.drawn(9)
+
 B, HQ, HKV, S, D = 2, 4, 2, 9, 8
 sdpa = F.scaled_dot_product_attention
 
@@ -116,6 +118,7 @@ def two_kinds_of_target(a, k, v, mask):
     return gqa(x, k, v, mask)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_takes(name: str) -> None:
     torch.manual_seed(0)
@@ -128,6 +131,7 @@ def test_takes(name: str) -> None:
     torch.testing.assert_close(compiled(fn, *args), fn(*args))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("code", DECLINED)
 def test_declines(code: str) -> None:
     torch.manual_seed(0)

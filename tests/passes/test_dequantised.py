@@ -84,6 +84,7 @@ TAKEN = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", TAKEN)
 def test_is_read_in_8_bits(name: str) -> None:
     fn, *args = TAKEN[name]
@@ -180,6 +181,7 @@ WHY = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", LEFT)
 def test_is_left_and_the_report_says_why(name: str) -> None:
     fn, *args = LEFT[name]

@@ -81,6 +81,7 @@ def through_tatten(fn, *args):
     return torch.compile(fn, backend="tatten", options={"inner": "eager"}, fullgraph=True)(*args)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_peels(name: str, dynamic: bool) -> None:
@@ -106,6 +107,7 @@ def test_peels(name: str, dynamic: bool) -> None:
     assert not names & {"expand", "repeat", "repeat_interleave", "stack", "broadcast_to", "reshape"}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_does_not_peel(name: str) -> None:
     args = inputs()

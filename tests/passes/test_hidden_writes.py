@@ -78,6 +78,7 @@ def custom_ops():
         yield
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", WRITES)
 def test_keys_that_were_copied_before_a_write(name: str) -> None:
     def fn(q, w):
@@ -114,6 +115,7 @@ READS = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", READS)
 def test_keys_that_were_copied_before_a_read(name: str) -> None:
     def fn(q, w):

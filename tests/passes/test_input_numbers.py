@@ -13,6 +13,8 @@ import tatten
 from tatten.passes import Declined, Rewritten, rewrite
 from tatten.passes.reasons import Reason
 
+pytestmark = pytest.mark.drawn(4)
+
 B, H, S, D = 2, 4, 64, 16
 
 
@@ -92,6 +94,7 @@ def arguments(q_len: int = 1) -> tuple[torch.Tensor, ...]:
 KEPT = [times, divided, in_place, after_the_bias, by_head_dim, dropped, dropped_in_place, dequantised, in_one_product]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("attend", [*KEPT, capped, sdpa], ids=lambda fn: fn.__name__)
 def test_same_as_eager(attend, inner: str) -> None:
@@ -186,6 +189,7 @@ LEFT = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("attend", LEFT, ids=lambda fn: fn.__name__)
 def test_what_stays(attend) -> None:
     gms = []

@@ -218,6 +218,7 @@ def test_an_error_anywhere(program: Callable[..., Any]) -> None:
     check_errors(program, 0, 1)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda x: x.__name__)
 def test_an_error_here_and_there(program: Callable[..., Any]) -> None:
     """From a twentieth of the functions, others for each program."""

@@ -251,6 +251,7 @@ def test_what_float16_cannot_hold_is_left_alone() -> None:
     torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", DECLINED)
 def test_declines(name: str) -> None:
     """Such a call is left to the decode pass, whose report says so."""
@@ -303,6 +304,7 @@ def two_readers(q, c, rope, w, mask):
     return attend(query, c, rope, w, mask) + query.sum()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("fn", "q_len", "read", "left"),
     [

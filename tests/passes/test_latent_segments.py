@@ -13,6 +13,8 @@ from torch import Tensor
 from tatten.passes import Rewritten, cost, rewrite
 from tatten.passes.symbolic import tensor_of
 
+pytestmark = pytest.mark.drawn(3)
+
 H, R, NOPE, ROPE, V = 4, 24, 12, 8, 16
 PROMPT, SUFFIX = 40, 6
 

@@ -13,6 +13,8 @@ from programs import Outcome, Program, check, dynamic_programs, programs, wrappe
 
 from tatten.ops.cpu import flash
 
+pytestmark = pytest.mark.drawn(1)
+
 OPS = {"tatten.decode_attention.default", "tatten.bifurcated_attention.default"}
 WAYS = {"_flash", "_attend_in_pieces", "_attend_in_groups"}
 
@@ -53,20 +55,29 @@ def test_programs_mean_the_same_compiled(ways: Counter[str]) -> None:
     assert set(ways) == WAYS
 
 
-def _ops(outcomes: list[Outcome], at_least: int) -> set[str]:
-    """The ops that programs were rewritten into: one of so many programs, if no more than a tenth fail in PyTorch."""
+def _ops(outcomes: list[Outcome], at_least: int, deviations: int = 0) -> set[str]:
+    """The ops that programs were rewritten into: one of so many programs, if no more than a tenth fail in PyTorch.
+
+    A share that is near the bound is missed by so many standard deviations of a binomial count, by chance.
+    """
     ops = Counter(op for outcome in outcomes for op in outcome.rewritten)
     reasons = Counter(reason for outcome in outcomes for reason in outcome.declined)
     not_ours = Counter(outcome.not_ours for outcome in outcomes if outcome.not_ours)
     print(f"{len(outcomes)} programs: rewritten {dict(ops)}, declined {dict(reasons)}, {not_ours}")
-    assert sum(bool(outcome.rewritten) for outcome in outcomes) * at_least >= len(outcomes), reasons
+    share = 1 / at_least
+    by_chance = deviations * (len(outcomes) * share * (1 - share)) ** 0.5
+    assert sum(bool(outcome.rewritten) for outcome in outcomes) >= len(outcomes) * share - by_chance, reasons
     assert not_ours.total() * 10 <= len(outcomes), not_ours
     return set(ops)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("made", "n", "at_least"), [(dynamic_programs, 30, 2), (wrapped_programs, 20, 4)])
-def test_programs_of_any_size_and_under_functorch(made: Callable[..., Any], n: int, at_least: int) -> None:
+@pytest.mark.parametrize(
+    ("made", "n", "at_least", "deviations"), [(dynamic_programs, 30, 2, 0), (wrapped_programs, 40, 4, 3)]
+)
+def test_programs_of_any_size_and_under_functorch(
+    made: Callable[..., Any], n: int, at_least: int, deviations: int
+) -> None:
     """Sizes and numbers that are inputs of the graph, and attention under `vmap`, `functional_call` and `grad`."""
     outcomes: list[Outcome] = []
 
@@ -76,7 +87,7 @@ def test_programs_of_any_size_and_under_functorch(made: Callable[..., Any], n: i
         outcomes.append(check(program))
 
     run()
-    assert _ops(outcomes, at_least)
+    assert _ops(outcomes, at_least, deviations)
 
 
 @fuzz.settings(2)

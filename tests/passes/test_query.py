@@ -65,6 +65,7 @@ FORMS = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("q_len", [1, 3])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_number_joins_the_scale(form: str, q_len: int) -> None:
@@ -164,6 +165,7 @@ NOT_TAKEN = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("form", NOT_TAKEN)
 def test_what_is_left_in_the_program(form: str) -> None:
     args = tensors()

@@ -19,6 +19,8 @@ from tatten.passes.reasons import Reason
 from tatten.passes.rows import SELECTS
 from tatten.passes.symbolic import tensor_of
 
+pytestmark = pytest.mark.drawn(8)
+
 B, R, HQ, HKV, P, S, D = 5, 3, 6, 2, 11, 5, 8
 OP = torch.ops.tatten.bifurcated_attention.default
 GROUPS = torch.ops.tatten.row_groups.default
@@ -142,6 +144,7 @@ def assert_selects(fn, *args, stored=(R, B), by_rows=(True, False)):
     return gm
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("order", slow_after(1, ["heads_last", "gqa", "heads_within"]))
 @pytest.mark.parametrize("form", BY_INDEX)
 def test_forms(form: str, order: str) -> None:
@@ -156,6 +159,7 @@ def test_one_segment(form: str) -> None:
     assert_selects(forked(BY_INDEX[form]), *args, stored=(R,), by_rows=(True,))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("form", ["index_select", "indexed", "embedding", "take_along_dim"])
 def test_int32(form: str) -> None:
     select = BY_INDEX[form]
@@ -176,6 +180,7 @@ def test_negative_numbers_count_from_the_end(form: str) -> None:
     assert_selects(forked(BY_INDEX[form]), *inputs(), ROWS - R)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("order", slow_after(1, ["heads_last", "gqa"]))
 @pytest.mark.parametrize("name", COMPOSED)
 def test_compositions(name: str, order: str) -> None:
@@ -223,6 +228,7 @@ def test_levels_of_rows() -> None:
     torch.testing.assert_close(compiled(fn, *args), fn(*args))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mask", ["one_column", "2d", "additive", "per_head", "one", "rows"])
 def test_masks(mask: str) -> None:
     n = 3
@@ -245,6 +251,7 @@ DYNAMIC = {
 }
 
 
+@pytest.mark.drawn(3, "dynamic shapes")
 @pytest.mark.parametrize("form", ["indexed", "index_select", "gather", "embedding"])
 @pytest.mark.parametrize("dynamic", DYNAMIC)
 def test_dynamic_shapes(dynamic: str, form: str) -> None:
@@ -271,6 +278,7 @@ SAME = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", SAME)
 def test_an_index_made_for_each(name: str) -> None:
     """Keys and values that each compute their index, of the same."""
@@ -304,6 +312,7 @@ def copies_are_read(fn, *args, reason: str = "") -> None:
     torch.testing.assert_close(compiled(fn, *(x.clone() for x in args)), fn(*(x.clone() for x in args)))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", COPIED)
 def test_selections_that_differ(name: str) -> None:
     reason = "" if name == "segments at random" else "segments"  # arithmetic on the copy hides the selection
@@ -354,6 +363,7 @@ def test_an_index_that_is_written_between_keys_and_values() -> None:
     copies_are_read(fn, *inputs(), ROWS.int(), reason="written_between")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("form", ["indexed", "index_select"])
 def test_an_index_that_is_written_between_layers(form: str, masked: bool) -> None:
@@ -388,6 +398,7 @@ PLAIN_COPIES = {  # Not a selection of rows that can be read where they are.
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", PLAIN_COPIES)
 def test_other_selections_are_copied(name: str) -> None:
     copies_are_read(forked(PLAIN_COPIES[name], "gqa"), *inputs(), ROWS)

@@ -132,6 +132,7 @@ def arguments():
     return *(torch.randn(B, H, n, D, dtype=torch.float64) for n in (Q, S, S)), m
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("fn", REWRITTEN, ids=lambda fn: fn.__name__)
 def test_same_as_eager(fn, dynamic: bool) -> None:
@@ -259,6 +260,7 @@ DECLINED = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("fn", DECLINED, ids=lambda fn: fn.__name__)
 def test_what_stays(fn) -> None:
     gm = capture(fn, *arguments())

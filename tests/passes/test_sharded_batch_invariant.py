@@ -22,6 +22,8 @@ import tatten
 from tatten.passes.findings import Declined
 from tatten.passes.rewrite import rewrite
 
+pytestmark = pytest.mark.drawn(4, "DTensors")
+
 
 def attend(mesh: DeviceMesh) -> Callable[..., Tensor]:
     """Attention to `from_local` of plain tensors, as caches have it: heads over the first of two mesh dims."""

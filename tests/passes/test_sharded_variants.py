@@ -24,6 +24,8 @@ from tatten.passes.reasons import Decline
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.tree import find_local
 
+pytestmark = pytest.mark.drawn(4, "DTensors")
+
 B, HQ, HKV, D, S = 2, 4, 2, 16, 22
 
 

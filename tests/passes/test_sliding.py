@@ -7,6 +7,7 @@ import pytest
 import torch
 from graphs import capture, listing
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 from transformers import MistralConfig, MistralForCausalLM, StaticCache
 
 import tatten
@@ -241,11 +242,11 @@ def step_of_mistral(device: str):
     model = MistralForCausalLM(config).to(device).eval()
     tokens = torch.randint(64, (2, 20), device=device)
 
-    def run(backend: str):
+    def run(backend: str | None = None):
         cache = StaticCache(config, max_cache_len=64)
         model(tokens, **cache_kwargs(cache))
         torch._dynamo.reset()
-        step = torch.compile(model, backend=backend, dynamic=False)
+        step = torch.compile(model, backend=backend, dynamic=False) if backend else model
         for token in range(3):
             logits = step(tokens[:, token : token + 1], **cache_kwargs(cache)).logits
         return logits, [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
@@ -253,20 +254,37 @@ def step_of_mistral(device: str):
     return run
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_step_of_a_model(device: str) -> None:
+def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor takes most of the time, and has its own tests of the op."""
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **_: aot_eager(gm, inputs))
+
+
+@pytest.mark.drawn(2, "models")
+@pytest.mark.parametrize(
+    "device, code",
+    [
+        ("cpu", False),
+        pytest.param("cpu", True, marks=pytest.mark.slow),
+        pytest.param("cuda", True, marks=pytest.mark.gpu),
+    ],
+)
+def test_a_step_of_a_model(device: str, code: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not code:
+        without_code(monkeypatch)
     run = step_of_mistral(device)
     with torch.no_grad():
-        want = run("eager")
+        want = run()
         with tatten.recording() as report:
             got = run("tatten")
     assert "4 full caches of sliding windows are moved in place" in str(report)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.drawn(2, "models")
 def test_small_caches_stay_inductors_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(bytes_per_us=1.0, segment_us=0.0))
+    without_code(monkeypatch)
     with torch.no_grad(), tatten.recording() as report:
         step_of_mistral("cpu")("tatten")
     assert report.rewritten
@@ -290,6 +308,7 @@ def test_the_op_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert torch.equal(cache.view(torch.uint8), want)
 
 
+@pytest.mark.drawn(3, "dynamic shapes")
 @pytest.mark.parametrize("fixed", [True, False])
 def test_dynamic_shapes(fixed: bool) -> None:
     """A cache is moved where something else in the graph fixes its sizes, and left where they may change."""

@@ -10,6 +10,8 @@ from torch import nn
 
 from tatten.passes.source_location import _module_path, source_location
 
+pytestmark = pytest.mark.drawn(1)
+
 
 class Lora(nn.Module):
     def __init__(self) -> None:

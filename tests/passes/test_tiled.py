@@ -14,6 +14,8 @@ from tatten.passes import Declined, Rewritten, rewrite
 from tatten.passes.calls import op_name
 from tatten.passes.reasons import Reason
 
+pytestmark = pytest.mark.drawn(5)
+
 B, HK, N, S, D = 2, 3, 4, 2048, 16
 sdpa = F.scaled_dot_product_attention
 
@@ -187,6 +189,7 @@ def test_gradients_are_still_wanted() -> None:
     assert listing(gm) == before
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_end_to_end(inner: str) -> None:
     q, k, v, m = arguments(q_len=1)

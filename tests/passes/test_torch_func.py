@@ -97,6 +97,7 @@ def cloned(xs: list[Tensor]) -> list[Tensor]:
     return [x.clone() for x in xs]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("fn", "wrap"), CASES, ids=lambda x: x.__name__)
 def test_transforms(fn: Callable[..., Any], wrap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sliding.LEAST_BYTES, "cpu", 1)
@@ -113,6 +114,7 @@ def test_transforms(fn: Callable[..., Any], wrap: Callable[..., Any], monkeypatc
     torch.testing.assert_close(out, want)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("fn", FORMS, ids=lambda x: x.__name__)
 def test_functional_call_is_no_transform(fn: Callable[..., Any]) -> None:
     class Model(torch.nn.Module):
@@ -178,6 +180,7 @@ def scores_alone(fn):
     return lambda q, k, v, m: torch.vmap(torch.vmap(lambda q, k: q @ k.mT))(q, k).masked_fill(~m, -1e38).softmax(-1) @ v
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("fn", "wrap"),
     [(x, over_batch_and_heads) for x in (per_head, per_head_capped, per_head_by_exp, one_query)]

@@ -12,6 +12,8 @@ import tatten
 from tatten.passes import Declined, Rewritten
 from tatten.passes.reasons import Reason
 
+pytestmark = pytest.mark.drawn(3)
+
 D = 16
 
 

@@ -217,6 +217,7 @@ def run(fn, *args, **kwargs):
     return findings, gm, out
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("q_len", [1, 3])
 @pytest.mark.parametrize("fn", FORMS, ids=lambda fn: fn.__name__)
 def test_forms(fn, q_len: int) -> None:
@@ -242,6 +243,7 @@ ROWS = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_without_keys(name: str, dtype: torch.dtype) -> None:
@@ -374,6 +376,7 @@ DECLINED = {
 }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("fn", DECLINED, ids=lambda fn: fn.__name__)
 def test_what_stays(fn) -> None:
     args = (*tensors(2, H), mask(2))
@@ -418,6 +421,7 @@ def test_layers_share_what_is_made_of_their_mask() -> None:
     assert names.count("masked_fill") == names.count("all") == 1
 
 
+@pytest.mark.drawn(2, "exported programs")
 @pytest.mark.parametrize("fn", [llama, gemma, gpt_oss, trocr, granite], ids=lambda fn: fn.__name__)
 def test_exported_programs(fn) -> None:
     class Module(torch.nn.Module):

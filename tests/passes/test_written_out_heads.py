@@ -103,6 +103,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("q_len", [1, 3])
 @pytest.mark.parametrize("fn", FORMS, ids=lambda fn: fn.__name__)
 def test_forms(fn, q_len: int) -> None:
@@ -202,6 +203,7 @@ LEFT = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("fn", LEFT, ids=lambda fn: fn.__name__)
 def test_left_with_a_reason(fn) -> None:
     args = tensors(2)

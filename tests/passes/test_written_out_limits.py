@@ -192,6 +192,7 @@ DTYPES = {
 }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("fn", CASES, ids=lambda fn: fn.__name__)
 def test_same_as_eager(fn) -> None:
     torch.manual_seed(0)

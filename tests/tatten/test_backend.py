@@ -17,6 +17,8 @@ from torch._dynamo.utils import counters
 import tatten
 from tatten.passes.reasons import Reason
 
+pytestmark = pytest.mark.drawn(5)
+
 
 def step(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -38,6 +40,7 @@ def test_is_found_by_name() -> None:
     assert "tatten" in torch.compiler.list_backends()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "options, dynamic, fullgraph",
     slow_after(
@@ -164,6 +167,7 @@ def test_warm_caches_hit_and_the_report_is_still_filled(tmp_path) -> None:
     assert runs[1] == {"fxgraph_cache_hit": 1, "autograd_cache_hit": 1, "rewritten": 1, "reported": 1}
 
 
+@pytest.mark.drawn(2, "imports of a fresh interpreter")
 def test_import_is_light() -> None:
     """`import tatten` loads neither Triton, transformers nor Inductor, and queries no device."""
     heavy = ["triton", "transformers", "torch._inductor.compile_fx"]

@@ -18,6 +18,8 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 import tatten
 from tatten.integrations.transformers import SharedPrefixCache, cache_kwargs
 
+pytestmark = pytest.mark.drawn(2, "models")
+
 N, PROMPT, NEW = 6, 33, 4
 COMMON = tiny_models.COMMON | {"max_position_embeddings": 256, "eos_token_id": None}
 GQA = COMMON | {"num_key_value_heads": 2}

@@ -37,12 +37,14 @@ def test_every_public_name_has_an_example(name: str) -> None:
     assert "    >>> " in doc.partition("Examples:\n")[2], f"tatten.{name} needs an example that runs, after `Examples:`"
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in ON_RANKS])
 def test_examples_run(name: str) -> None:
     torch._dynamo.reset()
     assert run_example(name) == ""
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_examples_run_on_ranks(name: str, ranks: int) -> None:

@@ -25,7 +25,10 @@ def output(name: str, options: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     return capsys.readouterr().out
 
 
+@pytest.mark.drawn(2, "whole programs")
 def test_best_of_n(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    # Inductor takes most of the time, and makes no difference here.
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, example_inputs, **_: gm)
     out = output("best_of_n", "--layers 1 --n 4 --prompt-len 300 --new-tokens 6", monkeypatch, capsys)
     assert "1 of 1 attention calls rewritten" in out
     assert "tokens: identical (4 sequences of 6)" in out
@@ -34,6 +37,7 @@ def test_best_of_n(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert "times as fast" in out
 
 
+@pytest.mark.drawn(2, "whole programs")
 def test_prefix_tree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     # Inductor takes most of the time, and makes no difference here.
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, example_inputs, **_: gm)
@@ -46,6 +50,7 @@ def test_prefix_tree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "times as fast" in out
 
 
+@pytest.mark.drawn(2, "whole programs")
 def test_rollouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     # Inductor takes most of the time, and makes no difference here.
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, example_inputs, **_: gm)
@@ -113,6 +118,7 @@ example["say"](dist.get_backend(mesh.get_group()), example["costs"](config, 64, 
 """
 
 
+@pytest.mark.drawn(2, "whole programs")
 def test_tree_decode_on_cpus_of_a_machine_with_gpus(tmp_path: Path) -> None:
     """PyTorch would set up NCCL for a CPU mesh, which fails here, and for ranks that share a GPU."""
     script = tmp_path / "connect.py"

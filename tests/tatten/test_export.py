@@ -23,6 +23,8 @@ from tatten.passes import internal
 from tatten.passes.reasons import Reason
 from tatten.report import Report
 
+pytestmark = pytest.mark.drawn(10)
+
 SLOTS = 64
 Args = tuple[Tensor, ...]
 

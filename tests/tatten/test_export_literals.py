@@ -12,6 +12,8 @@ from torch.export import export
 import tatten
 from tatten.passes.reasons import Reason
 
+pytestmark = pytest.mark.drawn(2)
+
 
 class Attention(torch.nn.Module):
     """Attention written out, with numbers that its forms keep in different places."""

@@ -77,6 +77,7 @@ def check(fn: Callable, **kwargs: Any) -> None:
     assert counters["tatten"]["rewritten"] == 1
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("fn", [attend, attend_to_cache])
 @pytest.mark.parametrize(
     "inner",

@@ -20,6 +20,8 @@ from tatten.passes import Rewritten, cost, rewrite
 from tatten.passes.reasons import Reason
 from tatten.passes.sdpa import find_sdpa
 
+pytestmark = pytest.mark.drawn(2, "models")
+
 BATCH, PROMPT = 3, 9
 CACHES = {"static": lambda c: StaticCache(config=c, max_cache_len=24), "dynamic": lambda c: DynamicCache(config=c)}
 WITH_SDPA = [name for name, model in MODELS.items() if model.layers]

@@ -167,6 +167,7 @@ def check_all_rewritten(report: tatten.Report, *others: Reason) -> None:
     assert found >= LAYERS
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name, cache", slow_but(KINDS, dict.fromkeys(CASES)))
 def test_decoder(name: str, cache: str) -> None:
     if name == "falcon_alibi" and cache != "dynamic":
@@ -197,6 +198,7 @@ def test_decoder_through_inductor(name: str, dynamic: bool) -> None:
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(
     "name", slow_but(["llama"], ["llama", "qwen3", "gemma3", "mistral_window", "falcon_mqa", "gpt2"])
@@ -241,6 +243,7 @@ def test_generate_on_a_gpu(name: str) -> None:
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), atol=1e-5, rtol=0)
 
 
+@pytest.mark.drawn(2, "models")
 @pytest.mark.parametrize(
     "name, cache",
     slow_but([("gpt_oss", "static-padded"), ("gemma2", "dynamic")], product(WRITTEN_OUT, ["dynamic", "static-padded"])),
@@ -260,6 +263,7 @@ def test_models_that_write_attention_out(name: str, cache: str) -> None:
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
+@pytest.mark.drawn(2, "models")
 @pytest.mark.parametrize("name, cache", slow_but([("mistral_window", "static-padded")], product(FLEX, FLEX_CACHES)))
 def test_flex_attention(name: str, cache: str) -> None:
     """The logits of eager attention, from keys and values that it cached."""
@@ -277,6 +281,7 @@ def test_flex_attention(name: str, cache: str) -> None:
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
+@pytest.mark.drawn(2, "models")
 @pytest.mark.parametrize("attention, name, cache", slow_but_some(3, ANY_SIZE))
 def test_any_size(attention: str, name: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `dynamic=True` each size and each number of a model may be an input of its graph."""

@@ -164,6 +164,7 @@ BREAKS: list[tuple[str, str, str, Callable[[], Any], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("module, source, path, run, named", BREAKS, ids=[f"{x[0]}-{x[2]}" for x in BREAKS])
 def test_each_private_api_broken(
@@ -369,6 +370,7 @@ assert all(name in str(report) for name in names), str(report)
 """
 
 
+@pytest.mark.drawn(2, "imports of a fresh interpreter")
 def test_names_that_are_imported_first() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORTS], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

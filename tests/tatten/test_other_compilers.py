@@ -17,6 +17,8 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 
 import tatten
 
+pytestmark = pytest.mark.drawn(1)
+
 Args = tuple[Tensor, ...]
 SLOTS = 64
 

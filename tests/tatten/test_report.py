@@ -24,6 +24,8 @@ from tatten.passes.rewrite import Declined, GraphReport, Rewritten, rewrite
 from tatten.passes.source_location import SourceLocation
 from tatten.report import Report, publish
 
+pytestmark = pytest.mark.drawn(8)
+
 
 class Layer(torch.nn.Module):
     def forward(self, x, k, mask):

@@ -37,6 +37,7 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
 def test_a_graph_that_dynamo_captures_again_is_reported_once(
     inner: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

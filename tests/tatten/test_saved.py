@@ -52,6 +52,7 @@ def run(code: str, path: Path, **env: str) -> str:
     return done.stdout
 
 
+@pytest.mark.drawn(2, "whole programs")
 @pytest.mark.skipif(
     "serialize"
     not in Path(aot_compile.__file__).read_text().split("def aot_compile_fullgraph")[1].split("\nclass ")[0],
@@ -62,6 +63,7 @@ def test_aot_compile(tmp_path: Path) -> None:
     run(LOAD, tmp_path / "step")
 
 
+@pytest.mark.drawn(2, "whole programs")
 def test_caching_precompile(tmp_path: Path) -> None:
     env = {"TORCH_CACHING_PRECOMPILE": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     first, second = (run(PRECOMPILE, tmp_path / "step", **env) for _ in range(2))

@@ -52,6 +52,7 @@ def assert_same_bits(
             assert torch.equal(got[at], x[0])
 
 
+@pytest.mark.drawn(2, "bits in every batch")
 @pytest.mark.parametrize("call", slow_after(1, CALLS), ids=str)
 def test_a_sequence_has_the_same_bits_in_every_batch(call: Sequences) -> None:
     assert_same_bits(attend, call, 20)
@@ -76,6 +77,7 @@ LATENTS = [
 ]
 
 
+@pytest.mark.drawn(2, "bits in every batch")
 @pytest.mark.parametrize("call", slow_after(1, LATENTS), ids=str)
 def test_so_has_one_that_attends_to_latents(call: Sequences) -> None:
     assert_same_bits(attend_latents, call, 8)
@@ -126,6 +128,7 @@ SHARED = [
 ]
 
 
+@pytest.mark.drawn(2, "bits in every batch")
 @pytest.mark.parametrize("call", slow_after(2, SHARED), ids=str)
 def test_so_has_one_that_shares_keys(call: SharedSequences) -> None:
     assert_same_bits(attend_segments, call, 8 if call.shared < 2000 else 2)
@@ -154,6 +157,7 @@ def test_latents_have_tiles_for_their_widths_alone() -> None:
         plan_latents(latent_call(query, None, latent, None, scale=0.1, batch_invariant=True))
 
 
+@pytest.mark.drawn(2, "bits in every batch")
 @pytest.mark.parametrize("programs", [1, 3, 50])
 def test_the_bits_do_not_depend_on_the_programs(programs: int) -> None:
     inputs = Case(batch=3, kv_len=700, head_dim=16, lens=True).inputs()
@@ -161,6 +165,7 @@ def test_the_bits_do_not_depend_on_the_programs(programs: int) -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "case",
     slow_after(
@@ -183,10 +188,14 @@ def test_against_float64(case: Case) -> None:
     assert_state(*attend(inputs), inputs)
 
 
-def test_a_long_sequence_has_larger_chunks_but_no_more() -> None:
-    """20,000 keys are 40 times 512, and a sequence has at most 32 chunks."""
-    inputs = Case(batch=2, q_heads=1, kv_heads=1, kv_len=20000, head_dim=16).inputs(poison=False)
-    inputs["kv_lens"] = torch.tensor([20000, 300])
+@pytest.mark.drawn(2, "bits in every batch")
+def test_a_long_sequence_has_larger_chunks_but_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5,000 keys are 40 times 128, and a sequence has at most 32 chunks."""
+    from tatten.ops.cuda import decode_grid
+
+    monkeypatch.setattr(decode_grid, "LEAST_CHUNK", 128)
+    inputs = Case(batch=2, q_heads=1, kv_heads=1, kv_len=5000, head_dim=16).inputs(poison=False)
+    inputs["kv_lens"] = torch.tensor([5000, 300])
     assert_state(*attend(inputs), inputs)
 
 

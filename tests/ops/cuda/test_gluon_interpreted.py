@@ -91,6 +91,7 @@ LATENTS = [
 ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("sizes", "programs"), slow_after(5, LATENTS), ids=str)
 def test_latents(sizes: tuple[int, int, int, int, str], programs: int) -> None:
     """Work tiles of one program and of several, ragged and empty ones; more programs than tiles."""
@@ -111,6 +112,7 @@ FEW = [
 ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("sizes", "programs", "unrounded"), slow_after(4, FEW), ids=str)
 def test_few_queries(sizes: tuple[int, int, int, int, str], programs: int, unrounded: bool) -> None:
     """In bfloat16, or in float32 with digits of which an lse tells whether they were left out."""
@@ -181,6 +183,7 @@ ALL_FAULTS = [
 NAMES = [f"{'few, ' if modules is FEW_MODULES else ''}{name}" for modules, name, *_ in ALL_FAULTS]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("fault", slow_but([0, 1, 2, 12, 13, 14], range(len(ALL_FAULTS))), ids=NAMES)
 def test_a_fault_shows(fault: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of these lines of the kernel, some order of its partitions deadlocks or gives something else."""
@@ -213,6 +216,7 @@ def test_a_fault_shows(fault: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         attend_in_any_order()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "sizes", [(6, 2, 35, 3, 500, 64), (3, 3, 20, 3, 129, 128), (2, 1, 1, 1, 127, 64), (1, 1, 70, 2, 128, 128)], ids=str

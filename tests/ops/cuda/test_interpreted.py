@@ -22,7 +22,10 @@ from tatten.ops.masks import block_list
 from tatten.ops.reference import bifurcated_attention_reference
 from tatten.ops.states import combine_partials, merge
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
+pytestmark = [
+    pytest.mark.drawn(22),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is"),
+]
 
 MASKS = ["none", "causal", "broadcast", "2d", "keys", "holes", "per_head", "empty_rows", "all_false", "one_key"]
 MASKS += ["additive", "additive_f32", "finfo_min", "alibi", "one_column", "nearly_full", "nearly_zero"]

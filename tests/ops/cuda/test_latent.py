@@ -78,6 +78,7 @@ def run(given: dict[str, Any], out_dtype: torch.dtype, found: Tensor | None = No
     return on_cuda.plan_latents(call)(call)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("variant", slow_but(["plain", "holes", "lens"], VARIANTS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -91,6 +92,7 @@ def test_equals_float64(shape: tuple[int, ...], dtype: torch.dtype, variant: str
         assert_within_bound(out, lse, expanded, parts=2 + kv_len // 16, out_dtype=out_dtype)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("variant", slow_but(["plain", "holes", "lens"], VARIANTS))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_queries_that_were_not_rounded(shape: tuple[int, ...], variant: str) -> None:

@@ -7,6 +7,8 @@ import re
 import pytest
 from compiled import FUSIBLE, TRITON_3_6, compile_in_subprocess
 
+pytestmark = pytest.mark.drawn(3, "compiled for Hopper")
+
 SCRIPT = """
 import json, sys
 import torch

@@ -46,6 +46,7 @@ def question(query: Tensor, keys: list[Tensor], values: list[Tensor], scale: flo
     }
 
 
+@pytest.mark.drawn(2)
 @runs
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("max_and_sum", [False, True])
@@ -71,6 +72,7 @@ def test_states(tree: tuple, batch: int, heads: tuple, q_len: int, dims: tuple, 
     assert_state(got.out.to(HALF), lse, question(query, keys, values, 0.3))
 
 
+@pytest.mark.drawn(1)
 @runs
 @pytest.mark.parametrize("chosen", [(0, 1), (0, 1, 2), (1, 2), (), (0, 1, 2, 3)])
 def test_beside_other_segments(chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +132,7 @@ print(json.dumps([compile_launch(*launch) for launch in launches]))
 """
 
 
+@pytest.mark.drawn(3, "compiled for Hopper")
 @pytest.mark.parametrize("dim", [64, 128])
 def test_compiles_for_sm_90(dim: int) -> None:
     tiles = TILES[0], TILES[0], TILES[1]

@@ -13,6 +13,8 @@ from tatten.ops.cuda.heuristics import combining_pays, latent_programs_for
 from tatten.ops.cuda.schedule import Schedule, Visit, flash_attention_2, flash_decoding
 from tatten.ops.cuda.tile_space import TileSpace
 
+pytestmark = pytest.mark.drawn(9)
+
 
 def small() -> list[Schedule]:
     """All ways to divide up to 7 tiles into work tiles, on up to 9 programs."""

@@ -30,6 +30,7 @@ print(json.dumps([compile_launch(*x) for x in launches]))
 """
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch wraps no kernel that is interpreted")
 @pytest.mark.parametrize("chunk_bytes", [1, 512, slide.CHUNK_BYTES])

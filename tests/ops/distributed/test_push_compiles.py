@@ -25,6 +25,8 @@ from tatten.ops.distributed import push, push_layout
 from tatten.ops.distributed.communicator import Communicator, Workspace, unsupported_topology
 from tatten.ops.states import merge
 
+pytestmark = pytest.mark.drawn(1)
+
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs where the interpreter does")
 
 SCRIPT = """

@@ -35,6 +35,7 @@ def test_an_error_that_is_no_exception_is_reported(how: str, says: str) -> None:
     assert time.monotonic() - start < 40
 
 
+@pytest.mark.drawn(1, "ranks that fail")
 def test_a_rank_that_hangs_is_ended() -> None:
     results = try_ranks(2, fail_on_one, "hangs", seconds=12.0, timeout=3.0)
     assert "still running" in str(results[1])

@@ -77,6 +77,7 @@ def leave_early() -> None:
     striped_attention(x, x, x, ring(), None)
 
 
+@pytest.mark.drawn(1, "ranks that fail")
 def test_a_neighbour_that_does_not_come_is_named() -> None:
     start = time.monotonic()
     results = try_ranks(3, leave_early, timeout=2, seconds=60)

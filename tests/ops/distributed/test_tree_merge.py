@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import tatten
 from tatten.ops.distributed import tree_merge as tree
 
+pytestmark = pytest.mark.drawn(4)
+
 B, H, L, D = 2, 12, 3, 10
 
 
@@ -55,6 +57,7 @@ def check(n: int, dtype: torch.dtype, shape: tuple[int, ...], strategy: str, sca
         assert all(torch.equal(x, y) for result in results for x, y in zip(result, results[0], strict=True))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "n, dtype, strategy",
     slow_after(

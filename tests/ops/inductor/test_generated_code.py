@@ -108,6 +108,7 @@ def test_views_are_made_only_where_a_kernel_begins_elsewhere() -> None:
     assert re.fullmatch(r"reinterpret_tensor\(arg1_1, .*, 2048\)", third)
 
 
+@pytest.mark.slow
 def test_a_graph_compiled_before_the_lowerings_were_registered() -> None:
     """From then on Inductor constrains the op's strides and fills in its defaults, which the graph does not have."""
     ((code, said),) = compile_in_subprocess(SCRIPT, ("plain", [("two layers", True, {})]))

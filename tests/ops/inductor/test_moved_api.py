@@ -175,14 +175,22 @@ STEPS = [
 
 
 @functools.cache
-def compile_all() -> Any:
+def compile_steps(*steps: str) -> Any:
     """All of it in one interpreter: most of the time is its imports."""
-    return compile_in_subprocess(SCRIPT, STEPS)
+    return compile_in_subprocess(SCRIPT, steps)
 
 
-def compiled(case: str) -> tuple[bool, list[str], list[str]]:
+@pytest.fixture
+def built(request: pytest.FixtureRequest) -> Any:
+    """The results of the steps whose tests run, and the graphs that the user's pass saw."""
+    function = test_the_op_stays_opaque_where_a_step_of_its_lowering_raises
+    tests = [item for item in request.session.items if getattr(item, "function", None) is function]
+    return compile_steps(*(item.callspec.params["step"] for item in tests))
+
+
+def compiled(case: str, built: Any) -> tuple[bool, list[str], list[str]]:
     """Tell whether generated code calls the op, the notes of the reports, and the lines of the log."""
-    code, notes, said = compile_all()[0][case]
+    code, notes, said = built[0][case]
     return "torch.ops.tatten." in re.sub(r"^#.*$", "", code, flags=re.M) or '"tatten::' in code, notes, said
 
 
@@ -191,14 +199,15 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the made-up GPU i
 
 @no_gpu
 @pytest.mark.parametrize("case", ["as it is", "as it is, in Python", *(["package"] if NATIVE else [])])
-def test_ops_are_lowered_where_nothing_has_moved(case: str) -> None:
-    assert compiled(case) == (False, [""], [])
+def test_ops_are_lowered_where_nothing_has_moved(case: str, built: Any) -> None:
+    assert compiled(case, built) == (False, [""], [])
 
 
 @no_gpu
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("step", STEPS)
-def test_the_op_stays_opaque_where_a_step_of_its_lowering_raises(step: str) -> None:
-    opaque, notes, said = compiled(step)
+def test_the_op_stays_opaque_where_a_step_of_its_lowering_raises(step: str, built: Any) -> None:
+    opaque, notes, said = compiled(step, built)
     assert opaque
     (line,) = said  # of two graphs
     assert notes == [line, line]
@@ -213,17 +222,17 @@ def test_the_op_stays_opaque_where_a_step_of_its_lowering_raises(step: str) -> N
 
 @no_gpu
 @pytest.mark.skipif(not NATIVE, reason="PyTorch 2.11 runs the Python code first")
-def test_an_error_in_code_generation_leaves_a_package_with_an_op() -> None:
+def test_an_error_in_code_generation_leaves_a_package_with_an_op(built: Any) -> None:
     """AOTInductor is called by the user, so nothing can compile the graph once more."""
-    opaque, notes, said = compiled("in a package")
+    opaque, notes, said = compiled("in a package", built)
     assert opaque
     assert notes == said
     assert "RuntimeError: moved" in said[0]
 
 
 @no_gpu
-def test_a_pass_of_the_users_sees_the_graph_as_it_was_each_time() -> None:
-    assert compiled("own pass")[0]
-    first, second = compile_all()[1]
+def test_a_pass_of_the_users_sees_the_graph_as_it_was_each_time(built: Any) -> None:
+    assert compiled("own pass", built)[0]
+    first, second = built[1]
     assert first == second
     assert "mul.Tensor(getitem, 2)" in first

@@ -70,6 +70,7 @@ def test_selections_on_the_device() -> None:
     run_ranks(2, check_deferred, ("kv",))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("names", [("kv",), ("node", "gpu")], ids=str)
 @pytest.mark.parametrize(
     "what, messages",

@@ -23,6 +23,8 @@ from torch.distributed.tensor import zeros as dtensor_zeros
 import tatten.backend
 from tatten.caches.sharded import ShardedKVCache
 
+pytestmark = pytest.mark.drawn(5)
+
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 8
 
 # name: (ranks of each dim, names, sequence, heads)
@@ -197,6 +199,7 @@ def check_attention(mesh: str, batch: int, dtype: torch.dtype, steps: list[int],
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "n, batch, dtype, padded",
     slow_after(2, pairs([2, 1, 3, 4], [1, 5], [torch.float32, torch.bfloat16], [False, True])),
@@ -269,6 +272,7 @@ def check_compiles_once(mesh: str, inner: str | None) -> int:
     return len(graphs)
 
 
+@pytest.mark.drawn(3, "compiled decoding with transformers")
 @pytest.mark.parametrize("inner", slow_but(["aot_eager"], [None, "eager", "aot_eager"]))
 @pytest.mark.parametrize("mesh", slow_but(["2"], ["2", "heads outside"]))
 def test_compiles_once(mesh: str, inner: str | None) -> None:

@@ -133,6 +133,7 @@ PROMPTS = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("prompts", PROMPTS)
 @meshes
 def test_levels(n: int, prompts: str) -> None:
@@ -180,6 +181,7 @@ def check_history(mesh: str, seed: int) -> None:
         both.check_shares()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", slow_but([0], range(6)))
 @meshes
 def test_any_order_of_calls(n: int, seed: int) -> None:
@@ -213,6 +215,7 @@ def check_compiles_once() -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.drawn(3, "compiled decoding with transformers")
 def test_compiles_once() -> None:
     run_ranks(2, check_compiles_once)
 
@@ -243,6 +246,7 @@ def check_rewritten() -> str:
     return str(report)
 
 
+@pytest.mark.drawn(3, "compiled decoding with transformers")
 def test_the_backend_reads_each_share_once() -> None:
     for rank, report in enumerate(run_ranks(2, check_rewritten)):
         assert "total: 2 of 2 attention calls rewritten in 2 graphs" in report

@@ -7,6 +7,7 @@ import io
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from cache_model import LAYERS, History, Model, assert_step, keys_and_values, must_raise
 from fuzz import settings
@@ -17,6 +18,8 @@ from tatten.caches.layer import Layer
 from tatten.caches.selection import expand_to_batch
 from tatten.caches.shared_prefix import SharedPrefixCache
 from tatten.integrations import transformers as integration
+
+pytestmark = pytest.mark.drawn(1)
 
 MOST_SEQUENCES, MOST_CACHES = 12, 6
 picks = st.integers(0, 63)

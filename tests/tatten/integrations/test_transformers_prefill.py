@@ -21,6 +21,8 @@ from transformers import CompileConfig
 
 from tatten.integrations.transformers import ShardedKVCache, SharedPrefixCache, cache_kwargs
 
+pytestmark = pytest.mark.drawn(3)
+
 NEW = 5
 MODELS = ["llama", "mixtral", "qwen3", "gpt2", "gpt_neox", "phi", "opt", "gpt_bigcode"]
 
@@ -258,5 +260,6 @@ def check_compiled() -> list[int]:
     return found
 
 
+@pytest.mark.drawn(3, "compiled decoding with transformers")
 def test_compiled() -> None:
     assert run_ranks(2, check_compiled) == [[1, 0]] * 2

@@ -222,6 +222,7 @@ def fail_in_the_middle() -> str:
     return str(caught.value)
 
 
+@pytest.mark.drawn(1, "ranks that fail")
 def test_a_rank_that_fails() -> None:
     start = time.monotonic()
     zero, _ = run_ranks(2, fail_in_the_middle, timeout=3)
@@ -238,6 +239,7 @@ def come_late() -> None:
     cache.prefill(model, torch.arange(1, 13)[None])
 
 
+@pytest.mark.drawn(1, "ranks that fail")
 def test_a_rank_that_does_not_come() -> None:
     zero, _ = try_ranks(2, come_late, timeout=3, seconds=60)
     assert isinstance(zero, RankError)
