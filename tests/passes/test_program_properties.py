@@ -13,8 +13,6 @@ from programs import Outcome, Program, check, dynamic_programs, programs, wrappe
 
 from tatten.ops.cpu import flash
 
-pytestmark = pytest.mark.drawn(1)
-
 OPS = {"tatten.decode_attention.default", "tatten.bifurcated_attention.default"}
 WAYS = {"_flash", "_attend_in_pieces", "_attend_in_groups"}
 
