@@ -45,14 +45,14 @@ def apply_latents(match: LatentMatch, masks: Masks, concatenated: ConcatenatedQu
     insert, q_len = Inserter(call.shown), constant(query.shape[LENGTH])
     assert q_len is not None
     with call.node.graph.inserting_before(call.node):
-        own = _columns(insert, call.query, match.columns, concatenated)
+        q_nope = _columns(insert, call.query, match.columns, concatenated)
         unrounded = _takes_unrounded(match, query)
         if _by_project_heads(query) and (unrounded or (constant(query.shape[BATCH]) or 1) * q_len <= MOST_ROWS):
             weight = insert("transpose", _weight(insert, match.keys), 1, 2)
             out_dtype = torch.float32 if unrounded else query.dtype
-            q_latent = insert(torch.ops.tatten.project_heads.default, own, weight, out_dtype)
+            q_latent = insert(torch.ops.tatten.project_heads.default, q_nope, weight, out_dtype)
         else:
-            q_latent = _heads(insert, _queries(insert, _rows(insert, own), match.keys), q_len)
+            q_latent = _heads(insert, _queries(insert, _rows(insert, q_nope), match.keys), q_len)
         q_rope = None if match.rope is None else _columns(insert, call.query, match.rope[1], concatenated)
     width = max(columns.hi for columns in (match.columns, *([] if match.rope is None else match.rope[1:])))
     scale = width**-0.5 if call.scale is None else scale_of(call)

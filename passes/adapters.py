@@ -19,11 +19,11 @@ def terms_of(node: Node) -> tuple[Node, Node] | None:
     if op_name(node) != "add" or len(node.args) != 2 or node.kwargs or writes(node):
         return None
     base, added = node.args
-    whole = tensor_of(node)
-    if not isinstance(base, Node) or not isinstance(added, Node) or whole is None:
+    total = tensor_of(node)
+    if not isinstance(base, Node) or not isinstance(added, Node) or total is None:
         return None
     terms = [tensor_of(x) for x in (base, added)]
-    alike = all(x is not None and x.dtype == whole.dtype and known_shape(x.shape, whole.shape) for x in terms)
+    alike = all(x is not None and x.dtype == total.dtype and known_shape(x.shape, total.shape) for x in terms)
     return (base, added) if alike else None
 
 

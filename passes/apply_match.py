@@ -13,7 +13,7 @@ from tatten.passes.describe import assumptions_of, bases, provider_of, shapes_of
 from tatten.passes.findings import Rewritten
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
-from tatten.passes.match_call import Found
+from tatten.passes.match_call import MatchedCall
 from tatten.passes.query import find_concatenated_query, restore_query
 from tatten.passes.replace import output_of, replace_call
 from tatten.passes.sdpa import SdpaCall
@@ -22,20 +22,20 @@ from tatten.passes.stored import Stored
 from tatten.passes.tree import merge_note, merged_output
 
 
-def apply_match(found: Found, masks: Masks) -> Rewritten:
+def apply_match(matched: MatchedCall, masks: Masks) -> Rewritten:
     """Edit the graph for a match, and return the finding for the report."""
-    if isinstance(found.match, LatentMatch):
-        return _apply_latents(found.call, found.match, masks)
-    return _apply_stored(found.call, found.match, found.note, masks)
+    if isinstance(matched.match, LatentMatch):
+        return _apply_latents(matched.call, matched.match, masks)
+    return _apply_stored(matched.call, matched.match, matched.note, masks)
 
 
 def _apply_stored(call: SdpaCall, match: DecodeMatch | BifurcatedMatch, note: str, masks: Masks) -> Rewritten:
     # The report is read off first: nodes may be erased.
     location, shapes = source_location(call.shown), shapes_of(call, *(bases(x) for x in (match.keys, match.values)))
     cost, cost_remark = (match.cost, match.cost_remark or assumptions_of(match.cost)) if match.must_pay else (None, "")
-    merged, path, seen = merge_note(match.call), match.path, _operands(match.call, masks)
+    merged, path, inserted_call = merge_note(match.call), match.path, _operands(match.call, masks)
     keys, values = (tuple(_inserted(x, call, masks) for x in stored) for stored in (match.keys, match.values))
-    match = dataclasses.replace(match, call=seen, keys=keys, values=values)
+    match = dataclasses.replace(match, call=inserted_call, keys=keys, values=values)
     state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
     replace_call(call, state, _output(match.call, state), path, masks.drafts)
     notes = call.form, merged, note, restore_query(state), cost_remark, *call.remarks
@@ -44,8 +44,8 @@ def _apply_stored(call: SdpaCall, match: DecodeMatch | BifurcatedMatch, note: st
 
 def _operands(call: SdpaCall, masks: Masks) -> SdpaCall:
     """Insert the mask, query and sinks of a call that are drafts; keys and values are read where they are stored."""
-    given = call.attn_mask, call.query, call.sinks
-    mask, query, sinks = (masks.drafts.insert(x, call.node) if isinstance(x, Node) else x for x in given)
+    operands = call.attn_mask, call.query, call.sinks
+    mask, query, sinks = (masks.drafts.insert(x, call.node) if isinstance(x, Node) else x for x in operands)
     return dataclasses.replace(call, query=query, attn_mask=mask, sinks=sinks)
 
 
@@ -66,9 +66,9 @@ def _apply_latents(call: SdpaCall, match: LatentMatch, masks: Masks) -> Rewritte
     latents = [x.latent for x in segments]
     named = [("q", call.query), *(("c", x) for x in bases(latents)), *(("rope", x) for x in bases(ropes))]
     location, shapes = source_location(call.shown), show([*named, ("w", match.keys.weight), ("mask", call.attn_mask)])
-    seen, latent = _operands(match.call, masks), _inserted(match.latent, call, masks)
+    inserted_call, latent = _operands(match.call, masks), _inserted(match.latent, call, masks)
     rope = None if match.rope is None else (_inserted(match.rope[0], call, masks), match.rope[1])
-    match = dataclasses.replace(match, call=seen, latent=latent, rope=rope)
+    match = dataclasses.replace(match, call=inserted_call, latent=latent, rope=rope)
     concatenated = find_concatenated_query(match.call.query, match.call.node)
     state, out = apply_latents(match, masks, concatenated)
     replace_call(call, state, _output(match.call, state, out), match.path.union(concatenated.path), masks.drafts)

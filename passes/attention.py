@@ -70,24 +70,24 @@ def read_attention(node: Node, attention: Attention, run: Run) -> SdpaCall | Dec
 
 
 def _read_written_out(product: Node, softmax: Node, run: Run) -> SdpaCall | Declined:
-    found = read_written_out(softmax)
-    if isinstance(found, WrittenOut):
+    attention = read_written_out(softmax)
+    if isinstance(attention, WrittenOut):
         # On a CPU Inductor fuses most of such attention, and each number would capture a graph of its own.
-        value = tensor_of(found.value.node)
+        value = tensor_of(attention.value.node)
         may_fix = not run.fuses or (value is not None and value.device.type != "cpu")
-        found = settle_numbers(found, run.may_guard, may_fix)
-    sinks = found.sinks() if isinstance(found, WrittenOut) else found
-    if isinstance(sinks, Decline) or not isinstance(found, WrittenOut):
+        attention = settle_numbers(attention, run.may_guard, may_fix)
+    sinks = attention.sinks() if isinstance(attention, WrittenOut) else attention
+    if isinstance(sinks, Decline) or not isinstance(attention, WrittenOut):
         assert isinstance(sinks, Decline)
         return Declined(source_location(product), "", sinks)
-    return written_out_call(found, sinks, run.masks, fused=run.fuses)
+    return written_out_call(attention, sinks, run.masks, fused=run.fuses)
 
 
 def _read_flex(node: Node, run: Run) -> SdpaCall | Declined:
-    found = check_transformed(node.all_input_nodes) or read_flex(node)
-    if isinstance(found, Decline):
-        return Declined(source_location(node), "", found)
-    return flex_call(found, run.masks)
+    flex = check_transformed(node.all_input_nodes) or read_flex(node)
+    if isinstance(flex, Decline):
+        return Declined(source_location(node), "", flex)
+    return flex_call(flex, run.masks)
 
 
 def find_other(graph: Graph, known: Iterable[Node]) -> list[Declined]:
@@ -109,6 +109,6 @@ def _nested(name: str, graph: Graph) -> list[Declined]:
     findings = [declined(call, nested) for call in find_sdpa(graph)]
     written_out = {product: softmax for product, softmax, _ in find_written_out(graph)}
     for product, softmax in written_out.items():
-        found = read_written_out(softmax)
-        findings.append(Declined(source_location(product), "", found if isinstance(found, Decline) else nested))
+        attention = read_written_out(softmax)
+        findings.append(Declined(source_location(product), "", attention if isinstance(attention, Decline) else nested))
     return findings + find_other(graph, written_out.values())

@@ -46,7 +46,7 @@ def find_invariant(call: SdpaCall, may_guard: bool) -> tuple[BifurcatedMatch | D
 def _choose(
     keys: tuple[Cut, ...], values: tuple[Cut, ...], may_guard: bool
 ) -> tuple[tuple[Stored, ...], tuple[Stored, ...]] | None:
-    """Choose how each segment is read: once for all that share it, if keys and values say so, but the last one as own.
+    """Choose how to read each segment: once for all that share it, if keys and values say so; the last per sequence.
 
     None for one segment, if keys and values are not cut alike, or if a segment can't be read as each sequence's own.
     """
@@ -55,7 +55,7 @@ def _choose(
     chosen = []
     for i, (key, value) in enumerate(zip(keys, values, strict=True)):
         shared = i < len(keys) - 1 and correspond((key.shared,), (value.shared,), may_guard)
-        pair = (key.shared, value.shared) if shared else (key.own, value.own)
+        pair = (key.shared, value.shared) if shared else (key.per_sequence, value.per_sequence)
         if pair[0] is None or pair[1] is None:
             return None
         chosen.append((pair[0], pair[1]))

@@ -109,7 +109,7 @@ def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     keys, values = ([masks.as_attention_takes_it(x, call) for x in stored] for stored in (match.keys, match.values))
     columns = masks.columns(call, match.keys)
     rows = [masks.rows(call, segment) for segment in match.keys]
-    groups = [masks.row_groups(call, segment, own) for segment, own in zip(match.keys, rows, strict=True)]
+    groups = [masks.row_groups(call, segment, indices) for segment, indices in zip(match.keys, rows, strict=True)]
     # Where a kernel finds a block must not depend on what other sequences attend to, if they share it.
     shared = len(columns) - 1 if match.batch_invariant else 0
     made_for = enumerate(zip(columns, match.keys, rows, strict=True))

@@ -31,8 +31,8 @@ def _owners() -> tuple[Any, ...]:
     for name in private:
         if not hasattr(torch._C, name):
             moved(f"torch._C.{name}", "it is missing", "its functions are unknown to the passes")
-    found = (getattr(torch._C, name) for name in private if hasattr(torch._C, name))
-    return (torch, F, torch.Tensor, operator, *found)
+    private_modules = (getattr(torch._C, name) for name in private if hasattr(torch._C, name))
+    return (torch, F, torch.Tensor, operator, *private_modules)
 
 
 OWNERS = _owners()

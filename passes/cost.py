@@ -141,17 +141,17 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
     lengths = [segment.size(LENGTH) for segment in keys]
     moved = read = 0
     for node, segments in ((call.key, keys), (call.value, values)):
-        whole = tensor_of(node)
-        assert whole is not None
-        rows = sizes.rows(whole.shape[BATCH])
-        kv_heads, head_dim = hint(whole.shape[HEADS]), hint(whole.shape[HEAD_DIM])
+        tensor = tensor_of(node)
+        assert tensor is not None
+        rows = sizes.rows(tensor.shape[BATCH])
+        kv_heads, head_dim = hint(tensor.shape[HEADS]), hint(tensor.shape[HEAD_DIM])
         stored = [_bytes_read(segment, length, sizes, rows) for segment, length in zip(segments, lengths, strict=True)]
         if not rows or not q_heads or not kv_heads or not head_dim or None in stored:
             return None
-        size = whole.element_size() * rows * kv_heads * head_dim * sum(map(sizes.length, lengths))
+        size = tensor.element_size() * rows * kv_heads * head_dim * sum(map(sizes.length, lengths))
         once = sum(n or 0 for n in stored)
         copied = not any(
-            same_storage(whole, base) for base in (tensor_of(x.base) for x in segments) if base is not None
+            same_storage(tensor, base) for base in (tensor_of(x.base) for x in segments) if base is not None
         )
         group = q_heads // kv_heads if query.device.type == "cpu" and not call.grouped else 1
         reads = sizes.sequences // rows * (group if query.element_size() >= 4 else max(1, group // 4))

@@ -22,15 +22,15 @@ def dead_from(node: Node) -> frozenset[Node] | None:
     An output, a write, a random number, an assertion, a value that the host reads and an op that isn't PyTorch's are
     effects.
     """
-    found, frontier = {node}, [node]
+    dead, frontier = {node}, [node]
     while frontier:
         here = frontier.pop()
-        if not _has_no_effect(here) or len(found) > MOST:
+        if not _has_no_effect(here) or len(dead) > MOST:
             return None
-        new = [user for user in here.users if user not in found]
-        found.update(new)
+        new = [user for user in here.users if user not in dead]
+        dead.update(new)
         frontier += new
-    return frozenset(found)
+    return frozenset(dead)
 
 
 def _has_no_effect(node: Node) -> bool:

@@ -161,11 +161,11 @@ def both_in_8_bits(call: SdpaCall, key: Stored, value: Stored) -> tuple[Narrow, 
     """
     query = tensor_of(call.query)
     assert query is not None
-    found = {name: _in_8_bits(stored, query) for name, stored in (("key", key), ("value", value))}
-    for name, x in found.items():
+    outcomes = {name: _in_8_bits(stored, query) for name, stored in (("key", key), ("value", value))}
+    for name, x in outcomes.items():
         if isinstance(x, str):
             return Decline(Reason.DEQUANTISED, f"{name} comes from {x}")
-    narrow_key, narrow_value = found.values()
+    narrow_key, narrow_value = outcomes.values()
     if narrow_key is None and narrow_value is None:
         return None
     if not isinstance(narrow_key, Narrow) or not isinstance(narrow_value, Narrow):
@@ -188,27 +188,27 @@ def _in_8_bits(stored: Stored, query: Tensor) -> Narrow | str | None:
     ends = _ends(stored)
     if not ends:
         return None
-    stored, found = next((end for end in ends if not end[1].trouble), ends[0])
-    source, dims = tensor_of(found.source), stored.dims
+    stored, dequantised = next((end for end in ends if not end[1].trouble), ends[0])
+    source, dims = tensor_of(dequantised.source), stored.dims
     assert source is not None
-    kind = f"`{found.source}` in {str(source.dtype)[6:]}"
+    kind = f"`{dequantised.source}` in {str(source.dtype)[6:]}"
     if source.dtype not in NARROW_DTYPES:
         return f"{kind}, where attention takes float8_e4m3fn and int8"
-    if found.trouble:
-        return f"{kind}, {found.trouble}"
-    if len(found.scales) > 1:
-        return f"{kind}, times {len(found.scales)} factors"
+    if dequantised.trouble:
+        return f"{kind}, {dequantised.trouble}"
+    if len(dequantised.scales) > 1:
+        return f"{kind}, times {len(dequantised.scales)} factors"
     if None in dims or constant(stored.size(HEADS)) is None:
         return f"{kind}, of shape {list(source.shape)}"
     unsupported = _unsupported(source, query)
     if unsupported:
         return f"{kind}, but {unsupported}"
     scale: Scale | str | None = None
-    if found.scales:
-        scale = _scale_of(found.scales[0], source, [d or 0 for d in dims], query.dtype)
+    if dequantised.scales:
+        scale = _scale_of(dequantised.scales[0], source, [d or 0 for d in dims], query.dtype)
     if isinstance(scale, str):
         return f"{kind}, {scale}"
-    return Narrow(dataclasses.replace(stored, base=found.source, path=(*stored.path, *found.path)), scale)
+    return Narrow(dataclasses.replace(stored, base=dequantised.source, path=(*stored.path, *dequantised.path)), scale)
 
 
 def _ends(stored: Stored) -> list[tuple[Stored, Dequantised]]:
@@ -218,9 +218,9 @@ def _ends(stored: Stored) -> list[tuple[Stored, Dequantised]]:
     ends = []
     for walk in way_back(walk_on(stored, stored.base, stored.path)):
         here = stored_at(walk)
-        found = None if here is None or here.shared else _walk_back(walk.here)
-        if here is not None and found is not None and found.path:
-            ends.append((here, found))
+        dequantised = None if here is None or here.shared else _walk_back(walk.here)
+        if here is not None and dequantised is not None and dequantised.path:
+            ends.append((here, dequantised))
     return ends
 
 
@@ -243,16 +243,16 @@ def _walk_back(node: Node, depth: int = 0) -> Dequantised | None:
             continue
         if name not in RESHAPES | REORDERS and not known_shape(before.shape, tensor.shape):
             continue
-        found = _walk_back(operand, depth + 1)
-        if found is not None:
-            scales, trouble = found.scales, found.trouble
+        dequantised = _walk_back(operand, depth + 1)
+        if dequantised is not None:
+            scales, trouble = dequantised.scales, dequantised.trouble
             if name in PRODUCTS:
                 scales = (*scales, *(x for j, x in enumerate(operands) if j != i))
             elif name not in CASTS:
                 trouble = trouble or f"changed by `{node}` ({name})"
             if writes(node):
                 trouble = f"written in place by `{node}`"
-            return Dequantised(found.source, (node, *found.path), scales, trouble)
+            return Dequantised(dequantised.source, (node, *dequantised.path), scales, trouble)
     return None
 
 

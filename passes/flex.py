@@ -233,9 +233,9 @@ def _read_mask(
         return _left("its block size is not a number")
     if counts is None or indices is None or (full_counts is None) != (full_indices is None):
         return _left("its block mask lacks a list of blocks")
-    given = body.graph.find_nodes(op="placeholder")
-    if len(given) != POSITIONS + len(captured):
-        return _left(f"its mask function takes {len(given)} arguments, and is given {POSITIONS + len(captured)}")
+    placeholders = body.graph.find_nodes(op="placeholder")
+    if len(placeholders) != POSITIONS + len(captured):
+        return _left(f"its mask function takes {len(placeholders)} arguments, and is given {POSITIONS + len(captured)}")
     lists = [(counts, indices)] + ([] if full_counts is None else [(full_counts, full_indices)])
     decline = (
         _check_body(body.graph)

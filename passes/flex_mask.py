@@ -25,25 +25,25 @@ from tatten.passes.symbolic import FakeTensor, constant, tensor_of, value_of
 SCALAR = (1, 1, 1, 1)  # a scalar among tensors that broadcast to scores
 
 
-def flex_call(found: FlexCall, masks: Masks) -> SdpaCall:
+def flex_call(flex: FlexCall, masks: Masks) -> SdpaCall:
     """Return a call of `flex_attention` as one of SDPA; its mask is a draft."""
-    result = tensor_of(found.out)
+    result = tensor_of(flex.out)
     assert result is not None
     call = SdpaCall(
-        found.node,
-        found.query,
-        found.key,
-        found.value,
-        scale=found.scale,
+        flex.node,
+        flex.query,
+        flex.key,
+        flex.value,
+        scale=flex.scale,
         enable_gqa=True,
-        softcap=found.softcap,
-        form=found.form,
-        log_sums=found.log_sums,
-        path=found.path,
+        softcap=flex.softcap,
+        form=flex.form,
+        log_sums=flex.log_sums,
+        path=flex.path,
         draft_result=(stands_for := masks.drafts.result(result)),
-        outputs=((found.out, stands_for), *((x, x) for x in found.log_sums)),
+        outputs=((flex.out, stands_for), *((x, x) for x in flex.log_sums)),
     )
-    return call if found.mask is None else dataclasses.replace(call, attn_mask=DenseMask(call, masks).of(found.mask))
+    return call if flex.mask is None else dataclasses.replace(call, attn_mask=DenseMask(call, masks).of(flex.mask))
 
 
 class DenseMask:
@@ -85,9 +85,9 @@ class DenseMask:
         arange = self._draft(torch.arange, self._size(dim), dtype=torch.int32, device=self._device)
         return self._draft("view", arange, *shape)
 
-    def _leaves(self, body: Graph, given: Iterable[Any]) -> Node:
-        """Draft what a function says of all positions; `given` are its arguments."""
-        made: dict[Node, Any] = dict(zip(body.find_nodes(op="placeholder"), given, strict=True))
+    def _leaves(self, body: Graph, arguments: Iterable[Any]) -> Node:
+        """Draft the result of a function of positions that takes `arguments`, at all positions."""
+        made: dict[Node, Any] = dict(zip(body.find_nodes(op="placeholder"), arguments, strict=True))
         made = {node: self._scalar(x) for node, x in made.items()}
         places: dict[Node, tuple[Any, ...]] = {}
         for node in body.nodes:

@@ -20,21 +20,21 @@ RANGE_IN_FLOAT16 = 2.0**-7, 1.0
 RANGE = 2.0**-32, 2.0**32
 
 
-def settle_numbers(found: WrittenOut, may_guard: bool, may_fix: bool) -> WrittenOut | Decline:
+def settle_numbers(attention: WrittenOut, may_guard: bool, may_fix: bool) -> WrittenOut | Decline:
     """Return attention whose numbers are known, or may multiply queries in every run of the graph; else a reason.
 
     Adds guards: that a factor of queries is in a range and, with `may_fix`, that any other number stays the same.
     """
-    scores = found.scores
+    scores = attention.scores
     # `baddbmm` ignores a bias times 0, even an infinite one. The range excludes 0.
     beta = () if scores.product.unknown_beta is None else (scores.product.unknown_beta,)
     numbers = (*scores.fixed, *beta, *(x for x, _ in scores.factors))
     if not numbers:
-        return found
+        return attention
     if not may_guard:
         names = ", ".join(f"`{x}`" for x in numbers)
         return Decline(Reason.SCALE, f"{names} may be another number in each run")
-    query, product = tensor_of(found.query.node), tensor_of(scores.product.node)
+    query, product = tensor_of(attention.query.node), tensor_of(scores.product.node)
     assert query is not None
     assert product is not None
     sized = next((x for x in numbers if _of_sizes(x, query, product)), None)
@@ -51,15 +51,15 @@ def settle_numbers(found: WrittenOut, may_guard: bool, may_fix: bool) -> Written
     unknown = next((x for x in fixed if not may_fix or not guard_number(x)), None)
     if unknown is not None:
         return Decline(Reason.SCALE, f"`{unknown}` may be another number in each run")
-    again = read_written_out(found.softmax) if fixed else found
+    again = read_written_out(attention.softmax) if fixed else attention
     assert again is not None
     return again
 
 
 def _of_sizes(number: Node, query: Tensor, product: Tensor) -> bool:
     """Tell whether a guard on a number would fix a size that grows, such as the length of keys; head_dim doesn't."""
-    found = integers_in(value_of(number))
-    own, others = ([integers_in(n) for n in shape] for shape in (query.shape, product.shape[-2:]))
-    if found is None or None in own or None in others:
+    integers = integers_in(value_of(number))
+    in_query, others = ([integers_in(n) for n in shape] for shape in (query.shape, product.shape[-2:]))
+    if integers is None or None in in_query or None in others:
         return True
-    return not found <= set().union(*own) - set().union(*others)  # type: ignore[arg-type]
+    return not integers <= set().union(*in_query) - set().union(*others)  # type: ignore[arg-type]

@@ -49,10 +49,12 @@ class LatentCost:
         return f"{saved}, about {self.extra_us:.0f} us more" + f"; {self.assumed}" * bool(self.assumed)
 
 
-def latent_cost(query: Tensor, latent: Stored, own: int, rope: int, value: int, adapters: int = 0) -> LatentCost | None:
+def latent_cost(
+    query: Tensor, latent: Stored, nope: int, rope: int, value: int, adapters: int = 0
+) -> LatentCost | None:
     """Estimate the work before and after; None if sizes are unknown.
 
-    A key has `own` columns that are projected for each head and `rope` columns that heads share. LoRA adds weights of
+    A key has `nope` columns that are projected for each head and `rope` columns that heads share. LoRA adds weights of
     `adapters` numbers.
     """
     sizes = Sizes(query.shape[BATCH])
@@ -60,15 +62,15 @@ def latent_cost(query: Tensor, latent: Stored, own: int, rope: int, value: int, 
     q_len, heads = hint(query.shape[LENGTH]), hint(query.shape[HEADS])
     if q_len is None or heads is None or rank is None:
         return None
-    weight, latents = heads * rank * (own + value) + adapters, batch * kv_len * (rank + rope)
+    weight, latents = heads * rank * (nope + value) + adapters, batch * kv_len * (rank + rope)
     scores = batch * heads * q_len * kv_len
-    keys_and_values = batch * kv_len * heads * (own + value)
-    assembled = batch * kv_len * heads * (2 * own + rope)  # a head's own part is read, and all columns written
-    read = batch * kv_len * heads * (own + rope + value)
+    keys_and_values = batch * kv_len * heads * (nope + value)
+    assembled = batch * kv_len * heads * (2 * nope + rope)  # a head's own part is read, and all columns written
+    read = batch * kv_len * heads * (nope + rope + value)
     size = query.element_size()
     projected = Work(
         size * (latents + weight + keys_and_values + assembled + read),
-        2 * batch * kv_len * weight + 2 * scores * (own + rope + value),
+        2 * batch * kv_len * weight + 2 * scores * (nope + rope + value),
     )
     absorbed = Work(size * (latents + weight), 2 * batch * q_len * weight + 2 * scores * (2 * rank + rope))
     rates = RATES[query.device.type]

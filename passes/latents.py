@@ -78,30 +78,30 @@ def match_latents(
         keys are left to the other passes.
     """
     keys = pieces_of(call.key, call.node)
-    found = _match(call, keys, wrapped, batch_invariant)
+    match = _match(call, keys, wrapped, batch_invariant)
     # Attention of a few queries to states that are not cached looks alike: it isn't left for a reason of this pass.
-    return found if keys.path or isinstance(found, LatentMatch) else None
+    return match if keys.path or isinstance(match, LatentMatch) else None
 
 
 def _match(
     call: SdpaCall, keys: Assembly, wrapped: tuple[Node, ...], batch_invariant: bool
 ) -> LatentMatch | Decline | None:
-    own, ropes = [], []
+    per_head, ropes = [], []
     for piece in keys.pieces:
-        found, rope = projection_of(piece.source), peel_heads(piece.source)
-        if isinstance(found, Node) and known_equal(rope.size(HEADS), 1):
+        end, rope = projection_of(piece.source), peel_heads(piece.source)
+        if isinstance(end, Node) and known_equal(rope.size(HEADS), 1):
             ropes.append((rope, piece))
         else:
-            own.append((found, piece))
+            per_head.append((end, piece))
     values = projection_of(begin(call.value))
-    if len(own) != 1 or len(ropes) > 1:
+    if len(per_head) != 1 or len(ropes) > 1:
         if keys.trouble is not None and ropes:
             return keys.trouble
-        pieces = f"keys are {len(own)} pieces that heads have for themselves and {len(ropes)} that they share"
+        pieces = f"keys are {len(per_head)} pieces that heads have for themselves and {len(ropes)} that they share"
         return Decline(Reason.PIECES, pieces) if ropes and isinstance(values, Projection) else None
     if not all(isinstance(tensor_of(x), FakeTensor) for x in (call.query, call.key, call.value)):
         return Decline(Reason.PLACEMENT, "keys are put together of DTensors: expand local latents, and wrap the result")
-    projection, columns = own[0]
+    projection, columns = per_head[0]
     for name, end in (("keys", projection), ("values", values)):
         if isinstance(end, Node):
             return Decline(Reason.PROJECTION, f"{name} come from `{end}`, not from one linear projection")

@@ -51,8 +51,8 @@ def local_input(dtensor: Node) -> Node | None:
     if op_name(dtensor) != "from_local" or dtensor.kwargs.get("run_check"):
         return None
     node = argument(dtensor, 0, "local_tensor")
-    local, whole = tensor_of(node), tensor_of(dtensor)
-    if local is None or whole is None or not same_storage(local, whole):  # or it was moved to the device of the mesh
+    local, full = tensor_of(node), tensor_of(dtensor)
+    if local is None or full is None or not same_storage(local, full):  # or it was moved to the device of the mesh
         return None
     return node  # type: ignore[no-any-return]
 
@@ -71,9 +71,9 @@ def local_mask(drafts: Drafts, mask: Node, sharding: Sharding) -> Node:
 
 def chunk(draft: Drafting, node: Node, dim: int, parts: int, index: int) -> Node:
     """Draft what a DTensor that is sharded over `dim` has on one of its ranks."""
-    whole = tensor_of(node)
-    assert whole is not None
-    size = whole.shape[dim]
+    tensor = tensor_of(node)
+    assert tensor is not None
+    size = tensor.shape[dim]
     if isinstance(size, int):
         each = (size + parts - 1) // parts
         begin = min(index * each, size)

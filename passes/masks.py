@@ -130,9 +130,9 @@ class Masks:
             kv_batch = () if segment is None or one_to_one else (_size(segment, BATCH),)
             args = (columns, *kv_batch, *(() if rows is None else (rows,)))
             listing: dict[str, Any] = {"every_block": True} if every_block else {}
-            found = call.node.graph.call_function(torch.ops.tatten.block_mask.default, args, listing)
-            found.meta["stack_trace"] = call.shown.meta.get("stack_trace")
-            return found
+            block_mask = call.node.graph.call_function(torch.ops.tatten.block_mask.default, args, listing)
+            block_mask.meta["stack_trace"] = call.shown.meta.get("stack_trace")
+            return block_mask
 
         return self._once(made_for, call, (call.attn_mask, rows), insert)
 

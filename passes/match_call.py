@@ -21,7 +21,7 @@ from tatten.passes.tree import find_local
 
 
 @dataclass(frozen=True)
-class Found:
+class MatchedCall:
     """A call that is rewritten.
 
     Attributes:
@@ -35,7 +35,7 @@ class Found:
     note: str = ""
 
 
-def match_call(call: SdpaCall, run: Run) -> Found | Decline:
+def match_call(call: SdpaCall, run: Run) -> MatchedCall | Decline:
     """Decide about one call. Changes nothing but for guards."""
     transformed = check_transformed((call.query, call.key, call.value, call.attn_mask, call.result))
     local = transformed or find_local(call, run.masks)
@@ -47,26 +47,28 @@ def match_call(call: SdpaCall, run: Run) -> Found | Decline:
         decline = decline or check_invariant(call)
     if decline is not None:
         return decline
-    seen = local or call
-    latents = None if call.log_sums else _match_latents(call, seen, run)
+    local_call = local or call
+    latents = None if call.log_sums else _match_latents(call, local_call, run)
     if isinstance(latents, LatentMatch):
-        return Found(call, latents)
-    found = find_invariant(seen, run.may_guard) if run.batch_invariant else _match_stored(seen, run.may_guard)
-    if isinstance(found, Decline):
-        return latents or found
-    match, note = found
+        return MatchedCall(call, latents)
+    matched = (
+        find_invariant(local_call, run.may_guard) if run.batch_invariant else _match_stored(local_call, run.may_guard)
+    )
+    if isinstance(matched, Decline):
+        return latents or matched
+    match, note = matched
     if latents is not None:
         note = "; ".join(filter(None, (f"not absorbed [{latents.reason.value}]: {latents.detail}", note)))
-    return Found(call, match, note)
+    return MatchedCall(call, match, note)
 
 
-def _match_latents(call: SdpaCall, seen: SdpaCall, run: Run) -> LatentMatch | Decline | None:
+def _match_latents(call: SdpaCall, local_call: SdpaCall, run: Run) -> LatentMatch | Decline | None:
     """Match keys and values that are expanded from latents, and perhaps made DTensors then."""
-    key, value = (None if seen.sharding is None else local_input(x) for x in (call.key, call.value))
+    key, value = (None if local_call.sharding is None else local_input(x) for x in (call.key, call.value))
     if key is None or value is None:
         return match_latents(call, run.batch_invariant)
-    seen = dataclasses.replace(seen, key=key, value=value)
-    return match_latents(seen, run.batch_invariant, (call.key, call.value))
+    local_call = dataclasses.replace(local_call, key=key, value=value)
+    return match_latents(local_call, run.batch_invariant, (call.key, call.value))
 
 
 def _check_movers(call: SdpaCall, run: Run) -> Decline | None:

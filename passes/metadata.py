@@ -44,12 +44,12 @@ def readers(user: Node, node: Node) -> Iterator[Node]:
 
 def depends(node: Node, source: Node, among: Container[Node]) -> bool:
     """Return True if values of `node` are computed from those of `source`. All paths lead through nodes in `among`."""
-    seen, frontier = {node}, [node]
+    visited, frontier = {node}, [node]
     while frontier:
         here = frontier.pop()
         if here is source:
             return True
-        new = [x for x in here.all_input_nodes if x in among and x not in seen and reads_values(here, x)]
-        seen.update(new)
+        new = [x for x in here.all_input_nodes if x in among and x not in visited and reads_values(here, x)]
+        visited.update(new)
         frontier += new
     return False

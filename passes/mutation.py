@@ -155,14 +155,14 @@ def _written_by_schema(known: tuple[OpOverload, ...]) -> tuple[tuple[int | None,
     The schema of batch norm hides its writes to `running_mean` and `running_var`. Those of collectives such as
     `c10d::allreduce_` show writes by the op's name only.
     """
-    found: dict[tuple[int | None, str], None] = {}
+    all_written: dict[tuple[int | None, str], None] = {}
     for schema in (overload._schema for overload in known):
         arguments = [((None if x.kwarg_only else i, x.name), x.alias_info) for i, x in enumerate(schema.arguments)]
         written = [x for x, alias in arguments if (alias is not None and alias.is_write) or x[1].startswith("running_")]
         if not written and schema.name.endswith("_") and not schema.name.endswith("__"):
             written = [x for x, _ in arguments]
-        found.update(dict.fromkeys(written))
-    return tuple(found)
+        all_written.update(dict.fromkeys(written))
+    return tuple(all_written)
 
 
 def _written_in_trial(node: Node) -> Iterator[Node]:

@@ -18,9 +18,9 @@ def subtracts_maximum(node: Node) -> list[Node] | None:
     if op_name(node) not in ("sub", "isub", "sub_") or len(node.args) != 2 or node.kwargs:
         return None
     x, last = node.args
-    found, values = [], []
+    nodes, values = [], []
     while isinstance(last, Node) and op_name(last) in {"getitem", "getattr", "detach"} | CASTS | COPIES:
-        found.append(last)
+        nodes.append(last)
         values += [last.args[1]] if op_name(last) in ("getitem", "getattr") else []
         last = last.args[0]
     if not isinstance(last, Node) or op_name(last) not in MAXIMA or last.args[0] is not x:
@@ -31,7 +31,7 @@ def subtracts_maximum(node: Node) -> list[Node] | None:
     if not is_last_dim(argument(last, 1, "dim"), tensor.dim()):
         return None
     takes_values = values in ([0], ["values"]) if op_name(last) == "max" else not values
-    return [*found, last] if takes_values else None
+    return [*nodes, last] if takes_values else None
 
 
 def is_last_dim(dim: Any, rank: int) -> bool:

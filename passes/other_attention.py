@@ -76,9 +76,9 @@ def find_other_attention(graph: Graph, known: Container[Node] = ()) -> Iterator[
         elif name in WITH_PROJECTIONS:
             yield OtherAttention(node, Decline(Reason.MULTIHEAD, f"`{name}` projects and attends in one call"))
         elif (name in SOFTMAX or name in EXP) and node not in known:
-            found = _written_out(node, name)
-            if found is not None:
-                yield found
+            attention = _written_out(node, name)
+            if attention is not None:
+                yield attention
 
 
 def _written_out(softmax: Node, name: str) -> OtherAttention | None:
@@ -116,12 +116,12 @@ def _less_log_sum(exp: Node) -> bool:
 
 def _weights(softmax: Node) -> set[Node]:
     """The softmax, and what is computed from it before the product with values."""
-    found, frontier = {softmax}, [softmax]
+    weights, frontier = {softmax}, [softmax]
     while frontier:
-        new = [user for user in frontier.pop().users if op_name(user) in CARRIES and user not in found]
-        found.update(new)
+        new = [user for user in frontier.pop().users if op_name(user) in CARRIES and user not in weights]
+        weights.update(new)
         frontier += new
-    return found
+    return weights
 
 
 def scores_above(softmax: Node) -> set[Node]:

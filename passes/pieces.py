@@ -59,19 +59,19 @@ def pieces_of(node: Node, reader: Node) -> Assembly:
     while op_name(walk.here) in CASTS | COPIES | REORDERS and (back := step_back(walk)) is not None:
         path += without_drafts([walk.here])
         walk = back
-    found, whole = None, tensor_of(walk.here)
-    if whole is not None and walk.parts[-1] == (HEAD_DIM,) and not writes(walk.here):
+    assembly, joined = None, tensor_of(walk.here)
+    if joined is not None and walk.parts[-1] == (HEAD_DIM,) and not writes(walk.here):
         if op_name(walk.here) in CATS:
-            found = _concatenated(walk, whole, reader)
+            assembly = _concatenated(walk, joined, reader)
         elif op_name(walk.here) in ALLOCATES:
-            found = _copied(walk, whole, reader)
+            assembly = _copied(walk, joined, reader)
         elif op_name(walk.here) == "slice_scatter":
-            found = _scattered(walk, whole, reader)
-    if found is None or whole is None:
+            assembly = _scattered(walk, joined, reader)
+    if assembly is None or joined is None:
         return Assembly((Piece(0, _width(node), begin(node)),))
-    copies = [x for x in path if (tensor := tensor_of(x)) is not None and not same_storage(tensor, whole)]
-    trouble = (found.trouble, *(_written(x, reader) for x in copies))
-    return Assembly(found.pieces, (*path, *found.path), next(filter(None, trouble), None))
+    copies = [x for x in path if (tensor := tensor_of(x)) is not None and not same_storage(tensor, joined)]
+    trouble = (assembly.trouble, *(_written(x, reader) for x in copies))
+    return Assembly(assembly.pieces, (*path, *assembly.path), next(filter(None, trouble), None))
 
 
 def columns_of(node: Node) -> tuple[Node, int, int, tuple[Node, ...]] | None:
@@ -115,30 +115,30 @@ def _written(node: Node, reader: Node) -> Decline | None:
     return None if writer is None else Decline(Reason.WRITTEN, f"`{node}`, keys in pieces, is written by `{writer}`")
 
 
-def _concatenated(walk: Walk, whole: Tensor, reader: Node) -> Assembly | None:
+def _concatenated(walk: Walk, joined: Tensor, reader: Node) -> Assembly | None:
     """The pieces of a `cat` over the last dim."""
     node = walk.here
     tensors, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", node.kwargs.get("axis", 0))
-    if not isinstance(tensors, (list, tuple)) or dim not in (-1, whole.dim() - 1):
+    if not isinstance(tensors, (list, tuple)) or dim not in (-1, joined.dim() - 1):
         return None
     pieces, lo = [], 0
     for source in tensors:
         tensor = tensor_of(source)
-        width = None if tensor is None or tensor.dim() != whole.dim() else constant(tensor.shape[-1])
-        if width is None or not _fill(source, range(width), walk, whole):
+        width = None if tensor is None or tensor.dim() != joined.dim() else constant(tensor.shape[-1])
+        if width is None or not _fill(source, range(width), walk, joined):
             return None
         pieces.append(_piece(range(lo, lo + width), source, walk))
         lo += width
     return Assembly(_with_columns(pieces), (node,), _written(node, reader))
 
 
-def _copied(walk: Walk, whole: Tensor, reader: Node) -> Assembly | None:
+def _copied(walk: Walk, joined: Tensor, reader: Node) -> Assembly | None:
     """The pieces of an empty tensor, each written to a part of it before `reader`."""
     node, trouble = walk.here, None
     pieces, path, last = list[Piece](), [node], node
-    while (writer := written_between([whole], last, reader)) is not None:
+    while (writer := written_between([joined], last, reader)) is not None:
         last = writer
-        piece = None if writer.users else _copy(writer, walk, whole)
+        piece = None if writer.users else _copy(writer, walk, joined)
         if piece is None:
             trouble = Decline(
                 Reason.WRITTEN, f"`{writer}` writes to keys, `{node}`, otherwise than a copy of columns does"
@@ -151,30 +151,30 @@ def _copied(walk: Walk, whole: Tensor, reader: Node) -> Assembly | None:
             path.append(view)
             view = source_of(view)
     tiles = _with_columns(pieces)
-    return Assembly(tiles, tuple(path), trouble or _gap(tiles, whole)) if pieces else None
+    return Assembly(tiles, tuple(path), trouble or _gap(tiles, joined)) if pieces else None
 
 
-def _copy(writer: Node, walk: Walk, whole: Tensor) -> Piece | None:
-    """Return the piece that a `copy_` into columns of `whole`, or an assignment to some, writes; else None."""
+def _copy(writer: Node, walk: Walk, joined: Tensor) -> Piece | None:
+    """Return the piece that a `copy_` into columns of `joined`, or an assignment to some, writes; else None."""
     if writer.target is operator.setitem:
         _, index, source = writer.args
-        columns = _columns_at(index, whole.dim())
+        columns = _columns_at(index, joined.dim())
     elif op_name(writer) == "copy_":
         columns, source = slice(None), argument(writer, 1, "src")
     else:
         return None
     view = tensor_of(argument(writer, 0, "self"))
-    if view is None or view.dim() != whole.dim() or view.dtype != whole.dtype or not same_storage(view, whole):
+    if view is None or view.dim() != joined.dim() or view.dtype != joined.dtype or not same_storage(view, joined):
         return None
-    lo, width = constant(view.storage_offset() - whole.storage_offset()), constant(view.shape[-1])
-    if columns is None or width is None or not known_shape(view.shape[:-1], whole.shape[:-1]):
+    lo, width = constant(view.storage_offset() - joined.storage_offset()), constant(view.shape[-1])
+    if columns is None or width is None or not known_shape(view.shape[:-1], joined.shape[:-1]):
         return None
     written = range(width)[columns]
-    if not _fill(source, written, walk, whole):
+    if not _fill(source, written, walk, joined):
         return None
     if not len(written):
         return _piece(written, source, walk)
-    if lo is None or written.step != 1 or not known_shape(view.stride(), whole.stride()):
+    if lo is None or written.step != 1 or not known_shape(view.stride(), joined.stride()):
         return None
     return (
         _piece(range(lo + written.start, lo + written.stop), source, walk) if known_equal(view.stride(-1), 1) else None
@@ -194,23 +194,23 @@ def _columns_at(index: Any, rank: int) -> slice | None:
     return last if numbers and all(x == slice(None) for x in parts[:-1]) else None
 
 
-def _fill(source: Any, columns: range, walk: Walk, whole: Tensor) -> bool:
-    """Return True if a copy of `source` fills those columns of `whole`: as it is, or from one head for all heads."""
+def _fill(source: Any, columns: range, walk: Walk, joined: Tensor) -> bool:
+    """Return True if a copy of `source` fills those columns of `joined`: as it is, or from one head for all heads."""
     tensor = tensor_of(source)
-    if tensor is None or tensor.dtype != whole.dtype or tensor.device != whole.device or tensor.dim() != whole.dim():
+    if tensor is None or tensor.dtype != joined.dtype or tensor.device != joined.device or tensor.dim() != joined.dim():
         return False
-    sizes = zip(walk.parts, tensor.shape, (*whole.shape[:-1], len(columns)), strict=True)
+    sizes = zip(walk.parts, tensor.shape, (*joined.shape[:-1], len(columns)), strict=True)
     return all(known_equal(a, b) or (part == (HEADS,) and known_equal(a, 1)) for part, a, b in sizes)
 
 
-def _scattered(walk: Walk, whole: Tensor, reader: Node) -> Assembly | None:
+def _scattered(walk: Walk, joined: Tensor, reader: Node) -> Assembly | None:
     """The pieces of an empty tensor after a chain of `slice_scatter` over the last dim, the last one first."""
     node = walk.here
     pieces, path = list[Piece](), list[Node]()
     while op_name(node) == "slice_scatter":
         base, source, dim = argument(node, 0, "self"), argument(node, 1, "src"), argument(node, 2, "dim", 0)
         start, end, step = argument(node, 3, "start"), argument(node, 4, "end"), argument(node, 5, "step", 1)
-        if dim not in (-1, whole.dim() - 1) or step != 1 or not all(isinstance(x, int | None) for x in (start, end)):
+        if dim not in (-1, joined.dim() - 1) or step != 1 or not all(isinstance(x, int | None) for x in (start, end)):
             return None
         columns = range(_width(node))[slice(start, end)]
         path.append(node)
@@ -218,7 +218,7 @@ def _scattered(walk: Walk, whole: Tensor, reader: Node) -> Assembly | None:
             view, path = argument(source, 0, "self"), [*path, source]
             path += [view] if op_name(view) == "slice" else []
             source = argument(source, 1, "src")
-        if not _fill(source, columns, walk, whole):
+        if not _fill(source, columns, walk, joined):
             return None
         pieces.append(_piece(columns, source, walk))
         node = base
@@ -226,7 +226,7 @@ def _scattered(walk: Walk, whole: Tensor, reader: Node) -> Assembly | None:
         return None
     path.append(node)
     tiles = _with_columns(pieces)
-    trouble = (_gap(tiles, whole), *(_written(x, reader) for x in path))
+    trouble = (_gap(tiles, joined), *(_written(x, reader) for x in path))
     return Assembly(tiles, tuple(path), next(filter(None, trouble), None))
 
 
@@ -238,13 +238,13 @@ def _with_columns(pieces: list[Piece]) -> tuple[Piece, ...]:
     return tuple(sorted((x for x in pieces if x.lo < x.hi), key=lambda piece: piece.lo))
 
 
-def _gap(pieces: tuple[Piece, ...], whole: Tensor) -> Decline | None:
+def _gap(pieces: tuple[Piece, ...], joined: Tensor) -> Decline | None:
     """The reason why the pieces don't tile all columns; None if they do."""
     ends = [0, *(piece.hi for piece in pieces)]
-    starts = [*(piece.lo for piece in pieces), constant(whole.shape[-1])]
+    starts = [*(piece.lo for piece in pieces), constant(joined.shape[-1])]
     filled = ", ".join(f"{piece.lo}:{piece.hi}" for piece in pieces)
     return (
         None
         if starts == ends
-        else Decline(Reason.PIECES, f"the keys have {whole.shape[-1]} columns, and {filled} are filled")
+        else Decline(Reason.PIECES, f"the keys have {joined.shape[-1]} columns, and {filled} are filled")
     )

@@ -85,11 +85,11 @@ def projection_of(start: Walk) -> Projection | Node:
         end = walk.here
         columns = columns_of(end)
         if columns is None:
-            found = _adapted(end, walk.parts) or _split_into_heads(walk)
-            if found is not None:
+            projection = _adapted(end, walk.parts) or _split_into_heads(walk)
+            if projection is not None:
                 width = constant(tensor_of(start.here).shape[start.parts.index((HEAD_DIM,))])  # type: ignore[union-attr]
-                path = (*path, *walk.path, *found.path)
-                return end if width is None else dataclasses.replace(found, lo=lo, hi=lo + width, path=path)
+                path = (*path, *walk.path, *projection.path)
+                return end if width is None else dataclasses.replace(projection, lo=lo, hi=lo + width, path=path)
             walk = step_back(walk)
         else:
             source, dim, first, nodes = columns
@@ -141,9 +141,9 @@ def _split_into_heads(walk: Walk) -> Projection | None:
         return None
     for ones in ((), (None,)):
         if known_shape(flat.shape, (batch, *(1 for _ in ones), length, heads * width)):
-            found = _adapted(source, ((BATCH,), *ones, (LENGTH,), FLAT))
-            if found is not None:
-                return dataclasses.replace(found, heads=heads, width=width, path=(*path, *found.path))
+            projection = _adapted(source, ((BATCH,), *ones, (LENGTH,), FLAT))
+            if projection is not None:
+                return dataclasses.replace(projection, heads=heads, width=width, path=(*path, *projection.path))
     return None
 
 
@@ -174,21 +174,21 @@ def _adapter(node: Node, parts: Sequence[Part | None]) -> Adapter | None:
 
 def _product(node: Node, parts: Sequence[Part | None]) -> Projection | None:
     """The projection of latents that `node` is, if it is one whose dims have these parts."""
-    factors, whole = _factors(node), tensor_of(node)
-    if factors is None or whole is None:
+    factors, product = _factors(node), tensor_of(node)
+    if factors is None or product is None:
         return None
     a, b, (of_a, of_b, of_product) = factors
-    held = dict(zip(of_product, parts, strict=True))
+    part_of = dict(zip(of_product, parts, strict=True))
     for latent, weight, of_latent, of_weight in ((a, b, of_a, of_b), (b, a, of_b, of_a)):
         shared = {*of_latent} & {*of_weight}
         if len(shared) != 1 or shared & {*of_product}:
             return None
         ranks = [size for x, letters in ((a, of_a), (b, of_b)) for size in _sizes(x, letters, shared)]
-        walk = _latents(latent, [(HEAD_DIM,) if x in shared else held.get(x) for x in of_latent])
-        order = _order([RANK if x in shared else held.get(x) for x in of_weight])
+        walk = _latents(latent, [(HEAD_DIM,) if x in shared else part_of.get(x) for x in of_latent])
+        order = _order([RANK if x in shared else part_of.get(x) for x in of_weight])
         if walk is None or order is None or not known_equal(*ranks):  # `einsum` broadcasts
             continue
-        sizes = dict(zip(parts, whole.shape, strict=True))
+        sizes = dict(zip(parts, product.shape, strict=True))
         heads, width = (constant(sizes.get(part, 1)) for part in ((HEADS,), (HEAD_DIM,)))
         if heads is not None and width is not None:
             return Projection(node, walk, weight, order, heads, width, 0, width, (node,))
@@ -225,7 +225,7 @@ def _factors(node: Node) -> tuple[Node, Node, Letters] | None:
     operands = list[Any]()
     if name == "einsum":
         equation, *operands = node.args
-        operands = [x for given in operands for x in (given if isinstance(given, (list, tuple)) else (given,))]
+        operands = [x for operand in operands for x in (operand if isinstance(operand, (list, tuple)) else (operand,))]
     elif name in ("linear", "matmul"):
         operands = [argument(node, 0, "input"), argument(node, 1, "weight" if name == "linear" else "other")]
     if len(operands) != 2:

@@ -90,7 +90,7 @@ def find_scaled_query(op: Node) -> ScaledQuery | None:
 
 def find_copied_query(op: Node) -> CopiedQuery | None:
     """Find the first tensor of the shape of an op's queries that they were only reshaped and copied from."""
-    query, path, found = tensor_of(op.args[0]), list[Node](), None
+    query, path, copied = tensor_of(op.args[0]), list[Node](), None
     for _, node in _behind(op):
         source = source_of(node) if op_name(node) in RESHAPES | COPIES else None
         tensor = tensor_of(source)
@@ -100,8 +100,8 @@ def find_copied_query(op: Node) -> CopiedQuery | None:
             break
         path.append(node)
         if known_shape(tensor.shape, query.shape) and known_equal(tensor.stride(3), 1):  # as some kernels need it
-            found = CopiedQuery(source, tuple(path))
-    return found
+            copied = CopiedQuery(source, tuple(path))
+    return copied
 
 
 def find_concatenated_query(query: Node, reader: Node) -> ConcatenatedQuery:
@@ -109,17 +109,17 @@ def find_concatenated_query(query: Node, reader: Node) -> ConcatenatedQuery:
 
     A `cat` that was copied or reordered again, and parts that were assigned to an empty tensor, are not looked for.
     """
-    whole, found = tensor_of(query), pieces_of(query, reader)
-    if whole is None or found.trouble is not None or found.path != (query,):
+    concatenated, assembly = tensor_of(query), pieces_of(query, reader)
+    if concatenated is None or assembly.trouble is not None or assembly.path != (query,):
         return ConcatenatedQuery({}, ())
     parts = {}
-    for piece in found.pieces:
+    for piece in assembly.pieces:
         tensor = tensor_of(piece.source.here)
-        if tensor is None or not _alike(tensor, whole) or written_between([tensor], query, reader) is not None:
+        if tensor is None or not _alike(tensor, concatenated) or written_between([tensor], query, reader) is not None:
             continue
         if known_equal(tensor.stride(3), 1):  # as some kernels need it
             parts[piece.lo, piece.hi] = piece.source.here
-    return ConcatenatedQuery(parts, found.path)
+    return ConcatenatedQuery(parts, assembly.path)
 
 
 def _behind(op: Node) -> Iterator[tuple[Node, Node]]:
@@ -149,10 +149,10 @@ def _reads_alone(reader: Node, node: Node) -> bool:
 
 
 def _scaled(op: Node, reader: Node, product: Node) -> ScaledQuery | None:
-    found, scale = factor_of(product), _scale_of(op)
-    if found is None or scale is None:
+    source_and_factor, scale = factor_of(product), _scale_of(op)
+    if source_and_factor is None or scale is None:
         return None
-    source, factor = found
+    source, factor = source_and_factor
     before, after = tensor_of(source), tensor_of(product)
     if before is None or after is None or not _alike(before, after) or not _same_strides(before, after):
         return None
@@ -187,17 +187,17 @@ def _scale_position(op: Node) -> int:
     return [x.name for x in schema._schema.arguments].index("scale")
 
 
-def apply_scaled_query(op: Node, found: ScaledQuery) -> None:
+def apply_scaled_query(op: Node, scaled: ScaledQuery) -> None:
     """Let an op multiply by what the program did."""
-    found.reader.replace_input_with(found.product, found.source)
-    op.update_arg(_scale_position(op), found.scale)
-    erase_unused_of([found.product])
+    scaled.reader.replace_input_with(scaled.product, scaled.source)
+    op.update_arg(_scale_position(op), scaled.scale)
+    erase_unused_of([scaled.product])
 
 
-def apply_copied_query(op: Node, found: CopiedQuery) -> None:
+def apply_copied_query(op: Node, copied: CopiedQuery) -> None:
     """Let an op read its queries where they were."""
-    op.update_arg(0, found.source)
-    erase_unused_of(found.path)
+    op.update_arg(0, copied.source)
+    erase_unused_of(copied.path)
 
 
 def restore_query(op: Node) -> str:

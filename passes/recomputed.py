@@ -38,7 +38,7 @@ class Recomputed:
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {}
         self._of: dict[Node, int] = {}
-        self._found: dict[int, _Computed] = {}
+        self._computed: dict[int, _Computed] = {}
 
     def first(self, node: Node, user: Node) -> Node:
         """The first node asked for that had, and at `user` has, the value that `node` has there; else `node`.
@@ -55,10 +55,10 @@ class Recomputed:
         if written_between(tensors, min(computing), user) is not None:
             return node
         number, node_then = self._number(node), node
-        found = self._found.get(number)
-        if found is not None and written_between(found.tensors, found.until, user) is None:
-            node_then, tensors = found.node, found.tensors
-        self._found[number] = _Computed(node_then, tensors, user.prev)
+        earlier = self._computed.get(number)
+        if earlier is not None and written_between(earlier.tensors, earlier.until, user) is None:
+            node_then, tensors = earlier.node, earlier.tensors
+        self._computed[number] = _Computed(node_then, tensors, user.prev)
         return node_then
 
     def _number(self, node: Node) -> int:
@@ -84,10 +84,10 @@ def _is_pure(node: Node) -> bool:
 
 def _above(node: Node) -> Iterator[Node]:
     """The node, what computes it, and the tensors that this reads."""
-    seen, frontier = {node}, [node]
+    visited, frontier = {node}, [node]
     while frontier:
         x = frontier.pop()
         yield x
-        new = [source for source in x.all_input_nodes if source not in seen] if _is_pure(x) else []
-        seen.update(new)
+        new = [source for source in x.all_input_nodes if source not in visited] if _is_pure(x) else []
+        visited.update(new)
         frontier += new

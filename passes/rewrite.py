@@ -55,11 +55,11 @@ def rewrite(
             before.restore()
             if not isinstance(error, Exception):
                 raise
-            found = error.declined if isinstance(error, CallError) else declined_graph(error)
+            failure = error.declined if isinstance(error, CallError) else declined_graph(error)
             if not isinstance(error, CallError) or len(failed) == MOST_FAILED:
-                findings, note = [*failed.values(), found], ""
+                findings, note = [*failed.values(), failure], ""
                 break
-            failed[error.name] = found
+            failed[error.name] = failure
     return GraphReport(tuple(findings), (time.perf_counter() - start) * 1e3, note)
 
 
@@ -86,13 +86,13 @@ def _rewrite_call(node: Node, attention: Attention, run: Run) -> Rewritten | Dec
         call = read_attention(node, attention, run)
         if isinstance(call, Declined):
             return call
-        found = match_call(call, run)
+        decision = match_call(call, run)
     except Exception as error:  # nothing was changed yet
         return Declined(source_location(node), "", decline_internal(error))
-    if isinstance(found, Decline):
-        return declined(call, found)
+    if isinstance(decision, Decline):
+        return declined(call, decision)
     try:
-        return apply_match(found, run.masks)
+        return apply_match(decision, run.masks)
     except Exception as error:
         raise CallError(node) from error
 

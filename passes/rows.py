@@ -141,10 +141,10 @@ def selection_of(node: Node, source: Tensor) -> RowSelection | None:
     dim %= rank
     views: tuple[Node, ...] = ()
     if op_name(node) in ("gather", "take_along_dim"):
-        found = _along(index, dim, rank)
-        if found is None:
+        index_and_views = _along(index, dim, rank)
+        if index_and_views is None:
             return None
-        index, views = found
+        index, views = index_and_views
     numbers = tensor_of(index)
     if not isinstance(source, FakeTensor) or not isinstance(numbers, FakeTensor):
         return None
@@ -173,14 +173,14 @@ def _along(index: Node, dim: int, rank: int) -> tuple[Node, tuple[Node, ...]] | 
     Returns it with the nodes from there to the index, last first.
     """
     views: list[Node] = []
-    whole = tensor_of(index)
-    if whole is None or whole.dim() != rank:
+    expanded = tensor_of(index)
+    if expanded is None or expanded.dim() != rank:
         return None
-    size, numbers = whole.shape[dim], whole
+    size, numbers = expanded.shape[dim], expanded
     while not known_equal(numbers.numel(), size) or numbers.dim() != 1:
         source = _viewed(index)
         viewed = tensor_of(source)
-        if source is None or viewed is None or viewed.dtype != whole.dtype:
+        if source is None or viewed is None or viewed.dtype != expanded.dtype:
             return None
         if not known_equal(numbers.numel(), size) and (
             op_name(index) not in EXPANDS

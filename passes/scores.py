@@ -197,7 +197,7 @@ def _add(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
 
 
 def _times(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
-    found = factor_of(node)
+    source_and_factor = factor_of(node)
     if node.kwargs.get("rounding_mode") is not None:
         return _unknown(node)
     a, b = argument(node, 0, "input"), argument(node, 1, "other")
@@ -212,9 +212,9 @@ def _times(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
     number = number_of(factor, node)
     if number is not None and (number == 0 or not math.isfinite(number)):
         return Decline(Reason.SCALE, f"`{node}` multiplies scores by {number}, or divides by it")
-    if found is None or found[0] is not source:
+    if source_and_factor is None or source_and_factor[0] is not source:
         return Decline(Reason.RELATIVE, f"`{node}` multiplies scores by something else than a number")
-    _, factor = found
+    _, factor = source_and_factor
     walk.scale *= factor
     if walk.outer is None:
         walk.steps.append(Step("times", factor, _dtype(node)))
@@ -235,8 +235,8 @@ def _tanh(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
 def _fill(walk: _Walk, node: Node, name: str, source: Node) -> Decline | None:
     if name == "where":
         names = ("input", "condition", "other") if node.op == "call_method" else ("condition", "input", "other")
-        given = {x: argument(node, i, x) for i, x in enumerate(names)}
-        condition, a, b = given["condition"], given["input"], given["other"]
+        arguments = {x: argument(node, i, x) for i, x in enumerate(names)}
+        condition, a, b = arguments["condition"], arguments["input"], arguments["other"]
         kind: Any = "where_not" if a is source else "where"
         value = b if a is source else a
     else:
@@ -275,8 +275,8 @@ def _concatenated(walk: _Walk, sources: list[Node]) -> Decline | None:
     """Sinks beside scores, one column for all keys."""
     node = walk.here
     tensors, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", node.kwargs.get("axis", 0))
-    whole = tensor_of(node)
-    if whole is None or len(sources) != 1 or len(tensors) != 2 or dim not in (-1, whole.dim() - 1):
+    joined = tensor_of(node)
+    if joined is None or len(sources) != 1 or len(tensors) != 2 or dim not in (-1, joined.dim() - 1):
         return Decline(Reason.RELATIVE, f"`{node}` joins scores with others")
     if walk.sinks is not None or any(x.kind != "to" for x in walk.steps) or walk.outer is not None or walk.scale != 1:
         return Decline(Reason.RELATIVE, f"the columns that `{node}` adds to scores are changed before softmax")

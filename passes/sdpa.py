@@ -87,17 +87,17 @@ class SdpaCall:
     @functools.cached_property
     def vanishing(self) -> frozenset[Node]:
         """The nodes that nothing uses once all that the call computes is computed in another way."""
-        found = {*self.replaced}
+        unused = {*self.replaced}
         for node in sorted(set(self.path), reverse=True):
-            if found.issuperset(node.users):
-                found.add(node)
-        return frozenset(found)
+            if unused.issuperset(node.users):
+                unused.add(node)
+        return frozenset(unused)
 
     @property
     def variant(self) -> dict[str, Any]:
         """The arguments that SDPA lacks, by name; empty for a call of SDPA."""
-        given = {"window": self.window, "softcap": self.softcap, "sinks": self.sinks}
-        return {name: x for name, x in given.items() if x is not None}
+        arguments = {"window": self.window, "softcap": self.softcap, "sinks": self.sinks}
+        return {name: x for name, x in arguments.items() if x is not None}
 
 
 def sdpa_nodes(graph: Graph) -> list[Node]:

@@ -79,7 +79,7 @@ class Cut(NamedTuple):
     """
 
     shared: Stored
-    own: Stored | None
+    per_sequence: Stored | None
 
 
 def find_cuts(start: Node | Walk, vanishing: Vanishing) -> tuple[Cut, ...]:
@@ -96,8 +96,8 @@ def find_cuts(start: Node | Walk, vanishing: Vanishing) -> tuple[Cut, ...]:
         shared = _segments(walk, True, vanishing, depth=MAX_DEPTH)
         if shared is None:
             return ()
-        own = (x for x in stored_among(way_back(walk)) if not x.shared)
-        cuts.append(Cut(shared[0], next(own, None)))
+        per_sequence = (x for x in stored_among(way_back(walk)) if not x.shared)
+        cuts.append(Cut(shared[0], next(per_sequence, None)))
     return tuple(cuts)
 
 
@@ -131,10 +131,10 @@ def _segments(start: Walk, rows: bool, vanishing: Vanishing, depth: int = 0) -> 
         walks.append(walk)
         parts = _parts(walk) if depth < MAX_DEPTH else None
         if parts is not None:
-            found = [_segments(part, rows, vanishing, depth + 1) for part in parts]
-            flat = tuple(segment for segments in found if segments is not None for segment in segments)
+            by_part = [_segments(part, rows, vanishing, depth + 1) for part in parts]
+            flat = tuple(segment for segments in by_part if segments is not None for segment in segments)
             # If others use the concatenated tensor, it exists anyway: segments of equal batch are read from it.
-            if None not in found and (
+            if None not in by_part and (
                 _ours_alone(walk, vanishing) or any(not known_equal(x.size(BATCH), flat[0].size(BATCH)) for x in flat)
             ):
                 return flat
@@ -161,15 +161,15 @@ def _parts(walk: Walk) -> list[Walk] | None:
         return None
     tensors = argument(walk.here, 0, "tensors")
     dim = argument(walk.here, 1, "dim", walk.here.kwargs.get("axis", 0))
-    whole = tensor_of(walk.here)
-    if whole is None or not isinstance(tensors, (list, tuple)) or not isinstance(dim, int):
+    concatenated = tensor_of(walk.here)
+    if concatenated is None or not isinstance(tensors, (list, tuple)) or not isinstance(dim, int):
         return None
-    if walk.parts[dim % whole.dim()] != (LENGTH,):
+    if walk.parts[dim % concatenated.dim()] != (LENGTH,):
         return None
     parts = []
     for node in tensors:
         tensor = tensor_of(node)
-        if tensor is None or tensor.dtype != whole.dtype or tensor.device != whole.device:
+        if tensor is None or tensor.dtype != concatenated.dtype or tensor.device != concatenated.device:
             return None
         if tensor.dim() == 1 and known_equal(tensor.shape[0], 0):
             continue  # an empty cache starts so

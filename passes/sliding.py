@@ -55,8 +55,8 @@ def find_slides(graph: Graph, moving: Sequence[Node] = ()) -> list[Slide]:
         graph: a graph of Dynamo's.
         moving: what `tatten.passes.mutation.movers` found in it.
     """
-    found = [_slide(node) for node in graph.nodes if op_name(node) == "copy_" and mover_of(node, moving) is None]
-    return [x for x in found if x is not None]
+    slides = [_slide(node) for node in graph.nodes if op_name(node) == "copy_" and mover_of(node, moving) is None]
+    return [x for x in slides if x is not None]
 
 
 def _slide(copy: Node) -> Slide | None:
@@ -80,8 +80,8 @@ def _slide(copy: Node) -> Slide | None:
 
 def _rolls(node: Node, cache: Node) -> bool:
     """Return True if a node is `cache.roll(-1, dims=-2)`."""
-    given = argument(node, 1, "shifts"), argument(node, 2, "dims")
-    shift, dim = (x[0] if isinstance(x, (list, tuple)) and len(x) == 1 else x for x in given)
+    arguments = argument(node, 1, "shifts"), argument(node, 2, "dims")
+    shift, dim = (x[0] if isinstance(x, (list, tuple)) and len(x) == 1 else x for x in arguments)
     return op_name(node) == "roll" and source_of(node) is cache and shift == -1 and dim in (LENGTH, LENGTH - 4)
 
 
@@ -121,9 +121,9 @@ def _movable(cache: Tensor, new: Tensor) -> bool:
     )
 
 
-def apply_slide(found: Slide) -> None:
+def apply_slide(slide: Slide) -> None:
     """Move the cache in place."""
-    copy, put = found.copy, found.put
+    copy, put = slide.copy, slide.put
     cache: Any = copy.args[0]
     tensor = tensor_of(cache)
     assert tensor is not None
@@ -132,4 +132,4 @@ def apply_slide(found: Slide) -> None:
     copy.replace_all_uses_with(cache)
     for node in (copy, put):
         node.graph.erase_node(node)
-    erase_unused_of([found.index, found.rolled])
+    erase_unused_of([slide.index, slide.rolled])

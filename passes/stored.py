@@ -85,30 +85,30 @@ def stored_at(walk: Walk) -> Stored | None:
     tensor = tensor_of(walk.here)
     if tensor is None:
         return None
-    found: dict[int, int] = {}
+    dim_of: dict[int, int] = {}
     ones = []
     for dim, (part, size) in enumerate(zip(walk.parts, tensor.shape, strict=True)):
         if known_equal(size, 1):
             ones.append(dim)
-        elif part is None or part[0] in found:
+        elif part is None or part[0] in dim_of:
             return None
         else:
-            found[part[0]] = dim
+            dim_of[part[0]] = dim
     factors: dict[int, Size] = dict.fromkeys(ROLES, 1)
     for part, times in walk.stretched:
         factors[part[0]] *= times
         if part[0] == BATCH and walk.rows:
             continue
-        if part[0] in found and (walk.parts[found[part[0]]] or ()) > part:
+        if part[0] in dim_of and (walk.parts[dim_of[part[0]]] or ()) > part:
             return None  # `x.repeat(n, 1, 1, 1)`: index j reads row j % rows, not a block
     spare = iter(ones)
-    dims = tuple(found[role] if role in found else next(spare, None) for role in ROLES)
+    dims = tuple(dim_of[role] if role in dim_of else next(spare, None) for role in ROLES)
     repeats = constant(factors[HEADS])
     if repeats is None or not known_equal(factors[LENGTH], 1) or not known_equal(factors[HEAD_DIM], 1):
         return None
-    if not walk.rows or BATCH not in found:  # any index selects the one row
+    if not walk.rows or BATCH not in dim_of:  # any index selects the one row
         return Stored(walk.here, dims, repeats, bool(walk.rows) or not known_equal(factors[BATCH], 1), path=walk.path)
-    repeated = walk.repeated_rows(found[BATCH])
+    repeated = walk.repeated_rows(dim_of[BATCH])
     if repeated is None:
         return None
     return Stored(walk.here, dims, repeats, True, SelectedRows((*repeated, *walk.rows)), path=walk.path)

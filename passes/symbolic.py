@@ -68,8 +68,8 @@ def constant(size: int | SymInt) -> int | None:
     if isinstance(size, int):
         return size
     try:
-        found: int | None = size.node.maybe_as_int()
-        return found
+        value: int | None = size.node.maybe_as_int()
+        return value
     except Exception as error:
         moved("torch.SymInt.node.maybe_as_int", error, "dynamic sizes are unknown")
         return None
@@ -129,8 +129,8 @@ def _computed_of_floats(number: Any) -> bool:
 def guard_between(x: Node, least: float, most: float) -> bool:
     """Tell whether a number was in a range at capture; if so, a run where it isn't captures a new graph."""
     value = value_of(x)
-    found = number_hint(value)
-    if found is None or not least <= found <= most:
+    at_capture = number_hint(value)
+    if at_capture is None or not least <= at_capture <= most:
         return False
     return bool(value >= least) and bool(value <= most)
 
@@ -138,11 +138,11 @@ def guard_between(x: Node, least: float, most: float) -> bool:
 def number_hint(number: SymInt | SymFloat) -> float | None:
     """The value of a number when the graph was captured; None if there was none."""
     try:
-        found = number.node.hint
+        at_capture = number.node.hint
     except Exception as error:
         moved("torch.SymFloat.node.hint", error, "numbers that are inputs are unknown")
         return None
-    return found if isinstance(found, int | float) else None
+    return at_capture if isinstance(at_capture, int | float) else None
 
 
 def hint(size: int | SymInt) -> int | None:
@@ -150,11 +150,11 @@ def hint(size: int | SymInt) -> int | None:
     if isinstance(size, int):
         return size
     try:
-        found = size.node.hint
+        at_capture = size.node.hint
     except Exception as error:
         moved("torch.SymInt.node.hint", error, "dynamic sizes are unknown")
         return None
-    return found if isinstance(found, int) else None
+    return at_capture if isinstance(at_capture, int) else None
 
 
 def may_be_0_or_1(size: int | SymInt) -> bool:

@@ -50,8 +50,8 @@ class Tiled:
 
 def find_tiled(call: SdpaCall) -> Tiled | None:
     """Find what the key and value of a call are tiled of, in one order. Changes nothing."""
-    query, whole, mask = (tensor_of(x) for x in (call.query, call.key, call.attn_mask))
-    if not isinstance(query, FakeTensor) or not isinstance(whole, FakeTensor) or query.dim() != 4 or whole.dim() != 4:
+    query, tiled, mask = (tensor_of(x) for x in (call.query, call.key, call.attn_mask))
+    if not isinstance(query, FakeTensor) or not isinstance(tiled, FakeTensor) or query.dim() != 4 or tiled.dim() != 4:
         return None
     if call.log_sums or tensor_of(call.value) is None or not isinstance(tensor_of(call.result), FakeTensor):
         return None
@@ -82,11 +82,11 @@ def _untiled(node: Node) -> tuple[Stored, int, int, int] | None:
         dims = _dims(walk)
         if here is None or dims is None or not walk.stretched:
             continue
-        own, heads = walk.parts[dims[HEADS]], constant(here.shape[dims[HEADS]])
-        if own is None or heads is None:
+        head_part, heads = walk.parts[dims[HEADS]], constant(here.shape[dims[HEADS]])
+        if head_part is None or heads is None:
             continue
-        tiles = constant(math.prod(n for part, n in walk.stretched if part < own))
-        repeats = constant(math.prod(n for part, n in walk.stretched if part > own))
+        tiles = constant(math.prod(n for part, n in walk.stretched if part < head_part))
+        repeats = constant(math.prod(n for part, n in walk.stretched if part > head_part))
         if tiles is not None and repeats is not None and tiles > 1 and heads > 1:
             return Stored(walk.here, dims, path=walk.path), tiles, repeats, heads
     return None
@@ -94,19 +94,19 @@ def _untiled(node: Node) -> tuple[Stored, int, int, int] | None:
 
 def _dims(walk: Walk) -> tuple[int, ...] | None:
     """The dim of each role, where a walk has reached a tensor with one dim for each."""
-    held = [None if part is None else part[0] for part in walk.parts]
-    if len(held) != len(ROLES) or any(held.count(role) > 1 for role in ROLES):
+    roles = [None if part is None else part[0] for part in walk.parts]
+    if len(roles) != len(ROLES) or any(roles.count(role) > 1 for role in ROLES):
         return None
-    spare = (dim for dim, role in enumerate(held) if role is None)
-    return tuple(held.index(role) if role in held else next(spare) for role in ROLES)
+    spare = (dim for dim, role in enumerate(roles) if role is None)
+    return tuple(roles.index(role) if role in roles else next(spare) for role in ROLES)
 
 
-def untiled_call(found: Tiled, masks: Masks) -> SdpaCall:
+def untiled_call(tiled: Tiled, masks: Masks) -> SdpaCall:
     """Return a call whose keys and values are tiled as one with permuted query heads."""
-    call, draft, result = found.call, Drafting(masks.drafts, found.call.shown), tensor_of(found.call.result)
+    call, draft, result = tiled.call, Drafting(masks.drafts, tiled.call.shown), tensor_of(tiled.call.result)
     assert isinstance(result, FakeTensor)
-    as_read = found.tiles, found.kv_heads, found.repeats * found.group
-    as_taken = found.kv_heads, found.tiles, found.repeats * found.group
+    as_read = tiled.tiles, tiled.kv_heads, tiled.repeats * tiled.group
+    as_taken = tiled.kv_heads, tiled.tiles, tiled.repeats * tiled.group
     mask, tensor = call.attn_mask, tensor_of(call.attn_mask)
     if tensor is not None and tensor.dim() > 2 and not known_equal(tensor.shape[-3], 1):
         mask = _swapped(draft, masks.first_view(mask), tensor.dim() - 3, as_read)
@@ -115,11 +115,11 @@ def untiled_call(found: Tiled, masks: Masks) -> SdpaCall:
     return dataclasses.replace(
         call,
         query=_swapped(draft, call.query, HEADS, as_read),
-        key=_repeated(draft, found.key, found.tiles * found.repeats),
-        value=_repeated(draft, found.value, found.tiles * found.repeats),
+        key=_repeated(draft, tiled.key, tiled.tiles * tiled.repeats),
+        value=_repeated(draft, tiled.value, tiled.tiles * tiled.repeats),
         attn_mask=mask,
         sinks=None if call.sinks is None else _swapped(draft, call.sinks, 0, as_read),
-        path=(*call.path, *found.key.path, *found.value.path),
+        path=(*call.path, *tiled.key.path, *tiled.value.path),
         draft_result=inner,
         outputs=tuple((x, masks.drafts.substitute(made, call.result, out)) for x, made in call.replaced.items()),
     )

@@ -41,8 +41,8 @@ def find_local(call: SdpaCall, masks: Masks) -> SdpaCall | Decline | None:
     query, key, value, mask = (tensor_of(x) for x in (call.query, call.key, call.value, call.attn_mask))
     if query is None or key is None or value is None or (mask is None) != (call.attn_mask is None):
         return None
-    given = [x for x in (query, key, value) if not isinstance(x, FakeTensor)]  # hasattr is slow on a fake tensor
-    if not any(hasattr(x, "placements") for x in given):
+    not_fake = [x for x in (query, key, value) if not isinstance(x, FakeTensor)]  # hasattr is slow on a fake tensor
+    if not any(hasattr(x, "placements") for x in not_fake):
         return None
     from tatten.ops.distributed.placement import find_segment_sharding, find_sharding  # DTensor takes seconds to import
 
@@ -55,26 +55,26 @@ def find_local(call: SdpaCall, masks: Masks) -> SdpaCall | Decline | None:
         return None
     result = tensor_of(call.result)
     assert result is not None
-    found = find_segment_sharding(query, result, _placed(keys), _placed(values), mask)
-    if isinstance(found, str):
-        return Decline(Reason.PLACEMENT, found)
+    segment_sharding = find_segment_sharding(query, result, _placed(keys), _placed(values), mask)
+    if isinstance(segment_sharding, str):
+        return Decline(Reason.PLACEMENT, segment_sharding)
     shares_of_keys, shares_of_values = (
-        tuple(_share(x, found, call, masks) for x in segments) for segments in (keys, values)
+        tuple(_share(x, segment_sharding, call, masks) for x in segments) for segments in (keys, values)
     )
     local = dataclasses.replace(
-        _local(call, found, masks),
+        _local(call, segment_sharding, masks),
         key=masks.drafts.result(_of_whole_length(key)),
         value=masks.drafts.result(_of_whole_length(value)),
         shares=(shares_of_keys, shares_of_values),
     )
-    return _check(call, found) or local
+    return _check(call, segment_sharding) or local
 
 
 def _of_whole_length(tensor: Any) -> Tensor:
     """The local part of keys or values, but for all columns of the mask."""
     local = tensor.to_local()
-    whole: Tensor = local.new_empty((*local.shape[:LENGTH], tensor.shape[LENGTH], *local.shape[LENGTH + 1 :]))
-    return whole
+    full_length: Tensor = local.new_empty((*local.shape[:LENGTH], tensor.shape[LENGTH], *local.shape[LENGTH + 1 :]))
+    return full_length
 
 
 def _placed(segments: tuple[Stored, ...]) -> list[PlacedSegment]:

@@ -46,15 +46,15 @@ def _follow(node: Node, path: tuple[Node, ...], dropped: int | None, dropout: No
             return Weights(product, path, dropped, dropout)
         if writes(user) or not user.args or user.args[0] is not node:
             continue
-        name, found = op_name(user), None
+        name, weights = op_name(user), None
         if name in ("dropout", "dropout_"):
-            found = _follow(user, path, dropped, dropout if inactive_dropout(user) else user)
+            weights = _follow(user, path, dropped, dropout if inactive_dropout(user) else user)
         elif name in CASTS | COPIES or (name in RESHAPES and keeps_rows(node, user)):
-            found = _follow(user, path, dropped, dropout)
+            weights = _follow(user, path, dropped, dropout)
         elif dropped is None and (column := _drops_column(user, node)) is not None:
-            found = _follow(user, path, column, dropout)
-        if found is not None:
-            return found
+            weights = _follow(user, path, column, dropout)
+        if weights is not None:
+            return weights
     return None
 
 

@@ -88,15 +88,15 @@ def find_written_out(graph: Graph) -> list[tuple[Node, Node, Node]]:
     Softmaxes that lead to no product with values, or are not made of a product, are left out: they are no attention, or
     of a form that `tatten.passes.other_attention` reports.
     """
-    found = []
+    matches = []
     for node in graph.nodes:
         if op_name(node) in SOFTMAX:
             weights = find_weights(node)
             read = None if weights is None else read_written_out(node)
             if weights is not None and read is not None:
                 product = weights.product.node
-                found.append((product, node, product if isinstance(read, Decline) else read.place))
-    return sorted(found)
+                matches.append((product, node, product if isinstance(read, Decline) else read.place))
+    return sorted(matches)
 
 
 def read_written_out(softmax: Node) -> WrittenOut | Decline | None:
@@ -121,8 +121,8 @@ def read_written_out(softmax: Node) -> WrittenOut | Decline | None:
         return Decline(Reason.DROPOUT, f"`{weights.active_dropout}` is active")
     if weights.dropped != (None if scores.sinks is None else scores.column):
         return Decline(Reason.RELATIVE, "the column beside those of the keys is not the one that is dropped")
-    found = _laid_out(softmax, scores, weights)
-    return found if isinstance(found, Decline) else _check_users(found)
+    attention = _laid_out(softmax, scores, weights)
+    return attention if isinstance(attention, Decline) else _check_users(attention)
 
 
 def _laid_out(softmax: Node, scores: Scores, weights: Weights) -> WrittenOut | Decline:
@@ -146,8 +146,8 @@ def _laid_out(softmax: Node, scores: Scores, weights: Weights) -> WrittenOut | D
         each = scores.product.left.node
         if not known_equal(_heads_of(query), heads[1] * heads[2]):
             return Decline(Reason.RANK, f"`{each}` has fewer heads than its scores")
-    given = scores.product.left, scores.product.right, weights.product.right
-    merged = [x.node for x, before in zip(factors, given, strict=True) if rank_of(before.node) == 3]
+    operands = scores.product.left, scores.product.right, weights.product.right
+    merged = [x.node for x, before in zip(factors, operands, strict=True) if rank_of(before.node) == 3]
     if heads is not None and not all(_fits(node, heads) for node in (*chain, *merged)):
         return Decline(Reason.RANK, f"`{softmax}` has other batch and heads than its queries")
     steps = [x.node for x in scores.steps if x.node is not None]
@@ -226,11 +226,11 @@ def _fits(node: Node, heads: Heads) -> bool:
     return tensor is None or tensor.dim() != 4 or known_shape(tensor.shape[:2], heads)
 
 
-def _check_users(found: WrittenOut) -> WrittenOut | Decline:
+def _check_users(attention: WrittenOut) -> WrittenOut | Decline:
     """Check that nothing else uses what will not be computed, and that nothing is written before it would be read."""
-    chain = {*found.path}
+    chain = {*attention.path}
     log_sums, unread = set[Node](), set[Node]()
-    for node in sorted({*found.scores.path, *found.weights.path}):
+    for node in sorted({*attention.scores.path, *attention.weights.path}):
         for user in node.users:
             if user in chain:
                 continue
@@ -240,25 +240,30 @@ def _check_users(found: WrittenOut) -> WrittenOut | Decline:
                 unread.update(dead)
             elif node in written_arguments(user):
                 return Decline(Reason.IN_PLACE, f"`{user}` changes `{node}` in place")
-            elif not _sums(user, node, found):
+            elif not _sums(user, node, attention):
                 return Decline(Reason.WEIGHTS_USED, f"`{user}` uses `{node}`")
             else:
                 log_sums.add(user)
-    found = dataclasses.replace(found, log_sums=tuple(sorted(log_sums)), path=(*found.path, *unread))
-    late = next((x for x in found.reads if x >= found.place), None)
+    attention = dataclasses.replace(attention, log_sums=tuple(sorted(log_sums)), path=(*attention.path, *unread))
+    late = next((x for x in attention.reads if x >= attention.place), None)
     if late is not None:
-        return Decline(Reason.WEIGHTS_USED, f"`{found.place}` needs scores before there is `{late}`")
-    writer = _writer(found)
+        return Decline(Reason.WEIGHTS_USED, f"`{attention.place}` needs scores before there is `{late}`")
+    writer = _writer(attention)
     if writer is not None:
         return Decline(Reason.WRITTEN, f"`{writer}` writes to what is read between the products")
-    return found
+    return attention
 
 
-def _writer(found: WrittenOut) -> Node | None:
+def _writer(attention: WrittenOut) -> Node | None:
     """The first node that may write to what the products, or the steps between, have read before it."""
-    product, chain = found.weights.product.node, {*found.path}
-    since = [(x, min(user for user in x.users if user in chain)) for x in found.reads]
-    since += [(copy, copy) for x in (found.query, found.key, found.value) for copy in x.path if copy is not product]
+    product, chain = attention.weights.product.node, {*attention.path}
+    since = [(x, min(user for user in x.users if user in chain)) for x in attention.reads]
+    since += [
+        (copy, copy)
+        for x in (attention.query, attention.key, attention.value)
+        for copy in x.path
+        if copy is not product
+    ]
     for x, start in since:
         tensor = tensor_of(x)
         writer = None if tensor is None else written_between([tensor], start, product)
@@ -267,13 +272,13 @@ def _writer(found: WrittenOut) -> Node | None:
     return None
 
 
-def _sums(user: Node, node: Node, found: WrittenOut) -> bool:
+def _sums(user: Node, node: Node, attention: WrittenOut) -> bool:
     """Return True if `user` is the logsumexp of the softmax's input, which is the lse of attention."""
     tensor = tensor_of(node)
-    if op_name(user) != "logsumexp" or tensor is None or found.scores.sinks is not None or found.own_dims:
+    if op_name(user) != "logsumexp" or tensor is None or attention.scores.sinks is not None or attention.own_dims:
         return False
     as_softmax_gets_it = set()
-    for x in found.scores.path:
+    for x in attention.scores.path:
         if subtracts_maximum(x) is not None:
             break
         as_softmax_gets_it.add(x)

@@ -18,42 +18,42 @@ from tatten.passes.symbolic import constant, known_equal, rank_of, tensor_of
 from tatten.passes.written_out import WrittenOut
 
 
-def written_out_call(found: WrittenOut, sinks: Factor | None, masks: Masks, *, fused: bool) -> SdpaCall:
+def written_out_call(attention: WrittenOut, sinks: Factor | None, masks: Masks, *, fused: bool) -> SdpaCall:
     """Return attention written out as a call; `fused` tells whether its compiler would fuse it."""
-    product, draft = found.weights.product, Drafting(masks.drafts, found.place)
-    query, key, value = (draft.views(x.node, x.views) for x in (found.query, found.key, found.value))
-    for number, divides in found.scores.factors:
+    product, draft = attention.weights.product, Drafting(masks.drafts, attention.place)
+    query, key, value = (draft.views(x.node, x.views) for x in (attention.query, attention.key, attention.value))
+    for number, divides in attention.scores.factors:
         query = draft(torch.div if divides else torch.mul, query, number)
-    mask, empty = _mask(found, masks, draft)
-    result = masks.drafts.result(_result(found))
-    sums = (x if empty is None else _without_keys(draft, x, empty, query) for x in found.log_sums)
-    outputs = (product.node, _like_product(found, draft, result)), *zip(found.log_sums, sums, strict=True)
+    mask, empty = _mask(attention, masks, draft)
+    result = masks.drafts.result(_result(attention))
+    sums = (x if empty is None else _without_keys(draft, x, empty, query) for x in attention.log_sums)
+    outputs = (product.node, _like_product(attention, draft, result)), *zip(attention.log_sums, sums, strict=True)
     return SdpaCall(
-        found.place,
+        attention.place,
         query,
         key,
         value,
         attn_mask=mask,
-        scale=found.scores.scale,
-        enable_gqa=found.own_dims is not None,
-        softcap=found.scores.softcap,
+        scale=attention.scores.scale,
+        enable_gqa=attention.own_dims is not None,
+        softcap=attention.scores.softcap,
         sinks=None if sinks is None else draft.views(sinks.node, sinks.views),
-        form=found.form,
-        log_sums=found.log_sums,
-        path=found.path,
+        form=attention.form,
+        log_sums=attention.log_sums,
+        path=attention.path,
         fused=fused,
-        grouped=found.own_dims is not None,
+        grouped=attention.own_dims is not None,
         origin=product.node,
         draft_result=result,
         outputs=outputs,
     )
 
 
-def _like_product(found: WrittenOut, draft: Drafting, result: Node) -> Node:
+def _like_product(attention: WrittenOut, draft: Drafting, result: Node) -> Node:
     """Draft the result in the shape of the product with values."""
-    product, out = found.weights.product, result
-    if found.own_dims is not None:
-        out = draft("unflatten", out, 1, found.own_dims[1:])
+    product, out = attention.weights.product, result
+    if attention.own_dims is not None:
+        out = draft("unflatten", out, 1, attention.own_dims[1:])
         out = out if rank_of(product.node) == 5 else draft("squeeze", out, 0)
     elif rank_of(product.node) == 3:
         out = draft("flatten", out, 0, 1)
@@ -69,44 +69,44 @@ def _without_keys(draft: Drafting, lse: Node, empty: Node, query: Node) -> Node:
     return draft("masked_fill", lse, rows, -math.inf)
 
 
-def _result(found: WrittenOut) -> Tensor:
+def _result(attention: WrittenOut) -> Tensor:
     """The fake tensor of the result as `[batch, heads, q_len, head_dim]`."""
-    product = found.weights.product
+    product = attention.weights.product
     tensor = tensor_of(product.node)
     assert tensor is not None
     if product.back is not None:
         order = product.back[1:]
         tensor = tensor.permute([order.index(d) for d in range(len(order))])
-    if found.own_dims is not None:
+    if attention.own_dims is not None:
         return (tensor if tensor.dim() == 5 else tensor.unsqueeze(0)).flatten(1, 2)
-    return tensor.unflatten(0, _heads(found)) if tensor.dim() == 3 else tensor
+    return tensor.unflatten(0, _heads(attention)) if tensor.dim() == 3 else tensor
 
 
-def _heads(found: WrittenOut) -> tuple[int, int]:
-    assert found.heads is not None
-    heads = constant(found.heads[1])
+def _heads(attention: WrittenOut) -> tuple[int, int]:
+    assert attention.heads is not None
+    heads = constant(attention.heads[1])
     assert heads is not None
     return -1, heads
 
 
-def _mask(found: WrittenOut, masks: Masks, draft: Drafting) -> tuple[Node | None, Node | None]:
+def _mask(attention: WrittenOut, masks: Masks, draft: Drafting) -> tuple[Node | None, Node | None]:
     """Draft the bias that the steps make of a score of 0, and which rows of it have no keys."""
-    steps = found.scores.steps
+    steps = attention.scores.steps
     if all(x.node is None for x in steps):
         return None, None
-    bias = _bias(draft, found, masks)
-    if found.scores.sinks is not None or steps[-1].kind == "at_least":
+    bias = _bias(draft, attention, masks)
+    if attention.scores.sinks is not None or steps[-1].kind == "at_least":
         return bias, None
     # A softmax of nothing but -inf is NaN, while attention to no keys is 0.
     empty = draft("all", draft("eq", bias, -math.inf), -1, True)
     return draft("masked_fill", bias, empty, math.nan), empty
 
 
-def _bias(draft: Drafting, found: WrittenOut, masks: Masks) -> Node:
+def _bias(draft: Drafting, attention: WrittenOut, masks: Masks) -> Node:
     bias: Node | None = None
-    for step in found.scores.steps:
+    for step in attention.scores.steps:
         if step.node is not None:
-            like_scores = _like_scores(masks.first_view(step.node), found)
+            like_scores = _like_scores(masks.first_view(step.node), attention)
             bias = _with(draft, step, bias, draft.views(like_scores.node, like_scores.views))
         elif bias is not None:
             bias = draft.cast(bias, step.dtype)
@@ -127,17 +127,17 @@ def _with(draft: Drafting, step: Step, bias: Node | None, node: Node) -> Node:
     return draft(torch.masked_fill, bias, condition, step.number)
 
 
-def _like_scores(node: Node, found: WrittenOut) -> Factor:
+def _like_scores(node: Node, attention: WrittenOut) -> Factor:
     """A tensor that broadcasts to scores, where they are `[batch, heads, q_len, kv_len]`."""
     tensor = tensor_of(node)
     if tensor is not None and tensor.dim() == 0:
         return Factor(node, (("unsqueeze", 0),))
-    if found.own_dims is not None and tensor is not None:
-        return Factor(node, _joined(tensor, found.own_dims))
-    if found.heads is None or tensor is None or tensor.dim() != 3 or known_equal(tensor.shape[0], 1):
+    if attention.own_dims is not None and tensor is not None:
+        return Factor(node, _joined(tensor, attention.own_dims))
+    if attention.heads is None or tensor is None or tensor.dim() != 3 or known_equal(tensor.shape[0], 1):
         return Factor(node)
-    if known_equal(tensor.shape[0], found.heads[0] * found.heads[1]):
-        return Factor(node, (("unflatten", 0, _heads(found)),))
+    if known_equal(tensor.shape[0], attention.heads[0] * attention.heads[1]):
+        return Factor(node, (("unflatten", 0, _heads(attention)),))
     return Factor(node)
 
 
