@@ -49,13 +49,16 @@ def by_layout(plan: Callable[..., T]) -> Callable[..., T]:
 
 
 def _layouts(args: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple([x if type(x) in VALUES else _layout(x) for x in args])  # most are None
+    return tuple(
+        [
+            x if type(x) in VALUES else _layouts(x) if isinstance(x, (list, tuple)) else _layout(x)  # most are None
+            for x in args
+        ]
+    )
 
 
 def _layout(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
-    return _layouts(x) if isinstance(x, (list, tuple)) else x
+    return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) if isinstance(x, Tensor) else x
 
 
 def on_device_of(x: Tensor, run: Callable[..., T], *args: Any) -> T:

@@ -190,13 +190,20 @@ def test_against_float64(case: Case) -> None:
 
 @pytest.mark.drawn(2, "bits in every batch")
 def test_a_long_sequence_has_larger_chunks_but_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """5,000 keys are 40 times 128, and a sequence has at most 32 chunks."""
+    """5,000 keys are 40 times 128, more than 32 chunks: they make 20 chunks of 256. 300 keys make 3 of 128."""
     from tatten.ops.cuda import decode_grid
+    from tatten.ops.cuda.decode import plan_attention
 
     monkeypatch.setattr(decode_grid, "LEAST_CHUNK", 128)
     inputs = Case(batch=2, q_heads=1, kv_heads=1, kv_len=5000, head_dim=16).inputs(poison=False)
     inputs["kv_lens"] = torch.tensor([5000, 300])
-    assert_state(*attend(inputs), inputs)
+    call = decode_call(**inputs, batch_invariant=True)
+    plan = plan_attention(call)
+    with fresh_memory_is_poison():
+        partials = plan.segment(call, call.segments[0])
+        state = plan.combine(partials)
+    assert (~partials.partial_lse[:, 0].isnan()).sum() == 20 + 3
+    assert_state(state.out, state.lse, inputs)
 
 
 @pytest.mark.parametrize("mask", [False, True])
