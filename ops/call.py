@@ -1,7 +1,8 @@
-"""One description of an attention call: everything below the flat schemas of the ops reads it.
+"""One description of an attention call: all code below the schemas of the ops reads it.
 
-A new operand is a field here, a check in `tatten.ops.validation`, a line in `tatten.ops.reference`, and the kernels
-that support it.
+A schema is flat: a list of arguments, which `tatten.ops.kernel_signatures` turns into an `AttentionCall`. A new operand
+needs an argument in both, a field here, a check in `tatten.ops.validation`, a line in `tatten.ops.reference`, and
+kernels that support it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ _NAMES_OF_LATENTS = {"key": "latent", "value": "latent", "rope": "key_rope"}
 
 
 class KeyValue(NamedTuple):
-    """Keys and values that are stored together, with the operands that say which of them count.
+    """A segment: keys and values that are stored together, with the operands that belong to them.
 
     Attributes:
         key: `[kv_batch, kv_heads, kv_length, head_dim]`.
         value: `[kv_batch, kv_heads, kv_length, value_dim]`; the same tensor as `key` if these are latents.
         attn_mask, kv_lens: as `tatten.decode_attention` takes them.
         block_mask: the `data` of a `tatten.BlockMask` of `attn_mask`.
-        row_groups: the result of `tatten::row_groups`, if each sequence may read any row.
+        row_groups: the result of `tatten::row_groups` if each sequence may read any row, else None.
         key_scale, value_scale: as `tatten.decode_attention` takes them.
-        rope: `[kv_batch, 1, kv_length, width]`, further columns of keys that are latents.
+        rope: `[kv_batch, 1, kv_length, width]`, the columns with rotary positions of keys that are latents.
     """
 
     key: Tensor
@@ -48,11 +49,11 @@ class AttentionCall(NamedTuple):
     Attributes:
         op: the name of the op, which is the name of the public function too.
         query: `[batch, q_heads, q_length, head_dim]`.
-        segments: the segments of keys; one, but for `bifurcated_attention`.
-        scale: factor of the scores; None for `head_dim ** -0.5`.
+        segments: the segments of keys and values: one or more for `bifurcated_attention`, one for the other ops.
+        scale: factor of the scores; None stands for `head_dim ** -0.5`.
         window, softcap, sinks: as `tatten.decode_attention` takes them.
-        query_rope: the queries' part for the `rope` of keys.
-        out_dtype: the dtype of `out`; None for `query`'s.
+        query_rope: the columns of the queries that are multiplied by the `rope` of keys; None without `rope`.
+        out_dtype: the dtype of `out`; None stands for that of `query`.
         provider, batch_invariant: as `tatten.decode_attention` takes them.
     """
 
@@ -70,7 +71,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def score_scale(self) -> float:
-        """The factor of the scores as a number."""
+        """The factor of the scores as a number, the default included."""
         return self.query.shape[3] ** -0.5 if self.scale is None else self.scale
 
     @property
@@ -79,14 +80,17 @@ class AttentionCall(NamedTuple):
         return self.op == LATENT
 
     def name_of(self, field: str, segment: int = 0) -> str:
-        """Return the public name of a field of a segment, for errors: `key`, `keys[1]` or `latent`."""
+        """Return the name that an error gives to a field of a segment: `key`, `keys[1]` or `latent`.
+
+        It is the name of an argument of the op.
+        """
         if self.op == BIFURCATED:
             return f"row_groups[{segment}]" if field == "row_groups" else f"{field}s[{segment}]"
         return _NAMES_OF_LATENTS.get(field, field) if self.latent else field
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the call by their public names."""
+        """The tensors of the call by the names of the op's arguments; operands that are None are left out."""
         named = {"query": self.query, "query_rope": self.query_rope, "sinks": self.sinks}
         for i, segment in enumerate(self.segments):
             named |= {self.name_of(field, i): x for field, x in zip(KeyValue._fields, segment, strict=True)}
@@ -97,7 +101,7 @@ Attend = Callable[[AttentionCall], State]
 
 
 def check_segments(keys: Sequence[Tensor], **given: Sequence[object]) -> None:
-    """Raise ValueError unless each of the sequences given has as many entries as `keys`."""
+    """Raise ValueError unless each of the arguments `given`, by name, has as many entries as `keys`."""
     for name, entries in given.items():
         if len(entries) != len(keys):
             raise ValueError(f"`{name}` must have one entry for each of the {len(keys)} `keys`, got {len(entries)}")

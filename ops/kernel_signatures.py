@@ -1,4 +1,8 @@
-"""Adapters from the flat schemas of the attention ops to implementations, which take an `AttentionCall`."""
+"""Adapters from the schemas of the attention ops to their implementations.
+
+A schema is a flat list of arguments, and an implementation takes an `AttentionCall`. In this module, a *kernel* is a
+function with the arguments of a schema, which PyTorch's dispatcher calls. It is not a GPU kernel.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,11 @@ from torch import Tensor
 from tatten.ops.call import BIFURCATED, DECODE, LATENT, Attend, AttentionCall, KeyValue, check_segments
 
 OpKernel = Callable[..., Any]
-_tuple = tuple.__new__  # makes a named tuple in half of the time that its own constructor takes
+_tuple = tuple.__new__  # makes a named tuple in half the time of its own constructor
 
 
 def decode_kernel(attend: Attend) -> OpKernel:
-    """Adapt an implementation of `tatten::decode_attention` to its schema."""
+    """Return a function with the schema of `tatten::decode_attention` that calls `attend`."""
 
     def kernel(
         query: Tensor,
@@ -44,9 +48,9 @@ def decode_kernel(attend: Attend) -> OpKernel:
 
 
 def bifurcated_kernel(attend: Attend) -> OpKernel:
-    """Adapt an implementation of `tatten::bifurcated_attention` to its schema.
+    """Return a function with the schema of `tatten::bifurcated_attention` that calls `attend`.
 
-    The kernel raises ValueError if its sequences have different lengths, or are empty.
+    The function raises ValueError if `keys` is empty, or if another list has a different number of entries.
     """
 
     def kernel(
@@ -85,7 +89,7 @@ def bifurcated_kernel(attend: Attend) -> OpKernel:
 
 
 def latent_kernel(attend: Attend) -> OpKernel:
-    """Adapt an implementation of `tatten::latent_attention` to its schema."""
+    """Return a function with the schema of `tatten::latent_attention` that calls `attend`."""
 
     def kernel(
         query: Tensor,
@@ -116,7 +120,7 @@ def _described(call: AttentionCall) -> Any:
     return call
 
 
-# The arguments of each op, as an `AttentionCall`.
+# Each takes the arguments of an op and returns them as an `AttentionCall`.
 decode_call = decode_kernel(_described)
 bifurcated_call = bifurcated_kernel(_described)
 latent_call = latent_kernel(_described)

@@ -1,4 +1,4 @@
-"""The reference for every implementation: attention and its lse in float64, in readable code."""
+"""Attention and its lse in float64, in readable code: all implementations are compared to it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tatten.ops.states import NEG_INF, State
 
 
 def attention_reference(call: AttentionCall) -> State:
-    """Return `(out, lse)` of any of the attention ops, both float64, on the inputs' device.
+    """Return the state `(out, lse)` of any attention op, both in float64, on the device of the inputs.
 
-    Each sequence gets a copy of the keys that it reads. A key that is excluded for all queries of its kv head is not
-    used: its key and value may be NaN.
+    `provider`, `batch_invariant`, `out_dtype` and block masks are ignored. Each sequence gets a copy of the keys that
+    it reads. If a key is excluded for all queries that read its kv head, the key and its value may be NaN: they are not
+    used.
     """
     batch, q_heads, q_len, _ = call.query.shape
     query = call.query.double()
@@ -25,7 +26,7 @@ def attention_reference(call: AttentionCall) -> State:
         query = torch.cat((query, call.query_rope.double()), dim=3)
     copies = zip(*(_copied(call, stored) for stored in call.segments), strict=True)
     key, value, valid, bias = (torch.cat(x, dim) for x, dim in zip(copies, (2, 2, 3, 3), strict=True))
-    if call.window is not None:  # each query is at the end of the keys that count, one place after the query before it
+    if call.window is not None:  # the last query is at the last key in use, the others just before it
         last = _lengths(call, call.segments[0]) if len(call.segments) == 1 else valid.shape[3]
         places, queries = (torch.arange(n, device=query.device) for n in (valid.shape[3], q_len))
         behind = last - q_len + queries[:, None] - places
@@ -48,7 +49,10 @@ def attention_reference(call: AttentionCall) -> State:
 
 
 def _copied(call: AttentionCall, stored: KeyValue) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return key and value of each sequence and query head, the keys that mask and lengths allow, and their bias."""
+    """Return key and value of each sequence and query head, the keys that mask and lengths allow, and the bias.
+
+    The last two are `[batch, q_heads, q_len, kv_len]`.
+    """
     batch, q_heads, q_len, _ = call.query.shape
     kv_batch, kv_heads, kv_len, _ = stored.key.shape
     key, value = stored.key.double(), stored.value.double()
@@ -75,13 +79,13 @@ def _copied(call: AttentionCall, stored: KeyValue) -> tuple[Tensor, Tensor, Tens
 
 
 def _used(valid: Tensor, kv_heads: int) -> Tensor:
-    """Return the keys that any query of their kv head attends to, `[batch, q_heads, kv_len, 1]`."""
+    """Return the keys that at least one query of their kv head attends to: bool `[batch, q_heads, kv_len, 1]`."""
     used: Tensor = valid.unflatten(1, (kv_heads, -1)).any(dim=3).any(dim=2)
     return used.repeat_interleave(valid.shape[1] // kv_heads, dim=1).unsqueeze(-1)
 
 
 def _lengths(call: AttentionCall, stored: KeyValue) -> Tensor:
-    """Return the number of keys of each sequence, `[batch, 1, 1, 1]`."""
+    """Return the number of keys in use of each sequence, `[batch, 1, 1, 1]`, clamped to the keys that exist."""
     batch, kv_len = call.query.shape[0], stored.key.shape[2]
     lens = torch.full((batch,), kv_len, device=stored.key.device) if stored.kv_lens is None else stored.kv_lens
     return lens.clamp(0, kv_len)[:, None, None, None]

@@ -1,6 +1,7 @@
 """Cost model of rewrites: small work is left alone (question 4 of the appendix of arXiv 2403.08845).
 
-Sizes are those of the example, except dynamic ones: one graph serves every length, and may be captured at a short one.
+A size counts as it was when the graph was captured from its example inputs. Dynamic sizes are the exception: one graph
+serves every length, and may be captured at a short one.
 """
 
 from __future__ import annotations
@@ -17,25 +18,30 @@ from tatten.passes.stored import Stored
 from tatten.passes.symbolic import constant, hint, known_equal, same_storage, tensor_of
 from tatten.passes.views import Size
 
-# Dynamic sizes count as these, unless the example's are larger. A cache grows; a batch may be any.
+# Dynamic sizes count as these, unless those of the example inputs are larger. A cache grows; a batch may have any size.
 TYPICAL_LENGTH = 4096
 TYPICAL_BATCH = 4
-# The share of SDPA's estimated time that a call may take longer if its mask leaves out no key. As `DecodeRates` favour
-# SDPA, the measured share is below 0.05.
+# A call may take longer by this share of SDPA's estimated time if its mask leaves out no key. The measured share is
+# below 0.05, as `DecodeRates` favour SDPA.
 ACCEPTED_LOSS = 0.1
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a device: of bytes and segments as `benchmarks/shared_prefix.py --calibrate` fits them."""
+    """Rates of a device. `benchmarks/shared_prefix.py --calibrate` fits those of bytes and of segments."""
 
     bytes_per_us: float  # of keys and values that SDPA moves
     segment_us: float  # beyond SDPA's own time, for each segment: calls, a kernel, its share of the merge
     flops_per_us: float = math.inf  # of large products, in the low precision that the device is fastest in
-    decode: DecodeRates | None = None  # of keys in one segment; None: as of others
+    decode: DecodeRates | None = None  # for `tatten::decode_attention`; None: as for segments
 
     def of_decode(self, pairs: int, itemsize: int) -> tuple[float, float]:
-        """Bytes per microsecond and microseconds of a call, for `pairs` of a sequence and a query head."""
+        """The rates of `tatten::decode_attention`: bytes per microsecond, and microseconds per call.
+
+        Args:
+            pairs: the number of (sequence, query head) pairs, each of which occupies one thread.
+            itemsize: the bytes of one number.
+        """
         if self.decode is None:
             return self.bytes_per_us, self.segment_us
         threads = min(pairs, torch.get_num_threads())
@@ -53,7 +59,7 @@ class DecodeRates:
 
     numbers_per_us: float  # of keys and values, by one thread of PyTorch's kernel for one query
     call_us: float  # of the op beyond PyTorch's kernel
-    sequence_us: float = 0.0  # for each sequence but one, where a mask leaves each another number of keys
+    sequence_us: float = 0.0  # for each sequence but the first, if a mask leaves them different numbers of keys
 
 
 RATES = {"cpu": Rates(44e3, 97.0, 1e5, DecodeRates(10e3, 60.0, 30.0)), "cuda": Rates(4.7e6, 1.3, 8e8)}
@@ -65,12 +71,12 @@ class Cost:
 
     moved: int  # bytes of K and V, by SDPA and by the ops that repeat and concatenate them for it
     read: int  # bytes of K and V as they are stored, each once; of rows that an index selects, at most
-    segments: int
+    segments: int  # of keys, each with its values
     saved_us: float
     extra_us: float
     moved_us: float = 0.0  # of SDPA and of those ops
     assumed: str = ""  # the numbers that stand for dynamic sizes
-    unequal_us: float = 0.0  # beyond `extra_us`, where a mask leaves each sequence another number of keys
+    unequal_us: float = 0.0  # beyond `extra_us`, if a mask leaves sequences different numbers of keys
 
     @property
     def pays(self) -> bool:
@@ -78,7 +84,11 @@ class Cost:
 
     @property
     def may_pay(self) -> bool:
-        """Tell whether a mask can make it pay, and costs little if it leaves out no key, or half of them unequally."""
+        """Tell whether the rewrite of a call with a mask costs little even if the mask helps little.
+
+        It is weighed for a mask that leaves out no key, and for one that leaves out half of the keys, with a different
+        number for each sequence.
+        """
         loss = self.extra_us - self.saved_us
         half_us = self.moved_us * self.read / max(self.moved, 1) / 2
         return max(loss, loss + self.unequal_us - half_us) <= ACCEPTED_LOSS * self.moved_us
@@ -92,10 +102,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers that a cost counts with, of a call with queries of `batch` sequences, whose sizes may be dynamic.
+    """The sizes of a call as numbers, for its cost. `batch` is the batch of the query.
 
-    A dynamic length counts as `TYPICAL_LENGTH` keys if the example's is shorter. A dynamic batch counts as
-    `TYPICAL_BATCH` sequences if the example has fewer, and other dynamic numbers of rows grow with it.
+    A dynamic length counts as `TYPICAL_LENGTH` keys if it is shorter in the example inputs. A dynamic batch counts as
+    `TYPICAL_BATCH` sequences if the example inputs have fewer. Other dynamic numbers of rows grow with the batch.
     """
 
     batch: Size
@@ -118,7 +128,7 @@ class Sizes:
         return max(hint(size) or 0, TYPICAL_LENGTH) if fixed is None else fixed
 
     def assumed(self, lengths: Sequence[Size]) -> str:
-        """A remark on the dynamic ones among the sizes that were counted."""
+        """A remark on the numbers that stand for dynamic sizes, given the `lengths` of all segments; else empty."""
         dynamic = [self.length(x) for x in lengths if constant(x) is None]
         counted = [f"{' + '.join(map(str, dynamic))} keys"] if dynamic else []
         counted += [f"{self.sequences} sequences"] if constant(self.batch) is None else []
@@ -126,14 +136,21 @@ class Sizes:
 
 
 def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], decode: bool = False) -> Cost | None:
-    """Compare reading each segment of keys and values once with what SDPA reads; None if sizes are unknown.
+    """Compare the bytes that an op reads, each segment of keys and values once, with the bytes that SDPA moves.
 
-    With `decode`, the op is `tatten::decode_attention`.
+    A tensor that is repeated or concatenated in memory is read, written, and read again by SDPA. SDPA reads a row once
+    for each sequence. On a CPU it also reads a kv head once for each query head, unless the query heads are grouped. In
+    low precision, four query heads count as one there: packing four gains nothing, packing eight does (2-core Xeon with
+    AMX, measured).
 
-    A tensor that is repeated or concatenated in memory is read, written, and read again by SDPA. On a CPU, SDPA reads a
-    row once for each sequence, and a kv head once for each query head, unless these are grouped. In low precision the
-    first four query heads are free: packing four gains nothing there, packing eight does (2-core Xeon with AMX,
-    measured).
+    Args:
+        call: the call, with keys and values as SDPA takes them.
+        keys: the segments of its keys, as they are stored.
+        values: the segments of its values.
+        decode: whether the op is `tatten::decode_attention`, which has rates of its own.
+
+    Returns:
+        The cost; None if sizes are unknown.
     """
     query = tensor_of(call.query)
     assert query is not None
@@ -170,7 +187,10 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
 
 
 def _bytes_read(stored: Stored, length: Size, sizes: Sizes, batch: int | None) -> int | None:
-    """The bytes of a segment that are read, each row once; of selected rows at most, as some may be the same."""
+    """The bytes of a segment that an op reads, each row once; None if sizes are unknown.
+
+    If an index selects rows, it is the most that `batch` sequences can read: several may read the same row.
+    """
     base = tensor_of(stored.base)
     assert base is not None
     rows, heads, head_dim = sizes.rows(stored.size(BATCH)), hint(stored.size(HEADS)), hint(stored.size(HEAD_DIM))

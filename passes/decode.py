@@ -24,12 +24,13 @@ from tatten.passes.symbolic import guard_equal, known_equal, tensor_of
 
 @dataclass(frozen=True)
 class DecodeMatch(Match):
-    """An SDPA call that `tatten::decode_attention` answers: one key and one value, before their heads were repeated.
+    """An SDPA call that `tatten::decode_attention` computes: one key and one value, before their heads were repeated.
 
     Attributes:
-        scales: of keys and of values, where they are in 8 bits.
-        not_narrow: why keys and values that were dequantised are not read in 8 bits, if so.
-        batch_invariant: what the op is asked for.
+        scales: the scales of keys and of values; None if they are not in 8 bits, or have no scale.
+        not_narrow: the reason why keys and values that were dequantised are not read in 8 bits; None if they are, or
+            if none were dequantised.
+        batch_invariant: whether the op is called with `batch_invariant=True`.
     """
 
     scales: tuple[Scale | None, Scale | None] = (None, None)
@@ -38,7 +39,7 @@ class DecodeMatch(Match):
 
     @functools.cached_property
     def cost(self) -> Cost | None:
-        """The estimate of what a rewrite saves at least; None if sizes are unknown."""
+        """The estimate with all keys in use, when a rewrite saves least; None if sizes are unknown."""
         return cost_of(self.call, self.keys, self.values, decode=True)
 
     @property
@@ -50,9 +51,10 @@ class DecodeMatch(Match):
     def too_costly(self) -> Decline | None:
         """The reason why SDPA is at least as fast; None if it isn't, or if that is unknown.
 
-        Only a run shows how many keys a mask excludes. On a CPU a call with a mask is left if it would take noticeably
-        longer with all keys in use; on a GPU it is not weighed. Neither is attention that is written out, which takes
-        several kernels and stores its scores.
+        Only a run shows how many keys a mask excludes. On a CPU, a call with a mask is left as it is if it would take
+        noticeably longer with all keys in use. On a GPU, a call with a mask is not weighed. Attention that is written
+        out takes several kernels and stores its scores, so it isn't weighed either. The exception is a CPU under
+        Inductor, which fuses such attention: it is left as it is unless its keys or values have scales.
         """
         query, key = tensor_of(self.call.query), tensor_of(self.call.key)
         assert query is not None
@@ -85,8 +87,8 @@ def match_decode(
 ) -> DecodeMatch | Decline:
     """Match a call that `check_call` found eligible, given its key and value before heads were repeated.
 
-    Changes nothing; adds a guard only where batches can't be proven equal, as of DTensors that are inputs: with dynamic
-    shapes each has a symbol of its own. Without `may_guard` such don't match.
+    The graph stays as it is. A guard is added only if the batches of query, key and value can't be proven equal: with
+    dynamic shapes, each DTensor that is an input has a symbol of its own. Without `may_guard` such a call is declined.
     """
     query, key, value = (tensor_of(x) for x in (call.query, call.key, call.value))
     assert query is not None
@@ -95,7 +97,7 @@ def match_decode(
     equal = guard_equal if may_guard else known_equal
     if not all(equal(query.shape[0], x.shape[0]) for x in (key, value)):
         return Decline(Reason.BATCH, f"query, key, value have batch {query.shape[0]}, {key.shape[0]}, {value.shape[0]}")
-    if peeled_key.repeats != peeled_value.repeats:  # DiffLlama pairs values of its own: take both as they are
+    if peeled_key.repeats != peeled_value.repeats:  # DiffLlama joins values in pairs: take both as they are
         peeled_key, peeled_value = Stored(call.key), Stored(call.value)
     for name, peeled in (("key", peeled_key), ("value", peeled_value)):
         writer = peeled.written_before(call.node)

@@ -1,4 +1,4 @@
-"""Masks and rows of a graph: what is computed from them is computed once for all layers that share them."""
+"""Masks and rows of a graph: a tensor made from them is computed once for all layers that share them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tatten.passes.symbolic import constant, known_equal, same_storage, tensor_o
 
 
 class Masks:
-    """Nodes computed from masks and from rows so far, while the calls of a graph are rewritten in order."""
+    """Nodes computed from masks and rows so far, and the drafts, while the calls of a graph are rewritten in order."""
 
     def __init__(self) -> None:
         self._columns: dict[object, list[Node]] = {}
@@ -30,7 +30,10 @@ class Masks:
         self.drafts = Drafts()
 
     def first_view(self, node: Node) -> Node:
-        """The first node asked for that is the same view as `node`, comes before it and is still in the graph."""
+        """The first node asked for that is the same view as `node`, comes before it and is still in the graph.
+
+        It is `node` itself if there is no earlier one.
+        """
         key = same_view(node)
         first = self._views.get(key)
         if first is None or node < first or first.prev.next is not first:  # or it was erased
@@ -38,12 +41,15 @@ class Masks:
         return first
 
     def _once(self, key: object, call: SdpaCall, read: Iterable[object], make: Callable[[], Node]) -> Node:
-        """The node made for `key`, inserted before the call; made anew if any of `read` was written since."""
+        """The node that `make` inserted for `key`, before this call or an earlier one.
+
+        It is made anew if a tensor of one of the nodes in `read` was written since.
+        """
         tensors = [tensor for tensor in map(tensor_of, read) if tensor is not None]
         return self.drafts.once(key, call.node, tensors, make)
 
     def cast(self, call: SdpaCall) -> SdpaCall:
-        """The call with the first mask that is equal to its own, cast as autocast, where it is on, casts SDPA's."""
+        """The call with the first mask that equals its own, cast as autocast would cast SDPA's mask."""
         if call.attn_mask is not None:
             call = dataclasses.replace(call, attn_mask=self._recomputed.first(call.attn_mask, call.node))
         mask = tensor_of(call.attn_mask)
@@ -56,11 +62,14 @@ class Masks:
         return dataclasses.replace(call, attn_mask=self.drafts.insert(cast, call.node))
 
     def as_attention_takes_it(self, stored: Stored, call: SdpaCall) -> Node:
-        """Insert keys or values as they are stored as `[batch, heads, length, head_dim]`, before the call."""
+        """Insert the views that make stored keys or values `[batch, heads, length, head_dim]` before the call."""
         return self.drafts.insert(stored.as_attention_takes_it(Drafting(self.drafts, stored.base)), call.node)
 
     def columns(self, call: SdpaCall, segments: Sequence[Stored]) -> list[Node | None]:
-        """Views of the mask's columns for this rank's keys of each segment; None for each without a mask."""
+        """The mask's columns for each segment, or for this rank's part of it if the segments are DTensors.
+
+        For one segment, and if the mask broadcasts over keys, they are the mask itself. Without a mask, they are None.
+        """
         mask = tensor_of(call.attn_mask)
         if call.shares is not None:
             segments = [x.segment for x in call.shares[0]]
@@ -85,14 +94,17 @@ class Masks:
         return list(self._columns[key])
 
     def rows(self, call: SdpaCall, segment: Stored) -> Node | None:
-        """The stored row of a segment that each sequence reads; None if each row is read by neighbours, as many."""
+        """The stored row of a segment that each sequence reads; None if equally many neighbours read each row."""
         if segment.rows is None:
             return None
         chosen, key = segment.rows, (segment.rows.key, str(segment.size(BATCH)))
         return self._once(key, call, chosen.read, lambda: chosen.insert(call.node.graph, _size(segment, BATCH)))
 
     def row_groups(self, call: SdpaCall, segment: Stored, rows: Node | None) -> Node | None:
-        """The groups of sequences that read one row of a segment, given the row of each: once for all layers."""
+        """The row groups of a segment, given the row that each sequence reads: made once for all layers.
+
+        None without `rows`.
+        """
         query, stored = tensor_of(call.query), segment.size(BATCH)
         if rows is None or query is None:
             return None
@@ -114,9 +126,17 @@ class Masks:
         rows: Node | None = None,
         every_block: bool = False,
     ) -> Node | None:
-        """The node that tells which keys of a segment the mask, or `columns` of it, leaves: once for all layers.
+        """The block mask of a mask, or of its columns for one segment: made once for all layers.
 
-        None without a mask, or if it broadcasts over keys. With `every_block` empty blocks are listed too, on CUDA.
+        Args:
+            call: the call, before which the node is inserted.
+            columns: the mask, or its columns for `segment`.
+            segment: the segment; None if each sequence has keys of its own.
+            rows: the row of the segment that each sequence reads; None without an index.
+            every_block: whether empty blocks are listed too, on CUDA.
+
+        Returns:
+            The node; None without a mask, or if the mask may broadcast over keys.
         """
         mask, key, query = (tensor_of(x) for x in (call.attn_mask, call.key, call.query))
         if columns is None or mask is None or key is None or query is None:
@@ -140,7 +160,8 @@ class Masks:
 def same_view(node: Node) -> object:
     """A key that is equal for nodes that are the same view of one tensor: each layer may slice the mask itself.
 
-    An index may copy: True, a list, or any of a DTensor that has to be gathered first.
+    A node whose index copies is no view, so the node is its own key. An index copies if it is True or a list, and any
+    index does if it makes PyTorch gather a DTensor first.
     """
     if op_name(node) == "from_local":
         tensor: Any = tensor_of(node)
@@ -160,7 +181,7 @@ def _is_basic(index: Any) -> bool:
 
 
 def _size(segment: Stored, role: int) -> int | Node:
-    """A size of the segment as an argument: a number if it is the same in every run, else a node."""
+    """A size of the segment as an argument of an op: a number if it is the same in every run, else a node."""
     size, base = segment.size(role), segment.base
     known = constant(size)
     if known is not None:

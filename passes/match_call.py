@@ -1,4 +1,4 @@
-"""The decision about one attention call: which op computes it from what, or why it is left as it is."""
+"""The decision about one attention call: the op that computes it and its operands, or the reason to leave it alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MatchedCall:
 
     Attributes:
         call: the call in the program.
-        match: what an op computes it from, with the call as matchers see it.
+        match: the op and its operands. `match.call` is the call that matchers read: on DTensors, that of local parts.
         note: a remark for the report.
     """
 
@@ -36,7 +36,7 @@ class MatchedCall:
 
 
 def match_call(call: SdpaCall, run: Run) -> MatchedCall | Decline:
-    """Decide about one call. Changes nothing but for guards."""
+    """Decide about one call, without changing the graph. Matchers may make drafts and add guards."""
     transformed = check_transformed((call.query, call.key, call.value, call.attn_mask, call.result))
     local = transformed or find_local(call, run.masks)
     if isinstance(local, Decline):
@@ -63,7 +63,7 @@ def match_call(call: SdpaCall, run: Run) -> MatchedCall | Decline:
 
 
 def _match_latents(call: SdpaCall, local_call: SdpaCall, run: Run) -> LatentMatch | Decline | None:
-    """Match keys and values that are expanded from latents, and perhaps made DTensors then."""
+    """Match keys and values that are expanded from latents. `DTensor.from_local` may have made them DTensors since."""
     key, value = (None if local_call.sharding is None else local_input(x) for x in (call.key, call.value))
     if key is None or value is None:
         return match_latents(call, run.batch_invariant)
@@ -72,7 +72,7 @@ def _match_latents(call: SdpaCall, local_call: SdpaCall, run: Run) -> LatentMatc
 
 
 def _check_movers(call: SdpaCall, run: Run) -> Decline | None:
-    """Return the reason why fake tensors may not tell what this call reads, or None."""
+    """Return the reason why the fake tensors may not show the memory that this call reads, or None."""
     mover = mover_of(call.shown, run.moving)
     if mover is None:
         return None
@@ -80,9 +80,10 @@ def _check_movers(call: SdpaCall, run: Run) -> Decline | None:
 
 
 def _match_stored(call: SdpaCall, may_guard: bool) -> tuple[DecodeMatch | BifurcatedMatch, str] | Decline:
-    """Match keys and values as they are stored: in one piece, or in segments where sequences share some.
+    """Match keys and values as they are stored: as one tensor each, or in segments, some of which sequences share.
 
-    Returns the match and a note for the report, or the reason why there is none.
+    Returns:
+        The match and a note for the report, or the reason why there is no match.
     """
     copied = ""
     if call.shares is None:
@@ -111,6 +112,10 @@ def _match_stored(call: SdpaCall, may_guard: bool) -> tuple[DecodeMatch | Bifurc
 def _match_segments(
     call: SdpaCall, keys: tuple[Stored, ...], values: tuple[Stored, ...], may_guard: bool
 ) -> BifurcatedMatch | Decline | None:
-    """Match segments that a rewrite would read where they are stored, if that pays."""
+    """Match segments that the op would read where they are stored, if the rewrite pays or doesn't have to.
+
+    Returns:
+        The match, the reason why there is none, or None for one segment that is not shared.
+    """
     match = match_bifurcated(call, keys, values, may_guard)
     return (match.too_costly or match) if isinstance(match, BifurcatedMatch) and match.must_pay else match

@@ -21,7 +21,7 @@ from tatten.passes.run import Run
 from tatten.passes.sliding import apply_slide, find_slides
 from tatten.passes.source_location import source_location
 
-MOST_FAILED = 8  # calls; each costs another run of all passes
+MOST_FAILED = 8  # calls whose edit may fail; each of them costs another run of all passes
 
 
 def rewrite(
@@ -32,14 +32,23 @@ def rewrite(
     fuses: bool = False,
     batch_invariant: bool = False,
 ) -> GraphReport:
-    """Rewrite a Dynamo or export graph in place: every decode attention becomes a tatten op, everything else stays.
+    """Rewrite a Dynamo or export graph in place: each call that a pass matches becomes a tatten op.
 
-    Without `may_guard` all that counts is what holds in every run: nothing would heed a guard on an exported graph.
-    With `fuses` the graph's compiler is Inductor, which fuses attention that is written out and looks into ops. With
-    `batch_invariant` each call that can be becomes an op with `batch_invariant=True`, whether it pays or not.
+    An error of tatten itself is not raised: the report names it as `internal`. If a call can't be matched or rewritten
+    because of it, that call stays as it is. If a search fails, it counts as having found nothing. If any other error
+    belongs to no call, or if more than `MOST_FAILED` calls fail during their edit, the whole graph stays as it was.
 
-    An error of tatten itself raises nothing: the report names it as `internal`. If it comes up while a call is matched
-    or rewritten, that call stays; if it concerns all calls, or too many of them, the whole graph stays as it was.
+    Args:
+        gm: the graph, which is edited.
+        max_q_len: the largest number of queries per sequence of a call that is rewritten.
+        may_guard: whether guards may be added. Nothing would check a guard on an exported graph; without guards, a
+            match relies only on facts that hold in every run of the graph.
+        fuses: whether the graph's compiler is Inductor, which fuses attention that is written out and looks into ops.
+        batch_invariant: whether each call becomes an op with `batch_invariant=True` if an op can compute it so, even
+            if that doesn't pay.
+
+    Returns:
+        The findings for the calls, the time that the passes took, and a note on caches that are moved in place.
     """
     start = time.perf_counter()
     failed: dict[str, Declined] = {}
@@ -67,7 +76,7 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     """Run the passes in order. Calls that `failed` before, by name, are left as they are.
 
     Returns:
-        The findings, and a note on moved caches.
+        The findings, and a note on the caches that are moved in place; empty if there are none.
     """
     errors = list[Declined]()
     attention = find_attention(gm.graph, errors)
@@ -98,7 +107,7 @@ def _rewrite_call(node: Node, attention: Attention, run: Run) -> Rewritten | Dec
 
 
 def _move_caches(gm: GraphModule, run: Run, failed: Mapping[str, Declined], errors: list[Declined]) -> int:
-    """Move full caches of sliding windows in place of a roll and a copy. Returns their number."""
+    """Move full caches of sliding windows in place, where the program rolls and copies them. Returns their number."""
     moved = 0
     for slide in or_nothing(lambda: find_slides(gm.graph, run.moving), errors):
         if slide.copy.name in failed:

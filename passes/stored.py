@@ -1,7 +1,8 @@
 """Keys and values as they are stored, before heads were repeated and rows were shared or selected.
 
-A role can be read off a dim of the stored tensor if the stretched dims are the minor ones: `x[j] == base[j // n]`. Rows
-that an index selected may have been repeated in any order: `x[j] == base[rows[j]]`.
+Each dim of keys and values has a role: batch, heads, length or head_dim (see `tatten.passes.views`). A dim of the
+stored tensor has a role to itself if the stretched dims are the minor ones: `x[j] == base[j // n]`. Rows that an index
+selected may have been repeated in any order: `x[j] == base[rows[j]]`.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from tatten.passes.views import ROLES, Part, Size, Walk, begin, way_back
 
 @dataclass(frozen=True)
 class Stored:
-    """The storage of keys or values `x`: `x[b, h, s, d] == base[row, h // repeats, s, d]`, in the order of `dims`.
+    """The stored tensor of keys or values `x`: `x[b, h, s, d] == base[row, h // repeats, s, d]`, permuted by `dims`.
 
     Attributes:
         base: the tensor that is stored.
-        dims: the dim of `base` for each of the roles batch, heads, length and head_dim; None where it has none, for a
-            size of 1.
-        repeats: how many neighbouring heads of `x` are one head of `base`.
+        dims: the dim of `base` for each of the roles batch, heads, length and head_dim; None if `base` has no such dim,
+            so that the role has size 1.
+        repeats: the number of neighbouring heads of `x` that are one head of `base`.
         shared: whether several sequences may read one row of `base`.
-        rows: the row that each sequence reads; if None, each row is read by the next n sequences.
-        overlaid: whether the rows of `base` are one in memory, with stride 0.
+        rows: the row that each sequence reads. If None, each row is read by the next n sequences, the same n for all.
+        overlaid: whether all rows of `base` are one row in memory, with stride 0.
         path: the nodes from SDPA's key or value to the one that reads `base`.
     """
 
@@ -50,7 +51,7 @@ class Stored:
         """Insert the views that make `[batch, heads, length, head_dim]` of `base`; `base` itself if none is needed.
 
         Args:
-            insert: inserts or drafts a method: its name, a node and arguments.
+            insert: inserts or drafts a call of a method, given its name, the node that it is called on, and arguments.
         """
         node, dims, tensor = self.base, list(self.dims), tensor_of(self.base)
         assert tensor is not None
@@ -71,7 +72,10 @@ class Stored:
         return node
 
     def written_before(self, call: Node) -> Node | None:
-        """The first node before `call` that may write to `base`, or to a copy of it or an index that was read."""
+        """The first node that may write to `base`, to a copy of it or to an index, after it was read and before `call`.
+
+        None if there is no such node.
+        """
         if not self.path:
             return None
         read = {*self.path, *(self.rows.read if self.rows is not None else ())}
@@ -81,7 +85,7 @@ class Stored:
 
 
 def stored_at(walk: Walk) -> Stored | None:
-    """The tensor that a walk has reached as storage, if each role can be read off one of its dims; else None."""
+    """The tensor that a walk has reached, as a stored tensor, if each role has one of its dims to itself; else None."""
     tensor = tensor_of(walk.here)
     if tensor is None:
         return None
@@ -115,7 +119,13 @@ def stored_at(walk: Walk) -> Stored | None:
 
 
 def walk_on(stored: Stored, node: Node, path: tuple[Node, ...]) -> Walk:
-    """The walk that found `stored`, without what selected its rows, at `node`: its base, perhaps by another name."""
+    """The walk that found `stored`, without the selection of its rows, continued at `node`.
+
+    Args:
+        stored: the stored tensor that the walk has reached.
+        node: its base, or another node for the same tensor.
+        path: the nodes from where the walk began to the one that reads `node`.
+    """
     tensor = tensor_of(node)
     assert tensor is not None
     parts: list[Part | None] = [None] * tensor.dim()
@@ -128,7 +138,10 @@ def walk_on(stored: Stored, node: Node, path: tuple[Node, ...]) -> Walk:
 
 
 def stored_among(walks: Iterable[Walk]) -> Iterator[Stored]:
-    """The tensors on one way back that can be read as storage, best first: most undone, and of equals the nearest."""
+    """The tensors on one way back that can be read as stored ones, best first.
+
+    They are ordered by `Walk.undone`. Among equals, the nearest to the start comes first.
+    """
     for walk in sorted(walks, key=lambda walk: walk.undone, reverse=True):
         stored = stored_at(walk)
         if stored is not None:
@@ -136,6 +149,9 @@ def stored_among(walks: Iterable[Walk]) -> Iterator[Stored]:
 
 
 def peel_heads(start: Node | Walk) -> Stored:
-    """Walk from SDPA's key or value back to the tensor before its heads were repeated, or stay where it is."""
+    """Walk from SDPA's key or value back to the tensor before its heads were repeated, or stay at the start.
+
+    Tensors whose rows are shared or selected are skipped.
+    """
     walk = start if isinstance(start, Walk) else begin(start)
     return next(here for here in stored_among(way_back(walk)) if not here.shared)

@@ -1,4 +1,7 @@
-"""The ops on CUDA: checks and the choice of a provider, done once for tensors of one layout."""
+"""The ops on CUDA: arguments are checked, and a plan is made, once for tensors of one layout.
+
+The plan of an attention op includes the choice of a provider.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from tatten.ops.validation import (
 
 
 def attention(call: AttentionCall) -> State:
-    """Compute any of the attention ops."""
+    """Compute any of the attention ops, and return its state."""
     check_call_no_grad(call)
     if call.op == BIFURCATED:
         call = _prepare_segments(call)
@@ -41,7 +44,11 @@ def attention(call: AttentionCall) -> State:
 
 
 def _prepare_segments(call: AttentionCall) -> AttentionCall:
-    """Narrow segments to the window, and find the block masks that their kernels need and the call lacks."""
+    """Apply the window to the segments, and find the block masks that the kernels need.
+
+    Kernels need them for segments with row groups and, with `batch_invariant`, for all segments but the last. Block
+    masks of the call are kept where they still hold.
+    """
     indexed = any(x.row_groups is not None for x in call.segments)
     if not (indexed or call.batch_invariant or call.window is not None):
         return call
@@ -57,7 +64,10 @@ def _prepare_segments(call: AttentionCall) -> AttentionCall:
 
 
 def _with_block_mask(query: Tensor, stored: KeyValue, every_block: bool) -> KeyValue:
-    """Find the block mask of a segment that has row groups or lists every block, if it needs one and has none."""
+    """Find the block mask of a segment with row groups or `every_block`, if it has a mask and no block mask.
+
+    With `every_block`, empty blocks are listed too.
+    """
     mask, groups, kv_batch, kv_len = stored.attn_mask, stored.row_groups, stored.key.shape[0], stored.key.shape[2]
     if mask is None or stored.block_mask is not None or kv_len == 0 or not (every_block or groups is not None):
         return stored
@@ -70,7 +80,8 @@ def _with_block_mask(query: Tensor, stored: KeyValue, every_block: bool) -> KeyV
 def _plan(call: AttentionCall, flash_impl: str | None) -> Attend:
     """Plan a function that computes the op for calls of this layout.
 
-    `flash_impl` is the current implementation of PyTorch's flash attention: a `Workload` has it, and a plan is for one.
+    `flash_impl` is the implementation that PyTorch's flash attention has now. The choice of a provider depends on it
+    (`Workload.flash_impl`), so a plan is remembered for each implementation.
     """
     check_devices(**call.tensors)
     if call.op == LATENT:
@@ -105,7 +116,7 @@ def _plan_decode(call: AttentionCall) -> Attend:
 
 
 def _plan_segments(call: AttentionCall) -> Attend:
-    """Plan for segments that have been narrowed to the window, if there is one."""
+    """Plan for segments after `_prepare_segments`: the call has no window any more."""
     _check_segments(call)
     query, first = call.query, call.segments[0]
     check_cuda_head_dims(query, first.value)
@@ -157,7 +168,7 @@ def merge_states(out: Tensor, lse: Tensor, *, batch_invariant: bool = False) -> 
 
 @by_layout
 def _plan_merge_states(out: Tensor, lse: Tensor, batch_invariant: bool = False) -> Callable[[Tensor, Tensor], State]:
-    """Plan the merge. The kernel always merges each state by itself, in the order of dim 0."""
+    """Plan the merge. The kernel has one program per query and head, so it is batch-invariant in any case."""
     check_stack(out, lse)
     if out.dtype == torch.float64 or out.numel() == 0:
         return merge_each if batch_invariant else merge
