@@ -96,8 +96,8 @@ class AttentionCall(NamedTuple):
 Attend = Callable[[AttentionCall], State]
 
 
-def check_segments(keys: Sequence[Tensor], **given: Sequence[object]) -> None:
-    """Raise ValueError unless each of the sequences given has as many entries as `keys`."""
-    for name, entries in given.items():
+def check_segments(keys: Sequence[Tensor], **sequences: Sequence[object]) -> None:
+    """Raise ValueError unless each of the sequences has as many entries as `keys`."""
+    for name, entries in sequences.items():
         if len(entries) != len(keys):
             raise ValueError(f"`{name}` must have one entry for each of the {len(keys)} `keys`, got {len(entries)}")
