@@ -113,9 +113,9 @@ def bifurcated_attention(
     Examples:
         >>> import torch, tatten
         >>> query = torch.randn(16, 8, 1, 64)  # 16 samples
-        >>> prompt, own = torch.randn(2, 1, 2, 1000, 64), torch.randn(2, 16, 2, 50, 64)  # keys and values of each
-        >>> out = tatten.bifurcated_attention(query, [prompt[0], own[0]], [prompt[1], own[1]])
-        >>> key, value = (torch.cat((p.expand(16, -1, -1, -1), o), dim=2) for p, o in zip(prompt, own))
+        >>> prompt, suffix = torch.randn(2, 1, 2, 1000, 64), torch.randn(2, 16, 2, 50, 64)  # keys and values of each
+        >>> out = tatten.bifurcated_attention(query, [prompt[0], suffix[0]], [prompt[1], suffix[1]])
+        >>> key, value = (torch.cat((p.expand(16, -1, -1, -1), s), dim=2) for p, s in zip(prompt, suffix))
         >>> torch.allclose(out, tatten.decode_attention(query, key, value), atol=1e-5)
         True
     """
@@ -125,13 +125,13 @@ def bifurcated_attention(
     if isinstance(block_masks, BlockMask):
         raise TypeError(f"`block_masks` must be a sequence of BlockMasks, got {type(block_masks).__name__}")
     masks = [None] * len(keys) if attn_masks is None else list(attn_masks)
-    given = {f"{name}[{i}]": x for name, tensors in (("keys", keys), ("values", values)) for i, x in enumerate(tensors)}
-    check_tensors(query=query, **given, **{f"attn_masks[{i}]": x for i, x in enumerate(masks) if x is not None})
+    named = {f"{name}[{i}]": x for name, tensors in (("keys", keys), ("values", values)) for i, x in enumerate(tensors)}
+    check_tensors(query=query, **named, **{f"attn_masks[{i}]": x for i, x in enumerate(masks) if x is not None})
     data: list[Tensor | None] = [None] * len(keys)
     if block_masks is not None:
         check_segments(keys, attn_masks=masks, block_masks=block_masks)
-        for i, (found, mask, key) in enumerate(zip(block_masks, masks, keys, strict=True)):
-            data[i] = None if found is None else data_of(found, mask, key, i)
+        for i, (block_mask, mask, key) in enumerate(zip(block_masks, masks, keys, strict=True)):
+            data[i] = None if block_mask is None else data_of(block_mask, mask, key, i)
     groups = None if rows is None else _row_groups(query, keys, rows)
     op = torch.ops.tatten.bifurcated_attention.default
     if batch_invariant and data:  # they depend on who shares the segment
@@ -148,10 +148,10 @@ def _row_groups(query: Tensor, keys: Sequence[Tensor], rows: Sequence[Tensor | N
         raise TypeError(f"`rows` must be a sequence of Tensors, got {type(rows).__name__}")
     check_segments(keys, rows=rows)
     groups: list[Tensor | None] = [None] * len(keys)
-    for i, (key, own) in enumerate(zip(keys, rows, strict=True)):
-        if own is not None:
-            check_tensors(**{f"rows[{i}]": own})
-            check_rows_fit(own, query, key, i)
+    for i, (key, segment_rows) in enumerate(zip(keys, rows, strict=True)):
+        if segment_rows is not None:
+            check_tensors(**{f"rows[{i}]": segment_rows})
+            check_rows_fit(segment_rows, query, key, i)
             queries = query.shape[1] // key.shape[1] * query.shape[2]
-            groups[i] = torch.ops.tatten.row_groups.default(own, key.shape[0], queries)
+            groups[i] = torch.ops.tatten.row_groups.default(segment_rows, key.shape[0], queries)
     return groups

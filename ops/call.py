@@ -100,8 +100,8 @@ class AttentionCall(NamedTuple):
 Attend = Callable[[AttentionCall], State]
 
 
-def check_segments(keys: Sequence[Tensor], **given: Sequence[object]) -> None:
-    """Raise ValueError unless each of the arguments `given`, by name, has as many entries as `keys`."""
-    for name, entries in given.items():
+def check_segments(keys: Sequence[Tensor], **arguments: Sequence[object]) -> None:
+    """Raise ValueError unless each of the arguments, by name, has as many entries as `keys`."""
+    for name, entries in arguments.items():
         if len(entries) != len(keys):
             raise ValueError(f"`{name}` must have one entry for each of the {len(keys)} `keys`, got {len(entries)}")

@@ -178,6 +178,6 @@ def decode_attention(
         "batch_invariant": batch_invariant or None,
     }
     # The dispatcher takes its time for each argument, even for a default.
-    given = {name: x for name, x in options.items() if x is not None}
-    out, lse = torch.ops.tatten.decode_attention.default(query, key, value, **given)
+    arguments = {name: x for name, x in options.items() if x is not None}
+    out, lse = torch.ops.tatten.decode_attention.default(query, key, value, **arguments)
     return (out, lse) if return_lse else out

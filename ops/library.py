@@ -180,10 +180,10 @@ _KERNELS: dict[str, dict[str, OpKernel]] = {
 
 def cuda_implementations() -> dict[Any, OpKernel]:
     """Return the ops that launch kernels on a GPU without waiting for other GPUs, with their implementations."""
-    own: dict[str, OpKernel] = {"row_groups": cuda.row_groups, "block_list": cuda.block_list}
+    kernels: dict[str, OpKernel] = {"row_groups": cuda.row_groups, "block_list": cuda.block_list}
     attention = "decode_attention", "latent_attention", "bifurcated_attention"
-    own |= {name: _KERNELS[name]["CUDA"] for name in (*attention, "merge_states", "project_heads")}
-    return {getattr(torch.ops.tatten, name).default: kernel for name, kernel in own.items()}
+    kernels |= {name: _KERNELS[name]["CUDA"] for name in (*attention, "merge_states", "project_heads")}
+    return {getattr(torch.ops.tatten, name).default: kernel for name, kernel in kernels.items()}
 
 
 for _name, _kernels in _KERNELS.items():

@@ -229,8 +229,8 @@ def block_list(attn_mask: Tensor, kv_batch: int, every_block: bool = False) -> T
     run, end = run_lengths.amax(dim=1, keepdim=True), run_lengths.argmax(dim=1, keepdim=True)
     in_run = (numbers > end - run) & (numbers <= end)
     order = torch.argsort(some.to(torch.int8) + in_run.to(torch.int8), dim=1, descending=True, stable=True)
-    found = attn_mask.new_empty((rows, n_blocks + 1, 2), dtype=torch.int64)
-    found[:, 0] = torch.cat((some.sum(dim=1, keepdim=True), run), dim=1)
-    found[:, 1:, 0] = order
-    found[:, 1:, 1] = keys.gather(1, order)
-    return found
+    data = attn_mask.new_empty((rows, n_blocks + 1, 2), dtype=torch.int64)
+    data[:, 0] = torch.cat((some.sum(dim=1, keepdim=True), run), dim=1)
+    data[:, 1:, 0] = order
+    data[:, 1:, 1] = keys.gather(1, order)
+    return data

@@ -65,13 +65,13 @@ def row_groups_reference(rows: Tensor, kv_batch: int, size: int) -> Tensor:
     stored = rows.new_zeros(batch + 2).index_copy(0, leads, rows)
     begins = rows.new_full((batch + 2,), batch).index_copy(0, leads, position)
     last = rows.new_zeros(1)
-    found = (
+    table_rows = (
         torch.cat((stored[:batch], groups.sum()[None])),
         begins[: batch + 1],
         torch.cat((order, last)),
         torch.cat((group * size + rank % size, last)),
     )
-    return torch.stack(found).to(torch.int32)
+    return torch.stack(table_rows).to(torch.int32)
 
 
 def rows_of(query: Tensor, stored: KeyValue) -> Tensor | None:

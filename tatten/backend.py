@@ -35,13 +35,13 @@ def tatten(
             or it has another type.
         ImportError: the inner backend needs a package that is not installed.
     """
-    own, rest = split_options(options)
-    compiler = inner_compiler(own.inner, mode, rest)
+    tatten_options, rest = split_options(options)
+    compiler = inner_compiler(tatten_options.inner, mode, rest)
     report = rewrite(
         gm,
-        own.max_q_len,
-        fuses=own.inner == "inductor",
-        batch_invariant=own.batch_invariant,
+        tatten_options.max_q_len,
+        fuses=tatten_options.inner == "inductor",
+        batch_invariant=tatten_options.batch_invariant,
     )
     needs_ops = calls_ops(gm)  # asked here: the compiler may change the graph
     compiled = compiler(gm, example_inputs)  # raises if Dynamo is to start over with another graph

@@ -139,14 +139,14 @@ class _Handler:
 
     @_untraced
     def __call__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        given = _named(op, args, kwargs)
+        arguments = _named(op, args, kwargs)
         if op in _SOFTMAX_OF_MATH:
-            _check_softmax(given["self"], given["dim"])
+            _check_softmax(arguments["self"], arguments["dim"])
             return self._pytorchs_own(op, args, kwargs)
-        sharding = _sharding_of(op, given)
+        sharding = _sharding_of(op, arguments)
         if sharding is None:
             return self._pytorchs_own(op, args, kwargs)
-        out, lse = sharded_attention(sharding, *_tensors(given), given.get("scale"))
+        out, lse = sharded_attention(sharding, *_tensors(arguments), arguments.get("scale"))
         if len(op._schema.returns) == 1:
             return out
         # Sizes and random states of its kernels, which only a backward asks for.
@@ -167,14 +167,14 @@ class _Handler:
             handlers[op] = self
 
 
-def _sharding_of(op: OpOverload, given: dict[str, Any]) -> Sharding | None:
+def _sharding_of(op: OpOverload, arguments: dict[str, Any]) -> Sharding | None:
     """Plan a call on local tensors, or return None if it is PyTorch's."""
     from tatten.ops.distributed.placement import find_sharding
 
-    tensors = _tensors(given)
-    if given.get("dropout_p") or given.get("is_causal"):
+    tensors = _tensors(arguments)
+    if arguments.get("dropout_p") or arguments.get("is_causal"):
         return None
-    if op is _SDPA and not given.get("enable_gqa") and given["query"].shape[1] != given["key"].shape[1]:
+    if op is _SDPA and not arguments.get("enable_gqa") and arguments["query"].shape[1] != arguments["key"].shape[1]:
         return None  # SDPA has not checked that yet
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return None
@@ -201,9 +201,9 @@ def _named(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
     return {**dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)), **kwargs}
 
 
-def _tensors(given: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+def _tensors(args: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     """Query, key, value and mask, however this op calls the last one."""
-    return given["query"], given["key"], given["value"], given.get("attn_mask", given.get("attn_bias"))
+    return args["query"], args["key"], args["value"], args.get("attn_mask", args.get("attn_bias"))
 
 
 def merged_attention(
@@ -213,8 +213,8 @@ def merged_attention(
 
     It does not depend on whether PyTorch has a fused kernel for the call.
     """
-    given = {"query": query, "key": key, "value": value, "attn_mask": mask, "dropout_p": dropout_p, "enable_gqa": True}
-    sharding = _sharding_of(_SDPA, given)
+    args = {"query": query, "key": key, "value": value, "attn_mask": mask, "dropout_p": dropout_p, "enable_gqa": True}
+    sharding = _sharding_of(_SDPA, args)
     return None if sharding is None else sharded_attention(sharding, query, key, value, mask, scale)[0]
 
 

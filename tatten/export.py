@@ -120,8 +120,8 @@ def _check_constants(program: ExportedProgram, literals: set[str]) -> None:
     for node in program.graph.nodes if constants else ():
         for written in written_arguments(node) if isinstance(node.target, OpOverload) else ():
             tensor = tensor_of(written)
-            for constant, held in constants:
-                if tensor is not None and held is not None and same_storage(tensor, held):
+            for constant, constant_tensor in constants:
+                if tensor is not None and constant_tensor is not None and same_storage(tensor, constant_tensor):
                     raise ValueError(
                         f"tatten.rewrite: `exported_program` writes to the constant {targets[constant.name]!r} in "
                         f"`{node.name}`; a cache has to be buffers of the module, exported with strict=True"

@@ -98,16 +98,16 @@ def named_compiler(name: str, mode: str | None, options: dict[str, Any]) -> Comp
         NotImplementedError: Dynamo's table of backends has moved.
     """
     compiler = _look_up(name)
-    given: dict[str, Any] = {"mode": mode} if mode not in (None, "default") else {}
+    arguments: dict[str, Any] = {"mode": mode} if mode not in (None, "default") else {}
     if options:
-        given["options"] = options
-    if given and _is_dynamos(compiler):
+        arguments["options"] = options
+    if arguments and _is_dynamos(compiler):
         wanted = "`mode` and `options` must have none for the inner backend"
         raise ValueError(f"{wanted} {name!r}, which takes none, got {mode!r} and {sorted(options)}")
     _used[name] = compiler
     if name not in TENSORRT:
-        return functools.partial(compiler, **given)
-    if "mode" in given:
+        return functools.partial(compiler, **arguments)
+    if "mode" in arguments:
         raise ValueError(f"`mode` must be None or 'default' for the inner backend {name!r}, got {mode!r}")
     return functools.partial(_tensorrt, compiler, options)
 

@@ -36,9 +36,9 @@ class Options:
 
 def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
     """Split the options into tatten's own and those for the inner backend."""
-    own = {field.name for field in fields(Options)}
-    given = dict(options or {})
-    return Options(**{name: given.pop(name) for name in own & given.keys()}), given
+    names = {field.name for field in fields(Options)}
+    rest = dict(options or {})
+    return Options(**{name: rest.pop(name) for name in names & rest.keys()}), rest
 
 
 def valid_names() -> str:

@@ -71,21 +71,21 @@ def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float, so
         folded = fold_sequences(query, used.key.shape[0])
         q_rows, mask = pack_gqa(folded, used.key.shape[1]), _packed_mask(folded, used)
         key, value = _as_products_take_them(used)
-        own = torch.bmm(q_rows.flatten(0, 1).to(acc), key.to(acc)).unflatten(0, q_rows.shape[:2]) * scale
-        own = own if softcap is None else softcap * torch.tanh(own / softcap)
-        own = own if mask is None else torch.where(mask == NEG_INF, NEG_INF, own + mask)
-        scores.append(own)
+        logits = torch.bmm(q_rows.flatten(0, 1).to(acc), key.to(acc)).unflatten(0, q_rows.shape[:2]) * scale
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        logits = logits if mask is None else torch.where(mask == NEG_INF, NEG_INF, logits + mask)
+        scores.append(logits)
         values.append(value.to(acc))
-        own_max = own.amax(dim=-1).reshape(folded.shape[:3])
-        row_max = torch.maximum(row_max, unfold_sequences(own_max, batch).unsqueeze(-1))
+        segment_max = logits.amax(dim=-1).reshape(folded.shape[:3])
+        row_max = torch.maximum(row_max, unfold_sequences(segment_max, batch).unsqueeze(-1))
     row_sum, out = torch.zeros_like(row_max), query.new_zeros((*query.shape[:3], segments[0].value.shape[3]), dtype=acc)
     finite_max = torch.where(row_max == NEG_INF, 0.0, row_max)
-    for own, value in zip(scores, values, strict=True):
-        folded_max = fold_sequences(finite_max, own.shape[0])
-        p = torch.exp(own - pack_gqa(folded_max, own.shape[1]))
-        own_out = torch.bmm(p.flatten(0, 1), value).reshape(*folded_max.shape[:3], value.shape[2])
+    for logits, value in zip(scores, values, strict=True):
+        folded_max = fold_sequences(finite_max, logits.shape[0])
+        p = torch.exp(logits - pack_gqa(folded_max, logits.shape[1]))
+        segment_out = torch.bmm(p.flatten(0, 1), value).reshape(*folded_max.shape[:3], value.shape[2])
         row_sum = row_sum + unfold_sequences(p.sum(dim=-1).reshape(folded_max.shape[:3]), batch).unsqueeze(-1)
-        out = out + unfold_sequences(own_out, batch)
+        out = out + unfold_sequences(segment_out, batch)
     out = out / torch.where(row_sum == 0, 1.0, row_sum)
     return out.to(query.dtype), (row_max + torch.log(row_sum)).squeeze(-1)
 

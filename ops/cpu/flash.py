@@ -92,8 +92,8 @@ def coarse_sequences(lse: Tensor) -> list[int]:
     if lse.abs().amax() <= COARSE_LSE:
         return []
     coarse = (lse.abs() > COARSE_LSE) & lse.isfinite()
-    found: list[int] = coarse.flatten(1).any(dim=1).nonzero().flatten().tolist()
-    return found
+    sequences: list[int] = coarse.flatten(1).any(dim=1).nonzero().flatten().tolist()
+    return sequences
 
 
 @functools.cache

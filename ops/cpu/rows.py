@@ -45,9 +45,9 @@ def runs_of(rows: Tensor, kv_batch: int) -> Iterator[RowRun]:
     counts = torch.bincount(rows, minlength=kv_batch)
     starts = counts.cumsum(0) - counts
     for start, stop in _spans(counts.tolist()):
-        own = counts[start:stop, None]
-        slots = torch.arange(int(own.max()))
-        real = slots < own
+        run_counts = counts[start:stop, None]
+        slots = torch.arange(int(run_counts.max()))
+        real = slots < run_counts
         yield RowRun(start, stop, order[starts[start:stop, None] + torch.where(real, slots, 0)], real)
 
 

@@ -43,7 +43,7 @@ class BoundLaunch:
     options: dict[str, Any]
 
 
-def bind(found: Recorder, launch: Launch, tensors: Sequence[Any]) -> BoundLaunch:
+def bind(recording: Recorder, launch: Launch, tensors: Sequence[Any]) -> BoundLaunch:
     """Bind the arguments of a launch that was recorded with these tensors, None, or tuples of them.
 
     Raises:
@@ -57,7 +57,7 @@ def bind(found: Recorder, launch: Launch, tensors: Sequence[Any]) -> BoundLaunch
     def expression(tensor: Tensor | None, name: str) -> str:
         if tensor is None:
             return "None"
-        base = found.base(tensor)
+        base = recording.base(tensor)
         param = params.setdefault(id(base), name)
         bases[param] = base
         if tensor.dtype == base.dtype:

@@ -113,7 +113,7 @@ def plan_segment(
 
     mask = plan_mask(query, stored, window)
     copies = any(x is not None and not x.is_contiguous() for x in (stored.block_mask, stored.row_groups))
-    follows = place.follows and mask.find_blocks is None and not copies
+    beside_previous = place.beside_previous and mask.find_blocks is None and not copies
     if tiles is None:
         tiles = choose_tiles(call, stored, mask)
     space = plan_tile_space(call, stored, mask, tiles, place, programs)
@@ -183,21 +183,21 @@ def plan_segment(
         LATENT=call.latent,
         HALVES=call.latent and query.dtype != value.dtype,
         MAX_AND_SUM=space.max_and_sum,
-        FINAL=place.whole,
+        FINAL=place.final,
         POSITIVE_SCALE=call.score_scale > 0,
         INT64_OFFSETS=max(x.stride(3) * x.shape[3] for x in (query, key, value)) >= 1 << 31,
         INT64_TILES=space.int64_tiles(batch),
         TMA=tma,
         PDL=pdl,
-        WAIT_LAST=follows,
+        WAIT_LAST=beside_previous,
         FLOAT32_DOTS=INTERPRETED,  # bf16 dots are garbage in the interpreter (Triton 3.6 to 3.9)
     )
     return SegmentLaunch(
         space,
         launch,
         writes=(
-            Dense.of((batch, q_heads, q_len, value_dim), (call.out_dtype or query.dtype) if place.whole else acc_dtype),
-            Dense.of((batch, q_heads, q_len, *(() if place.whole else pair)), acc_dtype),
+            Dense.of((batch, q_heads, q_len, value_dim), (call.out_dtype or query.dtype) if place.final else acc_dtype),
+            Dense.of((batch, q_heads, q_len, *(() if place.final else pair)), acc_dtype),
             Dense.of((space.slots, tiles.block_m, value_dim), acc_dtype),
             Dense.of((space.slots, tiles.block_m, *pair), acc_dtype),
         ),

@@ -38,16 +38,16 @@ class Place:
     """The place of a launch among those of a call.
 
     Attributes:
-        whole: there are no other segments, so that whole work tiles are final.
+        final: there are no other segments, so that whole work tiles are final.
         max_and_sum: partial states have maximum and sum instead of their lse, because of an additive mask elsewhere.
-        follows: the launch just before wrote nothing that this one reads, and nothing on the stream did since. The two
-            then run side by side.
+        beside_previous: the launch just before wrote nothing that this one reads, and nothing on the stream did since.
+            The two then run side by side.
         sinks: the launch counts the call's sinks.
     """
 
-    whole: bool = True
+    final: bool = True
     max_and_sum: bool = False
-    follows: bool = False
+    beside_previous: bool = False
     sinks: bool = True
 
 
@@ -116,12 +116,12 @@ def plan_tile_space(
         if call.batch_invariant:
             most_groups = most_kv_rows if has_row_groups else groups
             programs = min(WAVES * most, most_groups * work_tiles * min(ceil_div(n_tiles, chunk), MOST_CHUNKS.value))
-        elif place.whole and short and not combining_pays(groups * work_tiles, n_tiles, tile_us, most):
+        elif place.final and short and not combining_pays(groups * work_tiles, n_tiles, tile_us, most):
             chunk, programs = power_of_2(n_tiles), groups * work_tiles  # one chunk holds a whole work tile
         elif uneven:
             programs = most
         elif (
-            place.whole
+            place.final
             or mask.has_block_list
             or splitting_pays(work_tiles, n_tiles, tile_us, batch * q_heads * q_len, most)
         ):

@@ -152,22 +152,22 @@ def _function(package: Package) -> Callable[..., Any]:
     """
     errors = []
     for module in package.modules:
-        found = _find(module, package.function)
-        if not isinstance(found, str):
-            return found
-        errors.append(found)
+        function_or_reason = _find(module, package.function)
+        if not isinstance(function_or_reason, str):
+            return function_or_reason
+        errors.append(function_or_reason)
     raise ImportError("; ".join(errors))
 
 
 def _find(module: str, function: str) -> Callable[..., Any] | str:
     """Return a function of a module, or the reason why there is none."""
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        imported: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except ImportError as error:
         return str(error)
     except AttributeError:
         return f"module {module} has no {function}"
-    return found
+    return imported
 
 
 def package_attention(provider: str, call: AttentionCall) -> State:

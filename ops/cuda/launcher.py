@@ -38,12 +38,12 @@ def by_layout(plan: Callable[..., T]) -> Callable[..., T]:
         if recorder.get() is not None:  # fake tensors have no address
             return plan(*args)
         at = _layouts(args)
-        found = made.get(at)
-        if found is None:
+        result = made.get(at)
+        if result is None:
             if len(made) >= MOST_PLANS:
                 made.clear()
-            found = made[at] = plan(*args)
-        return found
+            result = made[at] = plan(*args)
+        return result
 
     return planned
 

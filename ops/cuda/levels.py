@@ -102,7 +102,7 @@ def plan_levels(call: AttentionCall, levels: Sequence[KeyValue], tile: Tile, pla
         BLOCK_N=block_n,
         MAX_AND_SUM=place.max_and_sum,
         PDL=pdl,
-        WAIT_LAST=place.follows,
+        WAIT_LAST=place.beside_previous,
         FLOAT32_DOTS=INTERPRETED,
     )
     shape, acc_dtype = (batch, q_heads, q_len), accumulator_dtype(query.dtype)
@@ -111,7 +111,7 @@ def plan_levels(call: AttentionCall, levels: Sequence[KeyValue], tile: Tile, pla
         TileSpace(*sizes, max_and_sum=place.max_and_sum),
         launch,
         (
-            Dense.of((*shape, value_dim), query.dtype if place.whole else acc_dtype),
+            Dense.of((*shape, value_dim), query.dtype if place.final else acc_dtype),
             Dense.of((*shape, *pair), acc_dtype),
             Dense.of((0,), acc_dtype),
         ),

@@ -68,7 +68,7 @@ class PreparedLaunch:
         kernel = getattr(importlib.import_module(self.module), self.kernel)
         launch = Launch(kernel, self.grid, self.options, **self.arguments)
         take = _taking(self.tensors, tensors, kernel)
-        return lambda given: launch(*take(given))
+        return lambda call_tensors: launch(*take(call_tensors))
 
 
 def _described(kernel: Any) -> Any:
@@ -81,16 +81,16 @@ def _described(kernel: Any) -> Any:
 def _taking(x: Any, tensors: tuple[Tensor, ...], kernel: Any) -> Callable[[tuple[Tensor, ...]], Any]:
     """Make a function from all tensors to the value of one parameter. It keeps none of `tensors`."""
     if x is None:
-        return lambda given: None
+        return lambda call_tensors: None
     if isinstance(x, tuple):
         parts = [_taking(y, tensors, kernel) for y in x]
-        return lambda given: tuple([part(given) for part in parts])
+        return lambda call_tensors: tuple([part(call_tensors) for part in parts])
     if isinstance(x, TmaTiles):
         tiling, number = _described(kernel).key_tiling(tensors[x.tensor], *x.block), x.tensor
-        return lambda given: tiling(_aligned(given[number]))
+        return lambda call_tensors: tiling(_aligned(call_tensors[number]))
     if isinstance(x, Bytes):
         number = x.tensor
-        return lambda given: given[number].view(torch.uint8)
+        return lambda call_tensors: call_tensors[number].view(torch.uint8)
     return operator.itemgetter(x)
 
 
@@ -125,7 +125,7 @@ class PreparedCall:
 IMPORT = f"from {__name__} import {', '.join(x.__name__ for x in (Bytes, PreparedCall, PreparedLaunch, TmaTiles))}"
 
 
-def prepare(found: Recorder) -> tuple[PreparedCall, list[Tensor]]:
+def prepare(recording: Recorder) -> tuple[PreparedCall, list[Tensor]]:
     """Prepare the call whose launches were recorded, and return the inputs and allocated tensors that it takes.
 
     Raises:
@@ -134,7 +134,7 @@ def prepare(found: Recorder) -> tuple[PreparedCall, list[Tensor]]:
     tensors: list[Tensor] = []
 
     def number(x: Tensor) -> int:
-        base = found.base(x)
+        base = recording.base(x)
         if (x.shape, x.stride(), x.element_size()) != (base.shape, base.stride(), base.element_size()):
             raise NotRecordableError(f"takes a view, {tuple(x.shape)} of {tuple(base.shape)}")
         for i, other in enumerate(tensors):
@@ -164,14 +164,14 @@ def prepare(found: Recorder) -> tuple[PreparedCall, list[Tensor]]:
         return TmaTiles(at, tuple(descriptor.block_shape[2:]))
 
     launches = []
-    for launch, given in found.launches:
+    for launch, launch_tensors in recording.launches:
         values = launch.grid, launch.options, launch.arguments
         module, name = launch.kernel.__module__, launch.kernel.__name__
         if getattr(importlib.import_module(module), name, None) is not launch.kernel:
             raise NotRecordableError(f"launches a kernel that is not found by its name, {module}.{name}")
         if not _has_literal(values):
             raise NotRecordableError(f"launches {name} with what has no literal, {values}")
-        launches.append(PreparedLaunch(module, name, *values, written(given, launch.kernel)))
+        launches.append(PreparedLaunch(module, name, *values, written(launch_tensors, launch.kernel)))
     return PreparedCall(*launches), tensors
 
 

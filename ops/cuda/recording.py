@@ -69,7 +69,7 @@ class Recorder:
                 return base
         raise NotRecordableError(f"takes a tensor of unknown origin, {tuple(x.shape)}")
 
-    def whole(self, x: Tensor) -> Tensor:
+    def exact_base(self, x: Tensor) -> Tensor:
         """Return the input or allocated tensor that `x` is.
 
         Raises:
@@ -99,10 +99,10 @@ def may_take_gluon(kernel: str) -> bool:
     Raises:
         NotRecordableError: the op is to be called instead.
     """
-    found = recorder.get()
-    if found is not None and found.gluon is Gluon.REFUSED:
+    recording = recorder.get()
+    if recording is not None and recording.gluon is Gluon.REFUSED:
         raise NotRecordableError(f"launches the {kernel} kernel, which is in Gluon")
-    return found is None or found.gluon is Gluon.LAUNCHED
+    return recording is None or recording.gluon is Gluon.LAUNCHED
 
 
 def record(
@@ -113,11 +113,11 @@ def record(
     Raises:
         NotRecordableError: the op does something other than allocate, view and launch.
     """
-    found = Recorder([*all_of(Tensor, [args, [*kwargs.values()]])], gluon=gluon, tma=tma)
-    token = recorder.set(found)
+    recording = Recorder([*all_of(Tensor, [args, [*kwargs.values()]])], gluon=gluon, tma=tma)
+    token = recorder.set(recording)
     try:
-        with Watch(found.saw):
+        with Watch(recording.saw):
             result = op(*args, **kwargs)
     finally:
         recorder.reset(token)
-    return found, result
+    return recording, result

@@ -107,10 +107,10 @@ class Schedule:
         visits = []
         while tile < mine.stop:
             work_tile = bisect_right(self._ends, tile)
-            whole = self.tiles_of_work_tile(work_tile)
-            stop = min(mine.stop, whole.stop)
-            slot = None if range(tile, stop) == whole else 2 * program + (whole.start > mine.start)
-            visits.append(Visit(work_tile, tile - whole.start, stop - whole.start, slot))
+            tiles = self.tiles_of_work_tile(work_tile)
+            stop = min(mine.stop, tiles.stop)
+            slot = None if range(tile, stop) == tiles else 2 * program + (tiles.start > mine.start)
+            visits.append(Visit(work_tile, tile - tiles.start, stop - tiles.start, slot))
             tile = stop
         return visits
 

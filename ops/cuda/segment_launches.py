@@ -79,11 +79,11 @@ def plan_launches(call: AttentionCall, max_and_sum: bool) -> Planned:
     for i in wide:
         yield (i,), plan_prefix_segment(call, segments[i], programs)
     if levels:
-        place = Place(len(together) == len(segments), max_and_sum, follows=bool(wide))
+        place = Place(len(together) == len(segments), max_and_sum, beside_previous=bool(wide))
         yield together, plan_levels(call, [segments[i] for i in together], levels.tile, place)
     for i in narrow:
-        follows = i != narrow[0] or bool(wide or together)
-        place = Place(len(segments) == 1, max_and_sum, follows, sinks=i == with_sinks)
+        beside_previous = i != narrow[0] or bool(wide or together)
+        place = Place(len(segments) == 1, max_and_sum, beside_previous, sinks=i == with_sinks)
         yield (i,), plan_segment(call, segments[i], place, **beside)
 
 
@@ -108,7 +108,7 @@ def plan_invariant_launches(call: AttentionCall, max_and_sum: bool) -> Planned:
                 masked=masked,
                 large_shared_memory=has_large_shared_memory(query.device),
             )
-        place = Place(len(segments) == 1, max_and_sum, follows=i > 0, sinks=last)
+        place = Place(len(segments) == 1, max_and_sum, beside_previous=i > 0, sinks=last)
         yield (i,), plan_segment(call, x, place, tiles=tiles)
 
 

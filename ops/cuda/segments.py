@@ -20,14 +20,14 @@ class Segments:
         launches: the launches, in the order that they start in.
         takes: the segments of each launch.
         split: the launches that leave partial states, for each combine: two or fewer.
-        whole: the other launches.
+        unsplit: the other launches.
         combines: the combines; the last one also takes whole states, those of earlier combines included.
     """
 
     launches: tuple[AnyLaunch, ...]
     takes: tuple[tuple[int, ...], ...]
     split: tuple[tuple[int, ...], ...]
-    whole: tuple[int, ...]
+    unsplit: tuple[int, ...]
     combines: tuple[Combine, ...]
 
     def __call__(self, call: AttentionCall) -> State:
@@ -35,7 +35,7 @@ class Segments:
             launch(call, *[call.segments[i] for i in numbers])
             for launch, numbers in zip(self.launches, self.takes, strict=True)
         ]
-        wholes = [left[i] for i in self.whole]
+        wholes = [left[i] for i in self.unsplit]
         *before, last = zip(self.combines, self.split, strict=True)
         wholes += [combine(*[left[i] for i in split]) for combine, split in before]
         combine, split = last
@@ -59,11 +59,11 @@ def plan_segments(call: AttentionCall) -> Segments:
     at_once = 1 if call.batch_invariant else 2
     uneven = [i for i, space in enumerate(spaces) if space.split or alone or call.batch_invariant]
     split = tuple(tuple(uneven[i : i + at_once]) for i in range(0, len(uneven), at_once)) or ((),)
-    whole = tuple(i for i in range(len(spaces)) if i not in uneven)
+    unsplit = tuple(i for i in range(len(spaces)) if i not in uneven)
     combines = []
     for number, launches_of_one in enumerate(split):
         final = number == len(split) - 1
-        wholes = [spaces[i].max_and_sum for i in whole] + [max_and_sum] * (len(split) - 1) if final else []
+        wholes = [spaces[i].max_and_sum for i in unsplit] + [max_and_sum] * (len(split) - 1) if final else []
         combines.append(
             plan_combine(
                 query,
@@ -74,4 +74,4 @@ def plan_segments(call: AttentionCall) -> Segments:
                 max_and_sum=max_and_sum and not final,
             )
         )
-    return Segments(launches, takes, split, whole, tuple(combines))
+    return Segments(launches, takes, split, unsplit, tuple(combines))

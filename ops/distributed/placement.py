@@ -104,11 +104,11 @@ def find_segment_sharding(
         return problem
     segments = {f"segment {i} of key": segment for i, segment in enumerate(keys)}
     segments |= {f"segment {i} of value": segment for i, segment in enumerate(values)}
-    given = {"query": query, "result": result, **({} if mask is None else {"attn_mask": mask})}
+    unsegmented = {"query": query, "result": result, **({} if mask is None else {"attn_mask": mask})}
     if not isinstance(query, DTensor):
         return "query is not a DTensor, as others are"
     mesh = query.device_mesh
-    for name, x in (given | {name: x for name, (x, _) in segments.items()}).items():
+    for name, x in (unsegmented | {name: x for name, (x, _) in segments.items()}).items():
         if type(x) is not DTensor or x.device_mesh != mesh or not _in_mesh_order(x):
             return f"{name} is not a DTensor on {mesh}, the mesh of query, sharded by its dims in order"
     if query.device_mesh.get_coordinate() is None:
@@ -121,14 +121,14 @@ def find_segment_sharding(
         for name, (x, dims) in segments.items():
             if not _fits(x, dims, dim, query):
                 return f"{name} is placed as {_placements(x)}, query as {query.placements}"
-        whole, of_values = ([_placements(x)[dim].is_replicate() for x, _ in xs] for xs in (keys, values))
-        if whole != of_values:
+        replicated, of_values = ([_placements(x)[dim].is_replicate() for x, _ in xs] for xs in (keys, values))
+        if replicated != of_values:
             return f"segments of key and of value are placed in different ways on mesh dim {dim}"
         if isinstance(q, Shard):
             wanted.append(_mask_placement(mask, q.dim - 4, query.shape[q.dim]))
         else:
             wanted.append(q)
-            if not all(whole):
+            if not all(replicated):
                 merge_dims.append(dim)
     if not merge_dims:
         return "no segment is sharded over the sequence"
@@ -168,16 +168,16 @@ def belongs_to_heads(x: Tensor, sharding: Sharding) -> bool:
     return x.device_mesh == sharding.mesh and x.placements == wanted and _in_mesh_order(x)
 
 
-def same_sharding(whole: Tensor, base: Tensor, dims: Sequence[int | None]) -> bool:
-    """Return True if each rank's part of `whole` comes from its part of `base`.
+def same_sharding(derived: Tensor, base: Tensor, dims: Sequence[int | None]) -> bool:
+    """Return True if each rank's part of `derived` comes from its part of `base`.
 
-    Dim i of `whole` is `dims[i]` of `base`.
+    Dim i of `derived` is `dims[i]` of `base`.
     """
-    if not isinstance(whole, DTensor) or not isinstance(base, DTensor) or base.device_mesh != whole.device_mesh:
+    if not isinstance(derived, DTensor) or not isinstance(base, DTensor) or base.device_mesh != derived.device_mesh:
         return False
     if not _in_mesh_order(base):
         return False
-    for have, want in zip(base.placements, whole.placements, strict=True):
+    for have, want in zip(base.placements, derived.placements, strict=True):
         if isinstance(want, Shard):
             dim = dims[want.dim]
             if dim is None or have != Shard(dim):

@@ -110,13 +110,13 @@ def _acquire_flags(flags, epoch, deadline, timeout_ns, N: tl.constexpr, THREADS:
     """
     threads = tl.arange(0, THREADS)
     flag_addresses = flags + (threads % N) * 8
-    seen = tl.zeros([THREADS], tl.int64)
+    flag_values = tl.zeros([THREADS], tl.int64)
     waiting = 1  # 0: all have arrived; 2: timed out
     missing = 0
     while waiting == 1:
         polls = 0
         while (waiting == 1) & (polls < _POLLS):
-            seen = tl.inline_asm_elementwise(
+            flag_values = tl.inline_asm_elementwise(
                 "ld.acquire.sys.global.b64 $0, [$1];",
                 "=l,l,~{memory}",
                 [flag_addresses],
@@ -124,7 +124,7 @@ def _acquire_flags(flags, epoch, deadline, timeout_ns, N: tl.constexpr, THREADS:
                 is_pure=False,
                 pack=1,
             )
-            waiting = tl.max((seen < epoch).to(tl.int32), axis=0)
+            waiting = tl.max((flag_values < epoch).to(tl.int32), axis=0)
             polls += 1
         if waiting == 1:
             clock = tl.inline_asm_elementwise(
@@ -139,7 +139,7 @@ def _acquire_flags(flags, epoch, deadline, timeout_ns, N: tl.constexpr, THREADS:
             deadline = tl.where(deadline == 0, now + timeout_ns, deadline)
             if now >= deadline:
                 waiting = 2
-                late = (seen < epoch) & (threads < N)
+                late = (flag_values < epoch) & (threads < N)
                 missing = tl.sum(tl.where(late, 1 << (threads % N), 0), axis=0)
     # This orders the later reads of slots after the acquires of all threads, and not only of their own.
     tl.debug_barrier()
@@ -176,7 +176,7 @@ def push_kernel(
     STEP: tl.constexpr = _SLOT_BYTES // (DTYPE.primitive_bitwidth // 8)
     program = tl.program_id(0)
     channel = program.to(tl.int64) * _CHANNEL_BYTES
-    own = buffer.to(tl.int64) + channel
+    local_channel = buffer.to(tl.int64) + channel
     at, dims = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     share_row = (first_block + program) * BLOCK_R + at
     dim_ok = (dims < DIM)[None, :]
@@ -208,12 +208,12 @@ def push_kernel(
     for i in tl.static_range(N):
         _store_rows(bases[i] + slot, sent[i], sent_lse[i], at, dims, tl.where(epoch > 0, sent_ok[i], False), DIM)
     _release_flags(peer_flags, tl.where(epoch > 0, flags_ok, False), epoch)
-    missing, deadline = _acquire_flags(own, epoch, tl.zeros([], tl.int64), timeout_ns, N, THREADS)
+    missing, deadline = _acquire_flags(local_channel, epoch, tl.zeros([], tl.int64), timeout_ns, N, THREADS)
     failed = (missing != 0) | (epoch <= 0)
 
     mine = _row_of(share_row, rank, run, N, SCATTER)
     mine_ok = (share_row < share) & (mine < rows)
-    slots = own + _FLAG_BYTES + (epoch & 1) * (N * _SLOT_BYTES)
+    slots = local_channel + _FLAG_BYTES + (epoch & 1) * (N * _SLOT_BYTES)
     received, received_lse = _pointer(slots, DTYPE), _pointer(slots + _ROW_BYTES, tl.float32)
     acc, row_lse = merge_received(received, received_lse, STEP, _SLOT_BYTES // 4, at, dims, mine_ok, DIM, N)
     values = acc.to(DTYPE)
@@ -225,10 +225,10 @@ def push_kernel(
         for i in tl.static_range(N):
             _store_rows(bases[i] + slot, values, row_lse, at, dims, tl.where(epoch > 0, mine_ok, False), DIM)
         _release_flags(peer_flags, tl.where(epoch > 0, flags_ok, False), epoch)
-        missing_now, deadline = _acquire_flags(own, epoch, deadline, timeout_ns, N, THREADS)
+        missing_now, deadline = _acquire_flags(local_channel, epoch, deadline, timeout_ns, N, THREADS)
         missing |= missing_now
         failed = (missing != 0) | (epoch <= 0)
-        slots = own + _FLAG_BYTES + (epoch & 1) * (N * _SLOT_BYTES)
+        slots = local_channel + _FLAG_BYTES + (epoch & 1) * (N * _SLOT_BYTES)
         received, received_lse = _pointer(slots, DTYPE), _pointer(slots + _ROW_BYTES, tl.float32)
         merged, merged_lses = (), ()
         for i in tl.static_range(N):

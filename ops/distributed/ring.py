@@ -36,18 +36,18 @@ class Ring:
                 On NCCL, the watchdog ends the process instead.
         """
         size = len(self.ranks)
-        held = tensors if size == 1 else tuple(tensor.contiguous() for tensor in tensors)
-        spare = [tuple(map(torch.empty_like, held)) for _ in range(min(2, size - 1))]
+        current = tensors if size == 1 else tuple(tensor.contiguous() for tensor in tensors)
+        spare = [tuple(map(torch.empty_like, current)) for _ in range(min(2, size - 1))]
         for hop in range(size):
             last = hop == size - 1
-            works = [] if last else self._pass_on(held, spare[hop % 2])
-            yield (self.rank - hop) % size, held
+            works = [] if last else self._pass_on(current, spare[hop % 2])
+            yield (self.rank - hop) % size, current
             if not last:
                 self._wait(works)
-                held = spare[hop % 2]
+                current = spare[hop % 2]
 
-    def _pass_on(self, held: tuple[Tensor, ...], incoming: tuple[Tensor, ...]) -> list[dist.Work]:
-        ops = [dist.P2POp(dist.isend, tensor, self._neighbour(1), self.group) for tensor in held]
+    def _pass_on(self, outgoing: tuple[Tensor, ...], incoming: tuple[Tensor, ...]) -> list[dist.Work]:
+        ops = [dist.P2POp(dist.isend, tensor, self._neighbour(1), self.group) for tensor in outgoing]
         ops += [dist.P2POp(dist.irecv, tensor, self._neighbour(-1), self.group) for tensor in incoming]
         try:
             works: list[dist.Work] = dist.batch_isend_irecv(ops)

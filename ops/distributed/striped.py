@@ -33,8 +33,8 @@ def striped_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, sca
     for source, (keys, values) in ring.travel(key, value):
         skipped = int(source > ring.rank)
         if skipped < q_len:
-            seen = slice(earlier, key.shape[2] - skipped)
-            part = attend_many(query[:, :, skipped:], keys[:, :, seen], values[:, :, seen], True, scale)
+            visible = slice(earlier, key.shape[2] - skipped)
+            part = attend_many(query[:, :, skipped:], keys[:, :, visible], values[:, :, visible], True, scale)
             state = _merged(state, part, skipped)
         if earlier:
             part = attend_many(query, keys[:, :, :earlier], values[:, :, :earlier], False, scale)
@@ -51,6 +51,6 @@ def _merged(state: State | None, part: State, skipped: int) -> State:
     if not skipped:
         return combine_partials([out, part[0]], [lse, part[1]])
     rows = out[:, :, skipped:], lse[:, :, skipped:]
-    for held, new in zip(rows, combine_partials([rows[0], part[0]], [rows[1], part[1]]), strict=True):
-        held.copy_(new)
+    for target, new in zip(rows, combine_partials([rows[0], part[0]], [rows[1], part[1]]), strict=True):
+        target.copy_(new)
     return out, lse

@@ -81,4 +81,4 @@ def _check_call(owner: Any, name: str, positional: int, named: list[str]) -> Non
 def _set_by(function: Callable[..., Any]) -> Iterator[str]:
     """Yield the names of the attributes that a function sets."""
     code = inspect.unwrap(function).__code__
-    return (found.argval for found in dis.get_instructions(code) if found.opname == "STORE_ATTR")
+    return (instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "STORE_ATTR")

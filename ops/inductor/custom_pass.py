@@ -21,10 +21,10 @@ _Pass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomG
 @functools.cache
 def source_hash(folder: Path = Path(__file__).parents[1]) -> str:
     """Return a hash of all Python source in a folder; default: of all ops."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
-    return found.hexdigest()
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 class LaunchesKernels(_Pass):  # type: ignore[misc, valid-type]
@@ -33,9 +33,9 @@ class LaunchesKernels(_Pass):  # type: ignore[misc, valid-type]
     def __init__(self, before: Any = None) -> None:
         self.before = [] if before is None else before if isinstance(before, (list, tuple)) else [before]
 
-    def __call__(self, graph: Graph, **given: Any) -> None:
+    def __call__(self, graph: Graph, **arguments: Any) -> None:
         for run in self.before:
-            run(graph, **(given if isinstance(run, _Pass) else {}))
+            run(graph, **(arguments if isinstance(run, _Pass) else {}))
 
     def uuid(self) -> Any:
         before = [x.uuid() if isinstance(x, CustomGraphPass) else None for x in self.before]

@@ -114,19 +114,19 @@ class _Kernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
     """
 
     def __init__(self, launch: BoundLaunch, tensors: dict[str, Any]) -> None:
-        given = {name: _input(box) for name, box in tensors.items()}
+        inputs = {name: _input(box) for name, box in tensors.items()}
         floats = launch.floats
         configured = {name: x for name, x in launch.options.items() if name in ("num_warps", "num_stages")}
         self.compile_options = {name: launch.options.get(name, False) for name in ("launch_pdl", "enable_fp_fusion")}
         options = {name: x for name, x in launch.options.items() if name not in configured} if TAKES_OPTIONS else {}
-        self.device = next(iter(given.values())).get_device()
+        self.device = next(iter(inputs.values())).get_device()
         ir.ExternKernel.__init__(
             self,
             None,
             ir.NoneLayout(device=self.device),
-            [*given.values()],
+            [*inputs.values()],
             (*floats.values(), *options.values()),
-            {**given, **floats, **options},
+            {**inputs, **floats, **options},
         )
         self.ordered_kwargs_for_cpp_kernel = [*tensors, *floats]
         kernel = _configured(launch.kernel, tuple(sorted(configured.items())))

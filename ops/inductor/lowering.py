@@ -120,9 +120,9 @@ class _LargeKVError(Exception):
     """Keys and values that are better read by TMA."""
 
 
-def _needs_python(found: Recorder) -> bool:
+def _needs_python(recording: Recorder) -> bool:
     """Tell whether a kernel is in Gluon, which Inductor can't define, or reads tiles by TMA descriptors."""
-    return found.tma or any(launch.kernel.is_gluon() for launch, _ in found.launches)
+    return recording.tma or any(launch.kernel.is_gluon() for launch, _ in recording.launches)
 
 
 def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -137,36 +137,36 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with fake_mode():
         fake_args, fake_kwargs = tree_map_only(Boxes, fake, (args, kwargs))
         try:
-            found, result = record(implementation, *fake_args, gluon=gluon, **fake_kwargs)
-            large = found.without_tma > MOST_BYTES_WITHOUT_TMA
+            recording, result = record(implementation, *fake_args, gluon=gluon, **fake_kwargs)
+            large = recording.without_tma > MOST_BYTES_WITHOUT_TMA
             if large and is_python() and not ahead_of_time():
-                found, result = record(implementation, *fake_args, gluon=gluon, tma=True, **fake_kwargs)
+                recording, result = record(implementation, *fake_args, gluon=gluon, tma=True, **fake_kwargs)
         except (ValueError, NotImplementedError) as error:  # the op gives the reason when it is called
             raise NotRecordableError("it raises") from error
-    if large and not (found.tma or is_cpp()):
-        raise _LargeKVError(f"{found.without_tma / 1e6:.0f} MB")
-    tensors, add = (_python_call if _needs_python(found) else _bound_launches)(found, boxes)
-    results = tree_map_only(Tensor, found.whole, result)
-    for tensor in found.allocated:
+    if large and not (recording.tma or is_cpp()):
+        raise _LargeKVError(f"{recording.without_tma / 1e6:.0f} MB")
+    tensors, add = (_python_call if _needs_python(recording) else _bound_launches)(recording, boxes)
+    results = tree_map_only(Tensor, recording.exact_base, result)
+    for tensor in recording.allocated:
         boxes[id(tensor)] = allocate(tensor)
     used = {id(x) for x in tensors}
-    add([boxes[id(x)] for x in found.allocated if id(x) in used])
+    add([boxes[id(x)] for x in recording.allocated if id(x) in used])
     return tree_map_only(Tensor, lambda base: boxes[id(base)], results)
 
 
 Added = tuple[list[Tensor], Callable[[list[Any]], None]]
 
 
-def _python_call(found: Recorder, boxes: dict[int, Any]) -> Added:
+def _python_call(recording: Recorder, boxes: dict[int, Any]) -> Added:
     """Return the tensors of a call by Python, and a function that adds it to the graph, given the boxes to write."""
-    call, tensors = prepare(found)
+    call, tensors = prepare(recording)
     check_aligned([boxes[id(x)] for x in tensors if id(x) in boxes])
     return tensors, lambda writes: call_in_python(call, [boxes[id(x)] for x in tensors], writes)
 
 
-def _bound_launches(found: Recorder, boxes: dict[int, Any]) -> Added:
+def _bound_launches(recording: Recorder, boxes: dict[int, Any]) -> Added:
     """Like `_python_call`, for launches by Inductor."""
-    launches = [bind(found, launch, tensors) for launch, tensors in found.launches]
+    launches = [bind(recording, launch, tensors) for launch, tensors in recording.launches]
 
     def add(writes: list[Any]) -> None:
         by_name = [{name: boxes[id(x)] for name, x in launch.tensors.items()} for launch in launches]

@@ -8,7 +8,7 @@ from typing import Any
 from torch._inductor import config
 
 
-def option(name: str, given: Mapping[str, Any] | None = None) -> Any:
-    """Return the value of an option for a graph that is compiled with the options `given`."""
-    named = {key.replace("-", "_"): value for key, value in (given or {}).items()}  # Inductor takes both
+def option(name: str, options: Mapping[str, Any] | None = None) -> Any:
+    """Return the value of an option for a graph that is compiled with `options`."""
+    named = {key.replace("-", "_"): value for key, value in (options or {}).items()}  # Inductor takes both
     return named.get(name, getattr(config, name))

@@ -31,7 +31,7 @@ class Agreement:
     def __init__(self, layout: Interleaved, prompts: Prompts):
         self._layout, self._mesh = layout, layout.mesh
         self._device = torch.device(layout.mesh.device_type)
-        hashes = [fingerprint(tensor) for tensor in prompts.given.values()]
+        hashes = [fingerprint(tensor) for tensor in prompts.arguments.values()]
         self._prompts = (hashes or [torch.zeros(1, dtype=torch.int64)])[0].to(self._device)
         self._unread: Tensor | None = None  # the first table in which ranks disagree, or else the last one
 
@@ -124,11 +124,11 @@ def agree(layout: Interleaved, names: str, describe: Callable[[], str]) -> None:
         mine = describe()
     except (ValueError, TypeError, NotImplementedError) as error:
         wrong, mine = error, f"{type(error).__name__} ({error})"
-    found = exchange_among(layout.global_ranks(layout.sharing_dims), f"to agree on {names}", mine)
+    descriptions = exchange_among(layout.global_ranks(layout.sharing_dims), f"to agree on {names}", mine)
     if wrong is not None:
         raise wrong
-    if len(set(found)) > 1:
-        raise _disagreement(names, layout, found)
+    if len(set(descriptions)) > 1:
+        raise _disagreement(names, layout, descriptions)
 
 
 def _disagreement(names: str, layout: Interleaved, calls: Sequence[str]) -> ValueError:

@@ -81,7 +81,7 @@ class BaseCache:
         """
         tokens, total = self._step(q_len)
         positions = self.prompts.positions(tokens, self._prompt_length(total))
-        return self._of_each_sequence(positions) if self.prompts.given else positions
+        return self._of_each_sequence(positions) if self.prompts.arguments else positions
 
     def select_(self, indices: Sequence[int] | Tensor) -> None:
         """Select sequences in place, as beam search does at each step. Memory stays where it is while the batch does.
@@ -115,8 +115,8 @@ class BaseCache:
             last.check_room(q_len)
             new = torch.arange(q_len, device=last.length.device)
             return prefix + last.length + new, prefix + last.capacity
-        held = self.layers[0].tensors
-        return torch.arange(prefix, prefix + q_len, device=held[0].device if held else self.device), prefix + q_len
+        stored = self.layers[0].tensors
+        return torch.arange(prefix, prefix + q_len, device=stored[0].device if stored else self.device), prefix + q_len
 
     def _prompt_length(self, total: int) -> int:
         last = self.layers[-1]

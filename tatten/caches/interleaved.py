@@ -40,7 +40,7 @@ class Interleaved(OneDevice):
             if placement.is_shard(2):
                 self.ranks *= mesh.size(dim)
                 self.rank = self.rank * mesh.size(dim) + mesh.get_local_rank(dim)
-        self.own = self.own_from(0)
+        self.local_tokens = self.own_from(0)
         self.sequence_dims = [dim for dim, placement in enumerate(self.placements) if placement.is_shard(2)]
         self.sharing_dims = [dim for dim, placement in enumerate(self.placements) if placement.is_shard()]
         self._only_heads = tuple(Replicate() if placement.is_shard(2) else placement for placement in placements)
@@ -56,10 +56,10 @@ class Interleaved(OneDevice):
         """
         place = self.mesh.get_coordinate()
         assert place is not None
-        own = self.mesh.mesh[tuple(slice(None) if dim in dims else at for dim, at in enumerate(place))]
-        for dim in range(own.dim()):
-            own = own.sort(dim).values
-        ranks: list[int] = own.flatten().tolist()
+        submesh = self.mesh.mesh[tuple(slice(None) if dim in dims else at for dim, at in enumerate(place))]
+        for dim in range(submesh.dim()):
+            submesh = submesh.sort(dim).values
+        ranks: list[int] = submesh.flatten().tolist()
         return ranks
 
     @property
@@ -112,11 +112,11 @@ class Interleaved(OneDevice):
         ranks, q_len, slots = self.ranks, new[0].shape[2], storage[0].shape[2]
         first = (self.rank - start) % ranks  # the token in this rank's first slot
         tokens = (first - length) % ranks + ranks * torch.arange(math.ceil(q_len / ranks), device=length.device)
-        found, real = (length + tokens - first) // ranks, tokens < q_len
-        tokens, at = tokens.clamp(max=q_len - 1), torch.where(real, found, found % slots)
-        for held, tensor in zip(storage, new, strict=True):
-            here = torch.where(real[:, None], tensor.index_select(2, tokens), held.index_select(2, at))
-            held.index_copy_(2, at, here)
+        places, real = (length + tokens - first) // ranks, tokens < q_len
+        tokens, at = tokens.clamp(max=q_len - 1), torch.where(real, places, places % slots)
+        for stored, tensor in zip(storage, new, strict=True):
+            here = torch.where(real[:, None], tensor.index_select(2, tokens), stored.index_select(2, at))
+            stored.index_copy_(2, at, here)
 
     def check_plain(self, key: Tensor, value: Tensor) -> None:
         """Raise TypeError for a DTensor."""

@@ -123,8 +123,8 @@ class Layer:
         if not self.static:
             # The first pair is copied, too: it may be a view of something larger.
             past_key, past_value = self.segments[0] if self.segments else (key[:, :, :0], value[:, :, :0])
-            own = self.layout.own_from(self.prefix_length)
-            root = torch.cat([past_key, key[:, :, own]], dim=2), torch.cat([past_value, value[:, :, own]], dim=2)
+            local = self.layout.own_from(self.prefix_length)
+            root = torch.cat([past_key, key[:, :, local]], dim=2), torch.cat([past_value, value[:, :, local]], dim=2)
             self._grow(root, self.prefix_length + key.shape[2])
             return root
 
@@ -171,13 +171,13 @@ class Layer:
 
     def adopt(self, storage: tuple[Tensor, Tensor], tokens: int) -> None:
         """Begin with what was written into `storage_for`; clears the slot behind this rank's last token."""
-        own = self.layout.slots(0, tokens)
+        used_slots = self.layout.slots(0, tokens)
         self.batch_size = storage[0].shape[0]
         if not self.static:
-            self._grow((storage[0][:, :, :own], storage[1][:, :, :own]), tokens)
+            self._grow((storage[0][:, :, :used_slots], storage[1][:, :, :used_slots]), tokens)
             return
         for tensor in storage:
-            tensor[:, :, own : own + 1].zero_()
+            tensor[:, :, used_slots : used_slots + 1].zero_()
         self.keys, self.values = storage
         self.length.fill_(tokens)
 
@@ -280,15 +280,11 @@ class Layer:
             return keys, values
         return self.keys, self.values
 
-    @torch.compiler.disable(
-        reason="a graph can't allocate storage that outlives it: store the first tokens in eager mode"
-    )
     def _new_slots(self, batch: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        slots = self.slots
-        assert slots is not None
-        keys, values = (like.new_zeros(batch, like.shape[1], slots, like.shape[3]) for like in (key, value))
-        mark_static(keys, values)
-        return keys, values
+        from tatten.caches.new_storage import new_storage
+
+        assert self.slots is not None
+        return new_storage(key, batch, self.slots), new_storage(value, batch, self.slots)
 
     def _mark_static(self) -> None:
         mark_static(*self.tensors, self.length, *(rows for rows in self.rows if rows is not None))
@@ -297,8 +293,8 @@ class Layer:
         if key.dim() != 4:
             raise ValueError(f"`key` must be [batch, kv_heads, q_len, head_dim], got shape {tuple(key.shape)}")
         check_alike(key, value)
-        held, over = self.tensors[:2] or (key, value), "cache" if self.layout.mesh is None else "mesh"
-        for name, tensor, like in (("key", key, held[0]), ("value", value, held[1])):
+        stored, over = self.tensors[:2] or (key, value), "cache" if self.layout.mesh is None else "mesh"
+        for name, tensor, like in (("key", key, stored[0]), ("value", value, stored[1])):
             device = self.length.device if self.static else like.device
             if self.static and torch.is_grad_enabled() and tensor.requires_grad:
                 raise ValueError(f"`{name}` must not require grad to be written into the cache: use torch.no_grad()")

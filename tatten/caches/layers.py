@@ -50,8 +50,8 @@ def select_layers_(layers: Layers, selection: Selection) -> Kept:
     stays = len(selection) == layers[0].batch_size
     kept = _on_each_device(layers, lambda layer: layer.selected_rows(selection, narrow=not stays))
     if stays and layers[0].static:
-        held = _on_each_device(layers, lambda layer: layer.rows)
-        kept = {device: _in_place(held[device], new) for device, new in kept.items()}
+        old_rows = _on_each_device(layers, lambda layer: layer.rows)
+        kept = {device: _in_place(old_rows[device], new) for device, new in kept.items()}
     for layer in layers:
         layer.select_(selection, kept[layer.device])
     return kept[layers[0].device]
@@ -61,9 +61,9 @@ def _on_each_device(layers: Layers, compute: Callable[[Layer], T]) -> dict[torch
     return {device: compute(layer) for device, layer in {layer.device: layer for layer in layers}.items()}
 
 
-def _in_place(held: Sequence[Tensor | None], new: Kept) -> Kept:
+def _in_place(old_rows: Sequence[Tensor | None], new: Kept) -> Kept:
     """Write new rows into the tensors of the old ones, where there are any."""
     return [
         (stored, rows if old is None or rows is None else old.copy_(rows))
-        for old, (stored, rows) in zip(held, new, strict=True)
+        for old, (stored, rows) in zip(old_rows, new, strict=True)
     ]

@@ -46,8 +46,8 @@ class OneDevice:
             new: keys and values, `[batch, kv_heads, q_len, head_dim]`.
         """
         at = length + torch.arange(new[0].shape[2], device=length.device)
-        for held, tensor in zip(storage, new, strict=True):
-            held.index_copy_(2, at, tensor)
+        for stored, tensor in zip(storage, new, strict=True):
+            stored.index_copy_(2, at, tensor)
 
     def keys(self, local: Tensor) -> Tensor:
         """Return this rank's keys or values as attention gets them."""

@@ -20,9 +20,9 @@ class Prompts:
     def __init__(self, mask: Tensor | None = None, lens: Tensor | None = None):
         if mask is not None and lens is not None:
             raise ValueError("`prompt_lens` must be None where `prompt_mask` is given, got both")
-        for name, given in (("prompt_mask", mask), ("prompt_lens", lens)):
-            if given is not None and not isinstance(given, Tensor):
-                raise TypeError(f"`{name}` must be a Tensor, got {type(given).__name__}")
+        for name, argument in (("prompt_mask", mask), ("prompt_lens", lens)):
+            if argument is not None and not isinstance(argument, Tensor):
+                raise TypeError(f"`{name}` must be a Tensor, got {type(argument).__name__}")
         if mask is not None and mask.dtype != torch.bool:
             raise TypeError(f"`prompt_mask` must be bool, got {mask.dtype}")
         if mask is not None and mask.dim() != 2:
@@ -34,7 +34,7 @@ class Prompts:
         self.mask, self.lens = mask, lens
 
     @property
-    def given(self) -> dict[str, Tensor]:
+    def arguments(self) -> dict[str, Tensor]:
         """Return the tensor that was given, by the name of its argument; empty if there is none."""
         tensors = {"prompt_mask": self.mask, "prompt_lens": self.lens}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -42,7 +42,7 @@ class Prompts:
     @property
     def device(self) -> torch.device | None:
         """The device of what was given; None for all tokens."""
-        return next((tensor.device for tensor in self.given.values()), None)
+        return next((tensor.device for tensor in self.arguments.values()), None)
 
     def real(self, prompt_length: int, total: int) -> Tensor | None:
         """Bool `[G, total]`, True for tokens that take part, all after the prompts included; None for all of them.
@@ -74,7 +74,7 @@ class Prompts:
 
     def check(self, key: Tensor, start: int) -> None:
         """Raise ValueError unless these can be the prompts of keys `[batch, kv_heads, q_len, ...]` from `start` on."""
-        for name, tensor in self.given.items():
+        for name, tensor in self.arguments.items():
             if not start and tensor.shape[0] != key.shape[0]:
                 raise ValueError(f"`{name}` must have batch {key.shape[0]}, as `key`, got {tensor.shape[0]}")
             if tensor.device != key.device:

@@ -11,27 +11,27 @@ from tatten.caches.layer import Layer
 from tatten.caches.prompts import Prompts
 
 
-def refill(layers: Sequence[Layer], held: Prompts, others: Sequence[Layer], prompts: Prompts) -> None:
+def refill(layers: Sequence[Layer], old_prompts: Prompts, others: Sequence[Layer], prompts: Prompts) -> None:
     """Make the layers and prompts of an old fork, `into`, those of a new one.
 
     Raises:
         ValueError: the old fork has other shapes, or some of this is in its memory. Nothing has been written.
     """
     _same("a cache with as many layers", len(layers), len(others))
-    kinds = ({name: _kind(tensor) for name, tensor in given.given.items()} for given in (held, prompts))
+    kinds = ({name: _kind(tensor) for name, tensor in x.arguments.items()} for x in (old_prompts, prompts))
     _same("a fork with prompts of the same kind", *kinds)
     for index, (layer, new) in enumerate(zip(layers, others, strict=True)):
         _check_layer(index, layer, new)
     for layer, new in zip(layers, others, strict=True):
         _refill_layer(layer, new)
-    for name, tensor in held.given.items():
-        tensor.copy_(prompts.given[name])
+    for name, tensor in old_prompts.arguments.items():
+        tensor.copy_(prompts.arguments[name])
 
 
 def _refill_layer(layer: Layer, new: Layer) -> None:
     """Copy segments, rows and suffix into the tensors of a layer, and empty the suffix of a fork."""
-    for held, segment in zip(layer.segments, new.segments, strict=True):
-        for old, tensor in zip(held, segment, strict=True):
+    for old_segment, segment in zip(layer.segments, new.segments, strict=True):
+        for old, tensor in zip(old_segment, segment, strict=True):
             if not old.is_set_to(tensor):
                 old.copy_(tensor)
     for level, (old_rows, rows) in enumerate(zip(layer.rows, new.rows, strict=True)):
@@ -50,8 +50,8 @@ def _check_layer(index: int, layer: Layer, new: Layer) -> None:
     sizes = [(x.batch_size, x.slots or 0) for x in (layer, new)]
     _same("a fork with the same batch and capacity", *sizes)
     _same("a fork with levels of the same lengths", layer.lengths, new.lengths)
-    for level, (held, segment) in enumerate(zip(layer.segments, new.segments, strict=True)):
-        for name, old, tensor in zip(("keys", "values"), held, segment, strict=True):
+    for level, (old_segment, segment) in enumerate(zip(layer.segments, new.segments, strict=True)):
+        for name, old, tensor in zip(("keys", "values"), old_segment, segment, strict=True):
             where = f"level {level} of layer {index}"
             _same(f"a fork with the same {name} in {where}", _kind(old), _kind(tensor))
             if any(_share(tensor, x) and not (x is old and x.is_set_to(tensor)) for x in layer.tensors):

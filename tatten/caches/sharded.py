@@ -183,7 +183,7 @@ class ShardedKVCache(BaseCache):
 
     def _fitting(self, layer: int, key: Tensor) -> Layer:
         """Return a layer, with `key` checked against the other layers and `prompt_mask`."""
-        held = self._layer(layer)
+        kv_layer = self._layer(layer)
         if key.dim() == 4:
             batch = self.batch_size or (key.shape[0] if self.prompt_mask is None else self.prompt_mask.shape[0])
             if key.shape[0] != batch:
@@ -191,7 +191,7 @@ class ShardedKVCache(BaseCache):
                 raise ValueError(f"`key` must have batch {batch}, as {source}, got {key.shape[0]}")
             if not key.shape[2]:
                 raise ValueError(f"`key` must be [batch, kv_heads, q_len, head_dim], got shape {tuple(key.shape)}")
-        return held
+        return kv_layer
 
     def _ordered(self, layer: int, length: int) -> tuple[DTensor, DTensor]:
         if not self.layers[layer].tensors:
@@ -201,14 +201,14 @@ class ShardedKVCache(BaseCache):
 
     def _own_heads(self, tensor: Tensor) -> Tensor:
         """This rank's heads of `tensor`, `[batch, kv_heads, length, head_dim]`."""
-        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to(self.length.device)
+        heads = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to(self.length.device)
         for dim, placement in enumerate(self.layout.placements):
             if placement.is_shard(1):
                 ranks = self.layout.mesh.size(dim)
-                if whole.shape[1] % ranks:
-                    raise ValueError(f"`state` must have a multiple of {ranks} heads, got {whole.shape[1]}")
-                whole = whole.chunk(ranks, dim=1)[self.layout.mesh.get_local_rank(dim)]
-        return whole
+                if heads.shape[1] % ranks:
+                    raise ValueError(f"`state` must have a multiple of {ranks} heads, got {heads.shape[1]}")
+                heads = heads.chunk(ranks, dim=1)[self.layout.mesh.get_local_rank(dim)]
+        return heads
 
     def _check_prompt_mask(self, prompt_mask: Tensor) -> None:
         if prompt_mask.dim() != 2 or not 1 <= prompt_mask.shape[1] <= self.capacity:

@@ -106,10 +106,10 @@ class SharedPrefixCache(BaseCache):
             ValueError, TypeError: the tensors do not fit each other, the cache, its capacity or the prompts. Nothing
                 has been written.
         """
-        held = self._layer(layer)
-        if not held.static and key.dim() == 4:
-            self._check_prompt(held, key)
-        return held.append(key, value)
+        kv_layer = self._layer(layer)
+        if not kv_layer.static and key.dim() == 4:
+            self._check_prompt(kv_layer, key)
+        return kv_layer.append(key, value)
 
     def fork(self, n: int, capacity: int, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
         """Make a cache with `n` children of each sequence: child i of sequence j is sequence `j * n + i`.

@@ -67,9 +67,9 @@ class StripedPrefill:
         self._done.add(index)
         self._attended = False
         end = self.stored + self.width
-        for held, new in zip(self._storage[index], (key, value), strict=True):
-            held[:, :, self.stored : end].copy_(new)
-        keys, values = (held[:, :, :end] for held in self._storage[index])
+        for storage, new in zip(self._storage[index], (key, value), strict=True):
+            storage[:, :, self.stored : end].copy_(new)
+        keys, values = (storage[:, :, :end] for storage in self._storage[index])
         return keys, values
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:

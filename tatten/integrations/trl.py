@@ -73,8 +73,8 @@ class SharedPrefixRollouts:
 
         prompts = SharedPrefixCache(model.config)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]  # as `generate` numbers them
-        given = {"attention_mask": mask[:, :-1], "position_ids": positions, cache_argument(model): prompts}
-        model(ids[:, :-1], **given, logits_to_keep=1)
+        arguments = {"attention_mask": mask[:, :-1], "position_ids": positions, cache_argument(model): prompts}
+        model(ids[:, :-1], **arguments, logits_to_keep=1)
         memory = [(x.shape, x.dtype, x.device) for layer in prompts.layers for x in layer.kv.tensors]
         like = chosen, config.max_new_tokens, memory
         into = self._last[1] if self._last is not None and self._last[0] == like else None
@@ -82,8 +82,8 @@ class SharedPrefixRollouts:
         cache = prompts.fork(1, capacity=config.max_new_tokens).select(chosen, into=into)
         self._last = like, cache
 
-        given = {"attention_mask": mask[chosen], **cache_kwargs(cache)}
-        tokens: Tensor = model.generate(ids[chosen], **given, generation_config=config)
+        arguments = {"attention_mask": mask[chosen], **cache_kwargs(cache)}
+        tokens: Tensor = model.generate(ids[chosen], **arguments, generation_config=config)
         return tokens[:, ids.shape[1] :]
 
     def _generation_config(self, config: GenerationConfig) -> GenerationConfig:
@@ -120,15 +120,15 @@ def _without_gradient_hooks(model: PreTrainedModel) -> Iterator[None]:
     except AttributeError as error:
         moved("torch.nn.Module._forward_hooks", error, "rollouts may be compiled again and again")
         hooks = {}
-    held = dict(hooks)
-    for key, hook in held.items():
+    all_hooks = dict(hooks)
+    for key, hook in all_hooks.items():
         if getattr(hook, "__name__", None) == "make_inputs_require_grads":
             del hooks[key]
     try:
         yield
     finally:
         hooks.clear()
-        hooks.update(held)
+        hooks.update(all_hooks)
 
 
 def _tokenize(prompts: Sequence[Any], trainer: GRPOTrainer) -> Tokens:

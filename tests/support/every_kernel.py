@@ -71,14 +71,16 @@ def attend(
         variant["sinks"] = torch.randn(query.shape[1], device="cuda").to(dtype)
     if float8 or int8:
         variant |= {name: torch.rand(scaled, device="cuda") for name in ("key_scale", "value_scale")}
-    place = Place(**{name: options.pop(name) for name in ("whole", "max_and_sum", "follows") if name in options})
+    place = Place(
+        **{name: options.pop(name) for name in ("final", "max_and_sum", "beside_previous") if name in options}
+    )
     if tiles:
         options["tiles"] = getattr(segment_launches, tiles)
     call = decode_call(query, key, value, mask, kv_lens, 0.1, blocks, **variant)
     stored = call.segments[0]._replace(row_groups=groups)
     plan = decode.plan_segment(call, stored, place, **options)
     partials = plan(call, stored)
-    twice = 1 if place.whole else 2
+    twice = 1 if place.final else 2
     combine.plan_combine(query, dim, *[plan.tile_space] * twice, dtype=dtype)(*[partials] * twice)
 
 

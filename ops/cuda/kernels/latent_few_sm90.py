@@ -69,12 +69,12 @@ def _store_queries(
 @gluon.jit
 def _store_sums(out, partial_out, acc, visit, sizes, COLUMN: gl.constexpr):
     """Store half of the columns of a whole or a partial state, from sums `[columns, queries]`."""
-    slot, whole, kv_row = visit
+    slot, final, kv_row = visit
     q_len, heads = sizes
     q_row = gl.arange(0, _FEW, layout=_QUERIES)
     dims = COLUMN + gl.arange(0, HALF, layout=_KEYS)
     ok = (q_row < heads * q_len)[None, :]
-    if whole:
+    if final:
         state = (kv_row * heads + q_row // q_len) * q_len + q_row % q_len
         gl.store(out + (state * _RANK)[None, :] + dims[:, None], acc.to(out.dtype.element_ty), mask=ok)
     else:
@@ -169,16 +169,16 @@ def _attend(
         divisor = gl.where(filled, row_sum, 1.0)
         log_sum = gl.where(filled, row_max * scale + gl.log(divisor), float("-inf"))
         q_row = gl.arange(0, _FEW, layout=_QUERIES)
-        whole = stop - first == n_tiles
+        final = stop - first == n_tiles
         slot = 2 * share + (tile - first > share_start).to(gl.int32)
-        if whole:
+        if final:
             state = (kv_row * heads + q_row // q_len) * q_len + q_row % q_len
             gl.store(lse + state, log_sum, mask=q_row < heads * q_len)
         else:
             gl.store(partial_lse + (slot * _FEW + q_row), log_sum, mask=q_row < heads * q_len)
         factor = (1.0 / divisor)[None, :]
-        _store_sums(out, partial_out, acc_left * factor, (slot, whole, kv_row), (q_len, heads), 0)
-        _store_sums(out, partial_out, acc_right * factor, (slot, whole, kv_row), (q_len, heads), HALF)
+        _store_sums(out, partial_out, acc_left * factor, (slot, final, kv_row), (q_len, heads), 0)
+        _store_sums(out, partial_out, acc_right * factor, (slot, final, kv_row), (q_len, heads), HALF)
         tile += stop - first
 
 

@@ -133,15 +133,15 @@ def _attend_left(
         log_sum = gl.where(filled, row_max * scale + gl.log(divisor), float("-inf"))
         rows = gl.arange(0, _BLOCK_M, layout=ROWS)
         q_row = q_row_start + rows
-        whole = stop - first == n_tiles
+        final = stop - first == n_tiles
         slot = 2 * share + (tile - first > share_start).to(gl.int32)
-        if whole:
+        if final:
             state = (kv_row * heads + q_row // q_len) * q_len + q_row % q_len
             gl.store(lse + state, log_sum, mask=q_row < heads * q_len)
         else:
             gl.store(partial_lse + (slot * _BLOCK_M + rows), log_sum, mask=q_row < heads * q_len)
         acc = scaled(acc, 1.0 / divisor)
-        store(out, partial_out, acc, (slot, whole, q_row_start, kv_row), (q_len, heads), 0)
+        store(out, partial_out, acc, (slot, final, q_row_start, kv_row), (q_len, heads), 0)
         visits += 1
         tile += stop - first
 
@@ -213,9 +213,9 @@ def _attend_right(
 
         row_sum = add_up(row_sum, handover, visits, SIDE=1)
         acc = scaled(acc, 1.0 / gl.where(row_sum != 0.0, row_sum, 1.0))
-        whole = stop - first == n_tiles
+        final = stop - first == n_tiles
         slot = 2 * share + (tile - first > share_start).to(gl.int32)
-        store(out, partial_out, acc, (slot, whole, q_row_start, kv_row), (q_len, heads), HALF)
+        store(out, partial_out, acc, (slot, final, q_row_start, kv_row), (q_len, heads), HALF)
         visits += 1
         tile += stop - first
 

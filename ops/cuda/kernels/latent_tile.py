@@ -216,14 +216,14 @@ def add_up(row_sum, handover, visits, SIDE: gl.constexpr):
 @gluon.jit
 def store(out, partial_out, acc, visit, sizes, COLUMN: gl.constexpr):
     """Store half of the columns of a whole or a partial state."""
-    slot, whole, q_row_start, kv_row = visit
+    slot, final, q_row_start, kv_row = visit
     q_len, heads = sizes
     layout: gl.constexpr = acc.type.layout
     rows = gl.arange(0, _BLOCK_M, layout=gl.SliceLayout(1, layout))
     dims = COLUMN + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
     q_row = q_row_start + rows
     ok = q_row < heads * q_len
-    if whole:
+    if final:
         state = (kv_row * heads + q_row // q_len) * q_len + q_row % q_len
         at = out + (state * _RANK)[:, None] + dims[None, :]
         gl.store(at, acc.to(out.dtype.element_ty), mask=ok[:, None])

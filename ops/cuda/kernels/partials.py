@@ -112,8 +112,8 @@ def fold_partials(
     first_slot, other_slots, owners = found
     out, lse, partial_out, partial_lse, _, _, _ = partials
     if FOLD_WHOLE:
-        whole = ok & (owners == 1)
-        if tl.max(whole.to(tl.int32), axis=0) > 0:
+        is_whole = ok & (owners == 1)
+        if tl.max(is_whole.to(tl.int32), axis=0) > 0:
             acc, row_max, row_sum = fold_states(
                 acc,
                 row_max,
@@ -121,7 +121,7 @@ def fold_partials(
                 out,
                 lse,
                 state[None, :],
-                whole[None, :],
+                is_whole[None, :],
                 dims,
                 VALUE_DIM,
                 MAX_AND_SUM,

@@ -136,9 +136,9 @@ def _consume(
         dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, load_layout))
         mask = q_row < heads_per_kv * seqs_per_kv * q_len
         if ROWS:
-            found = _sequences(row_groups, batch, kv_row, q_row // q_len % seqs_per_kv)
-            sequence = found.to(gl.int64)
-            mask = mask & (found >= 0)
+            sequence_or_none = _sequences(row_groups, batch, kv_row, q_row // q_len % seqs_per_kv)
+            sequence = sequence_or_none.to(gl.int64)
+            mask = mask & (sequence_or_none >= 0)
         else:
             sequence = kv_row * seqs_per_kv + q_row // q_len % seqs_per_kv
         head = kv_head * heads_per_kv + q_row // (q_len * seqs_per_kv)

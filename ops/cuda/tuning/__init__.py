@@ -42,7 +42,7 @@ def round_log2(n: int) -> int:
 @functools.cache
 def tables() -> tuple[Table, ...]:
     """Return all tables."""
-    modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     return tuple(Table(x.DEVICE, x.CAPABILITY, x.FASTEST) for x in modules)
 
 

@@ -29,10 +29,10 @@ def count_layers(config: PreTrainedConfig) -> int:
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None)
     for index, layer in enumerate(layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            found = layer_types[index] if layer_types else type(layer).__name__
+            kind = layer_types[index] if layer_types else type(layer).__name__
             raise ValueError(
                 "`config` must have layers of full, sliding or chunked attention only, each with its own keys and "
-                f"values, got {found!r} in layer {index}"
+                f"values, got {kind!r} in layer {index}"
             )
     return len(layers)
 
@@ -106,10 +106,10 @@ def attention_implementation(config: PreTrainedConfig) -> str | None:
 
 def check_attention(config: PreTrainedConfig | int) -> None:
     """Raise ValueError if the config is of a model that calls another attention than "tatten"."""
-    found = None if isinstance(config, int) else attention_implementation(config)
-    if found not in (None, "tatten"):
+    implementation = None if isinstance(config, int) else attention_implementation(config)
+    if implementation not in (None, "tatten"):
         raise ValueError(
-            f'`config` must be of a model with attn_implementation="tatten", got {found!r}: nothing else can '
+            f'`config` must be of a model with attn_implementation="tatten", got {implementation!r}: nothing else can '
             'attend to a sharded cache; call `model.set_attn_implementation("tatten")`'
         )
 
@@ -164,9 +164,9 @@ def eager_attention(module: nn.Module) -> Callable[..., Any]:
     for cls in type(module).__mro__:
         code = vars(sys.modules[cls.__module__])
         for name in ("eager_attention_forward", "simple_eager_attention_forward"):  # the second is TimesFM's
-            found: Callable[..., Any] | None = code.get(name)
-            if found is not None:
-                return found
+            function: Callable[..., Any] | None = code.get(name)
+            if function is not None:
+                return function
     raise NotImplementedError(
         f"{type(module).__name__} must have an `eager_attention_forward` beside it for soft caps, sinks and attention "
         'weights beyond decode steps, got none: load the model with attn_implementation="eager"'

@@ -72,8 +72,8 @@ def attention(
         additive = torch.zeros_like(attention_mask, dtype=query.dtype)
         attention_mask = additive.masked_fill(~attention_mask, torch.finfo(query.dtype).min)
     kwargs |= {"dropout": dropout, "scaling": scaling, "position_bias": position_bias, "softcap": softcap}
-    own: tuple[Tensor, Tensor] = eager_attention(module)(module, query, key, value, attention_mask, **kwargs)
-    return own
+    eager_result: tuple[Tensor, Tensor] = eager_attention(module)(module, query, key, value, attention_mask, **kwargs)
+    return eager_result
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None) -> bool:
@@ -107,13 +107,13 @@ def decode(
     sinks: Tensor | None,
 ) -> Tensor:
     """`tatten.decode_attention`, with biases in the mask."""
-    found = None if attn_mask is None or torch.compiler.is_compiling() else blocks_of(attn_mask)
+    blocks = None if attn_mask is None or torch.compiler.is_compiling() else blocks_of(attn_mask)
     if position_bias is not None:
-        attn_mask, found = biased(attn_mask, position_bias), None
+        attn_mask, blocks = biased(attn_mask, position_bias), None
     if sinks is not None and sinks.dtype != query.dtype:
         sinks = sinks.float()
     return decode_attention(
-        query, key, value, attn_mask=attn_mask, block_mask=found, scale=scale, softcap=softcap, sinks=sinks
+        query, key, value, attn_mask=attn_mask, block_mask=blocks, scale=scale, softcap=softcap, sinks=sinks
     )
 
 

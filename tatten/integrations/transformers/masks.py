@@ -72,7 +72,7 @@ def blocks_of(attn_mask: Tensor) -> BlockMask | None:
 
     It returns None while a CUDA graph is captured, too: the graph reads the mask as it is at each replay.
     """
-    version, found = getattr(attn_mask, _FOUND, (None, None))
-    if found is None or version != _version(attn_mask):
+    version, blocks = getattr(attn_mask, _FOUND, (None, None))
+    if blocks is None or version != _version(attn_mask):
         return None
-    return None if attn_mask.is_cuda and torch.cuda.is_current_stream_capturing() else found
+    return None if attn_mask.is_cuda and torch.cuda.is_current_stream_capturing() else blocks

@@ -38,13 +38,13 @@ def prefill(
     model: PreTrainedModel,
     prompt: Tensor,
     chunk: int | None,
-    held: int,
+    cache_length: int,
     capacity: int | None = None,
 ) -> Tensor:
     """Fill a cache over a mesh, and return the logits of the last token; see `ShardedKVCache.prefill`.
 
     Args:
-        held: number of tokens in the cache.
+        cache_length: number of tokens in the cache.
         capacity: number of tokens that it can hold; None for as many as come.
     """
 
@@ -53,13 +53,15 @@ def prefill(
     def describe() -> str:
         check_prompt(prompt, chunk, layout)
         tokens = prompt.shape[1]
-        if held:
-            raise ValueError(f"`prefill` needs an empty cache for the {tokens} tokens of `prompt`, got one with {held}")
+        if cache_length:
+            raise ValueError(
+                f"`prefill` needs an empty cache for the {tokens} tokens of `prompt`, got one with {cache_length}"
+            )
         if capacity is not None and tokens > capacity:
             raise ValueError(f"`capacity` must hold the {tokens} tokens of `prompt`, got {capacity}")
         check_model(model, len(cache.layers))
-        given = f"a prompt of shape {tuple(prompt.shape)} (#{int(fingerprint(prompt)) % 2**64:016x}), chunk {chunk}"
-        return f"{given}, a {type(model).__name__} in {model.dtype}"  # keys go round as bytes
+        described = f"a prompt of shape {tuple(prompt.shape)} (#{int(fingerprint(prompt)) % 2**64:016x}), chunk {chunk}"
+        return f"{described}, a {type(model).__name__} in {model.dtype}"  # keys go round as bytes
 
     agree(layout, "`prompt`, `chunk` and `model`", describe)
     tokens = prompt.shape[1]
@@ -70,8 +72,8 @@ def prefill(
         # A forward that was compiled in place would be traced for each length of a chunk.
         with run_prefill(striped), torch.compiler.set_stance("force_eager"):
             for positions in striped.chunks(size, prompt.device):
-                own = prompt.index_select(1, positions)
-                out = model(own, position_ids=positions[None], **kept)
+                local_prompt = prompt.index_select(1, positions)
+                out = model(local_prompt, position_ids=positions[None], **kept)
         logits = striped.finish(out.logits[:, -1])
     except BaseException:
         striped.abandon()
@@ -94,17 +96,17 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention "tatten" of transformers while a prefill runs: `key` and `value` are this rank's so far."""
-    given = {name: x for name, x in kwargs.items() if name not in HARMLESS and x is not None and x is not False}
+    unsupported = {name: x for name, x in kwargs.items() if name not in HARMLESS and x is not None and x is not False}
     if attention_mask is not None:
-        given["attention_mask"] = attention_mask
+        unsupported["attention_mask"] = attention_mask
     if dropout:
-        given["dropout"] = dropout
+        unsupported["dropout"] = dropout
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        given["is_causal"] = False
-    if given:
+        unsupported["is_causal"] = False
+    if unsupported:
         raise NotImplementedError(
             f"{type(module).__name__} must have plain causal attention for a prefill over several ranks, "
-            f"got {', '.join(f'`{name}`' for name in given)}: call the model with the cache instead"
+            f"got {', '.join(f'`{name}`' for name in unsupported)}: call the model with the cache instead"
         )
     return prefill.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
 
@@ -131,8 +133,8 @@ def check_model(model: PreTrainedModel, layers: int) -> None:
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"`model` must be a model of transformers, got {type(model).__name__}")
     config = model.config
-    if (found := attention_implementation(config)) != "tatten":
-        raise ValueError(f'`model` must have attn_implementation="tatten", got {found!r}')
+    if (implementation := attention_implementation(config)) != "tatten":
+        raise ValueError(f'`model` must have attn_implementation="tatten", got {implementation!r}')
     if reason := undivided_reason(model):
         raise NotImplementedError(f"`model` can't be divided among ranks, which need {reason}: call it with the cache")
     if (found_layers := count_full_layers(config)) != layers:

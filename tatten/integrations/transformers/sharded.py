@@ -93,7 +93,7 @@ class ShardedKVCache(WrappedCache):
             RuntimeError: a rank did not come within the timeout of the process group. The cache holds no tokens.
         """
         return prefill(
-            self, self._cache.layout, model, prompt, chunk, held=int(self._cache.length), capacity=self.capacity
+            self, self._cache.layout, model, prompt, chunk, cache_length=int(self._cache.length), capacity=self.capacity
         )
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -133,7 +133,7 @@ def attention(
         raise ValueError("`output_attentions` must be False over a sharded cache, as no rank has all weights, got True")
     if attention_mask is None:
         raise ValueError("`attention_mask` must exclude the unused slots of a sharded cache, got None")
-    queries, mask = layout.queries(query), layout.mask(attention_mask[..., layout.own])
+    queries, mask = layout.queries(query), layout.mask(attention_mask[..., layout.local_tokens])
     # Eager PyTorch has no kernel that returns the lse if values have a head_dim of their own (DeepSeek), so its SDPA
     # could not be merged.
     out: Tensor | None = (

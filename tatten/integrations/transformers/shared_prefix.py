@@ -88,7 +88,7 @@ class SharedPrefixCache(WrappedCache):
         from tatten.integrations.transformers.prefill import prefill
 
         assert isinstance(self._cache.layout, Interleaved)
-        return prefill(self, self._cache.layout, model, prompt, chunk, held=self._cache.length)
+        return prefill(self, self._cache.layout, model, prompt, chunk, cache_length=self._cache.length)
 
     def select(self, indices: Sequence[int] | Tensor, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
         """Make a cache of the sequences `indices`; see `tatten.SharedPrefixCache.select`, also for `into`."""
@@ -102,9 +102,9 @@ class SharedPrefixCache(WrappedCache):
 
         Assisted decoding announces itself by this call. Its first step passes the whole text, whatever a cache holds.
         """
-        held = self._cache.length
+        cache_length = self._cache.length
         for layer in self.layers:
-            layer.repeated = held
+            layer.repeated = cache_length
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forget the last `-tokens_to_remove` tokens, as assisted decoding does with rejected candidates.

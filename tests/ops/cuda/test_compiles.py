@@ -47,7 +47,7 @@ def attend(
         options["tiles"] = chosen[0]
     variant, places = (
         {name: options.pop(name) for name in names if name in options}
-        for names in (("window", "softcap"), ("whole", "max_and_sum", "follows"))
+        for names in (("window", "softcap"), ("final", "max_and_sum", "beside_previous"))
     )
     place = decode_grid.Place(**places)
     blocks = None
@@ -59,7 +59,7 @@ def attend(
     stored = call.segments[0]._replace(row_groups=groups)
     segment = decode.plan_segment(call, stored, place, **options)
     partials = segment(call, stored)
-    twice = 1 if place.whole else 2
+    twice = 1 if place.final else 2
     combine.plan_combine(query, dim, *[segment.tile_space] * twice, dtype=dtype)(*[partials] * twice)
 
 launches, chosen = [], []
@@ -87,7 +87,7 @@ Variant = tuple[tuple[str, int, int], dict[str, object]]  # dtype, head_dim, pac
 PER_SEQUENCE, LENS = {"mask": ("bool", 2, 1, 1)}, {"lens": True}
 FLOAT8, INT8, PER_KEY = {"float8": True}, {"int8": True}, {"per_key": True}
 EXTRAS = {"window": 1000, "softcap": 30.0, "sinks": True}
-CAPPED = {"softcap": 30.0, "sinks": True, "whole": False, "follows": True}
+CAPPED = {"softcap": 30.0, "sinks": True, "final": False, "beside_previous": True}
 
 
 def shapes(dtype: str, dims: tuple[int, ...], rows: tuple[int, ...], *options: dict[str, object]) -> list[Variant]:
@@ -126,8 +126,8 @@ GROUPS: dict[str, list[Variant]] = {
     ],
     "float32": shapes("float32", (64, 128, 256), (4,), {}, PER_SEQUENCE),
     "segments": [
-        *shapes("bfloat16", (128,), (4, 64), {"whole": False}, {"whole": False, "follows": True}),
-        *shapes("bfloat16", (64, 128), (4,), {"whole": False, "follows": True, "tiles": "SHORT_ROWS"}),
+        *shapes("bfloat16", (128,), (4, 64), {"final": False}, {"final": False, "beside_previous": True}),
+        *shapes("bfloat16", (64, 128), (4,), {"final": False, "beside_previous": True, "tiles": "SHORT_ROWS"}),
         *shapes("bfloat16", (64, 128), (128,), {"sm90": True}),
     ],
     "capped segments": shapes(
@@ -135,11 +135,11 @@ GROUPS: dict[str, list[Variant]] = {
     ),
     "batch invariant": shapes(
         *("bfloat16", (128,), (4, 64), *({"batch_invariant": True, **x} for x in ({}, LENS, PER_SEQUENCE, EXTRAS))),
-        *({"batch_invariant": True, "indexed": True, "whole": False, **x} for x in ({}, PER_SEQUENCE)),
+        *({"batch_invariant": True, "indexed": True, "final": False, **x} for x in ({}, PER_SEQUENCE)),
     ),
     "rows": [
         *shapes("bfloat16", (128,), (4, 64), {"indexed": True}, {"indexed": True, **PER_SEQUENCE}),
-        *shapes("bfloat16", (128,), (4,), {"indexed": True, "follows": True, "whole": False}),
+        *shapes("bfloat16", (128,), (4,), {"indexed": True, "beside_previous": True, "final": False}),
         *shapes("bfloat16", (64, 128), (128,), {"indexed": True, "sm90": True}),
     ],
 }
@@ -164,7 +164,7 @@ def stack_allowed(kernel: str, listed: bool) -> int:
 def faults(kernel: dict, per_sm: int, variant: Variant) -> list[str]:
     """List the faults of a compiled kernel of which `per_sm` programs are to be on an SM at once."""
     (dtype, _, rows), options = variant
-    listed, follows = "mask" in options, "follows" in options
+    listed, follows = "mask" in options, "beside_previous" in options
     name, ptx = kernel["kernel"], kernel["ptx"]
     found = []
     if kernel["stack"] > stack_allowed(name, listed):

@@ -60,7 +60,7 @@ def launch_and_merge(inputs: dict, **options) -> tuple[Any, tuple[Tensor, Tensor
     from tatten.ops.cuda.decode_grid import Place
 
     call = decode_call(**inputs)
-    place = Place(**{name: options.pop(name) for name in ("whole", "max_and_sum") if name in options})
+    place = Place(**{name: options.pop(name) for name in ("final", "max_and_sum") if name in options})
     segment = plan_segment(call, call.segments[0], place, **options, pdl=False)
     parts = segment(call, call.segments[0])
     state = plan_combine(inputs["query"], inputs["value"].shape[3], segment.tile_space, pdl=False)(parts)

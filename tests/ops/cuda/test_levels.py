@@ -65,7 +65,7 @@ def test_states(tree: tuple, batch: int, heads: tuple, q_len: int, dims: tuple, 
     keys, values = ([randn(rows, heads[1], n, dim) for rows, n in tree] for dim in dims)
     keys[0] = keys[0].transpose(1, 2).contiguous().transpose(1, 2)
     with fresh_memory_is_poison():
-        call, place = bifurcated_call(query, keys, values, scale=0.3), Place(whole=False, max_and_sum=max_and_sum)
+        call, place = bifurcated_call(query, keys, values, scale=0.3), Place(final=False, max_and_sum=max_and_sum)
         got = plan_levels(call, call.segments, tile, place)(call, *call.segments)
     lse = got.lse[..., 0] + got.lse[..., 1].log() if max_and_sum else got.lse
     assert got.out.dtype == torch.float32
@@ -127,7 +127,7 @@ def empty(*shape):
 for heads, follows, tile in ((64, False, levels.TILES[0]), (32, True, levels.TILES[0]), (64, True, levels.TILES[1])):
     query, keys = empty(1024, heads, 1, dim), [empty(rows, 8, n, dim) for rows, n in ((1, 256), (8, 128), (128, 32))]
     call = bifurcated_call(query, keys, keys, scale=0.1)
-    levels.plan_levels(call, call.segments, tile, Place(whole=False, follows=follows))(call, *call.segments)
+    levels.plan_levels(call, call.segments, tile, Place(final=False, beside_previous=follows))(call, *call.segments)
 print(json.dumps([compile_launch(*launch) for launch in launches]))
 """
 

@@ -69,9 +69,9 @@ def test_tensors_of_unknown_origin_are_refused() -> None:
 
 def test_a_result_is_a_whole_tensor() -> None:
     found, (whole, turned) = record(lambda x: (x.new_empty(4), x.t()), empty(2, 3))
-    assert found.whole(whole) is found.allocated[0]
+    assert found.exact_base(whole) is found.allocated[0]
     with pytest.raises(NotRecordableError, match=r"returns a view, \(3, 2\) of \(2, 3\)"):
-        found.whole(turned)
+        found.exact_base(turned)
 
 
 def test_plans_made_while_recording_are_not_kept() -> None:

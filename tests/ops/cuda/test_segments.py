@@ -123,7 +123,7 @@ def test_states_have_maximum_and_sum_only_where_they_are_merged_beside_a_bias(nu
     planned = plan(*[(256, 600)] * number, masks=dict.fromkeys(range(number), dtype))
     additive = dtype == torch.float32
     assert planned.split == tuple(tuple(range(number))[i : i + 2] for i in range(0, number, 2))
-    assert planned.whole == ()
+    assert planned.unsplit == ()
     assert all(x.tile_space.max_and_sum == additive for x in planned.launches)
     *before, last = planned.combines
     assert all(combine.launch.arguments["MAX_AND_SUM_OUT"] == additive for combine in before)
@@ -157,5 +157,5 @@ def test_one_segment_has_the_sinks(shapes: tuple[tuple[int, int], ...]) -> None:
 def test_whole_states_are_not_searched_for() -> None:
     planned = plan((256, 64), (256, 100), (256, 40))  # a program does 16 whole work tiles of 2048
     assert planned.split == ((),)
-    assert planned.whole == (0, 1, 2)
+    assert planned.unsplit == (0, 1, 2)
     assert planned.combines[-1].launch.arguments["SEGMENTS"] == 0
