@@ -96,10 +96,10 @@ def _rewrite_call(node: Node, attention: Attention, run: Run) -> Rewritten | Dec
         if isinstance(call, Declined):
             return call
         decision = match_call(call, run)
+        if isinstance(decision, Decline):
+            return declined(call, decision)
     except Exception as error:  # nothing was changed yet
         return Declined(source_location(node), "", decline_internal(error))
-    if isinstance(decision, Decline):
-        return declined(call, decision)
     try:
         return apply_match(decision, run.masks)
     except Exception as error:

@@ -247,6 +247,20 @@ def test_too_many_errors_leave_the_graph(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "ZeroDivisionError: division by zero" in errors_in(report)[0].decline.detail
 
 
+def two_calls(q, k, v, mask):
+    return sdpa(sdpa(q, q, q), k, v, mask, enable_gqa=True)
+
+
+def test_an_error_in_the_finding_of_a_decline_leaves_the_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm, run = of(two_calls)
+    want = run(gm)
+    monkeypatch.setattr(rewriting, "declined", lambda *_: 1 / 0)
+    report = rewrite(gm)
+    assert [type(x) for x in report.findings] == [Declined, Rewritten]
+    assert "ZeroDivisionError" in errors_in(report)[0].decline.detail
+    torch.testing.assert_close(run(gm), want)
+
+
 def test_the_report_asks_for_an_issue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(match_call, "check_call", lambda *_: [][0])
     given = tensors()
