@@ -38,11 +38,11 @@ class SegmentLaunch:
     sinks: bool
 
     def __call__(self, call: AttentionCall, stored: KeyValue) -> Partials:
-        key, value, attn_mask, *optional, rope = stored
-        sinks = call.sinks if self.sinks else None
+        key, value, attn_mask, kv_lens, block_mask, row_groups, key_scale, value_scale, rope = stored
+        optional = kv_lens, block_mask, row_groups, key_scale, value_scale, call.sinks if self.sinks else None
         # The kernels need contiguous tensors here. A copy is one more launch.
         kv_lens, block_mask, row_groups, key_scale, value_scale, sinks = [
-            x if x is None else x.contiguous() for x in (*optional, sinks)
+            x if x is None else x.contiguous() for x in optional
         ]
         mask, block_mask = self.mask(attn_mask, kv_lens, block_mask)
         out, lse, partial_out, partial_lse = allocate(call.query, *self.writes)

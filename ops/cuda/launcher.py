@@ -49,16 +49,24 @@ def by_layout(plan: Callable[..., T]) -> Callable[..., T]:
 
 
 def _layouts(args: Sequence[Any]) -> tuple[Any, ...]:
+    # A function for each tensor would take as long as the rest of this.
     return tuple(
         [
-            x if type(x) in VALUES else _layouts(x) if isinstance(x, (list, tuple)) else _layout(x)  # most are None
+            x
+            if (kind := type(x)) in VALUES
+            else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
+            if kind is Tensor
+            else _layout(x)
             for x in args
         ]
     )
 
 
 def _layout(x: Any) -> Any:
-    return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) if isinstance(x, Tensor) else x
+    """Return the layout of a tensor of a subclass, or of the contents of a list or tuple; other values as they are."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+    return _layouts(x) if isinstance(x, (list, tuple)) else x
 
 
 def on_device_of(x: Tensor, run: Callable[..., T], *args: Any) -> T:
