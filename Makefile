@@ -50,7 +50,8 @@ test-ci:
 # on private APIs, on generated code and on Triton's compiler. PIP_CONSTRAINT keeps a machine's own pins out.
 OLDEST ?= torch==2.11.0 triton==3.6.0 transformers==5.17.0
 NEWEST ?= torch==2.15.0 triton==3.9.0
-BY_VERSION = $$(find tests -name test_private_api.py) $$(grep -rl compile_in_subprocess tests --include='test_*.py') \
+# `echo` puts all names on one line: make would run each line of them as a command.
+BY_VERSION = $$(echo $$(find tests -name test_private_api.py) $$(grep -rl compile_in_subprocess tests --include='test_*.py')) \
 	tests/ops/inductor tests/tatten/test_moved_apis.py tests/tatten/test_backend.py tests/tatten/test_dtensor_sdpa.py tests/tatten/test_models.py
 
 test-oldest test-newest: export PIP_CONSTRAINT := /dev/null
