@@ -75,6 +75,11 @@ class AttentionCall(NamedTuple):
         return self.query.shape[3] ** -0.5 if self.scale is None else self.scale
 
     @property
+    def plain(self) -> bool:
+        """True without a window, soft cap, sinks and `batch_invariant`."""
+        return self.window is None and self.softcap is None and self.sinks is None and not self.batch_invariant
+
+    @property
     def latent(self) -> bool:
         """True if keys and values are one tensor, the latents."""
         return self.op == LATENT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,24 +88,19 @@ def _check_decomposes(call: AttentionCall) -> None:
 
 def _decode_attention(call: AttentionCall, *, core_aten: bool) -> State:
     _check_decomposes(call)
-    query, scale, dtype = call.query, call.score_scale, call.query.dtype
+    query, dtype = call.query, call.query.dtype
     stored = call.segments[0]
     upcasts = stored.key.dtype != dtype
     if upcasts:  # as `tatten.ops.cpu.attention` does
         query = query.to(accumulator_dtype(dtype))
         stored = _with_mask_in(stored, query.dtype)
     stored = _within_reach(call, stored)
-    in_products = core_aten or call.softcap is not None
-    used = used_in_blocks(query, stored, LEAST_IN_PRODUCTS if in_products else 1)
+    jointly = core_aten or call.softcap is not None
+    used = used_in_blocks(query, stored, LEAST_IN_PRODUCTS if jointly else 1)
     if upcasts:
         key, value = (upcast(x, f, query.dtype) for x, f in zip((used.key, used.value), used.scales, strict=True))
         used = UsedKeys(key, value, used.mask, used.inside)
-    if in_products:
-        out, lse = attend_jointly(query, [used], scale, call.softcap)
-    else:
-        out, lse = attend_used(query, used, scale)
-    if call.sinks is not None:
-        out, lse = merge_sinks(out, lse, call.sinks)
+    out, lse = _attend(call, query, [used], jointly)
     return out.to(dtype).contiguous(), lse.contiguous()
 
 
@@ -124,31 +119,26 @@ def _within_reach(call: AttentionCall, stored: KeyValue) -> KeyValue:
         return stored
     lens = torch.full((1,), kv_len) if kv_lens is None else kv_lens.to(torch.int64).clamp(0, kv_len)
     reach = mask_of_reach(lens, call.query.shape[2], kv_len, window)
-    return stored._replace(attn_mask=reach if mask is None else narrow_mask(mask, reach), block_mask=None)
+    return stored._replace(attn_mask=narrow_mask(mask, reach), block_mask=None)
 
 
 def _latent_attention(call: AttentionCall, *, core_aten: bool) -> State:
     _check_decomposes(call)
-    acc, in_products = accumulator_dtype(call.query.dtype), core_aten or call.softcap is not None
+    acc, jointly = accumulator_dtype(call.query.dtype), core_aten or call.softcap is not None
     query, key_rope = query_and_rope(call)
     stored = _within_reach(call, _with_mask_in(call.segments[0], acc))._replace(value=key_rope)
-    used = used_in_blocks(query, stored, LEAST_IN_PRODUCTS if in_products else 1)
+    used = used_in_blocks(query, stored, LEAST_IN_PRODUCTS if jointly else 1)
     # A graph has no loop over a number of blocks that the mask decides: the used latents and their rope are joined.
     keys = torch.cat((used.key, used.value), dim=3).to(acc)
     used = UsedKeys(keys, used.key.to(acc), used.mask, used.inside)
-    if in_products:
-        out, lse = attend_jointly(query.to(acc), [used], call.score_scale, call.softcap)
-    else:
-        out, lse = attend_used(query.to(acc), used, call.score_scale)
-    if call.sinks is not None:
-        out, lse = merge_sinks(out, lse, call.sinks)
+    out, lse = _attend(call, query.to(acc), [used], jointly)
     return out.to(call.out_dtype or call.query.dtype).contiguous(), lse.contiguous()
 
 
 def _bifurcated_attention(call: AttentionCall, *, core_aten: bool) -> State:
     _check_decomposes(call)
     call = with_masks_of_window(call)
-    query, scale, masks = call.query, call.score_scale, [x.attn_mask for x in call.segments]
+    query, masks = call.query, [x.attn_mask for x in call.segments]
     additive = len(masks) > 1 and any(mask is not None and mask.dtype != torch.bool for mask in masks)
     jointly = core_aten or additive or call.softcap is not None
     least = LEAST_IN_PRODUCTS if jointly else 1
@@ -156,13 +146,21 @@ def _bifurcated_attention(call: AttentionCall, *, core_aten: bool) -> State:
         used_in_blocks(query, x, least) if (rows := rows_of(query, x)) is None else used_by_rows(x, rows, least)
         for x in call.segments
     ]
+    out, lse = _attend(call, query, segments, jointly)
+    return out.contiguous(), lse.contiguous()
+
+
+def _attend(call: AttentionCall, query: Tensor, segments: Sequence[UsedKeys], jointly: bool) -> State:
+    """Return the state of `query` over the sinks and the used keys.
+
+    With `jointly`, matrix products hold the keys of all segments. Otherwise PyTorch's flash kernel computes each one.
+    """
+    scale = call.score_scale
     if jointly:
         out, lse = attend_jointly(query, segments, scale, call.softcap)
     else:
         out, lse = combine_partials(*zip(*(attend_used(query, used, scale) for used in segments), strict=True))
-    if call.sinks is not None:
-        out, lse = merge_sinks(out, lse, call.sinks)
-    return out.contiguous(), lse.contiguous()
+    return (out, lse) if call.sinks is None else merge_sinks(out, lse, call.sinks)
 
 
 def _merge_states(out: Tensor, lse: Tensor, *, batch_invariant: bool = False) -> State:

@@ -18,8 +18,10 @@ def mask_of_reach(lens: Tensor, q_len: int, kv_len: int, window: int | None) -> 
     return (behind >= 0) & (behind < window)
 
 
-def narrow_mask(mask: Tensor, reach: Tensor) -> Tensor:
-    """Return the part of a mask, bool or additive, that lies within reach."""
+def narrow_mask(mask: Tensor | None, reach: Tensor) -> Tensor:
+    """Return the part of a mask, bool or additive, that lies within reach; None stands for a mask that allows all."""
+    if mask is None:
+        return reach
     return mask & reach if mask.dtype == torch.bool else torch.where(reach, mask, NEG_INF)
 
 
@@ -35,8 +37,7 @@ def with_masks_of_window(call: AttentionCall) -> AttentionCall:
         # `left` counts the keys of later segments too: they only move the queries away.
         kv_len = x.key.shape[2]
         reach = mask_of_reach(torch.full((1,), left, device=x.key.device), call.query.shape[2], kv_len, call.window)
-        mask = reach if x.attn_mask is None else narrow_mask(x.attn_mask, reach)
-        segments.append(x._replace(attn_mask=mask, block_mask=None))
+        segments.append(x._replace(attn_mask=narrow_mask(x.attn_mask, reach), block_mask=None))
         left -= kv_len
     return call._replace(segments=tuple(segments), window=None)
 
@@ -61,7 +62,7 @@ def within_window(call: AttentionCall) -> AttentionCall:
             x = x._replace(key=key, value=value, attn_mask=mask, block_mask=None)
         if rest > 0 and (stop > window or stop - q_len < rest - 1):
             reach = mask_of_reach(torch.full((1,), stop, device=x.key.device), q_len, rest, window)
-            x = x._replace(attn_mask=reach if mask is None else narrow_mask(mask, reach), block_mask=None)
+            x = x._replace(attn_mask=narrow_mask(mask, reach), block_mask=None)
         segments.append(x)
         left -= kv_len
     return call._replace(segments=tuple(segments), window=None)

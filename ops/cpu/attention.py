@@ -38,8 +38,7 @@ Scales = tuple[Tensor | None, Tensor | None]  # of keys and of values, each per 
 
 def decode_attention(call: AttentionCall) -> State:
     query, (stored,) = call.query, call.segments
-    plain = call.window is None and call.softcap is None and call.sinks is None and not call.batch_invariant
-    if plain and stored.kv_lens is None and call.provider in ("auto", "cpu"):
+    if call.plain and stored.kv_lens is None and call.provider in ("auto", "cpu"):
         state = attend_at_once(query, stored, call.scale)
         if state is not None:
             return state
