@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,7 +213,7 @@ def plan_segment(
 class DecodeAttention:
     """Computes attention to one segment, for calls of the layout that it was planned for."""
 
-    segment: SegmentLaunch
+    segment: Callable[[AttentionCall, KeyValue], Partials]
     combine: Combine
 
     def __call__(self, call: AttentionCall) -> State:

@@ -52,7 +52,8 @@ def _prepare_segments(call: AttentionCall) -> AttentionCall:
     indexed = any(x.row_groups is not None for x in call.segments)
     if not (indexed or call.batch_invariant or call.window is not None):
         return call
-    _check_segments(call)
+    check_devices(**call.tensors)
+    check_bifurcated_attention(call)
     if call.batch_invariant:
         check_segments_batch_invariant(call)
     call = within_window(call)
@@ -117,7 +118,7 @@ def _plan_decode(call: AttentionCall) -> Attend:
 
 def _plan_segments(call: AttentionCall) -> Attend:
     """Plan for segments after `_prepare_segments`: the call has no window any more."""
-    _check_segments(call)
+    check_bifurcated_attention(call)
     query, first = call.query, call.segments[0]
     check_cuda_head_dims(query, first.value)
     alone = len(call.segments) == 1 and first.row_groups is None and first.attn_mask is None
@@ -131,11 +132,6 @@ def _plan_segments(call: AttentionCall) -> Attend:
     from tatten.ops.cuda.segments import plan_segments
 
     return plan_segments(call)
-
-
-def _check_segments(call: AttentionCall) -> None:
-    check_devices(**call.tensors)
-    check_bifurcated_attention(call)
 
 
 def row_groups(rows: Tensor, kv_batch: int, queries: int) -> Tensor:

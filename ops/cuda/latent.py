@@ -42,18 +42,13 @@ def plan_latents(call: AttentionCall) -> Attend:
     from tatten.ops.cuda.decode import plan_attention
     from tatten.ops.cuda.mask_plan import plan_mask
 
-    if _is_plain(call):
+    if call.plain and call.score_scale > 0 and call.query_rope is not None:
         mask = plan_mask(query, stored)
         if _takes_sm90(call, mask):
             from tatten.ops.cuda.latent_sm90 import plan_latents_sm90
 
             return plan_latents_sm90(call, mask)
     return plan_attention(call)
-
-
-def _is_plain(call: AttentionCall) -> bool:
-    plain = call.window is None and call.softcap is None and call.sinks is None and not call.batch_invariant
-    return plain and call.score_scale > 0 and call.query_rope is not None
 
 
 def _takes_sm90(call: AttentionCall, mask: MaskPlan) -> bool:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tatten.ops.call import Attend, AttentionCall, KeyValue
+from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import Partials, plan_combine
+from tatten.ops.cuda.decode import DecodeAttention
 from tatten.ops.cuda.gpu import multiprocessors
 from tatten.ops.cuda.heuristics import latent_programs_for, programs_for
 from tatten.ops.cuda.kernels.latent_few_sm90 import FEW, _latent_few_kernel
@@ -22,7 +23,6 @@ from tatten.ops.cuda.sm90 import key_tiling, strides_in_units
 from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tma import Tiling
 from tatten.ops.sizes import ceil_div, power_of_2
-from tatten.ops.states import State
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,10 @@ class LatentLaunch:
         return Partials(out, lse, partial_out, partial_lse, lens, block_mask)
 
 
-def plan_latents_sm90(call: AttentionCall, mask: MaskPlan) -> Attend:
+def plan_latents_sm90(call: AttentionCall, mask: MaskPlan) -> DecodeAttention:
     """Plan the two launches for a checked call that the kernels support."""
     segment = plan_latent_segment(call, mask)
-    combine = plan_combine(call.query, RANK, segment.tile_space)
-
-    def attend(call: AttentionCall) -> State:
-        state = combine(segment(call, call.segments[0]))
-        return state.out, state.lse
-
-    return attend
+    return DecodeAttention(segment, plan_combine(call.query, RANK, segment.tile_space))
 
 
 def plan_latent_segment(call: AttentionCall, mask: MaskPlan) -> LatentLaunch:
