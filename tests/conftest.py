@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -54,6 +55,15 @@ def extra_kernels_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
 def errors_of_passes_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Users get a report of an error inside a pass; here it fails the test."""
     monkeypatch.setattr(internal, "RAISES", True)
+
+
+@pytest.fixture(autouse=True)
+def unused_gpu_memory_is_returned() -> Iterator[None]:
+    """Processes of `make test-gpu` share a GPU, and the allocator of each keeps the peak of its largest test."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2 << 30:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -66,7 +66,8 @@ def attend(
         if indexed:
             blocks = torch.ops.tatten.block_mask.default(mask, 2, torch.tensor([1, 0], device="cuda"))
     kv_lens = torch.tensor([KV_LEN, 70], device="cuda") if lens else None
-    variant: dict[str, Any] = {name: options.pop(name) for name in ("window", "softcap") if name in options}
+    names = "window", "softcap", "batch_invariant"
+    variant: dict[str, Any] = {name: options.pop(name) for name in names if name in options}
     if sinks:
         variant["sinks"] = torch.randn(query.shape[1], device="cuda").to(dtype)
     if float8 or int8:
