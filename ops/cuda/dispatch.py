@@ -6,6 +6,7 @@ The plan of an attention op includes the choice of a provider.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def attention(call: AttentionCall) -> State:
     check_call_no_grad(call)
     if call.op == BIFURCATED:
         call = _prepare_segments(call)
-    return on_device_of(call.query, _plan(call, current_flash_attention_impl()), call)
+    return on_device_of(call.query, _plan(current_flash_attention_impl(), *call), call)
 
 
 def _prepare_segments(call: AttentionCall) -> AttentionCall:
@@ -78,12 +79,13 @@ def _with_block_mask(query: Tensor, stored: KeyValue, every_block: bool) -> KeyV
 
 
 @by_layout
-def _plan(call: AttentionCall, flash_impl: str | None) -> Attend:
-    """Plan a function that computes the op for calls of this layout.
+def _plan(flash_impl: str | None, *fields: Any) -> Attend:
+    """Plan a function that computes the op for calls whose fields have this layout.
 
     `flash_impl` is the implementation that PyTorch's flash attention has now. The choice of a provider depends on it
     (`Workload.flash_impl`), so a plan is remembered for each implementation.
     """
+    call = AttentionCall(*fields)
     check_devices(**call.tensors)
     if call.op == LATENT:
         return plan_latents(call)

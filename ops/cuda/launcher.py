@@ -56,6 +56,8 @@ def _layouts(args: Sequence[Any]) -> tuple[Any, ...]:
             if (kind := type(x)) in VALUES
             else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
             if kind is Tensor
+            else _layouts(x)
+            if isinstance(x, (tuple, list))
             else _layout(x)
             for x in args
         ]
@@ -63,10 +65,8 @@ def _layouts(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _layout(x: Any) -> Any:
-    """Return the layout of a tensor of a subclass, or of the contents of a list or tuple; other values as they are."""
-    if isinstance(x, Tensor):
-        return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
-    return _layouts(x) if isinstance(x, (list, tuple)) else x
+    """Return the layout of a tensor of a subclass, and other values as they are."""
+    return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) if isinstance(x, Tensor) else x
 
 
 def on_device_of(x: Tensor, run: Callable[..., T], *args: Any) -> T:

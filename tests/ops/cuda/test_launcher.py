@@ -104,10 +104,10 @@ def test_a_plan_keeps_no_tensor(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
     match op:
         case "decode":
             variant = {"window": 9, "sinks": sinks, "key_scale": scales[0], "value_scale": scales[1]}
-            plan = cuda._plan(decode_call(query, *cache, mask, lens, provider="triton", **variant), None)
+            plan = cuda._plan(None, *decode_call(query, *cache, mask, lens, provider="triton", **variant))
         case "bifurcated":
             both = [list(pair) for pair in zip(shared, cache, strict=True)]
-            plan = cuda._plan(bifurcated_call(query, *both, [None, mask], sinks=sinks), None)
+            plan = cuda._plan(None, *bifurcated_call(query, *both, [None, mask], sinks=sinks))
             del both
         case "merge":
             plan = cuda._plan_merge_states(out, lse)
