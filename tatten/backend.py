@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from tatten.inner_compiler import Compiled, inner_compiler, reset_inner
-from tatten.options import split_options
+from tatten.options import decode_options, split_options
 from tatten.passes import rewrite
 from tatten.report import publish
 from tatten.saved import calls_ops, save_with_ops
@@ -44,6 +45,9 @@ def tatten(
         batch_invariant=tatten_options.batch_invariant,
     )
     needs_ops = calls_ops(gm)  # asked here: the compiler may change the graph
+    if tatten_options.decode and needs_ops:
+        device = next((x.device for x in example_inputs if isinstance(x, Tensor) and x.is_cuda), torch.device("cpu"))
+        compiler = inner_compiler("inductor", mode, {**decode_options(device), **rest})
     compiled = compiler(gm, example_inputs)  # raises if Dynamo is to start over with another graph
     if needs_ops:
         save_with_ops(compiled)

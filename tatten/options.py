@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
 
 
@@ -17,11 +19,13 @@ class Options:
         inner: the backend that compiles the rewritten graph: "inductor", or any that Dynamo knows.
         max_q_len: an SDPA call with more queries than this per sequence counts as a prefill and is left unchanged.
         batch_invariant: attention of a sequence has the same bits whatever else is in the batch.
+        decode: set the options of Inductor that decode steps on a GPU gain from; see `decode_options`.
     """
 
     inner: str = "inductor"
     max_q_len: int = DEFAULT_MAX_Q_LEN
     batch_invariant: bool = False
+    decode: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, str):
@@ -30,8 +34,29 @@ class Options:
             raise TypeError(f"option `max_q_len` must be an int, got {self.max_q_len!r}")
         if not isinstance(self.batch_invariant, bool):
             raise TypeError(f"option `batch_invariant` must be a bool, got {self.batch_invariant!r}")
+        if not isinstance(self.decode, bool):
+            raise TypeError(f"option `decode` must be a bool, got {self.decode!r}")
         if self.max_q_len < 1:
             raise ValueError(f"option `max_q_len` must be at least 1, got {self.max_q_len}")
+        if self.decode and self.batch_invariant:
+            raise ValueError(
+                "option `decode` must be False with `batch_invariant`, got True: timing would choose the order of sums"
+            )
+        if self.decode and self.inner != "inductor":
+            raise ValueError(f"option `decode` must be False for another `inner` than 'inductor', got {self.inner!r}")
+
+
+def decode_options(device: torch.device) -> dict[str, Any]:
+    """Return options of Inductor for decode steps on a device; none for a CPU.
+
+    `coordinate_descent_tuning` turns cuBLAS calls for one row into fused kernels, and tunes them at their first launch.
+    `triton.enable_pdl` lets a kernel begin before the one before ends, from compute capability 9.0 on.
+    """
+    if device.type != "cuda":
+        return {}
+    from tatten.ops.cuda.gpu import has_early_launches
+
+    return {"coordinate_descent_tuning": True, **({"triton.enable_pdl": True} if has_early_launches(device) else {})}
 
 
 def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:

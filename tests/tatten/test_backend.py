@@ -15,6 +15,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
 import tatten
+from tatten import backend
+from tatten.options import decode_options
 from tatten.passes.reasons import Reason
 
 pytestmark = pytest.mark.drawn(5)
@@ -237,3 +239,55 @@ def test_what_the_entry_point_rests_on() -> None:
     assert "nobody" not in list_backends(None)
     assert entry_point.backend is None
     assert lookup_backend("tatten") is tatten
+
+
+def test_option_decode_computes_the_same_on_a_cpu() -> None:
+    fn = torch.compile(step, backend="tatten", options={"decode": True})
+    args = inputs()
+    torch.testing.assert_close(fn(*args), step(*args))
+
+
+def test_option_decode_sets_inductors_options_for_graphs_with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own options win, and a graph without attention is compiled as it would be without the option."""
+    used: list[dict[str, object]] = []
+    original = backend.inner_compiler
+
+    def spy(name: str, mode: str | None, options: dict[str, object]) -> object:
+        used.append(options)
+        return original(name, mode, {})
+
+    monkeypatch.setattr(backend, "inner_compiler", spy)
+    monkeypatch.setattr(
+        backend, "decode_options", lambda device: {"coordinate_descent_tuning": True, "max_autotune": False}
+    )
+    torch.compile(step, backend="tatten", options={"decode": True, "max_autotune": True})(*inputs())
+    assert used[-1] == {"coordinate_descent_tuning": True, "max_autotune": True}
+    torch.compile(lambda x: x + 1, backend="tatten", options={"decode": True})(torch.ones(3))
+    assert used[-1] == {}
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"decode": 1}, "option `decode` must be a bool, got 1"),
+        ({"decode": True, "batch_invariant": True}, "option `decode` must be False with `batch_invariant`, got True"),
+        (
+            {"decode": True, "inner": "eager"},
+            "option `decode` must be False for another `inner` than 'inductor', got 'eager'",
+        ),
+    ],
+    ids=["type", "batch_invariant", "inner"],
+)
+def test_option_decode_refuses(options: dict[str, object], text: str) -> None:
+    with pytest.raises(BackendCompilerFailed, match=text):
+        torch.compile(step, backend="tatten", options=options)(*inputs())
+
+
+@pytest.mark.parametrize(
+    "kind, expected", [("cpu", {}), ("cuda", {"coordinate_descent_tuning": True, "triton.enable_pdl": True})]
+)
+def test_options_of_a_decode_step(kind: str, expected: dict[str, object]) -> None:
+    """A machine without a GPU stands for one of compute capability 9.0."""
+    if kind == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
+        expected = {"coordinate_descent_tuning": True}
+    assert decode_options(torch.device(kind)) == expected

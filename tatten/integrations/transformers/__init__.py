@@ -1,17 +1,26 @@
-"""The caches as `transformers.Cache`s, and attention over those that are sharded."""
+"""The caches as `transformers.Cache`s, attention over those that are sharded, and a decode loop for `generate`."""
 
 from typing import TYPE_CHECKING
 
 from tatten.integrations.transformers import registration  # noqa: F401
 from tatten.integrations.transformers.config import cache_kwargs
 from tatten.integrations.transformers.cross_attention import CrossAttentionCache
+from tatten.integrations.transformers.loop.decode_loop import DecodeLoop, decode_loop
 from tatten.integrations.transformers.quantised import QuantizedStaticCache
 from tatten.integrations.transformers.shared_prefix import SharedPrefixCache
 
 if TYPE_CHECKING:
     from tatten.integrations.transformers.sharded import ShardedKVCache
 
-__all__ = ["CrossAttentionCache", "QuantizedStaticCache", "ShardedKVCache", "SharedPrefixCache", "cache_kwargs"]
+__all__ = [
+    "CrossAttentionCache",
+    "DecodeLoop",
+    "QuantizedStaticCache",
+    "ShardedKVCache",
+    "SharedPrefixCache",
+    "cache_kwargs",
+    "decode_loop",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,199 @@
+"""Milliseconds of a token of `generate` with `decode_loop`, beside `generate` alone, Inductor, and bare replays.
+
+    python benchmarks/decode_loop.py --device cuda                     # 32 layers of Llama-3.1-8B; minutes of compiling
+    python benchmarks/decode_loop.py --device cuda --layers 2 --batch 1 --only loop generate_tatten
+    python benchmarks/decode_loop.py --device cpu                      # a tiny model, to try the code
+
+A time is that of one more token by wall clock: the difference of two calls, one of which generates more. Calls take
+turns. `replay` is the time of the captured step alone, replayed without a loop. `first_call_s` is the first call with
+nothing on disk that was compiled before. The floor is each weight and each used key and value once, at the rate of a
+plain read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from support import models, results
+from support.command_line import arguments, machine
+from support.timing import in_turns, read_rate
+from transformers import CompileConfig, PreTrainedModel, StaticCache
+
+from tatten.integrations.transformers import DecodeLoop, cache_kwargs
+from tatten.options import decode_options
+
+FEW, MANY = 8, 136  # tokens of the two calls
+WARPS = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1}
+CANDIDATES = (
+    "generate_inductor",
+    "generate_tatten",
+    "generate_tuned",
+    "loop",
+    "loop_sampled",
+    "loop_streamed",
+    "loop_untuned",
+    "loop_inductor",
+)
+
+
+class Streamer:
+    """Counts tokens."""
+
+    tokens = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.numel()
+
+    def end(self) -> None:
+        pass
+
+
+def candidate(
+    name: str, model: PreTrainedModel, prompt: torch.Tensor, capacity: int
+) -> tuple[Callable, DecodeLoop | None]:
+    """A function that generates so many tokens after the prompt, and its loop."""
+    device = prompt.device
+    fixed: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    loop = None
+    if name.startswith("generate"):
+        cache = StaticCache(model.config, max_cache_len=capacity)
+        options = {"triton.cudagraphs": True, "decode": True} if name == "generate_tuned" else None
+        config = CompileConfig(
+            backend="inductor" if name == "generate_inductor" else "tatten",
+            mode=None if options else "reduce-overhead",
+            options=options,
+        )
+        config._compile_all_devices = True
+        fixed |= {"compile_config": config, **cache_kwargs(cache)}
+    else:
+        loop = DecodeLoop()
+        fixed |= {"custom_generate": loop, "cache_implementation": "static", "max_cache_len": capacity}
+        if name == "loop_inductor":
+            fixed["compile_config"] = CompileConfig(backend="inductor", mode=None, options=decode_options(device))
+        if name == "loop_untuned":
+            fixed["compile_config"] = CompileConfig(backend="tatten", mode=None, options={"decode": False})
+        if name == "loop_sampled":
+            fixed |= WARPS
+
+    def generate(tokens: int) -> torch.Tensor:
+        if "custom_generate" not in fixed:
+            cache.reset()
+        more = {"streamer": Streamer()} if name == "loop_streamed" else {}
+        result = model.generate(prompt, max_new_tokens=tokens, **fixed, **more)
+        assert loop is None or loop.reason is None, loop.reason
+        return result
+
+    return generate, loop
+
+
+def clock(call: Callable[[], object], device: str) -> float:
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def replay_ms(loop: DecodeLoop, model: PreTrainedModel) -> float | None:
+    """Milliseconds of a replay of the step that the loop captured."""
+    graph = next(iter(loop._steps[model].values())).runner._graph
+    if graph is None:
+        return None
+    state = next(iter(loop._steps[model].values())).state
+    length, position = state.length.clone(), state.position.clone()
+
+    def restart() -> None:
+        state.length.copy_(length)
+        state.position.copy_(position)
+
+    times = []
+    for _ in range(5):
+        restart()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(32):
+            graph.replay()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / 32 * 1e3)
+    return sorted(times)[2]
+
+
+def measure(model: PreTrainedModel, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    prompt = torch.randint(1, model.config.vocab_size, (batch, args.used), device=args.device)
+    calls, loops, first = {}, {}, {}
+    torch._dynamo.reset()
+    for name in args.only:
+        if batch > 1 and name == "loop_streamed":  # streamers take one sequence
+            continue
+        model._last_compile_config = None  # `generate` keeps on the model what it compiled, and how
+        call, loop = candidate(name, model, prompt, args.capacity)
+        first[name] = clock(lambda call=call: call(FEW), args.device)
+        compiled = getattr(model, "_compiled_call", None), model._last_compile_config
+
+        def again(tokens: int, call: Callable = call, compiled: tuple = compiled) -> torch.Tensor:
+            model._compiled_call, model._last_compile_config = compiled
+            return call(tokens)
+
+        calls[name], loops[name] = again, loop
+        print(f"  {name}: first call {first[name]:.1f} s", flush=True)
+    for call in calls.values():
+        call(MANY)
+
+    def token_ms(_: str, call: Callable[[int], torch.Tensor]) -> float:
+        few = clock(lambda: call(FEW), args.device)
+        return (clock(lambda: call(MANY), args.device) - few) / (MANY - FEW) * 1e3
+
+    ms = in_turns(calls, args.rounds, token_ms)
+    row = {"token_ms": ms, "first_call_s": first}
+    if "loop" in loops and args.device == "cuda":
+        calls["loop"](FEW)
+        row["replay_ms"] = replay_ms(loops["loop"], model)
+    return row
+
+
+def parse() -> argparse.Namespace:
+    parser = arguments(__doc__)
+    parser.add_argument("--model", default="llama", choices=list(models.SHAPES))
+    parser.add_argument("--layers", type=int, help="default: 32; on a CPU 1")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--capacity", type=int)
+    parser.add_argument("--used", type=int)
+    parser.add_argument("--only", nargs="*", default=list(CANDIDATES), choices=CANDIDATES)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    small = args.device == "cpu"
+    args.layers = args.layers or (1 if small else 32)
+    args.capacity, args.used = args.capacity or (1024 if small else 8192), args.used or (16 if small else 1000)
+    return args
+
+
+def main() -> None:
+    args = parse()
+    rate = read_rate(args.device)
+    print(f"{machine(args.device)}, {rate / 1e9:.1f} GB/s; {args.capacity} slots, {args.used} used", flush=True)
+    tiny, dtype = args.device == "cpu", torch.float32 if args.device == "cpu" else torch.bfloat16
+    rows = []
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", folder)
+        model = models.build(models.shape(args.model, tiny, num_hidden_layers=args.layers), args.device, dtype)
+        for batch in args.batch:
+            floor = models.floor_bytes(model, batch, args.used + (FEW + MANY) // 2) / rate * 1e3
+            row = {"model": args.model, "layers": args.layers, "batch": batch, "capacity": args.capacity}
+            row |= {"used": args.used, **measure(model, batch, args), "floor_ms": floor}
+            rows.append(row)
+            print(f"{args.model}, {args.layers} layers, batch {batch}: floor {floor:.3f} ms")
+            for name, ms in {**row["token_ms"], "replay": row.get("replay_ms")}.items():
+                if ms is not None:
+                    print(f"  {name:20} {ms:8.3f} ms  {ms / floor:6.3f} x the floor", flush=True)
+            if args.json:
+                results.write(args.json, args.device, rows, bytes_per_second=rate)
+
+
+if __name__ == "__main__":
+    main()

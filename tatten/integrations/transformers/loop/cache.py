@@ -1,0 +1,38 @@
+"""The cache that a decode loop decodes with, where the user passes none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Cache, EncoderDecoderCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+LEAST_CAPACITY = 1024
+
+
+def capacity_for(length: int) -> int:
+    """Return the slots of a cache for `length` tokens: powers of two, so that other lengths find the same graph.
+
+    tatten reads no unused slots, so that only memory grows.
+    """
+    return max(LEAST_CAPACITY, 1 << (length - 1).bit_length())
+
+
+def static_cache(model: PreTrainedModel, capacity: int, like: Cache) -> Cache:
+    """Make a static cache in place of `like`, the cache that `generate` made.
+
+    Layers with windows keep all tokens too. The masks of the model leave out those beyond the window, which tatten does
+    not read. A ring of the window's size would need three graphs, as its code depends on a length on the host, and
+    would move all of its keys at each step.
+    """
+    static = StaticCache(model.config.get_text_config(decoder=True), max_cache_len=capacity)
+    static.layers = [
+        StaticLayer(max_cache_len=capacity) if type(layer) is StaticSlidingWindowLayer else layer
+        for layer in static.layers
+    ]
+    return EncoderDecoderCache(static, like.cross_attention_cache) if isinstance(like, EncoderDecoderCache) else static
+
+
+def decoder_layers(cache: Cache) -> list[Any]:
+    """The layers of the decoder's own attention."""
+    return list((cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache).layers)

@@ -1,0 +1,92 @@
+"""A call of `generate`'s loop, and the state of a step at its beginning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import StaticLayer
+from transformers.generation import stopping_criteria as sc
+
+from tatten.integrations.transformers.loop.cache import decoder_layers
+from tatten.integrations.transformers.loop.generate_call import prefill
+from tatten.integrations.transformers.loop.processors import Rule, occurred_tokens
+from tatten.integrations.transformers.loop.step import CACHE, StepState
+
+
+@dataclass
+class GenerateCall:
+    """The arguments of a call of `generate`'s loop."""
+
+    model: PreTrainedModel
+    ids: Tensor
+    processors: Any
+    criteria: Any
+    config: GenerationConfig
+    inputs: dict[str, Any]
+
+    @property
+    def max_length(self) -> int:
+        return int(self.criteria.max_length)
+
+    def criterion(self, kind: type) -> Any:
+        return next((x for x in self.criteria if isinstance(x, kind)), None)
+
+    def time_limit(self) -> float:
+        """The time at which no step may be launched any more, in seconds of `time.time`."""
+        limit = self.criterion(sc.MaxTimeCriteria)
+        return float("inf") if limit is None else limit.initial_timestamp + limit.max_time
+
+    def decoder_input(self, name: str) -> Tensor | None:
+        """The mask or the positions of the decoder's own tokens."""
+        return self.inputs.get(f"decoder_{name}" if self.model.config.is_encoder_decoder else name)
+
+    def first_token(self) -> tuple[Tensor, int]:
+        """Run the prefill and choose the first token as `generate` does, `[batch, 1]`; also return the vocabulary."""
+        outputs = prefill(self.model, self.ids, self.config, self.inputs)
+        scores = self.processors(self.ids, outputs.logits[:, -1].to(copy=True, dtype=torch.float32))
+        if self.config.do_sample:
+            return torch.multinomial(scores.softmax(-1), num_samples=1), scores.shape[-1]
+        return scores.argmax(-1, keepdim=True), scores.shape[-1]
+
+    def constant_inputs(self) -> dict[str, Any]:
+        """The arguments of the model's forward that are the same at each step."""
+        encodes = self.model.config.is_encoder_decoder
+        computed = {CACHE, "position_ids", "decoder_position_ids", "decoder_attention_mask"}
+        computed |= set() if encodes else {"attention_mask"}
+        return {name: x for name, x in self.inputs.items() if name not in computed and x is not None}
+
+
+def initial_state(
+    call: GenerateCall, cache: Cache, first: Tensor, vocabulary: int, made: tuple[Rule, ...]
+) -> StepState:
+    """Make the state before the first step, with the first token, `[batch, 1]`."""
+    (batch, prompt), device = call.ids.shape, call.ids.device
+    lengths = [x.max_cache_len for x in decoder_layers(cache) if isinstance(x, StaticLayer)]
+    capacity = max([call.max_length, *lengths])
+    mask, position = call.decoder_input("attention_mask"), call.decoder_input("position_ids")
+    if mask is not None:
+        slots = lengths[0] if lengths else decoder_layers(cache)[0].get_mask_sizes(1)[0]
+        mask = nn.functional.pad(mask, (0, max(0, slots - mask.shape[1])), value=1).contiguous()
+    sequences = torch.zeros(batch, capacity + 1, dtype=torch.int64, device=device)
+    sequences[:, :prompt], sequences[:, prompt] = call.ids, first[:, 0]
+    end = call.criterion(sc.EosTokenCriteria)
+    eos = None if end is None else end.eos_token_id.to(device).reshape(-1).clone()
+    ended = torch.zeros(batch, dtype=torch.bool, device=device) if eos is None else (first == eos).any(1)
+    return StepState(
+        token=first.clone(),
+        position=None if position is None else (position[..., -1:] + 1).contiguous(),
+        mask=mask,
+        sequences=sequences,
+        length=torch.tensor([prompt + 1], device=device),
+        report=torch.zeros(2, dtype=torch.int64, device=device),
+        ended=ended,
+        eos=eos,
+        pad=None if eos is None else call.config._pad_token_tensor.to(device).reshape(()).clone(),
+        noise=torch.ones(batch, vocabulary, device=device) if call.config.do_sample else None,
+        occurred=occurred_tokens(call.processors, call.ids, first, vocabulary),
+        operands=tuple([tuple([x.to(device) for x in rule.operands]) for rule in made]),
+    )

@@ -1,0 +1,103 @@
+"""Running a compiled step: by its compiled code, or by a CUDA graph of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class NotCompiledError(RuntimeError):
+    """Dynamo or the backend could not compile a step. No step has run."""
+
+
+WARM_UP = 2  # steps that compile, tune and allocate workspaces before the capture
+
+
+class Runner:
+    """Runs a step again and again.
+
+    On a GPU it captures the step as a CUDA graph after two ordinary steps. A capture executes nothing, so no step is
+    lost or computed twice. Before the first step of a call, it compares the addresses of all tensors and the numbers of
+    the cache with those of the capture, and captures anew if any has changed.
+
+    Args:
+        step: computes a step, of the model and the arguments of its forward.
+        cache: returns the cache that the step writes.
+        captures: False if the step must not be captured.
+    """
+
+    def __init__(self, step: Callable[[nn.Module, dict[str, Any]], None], cache: Callable[[], object], captures: bool):
+        self._step, self._cache, self._captures = step, cache, captures
+        self._steps = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured: tuple[object, ...] = ()
+        self.not_captured: str | None = None if captures else "the device or the options have no CUDA graphs"
+
+    def begin(self, model: nn.Module) -> None:
+        """Drop the graph if the weights or the cache have moved since the capture."""
+        if self._graph is not None and self._captured != self._fingerprint(model):
+            self._graph, self._steps = None, WARM_UP  # compiled code is still valid
+
+    def run(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """Compute a step."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        if self._steps == 0:
+            self._compile_and_run(model, inputs)
+            return
+        if not self._captures:
+            self._step(model, inputs)
+            return
+        if self._steps < WARM_UP:
+            before = numbers_of(self._cache())
+            self._step(model, inputs)
+            self._steps += 1
+            if numbers_of(self._cache()) != before:
+                self._captures, self.not_captured = False, "the cache counts steps by numbers of the host"
+            return
+        gc.collect()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._step(model, inputs)
+        self._graph, self._captured = graph, self._fingerprint(model)
+        graph.replay()
+
+    def _compile_and_run(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            self._step(model, inputs)
+        except TorchDynamoException as error:
+            raise NotCompiledError(str(error).strip().split("\n")[0]) from error
+        self._steps = 1
+
+    def _fingerprint(self, model: nn.Module) -> tuple[object, ...]:
+        weights = (x.data_ptr() for x in (*model.parameters(), *model.buffers()))
+        return (*weights, *(x.data_ptr() if isinstance(x, Tensor) else x for x in leaves(self._cache())))
+
+
+def numbers_of(cache: object) -> list[object]:
+    """The numbers, truths and strings that a cache holds, tensors left out."""
+    return [x for x in leaves(cache) if not isinstance(x, Tensor)]
+
+
+def leaves(x: object, depth: int = 0) -> Iterator[object]:
+    """Yield the tensors, numbers, truths and strings that an object holds, also in containers and in other objects."""
+    if isinstance(x, (Tensor, int, float, str)):
+        yield x
+    elif depth > 6 or isinstance(x, (type, nn.Module)):
+        return
+    elif isinstance(x, (list, tuple)):
+        for item in x:
+            yield from leaves(item, depth + 1)
+    elif isinstance(x, dict):
+        for key, item in x.items():
+            yield from leaves(key, depth + 1)
+            yield from leaves(item, depth + 1)
+    elif type(x).__module__.split(".")[0] in ("transformers", "tatten"):
+        yield from leaves(vars(x) if hasattr(x, "__dict__") else (), depth + 1)

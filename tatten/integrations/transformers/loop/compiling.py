@@ -1,0 +1,29 @@
+"""The arguments of `torch.compile` for a decode step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import CompileConfig
+
+# A loop captures its step itself. Modes that capture graphs of Inductor stand for the same without graphs.
+WITHOUT_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
+
+
+def compile_arguments(config: CompileConfig | None, device: torch.device) -> dict[str, Any]:
+    """Return the backend, mode and options of a step.
+
+    Without a config these are tatten and its option `decode` on a GPU. With one, the user's options win.
+    """
+    backend = "tatten" if config is None else config.backend
+    mode = None if config is None else WITHOUT_GRAPHS.get(config.mode, config.mode)
+    options = dict((config.options if config is not None else None) or {})
+    if backend == "tatten" and device.type == "cuda" and mode in (None, "default"):
+        options = {"decode": not options.get("batch_invariant", False), **options}
+    return {"backend": backend, "mode": mode, "options": options or None}
+
+
+def uses_cudagraph_trees(arguments: dict[str, Any]) -> bool:
+    """Tell whether the options ask for CUDA graphs of Inductor, which nothing else may capture."""
+    return bool((arguments["options"] or {}).get("triton.cudagraphs", False))

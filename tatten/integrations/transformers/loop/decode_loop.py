@@ -1,0 +1,149 @@
+"""`DecodeLoop`: a loop for `generate` in which the host neither computes nor waits for tokens."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+from tatten.integrations.transformers.config import cache_kwargs
+from tatten.integrations.transformers.loop.call import GenerateCall
+from tatten.integrations.transformers.loop.capture import NotCompiledError
+from tatten.integrations.transformers.loop.generate_call import (
+    Dropped,
+    decoding,
+    dropped_arguments,
+    rng_state,
+    run_unmodified,
+    set_rng_state,
+)
+from tatten.integrations.transformers.loop.prepared import Steps, cache_for, prepare
+from tatten.integrations.transformers.loop.reader import Reader
+from tatten.integrations.transformers.loop.reasons import reason_against
+from tatten.integrations.transformers.loop.step import CACHE
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeLoop:
+    """Decodes for `model.generate(..., custom_generate=decode_loop)`.
+
+    One compiled step holds the model, its masks, logits processors, sampling, the end check and all bookkeeping. On a
+    GPU it is captured as a CUDA graph. The host launches steps ahead and reads tokens later, so that it never delays
+    the GPU. Tokens are those of `generate`, sampled ones too, for the same seed.
+
+    A call that asks for more than a captured step can do (beams, a custom logits processor) runs the loop of
+    `generate`, and logs a warning with the reason once.
+
+    Args:
+        ahead: the number of steps on a GPU that are launched before the first of them is read. Streamers get a token
+            this much later, and a text that ends takes this many steps more.
+
+    Attributes:
+        reason: the reason why the last call ran the loop of `generate`; None if it did not.
+        launched_steps: the number of steps that the last call launched, after its prefill.
+    """
+
+    def __init__(self, ahead: int = 2):
+        if not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0:
+            raise ValueError(f"`ahead` must be an int of at least 0, got {ahead!r}")
+        self.ahead = ahead
+        self.reason: str | None = None
+        self.launched_steps = 0
+        self._steps: weakref.WeakKeyDictionary[nn.Module, Steps]
+        self._steps = weakref.WeakKeyDictionary()
+        self._uncompiled: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._logged: set[str] = set()
+
+    def reset(self) -> None:
+        """Free all compiled steps, CUDA graphs and caches that calls left for later calls."""
+        with self._lock:
+            self._steps.clear()
+            self._uncompiled.clear()
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **inputs: Any,
+    ) -> Any:
+        """Generate: `generate` calls this with all that it has prepared."""
+        dropped = dropped_arguments()
+        dropped = Dropped(*[inputs.pop(name, None) or x for name, x in dropped._asdict().items()])
+        arguments = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
+        self.reason = self._uncompiled.get(model) or reason_against(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, inputs.get(CACHE), inputs, dropped
+        )
+        if self.reason is None:
+            call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, {**inputs})
+            state = rng_state(input_ids.device)
+            try:
+                with self._lock, torch.no_grad():
+                    return self._decode(call, dropped.streamer)
+            except NotCompiledError as error:
+                if getattr(inputs[CACHE], "_is_user_defined", False):  # it holds the prompt by now
+                    raise
+                self.reason = self._uncompiled[model] = f"the step does not compile as one graph: {error}"
+                self._steps.pop(model, None)
+                set_rng_state(input_ids.device, state)
+        if self.reason not in self._logged:
+            self._logged.add(self.reason)
+            logger.warning("tatten: `generate` runs its own loop, because %s", self.reason)
+        return run_unmodified(model, input_ids, generation_config, dropped, {**arguments, **inputs})
+
+    def _decode(self, call: GenerateCall, streamer: Any) -> Any:
+        steps = self._steps.setdefault(call.model, Steps())
+        ours = not getattr(call.inputs[CACHE], "_is_user_defined", False)
+        cache = cache_for(call, steps) if ours else call.inputs[CACHE]
+        call.inputs[CACHE] = cache
+        first, vocabulary = call.first_token()
+        step = prepare(call, steps, cache, first, vocabulary, ours)
+        on_gpu = call.ids.is_cuda
+        reader = Reader(step.state, self._steps_ahead(cache, ours, call, on_gpu), streamer, first)
+        inputs, limit = call.constant_inputs(), call.time_limit()
+        generator = torch.cuda.default_generators[call.ids.device.index] if on_gpu else None
+        offset, self.launched_steps = 0, 0
+        with decoding(call.model):
+            step.runner.begin(call.model)
+            ended = bool(step.state.eos is not None and step.state.ended.all())
+            while not ended and self.launched_steps < call.max_length - call.ids.shape[1] - 1:
+                before = generator.get_offset() if generator is not None else 0
+                step.runner.run(call.model, inputs)
+                offset = generator.get_offset() - before if generator is not None else 0
+                self.launched_steps += 1
+                ended = reader.after_launch() or time.time() > limit
+        reader.finish()
+        surplus = self.launched_steps - reader.needed_steps
+        if surplus and generator is not None and offset:
+            generator.set_offset(generator.get_offset() - surplus * offset)
+        if surplus and not ours:
+            cache.crop(-surplus)
+        sequences = step.state.sequences[:, : call.ids.shape[1] + 1 + reader.needed_steps].clone()
+        if not call.config.return_dict_in_generate:
+            return sequences
+        if ours:  # the caller owns the cache now: another call must not write to it
+            for key in [key for key, x in steps.items() if x.cache is cache]:
+                del steps[key]
+            if surplus:
+                cache.crop(-surplus)
+        kind = GenerateEncoderDecoderOutput if call.model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
+        return kind(sequences=sequences, **cache_kwargs(cache))
+
+    def _steps_ahead(self, cache: Cache, ours: bool, call: GenerateCall, on_gpu: bool) -> int:
+        """Return 0 where surplus steps gain nothing, or can't be taken back from a cache that is used again."""
+        kept = not ours or call.config.return_dict_in_generate
+        return self.ahead if on_gpu and (not kept or cache.is_croppable) else 0
+
+
+decode_loop = DecodeLoop()

@@ -1,0 +1,89 @@
+"""The call of `generate` that runs a `custom_generate`. All use of private parts of `generate` is in this file."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+
+from tatten.ops.moved import moved
+
+
+class Dropped(NamedTuple):
+    """The arguments of `generate` that it does not pass to a callable `custom_generate` (transformers 5.17 to 5.24).
+
+    `generate` puts the prompt into the streamer itself. Without the streamer, a loop could never end it, and a thread
+    that reads a `TextIteratorStreamer` would wait forever.
+    """
+
+    streamer: Any = None
+    assistant_model: Any = None
+    synced_gpus: bool | None = None
+
+
+def dropped_arguments() -> Dropped:
+    """Read the arguments from the frame of the `generate` that is running in this thread; none if it isn't."""
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return Dropped()
+    return Dropped(**{name: frame.f_locals.get(name) for name in Dropped._fields})
+
+
+def prefill(model: PreTrainedModel, ids: Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> Any:
+    """Run the prefill of `generate`, in chunks if the config asks for them, and return the model's output."""
+    return model._prefill(ids, config, inputs)
+
+
+@contextlib.contextmanager
+def decoding(model: PreTrainedModel) -> Iterator[None]:
+    """Choose the implementation of experts that `generate` has for decode steps."""
+    try:
+        context = model._optimize_model_for_decode()
+    except AttributeError as error:
+        moved("transformers.GenerationMixin._optimize_model_for_decode", error, "experts run as in a prefill")
+        context = contextlib.nullcontext()
+    with context:
+        yield
+
+
+def run_unmodified(
+    model: PreTrainedModel, ids: Tensor, config: GenerationConfig, dropped: Dropped, arguments: dict[str, Any]
+) -> Any:
+    """Run the method that `generate` would have called without `custom_generate`.
+
+    Raises:
+        NotImplementedError: transformers has moved the method to the Hub.
+    """
+    from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+    mode = config.get_generation_mode(dropped.assistant_model)
+    name = GENERATION_MODES_MAPPING[mode]
+    if "/" in name:
+        raise NotImplementedError(
+            f"`custom_generate` must be {name!r} for {mode.value}, which transformers moved there, got the decode loop"
+        )
+    more = {name: x for name, x in dropped._asdict().items() if x is not None}
+    more["synced_gpus"] = bool(dropped.synced_gpus)
+    return getattr(type(model), name)(model, ids, generation_config=config, **more, **arguments)
+
+
+def rng_state(device: torch.device) -> Tensor:
+    """Return the state of the device's default generator."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_rng_state(device: torch.device, state: Tensor) -> None:
+    """Set the state of the device's default generator."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

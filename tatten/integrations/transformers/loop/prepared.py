@@ -1,0 +1,102 @@
+"""Compiled steps with their buffers and caches, which later calls of the same kind use again."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, EncoderDecoderCache
+
+from tatten.integrations.transformers.loop.cache import capacity_for, static_cache
+from tatten.integrations.transformers.loop.call import GenerateCall, initial_state
+from tatten.integrations.transformers.loop.capture import Runner
+from tatten.integrations.transformers.loop.compiling import compile_arguments, uses_cudagraph_trees
+from tatten.integrations.transformers.loop.processors import rules
+from tatten.integrations.transformers.loop.step import CACHE, StepState, decode_step
+
+MOST_STEPS = 8  # that a model keeps, with their buffers
+
+
+@dataclass
+class PreparedStep:
+    """A compiled step with the buffers and the cache that it uses."""
+
+    state: StepState
+    cache: weakref.ref[Cache] | Cache  # a user's cache is not kept alive
+    runner: Runner
+
+
+Steps = OrderedDict[tuple[object, ...], PreparedStep]  # the first part of a key tells caches apart
+
+
+def cache_for(call: GenerateCall, steps: Steps) -> Cache:
+    """Return the cache of an earlier step of the same shape, emptied, or a new one."""
+    like, batch = call.inputs[CACHE], len(call.ids)
+    asked = call.config.max_cache_len or 0 if hasattr(call.config, "max_cache_len") else 0
+    capacity = max(capacity_for(call.max_length), asked)
+    key = batch, capacity, call.model.dtype, call.ids.device, type(like)
+    if not isinstance(like, EncoderDecoderCache):  # whose other half has the size of the source
+        for step_key, step in steps.items():
+            if step_key[0] == key:
+                assert isinstance(step.cache, Cache)
+                step.cache.reset()
+                return step.cache
+    cache = static_cache(call.model, capacity, like)
+    cache._tatten_key = key
+    return cache
+
+
+def prepare(call: GenerateCall, steps: Steps, cache: Cache, first: Tensor, vocabulary: int, ours: bool) -> PreparedStep:
+    """Return a step with the state of this call, in the buffers of an earlier call of the same kind if there is one."""
+    made = rules(call.processors)
+    state = initial_state(call, cache, first, vocabulary, made)
+    compiling = compile_arguments(call.config.compile_config, call.ids.device)
+    inputs = call.constant_inputs()
+    key = (
+        getattr(cache, "_tatten_key", id(cache)),
+        tuple([rule.apply for rule in made]),
+        tuple([(x.shape, x.dtype) for x in state.tensors()]),
+        repr(compiling),
+        tuple([(name, x) for name, x in sorted(inputs.items()) if isinstance(x, (int, float, str))]),
+    )
+    step = steps.get(key)
+    if step is not None and (step.cache if isinstance(step.cache, Cache) else step.cache()) is cache:
+        steps.move_to_end(key)
+        for buffer, x in zip(step.state.tensors(), state.tensors(), strict=True):
+            buffer.copy_(x)
+        return step
+    for x in state.tensors():
+        torch._dynamo.mark_static_address(x)
+    compiled = torch.compile(_own_code(decode_step), fullgraph=True, dynamic=False, **compiling)
+    cache_of = weakref.ref(cache)
+    functions = tuple([rule.apply for rule in made])
+
+    def run(model: nn.Module, inputs: dict[str, Any]) -> None:
+        if state.noise is not None:
+            state.noise.exponential_(1)  # by eager mode, whose numbers those of `torch.multinomial` are
+        compiled(model, cache_of(), state, functions, inputs)
+
+    captures = (
+        call.ids.is_cuda and not uses_cudagraph_trees(compiling) and not any(map(_holds_tensors, inputs.values()))
+    )
+    step = steps[key] = PreparedStep(state, cache if ours else cache_of, Runner(run, cache_of, captures))
+    while len(steps) > MOST_STEPS:
+        steps.popitem(last=False)
+    return step
+
+
+def _own_code(function: Callable[..., None]) -> Callable[..., None]:
+    """Copy a function with a code object of its own, whose compiled variants Dynamo counts apart from other copies."""
+    copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _holds_tensors(x: object) -> bool:
+    return isinstance(x, Tensor) or (hasattr(x, "values") and any(isinstance(y, Tensor) for y in x.values()))

@@ -1,0 +1,109 @@
+"""The reasons why `generate`'s own loop runs in place of the decode loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import StaticSlidingWindowLayer
+from transformers.generation import stopping_criteria as sc
+from transformers.generation.utils import GenerationMixin
+
+from tatten.integrations.transformers.loop.generate_call import Dropped
+from tatten.integrations.transformers.loop.processors import unsupported_processor
+
+CRITERIA = (sc.MaxLengthCriteria, sc.EosTokenCriteria, sc.MaxTimeCriteria)
+RESULTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# Arguments of a forward that `generate` passes unchanged at each step, or that a step computes.
+INPUTS = {"use_cache", "logits_to_keep", "attention_mask", "position_ids", "encoder_outputs"}
+INPUTS |= {"decoder_attention_mask", "decoder_position_ids", "cache", "past_key_values", "output_attentions"}
+INPUTS |= {"output_hidden_states", "return_dict"}
+IMPLEMENTATIONS = (None, "static", "dynamic", "dynamic_full", "hybrid", "sliding_window")
+
+
+def reason_against(
+    model: PreTrainedModel,
+    ids: Tensor,
+    processors: list[Any],
+    criteria: list[Any],
+    config: GenerationConfig,
+    cache: object,
+    inputs: dict[str, Any],
+    dropped: Dropped,
+) -> str | None:
+    """Return the reason why a captured step can't do what this call of `generate` asks for, or None if it can.
+
+    Args:
+        model: the model.
+        ids, processors, criteria, config: as `generate` passes them to its loop.
+        cache: the cache that `generate` made, or that the user passed.
+        inputs: the arguments of the model's forward.
+        dropped: the arguments that `generate` passes to no callable.
+    """
+    checks = (
+        _mode(config, dropped),
+        _results(config),
+        _model(model, inputs),
+        next((text for x in processors if (text := unsupported_processor(x, ids.shape[1])) is not None), None),
+        next(
+            (f"the stopping criterion {type(x).__name__} runs on the host" for x in criteria if _runs_on_host(x)), None
+        ),
+        _cache(cache, config),
+    )
+    return next((text for text in checks if text is not None), None)
+
+
+def _mode(config: GenerationConfig, dropped: Dropped) -> str | None:
+    if (config.num_beams or 1) > 1:
+        return "beams choose tokens in another way"
+    if config.prompt_lookup_num_tokens or config.assistant_early_exit or dropped.assistant_model is not None:
+        return "assisted decoding checks several tokens in a step"
+    if config.is_assistant:
+        return "an assistant's calls are short and keep its cache"
+    if (config.penalty_alpha or 0) > 0 or config.dola_layers is not None:
+        return "contrastive decoding chooses tokens in another way"
+    if dropped.synced_gpus:
+        return "with `synced_gpus` the host looks at every step, so that ranks stop together"
+    if config.disable_compile:
+        return "`disable_compile` is True"
+    return None
+
+
+def _results(config: GenerationConfig) -> str | None:
+    asked = [name for name in RESULTS if config.return_dict_in_generate and getattr(config, name)]
+    return f"`{asked[0]}` returns results of every step" if asked else None
+
+
+def _model(model: PreTrainedModel, inputs: dict[str, Any]) -> str | None:
+    if not getattr(model, "_can_compile_fullgraph", True):
+        return f"transformers says that {type(model).__name__} does not compile as one graph with a static cache"
+    if getattr(type(model), "_update_model_kwargs_for_generation", None) is not (
+        GenerationMixin._update_model_kwargs_for_generation
+    ):
+        return f"{type(model).__name__} updates its inputs after each token by code of its own"
+    unknown = sorted(name for name, x in inputs.items() if x is not None and name not in INPUTS)
+    return f"the input `{unknown[0]}` of the model may change at each step" if unknown else None
+
+
+def _runs_on_host(criterion: Any) -> bool:
+    return type(criterion) not in CRITERIA
+
+
+def _cache(cache: object, config: GenerationConfig) -> str | None:
+    if not config.use_cache:
+        return "`use_cache` is False"
+    if not isinstance(cache, Cache):
+        return f"the model takes no `transformers.Cache`, but {type(cache).__name__}"
+    if not getattr(cache, "_is_user_defined", False):
+        if config.cache_implementation not in IMPLEMENTATIONS:
+            return f"the cache of `cache_implementation={config.cache_implementation!r}` is not static"
+        return None
+    first = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    if isinstance(first, DynamicCache):
+        return "the cache that was passed is a DynamicCache, which moves as it grows"
+    if not first.is_compileable:
+        return f"the cache that was passed, {type(first).__name__}, is not static"
+    if any(isinstance(layer, StaticSlidingWindowLayer) for layer in first.layers):
+        return "the cache that was passed has sliding layers, whose length is a number of the host"
+    return None

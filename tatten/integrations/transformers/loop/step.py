@@ -1,0 +1,100 @@
+"""The decode step: model, logits processors, choice of the token, end check and bookkeeping, all on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from tatten.integrations.transformers.config import cache_kwargs
+from tatten.integrations.transformers.loop.processors import History, Scores
+
+CACHE = next(iter(cache_kwargs(None)))  # the name of the argument, looked up outside of traced code
+
+
+@dataclass
+class StepState:
+    """The buffers of a step. It writes them in place, so that a CUDA graph can be replayed.
+
+    Attributes:
+        token: int64 `[batch, 1]`, the last token.
+        position: its position, `[..., batch, 1]`; None if the model counts positions itself.
+        mask: 2-D mask of the cache's slots, `[batch, capacity]`, or None if all tokens count. Slots of tokens to come
+            are 1: causality leaves them out.
+        sequences: int64 `[batch, capacity + 1]`, the prompt and the new tokens.
+        length: int64 `[1]`, the number of tokens in `sequences`.
+        report: int64 `[2]`: the number of steps that any sequence needed, and 1 if all sequences have ended.
+        ended: bool `[batch]`.
+        eos: the tokens that end a text, `[n]`, or None.
+        pad: the token that follows the end of a text, 0-d; None without `eos`.
+        noise: float32 `[batch, vocabulary]`, drawn from an exponential distribution; None for greedy decoding.
+        occurred: see `tatten.integrations.transformers.loop.processors.History`.
+        operands: the operands of each rule.
+    """
+
+    token: Tensor
+    position: Tensor | None
+    mask: Tensor | None
+    sequences: Tensor
+    length: Tensor
+    report: Tensor
+    ended: Tensor
+    eos: Tensor | None
+    pad: Tensor | None
+    noise: Tensor | None
+    occurred: Tensor | None
+    operands: tuple[tuple[Tensor, ...], ...]
+
+    def tensors(self) -> list[Tensor]:
+        """All buffers, in the order of the fields."""
+        fields = [x for name, x in vars(self).items() if name != "operands" and x is not None]
+        return fields + [x for operands in self.operands for x in operands]
+
+
+def decode_step(
+    model: PreTrainedModel, cache: Cache, state: StepState, rules: Sequence[Scores], inputs: dict[str, Any]
+) -> None:
+    """Generate a token of each sequence: `generate`'s loop body for buffers. It is compiled as one graph.
+
+    Args:
+        model: the model, whose `prepare_inputs_for_generation` makes masks and positions.
+        cache: a static cache, which holds all tokens but the last.
+        state: the buffers.
+        rules: the function of each logits processor; its operands are in the state.
+        inputs: other arguments of the model's forward, the same for each step.
+    """
+    encodes = model.config.is_encoder_decoder
+    position = {} if state.position is None else {"decoder_position_ids" if encodes else "position_ids": state.position}
+    masks = {"decoder_attention_mask": state.mask} if encodes else {"attention_mask": state.mask}
+    arguments = model.prepare_inputs_for_generation(
+        state.token,
+        next_sequence_length=1,
+        is_first_iteration=False,
+        **{CACHE: cache},
+        **{name: x for name, x in masks.items() if x is not None or not encodes},
+        **position,
+        **inputs,
+    )
+    scores = model(**arguments, return_dict=True).logits[:, -1].to(copy=True, dtype=torch.float32)
+    history = History(state.length, state.occurred)
+    for rule, operands in zip(rules, state.operands, strict=True):
+        scores = rule(scores, history, *operands)
+    # `torch.multinomial` of one sample divides by exponential noise too, so that the same seed gives the same tokens.
+    token = scores.argmax(-1) if state.noise is None else (scores.softmax(-1) / state.noise).argmax(-1)
+    needed = ~state.ended.all()
+    if state.eos is not None:
+        assert state.pad is not None
+        token = torch.where(state.ended, state.pad, token)
+        state.ended.logical_or_((token[:, None] == state.eos).any(1))
+    state.sequences.index_copy_(1, state.length, token[:, None])
+    state.length.add_(1)
+    state.report.copy_(torch.stack([state.report[0] + needed, state.ended.all().long()]))
+    if state.occurred is not None:
+        state.occurred.scatter_(1, token[:, None], True)
+    if state.position is not None:
+        state.position.add_(1)
+    state.token.copy_(token[:, None])

@@ -1,0 +1,125 @@
+"""`decode_loop` on a GPU: the captured step gives the tokens of `generate`, and notices what has moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import CompileConfig, StaticCache
+
+from tatten.integrations.transformers import DecodeLoop, cache_kwargs
+
+pytestmark = pytest.mark.gpu
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 500,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+WARPS = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.2}
+# Without fused matrix products, so that logits have the bits of eager mode in all but a few places.
+CONFIG = CompileConfig(backend="tatten", mode=None, options={"inner": "aot_eager", "decode": False})
+
+
+def build() -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval().cuda()
+    model.get_output_embeddings().weight.data.normal_(0, 0.5)
+    return model
+
+
+def prompts(batch: int, length: int = 40, seed: int = 0) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(2, 500, (batch, length), generator=torch.Generator().manual_seed(seed)).cuda()
+    mask = torch.ones_like(ids)
+    if batch > 1:
+        mask[1, :9] = 0
+    return ids, mask
+
+
+def runner(loop: DecodeLoop, model: transformers.PreTrainedModel) -> Any:
+    return next(reversed(loop._steps[model].values())).runner
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"do_sample": False}, {"do_sample": True}, WARPS], ids=["greedy", "sampled", "warped"]
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_captured_steps_give_the_tokens_of_generate(batch: int, kwargs: dict[str, Any]) -> None:
+    model, loop = build(), DecodeLoop()
+    for seed, ends in ((0, [1]), (1, [1]), (2, list(range(1, 40)))):
+        ids, mask = prompts(batch, 40 - seed, seed)
+        arguments = {"attention_mask": mask, "max_new_tokens": 50, "eos_token_id": ends, **kwargs}
+        torch.manual_seed(seed)
+        expected = model.generate(ids, **arguments, disable_compile=True)
+        state = torch.cuda.get_rng_state()
+        torch.manual_seed(seed)
+        result = model.generate(ids, **arguments, custom_generate=loop, compile_config=CONFIG)
+        assert loop.reason is None
+        assert torch.equal(result, expected)
+        assert torch.equal(torch.cuda.get_rng_state(), state)
+        assert runner(loop, model).not_captured is None
+
+
+def test_a_second_call_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loop = build(), DecodeLoop()
+    arguments = {"max_new_tokens": 20, "custom_generate": loop, "compile_config": CONFIG, "eos_token_id": None}
+    model.generate(prompts(1)[0], **arguments, **WARPS)
+    graph = runner(loop, model)._graph
+    assert graph is not None
+    for length in (17, 300):
+        model.generate(prompts(1, length)[0], **arguments, **{**WARPS, "temperature": 1.7, "top_k": 3})
+        assert runner(loop, model)._graph is graph
+
+
+def test_weights_that_moved_are_captured_anew() -> None:
+    model, loop = build(), DecodeLoop()
+    ids = prompts(1)[0]
+    arguments = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    looped = {"custom_generate": loop, "compile_config": CONFIG}
+    model.generate(ids, **arguments, **looped)
+    graph = runner(loop, model)._graph
+    with torch.no_grad():
+        for x in model.model.layers[0].parameters():
+            x.mul_(1.5)  # in place: the graph reads the new weights
+    assert torch.equal(model.generate(ids, **arguments, **looped), model.generate(ids, **arguments))
+    assert runner(loop, model)._graph is graph
+    with torch.no_grad():
+        for x in model.model.layers[1].parameters():
+            x.data = x.data * 0.5
+    assert torch.equal(model.generate(ids, **arguments, **looped), model.generate(ids, **arguments))
+    assert runner(loop, model)._graph is not graph
+
+
+def test_a_users_cache_is_captured_and_goes_on_after_an_early_end() -> None:
+    model, loop = build(), DecodeLoop()
+    ids = prompts(1)[0]
+    arguments = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": list(range(1, 60))}
+    caches = [StaticCache(model.config, max_cache_len=128) for _ in range(2)]
+    for _ in range(2):
+        expected = model.generate(ids, **arguments, **cache_kwargs(caches[0]), disable_compile=True)
+        result = model.generate(
+            ids, **arguments, **cache_kwargs(caches[1]), custom_generate=loop, compile_config=CONFIG
+        )
+        assert torch.equal(result, expected)
+        assert int(caches[0].get_seq_length()) == int(caches[1].get_seq_length())
+        for cache in caches:
+            cache.reset()
+
+
+@pytest.mark.parametrize("options", [None, {"decode": False}], ids=["tuned", "untuned"])
+def test_with_inductor(options: dict[str, Any] | None) -> None:
+    """In float32, where sums in another order choose no other token of these."""
+    model, loop, ids = build(), DecodeLoop(), prompts(1)[0]
+    config = {} if options is None else {"compile_config": CompileConfig(backend="tatten", mode=None, options=options)}
+    arguments = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **arguments)
+    assert torch.equal(model.generate(ids, **arguments, custom_generate=loop, **config), expected)
+    assert runner(loop, model)._graph is not None

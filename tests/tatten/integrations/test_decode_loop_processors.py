@@ -1,0 +1,117 @@
+"""Logits processors as functions of tensors: the scores that those of transformers return, bit for bit."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as lp
+
+from tatten.integrations.transformers.loop.processors import (
+    FIRST_TOKEN_ONLY,
+    History,
+    occurred_tokens,
+    rules,
+    unsupported_processor,
+)
+
+VOCABULARY, PROMPT = 61, 9
+KINDS = {
+    "temperature": lambda r: lp.TemperatureLogitsWarper(r.uniform(0.1, 3.0)),
+    "top_k": lambda r: lp.TopKLogitsWarper(r.choice([1, 2, 17, 60, 61, 500]), min_tokens_to_keep=r.choice([1, 3])),
+    "top_p": lambda r: lp.TopPLogitsWarper(r.choice([0.0, 0.3, 0.9, 1.0]), min_tokens_to_keep=r.choice([1, 2, 5])),
+    "min_p": lambda r: lp.MinPLogitsWarper(r.choice([0.0, 0.02, 0.5, 1.0])),
+    "typical": lambda r: lp.TypicalLogitsWarper(r.uniform(0.05, 0.95), min_tokens_to_keep=r.choice([1, 3])),
+    "epsilon": lambda r: lp.EpsilonLogitsWarper(r.uniform(1e-3, 0.2), min_tokens_to_keep=r.choice([1, 3])),
+    "eta": lambda r: lp.EtaLogitsWarper(r.uniform(1e-3, 0.2), min_tokens_to_keep=r.choice([1, 3])),
+    "repetition": lambda r: lp.RepetitionPenaltyLogitsProcessor(
+        r.uniform(0.5, 2.0), prompt_ignore_length=r.choice([None, 0, 4])
+    ),
+    "suppress": lambda r: lp.SuppressTokensLogitsProcessor(r.sample(range(70), 5)),
+    "suppress_at_begin": lambda r: lp.SuppressTokensAtBeginLogitsProcessor([3, 9], r.choice([PROMPT, PROMPT + 3])),
+    "min_length": lambda r: lp.MinLengthLogitsProcessor(r.choice([0, PROMPT + 2, PROMPT + 4]), [1, 7]),
+    "min_new_tokens": lambda r: lp.MinNewTokensLengthLogitsProcessor(PROMPT, r.choice([0, 1, 3, 9]), 5),
+    "forced_eos": lambda r: lp.ForcedEOSTokenLogitsProcessor(r.choice([PROMPT + 2, PROMPT + 4]), [2, 8]),
+    "forced_bos": lambda r: lp.ForcedBOSTokenLogitsProcessor(4),
+    "finite": lambda r: lp.InfNanRemoveLogitsProcessor(),
+    "normalise": lambda r: lp.LogitNormalization(),
+}
+NAN_TOO = {"finite"}
+
+
+def draw_scores(seed: int, batch: int, nan: bool) -> Tensor:
+    """Random scores; some rows have ties, and some scores are infinite."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = 3 * torch.randn(batch, VOCABULARY, generator=generator)
+    scores[::2] = scores[::2].round()
+    scores[:, 11] = -math.inf
+    if nan:
+        scores[0, 3], scores[-1, 5] = math.nan, math.inf
+    return scores
+
+
+def apply(processors: list[object], ids: Tensor, prompt: int, scores: Tensor) -> Tensor:
+    """Apply the rules to the scores of the token that follows `ids`, of which `prompt` tokens are the prompt."""
+    occurred = occurred_tokens(processors, ids[:, :prompt], ids[:, prompt : prompt + 1], VOCABULARY)
+    for n in range(prompt + 1, ids.shape[1]):
+        if occurred is not None:
+            occurred.scatter_(1, ids[:, n : n + 1], True)
+    history = History(torch.tensor([ids.shape[1]]), occurred)
+    for rule in rules(processors):
+        scores = rule.apply(scores, history, *rule.operands)
+    return scores
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_processor_returns_the_scores_of_transformers(kind: str, seed: int) -> None:
+    r = random.Random(f"{kind} {seed}")
+    processor, scores = KINDS[kind](r), draw_scores(seed, 3, kind in NAN_TOO)
+    ids = torch.randint(0, VOCABULARY, (3, PROMPT + 1 + seed % 4), generator=torch.Generator().manual_seed(seed))
+    assert unsupported_processor(processor, PROMPT) is None
+    expected = processor(ids, scores.clone())
+    torch.testing.assert_close(apply([processor], ids, PROMPT, scores), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_chains_of_processors_return_the_scores_of_transformers(seed: int) -> None:
+    r = random.Random(seed)
+    kinds = [x for x in KINDS if x not in ("forced_bos", "finite")]
+    processors = [KINDS[kind](r) for kind in r.sample(kinds, r.randint(2, 5))]
+    ids = torch.randint(0, VOCABULARY, (2, PROMPT + 2), generator=torch.Generator().manual_seed(seed))
+    scores = draw_scores(seed, 2, False)
+    expected = LogitsProcessorList(processors)(ids, scores.clone())
+    torch.testing.assert_close(apply(processors, ids, PROMPT, scores), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_top_k_compiles_once_for_each_bucket() -> None:
+    shapes = [rules([lp.TopKLogitsWarper(k)])[0].operands[1].shape for k in (1, 64, 65, 1000, 5000)]
+    assert [x[0] for x in shapes] == [64, 64, 1024, 1024, 1 << 20]
+
+
+def test_processors_for_the_first_token_have_no_rule() -> None:
+    assert rules([FIRST_TOKEN_ONLY[0](3)]) == ()
+
+
+class Mine(lp.TemperatureLogitsWarper):
+    pass
+
+
+@pytest.mark.parametrize(
+    "processor, reason",
+    [
+        (Mine(2.0), "the logits processor Mine is not known"),
+        (lp.NoRepeatNGramLogitsProcessor(2), "the logits processor NoRepeatNGramLogitsProcessor is not known"),
+        (lp.TopKLogitsWarper(3, filter_value=-5.0), "has a `filter_value` other than -inf, -5.0"),
+        (lp.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=PROMPT + 1), "more tokens than the prompt has"),
+        (lp.MinPLogitsWarper(0.1, min_tokens_to_keep=2), "keeps 2 tokens of any probability"),
+        (lambda ids, scores: scores, "the logits processor function is not known"),
+    ],
+    ids=["subclass", "ngram", "filter_value", "ignored", "min_p", "function"],
+)
+def test_other_processors_are_declined(processor: object, reason: str) -> None:
+    assert reason in str(unsupported_processor(processor, PROMPT))
