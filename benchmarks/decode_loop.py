@@ -5,8 +5,9 @@
     python benchmarks/decode_loop.py --device cpu                      # a tiny model, to try the code
 
 A time is that of one more token by wall clock: the difference of two calls, one of which generates more. Calls take
-turns. `replay` is the time of the captured step alone, replayed without a loop. `first_call_s` is the first call with
-nothing on disk that was compiled before. The floor is each weight and each used key and value once, at the rate of a
+turns. `replay` is the time of the captured step alone, replayed without a loop. `loop_lookup` checks seven drafts of
+prompt lookup in each step: `lookup` has the tokens and the milliseconds of its steps. `first_call_s` is the first call
+with nothing on disk that was compiled before. The floor is each weight and each used key and value once, at the rate of a
 plain read.
 """
 
@@ -37,6 +38,7 @@ CANDIDATES = (
     "loop",
     "loop_sampled",
     "loop_streamed",
+    "loop_lookup",
     "loop_untuned",
     "loop_inductor",
 )
@@ -80,6 +82,8 @@ def candidate(
             fixed["compile_config"] = CompileConfig(backend="tatten", mode=None, options={"decode": False})
         if name == "loop_sampled":
             fixed |= WARPS
+        if name == "loop_lookup":
+            fixed["prompt_lookup_num_tokens"] = 7
 
     def generate(tokens: int) -> torch.Tensor:
         if "custom_generate" not in fixed:
@@ -129,7 +133,7 @@ def measure(model: PreTrainedModel, batch: int, args: argparse.Namespace) -> dic
     calls, loops, first = {}, {}, {}
     torch._dynamo.reset()
     for name in args.only:
-        if batch > 1 and name == "loop_streamed":  # streamers take one sequence
+        if batch > 1 and name in ("loop_streamed", "loop_lookup"):  # which take one sequence
             continue
         model._last_compile_config = None  # `generate` keeps on the model what it compiled, and how
         call, loop = candidate(name, model, prompt, args.capacity)
@@ -151,6 +155,13 @@ def measure(model: PreTrainedModel, batch: int, args: argparse.Namespace) -> dic
 
     ms = in_turns(calls, args.rounds, token_ms)
     row = {"token_ms": ms, "first_call_s": first}
+    if (lookup := loops.get("loop_lookup")) is not None:
+        steps = []
+        for tokens in (FEW, MANY):
+            calls["loop_lookup"](tokens)
+            steps.append(lookup.launched_steps - (lookup.ahead if args.device == "cuda" else 0))
+        a_step = (MANY - FEW) / (steps[1] - steps[0])
+        row["lookup"] = {"tokens_per_step": a_step, "step_ms": ms["loop_lookup"] * a_step}
     if "loop" in loops and args.device == "cuda":
         calls["loop"](FEW)
         row["replay_ms"] = replay_ms(loops["loop"], model)
@@ -191,6 +202,8 @@ def main() -> None:
             for name, ms in {**row["token_ms"], "replay": row.get("replay_ms")}.items():
                 if ms is not None:
                     print(f"  {name:20} {ms:8.3f} ms  {ms / floor:6.3f} x the floor", flush=True)
+            if "lookup" in row:
+                print(f"  lookup: {row['lookup']['tokens_per_step']:.2f} tokens in {row['lookup']['step_ms']:.3f} ms")
             if args.json:
                 results.write(args.json, args.device, rows, bytes_per_second=rate)
 

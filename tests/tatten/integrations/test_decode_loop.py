@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -275,6 +276,27 @@ def test_drawn_settings(seed: int) -> None:
     assert_same_tokens(build(name), loop, r.choice([1, 2, 4]), do_sample=sampled, **kwargs)
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("ends", [[1], list(range(1, 20)), None], ids=["one", "many", "none"])
+@pytest.mark.parametrize("drafts, ngram", [(1, None), (3, 1), (7, 3)])
+def test_prompt_lookup(drafts: int, ngram: int | None, ends: list[int] | None, ahead: int) -> None:
+    """Tokens are those of greedy decoding, whatever is looked up; texts that repeat take fewer steps."""
+    loop, model = Launching(ahead), build("llama")
+    repeating = torch.randint(2, 120, (1, 6), generator=torch.Generator().manual_seed(drafts)).repeat(1, 4)
+    for ids, new in ((prompts(1)[0], 60), (repeating, 60), (repeating[:, :1], 25), (repeating, 1), (repeating, 2)):
+        arguments = {"max_new_tokens": new, "do_sample": False, "eos_token_id": ends}
+        expected, streamer, plain = model.generate(ids, **arguments), Kept(), Kept()
+        lookup = {"prompt_lookup_num_tokens": drafts, "max_matching_ngram_size": ngram}
+        more = {"custom_generate": loop, "compile_config": EAGER, "streamer": streamer}
+        result = model.generate(ids, **arguments, **lookup, **more)
+        assert loop.reason is None
+        assert torch.equal(result, expected)
+        model.generate(ids, **arguments, streamer=plain)
+        assert [*chain(*streamer.tokens)] == [*chain(*plain.tokens)]
+        if new == 60 and ends is None:
+            assert loop.launched_steps < 55
+
+
 def graphs_of(call: Callable[[], object]) -> int:
     counters.clear()
     call()
@@ -359,8 +381,8 @@ def test_a_text_streamer_in_a_thread_and_a_pipeline() -> None:
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 3}, "beams"),
     "ngrams": ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
-    "lookup": ({"prompt_lookup_num_tokens": 3}, "assisted decoding"),
-    "assistant": ({"assistant_model": "llama"}, "assisted decoding"),
+    "sampled lookup": ({"prompt_lookup_num_tokens": 3, "do_sample": True}, "prompt lookup in one step is greedy"),
+    "assistant": ({"assistant_model": "llama"}, "an assistant"),
     "custom": ({"logits_processor": [lambda ids, scores: scores]}, "the logits processor function"),
     "criterion": ({"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]}, "criterion"),
     "scores": ({"output_scores": True, "return_dict_in_generate": True}, "`output_scores`"),

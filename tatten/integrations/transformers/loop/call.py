@@ -32,6 +32,11 @@ class GenerateCall:
     def max_length(self) -> int:
         return int(self.criteria.max_length)
 
+    @property
+    def drafts(self) -> int:
+        """The number of drafts of prompt lookup; 0 for steps of one token."""
+        return int(self.config.prompt_lookup_num_tokens or 0)
+
     def criterion(self, kind: type) -> Any:
         return next((x for x in self.criteria if isinstance(x, kind)), None)
 
@@ -57,6 +62,7 @@ class GenerateCall:
         encodes = self.model.config.is_encoder_decoder
         computed = {CACHE, "position_ids", "decoder_position_ids", "decoder_attention_mask"}
         computed |= set() if encodes else {"attention_mask"}
+        computed |= {"logits_to_keep"} if self.drafts else set()  # all drafts are checked
         return {name: x for name, x in self.inputs.items() if name not in computed and x is not None}
 
 
@@ -71,7 +77,8 @@ def initial_state(
     if mask is not None:
         slots = lengths[0] if lengths else decoder_layers(cache)[0].get_mask_sizes(1)[0]
         mask = nn.functional.pad(mask, (0, max(0, slots - mask.shape[1])), value=1).contiguous()
-    sequences = torch.zeros(batch, capacity + 1, dtype=torch.int64, device=device)
+    drafts = call.drafts
+    sequences = torch.zeros(batch, capacity + 1 + drafts, dtype=torch.int64, device=device)
     sequences[:, :prompt], sequences[:, prompt] = call.ids, first[:, 0]
     end = call.criterion(sc.EosTokenCriteria)
     eos = None if end is None else end.eos_token_id.to(device).reshape(-1).clone()
@@ -82,11 +89,13 @@ def initial_state(
         mask=mask,
         sequences=sequences,
         length=torch.tensor([prompt + 1], device=device),
+        latest=torch.zeros(batch, 1 + drafts, dtype=torch.int64, device=device),
         report=torch.zeros(2, dtype=torch.int64, device=device),
         ended=ended,
         eos=eos,
         pad=None if eos is None else call.config._pad_token_tensor.to(device).reshape(()).clone(),
         noise=torch.ones(batch, vocabulary, device=device) if call.config.do_sample else None,
         occurred=occurred_tokens(call.processors, call.ids, first, vocabulary),
+        limit=torch.tensor([call.max_length], device=device) if drafts else None,
         operands=tuple([tuple([x.to(device) for x in rule.operands]) for rule in made]),
     )

@@ -124,12 +124,12 @@ class DecodeLoop:
                 self.launched_steps += 1
                 ended = reader.after_launch() or time.time() > limit
         reader.finish()
-        surplus = self.launched_steps - reader.needed_steps
+        surplus = 0 if call.drafts else self.launched_steps - reader.needed_tokens
         if surplus and generator is not None and offset:
             generator.set_offset(generator.get_offset() - surplus * offset)
         if surplus and not ours:
             cache.crop(-surplus)
-        sequences = step.state.sequences[:, : call.ids.shape[1] + 1 + reader.needed_steps].clone()
+        sequences = step.state.sequences[:, : call.ids.shape[1] + 1 + reader.needed_tokens].clone()
         if not call.config.return_dict_in_generate:
             return sequences
         if ours:  # the caller owns the cache now: another call must not write to it

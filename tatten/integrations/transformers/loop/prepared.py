@@ -17,6 +17,7 @@ from tatten.integrations.transformers.loop.cache import capacity_for, static_cac
 from tatten.integrations.transformers.loop.call import GenerateCall, initial_state
 from tatten.integrations.transformers.loop.capture import Runner
 from tatten.integrations.transformers.loop.compiling import compile_arguments, uses_cudagraph_trees
+from tatten.integrations.transformers.loop.lookup import lookup_step
 from tatten.integrations.transformers.loop.processors import rules
 from tatten.integrations.transformers.loop.step import CACHE, StepState, decode_step
 
@@ -39,7 +40,7 @@ def cache_for(call: GenerateCall, steps: Steps) -> Cache:
     """Return the cache of an earlier step of the same shape, emptied, or a new one."""
     like, batch = call.inputs[CACHE], len(call.ids)
     asked = call.config.max_cache_len or 0 if hasattr(call.config, "max_cache_len") else 0
-    capacity = max(capacity_for(call.max_length), asked)
+    capacity = max(capacity_for(call.max_length + call.drafts), asked)
     key = batch, capacity, call.model.dtype, call.ids.device, type(like)
     if not isinstance(like, EncoderDecoderCache):  # whose other half has the size of the source
         for step_key, step in steps.items():
@@ -58,11 +59,13 @@ def prepare(call: GenerateCall, steps: Steps, cache: Cache, first: Tensor, vocab
     state = initial_state(call, cache, first, vocabulary, made)
     compiling = compile_arguments(call.config.compile_config, call.ids.device)
     inputs = call.constant_inputs()
+    drafts, ngram = call.drafts, call.config.max_matching_ngram_size or 2 if call.drafts else 0
     key = (
         getattr(cache, "_tatten_key", id(cache)),
         tuple([rule.apply for rule in made]),
         tuple([(x.shape, x.dtype) for x in state.tensors()]),
         repr(compiling),
+        ngram,
         tuple([(name, x) for name, x in sorted(inputs.items()) if isinstance(x, (int, float, str))]),
     )
     step = steps.get(key)
@@ -73,14 +76,18 @@ def prepare(call: GenerateCall, steps: Steps, cache: Cache, first: Tensor, vocab
         return step
     for x in state.tensors():
         torch._dynamo.mark_static_address(x)
-    compiled = torch.compile(_own_code(decode_step), fullgraph=True, dynamic=False, **compiling)
+    step_function = _own_code(lookup_step if drafts else decode_step)
+    compiled = torch.compile(step_function, fullgraph=True, dynamic=False, **compiling)
     cache_of = weakref.ref(cache)
     functions = tuple([rule.apply for rule in made])
 
     def run(model: nn.Module, inputs: dict[str, Any]) -> None:
         if state.noise is not None:
             state.noise.exponential_(1)  # by eager mode, whose numbers those of `torch.multinomial` are
-        compiled(model, cache_of(), state, functions, inputs)
+        if drafts:
+            compiled(model, cache_of(), state, drafts, ngram, inputs)
+        else:
+            compiled(model, cache_of(), state, functions, inputs)
 
     captures = (
         call.ids.is_cuda and not uses_cudagraph_trees(compiling) and not any(map(_holds_tensors, inputs.values()))

@@ -22,25 +22,25 @@ class Reader:
         self._state, self._ahead, self._streamer = state, ahead, streamer
         self._first: Tensor | None = first
         self._on_gpu = state.token.is_cuda
-        self.needed_steps = 0
+        self.needed_tokens = 0
         self._free = [self._slot() for _ in range(ahead + 1)]
         self._launched: deque[tuple[Tensor, Tensor, Any]] = deque()
 
     def _slot(self) -> tuple[Tensor, Tensor, Any]:
-        """Make pinned memory for a report and a token of each sequence, and an event."""
-        report, token = [
+        """Make pinned memory for a report and for the tokens of a step, and an event."""
+        report, latest = [
             torch.zeros(x.shape, dtype=x.dtype, pin_memory=self._on_gpu)
-            for x in (self._state.report, self._state.token)
+            for x in (self._state.report, self._state.latest)
         ]
-        return report, token, torch.cuda.Event() if self._on_gpu else None
+        return report, latest, torch.cuda.Event() if self._on_gpu else None
 
     def after_launch(self) -> bool:
         """Copy the report of the last step. Return True if a report of an earlier step says that all texts ended."""
         self._stream_first()
-        report, token, event = slot = self._free.pop()
+        report, latest, event = slot = self._free.pop()
         report.copy_(self._state.report, non_blocking=True)
         if self._streamer is not None:
-            token.copy_(self._state.token, non_blocking=True)
+            latest.copy_(self._state.latest, non_blocking=True)
         if event is not None:
             event.record()
         self._launched.append(slot)
@@ -60,11 +60,11 @@ class Reader:
         self._first = None
 
     def _read(self) -> bool:
-        report, token, event = slot = self._launched.popleft()
+        report, latest, event = slot = self._launched.popleft()
         if event is not None:
             event.synchronize()
-        before, (self.needed_steps, ended) = self.needed_steps, report.tolist()
-        if self._streamer is not None and self.needed_steps > before:
-            self._streamer.put(token[:, 0].clone())
+        before, (self.needed_tokens, ended) = self.needed_tokens, report.tolist()
+        if self._streamer is not None and self.needed_tokens > before:
+            self._streamer.put(latest[:, : self.needed_tokens - before].flatten().clone())
         self._free.append(slot)
         return bool(ended)

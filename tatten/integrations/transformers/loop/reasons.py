@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import StaticSlidingWindowLayer
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation import stopping_criteria as sc
 from transformers.generation.utils import GenerationMixin
 
+from tatten.integrations.transformers.loop.cache import static_cache
 from tatten.integrations.transformers.loop.generate_call import Dropped
 from tatten.integrations.transformers.loop.processors import unsupported_processor
 
@@ -50,6 +51,7 @@ def reason_against(
             (f"the stopping criterion {type(x).__name__} runs on the host" for x in criteria if _runs_on_host(x)), None
         ),
         _cache(cache, config),
+        _lookup(model, ids, processors, config, cache, inputs) if config.prompt_lookup_num_tokens else None,
     )
     return next((text for text in checks if text is not None), None)
 
@@ -57,8 +59,8 @@ def reason_against(
 def _mode(config: GenerationConfig, dropped: Dropped) -> str | None:
     if (config.num_beams or 1) > 1:
         return "beams choose tokens in another way"
-    if config.prompt_lookup_num_tokens or config.assistant_early_exit or dropped.assistant_model is not None:
-        return "assisted decoding checks several tokens in a step"
+    if config.assistant_early_exit or dropped.assistant_model is not None:
+        return "an assistant drafts the tokens"
     if config.is_assistant:
         return "an assistant's calls are short and keep its cache"
     if (config.penalty_alpha or 0) > 0 or config.dola_layers is not None:
@@ -106,4 +108,24 @@ def _cache(cache: object, config: GenerationConfig) -> str | None:
         return f"the cache that was passed, {type(first).__name__}, is not static"
     if any(isinstance(layer, StaticSlidingWindowLayer) for layer in first.layers):
         return "the cache that was passed has sliding layers, whose length is a number of the host"
+    return None
+
+
+def _lookup(
+    model: PreTrainedModel,
+    ids: Tensor,
+    processors: list[Any],
+    config: GenerationConfig,
+    cache: object,
+    inputs: dict[str, Any],
+) -> str | None:
+    """Return the reason why a step can't look drafts up."""
+    if config.do_sample or len(processors):
+        return "prompt lookup in one step is greedy, without logits processors"
+    if len(ids) != 1 or inputs.get("attention_mask") is not None or model.config.is_encoder_decoder:
+        return "prompt lookup in one step takes one sequence without padding, of a decoder"
+    if getattr(cache, "_is_user_defined", False) or config.return_dict_in_generate:
+        return "prompt lookup in one step keeps its cache to itself"
+    if not all(isinstance(x, StaticLayer) for x in static_cache(model, 1, cast(Cache, cache)).layers):
+        return f"prompt lookup can't take back what the layers of {type(model).__name__} remember"
     return None

@@ -27,12 +27,14 @@ class StepState:
             are 1: causality leaves them out.
         sequences: int64 `[batch, capacity + 1]`, the prompt and the new tokens.
         length: int64 `[1]`, the number of tokens in `sequences`.
-        report: int64 `[2]`: the number of steps that any sequence needed, and 1 if all sequences have ended.
+        latest: int64 `[batch, n]`, the tokens that the last step chose, of which the first ones count.
+        report: int64 `[2]`: the number of tokens after the first that any sequence needed, and 1 if all have ended.
         ended: bool `[batch]`.
         eos: the tokens that end a text, `[n]`, or None.
         pad: the token that follows the end of a text, 0-d; None without `eos`.
         noise: float32 `[batch, vocabulary]`, drawn from an exponential distribution; None for greedy decoding.
         occurred: see `tatten.integrations.transformers.loop.processors.History`.
+        limit: int64 `[1]`, the length at which a text ends, for a step of several tokens; else None.
         operands: the operands of each rule.
     """
 
@@ -41,12 +43,14 @@ class StepState:
     mask: Tensor | None
     sequences: Tensor
     length: Tensor
+    latest: Tensor
     report: Tensor
     ended: Tensor
     eos: Tensor | None
     pad: Tensor | None
     noise: Tensor | None
     occurred: Tensor | None
+    limit: Tensor | None
     operands: tuple[tuple[Tensor, ...], ...]
 
     def tensors(self) -> list[Tensor]:
@@ -98,3 +102,4 @@ def decode_step(
     if state.position is not None:
         state.position.add_(1)
     state.token.copy_(token[:, None])
+    state.latest.copy_(token[:, None])
