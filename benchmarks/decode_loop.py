@@ -7,8 +7,8 @@
 A time is that of one more token by wall clock: the difference of two calls, one of which generates more. Calls take
 turns. `replay` is the time of the captured step alone, replayed without a loop. `loop_lookup` checks seven drafts of
 prompt lookup in each step: `lookup` has the tokens and the milliseconds of its steps. `first_call_s` is the first call
-with nothing on disk that was compiled before. The floor is each weight and each used key and value once, at the rate of a
-plain read.
+with nothing on disk that was compiled before. The floor is each weight and each used key and value once, at the rate of
+a plain read.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ CANDIDATES = (
     "loop_streamed",
     "loop_lookup",
     "loop_untuned",
+    "loop_autotuned",
     "loop_inductor",
 )
 
@@ -78,8 +79,9 @@ def candidate(
         fixed |= {"custom_generate": loop, "cache_implementation": "static", "max_cache_len": capacity}
         if name == "loop_inductor":
             fixed["compile_config"] = CompileConfig(backend="inductor", mode=None, options=decode_options(device))
-        if name == "loop_untuned":
-            fixed["compile_config"] = CompileConfig(backend="tatten", mode=None, options={"decode": False})
+        if name in ("loop_untuned", "loop_autotuned"):
+            options = {"decode": False} if name == "loop_untuned" else {"max_autotune": True}
+            fixed["compile_config"] = CompileConfig(backend="tatten", mode=None, options=options)
         if name == "loop_sampled":
             fixed |= WARPS
         if name == "loop_lookup":

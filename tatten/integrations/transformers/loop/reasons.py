@@ -122,7 +122,8 @@ def _lookup(
     """Return the reason why a step can't look drafts up."""
     if config.do_sample or len(processors):
         return "prompt lookup in one step is greedy, without logits processors"
-    if len(ids) != 1 or inputs.get("attention_mask") is not None or model.config.is_encoder_decoder:
+    mask = inputs.get("attention_mask")  # transformers 5.17 passes one of ones
+    if len(ids) != 1 or model.config.is_encoder_decoder or (mask is not None and not bool(mask.all())):
         return "prompt lookup in one step takes one sequence without padding, of a decoder"
     if getattr(cache, "_is_user_defined", False) or config.return_dict_in_generate:
         return "prompt lookup in one step keeps its cache to itself"
