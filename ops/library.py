@@ -32,58 +32,29 @@ from tatten.ops.validation import BLOCK_KEYS, check_call_no_grad
 
 _library = torch.library.Library("tatten", "DEF")
 
-_library.define(
+for _schema in (
     "decode_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? kv_lens=None, "
     "float? scale=None, Tensor? block_mask=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
     'Tensor? key_scale=None, Tensor? value_scale=None, str provider="auto", bool batch_invariant=False) '
     "-> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
     "latent_attention(Tensor query, Tensor? query_rope, Tensor latent, Tensor? key_rope, Tensor? attn_mask=None, "
     "Tensor? kv_lens=None, *, float scale, Tensor? block_mask=None, int? window=None, float? softcap=None, "
     "Tensor? sinks=None, ScalarType? out_dtype=None, bool batch_invariant=False) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
     "bifurcated_attention(Tensor query, Tensor[] keys, Tensor[] values, Tensor?[] attn_masks, Tensor?[] block_masks, "
     "float? scale=None, Tensor?[]? row_groups=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
     "bool batch_invariant=False) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "row_groups(Tensor rows, SymInt kv_batch, SymInt queries) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-_library.define(
+    "row_groups(Tensor rows, SymInt kv_batch, SymInt queries) -> Tensor",
     "block_mask(Tensor attn_mask, SymInt? kv_batch=None, Tensor? rows=None, bool every_block=False) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
     "block_list(Tensor attn_mask, SymInt kv_batch, bool every_block=False) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
     "merge_states(Tensor out, Tensor lse, *, bool batch_invariant=False) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
     "merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
     "tree_merge(Tensor out, Tensor lse, str group, int n, int rank, str strategy, bool scatter_heads=False, "
     "bool batch_invariant=False) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
     "push_merge(Tensor out, Tensor lse, str group, bool scatter_heads) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
     "project_heads(Tensor x, Tensor weight, ScalarType? out_dtype=None) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define("slide_(Tensor(a!) cache, Tensor new) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+    "slide_(Tensor(a!) cache, Tensor new) -> ()",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def _fake_attention(call: AttentionCall) -> State:
