@@ -27,7 +27,7 @@ from tatten.passes.projection import Adapter, Projection
 from tatten.passes.query import ConcatenatedQuery
 from tatten.passes.replace import Inserter, insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import constant, tensor_of
+from tatten.passes.symbolic import constant, known_tensor, tensor_of
 
 # Up to so many queries of a head `project_heads` multiplies them with `W_uk` faster than `bmm`: of 128 heads on an H100
 # 8 took 7.1 and 8.9 us, 64 took 10.4 and 11.8, and 128 took 18 and 15.
@@ -40,8 +40,7 @@ def apply_latents(match: LatentMatch, masks: Masks, concatenated: ConcatenatedQu
     Of a `concatenated` query the parts are read where they were before.
     """
     call = masks.cast(match.call)
-    query = tensor_of(call.query)
-    assert query is not None
+    query = known_tensor(call.query)
     insert, q_len = Inserter(call.shown), constant(query.shape[LENGTH])
     assert q_len is not None
     with call.node.graph.inserting_before(call.node):

@@ -19,7 +19,7 @@ from tatten.passes.replace import insert_op, scale_of
 from tatten.passes.rows import SelectedRows
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import constant, guard_equal, known_different, known_equal, tensor_of
+from tatten.passes.symbolic import constant, guard_equal, known_different, known_equal, known_tensor
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,7 @@ def match_bifurcated(
     Returns:
         A match, the reason why there is none, or None where key and value are one segment each that is not shared.
     """
-    query, key, value = (tensor_of(x) for x in (call.query, call.key, call.value))
-    assert query is not None
-    assert key is not None
-    assert value is not None
+    query, key, value = (known_tensor(x) for x in (call.query, call.key, call.value))
     # SDPA broadcasts a key and value with a batch of one.
     one_for_all = not known_equal(query.shape[0], 1) and all(known_equal(x.shape[0], 1) for x in (key, value))
     if not one_for_all and len(keys) == len(values) == 1 and not keys[0].shared and not values[0].shared:

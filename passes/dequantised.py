@@ -33,6 +33,7 @@ from tatten.passes.symbolic import (
     is_input_number,
     known_equal,
     known_shape,
+    known_tensor,
     number_in,
     tensor_of,
     value_of,
@@ -75,8 +76,7 @@ class Scale:
 
     def as_attention_takes_it(self, stored: Stored, dtype: torch.dtype) -> Node:
         """Insert what makes of it `[kv_heads]` or `[batch, kv_heads, kv_length]`, in float32 or `dtype`."""
-        base = tensor_of(stored.base)
-        assert base is not None
+        base = known_tensor(stored.base)
         heads = constant(stored.size(HEADS))
         if tensor_of(self.factor) is None:
             known = not isinstance(self.factor, Node)
@@ -122,8 +122,7 @@ class _Chain:
     """A node to which method calls are appended."""
 
     def __init__(self, node: Node):
-        tensor = tensor_of(node)
-        assert tensor is not None
+        tensor = known_tensor(node)
         self.node, self.tensor = node, tensor
 
     def then(self, method: str, *args: Any) -> None:
@@ -159,8 +158,7 @@ def both_in_8_bits(call: SdpaCall, key: Stored, value: Stored) -> tuple[Narrow, 
         Keys and values in 8 bits; why such tensors can't be read in the place of `key` and `value`; None where neither
         is dequantised.
     """
-    query = tensor_of(call.query)
-    assert query is not None
+    query = known_tensor(call.query)
     outcomes = {name: _in_8_bits(stored, query) for name, stored in (("key", key), ("value", value))}
     for name, x in outcomes.items():
         if isinstance(x, str):
@@ -189,8 +187,7 @@ def _in_8_bits(stored: Stored, query: Tensor) -> Narrow | str | None:
     if not ends:
         return None
     stored, dequantised = next((end for end in ends if not end[1].trouble), ends[0])
-    source, dims = tensor_of(dequantised.source), stored.dims
-    assert source is not None
+    source, dims = known_tensor(dequantised.source), stored.dims
     kind = f"`{dequantised.source}` in {str(source.dtype)[6:]}"
     if source.dtype not in NARROW_DTYPES:
         return f"{kind}, where attention takes float8_e4m3fn and int8"

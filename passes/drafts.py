@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from tatten.passes.mutation import written_between
-from tatten.passes.symbolic import FakeTensor, in_memory, tensor_of, value_of
+from tatten.passes.symbolic import FakeTensor, in_memory, known_tensor, tensor_of, value_of
 
 
 class _Scratch(Graph):
@@ -93,9 +93,7 @@ class Drafts:
 
     def local_part(self, dtensor: Node) -> Node:
         """Make a draft of the local part of a DTensor."""
-        tensor = tensor_of(dtensor)
-        assert tensor is not None
-        return self._make(dtensor, "to_local", (dtensor,), {}, lambda: in_memory(tensor))
+        return self._make(dtensor, "to_local", (dtensor,), {}, lambda: in_memory(known_tensor(dtensor)))
 
     def _make(
         self, like: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Callable[[], Any]

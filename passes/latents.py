@@ -25,7 +25,7 @@ from tatten.passes.projection import Projection, is_input, projection_of, same_l
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored, peel_heads, stored_at
-from tatten.passes.symbolic import FakeTensor, constant, known_different, known_equal, tensor_of
+from tatten.passes.symbolic import FakeTensor, constant, known_different, known_equal, known_tensor, tensor_of
 from tatten.passes.views import begin
 
 
@@ -124,8 +124,7 @@ def _match(
     decline = _check_projections(match) or _check_tensors(match) or _check_writes(match, keys) or _check_users(match)
     if decline is not None:
         return decline
-    query = tensor_of(call.query)
-    assert query is not None
+    query = known_tensor(call.query)
     added = {tensor_of(x) for p in (projection, values) for x in p.weights[1:]}
     adapters = sum(constant(x.numel()) or 0 for x in added if x is not None)
     rope_width = sum(x.width for _, x in ropes)
@@ -159,11 +158,9 @@ def _check_projections(match: LatentMatch) -> Decline | None:
 
 def _check_tensors(match: LatentMatch) -> Decline | None:
     """Return the reason why the op does not take these tensors, or None."""
-    query = tensor_of(match.call.query)
-    projections = match.keys, match.values
+    query, projections = known_tensor(match.call.query), (match.keys, match.values)
     nodes = [x for p in projections for x in (p.latent.here, *p.weights, *p.products)]
     tensors = [tensor_of(x) for x in (*nodes, *([] if match.rope is None else [match.rope[0].base]))]
-    assert query is not None
     dtypes = {x.dtype for x in (query, *tensors) if x is not None}
     if len(dtypes) != 1:
         return Decline(Reason.DTYPE, "query, latents, rope, weight and keys are " + ", ".join(map(str, dtypes)))

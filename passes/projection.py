@@ -19,7 +19,7 @@ from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
 from tatten.passes.op_names import CASTS, COPIES, RESHAPES
 from tatten.passes.pieces import columns_of
-from tatten.passes.symbolic import constant, known_equal, known_shape, same_storage, tensor_of
+from tatten.passes.symbolic import constant, known_equal, known_shape, known_tensor, same_storage, tensor_of
 from tatten.passes.views import Part, Size, Walk, begin, source_of, step_back
 
 FLAT: Part = (HEADS, HEAD_DIM)  # of a dim that has all columns of the first head, then those of the next
@@ -196,9 +196,7 @@ def _product(node: Node, parts: Sequence[Part | None]) -> Projection | None:
 
 
 def _sizes(node: Node, letters: str, among: set[str]) -> list[Size]:
-    tensor = tensor_of(node)
-    assert tensor is not None
-    return [size for letter, size in zip(letters, tensor.shape, strict=True) if letter in among]
+    return [size for letter, size in zip(letters, known_tensor(node).shape, strict=True) if letter in among]
 
 
 def _latents(node: Node, parts: Sequence[Part | None]) -> Walk | None:

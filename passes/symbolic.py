@@ -31,6 +31,13 @@ def tensor_of(x: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def known_tensor(x: Any) -> Tensor:
+    """The fake tensor of a node that is known to stand for one."""
+    tensor = tensor_of(x)
+    assert tensor is not None
+    return tensor
+
+
 def rank_of(node: Node) -> int:
     """The number of dims of a node's tensor; -1 if it isn't one tensor."""
     tensor = tensor_of(node)

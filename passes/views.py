@@ -25,7 +25,7 @@ from tatten.passes.drafts import without_drafts
 from tatten.passes.mutation import writes
 from tatten.passes.op_names import CASTS, CATS, COPIES, REORDERS, RESHAPES, STRETCHES
 from tatten.passes.rows import SELECTS, Counts, Repeat, RowSelection, Select, selection_of
-from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of, value_of
+from tatten.passes.symbolic import constant, known_equal, known_shape, known_tensor, tensor_of, value_of
 
 ROLES = range(4)  # the dims of keys and values, as `tatten.ops.layout` names them
 
@@ -65,8 +65,7 @@ class Walk:
 
     def repeated_rows(self, dim: int) -> tuple[Repeat, ...] | None:
         """How the rows along `dim` of `here` were repeated since; None if that isn't known, or other dims hold rows."""
-        part, tensor = self.parts[dim] or (BATCH,), tensor_of(self.here)
-        assert tensor is not None
+        part, tensor = self.parts[dim] or (BATCH,), known_tensor(self.here)
         others = (size for d, size in enumerate(tensor.shape) if d != dim and _is_batch(self.parts[d]))
         if not _is_batch(part) or not all(known_equal(size, 1) for size in others):
             return None
@@ -88,9 +87,7 @@ def step_back(walk: Walk) -> Walk | None:
     source, name = source_of(walk.here), op_name(walk.here)
     if source is None or name not in WALKED or writes(walk.here):
         return None
-    before, after = tensor_of(source), tensor_of(walk.here)
-    assert before is not None
-    assert after is not None
+    before, after = known_tensor(source), known_tensor(walk.here)
     if type(before) is not type(after) or before.dtype != after.dtype or before.device != after.device:
         return None
     if name in CASTS | COPIES:
