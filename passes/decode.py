@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from tatten.passes.cost import Cost, cost_of
 from tatten.passes.dequantised import Scale, both_in_8_bits
+from tatten.passes.drafts import Drafting
 from tatten.passes.masks import Masks
 from tatten.passes.match import Match
 from tatten.passes.reasons import Decline, Reason
@@ -109,13 +110,13 @@ def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
     """Insert the op before SDPA and return its node, a state."""
     call = masks.cast(match.call)
     key, value = (masks.as_attention_takes_it(stored, call) for stored in (*match.keys, *match.values))
-    with call.node.graph.inserting_before(call.node):
-        query, both = known_tensor(call.query), (match.keys[0], match.values[0])
-        scales = {
-            name: scale.as_attention_takes_it(stored, query.dtype)
-            for name, scale, stored in zip(("key_scale", "value_scale"), match.scales, both, strict=True)
-            if scale is not None
-        }
+    scales, dtype = {}, known_tensor(call.query).dtype
+    for name, scale, stored in zip(
+        ("key_scale", "value_scale"), match.scales, (*match.keys, *match.values), strict=True
+    ):
+        if scale is not None:
+            draft = scale.as_attention_takes_it(stored, dtype, Drafting(masks.drafts, stored.base))
+            scales[name] = masks.drafts.insert(draft, call.node)
     block_mask = masks.block_mask(call, call.attn_mask)
     args = (call.query, key, value, call.attn_mask, None, scale_of(call), block_mask)
     invariant = {"batch_invariant": True} if match.batch_invariant else {}
