@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from tatten.ops.call import AttentionCall, KeyValue
-from tatten.ops.cpu.attend_used import attend_jointly, attend_used
+from tatten.ops.cpu.attend_used import UsedKeys, attend_jointly, attend_used, used_by_rows, used_in_blocks
 from tatten.ops.cpu.attention import merge_sinks, upcast
 from tatten.ops.cpu.latent import query_and_rope
-from tatten.ops.cpu.used_keys import UsedKeys, used_by_rows, used_in_blocks
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.layout import squeeze_broadcast
 from tatten.ops.library import block_mask

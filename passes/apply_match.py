@@ -10,14 +10,13 @@ from tatten.passes.absorb import apply_latents
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated
 from tatten.passes.decode import DecodeMatch, apply_decode
 from tatten.passes.describe import assumptions_of, bases, provider_of, shapes_of, show
-from tatten.passes.findings import Rewritten
+from tatten.passes.findings import Rewritten, source_location
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
 from tatten.passes.match_call import MatchedCall
 from tatten.passes.query import find_concatenated_query, restore_query
 from tatten.passes.replace import output_of, replace_call
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.source_location import source_location
 from tatten.passes.stored import Stored
 from tatten.passes.tree import merge_note, merged_output
 

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from tatten.passes.describe import declined
 from tatten.passes.eligible import check_transformed
-from tatten.passes.findings import Declined
+from tatten.passes.findings import Declined, source_location
 from tatten.passes.flex import find_flex, read_flex
 from tatten.passes.flex_mask import flex_call
 from tatten.passes.input_numbers import settle_numbers
@@ -19,7 +19,6 @@ from tatten.passes.other_attention import find_other_attention
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.run import Run
 from tatten.passes.sdpa import SdpaCall, bind_sdpa, find_sdpa, sdpa_nodes
-from tatten.passes.source_location import source_location
 from tatten.passes.symbolic import tensor_of
 from tatten.passes.tiled import find_tiled, untiled_call
 from tatten.passes.written_out import WrittenOut, find_written_out, read_written_out

@@ -13,11 +13,10 @@ from tatten.ops.cuda.workload import Workload, needs_of
 from tatten.ops.kernel_signatures import decode_call
 from tatten.passes.cost import Cost
 from tatten.passes.drafts import dtensor_behind
-from tatten.passes.findings import Declined
+from tatten.passes.findings import Declined, source_location
 from tatten.passes.latent_cost import LatentCost
 from tatten.passes.reasons import Decline
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.source_location import source_location
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import constant, hint, known_tensor, tensor_of
 

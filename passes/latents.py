@@ -7,6 +7,7 @@ With keys `[c W_uk, rope]` and values `c W_uv` in each head, scores are `(q W_uk
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,18 +16,55 @@ from torch.fx import Node
 from tatten.ops.latent_validation import WIDEST_ROPE_ON_CUDA
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.validation import widest_on_cuda
-from tatten.passes.adapters import adds_bias
 from tatten.passes.autocast import autocast_dtype
+from tatten.passes.calls import argument, op_name
 from tatten.passes.latent_cost import LatentCost, latent_cost
-from tatten.passes.latent_segments import LatentSegment, shared_segments
 from tatten.passes.mutation import written_between
 from tatten.passes.pieces import Assembly, Piece, pieces_of
 from tatten.passes.projection import Projection, is_input, projection_of, same_latents
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
+from tatten.passes.segments import find_segments
 from tatten.passes.stored import Stored, peel_heads, stored_at
 from tatten.passes.symbolic import FakeTensor, constant, known_different, known_equal, known_tensor, tensor_of
-from tatten.passes.views import begin
+from tatten.passes.views import Walk, begin
+
+
+@dataclass(frozen=True)
+class LatentSegment:
+    """Latents as they are stored, and what all heads' keys have in common there, if there is such a thing."""
+
+    latent: Stored
+    rope: Stored | None
+
+
+def shared_segments(latent: Walk, rope: Walk | None, call: Node) -> tuple[LatentSegment, ...]:
+    """The segments of latents and of rope; none if no sequences share latents, or if the two are not cut alike.
+
+    Empty ones, such as what was not generated yet, are left out.
+
+    Args:
+        latent: from what keys and values are projected from.
+        rope: from the part of the keys that heads share, as it is copied into them.
+        call: the attention; what was concatenated may not be written before it.
+    """
+    latents = _with_keys(latent)
+    ropes: Sequence[Stored | None] = [None] * len(latents) if rope is None else _with_keys(rope)
+    if not any(x.shared for x in latents) or len(latents) != len(ropes):
+        return ()
+    segments = tuple(map(LatentSegment, latents, ropes))
+    return segments if all(_can_be_read(x, call) for x in segments) else ()
+
+
+def _with_keys(start: Walk) -> list[Stored]:
+    return [x for x in find_segments(start, rows=False) if not known_equal(x.size(LENGTH), 0)]
+
+
+def _can_be_read(segment: LatentSegment, call: Node) -> bool:
+    stored = [x for x in (segment.latent, segment.rope) if x is not None]
+    alike = all(known_equal(x.size(role), segment.latent.size(role)) for x in stored for role in (BATCH, LENGTH))
+    alike = alike and known_different(segment.latent.size(LENGTH), 0)
+    return alike and all(x.rows is None and not x.written_before(call) for x in stored)
 
 
 @dataclass(frozen=True)
@@ -144,7 +182,7 @@ def _check_projections(match: LatentMatch) -> Decline | None:
     for name, projection in (("keys", match.keys), ("values", match.values)):
         for product, node in zip(projection.products, projection.weights, strict=True):
             weight = tensor_of(node)
-            if adds_bias(product):
+            if op_name(product) == "linear" and argument(product, 2, "bias") is not None:
                 return Decline(Reason.PROJECTION, f"`{product}`, which makes the {name}, adds a bias")
             if not is_input(node):
                 return Decline(Reason.PROJECTION, f"the weight that makes the {name} is computed by `{node}`")

@@ -11,7 +11,7 @@ from tatten.passes.apply_match import apply_match
 from tatten.passes.attention import Attention, find_attention, find_nested, find_other, read_attention
 from tatten.passes.describe import declined
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
-from tatten.passes.findings import Declined, GraphReport, Rewritten
+from tatten.passes.findings import Declined, GraphReport, Rewritten, source_location
 from tatten.passes.internal import CallError, Snapshot, decline_internal, declined_graph, or_nothing
 from tatten.passes.masks import Masks
 from tatten.passes.match_call import match_call
@@ -19,7 +19,6 @@ from tatten.passes.mutation import movers
 from tatten.passes.reasons import Decline
 from tatten.passes.run import Run
 from tatten.passes.sliding import apply_slide, find_slides
-from tatten.passes.source_location import source_location
 
 MOST_FAILED = 8  # calls whose edit may fail; each of them costs another run of all passes
 
