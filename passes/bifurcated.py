@@ -24,13 +24,7 @@ from tatten.passes.symbolic import constant, guard_equal, known_different, known
 
 @dataclass(frozen=True)
 class BifurcatedMatch(Match):
-    """An SDPA call that `tatten::bifurcated_attention` answers: its segments of keys and of values correspond.
-
-    Attributes:
-        batch_invariant: what the op is asked for.
-    """
-
-    batch_invariant: bool = False
+    """An SDPA call that `tatten::bifurcated_attention` answers: its segments of keys and of values correspond."""
 
     @property
     def too_costly(self) -> Decline | None:
@@ -112,5 +106,4 @@ def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     made_for = enumerate(zip(columns, match.keys, rows, strict=True))
     block_masks = [masks.block_mask(call, *segment, every_block=i < shared) for i, segment in made_for]
     args = (call.query, keys, values, columns, block_masks, scale_of(call), *([groups] if any(groups) else []))
-    invariant = {"batch_invariant": True} if match.batch_invariant else {}
-    return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args, call.variant | invariant)
+    return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args, match.options)

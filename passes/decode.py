@@ -31,12 +31,10 @@ class DecodeMatch(Match):
         scales: the scales of keys and of values; None if they are not in 8 bits, or have no scale.
         not_narrow: the reason why keys and values that were dequantised are not read in 8 bits; None if they are, or
             if none were dequantised.
-        batch_invariant: whether the op is called with `batch_invariant=True`.
     """
 
     scales: tuple[Scale | None, Scale | None] = (None, None)
     not_narrow: Decline | None = None
-    batch_invariant: bool = False
 
     @functools.cached_property
     def cost(self) -> Cost | None:
@@ -103,7 +101,7 @@ def match_decode(
     if not isinstance(narrow, tuple):
         return DecodeMatch(call, (peeled_key,), (peeled_value,), not_narrow=narrow)
     keys, values = narrow
-    return DecodeMatch(call, (keys.stored,), (values.stored,), (keys.scale, values.scale))
+    return DecodeMatch(call, (keys.stored,), (values.stored,), scales=(keys.scale, values.scale))
 
 
 def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
@@ -119,5 +117,4 @@ def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
             scales[name] = masks.drafts.insert(draft, call.node)
     block_mask = masks.block_mask(call, call.attn_mask)
     args = (call.query, key, value, call.attn_mask, None, scale_of(call), block_mask)
-    invariant = {"batch_invariant": True} if match.batch_invariant else {}
-    return insert_op(call, torch.ops.tatten.decode_attention.default, args, call.variant | scales | invariant)
+    return insert_op(call, torch.ops.tatten.decode_attention.default, args, match.options | scales)
