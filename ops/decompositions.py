@@ -11,10 +11,9 @@ from torch import Tensor
 
 from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cpu.attend_used import UsedKeys, attend_jointly, attend_used, used_by_rows, used_in_blocks
-from tatten.ops.cpu.attention import merge_sinks, upcast
+from tatten.ops.cpu.attention import merge_sinks, upcast, with_mask_in
 from tatten.ops.cpu.latent import query_and_rope
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
-from tatten.ops.layout import squeeze_broadcast
 from tatten.ops.library import block_mask
 from tatten.ops.project_heads import project_heads
 from tatten.ops.reach import mask_of_reach, narrow_mask, with_masks_of_window
@@ -92,7 +91,7 @@ def _decode_attention(call: AttentionCall, *, core_aten: bool) -> State:
     upcasts = stored.key.dtype != dtype
     if upcasts:  # as `tatten.ops.cpu.attention` does
         query = query.to(accumulator_dtype(dtype))
-        stored = _with_mask_in(stored, query.dtype)
+        stored = with_mask_in(stored, query.dtype)
     stored = _within_reach(call, stored)
     jointly = core_aten or call.softcap is not None
     used = used_in_blocks(query, stored, LEAST_IN_PRODUCTS if jointly else 1)
@@ -101,14 +100,6 @@ def _decode_attention(call: AttentionCall, *, core_aten: bool) -> State:
         used = UsedKeys(key, value, used.mask, used.inside)
     out, lse = _attend(call, query, [used], jointly)
     return out.to(dtype).contiguous(), lse.contiguous()
-
-
-def _with_mask_in(stored: KeyValue, dtype: torch.dtype) -> KeyValue:
-    """Convert an additive mask."""
-    mask = stored.attn_mask
-    if mask is None or mask.dtype == torch.bool:
-        return stored
-    return stored._replace(attn_mask=squeeze_broadcast(mask).to(dtype))
 
 
 def _within_reach(call: AttentionCall, stored: KeyValue) -> KeyValue:
@@ -125,7 +116,7 @@ def _latent_attention(call: AttentionCall, *, core_aten: bool) -> State:
     _check_decomposes(call)
     acc, jointly = accumulator_dtype(call.query.dtype), core_aten or call.softcap is not None
     query, key_rope = query_and_rope(call)
-    stored = _within_reach(call, _with_mask_in(call.segments[0], acc))._replace(value=key_rope)
+    stored = _within_reach(call, with_mask_in(call.segments[0], acc))._replace(value=key_rope)
     used = used_in_blocks(query, stored, LEAST_IN_PRODUCTS if jointly else 1)
     # A graph has no loop over a number of blocks that the mask decides: the used latents and their rope are joined.
     keys = torch.cat((used.key, used.value), dim=3).to(acc)
