@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from tatten.ops.storage import all_of
-from tatten.passes.calls import op_name, schemas
+from tatten.passes.calls import op_name, reached, schemas
 from tatten.passes.mutation import writes
 from tatten.passes.op_names import CASTS, RESHAPES
 from tatten.passes.symbolic import value_of
@@ -47,15 +47,7 @@ def readers(user: Node, node: Node) -> Iterator[Node]:
 
 def depends(node: Node, source: Node, among: Container[Node]) -> bool:
     """Return True if values of `node` are computed from those of `source`. All paths lead through nodes in `among`."""
-    visited, frontier = {node}, [node]
-    while frontier:
-        here = frontier.pop()
-        if here is source:
-            return True
-        new = [x for x in here.all_input_nodes if x in among and x not in visited and reads_values(here, x)]
-        visited.update(new)
-        frontier += new
-    return False
+    return source in reached(node, lambda x: [y for y in x.all_input_nodes if y in among and reads_values(x, y)])
 
 
 MOST = 64  # nodes that are followed from one; a longer computation counts as used
