@@ -1,4 +1,4 @@
-"""Calls of `flex_attention` as calls of SDPA, with one mask tensor of what their block masks leave.
+"""One mask tensor of what the block mask of a call of `flex_attention` leaves.
 
 The mask function is asked about all positions at once: its body, op by op, on positions that broadcast. A key is left
 if its block is listed as full, or is listed and the function leaves the key.
@@ -6,7 +6,6 @@ if its block is listed as full, or is listed and the function leaves the key.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,32 +16,12 @@ from torch.fx.node import map_arg
 
 from tatten.passes.calls import op_name
 from tatten.passes.drafts import Drafting
-from tatten.passes.flex import INDEXING, POSITIONS, FlexBlockList, FlexBlockMask, FlexCall, places_of, result_of
+from tatten.passes.flex import INDEXING, POSITIONS, FlexBlockList, FlexBlockMask, places_of, result_of
 from tatten.passes.masks import Masks
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, known_tensor, tensor_of, value_of
 
 SCALAR = (1, 1, 1, 1)  # a scalar among tensors that broadcast to scores
-
-
-def flex_call(flex: FlexCall, masks: Masks) -> SdpaCall:
-    """Return a call of `flex_attention` as one of SDPA; its mask is a draft."""
-    result = known_tensor(flex.out)
-    call = SdpaCall(
-        flex.node,
-        flex.query,
-        flex.key,
-        flex.value,
-        scale=flex.scale,
-        enable_gqa=True,
-        softcap=flex.softcap,
-        form=flex.form,
-        log_sums=flex.log_sums,
-        path=flex.path,
-        draft_result=(stands_for := masks.drafts.result(result)),
-        outputs=((flex.out, stands_for), *((x, x) for x in flex.log_sums)),
-    )
-    return call if flex.mask is None else dataclasses.replace(call, attn_mask=DenseMask(call, masks).of(flex.mask))
 
 
 class DenseMask:
