@@ -61,7 +61,6 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
             functools.partial(_bifurcated_attention, core_aten=core_aten)
         ),
         ops.merge_states.default: _merge_states,
-        ops.merge_state.default: _merge_state,
         ops.row_groups.default: _row_groups,
         ops.project_heads.default: project_heads,
     }
@@ -157,10 +156,6 @@ def _merge_states(out: Tensor, lse: Tensor, *, batch_invariant: bool = False) ->
     if batch_invariant:
         raise NotImplementedError("`batch_invariant` must be False where merge_states is decomposed, got True")
     return merge(out, lse)
-
-
-def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
-    return merge(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))
 
 
 def _row_groups(rows: Tensor, kv_batch: int, queries: int) -> Tensor:
