@@ -24,7 +24,7 @@ from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
 from tatten.passes.pieces import Piece
 from tatten.passes.projection import Adapter, Projection
-from tatten.passes.query import ConcatenatedQuery
+from tatten.passes.query import QueryParts
 from tatten.passes.replace import Inserter, insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, known_tensor, tensor_of
@@ -34,17 +34,17 @@ from tatten.passes.symbolic import constant, known_tensor, tensor_of
 MOST_ROWS = 64
 
 
-def apply_latents(match: LatentMatch, masks: Masks, concatenated: ConcatenatedQuery) -> tuple[Node, Node]:
+def apply_latents(match: LatentMatch, masks: Masks, parts: QueryParts) -> tuple[Node, Node]:
     """Insert attention to latents before SDPA. Returns its state, and the output for the values of these latents.
 
-    Of a `concatenated` query the parts are read where they were before.
+    The `parts` of a query are read where they were before they were concatenated.
     """
     call = masks.cast(match.call)
     query = known_tensor(call.query)
     insert, q_len = Inserter(call.shown), constant(query.shape[LENGTH])
     assert q_len is not None
     with call.node.graph.inserting_before(call.node):
-        q_nope = _columns(insert, call.query, match.columns, concatenated)
+        q_nope = _columns(insert, call.query, match.columns, parts)
         unrounded = _takes_unrounded(match, query)
         if _by_project_heads(query) and (unrounded or (constant(query.shape[BATCH]) or 1) * q_len <= MOST_ROWS):
             weight = insert("transpose", _weight(insert, match.keys), 1, 2)
@@ -52,7 +52,7 @@ def apply_latents(match: LatentMatch, masks: Masks, concatenated: ConcatenatedQu
             q_latent = insert(torch.ops.tatten.project_heads.default, q_nope, weight, out_dtype)
         else:
             q_latent = _heads(insert, _queries(insert, _rows(insert, q_nope), match.keys), q_len)
-        q_rope = None if match.rope is None else _columns(insert, call.query, match.rope[1], concatenated)
+        q_rope = None if match.rope is None else _columns(insert, call.query, match.rope[1], parts)
     width = max(columns.hi for columns in (match.columns, *([] if match.rope is None else match.rope[1:])))
     scale = width**-0.5 if call.scale is None else scale_of(call)
     states = _attend(insert, match, call, masks, (q_latent, q_rope), scale, accumulator_dtype(query.dtype))
@@ -80,9 +80,9 @@ def _takes_unrounded(match: LatentMatch, query: Tensor) -> bool:
     return few and not match.segments and has_wgmma(query.device)
 
 
-def _columns(insert: Inserter, query: Node, piece: Piece, concatenated: ConcatenatedQuery) -> Node:
+def _columns(insert: Inserter, query: Node, piece: Piece, parts: QueryParts) -> Node:
     """Return the query's columns for a piece of the keys: what they were made of, or a view that is inserted."""
-    return concatenated.parts.get((piece.lo, piece.hi)) or insert("narrow", query, HEAD_DIM, piece.lo, piece.width)
+    return parts.get((piece.lo, piece.hi)) or insert("narrow", query, HEAD_DIM, piece.lo, piece.width)
 
 
 def _attend(

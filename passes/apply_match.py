@@ -14,7 +14,7 @@ from tatten.passes.findings import Rewritten, source_location
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
 from tatten.passes.match_call import MatchedCall
-from tatten.passes.query import find_concatenated_query, restore_query
+from tatten.passes.query import find_query_parts, restore_query
 from tatten.passes.replace import output_of, replace_call
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
@@ -68,9 +68,10 @@ def _apply_latents(call: SdpaCall, match: LatentMatch, masks: Masks) -> Rewritte
     inserted_call, latent = _operands(match.call, masks), _inserted(match.latent, call, masks)
     rope = None if match.rope is None else (_inserted(match.rope[0], call, masks), match.rope[1])
     match = dataclasses.replace(match, call=inserted_call, latent=latent, rope=rope)
-    concatenated = find_concatenated_query(match.call.query, match.call.node)
-    state, out = apply_latents(match, masks, concatenated)
-    replace_call(call, state, _output(match.call, state, out), match.path.union(concatenated.path), masks.drafts)
+    parts = find_query_parts(match.call.query, match.call.node)
+    state, out = apply_latents(match, masks, parts)
+    orphans = match.path | {match.call.query} if parts else match.path
+    replace_call(call, state, _output(match.call, state, out), orphans, masks.drafts)
     made = "one projection" if match.keys.product is match.values.product else "two projections"
     made += " with LoRA" if match.keys.adapters or match.values.adapters else ""
     made_of = f"keys and values were made of latents by {made} for {match.keys.heads} heads"

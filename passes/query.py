@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +25,9 @@ from tatten.passes.pieces import pieces_of
 from tatten.passes.replace import erase_unused_of
 from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of
 from tatten.passes.views import source_of
+
+# The tensors that queries were concatenated of along head_dim, by the first column and the one after the last.
+QueryParts = Mapping[tuple[int, int], Node]
 
 # Of the number: scores before they are multiplied should not leave float32 where the program's would not.
 LEAST, LARGEST = 2.0**-20, 2.0**20
@@ -77,27 +79,14 @@ def _restore_copy(op: Node) -> None:
         erase_unused_of(source_and_path[1])
 
 
-@dataclass(frozen=True)
-class ConcatenatedQuery:
-    """Queries that were concatenated along head_dim.
-
-    Attributes:
-        parts: what they were made of, by the first column and the one after the last.
-        path: the `cat`; empty if there is none.
-    """
-
-    parts: Mapping[tuple[int, int], Node]
-    path: tuple[Node, ...]
-
-
-def find_concatenated_query(query: Node, reader: Node) -> ConcatenatedQuery:
-    """Find what a `cat` along head_dim made queries of, as far as that still holds it when `reader` runs.
+def find_query_parts(query: Node, reader: Node) -> QueryParts:
+    """Find what a `cat` along head_dim, `query`, was made of, as far as that still holds it when `reader` runs.
 
     A `cat` that was copied or reordered again, and parts that were assigned to an empty tensor, are not looked for.
     """
     concatenated, assembly = tensor_of(query), pieces_of(query, reader)
     if concatenated is None or assembly.trouble is not None or assembly.path != (query,):
-        return ConcatenatedQuery({}, ())
+        return {}
     parts = {}
     for piece in assembly.pieces:
         tensor = tensor_of(piece.source.here)
@@ -105,7 +94,7 @@ def find_concatenated_query(query: Node, reader: Node) -> ConcatenatedQuery:
             continue
         if known_equal(tensor.stride(3), 1):  # as some kernels need it
             parts[piece.lo, piece.hi] = piece.source.here
-    return ConcatenatedQuery(parts, assembly.path)
+    return parts
 
 
 def _behind(op: Node) -> Iterator[tuple[Node, Node]]:

@@ -50,17 +50,17 @@ def rank_of(node: Node) -> int:
 
 def known_equal(a: int | SymInt, b: int | SymInt) -> bool:
     """True if `a == b` in every run of the graph; False if that can't be proven."""
-    equal = a == b
-    return equal is True or (equal is not False and _known_true(equal))
+    return _known_true(a == b)
 
 
 def known_different(a: int | SymInt, b: int | SymInt) -> bool:
     """True if `a != b` in every run of the graph; False if that can't be proven."""
-    different = a != b
-    return different is True or (different is not False and _known_true(different))
+    return _known_true(a != b)
 
 
 def _known_true(condition: Any) -> bool:
+    if isinstance(condition, bool):
+        return condition
     try:
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -82,7 +82,7 @@ def constant(size: int | SymInt) -> int | None:
 
 
 def _ask(number: Any, api: str, ask: Callable[[Any], T]) -> T | None:
-    """What `ask` says of the node of a symbolic number; None if the private API has moved."""
+    """The answer of `ask` about the node of a symbolic number; None if the private API has moved."""
     try:
         return ask(number.node)
     except Exception as error:
