@@ -170,7 +170,7 @@ def _match(
     if cost is not None and not cost.pays and not batch_invariant:
         return Decline(Reason.LATENT_SMALL, str(cost))
     segments: tuple[LatentSegment, ...] = ()
-    if call.window is None and not batch_invariant:  # the op has one only where no sequences share latents
+    if not batch_invariant:
         segments = shared_segments(projection.latent, ropes[0][1].source if ropes else None, call.node)
     match = dataclasses.replace(match, cost=cost, segments=segments)
     read = [x.path for segment in match.parts for x in (segment.latent, segment.rope) if x is not None]

@@ -88,8 +88,6 @@ def _check(call: SdpaCall, sharding: Sharding) -> Decline | None:
     placed = getattr(result, "placements", None)
     if call.node.target not in SDPA_TARGETS and placed != sharding.out:
         return Decline(Reason.PLACEMENT, f"the result is placed as {placed}, query as {sharding.out}")
-    if call.window is not None:
-        return Decline(Reason.WINDOW, f"a window of {call.window} over keys of which each rank has some")
     if sinks is not None and not belongs_to_heads(sinks, sharding):
         placed = getattr(sinks, "placements", None)
         return Decline(Reason.PLACEMENT, f"sinks are placed as {placed}, query as {sharding.out}")
