@@ -169,9 +169,8 @@ def _match(
     cost = latent_cost(query, match.latent, columns.width, rope_width, values.hi - values.lo, adapters)
     if cost is not None and not cost.pays and not batch_invariant:
         return Decline(Reason.LATENT_SMALL, str(cost))
-    segments: tuple[LatentSegment, ...] = ()
-    if not batch_invariant:
-        segments = shared_segments(projection.latent, ropes[0][1].source if ropes else None, call.node)
+    rope_source = ropes[0][1].source if ropes else None
+    segments = () if batch_invariant else shared_segments(projection.latent, rope_source, call.node)
     match = dataclasses.replace(match, cost=cost, segments=segments)
     read = [x.path for segment in match.parts for x in (segment.latent, segment.rope) if x is not None]
     return dataclasses.replace(match, path=match.path.union(*read, values.latent.path))
