@@ -73,7 +73,6 @@ def _apply_latents(call: SdpaCall, match: LatentMatch, masks: Masks) -> Rewritte
     orphans = match.path | {match.call.query} if parts else match.path
     replace_call(call, state, _output(match.call, state, out), orphans, masks.drafts)
     made = "one projection" if match.keys.product is match.values.product else "two projections"
-    made += " with LoRA" if match.keys.adapters or match.values.adapters else ""
     made_of = f"keys and values were made of latents by {made} for {match.keys.heads} heads"
     notes = call.form, merge_note(match.call), made_of, assumptions_of(match.cost), *call.remarks
     op = "tatten.latent_attention.default"

@@ -16,7 +16,6 @@ from torch.fx import Node
 from tatten.ops.latent_validation import WIDEST_ROPE_ON_CUDA
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.validation import widest_on_cuda
-from tatten.passes.autocast import autocast_dtype
 from tatten.passes.calls import argument, op_name
 from tatten.passes.latent_cost import LatentCost, latent_cost
 from tatten.passes.mutation import written_between
@@ -163,10 +162,8 @@ def _match(
     if decline is not None:
         return decline
     query = known_tensor(call.query)
-    added = {tensor_of(x) for p in (projection, values) for x in p.weights[1:]}
-    adapters = sum(constant(x.numel()) or 0 for x in added if x is not None)
     rope_width = sum(x.width for _, x in ropes)
-    cost = latent_cost(query, match.latent, columns.width, rope_width, values.hi - values.lo, adapters)
+    cost = latent_cost(query, match.latent, columns.width, rope_width, values.hi - values.lo)
     if cost is not None and not cost.pays and not batch_invariant:
         return Decline(Reason.LATENT_SMALL, str(cost))
     rope_source = ropes[0][1].source if ropes else None
@@ -179,14 +176,13 @@ def _match(
 def _check_projections(match: LatentMatch) -> Decline | None:
     """Return the reason why keys and values are not what plain weights make of the same latents, or None."""
     for name, projection in (("keys", match.keys), ("values", match.values)):
-        for product, node in zip(projection.products, projection.weights, strict=True):
-            weight = tensor_of(node)
-            if op_name(product) == "linear" and argument(product, 2, "bias") is not None:
-                return Decline(Reason.PROJECTION, f"`{product}`, which makes the {name}, adds a bias")
-            if not is_input(node):
-                return Decline(Reason.PROJECTION, f"the weight that makes the {name} is computed by `{node}`")
-            if not isinstance(weight, FakeTensor):
-                return Decline(Reason.PROJECTION, f"the weight that makes the {name} is a {type(weight).__name__}")
+        product, weight = projection.product, tensor_of(projection.weight)
+        if op_name(product) == "linear" and argument(product, 2, "bias") is not None:
+            return Decline(Reason.PROJECTION, f"`{product}`, which makes the {name}, adds a bias")
+        if not is_input(projection.weight):
+            return Decline(Reason.PROJECTION, f"the weight that makes the {name} is computed by `{projection.weight}`")
+        if not isinstance(weight, FakeTensor):
+            return Decline(Reason.PROJECTION, f"the weight that makes the {name} is a {type(weight).__name__}")
     keys, values = match.keys.latent, match.values.latent
     if not same_latents(keys, values):
         return Decline(Reason.PROJECTION, f"keys are made of `{keys.here}`, values of `{values.here}`")
@@ -196,17 +192,13 @@ def _check_projections(match: LatentMatch) -> Decline | None:
 def _check_tensors(match: LatentMatch) -> Decline | None:
     """Return the reason why the op does not take these tensors, or None."""
     query, projections = known_tensor(match.call.query), (match.keys, match.values)
-    nodes = [x for p in projections for x in (p.latent.here, *p.weights, *p.products)]
+    nodes = [x for p in projections for x in (p.latent.here, p.weight, p.product)]
     tensors = [tensor_of(x) for x in (*nodes, *([] if match.rope is None else [match.rope[0].base]))]
     dtypes = {x.dtype for x in (query, *tensors) if x is not None}
     if len(dtypes) != 1:
         return Decline(Reason.DTYPE, "query, latents, rope, weight and keys are " + ", ".join(map(str, dtypes)))
     if query.dtype == torch.float16:
         return Decline(Reason.DTYPE, "query times weight may be beyond the range of float16, where keys are not")
-    adapted = any(x.adapters for x in projections)
-    if adapted and query.element_size() < 4 and (query.device.type != "cpu" or autocast_dtype(match.call.node, "cpu")):
-        where = "only a CPU, without autocast, rounds them no more often than before"
-        return Decline(Reason.PROJECTION, f"LoRA adds to keys or values in {query.dtype}, and {where}")
     if len({x.device for x in (query, *tensors) if x is not None}) != 1:
         return Decline(Reason.DEVICE, "query, latents, rope and weight are on several devices")
     if any(not known_equal(query.shape[HEADS], p.heads) for p in projections):
@@ -243,7 +235,7 @@ def _check_writes(match: LatentMatch, keys: Assembly) -> Decline | None:
         return keys.trouble
     call = match.call.node
     for projection in (match.keys, match.values):
-        read = [tensor_of(x) for x in (projection.latent.here, *projection.weights, *projection.path)]
+        read = [tensor_of(x) for x in (projection.latent.here, projection.weight, *projection.path)]
         writer = written_between([x for x in read if x is not None], min(projection.path), call)
         if writer is not None:
             return Decline(Reason.WRITTEN, f"latents, weight or what is projected is written by `{writer}`")

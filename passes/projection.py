@@ -1,8 +1,6 @@
 """The walk back from keys or values to the product of latents and a weight that makes them, however it is written.
 
-Dims are told by letters, as in `einsum`: `linear` is `abr,nr->abn`, where `n` are the columns of all heads. LoRA that
-is not merged (Hu et al., arXiv 2106.09685) is a projection, too, `c W + s (c A) B`: the query becomes
-`q W_uk + s (q B_uk) A`, and neither `B A` nor anything of the latents' length is made.
+Dims are told by letters, as in `einsum`: `linear` is `abr,nr->abn`, where `n` are the columns of all heads.
 """
 
 from __future__ import annotations
@@ -17,39 +15,16 @@ from torch.fx import Node
 
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.passes.calls import argument, op_name
-from tatten.passes.mutation import inactive_dropout, writes
+from tatten.passes.mutation import writes
 from tatten.passes.op_names import CASTS, COPIES, RESHAPES
 from tatten.passes.pieces import columns_of
-from tatten.passes.symbolic import (
-    constant,
-    is_input_number,
-    known_equal,
-    known_shape,
-    known_tensor,
-    number_in,
-    same_storage,
-    tensor_of,
-)
+from tatten.passes.symbolic import constant, known_equal, known_shape, known_tensor, same_storage, tensor_of
 from tatten.passes.views import Part, Size, Walk, begin, source_of, step_back
 
 FLAT: Part = (HEADS, HEAD_DIM)  # of a dim that has all columns of the first head, then those of the next
 RANK: Part = (-1,)  # of the dim of a weight that latents are multiplied with
 
 Letters = tuple[str, str, str]  # of the dims of both factors and of the product
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The term that LoRA adds to a projection: `factor * up(down(latents))`, with the weights of `down` and `up`.
-
-    Attributes:
-        path: the nodes from the sum to the first product, and copies of latents before that.
-    """
-
-    down: Projection
-    up: Projection
-    factor: float | Node
-    path: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
@@ -63,7 +38,6 @@ class Projection:
         order: the dims of `weight` that have heads, columns and rank; or columns of all heads, and rank.
         heads, width: the heads of the product, and the columns of each.
         path: the nodes from where this was found on, the product among them.
-        adapters: what LoRA adds to the product.
     """
 
     product: Node
@@ -75,15 +49,6 @@ class Projection:
     lo: int
     hi: int
     path: tuple[Node, ...]
-    adapters: tuple[Adapter, ...] = ()
-
-    @property
-    def products(self) -> tuple[Node, ...]:
-        return (self.product, *(x.product for adapter in self.adapters for x in (adapter.down, adapter.up)))
-
-    @property
-    def weights(self) -> tuple[Node, ...]:
-        return (self.weight, *(x.weight for adapter in self.adapters for x in (adapter.down, adapter.up)))
 
 
 def projection_of(start: Walk) -> Projection | Node:
@@ -95,7 +60,7 @@ def projection_of(start: Walk) -> Projection | Node:
         end = walk.here
         columns = columns_of(end)
         if columns is None:
-            projection = _adapted(end, walk.parts) or _split_into_heads(walk)
+            projection = _product(end, walk.parts) or _split_into_heads(walk)
             if projection is not None:
                 width = constant(tensor_of(start.here).shape[start.parts.index((HEAD_DIM,))])  # type: ignore[union-attr]
                 path = (*path, *walk.path, *projection.path)
@@ -107,47 +72,6 @@ def projection_of(start: Walk) -> Projection | Node:
                 break
             lo, path, walk = lo + first, (*path, *nodes), walk.step(source, walk.parts)
     return end
-
-
-def terms_of(node: Node) -> tuple[Node, Node] | None:
-    """The tensors of which `node` is the sum, if it is one that broadcasts neither."""
-    if op_name(node) != "add" or len(node.args) != 2 or node.kwargs or writes(node):
-        return None
-    base, added = node.args
-    total = tensor_of(node)
-    if not isinstance(base, Node) or not isinstance(added, Node) or total is None:
-        return None
-    terms = [tensor_of(x) for x in (base, added)]
-    alike = all(x is not None and x.dtype == total.dtype and known_shape(x.shape, total.shape) for x in terms)
-    return (base, added) if alike else None
-
-
-def multiple_of(node: Node) -> tuple[float | Node, Node] | None:
-    """The number and the tensor of which `node` is the product: 1 and itself if it is none; None if it is of others."""
-    if op_name(node) != "mul":
-        return 1.0, node
-    a, b = node.args if len(node.args) == 2 else (None, None)
-    number, tensor = (b, a) if tensor_of(a) is not None else (a, b)
-    if not isinstance(tensor, Node) or tensor_of(tensor) is None or node.kwargs or writes(node):
-        return None
-    if isinstance(number, Node) and is_input_number(number):
-        return number, tensor
-    known = number_in(number)
-    return None if known is None else (known, tensor)
-
-
-def before_copies(node: Node) -> tuple[Node, tuple[Node, ...]]:
-    """The tensor that copies, or dropout which is off, leave as it is, and the nodes that are such."""
-    path: tuple[Node, ...] = ()
-    while op_name(node) in CASTS | COPIES or inactive_dropout(node):
-        source = node.all_input_nodes[0]
-        before, after = tensor_of(source), tensor_of(node)
-        if before is None or after is None or before.dtype != after.dtype or before.device != after.device:
-            break
-        if writes(node) or not known_shape(before.shape, after.shape):
-            break
-        path, node = (*path, node), source
-    return node, path
 
 
 def same_latents(a: Walk, b: Walk) -> bool:
@@ -192,35 +116,10 @@ def _split_into_heads(walk: Walk) -> Projection | None:
         return None
     for ones in ((), (None,)):
         if known_shape(flat.shape, (batch, *(1 for _ in ones), length, heads * width)):
-            projection = _adapted(source, ((BATCH,), *ones, (LENGTH,), FLAT))
+            projection = _product(source, ((BATCH,), *ones, (LENGTH,), FLAT))
             if projection is not None:
                 return dataclasses.replace(projection, heads=heads, width=width, path=(*path, *projection.path))
     return None
-
-
-def _adapted(node: Node, parts: Sequence[Part | None]) -> Projection | None:
-    """The projection of latents that `node` is, alone or with what LoRA makes of the same latents added."""
-    terms = terms_of(node)
-    if terms is None:
-        return _product(node, parts)
-    base, adapter = _adapted(terms[0], parts), _adapter(terms[1], parts)
-    if base is None or adapter is None or not same_latents(base.latent, adapter.down.latent):
-        return None
-    path = (node, *base.path, *adapter.path)
-    return dataclasses.replace(base, adapters=(*base.adapters, adapter), path=path)
-
-
-def _adapter(node: Node, parts: Sequence[Part | None]) -> Adapter | None:
-    """The two products, one of the other, that `node` is, maybe times a number."""
-    multiple = multiple_of(node)
-    up = None if multiple is None else _product(multiple[1], parts)
-    down = None if up is None else _product(up.latent.here, up.latent.parts)
-    if multiple is None or up is None or down is None:
-        return None
-    latent, copies = before_copies(down.latent.here)
-    path = (*([node] if node is not up.product else []), *up.path, *down.path, *copies)
-    down = dataclasses.replace(down, latent=dataclasses.replace(down.latent, here=latent))
-    return Adapter(down, up, multiple[0], path)
 
 
 def _product(node: Node, parts: Sequence[Part | None]) -> Projection | None:
