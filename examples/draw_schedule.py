@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from tatten.ops.cuda.schedule import Schedule, Visit
+# The tests compare the kernels with this schedule.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from stream_k_schedule import Schedule, Visit
 
 PALETTE = ["#4269d0", "#ff725c", "#3ca951", "#a463f2", "#efb118", "#ff8ab7", "#6cc5b0", "#97bbf5", "#9c6b4e", "#9498a0"]
 RAGGED = [1400, 2300, 3700, 6100, 10000, 17000, 28000, 61000]  # spread as logarithms of 1k to 64k are

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from tatten.ops.call import AttentionCall, KeyValue
-from tatten.ops.cpu.attend_used import attend_jointly, attend_used
-from tatten.ops.cpu.attention import merge_sinks, upcast
+from tatten.ops.cpu.attend_used import UsedKeys, attend_jointly, attend_used, used_by_rows, used_in_blocks
+from tatten.ops.cpu.attention import merge_sinks, upcast, with_mask_in
 from tatten.ops.cpu.latent import query_and_rope
-from tatten.ops.cpu.used_keys import UsedKeys, used_by_rows, used_in_blocks
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
-from tatten.ops.layout import squeeze_broadcast
 from tatten.ops.library import block_mask
 from tatten.ops.project_heads import project_heads
 from tatten.ops.reach import mask_of_reach, narrow_mask, with_masks_of_window
@@ -63,7 +61,6 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
             functools.partial(_bifurcated_attention, core_aten=core_aten)
         ),
         ops.merge_states.default: _merge_states,
-        ops.merge_state.default: _merge_state,
         ops.row_groups.default: _row_groups,
         ops.project_heads.default: project_heads,
     }
@@ -93,7 +90,7 @@ def _decode_attention(call: AttentionCall, *, core_aten: bool) -> State:
     upcasts = stored.key.dtype != dtype
     if upcasts:  # as `tatten.ops.cpu.attention` does
         query = query.to(accumulator_dtype(dtype))
-        stored = _with_mask_in(stored, query.dtype)
+        stored = with_mask_in(stored, query.dtype)
     stored = _within_reach(call, stored)
     jointly = core_aten or call.softcap is not None
     used = used_in_blocks(query, stored, LEAST_IN_PRODUCTS if jointly else 1)
@@ -102,14 +99,6 @@ def _decode_attention(call: AttentionCall, *, core_aten: bool) -> State:
         used = UsedKeys(key, value, used.mask, used.inside)
     out, lse = _attend(call, query, [used], jointly)
     return out.to(dtype).contiguous(), lse.contiguous()
-
-
-def _with_mask_in(stored: KeyValue, dtype: torch.dtype) -> KeyValue:
-    """Convert an additive mask."""
-    mask = stored.attn_mask
-    if mask is None or mask.dtype == torch.bool:
-        return stored
-    return stored._replace(attn_mask=squeeze_broadcast(mask).to(dtype))
 
 
 def _within_reach(call: AttentionCall, stored: KeyValue) -> KeyValue:
@@ -126,7 +115,7 @@ def _latent_attention(call: AttentionCall, *, core_aten: bool) -> State:
     _check_decomposes(call)
     acc, jointly = accumulator_dtype(call.query.dtype), core_aten or call.softcap is not None
     query, key_rope = query_and_rope(call)
-    stored = _within_reach(call, _with_mask_in(call.segments[0], acc))._replace(value=key_rope)
+    stored = _within_reach(call, with_mask_in(call.segments[0], acc))._replace(value=key_rope)
     used = used_in_blocks(query, stored, LEAST_IN_PRODUCTS if jointly else 1)
     # A graph has no loop over a number of blocks that the mask decides: the used latents and their rope are joined.
     keys = torch.cat((used.key, used.value), dim=3).to(acc)
@@ -167,10 +156,6 @@ def _merge_states(out: Tensor, lse: Tensor, *, batch_invariant: bool = False) ->
     if batch_invariant:
         raise NotImplementedError("`batch_invariant` must be False where merge_states is decomposed, got True")
     return merge(out, lse)
-
-
-def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
-    return merge(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))
 
 
 def _row_groups(rows: Tensor, kv_batch: int, queries: int) -> Tensor:

@@ -6,6 +6,8 @@ they first run.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ from tatten.ops.cpu import attention as cpu
 from tatten.ops.cpu.bifurcated import bifurcated_attention as bifurcated_on_cpu
 from tatten.ops.cpu.latent import latent_attention as latent_on_cpu
 from tatten.ops.cpu.rows import row_groups as row_groups_on_cpu
-from tatten.ops.cpu.without_autocast import without_autocast
 from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.cuda.project_heads import project_heads as project_heads_on_cuda
 from tatten.ops.distributed.collectives import group_of
@@ -26,64 +27,33 @@ from tatten.ops.masks import block_list, key_spans, mask_of_rows, mask_rows
 from tatten.ops.project_heads import fake_project_heads, project_heads
 from tatten.ops.sizes import ceil_div
 from tatten.ops.slide import check_slide, slide_
-from tatten.ops.state_validation import check_state_pair
 from tatten.ops.states import State, accumulator_dtype
 from tatten.ops.validation import BLOCK_KEYS, check_call_no_grad
 
 _library = torch.library.Library("tatten", "DEF")
 
-_library.define(
+for _schema in (
     "decode_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? kv_lens=None, "
     "float? scale=None, Tensor? block_mask=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
     'Tensor? key_scale=None, Tensor? value_scale=None, str provider="auto", bool batch_invariant=False) '
     "-> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
     "latent_attention(Tensor query, Tensor? query_rope, Tensor latent, Tensor? key_rope, Tensor? attn_mask=None, "
     "Tensor? kv_lens=None, *, float scale, Tensor? block_mask=None, int? window=None, float? softcap=None, "
     "Tensor? sinks=None, ScalarType? out_dtype=None, bool batch_invariant=False) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
     "bifurcated_attention(Tensor query, Tensor[] keys, Tensor[] values, Tensor?[] attn_masks, Tensor?[] block_masks, "
     "float? scale=None, Tensor?[]? row_groups=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
     "bool batch_invariant=False) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "row_groups(Tensor rows, SymInt kv_batch, SymInt queries) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-_library.define(
+    "row_groups(Tensor rows, SymInt kv_batch, SymInt queries) -> Tensor",
     "block_mask(Tensor attn_mask, SymInt? kv_batch=None, Tensor? rows=None, bool every_block=False) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
     "block_list(Tensor attn_mask, SymInt kv_batch, bool every_block=False) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
     "merge_states(Tensor out, Tensor lse, *, bool batch_invariant=False) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "merge_state(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
     "tree_merge(Tensor out, Tensor lse, str group, int n, int rank, str strategy, bool scatter_heads=False, "
     "bool batch_invariant=False) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
     "push_merge(Tensor out, Tensor lse, str group, bool scatter_heads) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
     "project_heads(Tensor x, Tensor weight, ScalarType? out_dtype=None) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define("slide_(Tensor(a!) cache, Tensor new) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+    "slide_(Tensor(a!) cache, Tensor new) -> ()",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def _fake_attention(call: AttentionCall) -> State:
@@ -116,11 +86,6 @@ def _(out: Tensor, lse: Tensor, *, batch_invariant: bool = False) -> State:
     return out.new_empty(out.shape[1:]), lse.new_empty(lse.shape[1:])
 
 
-@torch.library.register_fake("tatten::merge_state", lib=_library)
-def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
-    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
-
-
 @torch.library.register_fake("tatten::push_merge", lib=_library)
 def _(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> State:
     if not scatter_heads:
@@ -134,12 +99,6 @@ def _push_merge(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> St
     from tatten.ops.distributed.push import push_merge
 
     return push_merge(out, lse, group, scatter_heads)
-
-
-def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
-    check_state_pair(out_a, lse_a, out_b, lse_b)
-    out, lse = torch.ops.tatten.merge_states.default(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))
-    return out, lse
 
 
 def block_mask(
@@ -161,17 +120,10 @@ _library.impl("row_groups", cuda.row_groups, "CUDA")
 _library.impl("block_list", block_list, "CPU")
 _library.impl("block_list", cuda.block_list, "CUDA")
 _KERNELS: dict[str, dict[str, OpKernel]] = {
-    "decode_attention": {
-        "CPU": decode_kernel(cpu.decode_attention),
-        "CUDA": decode_kernel(cuda.attention),
-    },
+    "decode_attention": {"CPU": decode_kernel(cpu.decode_attention), "CUDA": decode_kernel(cuda.attention)},
     "latent_attention": {"CPU": latent_kernel(latent_on_cpu), "CUDA": latent_kernel(cuda.attention)},
-    "bifurcated_attention": {
-        "CPU": bifurcated_kernel(bifurcated_on_cpu),
-        "CUDA": bifurcated_kernel(cuda.attention),
-    },
+    "bifurcated_attention": {"CPU": bifurcated_kernel(bifurcated_on_cpu), "CUDA": bifurcated_kernel(cuda.attention)},
     "merge_states": {"CPU": cpu.merge_states, "CUDA": cuda.merge_states},
-    "merge_state": {"CPU": _merge_state, "CUDA": _merge_state},
     "push_merge": {"CUDA": _push_merge},
     "project_heads": {"CPU": project_heads, "CUDA": project_heads_on_cuda},
     "slide_": {"CPU": slide_, "CUDA": slide_},
@@ -186,8 +138,21 @@ def cuda_implementations() -> dict[Any, OpKernel]:
     return {getattr(torch.ops.tatten, name).default: kernel for name, kernel in kernels.items()}
 
 
+def _without_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `implementation`, run with autocast off: autocast would round values that are summed in float32."""
+
+    @functools.wraps(implementation)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return implementation(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False):
+            return implementation(*args, **kwargs)
+
+    return run
+
+
 for _name, _kernels in _KERNELS.items():
     for _device, _kernel in _kernels.items():
-        _library.impl(_name, without_autocast(_kernel) if _device == "CPU" else _kernel, _device)
+        _library.impl(_name, _without_autocast(_kernel) if _device == "CPU" else _kernel, _device)
     # Implementations raise if gradients are required. PyTorch's own fallback aliases each output first (10 us, cold).
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

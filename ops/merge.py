@@ -73,8 +73,5 @@ def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> t
         True
     """
     check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    if torch.compiler.is_compiling():
-        check_state_pair(out_a, lse_a, out_b, lse_b)
-        return merge(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))
-    out, lse = torch.ops.tatten.merge_state.default(out_a, lse_a, out_b, lse_b)
-    return out, lse
+    check_state_pair(out_a, lse_a, out_b, lse_b)
+    return merge_states(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from tatten.ops.call import AttentionCall, KeyValue
-from tatten.ops.row_validation import check_row_groups, check_rows
 from tatten.ops.validation import (
     check_batch_invariant,
     check_block_masks,
@@ -15,6 +14,8 @@ from tatten.ops.validation import (
     check_kv_heads,
     check_mask,
     check_query,
+    check_row_groups,
+    check_rows,
     check_variant,
 )
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tatten.ops.cpu.slide import slide_on_cpu_
 from tatten.ops.cuda.launcher import on_device_of
 from tatten.ops.cuda.slide import slide_on_cuda_
+
+BLOCK_BYTES = 1 << 21  # bytes that stay in a CPU cache between read and write
 
 
 def slide_(cache: Tensor, new: Tensor) -> None:
@@ -59,3 +60,13 @@ def check_slide(cache: Tensor, new: Tensor) -> None:
         raise ValueError(
             f"`new` must be {cache.dtype} on {cache.device} as `cache` is, got {new.dtype} on {new.device}"
         )
+
+
+def slide_on_cpu_(cache: Tensor, new: Tensor) -> None:
+    """Move block after block."""
+    last = cache.shape[2] - 1
+    block = max(1, BLOCK_BYTES * (last + 1) // cache.nbytes)
+    for start in range(0, last, block):
+        end = min(start + block, last)
+        cache[:, :, start:end] = cache[:, :, start + 1 : end + 1].clone()
+    cache[:, :, last:] = new

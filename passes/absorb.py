@@ -2,12 +2,11 @@
 
 What was the keys' weight multiplies the query, and the values' weight the output: both are views of the model's own.
 Each product is a `bmm` over heads, or `tatten::project_heads`, which rounds less; `matmul` would copy the weight for
-each sequence. What LoRA adds is moved alike, as two products with few columns between.
+each sequence.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from typing import Any
 
@@ -23,37 +22,37 @@ from tatten.passes.autocast import autocast_dtype
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
 from tatten.passes.pieces import Piece
-from tatten.passes.projection import Adapter, Projection
-from tatten.passes.query import ConcatenatedQuery
+from tatten.passes.projection import Projection
+from tatten.passes.query import QueryParts
 from tatten.passes.replace import Inserter, insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import constant, tensor_of
+from tatten.passes.symbolic import constant, known_tensor, tensor_of
 
 # Up to so many queries of a head `project_heads` multiplies them with `W_uk` faster than `bmm`: of 128 heads on an H100
 # 8 took 7.1 and 8.9 us, 64 took 10.4 and 11.8, and 128 took 18 and 15.
 MOST_ROWS = 64
 
 
-def apply_latents(match: LatentMatch, masks: Masks, concatenated: ConcatenatedQuery) -> tuple[Node, Node]:
+def apply_latents(match: LatentMatch, masks: Masks, parts: QueryParts) -> tuple[Node, Node]:
     """Insert attention to latents before SDPA. Returns its state, and the output for the values of these latents.
 
-    Of a `concatenated` query the parts are read where they were before.
+    The `parts` of a query are read where they were before they were concatenated.
     """
     call = masks.cast(match.call)
-    query = tensor_of(call.query)
-    assert query is not None
+    query = known_tensor(call.query)
     insert, q_len = Inserter(call.shown), constant(query.shape[LENGTH])
     assert q_len is not None
     with call.node.graph.inserting_before(call.node):
-        q_nope = _columns(insert, call.query, match.columns, concatenated)
+        q_nope = _columns(insert, call.query, match.columns, parts)
         unrounded = _takes_unrounded(match, query)
         if _by_project_heads(query) and (unrounded or (constant(query.shape[BATCH]) or 1) * q_len <= MOST_ROWS):
             weight = insert("transpose", _weight(insert, match.keys), 1, 2)
             out_dtype = torch.float32 if unrounded else query.dtype
             q_latent = insert(torch.ops.tatten.project_heads.default, q_nope, weight, out_dtype)
         else:
-            q_latent = _heads(insert, _queries(insert, _rows(insert, q_nope), match.keys), q_len)
-        q_rope = None if match.rope is None else _columns(insert, call.query, match.rope[1], concatenated)
+            rows = insert(torch.bmm, _rows(insert, q_nope), _weight(insert, match.keys))
+            q_latent = _heads(insert, rows, q_len)
+        q_rope = None if match.rope is None else _columns(insert, call.query, match.rope[1], parts)
     width = max(columns.hi for columns in (match.columns, *([] if match.rope is None else match.rope[1:])))
     scale = width**-0.5 if call.scale is None else scale_of(call)
     states = _attend(insert, match, call, masks, (q_latent, q_rope), scale, accumulator_dtype(query.dtype))
@@ -67,7 +66,7 @@ def apply_latents(match: LatentMatch, masks: Masks, concatenated: ConcatenatedQu
 
 
 def _by_project_heads(query: Tensor) -> bool:
-    """Return True if one kernel multiplies rows with a weight, for queries of this kind. It has no adapters."""
+    """Return True if one kernel multiplies rows with a weight, for queries of this kind."""
     return query.device.type == "cuda" and query.dtype == torch.bfloat16
 
 
@@ -81,9 +80,9 @@ def _takes_unrounded(match: LatentMatch, query: Tensor) -> bool:
     return few and not match.segments and has_wgmma(query.device)
 
 
-def _columns(insert: Inserter, query: Node, piece: Piece, concatenated: ConcatenatedQuery) -> Node:
+def _columns(insert: Inserter, query: Node, piece: Piece, parts: QueryParts) -> Node:
     """Return the query's columns for a piece of the keys: what they were made of, or a view that is inserted."""
-    return concatenated.parts.get((piece.lo, piece.hi)) or insert("narrow", query, HEAD_DIM, piece.lo, piece.width)
+    return parts.get((piece.lo, piece.hi)) or insert("narrow", query, HEAD_DIM, piece.lo, piece.width)
 
 
 def _attend(
@@ -119,63 +118,22 @@ def _merge(insert: Inserter, states: list[Node]) -> Node:
     return insert(torch.ops.tatten.merge_states.default, *(insert(torch.stack, x) for x in parts))
 
 
-def _queries(insert: Inserter, rows: Node, keys: Projection) -> Node:
-    """Insert the product of queries `[heads, rows, head_dim]` with the keys' weight."""
-    added = None
-    for adapter in keys.adapters:
-        inner = insert(torch.bmm, rows, _weight(insert, _up(keys, adapter)))
-        term = insert(operator.mul, insert(torch.matmul, inner, _down(insert, adapter)), adapter.factor)
-        added = _plus(insert, added, term)
-    return _product(insert, rows, _weight(insert, keys), added)
-
-
 def _values(insert: Inserter, sums: Node, values: Projection, like: Tensor, autocast: torch.dtype | None) -> Node:
     """Insert the product of sums over latents with the values' weight, `[heads, rows, head_dim]`.
 
     In 16 bits, on a CPU alone, the sums are in float32, and so is the product. Under autocast, which would round the
-    sums, the upper 16 bits of them and what these leave are multiplied apart, and there is no LoRA.
+    sums, the upper 16 bits of them and what these leave are multiplied apart.
     """
     weight, wide = insert("transpose", _weight(insert, values), 1, 2), accumulator_dtype(like.dtype)
     rows = _rows(insert, sums)
     if wide == like.dtype:
-        return _product(insert, rows, weight, _added(insert, sums, values, wide))
+        return insert(torch.bmm, rows, weight)
     if autocast is None:
-        added = _added(insert, sums, values, wide)
-        return insert("to", _product(insert, rows, insert("to", weight, wide), added), like.dtype)
+        return insert("to", insert(torch.bmm, rows, insert("to", weight, wide)), like.dtype)
     # Not `rows - rows.to(torch.bfloat16)`, of which Inductor makes 0: it leaves conversions out where it fuses ops.
     upper = insert("view", insert(operator.and_, insert("view", rows, torch.int32), ~0xFFFF), wide)
     high, low = (insert("to", x, like.dtype) for x in (upper, insert(operator.sub, rows, upper)))
     return insert(torch.baddbmm, insert(torch.bmm, low, weight), high, weight)
-
-
-def _added(insert: Inserter, sums: Node, values: Projection, dtype: torch.dtype) -> Node | None:
-    """Insert what adapters make of sums over latents in `dtype`; None if there are none."""
-    added = None
-    for adapter in values.adapters:
-        down, up = insert("t", _down(insert, adapter)), insert("transpose", _weight(insert, _up(values, adapter)), 1, 2)
-        down, up = (insert("to", x, dtype) for x in (down, up))
-        product = insert(torch.bmm, _rows(insert, insert(torch.matmul, sums, down)), up)
-        added = _plus(insert, added, insert(operator.mul, product, adapter.factor))
-    return added
-
-
-def _product(insert: Inserter, rows: Node, weight: Node, added: Node | None) -> Node:
-    """Insert the product of rows with a weight, plus `added`, with one rounding."""
-    return insert(torch.bmm, rows, weight) if added is None else insert(torch.baddbmm, added, rows, weight)
-
-
-def _plus(insert: Inserter, x: Node | None, y: Node) -> Node:
-    return y if x is None else insert(operator.add, x, y)
-
-
-def _up(projection: Projection, adapter: Adapter) -> Projection:
-    """The same columns of the same heads, of what an adapter adds."""
-    return dataclasses.replace(projection, weight=adapter.up.weight, order=adapter.up.order)
-
-
-def _down(insert: Inserter, adapter: Adapter) -> Node:
-    """Insert the weight `[columns, rank]` that an adapter applies to latents first."""
-    return insert("squeeze", _weight(insert, adapter.down), 0)
 
 
 def _weight(insert: Inserter, projection: Projection) -> Node:

@@ -10,14 +10,13 @@ from tatten.passes.absorb import apply_latents
 from tatten.passes.bifurcated import BifurcatedMatch, apply_bifurcated
 from tatten.passes.decode import DecodeMatch, apply_decode
 from tatten.passes.describe import assumptions_of, bases, provider_of, shapes_of, show
-from tatten.passes.findings import Rewritten
+from tatten.passes.findings import Rewritten, source_location
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
 from tatten.passes.match_call import MatchedCall
-from tatten.passes.query import find_concatenated_query, restore_query
+from tatten.passes.query import find_query_parts, restore_query
 from tatten.passes.replace import output_of, replace_call
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.source_location import source_location
 from tatten.passes.stored import Stored
 from tatten.passes.tree import merge_note, merged_output
 
@@ -69,11 +68,11 @@ def _apply_latents(call: SdpaCall, match: LatentMatch, masks: Masks) -> Rewritte
     inserted_call, latent = _operands(match.call, masks), _inserted(match.latent, call, masks)
     rope = None if match.rope is None else (_inserted(match.rope[0], call, masks), match.rope[1])
     match = dataclasses.replace(match, call=inserted_call, latent=latent, rope=rope)
-    concatenated = find_concatenated_query(match.call.query, match.call.node)
-    state, out = apply_latents(match, masks, concatenated)
-    replace_call(call, state, _output(match.call, state, out), match.path.union(concatenated.path), masks.drafts)
+    parts = find_query_parts(match.call.query, match.call.node)
+    state, out = apply_latents(match, masks, parts)
+    orphans = match.path | {match.call.query} if parts else match.path
+    replace_call(call, state, _output(match.call, state, out), orphans, masks.drafts)
     made = "one projection" if match.keys.product is match.values.product else "two projections"
-    made += " with LoRA" if match.keys.adapters or match.values.adapters else ""
     made_of = f"keys and values were made of latents by {made} for {match.keys.heads} heads"
     notes = call.form, merge_note(match.call), made_of, assumptions_of(match.cost), *call.remarks
     op = "tatten.latent_attention.default"

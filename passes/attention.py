@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch.fx import Graph, GraphModule, Node
 
 from tatten.passes.describe import declined
 from tatten.passes.eligible import check_transformed
-from tatten.passes.findings import Declined
+from tatten.passes.findings import Declined, source_location
 from tatten.passes.flex import find_flex, read_flex
-from tatten.passes.flex_mask import flex_call
+from tatten.passes.flex_mask import DenseMask
 from tatten.passes.input_numbers import settle_numbers
 from tatten.passes.internal import or_nothing
 from tatten.passes.other_attention import find_other_attention
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.run import Run
 from tatten.passes.sdpa import SdpaCall, bind_sdpa, find_sdpa, sdpa_nodes
-from tatten.passes.source_location import source_location
 from tatten.passes.symbolic import tensor_of
-from tatten.passes.tiled import find_tiled, untiled_call
+from tatten.passes.tiled import untiled_call
 from tatten.passes.written_out import WrittenOut, find_written_out, read_written_out
 from tatten.passes.written_out_call import written_out_call
 
@@ -64,8 +62,8 @@ def read_attention(node: Node, attention: Attention, run: Run) -> SdpaCall | Dec
         call = _read_flex(node, run)
     else:
         call = bind_sdpa(node)
-    while isinstance(call, SdpaCall) and (tiled := find_tiled(call)) is not None:
-        call = dataclasses.replace(untiled_call(tiled, run.masks), remarks=(tiled.note, *call.remarks))
+    while isinstance(call, SdpaCall) and (untiled := untiled_call(call, run.masks)) is not None:
+        call = untiled
     return call
 
 
@@ -84,15 +82,11 @@ def _read_written_out(product: Node, softmax: Node, run: Run) -> SdpaCall | Decl
 
 
 def _read_flex(node: Node, run: Run) -> SdpaCall | Declined:
-    flex = check_transformed(node.all_input_nodes) or read_flex(node)
+    flex = check_transformed(node.all_input_nodes) or read_flex(node, run.masks.drafts)
     if isinstance(flex, Decline):
         return Declined(source_location(node), "", flex)
-    return flex_call(flex, run.masks)
-
-
-def find_other(graph: Graph, known: Iterable[Node]) -> list[Declined]:
-    """Find attention of forms that are never rewritten; `known` are the nodes of attention that may be."""
-    return [Declined(source_location(x.node), "", x.decline) for x in find_other_attention(graph, {*known})]
+    call, mask = flex
+    return call if mask is None else dataclasses.replace(call, attn_mask=DenseMask(call, run.masks).of(mask))
 
 
 def find_nested(gm: GraphModule, errors: list[Declined]) -> list[Declined]:
@@ -111,4 +105,4 @@ def _nested(name: str, graph: Graph) -> list[Declined]:
     for product, softmax in written_out.items():
         attention = read_written_out(softmax)
         findings.append(Declined(source_location(product), "", attention if isinstance(attention, Decline) else nested))
-    return findings + find_other(graph, written_out.values())
+    return [*findings, *find_other_attention(graph, {*written_out.values()})]

@@ -12,14 +12,12 @@ from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.segments import Cut, find_cuts, find_segments, in_one
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import known_equal, tensor_of
+from tatten.passes.symbolic import known_equal, known_tensor
 
 
 def check_invariant(call: SdpaCall) -> Decline | None:
     """Return the reason why no op can compute each sequence of an eligible call as if it were alone, or None."""
-    query = tensor_of(call.query)
-    assert query is not None
-    if call.softcap is not None and query.device.type == "cpu":
+    if call.softcap is not None and known_tensor(call.query).device.type == "cpu":
         return Decline(Reason.BATCH_INVARIANT, f"a soft cap of {call.softcap} on a CPU")
     return None
 
@@ -70,8 +68,7 @@ def _of_several_placements(
     keys, values = (tuple(x.part for x in each) for each in shares)
     match = match_bifurcated(call, keys, values, may_guard)
     if isinstance(match, BifurcatedMatch):
-        query, last = tensor_of(call.query), match.keys[-1]
-        assert query is not None
+        query, last = known_tensor(call.query), match.keys[-1]
         if last.rows is None and known_equal(last.size(BATCH), query.shape[0]):
             return dataclasses.replace(match, batch_invariant=True), ""
     return (

@@ -19,18 +19,12 @@ from tatten.passes.replace import insert_op, scale_of
 from tatten.passes.rows import SelectedRows
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import constant, guard_equal, known_different, known_equal, tensor_of
+from tatten.passes.symbolic import constant, guard_equal, known_different, known_equal, known_tensor
 
 
 @dataclass(frozen=True)
 class BifurcatedMatch(Match):
-    """An SDPA call that `tatten::bifurcated_attention` answers: its segments of keys and of values correspond.
-
-    Attributes:
-        batch_invariant: what the op is asked for.
-    """
-
-    batch_invariant: bool = False
+    """An SDPA call that `tatten::bifurcated_attention` answers: its segments of keys and of values correspond."""
 
     @property
     def too_costly(self) -> Decline | None:
@@ -48,10 +42,7 @@ def match_bifurcated(
     Returns:
         A match, the reason why there is none, or None where key and value are one segment each that is not shared.
     """
-    query, key, value = (tensor_of(x) for x in (call.query, call.key, call.value))
-    assert query is not None
-    assert key is not None
-    assert value is not None
+    query, key, value = (known_tensor(x) for x in (call.query, call.key, call.value))
     # SDPA broadcasts a key and value with a batch of one.
     one_for_all = not known_equal(query.shape[0], 1) and all(known_equal(x.shape[0], 1) for x in (key, value))
     if not one_for_all and len(keys) == len(values) == 1 and not keys[0].shared and not values[0].shared:
@@ -115,5 +106,4 @@ def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     made_for = enumerate(zip(columns, match.keys, rows, strict=True))
     block_masks = [masks.block_mask(call, *segment, every_block=i < shared) for i, segment in made_for]
     args = (call.query, keys, values, columns, block_masks, scale_of(call), *([groups] if any(groups) else []))
-    invariant = {"batch_invariant": True} if match.batch_invariant else {}
-    return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args, call.variant | invariant)
+    return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args, match.options)

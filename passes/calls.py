@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,16 @@ def schemas(node: Node) -> tuple[OpOverload, ...]:
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     """An argument of a call, positional or by keyword; `position` counts the tensor itself."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def reached(start: Node, onward: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Return `start` and all nodes that `onward` leads to, from each node to the next ones."""
+    visited, frontier = {start}, [start]
+    while frontier:
+        new = [x for x in onward(frontier.pop()) if x not in visited]
+        visited.update(new)
+        frontier += new
+    return visited
 
 
 def only_adds_dims(index: Any) -> bool:

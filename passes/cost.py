@@ -15,7 +15,7 @@ import torch
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import constant, hint, known_equal, same_storage, tensor_of
+from tatten.passes.symbolic import constant, hint, known_equal, known_tensor, same_storage, tensor_of
 from tatten.passes.views import Size
 
 # Dynamic sizes count as these, unless those of the example inputs are larger. A cache grows; a batch may have any size.
@@ -152,14 +152,12 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
     Returns:
         The cost; None if sizes are unknown.
     """
-    query = tensor_of(call.query)
-    assert query is not None
+    query = known_tensor(call.query)
     sizes, q_heads = Sizes(query.shape[BATCH]), hint(query.shape[HEADS])
     lengths = [segment.size(LENGTH) for segment in keys]
     moved = read = 0
     for node, segments in ((call.key, keys), (call.value, values)):
-        tensor = tensor_of(node)
-        assert tensor is not None
+        tensor = known_tensor(node)
         rows = sizes.rows(tensor.shape[BATCH])
         kv_heads, head_dim = hint(tensor.shape[HEADS]), hint(tensor.shape[HEAD_DIM])
         stored = [_bytes_read(segment, length, sizes, rows) for segment, length in zip(segments, lengths, strict=True)]
@@ -191,8 +189,7 @@ def _bytes_read(stored: Stored, length: Size, sizes: Sizes, batch: int | None) -
 
     If an index selects rows, it is the most that `batch` sequences can read: several may read the same row.
     """
-    base = tensor_of(stored.base)
-    assert base is not None
+    base = known_tensor(stored.base)
     rows, heads, head_dim = sizes.rows(stored.size(BATCH)), hint(stored.size(HEADS)), hint(stored.size(HEAD_DIM))
     if rows is None or heads is None or head_dim is None:
         return None

@@ -13,13 +13,14 @@ from torch.fx import Node
 
 from tatten.passes.cost import Cost, cost_of
 from tatten.passes.dequantised import Scale, both_in_8_bits
+from tatten.passes.drafts import Drafting
 from tatten.passes.masks import Masks
 from tatten.passes.match import Match
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import guard_equal, known_equal, tensor_of
+from tatten.passes.symbolic import guard_equal, known_equal, known_tensor, tensor_of
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,10 @@ class DecodeMatch(Match):
         scales: the scales of keys and of values; None if they are not in 8 bits, or have no scale.
         not_narrow: the reason why keys and values that were dequantised are not read in 8 bits; None if they are, or
             if none were dequantised.
-        batch_invariant: whether the op is called with `batch_invariant=True`.
     """
 
     scales: tuple[Scale | None, Scale | None] = (None, None)
     not_narrow: Decline | None = None
-    batch_invariant: bool = False
 
     @functools.cached_property
     def cost(self) -> Cost | None:
@@ -56,9 +55,7 @@ class DecodeMatch(Match):
         out takes several kernels and stores its scores, so it isn't weighed either. The exception is a CPU under
         Inductor, which fuses such attention: it is left as it is unless its keys or values have scales.
         """
-        query, key = tensor_of(self.call.query), tensor_of(self.call.key)
-        assert query is not None
-        assert key is not None
+        query, key = known_tensor(self.call.query), known_tensor(self.call.key)
         if self.call.fused and query.device.type == "cpu" and self.scales == (None, None):
             # With all keys in use 0.14 to 1.06 of the speed, with an eighth of them 2.8 to 5 times it (2-core Xeon).
             return Decline(Reason.NO_GAIN, "on a CPU Inductor fuses products of a few queries, and may be faster")
@@ -90,10 +87,7 @@ def match_decode(
     The graph stays as it is. A guard is added only if the batches of query, key and value can't be proven equal: with
     dynamic shapes, each DTensor that is an input has a symbol of its own. Without `may_guard` such a call is declined.
     """
-    query, key, value = (tensor_of(x) for x in (call.query, call.key, call.value))
-    assert query is not None
-    assert key is not None
-    assert value is not None
+    query, key, value = (known_tensor(x) for x in (call.query, call.key, call.value))
     equal = guard_equal if may_guard else known_equal
     if not all(equal(query.shape[0], x.shape[0]) for x in (key, value)):
         return Decline(Reason.BATCH, f"query, key, value have batch {query.shape[0]}, {key.shape[0]}, {value.shape[0]}")
@@ -107,22 +101,20 @@ def match_decode(
     if not isinstance(narrow, tuple):
         return DecodeMatch(call, (peeled_key,), (peeled_value,), not_narrow=narrow)
     keys, values = narrow
-    return DecodeMatch(call, (keys.stored,), (values.stored,), (keys.scale, values.scale))
+    return DecodeMatch(call, (keys.stored,), (values.stored,), scales=(keys.scale, values.scale))
 
 
 def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
     """Insert the op before SDPA and return its node, a state."""
     call = masks.cast(match.call)
     key, value = (masks.as_attention_takes_it(stored, call) for stored in (*match.keys, *match.values))
-    with call.node.graph.inserting_before(call.node):
-        query, both = tensor_of(call.query), (match.keys[0], match.values[0])
-        assert query is not None
-        scales = {
-            name: scale.as_attention_takes_it(stored, query.dtype)
-            for name, scale, stored in zip(("key_scale", "value_scale"), match.scales, both, strict=True)
-            if scale is not None
-        }
+    scales, dtype = {}, known_tensor(call.query).dtype
+    for name, scale, stored in zip(
+        ("key_scale", "value_scale"), match.scales, (*match.keys, *match.values), strict=True
+    ):
+        if scale is not None:
+            draft = scale.as_attention_takes_it(stored, dtype, Drafting(masks.drafts, stored.base))
+            scales[name] = masks.drafts.insert(draft, call.node)
     block_mask = masks.block_mask(call, call.attn_mask)
     args = (call.query, key, value, call.attn_mask, None, scale_of(call), block_mask)
-    invariant = {"batch_invariant": True} if match.batch_invariant else {}
-    return insert_op(call, torch.ops.tatten.decode_attention.default, args, call.variant | scales | invariant)
+    return insert_op(call, torch.ops.tatten.decode_attention.default, args, match.options | scales)

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from tatten.ops.cuda.providers import unsupported_reason
 from tatten.ops.cuda.workload import Workload
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.validation import FLOAT_DTYPES, NARROW_DTYPES
 from tatten.passes.calls import op_name
-from tatten.passes.drafts import dtensor_behind
+from tatten.passes.drafts import Drafting, dtensor_behind
 from tatten.passes.mutation import writes, written_between
 from tatten.passes.op_names import CASTS, REORDERS, RESHAPES
 from tatten.passes.reasons import Decline, Reason
@@ -33,9 +32,9 @@ from tatten.passes.symbolic import (
     is_input_number,
     known_equal,
     known_shape,
+    known_tensor,
     number_in,
     tensor_of,
-    value_of,
 )
 from tatten.passes.views import Size, source_of, way_back
 
@@ -73,64 +72,29 @@ class Scale:
     factor: Node | float
     per_key: bool
 
-    def as_attention_takes_it(self, stored: Stored, dtype: torch.dtype) -> Node:
-        """Insert what makes of it `[kv_heads]` or `[batch, kv_heads, kv_length]`, in float32 or `dtype`."""
-        base = tensor_of(stored.base)
-        assert base is not None
-        heads = constant(stored.size(HEADS))
-        if tensor_of(self.factor) is None:
-            known = not isinstance(self.factor, Node)
-            number = self.factor if known else 1.0
-            full = stored.base.graph.call_function(
-                torch.full, ((heads,), number), {"dtype": torch.float32, "device": base.device}
-            )
-            full.meta.update({k: v for k, v in stored.base.meta.items() if k != "example_value"})
-            with base.fake_mode:  # type: ignore[attr-defined]
-                full.meta["example_value"] = torch.full((heads,), number, device=base.device)  # type: ignore[arg-type]
-            if known:
-                return full
-            chain = _Chain(full)
-            chain.then("mul", self.factor)  # Inductor keeps a factor of tensors an input, and no other number
-            return chain.node
-        assert isinstance(self.factor, Node)
-        chain = _Chain(self.factor)
-        if chain.tensor.requires_grad:
-            chain.then("detach")
-        if chain.tensor.dtype not in (torch.float32, dtype):
-            chain.then("to", torch.float32)
-        if not self.per_key:
-            chain.then("reshape", -1)
-            if known_equal(chain.tensor.shape[0], 1):
-                chain.then("expand", heads)
-            chain.then("contiguous")  # as the op takes it: a copy of the op's own could not be fused
-            return chain.node
-        for _ in range(4 - chain.tensor.dim()):
-            chain.then("unsqueeze", 0)
-        chain.then("permute", *stored.dims)
-        chain.then("squeeze", HEAD_DIM)
-        sizes = [stored.size(role) for role in (BATCH, HEADS, LENGTH)]
-        if not known_shape(chain.tensor.shape, sizes):
-            chain.then(
-                "expand",
-                *(-1 if known_equal(a, b) else constant(b) for a, b in zip(chain.tensor.shape, sizes, strict=True)),
-            )
-        chain.then("contiguous")
-        return chain.node
-
-
-class _Chain:
-    """A node to which method calls are appended."""
-
-    def __init__(self, node: Node):
-        tensor = tensor_of(node)
-        assert tensor is not None
-        self.node, self.tensor = node, tensor
-
-    def then(self, method: str, *args: Any) -> None:
-        meta = self.node.meta
-        self.node = self.node.graph.call_method(method, (self.node, *args))
-        self.tensor = getattr(self.tensor, method)(*map_arg(args, value_of))
-        self.node.meta.update(meta, example_value=self.tensor)
+    def as_attention_takes_it(self, stored: Stored, dtype: torch.dtype, draft: Drafting) -> Node:
+        """Draft what makes of it `[kv_heads]` or `[batch, kv_heads, kv_length]`, in float32 or `dtype`."""
+        factor, tensor, heads = self.factor, tensor_of(self.factor), constant(stored.size(HEADS))
+        if not isinstance(factor, Node):
+            return draft("new_full", stored.base, (heads,), factor, dtype=torch.float32)
+        if tensor is None:  # Inductor keeps a factor of tensors an input, and no other number
+            return draft("mul", draft("new_full", stored.base, (heads,), 1.0, dtype=torch.float32), factor)
+        node = draft("detach", factor) if tensor.requires_grad else factor
+        node = node if tensor.dtype == dtype else draft.cast(node, torch.float32)
+        if self.per_key:
+            for _ in range(4 - tensor.dim()):
+                node = draft("unsqueeze", node, 0)
+            node = draft("squeeze", draft("permute", node, *stored.dims), HEAD_DIM)
+            sizes = [
+                (n, stored.size(role)) for n, role in zip(known_tensor(node).shape, (BATCH, HEADS, LENGTH), strict=True)
+            ]
+            if not all(known_equal(have, want) for have, want in sizes):
+                wanted = (-1 if known_equal(have, want) else constant(want) for have, want in sizes)
+                node = draft("expand", node, *wanted)
+        else:
+            node = draft("reshape", node, -1)
+            node = draft("expand", node, heads) if known_equal(tensor.numel(), 1) else node
+        return draft("contiguous", node)  # as the op takes it: a copy of the op's own could not be fused
 
 
 @dataclass(frozen=True)
@@ -159,8 +123,7 @@ def both_in_8_bits(call: SdpaCall, key: Stored, value: Stored) -> tuple[Narrow, 
         Keys and values in 8 bits; why such tensors can't be read in the place of `key` and `value`; None where neither
         is dequantised.
     """
-    query = tensor_of(call.query)
-    assert query is not None
+    query = known_tensor(call.query)
     outcomes = {name: _in_8_bits(stored, query) for name, stored in (("key", key), ("value", value))}
     for name, x in outcomes.items():
         if isinstance(x, str):
@@ -189,8 +152,7 @@ def _in_8_bits(stored: Stored, query: Tensor) -> Narrow | str | None:
     if not ends:
         return None
     stored, dequantised = next((end for end in ends if not end[1].trouble), ends[0])
-    source, dims = tensor_of(dequantised.source), stored.dims
-    assert source is not None
+    source, dims = known_tensor(dequantised.source), stored.dims
     kind = f"`{dequantised.source}` in {str(source.dtype)[6:]}"
     if source.dtype not in NARROW_DTYPES:
         return f"{kind}, where attention takes float8_e4m3fn and int8"

@@ -13,13 +13,12 @@ from tatten.ops.cuda.workload import Workload, needs_of
 from tatten.ops.kernel_signatures import decode_call
 from tatten.passes.cost import Cost
 from tatten.passes.drafts import dtensor_behind
-from tatten.passes.findings import Declined
+from tatten.passes.findings import Declined, source_location
 from tatten.passes.latent_cost import LatentCost
 from tatten.passes.reasons import Decline
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.source_location import source_location
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import constant, hint, tensor_of
+from tatten.passes.symbolic import constant, hint, known_tensor, tensor_of
 
 
 def declined(call: SdpaCall, decline: Decline) -> Declined:
@@ -51,10 +50,7 @@ def assumptions_of(cost: Cost | LatentCost | None) -> str:
 def provider_of(op: Node) -> str:
     """Return the provider of a rewritten call, as the op chooses it for the sizes of the example; empty on a CPU."""
     first = [x[0] if isinstance(x, (list, tuple)) else x for x in op.args[:3]]
-    query, key, value = (tensor_of(x) for x in first)
-    assert query is not None
-    assert key is not None
-    assert value is not None
+    query, key, value = (known_tensor(x) for x in first)
     if query.device.type != "cuda":
         return ""
     is_decode = op.target is torch.ops.tatten.decode_attention.default

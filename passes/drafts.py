@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from tatten.passes.calls import reached
 from tatten.passes.mutation import written_between
-from tatten.passes.symbolic import FakeTensor, in_memory, tensor_of, value_of
+from tatten.passes.symbolic import FakeTensor, in_memory, known_tensor, tensor_of, value_of
 
 
 class _Scratch(Graph):
@@ -93,9 +94,7 @@ class Drafts:
 
     def local_part(self, dtensor: Node) -> Node:
         """Make a draft of the local part of a DTensor."""
-        tensor = tensor_of(dtensor)
-        assert tensor is not None
-        return self._make(dtensor, "to_local", (dtensor,), {}, lambda: in_memory(tensor))
+        return self._make(dtensor, "to_local", (dtensor,), {}, lambda: in_memory(known_tensor(dtensor)))
 
     def _make(
         self, like: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Callable[[], Any]
@@ -152,12 +151,7 @@ class Drafts:
     def _read_by(self, draft: Node) -> list[Tensor]:
         """The tensors of the graph that a draft is computed from."""
         if draft not in self._read:
-            above, frontier = {draft}, [draft]
-            while frontier:
-                node = frontier.pop()
-                new = [x for x in node.all_input_nodes if x not in above] if is_draft(node) else []
-                above.update(new)
-                frontier += new
+            above = reached(draft, lambda node: node.all_input_nodes if is_draft(node) else ())
             self._read[draft] = [x for node in without_drafts(above) if (x := tensor_of(node)) is not None]
         return self._read[draft]
 

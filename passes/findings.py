@@ -1,13 +1,52 @@
-"""Findings of the passes about one graph: what reports are made of."""
+"""Findings of the passes about one graph, and their places in the user's program: what reports are made of."""
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
 
 from tatten.passes.cost import Cost
 from tatten.passes.latent_cost import LatentCost
 from tatten.passes.reasons import Decline
-from tatten.passes.source_location import SourceLocation
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
+
+
+@dataclass(frozen=True)
+class SourceLocation:
+    """A call in the user's program: the module that made it, and the line."""
+
+    module: str = ""
+    file: str = ""
+    line: int = 0
+    code: str = ""
+
+
+def source_location(node: Node) -> SourceLocation:
+    """The innermost module of a node and its innermost line outside torch; empty where the graph has none."""
+    stack = node.meta.get("nn_module_stack") or {}
+    module = _module_path(str(list(stack.values())[-1][0])) if stack else ""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    if not frames:
+        return SourceLocation(module)
+    last = next((frame for frame in reversed(frames) if not frame["file"].startswith(_TORCH)), frames[-1])
+    return SourceLocation(module, last["file"], int(last["line"]), last["code"].strip())
+
+
+def _module_path(path: str) -> str:
+    """Turn `L['self'].model.__dict__['_modules']['layers'][0]` into `model.layers.0`, as `named_modules` has it.
+
+    A model in any other variable keeps the variable's name, since a function may use several models.
+    """
+    path = re.sub(r"^[LG]\['(?:self|fn|mod|model)'\]", "", path)
+    path = re.sub(r"^[LG]\['([^']+)'\]", r"\1", path)
+    path = re.sub(r"\.__dict__(?=\[)|\._modules\b|\['_modules'\]|\._orig_mod\b|\['_orig_mod'\]", "", path)
+    return re.sub(r"\['?([^'\]]+)'?\]", r".\1", path).strip(".")
 
 
 @dataclass(frozen=True)

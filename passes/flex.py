@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from tatten.passes.calls import op_name
+from tatten.passes.drafts import Drafts
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.symbolic import FakeTensor, constant, known_equal, number_in, tensor_of, value_of
+from tatten.passes.sdpa import SdpaCall
+from tatten.passes.symbolic import FakeTensor, constant, known_equal, known_tensor, number_in, tensor_of, value_of
 
 POSITIONS = 4  # a mask function takes batch, head, query and key; then tensors and numbers that it captured
 POINTWISE = {
@@ -63,47 +65,6 @@ class FlexBlockMask:
     q_block: int
     kv_block: int
 
-    @property
-    def reads(self) -> tuple[Node, ...]:
-        """The nodes whose values make up the mask."""
-        lists = [x for x in (self.partial, self.full) if x is not None]
-        blocks = [node for x in lists for node in (x.counts, x.indices)]
-        return (*blocks, *(x for x in self.captured if isinstance(x, Node)))
-
-
-@dataclass(frozen=True)
-class FlexCall:
-    """A call of `flex_attention`.
-
-    Attributes:
-        node: the call, which returns a tuple.
-        out: the node that takes attention's output from the tuple.
-        scale: a number, or the node of one.
-        softcap: what its score function caps scores at; None if it leaves them as they are.
-        mask: what its block mask leaves; None if that is all.
-        log_sums: the nodes whose value is the lse.
-        path: the nodes that have no users once the result is computed in another way.
-    """
-
-    node: Node
-    out: Node
-    query: Node
-    key: Node
-    value: Node
-    scale: Any
-    softcap: float | None
-    mask: FlexBlockMask | None
-    log_sums: tuple[Node, ...]
-    path: tuple[Node, ...]
-
-    @property
-    def form(self) -> str:
-        """How attention was written, for the report."""
-        parts = [] if self.softcap is None else [f"soft cap of {self.softcap:g}"]
-        if self.mask is not None:
-            parts += ["mask function"] * (self.mask.leaves is not None) + ["blocks"] * (self.mask.partial is not None)
-        return f"flex_attention ({', '.join(parts)})" if parts else "flex_attention"
-
 
 def is_flex(node: Node) -> bool:
     return node.op == "call_function" and str(node.target) == "flex_attention"
@@ -114,8 +75,11 @@ def find_flex(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if is_flex(node)]
 
 
-def read_flex(node: Node) -> FlexCall | Decline:
-    """Read what a call of `flex_attention` computes, or the reason why no op of tatten does. Changes nothing."""
+def read_flex(node: Node, drafts: Drafts) -> tuple[SdpaCall, FlexBlockMask | None] | Decline:
+    """Read a call of `flex_attention` as one of SDPA, and what its block mask leaves; None if that is all.
+
+    Changes nothing. The result is the reason why no op of tatten computes this, if none does.
+    """
     if len(node.args) != 9 or node.kwargs:
         return _left("its arguments are not those that are known")
     query, key, value, score_mod, blocks, scale, options, score_captured, mask_captured = node.args
@@ -138,7 +102,29 @@ def read_flex(node: Node) -> FlexCall | Decline:
     known = number_in(scale)
     scale = scale if known is None else known
     path = (*path, node, *(x for x in (score_mod, blocks[-1]) if isinstance(x, Node)))  # type: ignore[index]
-    return FlexCall(node, out, query, key, value, scale, softcap, mask, log_sums, path)  # type: ignore[arg-type]
+    call = SdpaCall(
+        node,
+        query,
+        key,
+        value,
+        scale=scale,
+        enable_gqa=True,
+        softcap=softcap,
+        form=_form(softcap, mask),
+        log_sums=log_sums,
+        path=path,
+        draft_result=(stands_for := drafts.result(known_tensor(out))),
+        outputs=((out, stands_for), *((x, x) for x in log_sums)),
+    )
+    return call, mask
+
+
+def _form(softcap: float | None, mask: FlexBlockMask | None) -> str:
+    """How attention was written, for the report."""
+    parts = [] if softcap is None else [f"soft cap of {softcap:g}"]
+    if mask is not None:
+        parts += ["mask function"] * (mask.leaves is not None) + ["blocks"] * (mask.partial is not None)
+    return f"flex_attention ({', '.join(parts)})" if parts else "flex_attention"
 
 
 def _left(detail: str) -> Decline:

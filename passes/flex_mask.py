@@ -1,4 +1,4 @@
-"""Calls of `flex_attention` as calls of SDPA, with one mask tensor of what their block masks leave.
+"""One mask tensor of what the block mask of a call of `flex_attention` leaves.
 
 The mask function is asked about all positions at once: its body, op by op, on positions that broadcast. A key is left
 if its block is listed as full, or is listed and the function leaves the key.
@@ -6,7 +6,6 @@ if its block is listed as full, or is listed and the function leaves the key.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,33 +16,12 @@ from torch.fx.node import map_arg
 
 from tatten.passes.calls import op_name
 from tatten.passes.drafts import Drafting
-from tatten.passes.flex import INDEXING, POSITIONS, FlexBlockList, FlexBlockMask, FlexCall, places_of, result_of
+from tatten.passes.flex import INDEXING, POSITIONS, FlexBlockList, FlexBlockMask, places_of, result_of
 from tatten.passes.masks import Masks
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import FakeTensor, constant, tensor_of, value_of
+from tatten.passes.symbolic import constant, known_tensor, tensor_of, value_of
 
 SCALAR = (1, 1, 1, 1)  # a scalar among tensors that broadcast to scores
-
-
-def flex_call(flex: FlexCall, masks: Masks) -> SdpaCall:
-    """Return a call of `flex_attention` as one of SDPA; its mask is a draft."""
-    result = tensor_of(flex.out)
-    assert result is not None
-    call = SdpaCall(
-        flex.node,
-        flex.query,
-        flex.key,
-        flex.value,
-        scale=flex.scale,
-        enable_gqa=True,
-        softcap=flex.softcap,
-        form=flex.form,
-        log_sums=flex.log_sums,
-        path=flex.path,
-        draft_result=(stands_for := masks.drafts.result(result)),
-        outputs=((flex.out, stands_for), *((x, x) for x in flex.log_sums)),
-    )
-    return call if flex.mask is None else dataclasses.replace(call, attn_mask=DenseMask(call, masks).of(flex.mask))
 
 
 class DenseMask:
@@ -52,9 +30,7 @@ class DenseMask:
     def __init__(self, call: SdpaCall, masks: Masks) -> None:
         self._draft = Drafting(masks.drafts, call.node)
         self._call, self._masks = call, masks
-        query, key = tensor_of(call.query), tensor_of(call.key)
-        assert isinstance(query, FakeTensor)
-        assert key is not None
+        query, key = known_tensor(call.query), known_tensor(call.key)
         self._device = query.device
         self._extents = (*query.shape[:3], key.shape[2])
 
@@ -111,8 +87,7 @@ class DenseMask:
 
     def _element(self, base: Node, places: Sequence[Any]) -> Node:
         """Draft `base[places]`. Places that only unlisted blocks have may lie outside: any element will do there."""
-        tensor = tensor_of(base)
-        assert tensor is not None
+        tensor = known_tensor(base)
         inside = []
         for dim, place in enumerate(places):
             if isinstance(place, Node):
@@ -123,8 +98,6 @@ class DenseMask:
 
     def _listed(self, blocks: FlexBlockList, mask: FlexBlockMask, positions: list[Node]) -> Node:
         """Draft whether the block of each key is listed for that of each query."""
-        indices = tensor_of(blocks.indices)
-        assert indices is not None
         rounded = self._plus(self._size(3), mask.kv_block - 1)
         known = isinstance(rounded, int)
         number = rounded // mask.kv_block if known else self._draft(operator.floordiv, rounded, mask.kv_block)
@@ -142,9 +115,7 @@ class DenseMask:
         return self._draft(operator.getitem, table, (every, every, rows, columns))
 
     def _size_of(self, node: Node, dim: int) -> Any:
-        tensor = tensor_of(node)
-        assert tensor is not None
-        size = constant(tensor.shape[dim])
+        size = constant(known_tensor(node).shape[dim])
         return self._draft("size", node, dim) if size is None else size
 
     def _plus(self, number: Any, more: int) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.symbolic import guard_between, guard_number, integers_in, tensor_of, value_of
+from tatten.passes.symbolic import guard_between, guard_number, integers_in, known_tensor, value_of
 from tatten.passes.written_out import WrittenOut, read_written_out
 
 # The least and the largest factor of queries. float16 keeps all bits of 1e-2 times the least; other dtypes hold queries
@@ -34,9 +34,7 @@ def settle_numbers(attention: WrittenOut, may_guard: bool, may_fix: bool) -> Wri
     if not may_guard:
         names = ", ".join(f"`{x}`" for x in numbers)
         return Decline(Reason.SCALE, f"{names} may be another number in each run")
-    query, product = tensor_of(attention.query.node), tensor_of(scores.product.node)
-    assert query is not None
-    assert product is not None
+    query, product = known_tensor(attention.query.node), known_tensor(scores.product.node)
     sized = next((x for x in numbers if _of_sizes(x, query, product)), None)
     if sized is not None:
         return Decline(Reason.SCALE, f"`{sized}` depends on a dynamic size or on another integer that is an input")

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from tatten.passes.findings import Declined
+from tatten.passes.findings import Declined, SourceLocation, source_location
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.source_location import SourceLocation, source_location
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 RAISES = False  # tests set this, so that no test passes because an error became a decline

@@ -49,20 +49,17 @@ class LatentCost:
         return f"{saved}, about {self.extra_us:.0f} us more" + f"; {self.assumed}" * bool(self.assumed)
 
 
-def latent_cost(
-    query: Tensor, latent: Stored, nope: int, rope: int, value: int, adapters: int = 0
-) -> LatentCost | None:
+def latent_cost(query: Tensor, latent: Stored, nope: int, rope: int, value: int) -> LatentCost | None:
     """Estimate the work before and after; None if sizes are unknown.
 
-    A key has `nope` columns that are projected for each head and `rope` columns that heads share. LoRA adds weights of
-    `adapters` numbers.
+    A key has `nope` columns that are projected for each head and `rope` columns that heads share.
     """
     sizes = Sizes(query.shape[BATCH])
     batch, kv_len, rank = sizes.sequences, sizes.length(latent.size(LENGTH)), hint(latent.size(HEAD_DIM))
     q_len, heads = hint(query.shape[LENGTH]), hint(query.shape[HEADS])
     if q_len is None or heads is None or rank is None:
         return None
-    weight, latents = heads * rank * (nope + value) + adapters, batch * kv_len * (rank + rope)
+    weight, latents = heads * rank * (nope + value), batch * kv_len * (rank + rope)
     scores = batch * heads * q_len * kv_len
     keys_and_values = batch * kv_len * heads * (nope + value)
     assembled = batch * kv_len * heads * (2 * nope + rope)  # a head's own part is read, and all columns written

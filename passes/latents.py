@@ -7,6 +7,7 @@ With keys `[c W_uk, rope]` and values `c W_uv` in each head, scores are `(q W_uk
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,18 +16,54 @@ from torch.fx import Node
 from tatten.ops.latent_validation import WIDEST_ROPE_ON_CUDA
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.validation import widest_on_cuda
-from tatten.passes.adapters import adds_bias
-from tatten.passes.autocast import autocast_dtype
+from tatten.passes.calls import argument, op_name
 from tatten.passes.latent_cost import LatentCost, latent_cost
-from tatten.passes.latent_segments import LatentSegment, shared_segments
 from tatten.passes.mutation import written_between
 from tatten.passes.pieces import Assembly, Piece, pieces_of
 from tatten.passes.projection import Projection, is_input, projection_of, same_latents
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
+from tatten.passes.segments import find_segments
 from tatten.passes.stored import Stored, peel_heads, stored_at
-from tatten.passes.symbolic import FakeTensor, constant, known_different, known_equal, tensor_of
-from tatten.passes.views import begin
+from tatten.passes.symbolic import FakeTensor, constant, known_different, known_equal, known_tensor, tensor_of
+from tatten.passes.views import Walk, begin
+
+
+@dataclass(frozen=True)
+class LatentSegment:
+    """Latents as they are stored, and what all heads' keys have in common there, if there is such a thing."""
+
+    latent: Stored
+    rope: Stored | None
+
+
+def shared_segments(latent: Walk, rope: Walk | None, call: Node) -> tuple[LatentSegment, ...]:
+    """The segments of latents and of rope; none if no sequences share latents, or if the two are not cut alike.
+
+    Empty ones, such as what was not generated yet, are left out.
+
+    Args:
+        latent: from what keys and values are projected from.
+        rope: from the part of the keys that heads share, as it is copied into them.
+        call: the attention; what was concatenated may not be written before it.
+    """
+    latents = _with_keys(latent)
+    ropes: Sequence[Stored | None] = [None] * len(latents) if rope is None else _with_keys(rope)
+    if not any(x.shared for x in latents) or len(latents) != len(ropes):
+        return ()
+    segments = tuple(map(LatentSegment, latents, ropes))
+    return segments if all(_can_be_read(x, call) for x in segments) else ()
+
+
+def _with_keys(start: Walk) -> list[Stored]:
+    return [x for x in find_segments(start, rows=False) if not known_equal(x.size(LENGTH), 0)]
+
+
+def _can_be_read(segment: LatentSegment, call: Node) -> bool:
+    stored = [x for x in (segment.latent, segment.rope) if x is not None]
+    alike = all(known_equal(x.size(role), segment.latent.size(role)) for x in stored for role in (BATCH, LENGTH))
+    alike = alike and known_different(segment.latent.size(LENGTH), 0)
+    return alike and all(x.rows is None and not x.written_before(call) for x in stored)
 
 
 @dataclass(frozen=True)
@@ -124,17 +161,13 @@ def _match(
     decline = _check_projections(match) or _check_tensors(match) or _check_writes(match, keys) or _check_users(match)
     if decline is not None:
         return decline
-    query = tensor_of(call.query)
-    assert query is not None
-    added = {tensor_of(x) for p in (projection, values) for x in p.weights[1:]}
-    adapters = sum(constant(x.numel()) or 0 for x in added if x is not None)
+    query = known_tensor(call.query)
     rope_width = sum(x.width for _, x in ropes)
-    cost = latent_cost(query, match.latent, columns.width, rope_width, values.hi - values.lo, adapters)
+    cost = latent_cost(query, match.latent, columns.width, rope_width, values.hi - values.lo)
     if cost is not None and not cost.pays and not batch_invariant:
         return Decline(Reason.LATENT_SMALL, str(cost))
-    segments: tuple[LatentSegment, ...] = ()
-    if call.window is None and not batch_invariant:  # the op has one only where no sequences share latents
-        segments = shared_segments(projection.latent, ropes[0][1].source if ropes else None, call.node)
+    rope_source = ropes[0][1].source if ropes else None
+    segments = () if batch_invariant else shared_segments(projection.latent, rope_source, call.node)
     match = dataclasses.replace(match, cost=cost, segments=segments)
     read = [x.path for segment in match.parts for x in (segment.latent, segment.rope) if x is not None]
     return dataclasses.replace(match, path=match.path.union(*read, values.latent.path))
@@ -143,14 +176,13 @@ def _match(
 def _check_projections(match: LatentMatch) -> Decline | None:
     """Return the reason why keys and values are not what plain weights make of the same latents, or None."""
     for name, projection in (("keys", match.keys), ("values", match.values)):
-        for product, node in zip(projection.products, projection.weights, strict=True):
-            weight = tensor_of(node)
-            if adds_bias(product):
-                return Decline(Reason.PROJECTION, f"`{product}`, which makes the {name}, adds a bias")
-            if not is_input(node):
-                return Decline(Reason.PROJECTION, f"the weight that makes the {name} is computed by `{node}`")
-            if not isinstance(weight, FakeTensor):
-                return Decline(Reason.PROJECTION, f"the weight that makes the {name} is a {type(weight).__name__}")
+        product, weight = projection.product, tensor_of(projection.weight)
+        if op_name(product) == "linear" and argument(product, 2, "bias") is not None:
+            return Decline(Reason.PROJECTION, f"`{product}`, which makes the {name}, adds a bias")
+        if not is_input(projection.weight):
+            return Decline(Reason.PROJECTION, f"the weight that makes the {name} is computed by `{projection.weight}`")
+        if not isinstance(weight, FakeTensor):
+            return Decline(Reason.PROJECTION, f"the weight that makes the {name} is a {type(weight).__name__}")
     keys, values = match.keys.latent, match.values.latent
     if not same_latents(keys, values):
         return Decline(Reason.PROJECTION, f"keys are made of `{keys.here}`, values of `{values.here}`")
@@ -159,20 +191,14 @@ def _check_projections(match: LatentMatch) -> Decline | None:
 
 def _check_tensors(match: LatentMatch) -> Decline | None:
     """Return the reason why the op does not take these tensors, or None."""
-    query = tensor_of(match.call.query)
-    projections = match.keys, match.values
-    nodes = [x for p in projections for x in (p.latent.here, *p.weights, *p.products)]
+    query, projections = known_tensor(match.call.query), (match.keys, match.values)
+    nodes = [x for p in projections for x in (p.latent.here, p.weight, p.product)]
     tensors = [tensor_of(x) for x in (*nodes, *([] if match.rope is None else [match.rope[0].base]))]
-    assert query is not None
     dtypes = {x.dtype for x in (query, *tensors) if x is not None}
     if len(dtypes) != 1:
         return Decline(Reason.DTYPE, "query, latents, rope, weight and keys are " + ", ".join(map(str, dtypes)))
     if query.dtype == torch.float16:
         return Decline(Reason.DTYPE, "query times weight may be beyond the range of float16, where keys are not")
-    adapted = any(x.adapters for x in projections)
-    if adapted and query.element_size() < 4 and (query.device.type != "cpu" or autocast_dtype(match.call.node, "cpu")):
-        where = "only a CPU, without autocast, rounds them no more often than before"
-        return Decline(Reason.PROJECTION, f"LoRA adds to keys or values in {query.dtype}, and {where}")
     if len({x.device for x in (query, *tensors) if x is not None}) != 1:
         return Decline(Reason.DEVICE, "query, latents, rope and weight are on several devices")
     if any(not known_equal(query.shape[HEADS], p.heads) for p in projections):
@@ -209,7 +235,7 @@ def _check_writes(match: LatentMatch, keys: Assembly) -> Decline | None:
         return keys.trouble
     call = match.call.node
     for projection in (match.keys, match.values):
-        read = [tensor_of(x) for x in (projection.latent.here, *projection.weights, *projection.path)]
+        read = [tensor_of(x) for x in (projection.latent.here, projection.weight, *projection.path)]
         writer = written_between([x for x in read if x is not None], min(projection.path), call)
         if writer is not None:
             return Decline(Reason.WRITTEN, f"latents, weight or what is projected is written by `{writer}`")

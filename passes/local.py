@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
 from tatten.passes.drafts import Drafting, Drafts
-from tatten.passes.symbolic import same_storage, tensor_of
+from tatten.passes.symbolic import known_tensor, same_storage, tensor_of
 
 if TYPE_CHECKING:
     from tatten.ops.distributed.placement import Sharding
@@ -71,9 +71,7 @@ def local_mask(drafts: Drafts, mask: Node, sharding: Sharding) -> Node:
 
 def chunk(draft: Drafting, node: Node, dim: int, parts: int, index: int) -> Node:
     """Draft what a DTensor that is sharded over `dim` has on one of its ranks."""
-    tensor = tensor_of(node)
-    assert tensor is not None
-    size = tensor.shape[dim]
+    size = known_tensor(node).shape[dim]
     if isinstance(size, int):
         each = (size + parts - 1) // parts
         begin = min(index * each, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Node
 
@@ -16,11 +17,16 @@ from tatten.passes.stored import Stored
 
 @dataclass(frozen=True)
 class Match:
-    """An SDPA call that a tatten op can compute from its keys and values as they are stored, in one segment or more."""
+    """An SDPA call that a tatten op can compute from its keys and values as they are stored, in one segment or more.
+
+    Attributes:
+        batch_invariant: whether the op is called with `batch_invariant=True`.
+    """
 
     call: SdpaCall
     keys: tuple[Stored, ...]
     values: tuple[Stored, ...]
+    batch_invariant: bool = False
 
     @functools.cached_property
     def cost(self) -> Cost | None:
@@ -45,6 +51,11 @@ class Match:
         local parts does: another can read these as they are.
         """
         return all(dtensor_of(x.base) is None for x in self.keys) and self.call.shares is None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the op that say what SDPA lacks."""
+        return self.call.variant | ({"batch_invariant": True} if self.batch_invariant else {})
 
     @property
     def path(self) -> set[Node]:

@@ -1,15 +1,18 @@
-"""Uses of a tensor that read its shape, dtype and device, and none of its values."""
+"""Uses of a node: those that read none of a tensor's values, and those whose values reach nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 
 from tatten.ops.storage import all_of
-from tatten.passes.calls import op_name
+from tatten.passes.calls import op_name, reached, schemas
 from tatten.passes.mutation import writes
-from tatten.passes.op_names import RESHAPES
+from tatten.passes.op_names import CASTS, RESHAPES
+from tatten.passes.symbolic import value_of
 
 # Ops that read no values of their first argument, or of their second.
 FIRST = {
@@ -44,12 +47,38 @@ def readers(user: Node, node: Node) -> Iterator[Node]:
 
 def depends(node: Node, source: Node, among: Container[Node]) -> bool:
     """Return True if values of `node` are computed from those of `source`. All paths lead through nodes in `among`."""
-    visited, frontier = {node}, [node]
+    return source in reached(node, lambda x: [y for y in x.all_input_nodes if y in among and reads_values(x, y)])
+
+
+MOST = 64  # nodes that are followed from one; a longer computation counts as used
+WITHOUT_SCHEMA = {"getitem", "getattr"} | CASTS
+EFFECTS = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+def dead_from(node: Node) -> frozenset[Node] | None:
+    """Return a node and all that is computed from it if none of that has an effect, else None.
+
+    An output, a write, a random number, an assertion, a value that the host reads and an op that isn't PyTorch's are
+    effects.
+    """
+    dead, frontier = {node}, [node]
     while frontier:
         here = frontier.pop()
-        if here is source:
-            return True
-        new = [x for x in here.all_input_nodes if x in among and x not in visited and reads_values(here, x)]
-        visited.update(new)
+        if not _has_no_effect(here) or len(dead) > MOST:
+            return None
+        new = [user for user in here.users if user not in dead]
+        dead.update(new)
         frontier += new
-    return False
+    return frozenset(dead)
+
+
+def _has_no_effect(node: Node) -> bool:
+    """Tell whether all that a node does is to compute tensors from its arguments."""
+    name, value = op_name(node), value_of(node)
+    values = value if isinstance(value, tuple | list) else (value,)
+    if not name or "assert" in name or not values or not all(isinstance(x, Tensor) for x in values) or writes(node):
+        return False
+    if name in WITHOUT_SCHEMA:
+        return True
+    known = schemas(node)
+    return bool(known) and not any(EFFECTS & {*overload.tags} for overload in known)

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from tatten.ops.storage import all_of, same_storage
 from tatten.ops.watch import Watch
-from tatten.passes.calls import OpOverload, argument, op_name, overloads
+from tatten.passes.calls import OpOverload, argument, op_name, overloads, reached
 from tatten.passes.symbolic import hint, in_memory, number_hint, number_in, value_of
 
 IN_PLACE_OPERATORS = frozenset(
@@ -104,12 +104,7 @@ def mover_of(call: Node, among: Sequence[Node]) -> Node | None:
     """
     if not among:
         return None
-    above, frontier = {call}, [call]
-    while frontier:
-        new = [source for source in frontier.pop().all_input_nodes if source not in above]
-        above.update(new)
-        frontier += new
-    held_above = [value_of(node) for node in above]
+    held_above = [value_of(node) for node in reached(call, lambda node: node.all_input_nodes)]
     for mover in among:
         moved = value_of(mover.args[0]) if mover.args and isinstance(mover.args[0], Node) else None
         if op_name(mover) not in RESHAPED_IN_PLACE or any(value is moved for value in held_above):

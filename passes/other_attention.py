@@ -6,13 +6,13 @@ None of it is rewritten. It is found so that the report can say what would help.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
-from tatten.passes.calls import op_name
+from tatten.passes.calls import op_name, reached
 from tatten.passes.eligible import check_transformed
+from tatten.passes.findings import Declined, source_location
 from tatten.passes.flex import is_flex
 from tatten.passes.metadata import reads_values
 from tatten.passes.op_names import CASTS, COPIES, MATMULS, REORDERS, RESHAPES, STRETCHES
@@ -23,46 +23,20 @@ SOFTMAX = {"softmax", "_softmax", "special_softmax"}
 EXP = {"exp", "exp_", "exp2"}
 LOG_SUMS = {"logsumexp", "log_softmax", "_log_softmax", "special_log_softmax"}
 PRODUCTS = MATMULS | {"baddbmm", "mm", "addmm", "einsum", "tensordot"}
-NOT_SCORES = {
-    "linear",
-    "conv1d",
-    "conv2d",
-    "embedding",
-    "scaled_dot_product_attention",
-}  # nor anything computed from them
+NOT_SCORES = {"linear", "conv1d", "conv2d", "embedding", "scaled_dot_product_attention"}  # nor what uses them
 WITH_PROJECTIONS = {"multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd"}
 
 # Ops between a softmax and the product with values: the weights stay those of the same keys, maybe fewer or scaled.
-CARRIES = (
-    STRETCHES
-    | RESHAPES
-    | REORDERS
-    | COPIES
-    | CASTS
-    | {
-        "movedim",
-        "getattr",
-        "getitem",
-        "slice",
-        "narrow",
-        "split",
-        "chunk",
-    }
-    | {"mul", "mul_", "imul", "div", "div_", "truediv", "itruediv"}
-    | {"where", "masked_fill", "masked_fill_", "nan_to_num", "nan_to_num_", "dropout", "dropout_"}
-)
+CARRIES = {
+    *(STRETCHES | RESHAPES | REORDERS | COPIES | CASTS),
+    *("movedim", "getattr", "getitem", "slice", "narrow", "split", "chunk"),
+    *("mul", "mul_", "imul", "div", "div_", "truediv", "itruediv"),
+    *("where", "masked_fill", "masked_fill_", "nan_to_num", "nan_to_num_", "dropout", "dropout_"),
+}
 
 
-@dataclass(frozen=True)
-class OtherAttention:
-    """Attention that is not an SDPA call; `node` is the op that returns its output."""
-
-    node: Node
-    decline: Decline
-
-
-def find_other_attention(graph: Graph, known: Container[Node] = ()) -> Iterator[OtherAttention]:
-    """Yield all attention of a graph that is not an SDPA call, in order, but what is `known`: softmaxes and calls.
+def find_other_attention(graph: Graph, known: Container[Node]) -> Iterator[Declined]:
+    """Yield the attention of forms that are never rewritten, in order. `known` are softmaxes and calls of other forms.
 
     A softmax is attention if its scores are a matrix product of two activations and it is multiplied by a third. A
     router, a classifier or a sampler takes the softmax of a product with a parameter, or doesn't multiply the result.
@@ -72,16 +46,16 @@ def find_other_attention(graph: Graph, known: Container[Node] = ()) -> Iterator[
         if is_flex(node):
             if node in known:
                 continue
-            yield OtherAttention(node, Decline(Reason.FLEX_ATTENTION, "a call to flex_attention"))
+            yield _declined(node, Decline(Reason.FLEX_ATTENTION, "a call to flex_attention"))
         elif name in WITH_PROJECTIONS:
-            yield OtherAttention(node, Decline(Reason.MULTIHEAD, f"`{name}` projects and attends in one call"))
+            yield _declined(node, Decline(Reason.MULTIHEAD, f"`{name}` projects and attends in one call"))
         elif (name in SOFTMAX or name in EXP) and node not in known:
             attention = _written_out(node, name)
             if attention is not None:
                 yield attention
 
 
-def _written_out(softmax: Node, name: str) -> OtherAttention | None:
+def _written_out(softmax: Node, name: str) -> Declined | None:
     users = sorted({user for node in _weights(softmax) for user in node.users})
     output = next((user for user in users if _multiplies_activations(user)), None)
     normalised = name in SOFTMAX or any(op_name(user) == "sum" for user in users) or _less_log_sum(softmax)
@@ -92,7 +66,7 @@ def _written_out(softmax: Node, name: str) -> OtherAttention | None:
         return None
     transformed = check_transformed((softmax, output))
     if transformed is not None:
-        return OtherAttention(output, transformed)
+        return _declined(output, transformed)
     detail = f"attention written out: {'softmax' if name in SOFTMAX else 'exp over its sum'} of a matrix product"
     beyond = []
     if any(op_name(node) in ("tanh", "tanh_") for node in scores):
@@ -100,8 +74,13 @@ def _written_out(softmax: Node, name: str) -> OtherAttention | None:
     if any(_adds_a_column(node, scores, softmax) for node in scores):
         beyond.append("sinks (logits beside those of the keys)")
     if beyond:
-        return OtherAttention(output, Decline(Reason.BEYOND_SDPA, f"{detail}, with {' and '.join(beyond)}"))
-    return OtherAttention(output, Decline(Reason.NO_SDPA, detail))
+        return _declined(output, Decline(Reason.BEYOND_SDPA, f"{detail}, with {' and '.join(beyond)}"))
+    return _declined(output, Decline(Reason.NO_SDPA, detail))
+
+
+def _declined(output: Node, decline: Decline) -> Declined:
+    """Return the finding for attention, given the op that returns its output."""
+    return Declined(source_location(output), "", decline)
 
 
 def _less_log_sum(exp: Node) -> bool:
@@ -116,21 +95,12 @@ def _less_log_sum(exp: Node) -> bool:
 
 def _weights(softmax: Node) -> set[Node]:
     """The softmax, and what is computed from it before the product with values."""
-    weights, frontier = {softmax}, [softmax]
-    while frontier:
-        new = [user for user in frontier.pop().users if op_name(user) in CARRIES and user not in weights]
-        weights.update(new)
-        frontier += new
-    return weights
+    return reached(softmax, lambda node: [user for user in node.users if op_name(user) in CARRIES])
 
 
 def scores_above(softmax: Node) -> set[Node]:
     """The products of activations above a softmax, and what is computed from them down to it."""
-    above, frontier = {softmax}, [softmax]
-    while frontier:
-        new = [source for source in frontier.pop().all_input_nodes if source not in above]
-        above.update(new)
-        frontier += (node for node in new if op_name(node) not in PRODUCTS | NOT_SCORES)
+    above = reached(softmax, lambda node: () if op_name(node) in PRODUCTS | NOT_SCORES else node.all_input_nodes)
     scores: set[Node] = set()
     for node in sorted(above):
         if _multiplies_activations(node) or any(x in scores and reads_values(node, x) for x in node.all_input_nodes):

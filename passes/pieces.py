@@ -18,7 +18,7 @@ from tatten.passes.drafts import without_drafts
 from tatten.passes.mutation import writes, written_between
 from tatten.passes.op_names import CASTS, CATS, COPIES, REORDERS
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.symbolic import constant, known_equal, known_shape, same_storage, tensor_of
+from tatten.passes.symbolic import constant, known_equal, known_shape, known_tensor, same_storage, tensor_of
 from tatten.passes.views import Walk, begin, source_of, step_back
 
 ALLOCATES = {"empty", "new_empty", "empty_like", "zeros", "new_zeros", "zeros_like"}
@@ -102,16 +102,12 @@ def _slices(node: Node) -> bool:
 
 def _width(node: Node) -> int:
     """The number of columns; -1 if it is dynamic, which is no one's."""
-    tensor = tensor_of(node)
-    assert tensor is not None
-    width = constant(tensor.shape[-1])
+    width = constant(known_tensor(node).shape[-1])
     return -1 if width is None else width
 
 
 def _written(node: Node, reader: Node) -> Decline | None:
-    tensor = tensor_of(node)
-    assert tensor is not None
-    writer = written_between([tensor], node, reader)
+    writer = written_between([known_tensor(node)], node, reader)
     return None if writer is None else Decline(Reason.WRITTEN, f"`{node}`, keys in pieces, is written by `{writer}`")
 
 

@@ -13,9 +13,9 @@ from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
-from tatten.passes.op_names import CASTS, COPIES, MATMULS, RESHAPES, SWAPS
-from tatten.passes.symbolic import is_input_number, known_equal, known_shape, number_in, tensor_of
-from tatten.passes.views import Size
+from tatten.passes.op_names import CASTS, COPIES, MATMULS, RESHAPES
+from tatten.passes.symbolic import is_input_number, known_equal, known_shape, number_in, rank_of, tensor_of
+from tatten.passes.views import Size, order_of
 
 View = tuple[Any, ...]  # a method of tensors and its arguments
 Heads = tuple[Size, ...]  # [batch, heads], or [batch, kv heads, queries of each]
@@ -248,22 +248,5 @@ def _widens(before: Any, after: Any) -> bool:
 
 def _swaps(node: Node) -> bool:
     """Return True if a node swaps the last two dims, and nothing else."""
-    tensor, name = tensor_of(node), op_name(node)
-    if tensor is None or tensor.dim() < 3:
-        return False
-    rank = tensor.dim()
-    dims: Any = node.args[1:]
-    if node.target is getattr:
-        return bool(dims == ("mT",))
-    if name == "mT":
-        return True
-    if name in SWAPS and len(dims) == 2 and all(isinstance(x, int) for x in dims):
-        return {x % rank for x in dims} == {rank - 2, rank - 1}
-    if name == "permute":
-        order = dims[0] if len(dims) == 1 and isinstance(dims[0], (list, tuple)) else dims
-        return all(isinstance(x, int) for x in order) and [x % rank for x in order] == [
-            *range(rank - 2),
-            rank - 1,
-            rank - 2,
-        ]
-    return False
+    rank = rank_of(node)
+    return rank >= 3 and order_of(node, rank) == [*range(rank - 2), rank - 1, rank - 2]

@@ -14,32 +14,17 @@ from torch import Tensor
 from torch.fx import Node
 
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
-from tatten.passes.adapters import before_copies, multiple_of, terms_of
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import writes
 from tatten.passes.op_names import CASTS, COPIES, RESHAPES
 from tatten.passes.pieces import columns_of
-from tatten.passes.symbolic import constant, known_equal, known_shape, same_storage, tensor_of
+from tatten.passes.symbolic import constant, known_equal, known_shape, known_tensor, same_storage, tensor_of
 from tatten.passes.views import Part, Size, Walk, begin, source_of, step_back
 
 FLAT: Part = (HEADS, HEAD_DIM)  # of a dim that has all columns of the first head, then those of the next
 RANK: Part = (-1,)  # of the dim of a weight that latents are multiplied with
 
 Letters = tuple[str, str, str]  # of the dims of both factors and of the product
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The term that LoRA adds to a projection: `factor * up(down(latents))`, with the weights of `down` and `up`.
-
-    Attributes:
-        path: the nodes from the sum to the first product, and copies of latents before that.
-    """
-
-    down: Projection
-    up: Projection
-    factor: float | Node
-    path: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
@@ -53,7 +38,6 @@ class Projection:
         order: the dims of `weight` that have heads, columns and rank; or columns of all heads, and rank.
         heads, width: the heads of the product, and the columns of each.
         path: the nodes from where this was found on, the product among them.
-        adapters: what LoRA adds to the product.
     """
 
     product: Node
@@ -65,15 +49,6 @@ class Projection:
     lo: int
     hi: int
     path: tuple[Node, ...]
-    adapters: tuple[Adapter, ...] = ()
-
-    @property
-    def products(self) -> tuple[Node, ...]:
-        return (self.product, *(x.product for adapter in self.adapters for x in (adapter.down, adapter.up)))
-
-    @property
-    def weights(self) -> tuple[Node, ...]:
-        return (self.weight, *(x.weight for adapter in self.adapters for x in (adapter.down, adapter.up)))
 
 
 def projection_of(start: Walk) -> Projection | Node:
@@ -85,7 +60,7 @@ def projection_of(start: Walk) -> Projection | Node:
         end = walk.here
         columns = columns_of(end)
         if columns is None:
-            projection = _adapted(end, walk.parts) or _split_into_heads(walk)
+            projection = _product(end, walk.parts) or _split_into_heads(walk)
             if projection is not None:
                 width = constant(tensor_of(start.here).shape[start.parts.index((HEAD_DIM,))])  # type: ignore[union-attr]
                 path = (*path, *walk.path, *projection.path)
@@ -141,35 +116,10 @@ def _split_into_heads(walk: Walk) -> Projection | None:
         return None
     for ones in ((), (None,)):
         if known_shape(flat.shape, (batch, *(1 for _ in ones), length, heads * width)):
-            projection = _adapted(source, ((BATCH,), *ones, (LENGTH,), FLAT))
+            projection = _product(source, ((BATCH,), *ones, (LENGTH,), FLAT))
             if projection is not None:
                 return dataclasses.replace(projection, heads=heads, width=width, path=(*path, *projection.path))
     return None
-
-
-def _adapted(node: Node, parts: Sequence[Part | None]) -> Projection | None:
-    """The projection of latents that `node` is, alone or with what LoRA makes of the same latents added."""
-    terms = terms_of(node)
-    if terms is None:
-        return _product(node, parts)
-    base, adapter = _adapted(terms[0], parts), _adapter(terms[1], parts)
-    if base is None or adapter is None or not same_latents(base.latent, adapter.down.latent):
-        return None
-    path = (node, *base.path, *adapter.path)
-    return dataclasses.replace(base, adapters=(*base.adapters, adapter), path=path)
-
-
-def _adapter(node: Node, parts: Sequence[Part | None]) -> Adapter | None:
-    """The two products, one of the other, that `node` is, maybe times a number."""
-    multiple = multiple_of(node)
-    up = None if multiple is None else _product(multiple[1], parts)
-    down = None if up is None else _product(up.latent.here, up.latent.parts)
-    if multiple is None or up is None or down is None:
-        return None
-    latent, copies = before_copies(down.latent.here)
-    path = (*([node] if node is not up.product else []), *up.path, *down.path, *copies)
-    down = dataclasses.replace(down, latent=dataclasses.replace(down.latent, here=latent))
-    return Adapter(down, up, multiple[0], path)
 
 
 def _product(node: Node, parts: Sequence[Part | None]) -> Projection | None:
@@ -196,9 +146,7 @@ def _product(node: Node, parts: Sequence[Part | None]) -> Projection | None:
 
 
 def _sizes(node: Node, letters: str, among: set[str]) -> list[Size]:
-    tensor = tensor_of(node)
-    assert tensor is not None
-    return [size for letter, size in zip(letters, tensor.shape, strict=True) if letter in among]
+    return [size for letter, size in zip(letters, known_tensor(node).shape, strict=True) if letter in among]
 
 
 def _latents(node: Node, parts: Sequence[Part | None]) -> Walk | None:

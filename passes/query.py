@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -27,70 +26,44 @@ from tatten.passes.replace import erase_unused_of
 from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of
 from tatten.passes.views import source_of
 
+# The tensors that queries were concatenated of along head_dim, by the first column and the one after the last.
+QueryParts = Mapping[tuple[int, int], Node]
+
 # Of the number: scores before they are multiplied should not leave float32 where the program's would not.
 LEAST, LARGEST = 2.0**-20, 2.0**20
 
 
-@dataclass(frozen=True)
-class ScaledQuery:
-    """A product of queries and a number that an op can take into its scale.
-
-    Attributes:
-        product: the node of it.
-        source: what was multiplied.
-        reader: the op, or the view between, that alone reads the product.
-        factor, scale: the number, and the op's scale with it.
-    """
-
-    product: Node
-    source: Node
-    reader: Node
-    factor: float
-    scale: float
-
-    @property
-    def note(self) -> str:
-        """A line for the report."""
-        return f"scale {self.scale:g}, with the {self.factor:g} that multiplied the queries"
+def restore_query(op: Node) -> str:
+    """Let an op read its queries as they were. Returns a note for the report."""
+    note = _restore_product(op)
+    _restore_copy(op)
+    return note
 
 
-@dataclass(frozen=True)
-class CopiedQuery:
-    """Queries that were only reshaped and copied.
-
-    Attributes:
-        source: a tensor of their shape that they were made of.
-        path: the nodes between, the last one first.
-    """
-
-    source: Node
-    path: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class ConcatenatedQuery:
-    """Queries that were concatenated along head_dim.
-
-    Attributes:
-        parts: what they were made of, by the first column and the one after the last.
-        path: the `cat`; empty if there is none.
-    """
-
-    parts: Mapping[tuple[int, int], Node]
-    path: tuple[Node, ...]
+def _restore_product(op: Node) -> str:
+    """Let an op multiply by the number that its queries were multiplied by. Returns a note for the report."""
+    reader_and_product = next((x for x in _behind(op) if op_name(x[1]) in TIMES), None)
+    if reader_and_product is None:
+        return ""
+    reader, product = reader_and_product
+    source_and_factor, scale = factor_of(product), _scale_of(op)
+    if source_and_factor is None or scale is None:
+        return ""
+    source, factor = source_and_factor
+    before, after = tensor_of(source), tensor_of(product)
+    if before is None or after is None or not _alike(before, after) or not _same_strides(before, after):
+        return ""
+    if not LEAST <= factor <= LARGEST or written_between([before], product, op) is not None:
+        return ""
+    reader.replace_input_with(product, source)
+    op.update_arg(_scale_position(op), scale * factor)
+    erase_unused_of([product])
+    return f"scale {scale * factor:g}, with the {factor:g} that multiplied the queries"
 
 
-def find_scaled_query(op: Node) -> ScaledQuery | None:
-    """Find what an op's queries were multiplied by. Changes nothing."""
-    for reader, node in _behind(op):
-        if op_name(node) in TIMES:
-            return _scaled(op, reader, node)
-    return None
-
-
-def find_copied_query(op: Node) -> CopiedQuery | None:
-    """Find the first tensor of the shape of an op's queries that they were only reshaped and copied from."""
-    query, path, copied = tensor_of(op.args[0]), list[Node](), None
+def _restore_copy(op: Node) -> None:
+    """Let an op read the first tensor of its queries' shape that they were only reshaped and copied from."""
+    query, path, source_and_path = tensor_of(op.args[0]), list[Node](), None
     for _, node in _behind(op):
         source = source_of(node) if op_name(node) in RESHAPES | COPIES else None
         tensor = tensor_of(source)
@@ -100,18 +73,20 @@ def find_copied_query(op: Node) -> CopiedQuery | None:
             break
         path.append(node)
         if known_shape(tensor.shape, query.shape) and known_equal(tensor.stride(3), 1):  # as some kernels need it
-            copied = CopiedQuery(source, tuple(path))
-    return copied
+            source_and_path = source, [*path]
+    if source_and_path is not None:
+        op.update_arg(0, source_and_path[0])
+        erase_unused_of(source_and_path[1])
 
 
-def find_concatenated_query(query: Node, reader: Node) -> ConcatenatedQuery:
-    """Find what a `cat` along head_dim made queries of, as far as that still holds it when `reader` runs.
+def find_query_parts(query: Node, reader: Node) -> QueryParts:
+    """Find what a `cat` along head_dim, `query`, was made of, as far as that still holds it when `reader` runs.
 
     A `cat` that was copied or reordered again, and parts that were assigned to an empty tensor, are not looked for.
     """
     concatenated, assembly = tensor_of(query), pieces_of(query, reader)
     if concatenated is None or assembly.trouble is not None or assembly.path != (query,):
-        return ConcatenatedQuery({}, ())
+        return {}
     parts = {}
     for piece in assembly.pieces:
         tensor = tensor_of(piece.source.here)
@@ -119,7 +94,7 @@ def find_concatenated_query(query: Node, reader: Node) -> ConcatenatedQuery:
             continue
         if known_equal(tensor.stride(3), 1):  # as some kernels need it
             parts[piece.lo, piece.hi] = piece.source.here
-    return ConcatenatedQuery(parts, assembly.path)
+    return parts
 
 
 def _behind(op: Node) -> Iterator[tuple[Node, Node]]:
@@ -148,19 +123,6 @@ def _reads_alone(reader: Node, node: Node) -> bool:
     return [x for x in node.users if reads_values(x, node)] == [reader] and sum(x is node for x in arguments) == 1
 
 
-def _scaled(op: Node, reader: Node, product: Node) -> ScaledQuery | None:
-    source_and_factor, scale = factor_of(product), _scale_of(op)
-    if source_and_factor is None or scale is None:
-        return None
-    source, factor = source_and_factor
-    before, after = tensor_of(source), tensor_of(product)
-    if before is None or after is None or not _alike(before, after) or not _same_strides(before, after):
-        return None
-    if not LEAST <= factor <= LARGEST or written_between([before], product, op) is not None:
-        return None
-    return ScaledQuery(product, source, reader, factor, scale * factor)
-
-
 def _same_strides(a: Tensor, b: Tensor) -> bool:
     """Return True if two tensors have one shape, and equal strides in dims of more than one element.
 
@@ -185,27 +147,3 @@ def _scale_of(op: Node) -> float | None:
 def _scale_position(op: Node) -> int:
     schema: Any = op.target
     return [x.name for x in schema._schema.arguments].index("scale")
-
-
-def apply_scaled_query(op: Node, scaled: ScaledQuery) -> None:
-    """Let an op multiply by what the program did."""
-    scaled.reader.replace_input_with(scaled.product, scaled.source)
-    op.update_arg(_scale_position(op), scaled.scale)
-    erase_unused_of([scaled.product])
-
-
-def apply_copied_query(op: Node, copied: CopiedQuery) -> None:
-    """Let an op read its queries where they were."""
-    op.update_arg(0, copied.source)
-    erase_unused_of(copied.path)
-
-
-def restore_query(op: Node) -> str:
-    """Let an op read its queries as they were. Returns a note for the report."""
-    scaled = find_scaled_query(op)
-    if scaled is not None:
-        apply_scaled_query(op, scaled)
-    copied = find_copied_query(op)
-    if copied is not None:
-        apply_copied_query(op, copied)
-    return "" if scaled is None else scaled.note

@@ -59,7 +59,6 @@ class Reason(str, Enum):
         "scale",
         "give scales and soft caps as floats that are finite and not 0, and known when the graph is captured",
     )
-    WINDOW = "window", "give the window as a mask, whose columns are sharded as the keys are"
     WRITTEN = (
         "written_between",
         "repeat, expand and concatenate after the cache is written, not before; don't reshape it in place",

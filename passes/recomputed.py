@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from tatten.passes.calls import op_name
+from tatten.passes.calls import op_name, reached
 from tatten.passes.mutation import written_between
 from tatten.passes.op_names import CASTS, COPIES, REORDERS, RESHAPES, STRETCHES
 from tatten.passes.symbolic import tensor_of
@@ -47,7 +46,7 @@ class Recomputed:
             node: computes a tensor.
             user: a later node, which is about to be replaced by one that reads the result. Users come in order.
         """
-        above = [*_above(node)]
+        above = reached(node, lambda x: x.all_input_nodes if _is_pure(x) else ())
         computing = [x for x in above if _is_pure(x)]
         if not computing:
             return node
@@ -80,14 +79,3 @@ class _Numbered(int):
 
 def _is_pure(node: Node) -> bool:
     return op_name(node) in PURE and "out" not in node.kwargs
-
-
-def _above(node: Node) -> Iterator[Node]:
-    """The node, what computes it, and the tensors that this reads."""
-    visited, frontier = {node}, [node]
-    while frontier:
-        x = frontier.pop()
-        yield x
-        new = [source for source in x.all_input_nodes if source not in visited] if _is_pure(x) else []
-        visited.update(new)
-        frontier += new

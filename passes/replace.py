@@ -13,7 +13,7 @@ from torch.fx import Node
 from tatten.passes.calls import OpOverload, argument, op_name
 from tatten.passes.drafts import Drafts
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import hint, known_equal, known_shape, tensor_of
+from tatten.passes.symbolic import hint, known_equal, known_shape, known_tensor, tensor_of
 
 
 def insert_op(call: SdpaCall, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
@@ -31,8 +31,7 @@ def item(state: Node, index: int) -> Node:
 
 def output_of(call: SdpaCall, state: Node, out: Node | None = None) -> Node:
     """Insert what takes SDPA's result from a state, and return that; `out` stands for the state's own."""
-    result = tensor_of(call.result)
-    assert result is not None
+    result = known_tensor(call.result)
     with call.node.graph.inserting_before(call.node):
         out = item(state, 0) if out is None else out
         out.meta.update(call.shown.meta, example_value=result)
@@ -55,8 +54,7 @@ def replace_call(call: SdpaCall, state: Node, out: Node, orphans: Iterable[Node]
 
 def _log_sum(call: SdpaCall, state: Node, node: Node) -> Node:
     """Insert the lse of a state as `node` has it, which computes it, too."""
-    like, scores = tensor_of(node), tensor_of(argument(node, 0, "input"))
-    assert like is not None
+    like, scores = known_tensor(node), tensor_of(argument(node, 0, "input"))
     merged = op_name(node) == "logsumexp" and scores is not None and scores.dim() == 3
     with call.node.graph.inserting_before(call.node):
         lse = item(state, 1)

@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from torch.fx import GraphModule, Node
 
 from tatten.passes.apply_match import apply_match
-from tatten.passes.attention import Attention, find_attention, find_nested, find_other, read_attention
+from tatten.passes.attention import Attention, find_attention, find_nested, read_attention
 from tatten.passes.describe import declined
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
-from tatten.passes.findings import Declined, GraphReport, Rewritten
+from tatten.passes.findings import Declined, GraphReport, Rewritten, source_location
 from tatten.passes.internal import CallError, Snapshot, decline_internal, declined_graph, or_nothing
 from tatten.passes.masks import Masks
 from tatten.passes.match_call import match_call
 from tatten.passes.mutation import movers
+from tatten.passes.other_attention import find_other_attention
 from tatten.passes.reasons import Decline
 from tatten.passes.run import Run
 from tatten.passes.sliding import apply_slide, find_slides
-from tatten.passes.source_location import source_location
 
 MOST_FAILED = 8  # calls whose edit may fail; each of them costs another run of all passes
 
@@ -80,8 +80,8 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     """
     errors = list[Declined]()
     attention = find_attention(gm.graph, errors)
-    known = (*attention.written_out.values(), *attention.flex)
-    others = [] if errors else or_nothing(lambda: find_other(gm.graph, known), errors)
+    known = {*attention.written_out.values(), *attention.flex}
+    others = [] if errors else or_nothing(lambda: [*find_other_attention(gm.graph, known)], errors)
     nested = find_nested(gm, errors)
     findings = [failed.get(node.name) or _rewrite_call(node, attention, run) for node in attention.nodes]
     moved = _move_caches(gm, run, failed, errors) if run.fuses else 0

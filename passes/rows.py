@@ -105,16 +105,8 @@ class SelectedRows:
         return rows
 
 
-@dataclass(frozen=True)
-class RowSelection:
-    """The selection that an op makes from its source, and the dim of it."""
-
-    dim: int
-    step: Select | Counts
-
-
-def selection_of(node: Node, source: Tensor) -> RowSelection | None:
-    """Return the selection that `node` makes by a tensor along one dim of its source.
+def selection_of(node: Node, source: Tensor) -> tuple[int, Select | Counts] | None:
+    """Return the selection that `node` makes by a tensor along one dim of its source, after that dim.
 
     The result is None if the node does something else, or may do so.
     """
@@ -151,10 +143,10 @@ def selection_of(node: Node, source: Tensor) -> RowSelection | None:
     if numbers.dim() != 1 or numbers.dtype not in INTEGERS or numbers.device != source.device:
         return None
     if op_name(node) != "repeat_interleave":
-        return RowSelection(dim, Select(index, op_name(node) in ("getitem", "index"), views))
+        return dim, Select(index, op_name(node) in ("getitem", "index"), views)
     if total is None or not known_equal(numbers.shape[0], source.shape[dim]):
         return None  # one count is for all rows
-    return RowSelection(dim, Counts(index, total))
+    return dim, Counts(index, total)
 
 
 def _index_among(key: Any, rank: int) -> tuple[Any, int | None]:

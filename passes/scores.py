@@ -21,7 +21,7 @@ from tatten.passes.no_effect import keeps_rows, subtracts_maximum
 from tatten.passes.op_names import CASTS, CATS, COPIES, RESHAPES
 from tatten.passes.products import Product, product_of
 from tatten.passes.reasons import Decline, Reason
-from tatten.passes.symbolic import is_input_number, known_equal, known_shape, tensor_of
+from tatten.passes.symbolic import is_input_number, known_equal, known_shape, known_tensor, tensor_of
 
 # A bias at or below this leaves nothing of a score in float32, so that to add it is to replace the score.
 ABSORBS = -1e30
@@ -297,9 +297,7 @@ def _round(walk: _Walk, source: Node, node: Node) -> None:
 
 
 def _dtype(node: Node) -> torch.dtype:
-    tensor = tensor_of(node)
-    assert tensor is not None
-    return tensor.dtype
+    return known_tensor(node).dtype
 
 
 def _same_shape(a: Node, b: Node) -> bool:

@@ -30,7 +30,7 @@ class SdpaCall:
 
     Attributes:
         node: the call, or the node before which other attention has to be computed.
-        window, softcap, sinks: as `tatten.decode_attention` takes them; `sinks` is a node.
+        softcap, sinks: as `tatten.decode_attention` takes them; `sinks` is a node.
         form: how attention was written, for the report; empty for a call of SDPA.
         log_sums: nodes whose value is the call's lse, in their own dtypes.
         path: nodes that may have no users once the call is computed in another way.
@@ -54,7 +54,6 @@ class SdpaCall:
     is_causal: Any = False
     scale: Any = None
     enable_gqa: Any = False
-    window: int | None = None
     softcap: float | None = None
     sinks: Node | None = None
     form: str = ""
@@ -96,7 +95,7 @@ class SdpaCall:
     @property
     def variant(self) -> dict[str, Any]:
         """The arguments that SDPA lacks, by name; empty for a call of SDPA."""
-        arguments = {"window": self.window, "softcap": self.softcap, "sinks": self.sinks}
+        arguments = {"softcap": self.softcap, "sinks": self.sinks}
         return {name: x for name, x in arguments.items() if x is not None}
 
 

@@ -18,7 +18,7 @@ from tatten.passes.local import local_input
 from tatten.passes.mutation import writes
 from tatten.passes.op_names import CATS
 from tatten.passes.stored import Stored, peel_heads, stored_among, stored_at, walk_on
-from tatten.passes.symbolic import in_memory, known_equal, tensor_of
+from tatten.passes.symbolic import in_memory, known_equal, known_tensor, tensor_of
 from tatten.passes.views import Walk, begin, way_back
 
 # A `cat` nested deeper than this is read as one tensor: a loop that appends to its keys nests one per step.
@@ -59,9 +59,7 @@ def _local(stored: Stored, part: Node) -> Stored:
     """The local part of what a DTensor is stored as, if that is sharded alike, else `part`, that of the DTensor."""
     from tatten.ops.distributed.placement import same_sharding
 
-    tensor, base = tensor_of(dtensor_of(part)), tensor_of(stored.base)
-    assert tensor is not None
-    assert base is not None
+    tensor, base = known_tensor(dtensor_of(part)), known_tensor(stored.base)
     alike = same_sharding(tensor, base, stored.dims)
     return dataclasses.replace(stored, base=local_beside(part, stored.base)) if alike else Stored(part)
 

@@ -24,7 +24,7 @@ from tatten.ops.storage import same_storage
 from tatten.passes.calls import argument, op_name
 from tatten.passes.mutation import mover_of, written_between
 from tatten.passes.replace import Inserter, erase_unused_of
-from tatten.passes.symbolic import FakeTensor, bytes_of, constant, known_shape, tensor_of
+from tatten.passes.symbolic import FakeTensor, bytes_of, constant, known_shape, known_tensor, tensor_of
 from tatten.passes.views import source_of
 
 # On a CPU a call of the op takes about 15 us more than generated code, which small caches don't save: with 2 MB it was
@@ -125,10 +125,8 @@ def apply_slide(slide: Slide) -> None:
     """Move the cache in place."""
     copy, put = slide.copy, slide.put
     cache: Any = copy.args[0]
-    tensor = tensor_of(cache)
-    assert tensor is not None
     with copy.graph.inserting_before(copy):
-        Inserter(copy)(slide_op(tensor.device), cache, put.args[2])
+        Inserter(copy)(slide_op(known_tensor(cache).device), cache, put.args[2])
     copy.replace_all_uses_with(cache)
     for node in (copy, put):
         node.graph.erase_node(node)

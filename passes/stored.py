@@ -15,7 +15,7 @@ from torch.fx import Node
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.passes.mutation import written_between
 from tatten.passes.rows import SelectedRows
-from tatten.passes.symbolic import constant, known_equal, tensor_of
+from tatten.passes.symbolic import constant, known_equal, known_tensor, tensor_of
 from tatten.passes.views import ROLES, Part, Size, Walk, begin, way_back
 
 
@@ -43,8 +43,7 @@ class Stored:
     path: tuple[Node, ...] = ()
 
     def size(self, role: int) -> Size:
-        tensor, dim = tensor_of(self.base), self.dims[role]
-        assert tensor is not None
+        tensor, dim = known_tensor(self.base), self.dims[role]
         return 1 if dim is None or (role == BATCH and self.overlaid) else tensor.shape[dim]
 
     def as_attention_takes_it(self, insert: Callable[..., Node]) -> Node:
@@ -53,8 +52,7 @@ class Stored:
         Args:
             insert: inserts or drafts a call of a method, given its name, the node that it is called on, and arguments.
         """
-        node, dims, tensor = self.base, list(self.dims), tensor_of(self.base)
-        assert tensor is not None
+        node, dims, tensor = self.base, list(self.dims), known_tensor(self.base)
         if tensor.requires_grad:  # but SDPA's result doesn't: it was read under no_grad
             node = insert("detach", node)
         rank = tensor.dim()
@@ -126,8 +124,7 @@ def walk_on(stored: Stored, node: Node, path: tuple[Node, ...]) -> Walk:
         node: its base, or another node for the same tensor.
         path: the nodes from where the walk began to the one that reads `node`.
     """
-    tensor = tensor_of(node)
-    assert tensor is not None
+    tensor = known_tensor(node)
     parts: list[Part | None] = [None] * tensor.dim()
     repeated = stored.repeats > 1
     for role, dim in enumerate(stored.dims):

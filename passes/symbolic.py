@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard, TypeVar
 
 from torch import SymFloat, SymInt, Tensor
 from torch.fx import Node
@@ -20,6 +20,10 @@ except ImportError as error:
         """No tensor is one."""
 
 
+T = TypeVar("T")
+_EXPR = "torch.SymFloat.node.expr"
+
+
 def value_of(node: Node) -> Any:
     """The value that a node stands for, such as a fake tensor or a size; None where the graph doesn't say."""
     return node.meta.get("example_value", node.meta.get("val"))
@@ -31,6 +35,13 @@ def tensor_of(x: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def known_tensor(x: Any) -> Tensor:
+    """The fake tensor of a node that is known to stand for one."""
+    tensor = tensor_of(x)
+    assert tensor is not None
+    return tensor
+
+
 def rank_of(node: Node) -> int:
     """The number of dims of a node's tensor; -1 if it isn't one tensor."""
     tensor = tensor_of(node)
@@ -39,17 +50,17 @@ def rank_of(node: Node) -> int:
 
 def known_equal(a: int | SymInt, b: int | SymInt) -> bool:
     """True if `a == b` in every run of the graph; False if that can't be proven."""
-    equal = a == b
-    return equal is True or (equal is not False and _known_true(equal))
+    return _known_true(a == b)
 
 
 def known_different(a: int | SymInt, b: int | SymInt) -> bool:
     """True if `a != b` in every run of the graph; False if that can't be proven."""
-    different = a != b
-    return different is True or (different is not False and _known_true(different))
+    return _known_true(a != b)
 
 
 def _known_true(condition: Any) -> bool:
+    if isinstance(condition, bool):
+        return condition
     try:
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -67,11 +78,16 @@ def constant(size: int | SymInt) -> int | None:
     """The value of a size that is the same in every run, even inside a SymInt; None for a dynamic size."""
     if isinstance(size, int):
         return size
+    return _ask(size, "torch.SymInt.node.maybe_as_int", lambda node: node.maybe_as_int())
+
+
+def _ask(number: Any, api: str, ask: Callable[[Any], T]) -> T | None:
+    """The answer of `ask` about the node of a symbolic number; None if the private API has moved."""
     try:
-        value: int | None = size.node.maybe_as_int()
-        return value
+        return ask(number.node)
     except Exception as error:
-        moved("torch.SymInt.node.maybe_as_int", error, "dynamic sizes are unknown")
+        unknown = "dynamic sizes" if "SymInt" in api else "numbers that are inputs"
+        moved(api, error, f"{unknown} are unknown")
         return None
 
 
@@ -79,11 +95,7 @@ def number_in(x: Any) -> float | None:
     """The number that a node, or a value, is in every run, even inside a SymFloat; None for any other."""
     value = value_of(x) if isinstance(x, Node) else x
     if isinstance(value, SymFloat):
-        try:
-            value = value.node.maybe_as_float()
-        except Exception as error:
-            moved("torch.SymFloat.node.maybe_as_float", error, "numbers that are inputs are unknown")
-            return None
+        value = _ask(value, "torch.SymFloat.node.maybe_as_float", lambda node: node.maybe_as_float())
     elif isinstance(value, SymInt):
         value = constant(value)
     return float(value) if isinstance(value, int | float) else None
@@ -101,11 +113,7 @@ def integers_in(number: Any) -> set[Any] | None:
     """
     if isinstance(number, int | float):
         return set()
-    try:
-        return {symbol for symbol in number.node.expr.free_symbols if symbol.is_integer}
-    except Exception as error:
-        moved("torch.SymFloat.node.expr", error, "numbers that are inputs are unknown")
-        return None
+    return _ask(number, _EXPR, lambda node: {symbol for symbol in node.expr.free_symbols if symbol.is_integer})
 
 
 def guard_number(x: Node) -> bool:
@@ -118,12 +126,8 @@ def guard_number(x: Node) -> bool:
 
 def _computed_of_floats(number: Any) -> bool:
     """Tell whether a number is computed of floats that are inputs: it would stay unknown in spite of a guard."""
-    try:
-        expression = number.node.expr
-        return not expression.is_symbol and not all(x.is_integer for x in expression.free_symbols)
-    except Exception as error:
-        moved("torch.SymFloat.node.expr", error, "numbers that are inputs are unknown")
-        return True
+    known = _ask(number, _EXPR, lambda node: node.expr.is_symbol or all(x.is_integer for x in node.expr.free_symbols))
+    return not known
 
 
 def guard_between(x: Node, least: float, most: float) -> bool:
@@ -137,11 +141,7 @@ def guard_between(x: Node, least: float, most: float) -> bool:
 
 def number_hint(number: SymInt | SymFloat) -> float | None:
     """The value of a number when the graph was captured; None if there was none."""
-    try:
-        at_capture = number.node.hint
-    except Exception as error:
-        moved("torch.SymFloat.node.hint", error, "numbers that are inputs are unknown")
-        return None
+    at_capture = _ask(number, "torch.SymFloat.node.hint", lambda node: node.hint)
     return at_capture if isinstance(at_capture, int | float) else None
 
 
@@ -149,11 +149,7 @@ def hint(size: int | SymInt) -> int | None:
     """The value of a size when the graph was captured; None if there was none. It proves nothing about other runs."""
     if isinstance(size, int):
         return size
-    try:
-        at_capture = size.node.hint
-    except Exception as error:
-        moved("torch.SymInt.node.hint", error, "dynamic sizes are unknown")
-        return None
+    at_capture = _ask(size, "torch.SymInt.node.hint", lambda node: node.hint)
     return at_capture if isinstance(at_capture, int) else None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
 
 from torch.fx import Node
 
@@ -22,38 +21,16 @@ from tatten.passes.symbolic import FakeTensor, constant, known_equal, tensor_of
 from tatten.passes.views import ROLES, Walk, begin, way_back
 
 
-@dataclass(frozen=True)
-class Tiled:
-    """A call whose key and value are tiled: their head j is head `(j // repeats) % kv_heads` of `key` and `value`.
+def untiled_call(call: SdpaCall, masks: Masks) -> SdpaCall | None:
+    """Return a call whose keys and values are tiled, in one order, as one with permuted query heads; None for others.
 
-    Attributes:
-        key, value: the tensors before that, with a dim for each role.
-        tiles: how often all heads are there, one after another.
-        repeats: how often each head is there within a tile.
-        kv_heads: the heads of `key` and of `value`.
-        group: how many query heads read one head of the call's key.
+    Head j of the tiled tensors is head `(j // repeats) % kv_heads` of those before.
     """
-
-    call: SdpaCall
-    key: Stored
-    value: Stored
-    tiles: int
-    repeats: int
-    kv_heads: int
-    group: int
-
-    @property
-    def note(self) -> str:
-        """A remark for the report."""
-        return f"queries are permuted: {self.tiles} tiles of {self.kv_heads} kv heads"
-
-
-def find_tiled(call: SdpaCall) -> Tiled | None:
-    """Find what the key and value of a call are tiled of, in one order. Changes nothing."""
     query, tiled, mask = (tensor_of(x) for x in (call.query, call.key, call.attn_mask))
+    result = tensor_of(call.result)
     if not isinstance(query, FakeTensor) or not isinstance(tiled, FakeTensor) or query.dim() != 4 or tiled.dim() != 4:
         return None
-    if call.log_sums or tensor_of(call.value) is None or not isinstance(tensor_of(call.result), FakeTensor):
+    if call.log_sums or tensor_of(call.value) is None or not isinstance(result, FakeTensor):
         return None
     of_key, of_value = _untiled(call.key), _untiled(call.value)
     if of_key is None or of_value is None or of_key[1:] != of_value[1:]:
@@ -67,7 +44,26 @@ def find_tiled(call: SdpaCall) -> Tiled | None:
         return None
     if any(x.written_before(call.node) is not None for x in (key, value)):
         return None
-    return Tiled(call, key, value, tiles, repeats, kv_heads, q_heads // heads)
+    draft = Drafting(masks.drafts, call.shown)
+    as_read = tiles, kv_heads, q_heads // (tiles * kv_heads)
+    as_taken = kv_heads, tiles, q_heads // (tiles * kv_heads)
+    its_mask = call.attn_mask
+    if mask is not None and mask.dim() > 2 and not known_equal(mask.shape[-3], 1):
+        its_mask = _swapped(draft, masks.first_view(its_mask), mask.dim() - 3, as_read)
+    inner = masks.drafts.result(result.new_empty(result.shape, requires_grad=result.requires_grad))
+    out = with_strides_of(draft, _swapped(draft, inner, HEADS, as_taken), result)
+    return dataclasses.replace(
+        call,
+        query=_swapped(draft, call.query, HEADS, as_read),
+        key=_repeated(draft, key, tiles * repeats),
+        value=_repeated(draft, value, tiles * repeats),
+        attn_mask=its_mask,
+        sinks=None if call.sinks is None else _swapped(draft, call.sinks, 0, as_read),
+        path=(*call.path, *key.path, *value.path),
+        draft_result=inner,
+        outputs=tuple((x, masks.drafts.substitute(made, call.result, out)) for x, made in call.replaced.items()),
+        remarks=(f"queries are permuted: {tiles} tiles of {kv_heads} kv heads", *call.remarks),
+    )
 
 
 def _untiled(node: Node) -> tuple[Stored, int, int, int] | None:
@@ -99,30 +95,6 @@ def _dims(walk: Walk) -> tuple[int, ...] | None:
         return None
     spare = (dim for dim, role in enumerate(roles) if role is None)
     return tuple(roles.index(role) if role in roles else next(spare) for role in ROLES)
-
-
-def untiled_call(tiled: Tiled, masks: Masks) -> SdpaCall:
-    """Return a call whose keys and values are tiled as one with permuted query heads."""
-    call, draft, result = tiled.call, Drafting(masks.drafts, tiled.call.shown), tensor_of(tiled.call.result)
-    assert isinstance(result, FakeTensor)
-    as_read = tiled.tiles, tiled.kv_heads, tiled.repeats * tiled.group
-    as_taken = tiled.kv_heads, tiled.tiles, tiled.repeats * tiled.group
-    mask, tensor = call.attn_mask, tensor_of(call.attn_mask)
-    if tensor is not None and tensor.dim() > 2 and not known_equal(tensor.shape[-3], 1):
-        mask = _swapped(draft, masks.first_view(mask), tensor.dim() - 3, as_read)
-    inner = masks.drafts.result(result.new_empty(result.shape, requires_grad=result.requires_grad))
-    out = with_strides_of(draft, _swapped(draft, inner, HEADS, as_taken), result)
-    return dataclasses.replace(
-        call,
-        query=_swapped(draft, call.query, HEADS, as_read),
-        key=_repeated(draft, tiled.key, tiled.tiles * tiled.repeats),
-        value=_repeated(draft, tiled.value, tiled.tiles * tiled.repeats),
-        attn_mask=mask,
-        sinks=None if call.sinks is None else _swapped(draft, call.sinks, 0, as_read),
-        path=(*call.path, *tiled.key.path, *tiled.value.path),
-        draft_result=inner,
-        outputs=tuple((x, masks.drafts.substitute(made, call.result, out)) for x, made in call.replaced.items()),
-    )
 
 
 def _swapped(draft: Drafting, node: Node, dim: int, sizes: tuple[int, int, int]) -> Node:

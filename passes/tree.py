@@ -26,7 +26,7 @@ from tatten.passes.replace import Inserter, item, with_strides_of
 from tatten.passes.sdpa import SDPA_TARGETS, SdpaCall
 from tatten.passes.segments import find_segments
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import FakeTensor, in_memory, tensor_of
+from tatten.passes.symbolic import FakeTensor, in_memory, known_tensor, tensor_of
 
 if TYPE_CHECKING:
     from tatten.ops.distributed.placement import PlacedSegment, Sharding
@@ -53,8 +53,7 @@ def find_local(call: SdpaCall, masks: Masks) -> SdpaCall | Decline | None:
     keys, values = (find_segments(x, vanishing=call.vanishing) for x in (call.key, call.value))
     if len(keys) == 1 or len(keys) != len(values):
         return None
-    result = tensor_of(call.result)
-    assert result is not None
+    result = known_tensor(call.result)
     segment_sharding = find_segment_sharding(query, result, _placed(keys), _placed(values), mask)
     if isinstance(segment_sharding, str):
         return Decline(Reason.PLACEMENT, segment_sharding)
@@ -89,8 +88,6 @@ def _check(call: SdpaCall, sharding: Sharding) -> Decline | None:
     placed = getattr(result, "placements", None)
     if call.node.target not in SDPA_TARGETS and placed != sharding.out:
         return Decline(Reason.PLACEMENT, f"the result is placed as {placed}, query as {sharding.out}")
-    if call.window is not None:
-        return Decline(Reason.WINDOW, f"a window of {call.window} over keys of which each rank has some")
     if sinks is not None and not belongs_to_heads(sinks, sharding):
         placed = getattr(sinks, "placements", None)
         return Decline(Reason.PLACEMENT, f"sinks are placed as {placed}, query as {sharding.out}")

@@ -24,8 +24,8 @@ from tatten.passes.calls import argument, only_adds_dims, op_name
 from tatten.passes.drafts import without_drafts
 from tatten.passes.mutation import writes
 from tatten.passes.op_names import CASTS, CATS, COPIES, REORDERS, RESHAPES, STRETCHES
-from tatten.passes.rows import SELECTS, Counts, Repeat, RowSelection, Select, selection_of
-from tatten.passes.symbolic import constant, known_equal, known_shape, tensor_of, value_of
+from tatten.passes.rows import SELECTS, Counts, Repeat, Select, selection_of
+from tatten.passes.symbolic import constant, known_equal, known_shape, known_tensor, tensor_of, value_of
 
 ROLES = range(4)  # the dims of keys and values, as `tatten.ops.layout` names them
 
@@ -65,8 +65,7 @@ class Walk:
 
     def repeated_rows(self, dim: int) -> tuple[Repeat, ...] | None:
         """How the rows along `dim` of `here` were repeated since; None if that isn't known, or other dims hold rows."""
-        part, tensor = self.parts[dim] or (BATCH,), tensor_of(self.here)
-        assert tensor is not None
+        part, tensor = self.parts[dim] or (BATCH,), known_tensor(self.here)
         others = (size for d, size in enumerate(tensor.shape) if d != dim and _is_batch(self.parts[d]))
         if not _is_batch(part) or not all(known_equal(size, 1) for size in others):
             return None
@@ -88,15 +87,13 @@ def step_back(walk: Walk) -> Walk | None:
     source, name = source_of(walk.here), op_name(walk.here)
     if source is None or name not in WALKED or writes(walk.here):
         return None
-    before, after = tensor_of(source), tensor_of(walk.here)
-    assert before is not None
-    assert after is not None
+    before, after = known_tensor(source), known_tensor(walk.here)
     if type(before) is not type(after) or before.dtype != after.dtype or before.device != after.device:
         return None
     if name in CASTS | COPIES:
         return walk.step(source, walk.parts)
     if name in REORDERS:
-        return _reorder(walk, source, name)
+        return _reorder(walk, source)
     if name in STRETCHES:
         return _stretch(walk, source, before.shape, after.shape)
     if name == "stack" or name in CATS:
@@ -127,19 +124,30 @@ def source_of(node: Node) -> Node | None:
     return first if isinstance(first, Node) and tensor_of(first) is not None else None
 
 
-def _reorder(walk: Walk, source: Node, name: str) -> Walk | None:
-    rank = len(walk.parts)
-    args: Sequence[Any] = walk.here.args[1:]
-    if name == "permute":
-        args = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
-    if not all(isinstance(d, int) for d in args) or len(args) != (rank if name == "permute" else 2):
+def order_of(node: Node, rank: int) -> list[int] | None:
+    """The dims that `permute`, `transpose` and the like take, in their new order; None if a node isn't such a call."""
+    dims: Sequence[Any] = node.args[1:]
+    if node.target is getattr or op_name(node) == "mT":
+        dims = (-2, -1) if dims in ((), ("mT",)) else ()
+    elif op_name(node) == "permute" and len(dims) == 1 and isinstance(dims[0], (list, tuple)):
+        dims = dims[0]
+    elif op_name(node) not in REORDERS:
         return None
+    if not all(isinstance(d, int) for d in dims) or len(dims) != (rank if op_name(node) == "permute" else 2):
+        return None
+    if op_name(node) == "permute":
+        return [d % rank for d in dims]
     order = list(range(rank))
-    if name == "permute":
-        order = [d % rank for d in args]
-    else:
-        i, j = args[0] % rank, args[1] % rank
-        order[i], order[j] = order[j], order[i]
+    i, j = (d % rank for d in dims)
+    order[i], order[j] = order[j], order[i]
+    return order
+
+
+def _reorder(walk: Walk, source: Node) -> Walk | None:
+    rank = len(walk.parts)
+    order = order_of(walk.here, rank)
+    if order is None:
+        return None
     parts: list[Part | None] = [None] * rank
     for dim, part in enumerate(walk.parts):
         parts[order[dim]] = part
@@ -214,10 +222,10 @@ def _select(
     source: Node,
     before: Sequence[Size],
     after: Sequence[Size],
-    selection: RowSelection,
+    selection: tuple[int, Select | Counts],
 ) -> Walk | None:
     """Undo a selection of rows of the batch; in any dim, one of a single row, which any valid index selects."""
-    dim = selection.dim
+    dim, step = selection
     if not known_shape((*before[:dim], *before[dim + 1 :]), (*after[:dim], *after[dim + 1 :])):
         return None
     path = (*walk.path, *without_drafts(path))
@@ -233,7 +241,7 @@ def _select(
         tuple((BATCH,) if d == dim else None if _is_batch(part) else part for d, part in enumerate(walk.parts)),
         tuple((part, size) for part, size in walk.stretched if not _is_batch(part)),
         path,
-        (selection.step, *repeated, *walk.rows),
+        (step, *repeated, *walk.rows),
     )
 
 
@@ -244,7 +252,7 @@ def _flattened(walk: Walk, selected: Node) -> Walk | None:
     if source is None or after is None or chosen is None or flat is None or chosen.dim() != flat.dim():
         return None
     selection = selection_of(selected, flat)
-    if selection is None or selection.dim != 0 or not known_equal(after.shape[0], chosen.shape[0]):
+    if selection is None or selection[0] != 0 or not known_equal(after.shape[0], chosen.shape[0]):
         return None
     if not known_shape(chosen.shape[1:], flat.shape[1:]):
         return None

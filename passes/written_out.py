@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from tatten.passes.calls import argument, op_name
-from tatten.passes.dead import dead_from
 from tatten.passes.eligible import check_transformed
-from tatten.passes.metadata import readers, reads_values
+from tatten.passes.metadata import dead_from, readers, reads_values
 from tatten.passes.mutation import written_arguments, written_between
 from tatten.passes.no_effect import is_last_dim, subtracts_maximum
 from tatten.passes.op_names import CASTS, COPIES, RESHAPES

@@ -14,7 +14,7 @@ from tatten.passes.masks import Masks
 from tatten.passes.products import Factor, Heads, View
 from tatten.passes.scores import Step
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import constant, known_equal, rank_of, tensor_of
+from tatten.passes.symbolic import constant, known_equal, known_tensor, rank_of, tensor_of
 from tatten.passes.written_out import WrittenOut
 
 
@@ -72,8 +72,7 @@ def _without_keys(draft: Drafting, lse: Node, empty: Node, query: Node) -> Node:
 def _result(attention: WrittenOut) -> Tensor:
     """The fake tensor of the result as `[batch, heads, q_len, head_dim]`."""
     product = attention.weights.product
-    tensor = tensor_of(product.node)
-    assert tensor is not None
+    tensor = known_tensor(product.node)
     if product.back is not None:
         order = product.back[1:]
         tensor = tensor.permute([order.index(d) for d in range(len(order))])

@@ -17,11 +17,7 @@ from tatten.saved import calls_ops, save_with_ops
 
 
 def tatten(
-    gm: GraphModule,
-    example_inputs: list[Tensor],
-    *,
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    gm: GraphModule, example_inputs: list[Tensor], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Compiled:
     """Compile a graph: Dynamo finds this function by name, through `tatten.entry_point`.
 

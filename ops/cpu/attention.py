@@ -18,19 +18,14 @@ from torch import Tensor
 from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.batch_invariant import attend_each
-from tatten.ops.cpu.flash import additive, attend, empty_state
+from tatten.ops.cpu.flash import additive, attend, attend_by_products
 from tatten.ops.cpu.one_call import attend_at_once
 from tatten.ops.layout import over_keys, pack_gqa, pack_mask, squeeze_broadcast
 from tatten.ops.masks import Span, key_spans
 from tatten.ops.reach import mask_of_reach, narrow_mask
 from tatten.ops.state_validation import check_stack
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, merge, merge_each
-from tatten.ops.validation import (
-    check_batch_invariant,
-    check_decode_attention,
-    check_kv_lens,
-    check_provider,
-)
+from tatten.ops.validation import check_batch_invariant, check_decode_attention, check_kv_lens, check_provider
 
 AttendKernel = Callable[..., State]  # like `attend`; for keys in 8 bits, after their `Scales`
 Scales = tuple[Tensor | None, Tensor | None]  # of keys and of values, each per head or per key
@@ -52,12 +47,17 @@ def decode_attention(call: AttentionCall) -> State:
     upcasts = stored.key.dtype != dtype or (call.batch_invariant and dtype.itemsize == 2)
     if upcasts:
         query = query.to(accumulator_dtype(dtype))
-        mask = stored.attn_mask
-        if mask is not None and mask.dtype != torch.bool:
-            stored = stored._replace(attn_mask=squeeze_broadcast(mask).to(query.dtype))
-        call = call._replace(query=query, segments=(stored,))
+        call = call._replace(query=query, segments=(with_mask_in(stored, query.dtype),))
     out, lse = attend_variant(call, kernel_of(call, upcasts), upcasts)
     return out.to(dtype).contiguous(), lse.contiguous()
+
+
+def with_mask_in(stored: KeyValue, dtype: torch.dtype) -> KeyValue:
+    """Convert an additive mask."""
+    mask = stored.attn_mask
+    if mask is None or mask.dtype == torch.bool:
+        return stored
+    return stored._replace(attn_mask=squeeze_broadcast(mask).to(dtype))
 
 
 def attend_variant(call: AttentionCall, kernel: AttendKernel, upcasts: bool = False) -> State:
@@ -169,11 +169,7 @@ def attend_keys(
 
 
 def _attend_runs(
-    attend_run: Callable[[slice, Span, bool], State],
-    spans: list[Span],
-    batch: int,
-    pair_bytes: int,
-    separately: bool,
+    attend_run: Callable[[slice, Span, bool], State], spans: list[Span], batch: int, pair_bytes: int, separately: bool
 ) -> State:
     """Return the state of each sequence over its own span, in as few calls as pay.
 
@@ -209,34 +205,10 @@ def kernel_of(call: AttentionCall, upcasts: bool = False) -> AttendKernel:
     """Return `attend` with a call's additions; `upcasts`: keys and values have fewer bits than the queries."""
     kernel: AttendKernel = attend_each if call.batch_invariant else attend
     if call.softcap is not None:
-        kernel = functools.partial(_attend_capped, softcap=call.softcap)
+        kernel = functools.partial(attend_by_products, softcap=call.softcap)
     if upcasts:
         kernel = functools.partial(_attend_upcast, kernel)
     return kernel
-
-
-def _attend_capped(
-    q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool, softcap: float
-) -> State:
-    """Like `attend`, with scores `softcap * tanh(score / softcap)`, which PyTorch's kernel does not support.
-
-    It is plain, not fast. `some_empty` is unused: `attend` has it.
-    """
-    if key.shape[2] == 0:
-        return empty_state(q_rows, value.shape[3])
-    acc = accumulator_dtype(q_rows.dtype)
-    scores = softcap * torch.tanh(q_rows.to(acc) @ key.to(acc).transpose(2, 3) * (scale / softcap))
-    value = value.to(acc)
-    if mask is not None:
-        excluded = mask == NEG_INF
-        scores = torch.where(excluded, NEG_INF, scores + mask)
-        value = value.masked_fill(excluded.all(dim=2).unsqueeze(-1), 0.0)  # they may be NaN, and 0 * NaN is NaN
-    # The maximum and the sum are kept apart: with a large bias, an lse no longer tells how many keys there are.
-    row_max = scores.amax(dim=-1, keepdim=True)
-    p = torch.exp(scores - torch.where(row_max == NEG_INF, 0.0, row_max))
-    row_sum = p.sum(dim=-1, keepdim=True)
-    out = p @ value / torch.where(row_sum == 0, 1.0, row_sum)
-    return out.to(q_rows.dtype), (row_max + torch.log(row_sum)).squeeze(-1)
 
 
 def _attend_upcast(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.call import AttentionCall, KeyValue
-from tatten.ops.cpu.attention import AttendKernel, attend_keys, kernel_of, merge_sinks, spans_of
+from tatten.ops.cpu.attention import AttendKernel, attend_keys, kernel_of, merge_sinks, spans_of, with_mask_in
 from tatten.ops.cpu.flash import additive, coarse_sequences
 from tatten.ops.cpu.rows import runs_of
 from tatten.ops.layout import fold_mask, fold_sequences, unfold_sequences
@@ -61,10 +61,7 @@ def bifurcated_attention(call: AttentionCall) -> State:
 
 
 def _upcast(stored: KeyValue, dtype: torch.dtype) -> KeyValue:
-    mask = stored.attn_mask
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(dtype)
-    return stored._replace(key=stored.key.to(dtype), value=stored.value.to(dtype), attn_mask=mask)
+    return with_mask_in(stored, dtype)._replace(key=stored.key.to(dtype), value=stored.value.to(dtype))
 
 
 def _attend_blocks(

@@ -110,15 +110,35 @@ def flash_problem() -> str | None:
     return None
 
 
-def _plain(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> State:
-    """Return the state by matrix products and a softmax, which write all scores to memory."""
+def attend_by_products(
+    q_rows: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    some_empty: bool = True,
+    softcap: float | None = None,
+) -> State:
+    """Like `attend`, by matrix products that write all scores to memory. PyTorch's kernel has no `softcap`.
+
+    `some_empty` is unused: `attend` has it.
+    """
+    if key.shape[2] == 0:
+        return empty_state(q_rows, value.shape[3])
     acc = accumulator_dtype(q_rows.dtype)
-    scores = scale * (q_rows.to(acc) @ key.to(acc).mT)
+    products = q_rows.to(acc) @ key.to(acc).transpose(2, 3)
+    scores = products * scale if softcap is None else softcap * torch.tanh(products * (scale / softcap))
+    value = value.to(acc)
     if mask is not None:
-        scores = scores + mask
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == NEG_INF, 0.0).unsqueeze(-1))
-    return (weights @ value.to(acc)).to(q_rows.dtype), lse
+        excluded = mask == NEG_INF
+        scores = torch.where(excluded, NEG_INF, scores + mask)
+        value = value.masked_fill(excluded.all(dim=2).unsqueeze(-1), 0.0)  # they may be NaN, and 0 * NaN is NaN
+    # The maximum and the sum are kept apart: with a large bias, an lse no longer tells how many keys there are.
+    row_max = scores.amax(dim=-1, keepdim=True)
+    p = torch.exp(scores - torch.where(row_max == NEG_INF, 0.0, row_max))
+    row_sum = p.sum(dim=-1, keepdim=True)
+    out = p @ value / torch.where(row_sum == 0, 1.0, row_sum)
+    return out.to(q_rows.dtype), (row_max + torch.log(row_sum)).squeeze(-1)
 
 
 def _flash(
@@ -126,7 +146,7 @@ def _flash(
 ) -> State:
     """Call the kernel. `some_empty`: the mask may leave a query without any key."""
     if flash_problem() is not None:
-        return _plain(q_rows, key, value, mask, scale)
+        return attend_by_products(q_rows, key, value, mask, scale)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         q_rows, key, value, 0.0, False, attn_mask=mask, scale=scale
     )

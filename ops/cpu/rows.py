@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.row_groups import group_size, row_groups_reference
-from tatten.ops.row_validation import check_row_values, check_rows
+from tatten.ops.validation import check_row_values, check_rows
 
 # The most queries of a run, padding included, for each real one: padding is work, and each run is a call. 115 samples
 # of 32 prompts of 128 tokens took 4.7 ms with 1, 2.3 with 2 and 2.2 with 4. With all but 31 samples from one prompt

@@ -21,7 +21,6 @@ from tatten.ops.cuda.workload import Workload, needs_of
 from tatten.ops.reach import within_window
 from tatten.ops.reference import attention_reference
 from tatten.ops.row_groups import rows_of
-from tatten.ops.row_validation import check_rows
 from tatten.ops.segment_validation import check_bifurcated_attention, check_segments_batch_invariant
 from tatten.ops.state_validation import check_stack
 from tatten.ops.states import State, merge, merge_each
@@ -33,6 +32,7 @@ from tatten.ops.validation import (
     check_devices,
     check_no_grad,
     check_provider,
+    check_rows,
 )
 
 

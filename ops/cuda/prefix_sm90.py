@@ -46,8 +46,9 @@ def plan_prefix_attention(
 ) -> PrefixAttention:
     """Plan the states of work tiles that one program computes, and the partial states of those that several share.
 
-    This is FlashAttention-3 (arXiv 2407.08608) on the schedule of `tatten.ops.cuda.schedule`, whose work tiles have
-    `BLOCK_M` packed queries (heads of a kv head, times sequences, times q_length) and whose tiles are `BLOCK_N` keys.
+    This is FlashAttention-3 (arXiv 2407.08608) on the schedule of `tests/support/stream_k_schedule.py`, whose work
+    tiles have `BLOCK_M` packed queries (heads of a kv head, times sequences, times q_length) and whose tiles are
+    `BLOCK_N` keys.
 
     Args:
         query: `[batch, q_heads, q_length, head_dim]`, bfloat16 or float16 on a GPU of capability 9.0, head_dim 64 or

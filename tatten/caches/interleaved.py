@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tatten.caches.layout import OneDevice
-from tatten.ops.distributed.ring import Ring
+from tatten.ops.distributed.striped import Ring
 
 
 class Interleaved(OneDevice):

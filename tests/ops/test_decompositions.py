@@ -252,7 +252,7 @@ def test_views_of_one_storage_decompose_twice(views: str) -> None:
 class Merge(torch.nn.Module):
     def forward(self, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
         stack = torch.ops.tatten.merge_states(out, lse)
-        return *stack, *torch.ops.tatten.merge_state(out[0], lse[0], out[1], lse[1])
+        return *stack, *tatten.merge_state(out[0], lse[0], out[1], lse[1])
 
 
 def test_an_exported_program_merges_states() -> None:

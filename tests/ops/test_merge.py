@@ -95,7 +95,6 @@ def test_opcheck(device: str) -> None:
     out, lse = states(device=device)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     opcheck(torch.ops.tatten.merge_states.default, (out, lse), test_utils=utils)
-    opcheck(torch.ops.tatten.merge_state.default, (out[0], lse[0], out[1], lse[1]), test_utils=utils)
 
 
 @pytest.mark.parametrize("inner", slow_but(["aot_eager"], ["aot_eager", "inductor"]))

@@ -17,7 +17,6 @@ from latent_forms import (
     R,
     S,
     V,
-    adapted,
     attend,
     clones,
     compiled,
@@ -26,6 +25,8 @@ from latent_forms import (
     heads,
     inputs,
     joined,
+    lora,
+    lora_of_heads,
     parts_of_query,
     sdpa,
 )
@@ -33,39 +34,6 @@ from latent_forms import (
 from tatten.passes import Declined, Rewritten, cost, rewrite
 from tatten.passes.calls import op_name
 from tatten.passes.reasons import Reason
-
-
-def lora_of(latents=lambda c: c, between=lambda x: x, scale=lambda w: 2.0):
-    """LoRA of something else than the latents, with something between its products, or scaled by a tensor."""
-
-    def fn(q, c, rope, w, mask):
-        added = F.linear(between(F.linear(latents(c), w[:3])), w[:, 3:6]) * scale(w)
-        own, values = heads(F.linear(c, w) + added).split((NOPE, V), dim=-1)
-        return sdpa(q, copied(own, rope), values, mask)
-
-    return fn
-
-
-def lora_returned(q, c, rope, w, mask):
-    inner = F.linear(c, w[:3])
-    own, values = heads(F.linear(c, w) + F.linear(inner, w[:, 3:6])).split((NOPE, V), dim=-1)
-    return sdpa(q, copied(own, rope), values, mask), inner
-
-
-def lora_of_stale(q, c, rope, w, mask):
-    """LoRA's term is made of a copy, and latents are written after that."""
-    copy = c.clone()
-    c.mul_(2)
-    own, values = heads(F.linear(c, w) + F.linear(F.linear(copy, w[:3]), w[:, 3:6])).split((NOPE, V), dim=-1)
-    return sdpa(q, copied(own, rope), values, mask)
-
-
-def lora_written(q, c, rope, w, mask, down):
-    """The weight that is applied first is written after that, and before the other products."""
-    inner = F.linear(c, down)
-    down.mul_(2)
-    own, values = heads(F.linear(c, w) + F.linear(inner, w[:, 3:6])).split((NOPE, V), dim=-1)
-    return sdpa(q, copied(own, rope), values, mask)
 
 
 def with_bias(q, c, rope, w, mask):
@@ -196,15 +164,8 @@ def broadcast(q, c, rope, w, mask):
 
 
 DECLINED = {
-    "projection lora of others": lora_of(latents=lambda c: c + 1),
-    "projection lora of a copy": lora_of(latents=lambda c: c.flip(2)),
-    "projection lora with an activation": lora_of(between=F.silu),
-    "projection lora with a bias": lora_of(between=lambda x: x + 1),
-    "projection lora scaled": lora_of(scale=lambda w: w[:, 0]),
-    "projection lora computed": lambda q, c, rope, w, mask: adapted(q, c, rope, w, mask, w[:3] * 2, w[:, 3:6]),
-    "projection_used lora": lora_returned,
-    "written_between lora": lora_written,
-    "written_between lora of a copy": lora_of_stale,
+    "projection lora": lora,
+    "projection lora of heads": lora_of_heads,
     "projection bias": with_bias,
     "projection dequantised": lambda q, c, rope, w, mask: attend(q, c, rope, w * 2, mask),
     "projection other latents": other_values,
@@ -256,8 +217,6 @@ def test_what_float16_cannot_hold_is_left_alone() -> None:
 def test_declines(name: str) -> None:
     """Such a call is left to the decode pass, whose report says so."""
     fn, args = DECLINED[name], inputs()
-    if fn is lora_written:
-        args.append(torch.randn(3, R, dtype=args[0].dtype))
     gm = capture(fn, *clones(args))
     (finding,) = rewrite(gm).findings
     assert isinstance(finding, Rewritten)

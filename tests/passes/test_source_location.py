@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from graphs import capture
 from torch import nn
 
-from tatten.passes.source_location import _module_path, source_location
+from tatten.passes.findings import _module_path, source_location
 
 pytestmark = pytest.mark.drawn(1)
 

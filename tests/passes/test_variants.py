@@ -101,9 +101,7 @@ OPS = {
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("q_len", [1, 4])
-@pytest.mark.parametrize(
-    "variant", slow_after(2, [{"softcap": 1.5}, {"softcap": 2.0, "window": 3}, {"window": 8}]), ids=str
-)
+@pytest.mark.parametrize("variant", slow_after(2, [{"softcap": 1.5}, {}, {"softcap": 2.0}]), ids=str)
 @pytest.mark.parametrize("form", OPS)
 def test_result(form: str, variant: dict[str, Any], q_len: int) -> None:
     fn, given, key, value = inputs(form, q_len)

@@ -73,6 +73,12 @@ def contiguous(q, c, rope, w, mask):
     return sdpa(q, copied(own, rope).contiguous(), values.contiguous(), mask)
 
 
+def product_copied(q, c, rope, w, mask):
+    """The product is copied before its columns are split into heads."""
+    own, values = heads(F.linear(c, w).contiguous().to(c.dtype)).split((NOPE, V), dim=-1)
+    return sdpa(q, copied(own, rope), values, mask)
+
+
 def narrowed(q, c, rope, w, mask):
     own, values = expand(c, w)
     keys = own.new_zeros(B, H, S, NOPE + ROPE)
@@ -158,14 +164,11 @@ def without_rope(q, c, rope, w, mask):
 
 def lora(q, c, rope, w, mask):
     """As PEFT spells it, not merged, and a second one."""
-    return adapted(q, c, rope, w, mask, w[:3], w[:, 3:6])
-
-
-def adapted(q, c, rope, w, mask, down, up, join=copied):
+    down, up = w[:3], w[:, 3:6]
     projected = F.linear(c, w) + F.linear(F.linear(F.dropout(c.to(c.dtype), 0.1, training=False), down), up) * 2.0
     projected = projected + 0.5 * (c @ down.mT @ up.mT)
     own, values = heads(projected.to(c.dtype)).split((NOPE, V), dim=-1)
-    return sdpa(q, join(own, rope), values, mask)
+    return sdpa(q, copied(own, rope), values, mask)
 
 
 def lora_of_heads(q, c, rope, w, mask):
@@ -196,6 +199,7 @@ ACCEPTED = {
     "no_heads": lambda q, c, rope, w, mask: attend(q, c.squeeze(1), rope, w, mask),
     "repeated": lambda *x: attend(*x, join=lambda own, rope: torch.cat((own, rope.repeat_interleave(H, 1)), -1)),
     "contiguous": contiguous,
+    "product_copied": product_copied,
     "narrowed": narrowed,
     "assigned": lambda *x: attend(*x, join=assigned),
     "assigned_in_parts": lambda *x: attend(*x, join=assigned_in_parts),
@@ -208,8 +212,6 @@ ACCEPTED = {
     "slices_of_one_cache": slices_of_one_cache,
     "rows_of_weight": rows_of_weight,
     "without_rope": without_rope,
-    "lora": lora,
-    "lora_of_heads": lora_of_heads,
     "caches_written": caches_written,
     "no_mask": lambda q, c, rope, w, mask: attend(q, c, rope, w),
     "additive": lambda q, c, rope, w, mask: attend(q, c, rope, w, torch.where(mask, 0.5, -torch.inf).to(q.dtype)),

@@ -22,7 +22,6 @@ FILES = [
         "ops/reach.py",
         "ops/cpu/attention.py",
         "ops/cpu/flash.py",
-        "ops/cuda/schedule.py",
     ),
     *(
         "tatten/caches/layer.py",

@@ -31,7 +31,6 @@ from mutants import ROOT, Mutant, sample
 PACKAGE = {"tatten": "tatten", "ops": "tatten/ops", "passes": "tatten/passes"}  # folders, and where they are installed
 TESTS = [
     "tests/passes",
-    "tests/ops/cuda/test_schedule.py",
     *(f"tests/ops/test_{name}.py" for name in ("merge", "block_mask", "decode_attention", "bad_input")),
     *(f"tests/ops/test_{name}.py" for name in ("bifurcated_attention", "finite_floors")),
     *(f"tests/ops/test_{name}_properties.py" for name in ("merge", "op")),

@@ -1,4 +1,4 @@
-"""Calls with a window, a soft cap and sinks in graphs of SDPA, which has none: for the passes that hand them on."""
+"""Calls with a soft cap and sinks in graphs of SDPA, which has neither: for the passes that hand them on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tatten.passes.sdpa import SdpaCall, bind_sdpa
 Found = list[tuple[str, str]]  # op and note, or reason and detail
 
 
-def compiled(fn: Callable[..., Any], *args: Any, window: int | None = None, softcap: float | None = None) -> Any:
+def compiled(fn: Callable[..., Any], *args: Any, softcap: float | None = None) -> Any:
     """Compile and run `fn` as if its calls had these, and as sinks its argument of that name, if it has one.
 
     Returns the result and what was found.
@@ -26,7 +26,7 @@ def compiled(fn: Callable[..., Any], *args: Any, window: int | None = None, soft
 
     def bind(node: Node) -> SdpaCall:
         sinks = next((x for x in node.graph.nodes if x.op == "placeholder" and "sinks" in x.name), None)
-        return dataclasses.replace(bind_sdpa(node), window=window, softcap=softcap, sinks=sinks)
+        return dataclasses.replace(bind_sdpa(node), softcap=softcap, sinks=sinks)
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         with mock.patch.object(attention, "bind_sdpa", bind):

@@ -18,10 +18,10 @@ import tatten
 from tatten.ops.cuda import providers, workload
 from tatten.ops.cuda.tuning import Table
 from tatten.passes.cost import Cost
+from tatten.passes.findings import SourceLocation
 from tatten.passes.latent_cost import LatentCost, Work
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.rewrite import Declined, GraphReport, Rewritten, rewrite
-from tatten.passes.source_location import SourceLocation
 from tatten.report import Report, publish
 
 pytestmark = pytest.mark.drawn(8)

@@ -4,7 +4,7 @@ The tiles of all work tiles (kv_row, kv head, block of packed queries) are numbe
 takes the tiles `[T * p // P, T * (p + 1) // P)`: equal work for each, whatever the lengths. Lengths are read on the
 device, so that one captured launch serves all of them. A program that computes a whole work tile writes the output at
 once. If several programs share it, each leaves a partial state in its own slot, for `tatten.ops.cuda.kernels.combine`:
-no program waits for another. `tatten.ops.cuda.schedule` is the same arithmetic in Python.
+no program waits for another. `tests/support/stream_k_schedule.py` is the same arithmetic in Python.
 
 With `CHUNK`, a work tile is cut into chunks by its own length alone, and programs share out whole chunks. Each chunk of
 a work tile of several leaves a partial state, so that sums do not depend on the rest of the batch.

@@ -2,7 +2,7 @@
 
 A work tile is the block of output states of one kv_row, one kv head and one block of packed queries. Its keys come in
 tiles of `BLOCK_N`; the tile space numbers the tiles of all work tiles one after the other. Each program takes an equal,
-contiguous range of it. `tatten.ops.cuda.schedule` is the same arithmetic in Python.
+contiguous range of it. `tests/support/stream_k_schedule.py` is the same arithmetic in Python.
 
 With chunks, the tile space numbers chunks of tiles instead. Their places depend on their work tile alone.
 """

@@ -13,9 +13,9 @@ from attention_cases import NEG_INF, Case, assert_state, places_in_reach
 from pairs import pairs
 from poison import fresh_memory_is_poison
 from slow import slow_after, slow_but
+from stream_k_schedule import Schedule
 from torch import Tensor
 
-from tatten.ops.cuda.schedule import Schedule
 from tatten.ops.kernel_signatures import bifurcated_call, bifurcated_kernel, decode_call
 from tatten.ops.layout import pack_gqa
 from tatten.ops.masks import block_list

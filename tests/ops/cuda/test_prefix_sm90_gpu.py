@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from poison import fresh_memory_is_poison
+from stream_k_schedule import Schedule
 from torch import Tensor
 
-from tatten.ops.cuda.schedule import Schedule
 from tatten.ops.states import merge
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):

@@ -7,10 +7,10 @@ from collections import Counter
 from itertools import pairwise, product
 
 import pytest
+from stream_k_schedule import Schedule, Visit, flash_attention_2, flash_decoding
 
 from tatten.ops.cuda.decode_grid import BYTES_PER_US
 from tatten.ops.cuda.heuristics import combining_pays, latent_programs_for
-from tatten.ops.cuda.schedule import Schedule, Visit, flash_attention_2, flash_decoding
 from tatten.ops.cuda.tile_space import TileSpace
 
 pytestmark = pytest.mark.drawn(9)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from compiled import compile_in_subprocess
 
-from tatten.ops.cpu import slide as slide_on_cpu
+from tatten.ops import slide as slides
 from tatten.ops.cuda import slide
 
 SCRIPT = """
@@ -40,7 +40,7 @@ def test_holds_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shape: tuple[int, ...], chunk_bytes: int
 ) -> None:
     monkeypatch.setattr(slide, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(slide_on_cpu, "BLOCK_BYTES", chunk_bytes)
+    monkeypatch.setattr(slides, "BLOCK_BYTES", chunk_bytes)
     b, h, _, d = shape
     cache = (torch.randn(shape) * 50).to(dtype)
     new = (torch.randn(b, 1, h, d) * 50).to(dtype).transpose(1, 2)

@@ -11,8 +11,7 @@ from ranks import RankError, run_ranks, try_ranks
 from slow import slow_but
 from torch import Tensor
 
-from tatten.ops.distributed.ring import Ring
-from tatten.ops.distributed.striped import striped_attention
+from tatten.ops.distributed.striped import Ring, striped_attention
 from tatten.ops.reference import decode_attention_reference
 
 B, Q_HEADS, KV_HEADS, D = 2, 4, 2, 16
