@@ -38,6 +38,19 @@ def test_best_of_n(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.drawn(2, "whole programs")
+def test_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    # Inductor takes most of the time, and makes no difference here.
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, example_inputs, **_: gm)
+    out = output("chat", "--layers 1 --new-tokens 6", monkeypatch, capsys)
+    texts = re.findall(r"^(?:generate|decode_loop):\n(.*)\n", out, re.MULTILINE)
+    assert len(texts) == 2
+    assert texts[0] == texts[1]
+    assert len(texts[0].split()) == 6
+    assert "the same text" in out
+    assert "because" not in out
+
+
+@pytest.mark.drawn(2, "whole programs")
 def test_prefix_tree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     # Inductor takes most of the time, and makes no difference here.
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, example_inputs, **_: gm)
