@@ -1,6 +1,6 @@
 """Kernels that take tensors and floats only: sizes and strides are written into the source.
 
-A launch by generated code then has nine arguments instead of seventy, and none is a tuple. Floats stay arguments: if
+A launch by generated code then has nine arguments instead of 47, and none is a tuple. Floats stay arguments: if
 the scale were a constant, the compiler would fuse other products, and results would differ from the op's in the last
 bit.
 """

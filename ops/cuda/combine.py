@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -123,27 +123,12 @@ def plan_combine(
         batch=batch,
         VALUE_DIM=value_dim,
         BLOCK_DV=block_dv,
-        BLOCK_M_A=a.block_m,
-        BLOCK_N_A=a.block_n,
-        GROUPS_A=power_of_2(a.groups),
-        HAS_LENS_A=a.has_lens,
-        HAS_BLOCK_LIST_A=a.has_block_list,
-        ROWS_A=a.row_groups > 0,
-        MAX_AND_SUM_A=a.max_and_sum,
-        BLOCK_M_B=b.block_m,
-        BLOCK_N_B=b.block_n,
-        GROUPS_B=power_of_2(b.groups),
-        HAS_LENS_B=b.has_lens,
-        HAS_BLOCK_LIST_B=b.has_block_list,
-        ROWS_B=b.row_groups > 0,
-        MAX_AND_SUM_B=b.max_and_sum,
+        # The kernel is compiled for chunks of the first segment only.
+        SPACES=tuple([replace(x, chunk=0 if i else x.chunk).constants for i, x in enumerate(spaces)]),
         WINDOW=a.window is not None,
         INT64_TILES=a.int64_tiles(batch) or b.int64_tiles(batch),
         Q_BLOCKS_FIRST=a.q_blocks_first,
-        CHUNK=a.chunk,
-        SEGMENTS=len(spaces),
-        WHOLES=len(wholes),
-        WHOLES_MAX_AND_SUM=sum(pair << i for i, pair in enumerate(wholes)),
+        WHOLES=tuple(wholes),
         MAX_AND_SUM_OUT=max_and_sum,
         PARTIALS=partials,
         BLOCK_STATES=states,

@@ -109,7 +109,6 @@ def plan_segment(
     # A longer window is the same, and could overflow.
     window = None if call.window is None else min(call.window, kv_len + q_len)
     call = call._replace(window=window)
-    has_lens, has_row_groups = stored.kv_lens is not None, stored.row_groups is not None
     sinks = place.sinks and call.sinks is not None
 
     mask = plan_mask(query, stored, window)
@@ -124,7 +123,7 @@ def plan_segment(
     rope_dim = 0 if rope is None else rope.shape[3]
     rope_strides = () if rope is None or call.query_rope is None else (call.query_rope.stride(), rope.stride())
     # TMA reads whole tiles, so it is used if every key counts: without a mask, or in its run of full blocks.
-    every_key = mask.has_block_list or (not has_lens and window is None)
+    every_key = mask.has_block_list or (stored.kv_lens is None and window is None)
     kv_bytes = sum(x.numel() * x.element_size() for x in (key, value))
     tma = not INTERPRETED and has_tma(query.device) and kv_bytes >= LEAST_BYTES and not call.batch_invariant
     tma = tma and every_key and takes_tma(key) and takes_tma(value)
@@ -140,11 +139,7 @@ def plan_segment(
         _decode_kernel,
         (space.programs,),
         {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl},
-        query_strides=query.stride(),
-        key_strides=key.stride(),
-        value_strides=value.stride(),
-        rope_strides=rope_strides,
-        mask_strides=mask.strides,
+        strides=(query.stride(), key.stride(), value.stride(), rope_strides, mask.strides),
         block_list_stride=space.block_list_stride,
         scale=call.score_scale,
         softcap=call.softcap or 0.0,
@@ -159,31 +154,14 @@ def plan_segment(
         q_blocks=space.q_blocks,
         programs=space.programs,
         batch=batch,
-        KEY_S=_constant_stride(key),
-        VALUE_S=_constant_stride(value),
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
-        ROPE_DIM=rope_dim,
-        BLOCK_D=block_d,
-        BLOCK_DV=block_dv,
-        BLOCK_R=max(16, power_of_2(rope_dim)),
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=space.block_n,
+        KV_S=(_constant_stride(key), _constant_stride(value)),
+        DIMS=(head_dim, value_dim, rope_dim),
+        SPACE=space.constants,
         RUN_N=run_n,
-        GROUPS=power_of_2(space.groups),
-        MASK=mask.kind,
-        HAS_LENS=has_lens,
-        HAS_BLOCK_LIST=mask.has_block_list,
         WINDOW=window is not None,
-        ROWS=has_row_groups,
-        CHUNK=space.chunk,
         SOFTCAP=call.softcap is not None,
-        SINKS=sinks,
-        KEY_SCALE=_scale_kind(stored.key_scale),
-        VALUE_SCALE=_scale_kind(stored.value_scale),
+        SCALES=(_scale_kind(stored.key_scale), _scale_kind(stored.value_scale)),
         LATENT=call.latent,
-        HALVES=call.latent and query.dtype != value.dtype,
-        MAX_AND_SUM=space.max_and_sum,
         FINAL=place.final,
         POSITIVE_SCALE=call.score_scale > 0,
         INT64_OFFSETS=max(x.stride(3) * x.shape[3] for x in (query, key, value)) >= 1 << 31,
@@ -191,7 +169,6 @@ def plan_segment(
         TMA=tma,
         PDL=pdl,
         WAIT_LAST=beside_previous,
-        FLOAT32_DOTS=INTERPRETED,  # bf16 dots are garbage in the interpreter (Triton 3.6 to 3.9)
     )
     return SegmentLaunch(
         space,

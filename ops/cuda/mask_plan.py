@@ -37,9 +37,10 @@ class MaskPlan:
         """Return the mask as the kernel reads it, or None, and its block list."""
         if attn_mask is not None and self.find_blocks is not None:
             block_mask = self.find_blocks(attn_mask, kv_lens)
+        listed = block_mask if self.has_block_list else None
         if attn_mask is None or self.kind == NO_MASK:
-            return None, block_mask
-        return attn_mask.view(torch.uint8) if self.kind == BOOL_MASK else attn_mask, block_mask
+            return None, listed
+        return attn_mask.view(torch.uint8) if self.kind == BOOL_MASK else attn_mask, listed
 
 
 def plan_mask(query: Tensor, stored: KeyValue, window: int | None = None) -> MaskPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
-from tatten.ops.sizes import ceil_div
+from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.validation import BLOCK_KEYS
 
 _MOST_CHUNKS: int = MOST_CHUNKS.value
@@ -55,6 +55,11 @@ class TileSpace:
     max_and_sum: bool = False
     q_blocks_first: bool = False
     chunk: int = 0
+
+    @property
+    def constants(self) -> tuple[int, int, int, int, bool]:
+        """The constants that kernels are compiled for: BLOCK_M, BLOCK_N, GROUPS, CHUNK and MAX_AND_SUM."""
+        return self.block_m, self.block_n, power_of_2(self.groups), self.chunk, self.max_and_sum
 
     @property
     def split(self) -> bool:

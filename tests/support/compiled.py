@@ -91,7 +91,7 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], s
 
     def specialize(x: Any, path: tuple[int, ...], param: Any, do_not: bool) -> Any:
         """The type of an argument; members of a tuple are always specialised."""
-        if isinstance(x, tuple):
+        if isinstance(x, tuple) and not param.is_constexpr:
             kinds = [specialize(y, (*path, i), param, False) for i, y in enumerate(x)]
             return type(x)(*kinds) if hasattr(x, "_fields") else tuple(kinds)
         if param.is_constexpr or x is None or (type(x) is int and x == 1 and not do_not):

@@ -55,34 +55,18 @@ def _combine_kernel(
     batch,
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    BLOCK_M_A: tl.constexpr,
-    BLOCK_N_A: tl.constexpr,
-    GROUPS_A: tl.constexpr,
-    HAS_LENS_A: tl.constexpr,
-    HAS_BLOCK_LIST_A: tl.constexpr,
-    ROWS_A: tl.constexpr,
-    MAX_AND_SUM_A: tl.constexpr,
-    BLOCK_M_B: tl.constexpr,
-    BLOCK_N_B: tl.constexpr,
-    GROUPS_B: tl.constexpr,
-    HAS_LENS_B: tl.constexpr,
-    HAS_BLOCK_LIST_B: tl.constexpr,
-    ROWS_B: tl.constexpr,
-    MAX_AND_SUM_B: tl.constexpr,
+    SPACES: tl.constexpr,
     WINDOW: tl.constexpr,
     INT64_TILES: tl.constexpr,
     Q_BLOCKS_FIRST: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SEGMENTS: tl.constexpr,
     WHOLES: tl.constexpr,
-    WHOLES_MAX_AND_SUM: tl.constexpr,
     MAX_AND_SUM_OUT: tl.constexpr,
     PARTIALS: tl.constexpr,
     BLOCK_STATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Whole states of a single segment are in place already.
-    FOLD_WHOLE: tl.constexpr = SEGMENTS + WHOLES > 1
+    FOLD_WHOLE: tl.constexpr = len(SPACES) + len(WHOLES) > 1
     column_blocks: tl.constexpr = (VALUE_DIM + BLOCK_DV - 1) // BLOCK_DV
     dims = tl.program_id(0) % column_blocks * BLOCK_DV + tl.arange(0, BLOCK_DV)
     state = tl.program_id(0) // column_blocks * BLOCK_STATES + tl.arange(0, BLOCK_STATES)
@@ -92,7 +76,8 @@ def _combine_kernel(
     head = state // q_len % q_heads
     sequence = state // q_len // q_heads
     state = state.to(tl.int64)
-    if SEGMENTS > 0:
+    if len(SPACES) > 0:
+        SPACE_A: tl.constexpr = SPACES[0]  # Triton 3.6 passes no item of a tuple of constants on
         sizes_a = (
             block_list_stride_a,
             n_groups_a,
@@ -113,20 +98,15 @@ def _combine_kernel(
             q_len,
             window,
             batch,
-            BLOCK_M_A,
-            BLOCK_N_A,
-            GROUPS_A,
-            HAS_LENS_A,
-            HAS_BLOCK_LIST_A,
+            SPACE_A,
             WINDOW,
-            ROWS_A,
             INT64_TILES,
             Q_BLOCKS_FIRST,
-            CHUNK,
         )
         if not FOLD_WHOLE:
             ok = ok & (found_a[2] > 1)
-    if SEGMENTS > 1:
+    if len(SPACES) > 1:
+        SPACE_B: tl.constexpr = SPACES[1]
         sizes_b = (
             block_list_stride_b,
             n_groups_b,
@@ -147,13 +127,8 @@ def _combine_kernel(
             q_len,
             window,
             batch,
-            BLOCK_M_B,
-            BLOCK_N_B,
-            GROUPS_B,
-            HAS_LENS_B,
-            HAS_BLOCK_LIST_B,
+            SPACE_B,
             False,
-            ROWS_B,
             INT64_TILES,
         )
     if PDL:
@@ -163,7 +138,7 @@ def _combine_kernel(
     row_max = tl.full([BLOCK_STATES], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_STATES], tl.float32)
     acc = tl.zeros([BLOCK_STATES, BLOCK_DV], tl.float32)
-    if SEGMENTS > 0:
+    if len(SPACES) > 0:
         acc, row_max, row_sum = fold_partials(
             acc,
             row_max,
@@ -174,13 +149,11 @@ def _combine_kernel(
             found_a,
             dims,
             VALUE_DIM,
-            BLOCK_M_A,
+            SPACE_A,
             PARTIALS,
             FOLD_WHOLE,
-            MAX_AND_SUM_A,
-            1 if CHUNK else 2,
         )
-    if SEGMENTS > 1:
+    if len(SPACES) > 1:
         acc, row_max, row_sum = fold_partials(
             acc,
             row_max,
@@ -191,12 +164,11 @@ def _combine_kernel(
             found_b,
             dims,
             VALUE_DIM,
-            BLOCK_M_B,
+            SPACE_B,
             PARTIALS,
             FOLD_WHOLE,
-            MAX_AND_SUM_B,
         )
-    for i in tl.static_range(WHOLES):
+    for i in tl.static_range(len(WHOLES)):
         acc, row_max, row_sum = fold_states(
             acc,
             row_max,
@@ -207,7 +179,7 @@ def _combine_kernel(
             ok[None, :],
             dims,
             VALUE_DIM,
-            ((WHOLES_MAX_AND_SUM >> i) & 1) == 1,
+            WHOLES[i],
         )
     acc, log_sum = finish_state(acc, row_max, row_sum)
     store_lse(lse, state, log_sum, row_max, row_sum, ok, MAX_AND_SUM_OUT)

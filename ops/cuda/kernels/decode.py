@@ -24,8 +24,11 @@ from tatten.ops.cuda.kernels.tiles import load_scales, score_tile
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
 NO_SCALE, HEAD_SCALE, KEY_SCALE = 0, 1, 2  # a scale for each head, or for each key of each head
 
+# The interpreter takes dots in float32, because its bf16 dots are garbage (Triton 3.6 to 3.9).
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
 # Sizes that change from step to step or from model to model: specialising on 1 and on multiples of 16 would recompile.
-# They can't be tuples, as strides are, because Triton (3.6 to 3.9) specialises the members of any tuple.
+# They can't be in tuples, as strides are, because Triton (3.6 to 3.9) specialises the members of any tuple.
 _SIZES = [
     "block_list_stride",
     "kv_len",
@@ -61,11 +64,7 @@ def _decode_kernel(
     lse,
     partial_out,
     partial_lse,
-    query_strides,
-    key_strides,
-    value_strides,
-    rope_strides,
-    mask_strides,
+    strides,
     block_list_stride,
     scale,
     softcap,
@@ -80,31 +79,14 @@ def _decode_kernel(
     q_blocks,
     programs,
     batch,
-    KEY_S: tl.constexpr,
-    VALUE_S: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    KV_S: tl.constexpr,
+    DIMS: tl.constexpr,
+    SPACE: tl.constexpr,
     RUN_N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    MASK: tl.constexpr,
-    HAS_LENS: tl.constexpr,
-    HAS_BLOCK_LIST: tl.constexpr,
     WINDOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    KEY_SCALE: tl.constexpr,
-    VALUE_SCALE: tl.constexpr,
+    SCALES: tl.constexpr,
     LATENT: tl.constexpr,
-    HALVES: tl.constexpr,
-    MAX_AND_SUM: tl.constexpr,
     FINAL: tl.constexpr,
     POSITIVE_SCALE: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
@@ -112,12 +94,30 @@ def _decode_kernel(
     TMA: tl.constexpr,
     PDL: tl.constexpr,
     WAIT_LAST: tl.constexpr,
-    FLOAT32_DOTS: tl.constexpr,
 ):
+    query_strides, key_strides, value_strides, rope_strides, mask_strides = strides
     query_b, query_h, query_l, query_d = query_strides
     key_b, key_h, key_s, key_d = key_strides
     value_b, value_h, value_s, value_d = value_strides
     mask_r, mask_b, mask_h, mask_l, mask_s = mask_strides
+    HEAD_DIM: tl.constexpr = DIMS[0]
+    VALUE_DIM: tl.constexpr = DIMS[1]
+    ROPE_DIM: tl.constexpr = DIMS[2]
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM) if HEAD_DIM > 16 else 16
+    BLOCK_DV: tl.constexpr = triton.next_power_of_2(VALUE_DIM) if VALUE_DIM > 16 else 16
+    BLOCK_R: tl.constexpr = triton.next_power_of_2(ROPE_DIM) if ROPE_DIM > 16 else 16
+    BLOCK_M: tl.constexpr = SPACE[0]
+    BLOCK_N: tl.constexpr = SPACE[1]
+    GROUPS: tl.constexpr = SPACE[2]
+    CHUNK: tl.constexpr = SPACE[3]
+    MAX_AND_SUM: tl.constexpr = SPACE[4]
+    KEY_SCALE: tl.constexpr = SCALES[0]
+    VALUE_SCALE: tl.constexpr = SCALES[1]
+    MASK: tl.constexpr = 0 if mask is None else 1 if mask.dtype.element_ty == tl.uint8 else 2
+    HALVES: tl.constexpr = query.dtype != value.dtype if LATENT else False
+    HAS_LENS: tl.constexpr = kv_lens is not None
+    HAS_BLOCK_LIST: tl.constexpr = block_list is not None
+    ROWS: tl.constexpr = row_groups is not None
     # Scores stay unscaled if only a positive factor separates them from their exponents.
     UNSCALED: tl.constexpr = POSITIVE_SCALE and MASK != 2 and not SOFTCAP and not KEY_SCALE
     # With a block list the second loop has few blocks, and long pipelines in both would spill registers of large tiles.
@@ -137,13 +137,8 @@ def _decode_kernel(
         window,
         q_len,
         batch,
-        BLOCK_N,
-        GROUPS,
-        HAS_LENS,
-        HAS_BLOCK_LIST,
+        SPACE,
         WINDOW,
-        ROWS,
-        CHUNK,
     )
     groups = tl.arange(0, GROUPS)
     program = tl.program_id(0)
@@ -198,9 +193,9 @@ def _decode_kernel(
         if HALVES:
             # Latents are in 16 bits. The residue of rounding float32 queries to 16 bits is multiplied, too.
             q, q_rest = halves_of(q, value.dtype.element_ty)
-            if FLOAT32_DOTS:
+            if INTERPRETED:
                 q_rest = q_rest.to(tl.float32)
-        if FLOAT32_DOTS:
+        if INTERPRETED:
             q = q.to(tl.float32)
         if ROPE_DIM:
             rope_dims = tl.arange(0, BLOCK_R)
@@ -212,7 +207,7 @@ def _decode_kernel(
                 mask=q_ok[:, None] & (rope_dims < ROPE_DIM)[None, :],
                 other=0.0,
             )
-            if FLOAT32_DOTS:
+            if INTERPRETED:
                 q_rope = q_rope.to(tl.float32)
             rope_base = rope[1] + kv_row * rope_strides[1][0]
 
@@ -241,20 +236,20 @@ def _decode_kernel(
             rope_base if ROPE_DIM else key_base,
             key_scale_base if KEY_SCALE == 2 else key_base,
         )
-        strides = (
-            KEY_S if KEY_S else key_s,
+        tile_strides = (
+            KV_S[0] if KV_S[0] else key_s,
             key_d,
-            VALUE_S if VALUE_S else value_s,
+            KV_S[1] if KV_S[1] else value_s,
             value_d,
             rope_strides[1][2] if ROPE_DIM else key_s,
             rope_strides[1][3] if ROPE_DIM else key_d,
         )
         column_dims = (offset_dims, offset_value_dims, rope_dims if ROPE_DIM else offset_dims)
-        operands = (queries, bases, strides, column_dims, tma_at)
+        operands = (queries, bases, tile_strides, column_dims, tma_at)
 
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-        if SINKS:  # noqa: SIM102 (known when this is compiled)
+        if sinks is not None:  # noqa: SIM102 (known when this is compiled)
             if first == 0:  # the sink counts once in a work tile, so for the program with its first tile
                 row_max = tl.load(sinks + head, mask=q_ok, other=float("-inf")).to(tl.float32)
                 row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)

@@ -20,21 +20,18 @@ def find_partials(
     q_len,
     window,
     batch,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HAS_LENS: tl.constexpr,
-    HAS_BLOCK_LIST: tl.constexpr,
+    SPACE: tl.constexpr,
     WINDOW: tl.constexpr,
-    ROWS: tl.constexpr,
     INT64_TILES: tl.constexpr,
     Q_BLOCKS_FIRST: tl.constexpr = False,
-    CHUNK: tl.constexpr = 0,
 ):
     """Find the slots of the partial states of some output states: the first, the others, and their number."""
+    BLOCK_M: tl.constexpr = SPACE[0]
+    GROUPS: tl.constexpr = SPACE[2]
+    CHUNK: tl.constexpr = SPACE[3]
     block_list_stride, n_groups, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs = sizes
     _, _, _, _, kv_lens, block_list, row_groups = partials
-    if ROWS:
+    if row_groups is not None:
         sequence = tl.load(row_groups + 3 * (batch + 1) + sequence)  # its place
     tiles, ends, work_tiles = tile_space(
         kv_lens,
@@ -47,13 +44,8 @@ def find_partials(
         window,
         q_len,
         batch,
-        BLOCK_N,
-        GROUPS,
-        HAS_LENS,
-        HAS_BLOCK_LIST,
+        SPACE,
         WINDOW,
-        ROWS,
-        CHUNK,
     )
     tiles = chunks_of(tiles, CHUNK)
     total_tiles = tl.max(ends, axis=0)
@@ -99,16 +91,14 @@ def fold_partials(
     found,
     dims,
     VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    SPACE: tl.constexpr,
     PARTIALS: tl.constexpr,
     FOLD_WHOLE: tl.constexpr,
-    MAX_AND_SUM: tl.constexpr,
-    SLOTS: tl.constexpr = 2,
 ):
-    """Add the columns `dims` of a segment's states, whole or in partials that were `found`, to the running ones.
-
-    `SLOTS`: the slots from one partial state of an output state to the next.
-    """
+    """Add the columns `dims` of a segment's states, whole or in partials that were `found`, to the running ones."""
+    BLOCK_M: tl.constexpr = SPACE[0]
+    MAX_AND_SUM: tl.constexpr = SPACE[4]
+    SLOTS: tl.constexpr = 1 if SPACE[3] else 2  # from one partial state of an output state to the next: chunks have one
     first_slot, other_slots, owners = found
     out, lse, partial_out, partial_lse, _, _, _ = partials
     if FOLD_WHOLE:

@@ -5,6 +5,9 @@ tiles of `BLOCK_N`; the tile space numbers the tiles of all work tiles one after
 contiguous range of it. `tests/support/stream_k_schedule.py` is the same arithmetic in Python.
 
 With chunks, the tile space numbers chunks of tiles instead. Their places depend on their work tile alone.
+
+`SPACE` has the constants of a tile space: BLOCK_M, BLOCK_N, GROUPS, CHUNK and MAX_AND_SUM, in the order of
+`tatten.ops.cuda.tile_space.TileSpace.constants`. Its members have no names, because Inductor can't write named ones.
 """
 
 from __future__ import annotations
@@ -27,36 +30,34 @@ def tile_space(
     window,
     q_len,
     batch,
-    BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HAS_LENS: tl.constexpr,
-    HAS_BLOCK_LIST: tl.constexpr,
+    SPACE: tl.constexpr,
     WINDOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr = 0,
 ):
     """Count the tiles of a work tile of each group, and find where the group ends in the tile space.
 
     A group has one length: it is a kv_row, or all of them. It has `work_tiles` work tiles. This is returned, too,
-    because with row groups (`ROWS`), which take the place of kv_rows, only the device knows their number. With `CHUNK`
-    the ends count chunks.
+    because with row groups, which take the place of kv_rows, only the device knows their number. With chunks the ends
+    count chunks.
     """
+    BLOCK_N: tl.constexpr = SPACE[1]
+    GROUPS: tl.constexpr = SPACE[2]
+    CHUNK: tl.constexpr = SPACE[3]
     groups = tl.arange(0, GROUPS)
-    if ROWS:
+    if row_groups is not None:
         n_row_groups = tl.load(row_groups + batch)
         if GROUPS == 1:
             work_tiles = work_tiles * n_row_groups
         else:
             n_groups = n_row_groups
-    if HAS_BLOCK_LIST:
+    if blocks is not None:
         lists = groups
-        if ROWS:  # noqa: SIM102 (known when this is compiled)
+        if row_groups is not None:  # noqa: SIM102 (known when this is compiled)
             if GROUPS > 1:
                 lists = tl.load(row_groups + groups, mask=groups < n_groups, other=0)
         tiles = tl.load(blocks + lists * blocks_group, mask=groups < n_groups, other=0).to(tl.int32)
     else:
         lens = kv_len + tl.zeros([GROUPS], tl.int32)
-        if HAS_LENS:
+        if kv_lens is not None:
             lens = tl.load(kv_lens + groups, mask=groups < n_groups, other=0)
             lens = tl.minimum(tl.maximum(lens, 0), kv_len).to(tl.int32)
         tiles = (lens + BLOCK_N - 1) // BLOCK_N

@@ -47,7 +47,7 @@ def attend(
         options["tiles"] = chosen[0]
     variant, places = (
         {name: options.pop(name) for name in names if name in options}
-        for names in (("window", "softcap"), ("final", "max_and_sum", "beside_previous"))
+        for names in (("window", "softcap", "batch_invariant"), ("final", "max_and_sum", "beside_previous"))
     )
     place = decode_grid.Place(**places)
     blocks = None

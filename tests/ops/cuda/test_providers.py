@@ -129,11 +129,11 @@ def test_a_borrowed_table_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_triton_decodes_on_an_architecture_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "device_name", lambda device: "NVIDIA B200")
-    monkeypatch.setattr(providers, "capability", lambda device: (10, 0))
+    monkeypatch.setattr(providers, "device_name", lambda device: "NVIDIA X1")
+    monkeypatch.setattr(providers, "capability", lambda device: (99, 0))
     for pairs, kv_len in product((1, 64, 1024), (256, 4096, 131072)):
         assert choose_provider(work(batch=pairs, kv_heads=1, kv_len=kv_len)) == "triton"
-    assert providers.table_note(work()) == "no provider table for NVIDIA B200, nor for another GPU of its architecture"
+    assert providers.table_note(work()) == "no provider table for NVIDIA X1, nor for another GPU of its architecture"
     assert providers.table_note(work(plain=False)) == ""
 
 

@@ -129,8 +129,7 @@ def test_states_have_maximum_and_sum_only_where_they_are_merged_beside_a_bias(nu
     assert all(combine.launch.arguments["MAX_AND_SUM_OUT"] == additive for combine in before)
     assert not last.launch.arguments["MAX_AND_SUM_OUT"]
     if before:
-        assert last.launch.arguments["WHOLES"] == len(before)
-        assert last.launch.arguments["WHOLES_MAX_AND_SUM"] == (2 ** len(before) - 1 if additive else 0)
+        assert last.launch.arguments["WHOLES"] == (additive,) * len(before)
 
 
 def test_a_segment_of_few_masked_keys_is_not_combined() -> None:
@@ -150,7 +149,7 @@ def test_one_segment_has_the_sinks(shapes: tuple[tuple[int, int], ...]) -> None:
     prefix, own = planned.launches
     assert isinstance(prefix, PrefixSegment)
     assert isinstance(own, SegmentLaunch)
-    assert own.launch.arguments["SINKS"]
+    assert own.sinks
     assert shapes[planned.takes[1][0]][0] == max(rows for rows, _ in shapes)
 
 
@@ -158,4 +157,4 @@ def test_whole_states_are_not_searched_for() -> None:
     planned = plan((256, 64), (256, 100), (256, 40))  # a program does 16 whole work tiles of 2048
     assert planned.split == ((),)
     assert planned.unsplit == (0, 1, 2)
-    assert planned.combines[-1].launch.arguments["SEGMENTS"] == 0
+    assert planned.combines[-1].launch.arguments["SPACES"] == ()
