@@ -2,7 +2,7 @@
 
     python examples/chat.py                                     # a small random model on a CPU
     python examples/chat.py --device cuda --dtype bfloat16 --hidden 4096 --layers 32 --new-tokens 256
-    python examples/chat.py --model meta-llama/Llama-3.1-8B-Instruct --device cuda --dtype bfloat16 --prompt "Why is the sky blue?"
+    python examples/chat.py --model meta-llama/Llama-3.1-8B-Instruct --device cuda --dtype bfloat16
 
 Without `--model` the weights are random and words are numbers, so that nothing is downloaded.
 """
