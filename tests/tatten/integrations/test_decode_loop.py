@@ -20,9 +20,9 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache, TextIteratorStreamer
 
 from tatten.integrations.transformers import DecodeLoop, QuantizedStaticCache, SharedPrefixCache, cache_kwargs
-from tatten.integrations.transformers.loop import capture
+from tatten.integrations.transformers.loop import fingerprint, generate_call
 
-pytestmark = pytest.mark.drawn(5)
+pytestmark = pytest.mark.drawn(12)
 
 EAGER = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"})
 PROMPT = 20
@@ -510,7 +510,184 @@ class Holder:
 def test_numbers_of_a_cache_are_seen_through_its_layers() -> None:
     """A captured graph would not see a number that a cache changes on the host."""
     cache = static()
-    before = capture.numbers_of(cache)
+    before = fingerprint.numbers_of(cache)
     cache.layers[0].max_cache_len += 1
-    assert capture.numbers_of(cache) != before
-    assert list(capture.leaves(Holder())) == []
+    assert fingerprint.numbers_of(cache) != before
+    assert list(fingerprint.leaves(Holder())) == []
+
+
+# Calls that once gave other tokens than `generate`, raised, or hung.
+
+
+def both(model: transformers.PreTrainedModel, loop: DecodeLoop, ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """The tokens of `generate` and of the loop, from the same seed."""
+    arguments = {"max_new_tokens": 16, "do_sample": False, **kwargs}
+    torch.manual_seed(0)
+    expected = model.generate(ids, **arguments)
+    torch.manual_seed(0)
+    return model.generate(ids, **arguments, custom_generate=loop, compile_config=EAGER), expected
+
+
+def test_a_hook_that_is_added_later_changes_the_tokens() -> None:
+    """Dynamo guards on no hooks."""
+    model, loop, ids = build("llama"), DecodeLoop(), prompts(1)[0]
+    assert torch.equal(*both(model, loop, ids))
+    hook = model.lm_head.register_forward_hook(lambda module, inputs, output: -output)
+    try:
+        assert torch.equal(*both(model, loop, ids))
+    finally:
+        hook.remove()
+    assert torch.equal(*both(model, loop, ids))
+
+
+def test_what_a_graph_would_not_notice_is_in_the_state_of_a_model() -> None:
+    model = build("llama")
+    states = [fingerprint.state_of(model), fingerprint.state_of(model)]
+    attention = model.model.layers[1].self_attn
+    scaling = attention.scaling
+    attention.scaling = scaling * 2
+    states.append(fingerprint.state_of(model))
+    attention.scaling = scaling
+    model.train()
+    states.append(fingerprint.state_of(model))
+    model.eval()
+    model.config.rms_norm_eps *= 2
+    states.append(fingerprint.state_of(model))
+    model.config.rms_norm_eps /= 2
+    assert states[0] == states[1] == fingerprint.state_of(model)
+    assert len(set(states)) == 4
+
+
+def test_more_changes_of_a_model_than_dynamo_recompiles_for() -> None:
+    model, loop, ids = build("llama"), DecodeLoop(), prompts(1)[0]
+    attention = model.model.layers[0].self_attn
+    scaling = attention.scaling
+    for factor in range(1, 11):
+        attention.scaling = scaling * factor
+        assert torch.equal(*both(model, loop, ids, max_new_tokens=4))
+    attention.scaling = scaling
+
+
+def test_the_first_of_several_criteria_ends_the_text() -> None:
+    from transformers.generation import stopping_criteria as sc
+
+    model, ids = build("llama"), prompts(1)[0]
+    for criterion in (
+        sc.EosTokenCriteria(torch.arange(2, 40)),
+        sc.MaxLengthCriteria(PROMPT + 5),
+        sc.MaxTimeCriteria(0.0),
+    ):
+        more = {"stopping_criteria": sc.StoppingCriteriaList([criterion])}
+        result, expected = both(model, DecodeLoop(), ids, eos_token_id=1, **more)
+        assert torch.equal(result, expected)
+        assert expected.shape[1] < PROMPT + 16
+    assert torch.equal(*both(model, DecodeLoop(), ids, max_time=0.0))
+
+
+def test_a_call_after_one_that_continued_from_a_result() -> None:
+    model, loop, ids = build("llama"), DecodeLoop(), prompts(1)[0]
+    arguments = {"do_sample": False, "custom_generate": loop, "compile_config": EAGER, "eos_token_id": None}
+    result = model.generate(ids, max_new_tokens=6, **arguments, return_dict_in_generate=True)
+    cache = result.cache if hasattr(result, "cache") else result.past_key_values
+    longer = torch.cat((result.sequences, ids[:, :3]), 1)
+    continued = model.generate(longer, max_new_tokens=6, **arguments, **cache_kwargs(cache))
+    assert torch.equal(continued, model.generate(longer, max_new_tokens=6, do_sample=False, eos_token_id=None))
+    assert torch.equal(*both(model, loop, ids))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_calls_inside_and_outside_of_a_mode(mode: Callable[[], Any]) -> None:
+    model, loop, ids = build("llama"), DecodeLoop(), prompts(1)[0]
+    for inside in (True, False, True, False):
+        with mode() if inside else torch.no_grad():
+            result, expected = both(model, loop, ids, max_new_tokens=4)
+        assert torch.equal(result, expected)
+
+
+def test_a_streamer_that_calls_the_loop_gets_the_loop_of_generate() -> None:
+    model, loop, ids, texts = build("llama"), DecodeLoop(), prompts(1)[0], []
+
+    class Calling(Kept):
+        def put(self, value: Tensor) -> None:
+            super().put(value)
+            if len(self.tokens) == 3:
+                texts.append(both(model, loop, ids[:, :7], max_new_tokens=4))
+
+    expected = model.generate(ids, max_new_tokens=16, do_sample=False)
+    arguments = {"custom_generate": loop, "compile_config": EAGER, "streamer": Calling()}
+    assert torch.equal(model.generate(ids, max_new_tokens=16, do_sample=False, **arguments), expected)
+    assert torch.equal(*texts[0])
+
+
+def test_a_reason_of_another_thread_does_not_choose_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loop, ids = build("llama"), DecodeLoop(), prompts(1)[0]
+    original = DecodeLoop._reason_against
+
+    def interrupted(self: DecodeLoop, *args: Any, **kwargs: Any) -> str | None:
+        reason = original(self, *args, **kwargs)
+        self.reason = None  # as another thread's call would set it
+        return reason
+
+    monkeypatch.setattr(DecodeLoop, "_reason_against", interrupted)
+    result, expected = both(model, loop, ids, num_beams=3)
+    assert torch.equal(result, expected)
+
+
+DECLINED: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
+    "training": ("training mode", lambda model: model.train(), {"do_sample": True}),
+    "two penalties": (
+        "two repetition penalties",
+        lambda model: None,
+        {
+            "logits_processor": [transformers.RepetitionPenaltyLogitsProcessor(x) for x in (1.3, 1.2)],
+            "do_sample": True,
+        },
+    ),
+    "attentions": ("`output_attentions`", lambda model: None, {"output_attentions": True}),
+}
+
+
+@pytest.mark.parametrize("case", DECLINED)
+def test_more_calls_that_run_the_loop_of_generate(case: str) -> None:
+    reason, change, kwargs = DECLINED[case]
+    model, loop, ids = build("llama"), DecodeLoop(), prompts(1)[0]
+    try:
+        change(model)
+        result, expected = both(model, loop, ids, **kwargs)
+    finally:
+        model.eval()
+    assert torch.equal(result, expected)
+    assert reason in str(loop.reason)
+    assert torch.equal(*both(model, loop, ids))
+    assert loop.reason is None
+
+
+def test_sharded_models_synchronise_as_generate_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loop, ids = build("llama"), DecodeLoop(), prompts(1)[0]
+    monkeypatch.setattr("transformers.generation.utils.is_fsdp_managed_module", lambda module: True)
+    monkeypatch.setattr("transformers.generation.utils._get_torch_distributed_world_size", lambda: 2, raising=False)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda *_: 2)
+    arguments = generate_call.dropped_arguments(model)
+    assert arguments == generate_call.Dropped()  # outside of a call of `generate`
+    seen: list[object] = []
+    monkeypatch.setattr(
+        "tatten.integrations.transformers.loop.decode_loop.run_unmodified",
+        lambda model, ids, config, dropped, arguments: seen.append(dropped.synced_gpus) or ids,
+    )
+    model.generate(ids, max_new_tokens=4, do_sample=False, custom_generate=loop, compile_config=EAGER)
+    assert seen == [True]
+    assert "`synced_gpus`" in str(loop.reason)
+
+
+def test_an_encoder_decoder_compiles_once_and_falls_back_with_an_empty_cache() -> None:
+    model, loop, (ids, mask) = build("t5"), DecodeLoop(), prompts(4)
+    arguments = {"attention_mask": mask, "min_new_tokens": 6}
+    torch._dynamo.reset()
+    assert graphs_of(lambda: both(model, loop, ids, **arguments)) == 1
+    assert graphs_of(lambda: both(model, loop, ids.flip(0) + 1, attention_mask=mask.flip(0), min_new_tokens=6)) == 0
+    assert torch.equal(*both(model, loop, ids.flip(0) + 1, attention_mask=mask.flip(0), min_new_tokens=6))
+    breaks = model.lm_head.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    try:
+        assert torch.equal(*both(model, DecodeLoop(), ids, **arguments))
+    finally:
+        breaks.remove()

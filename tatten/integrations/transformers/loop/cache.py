@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel, StaticCache
@@ -30,7 +31,21 @@ def static_cache(model: PreTrainedModel, capacity: int, like: Cache) -> Cache:
         StaticLayer(max_cache_len=capacity) if type(layer) is StaticSlidingWindowLayer else layer
         for layer in static.layers
     ]
-    return EncoderDecoderCache(static, like.cross_attention_cache) if isinstance(like, EncoderDecoderCache) else static
+    if not isinstance(like, EncoderDecoderCache):
+        return static
+    # A copy, as `like` stays empty for the loop of `generate`, which runs if the step does not compile.
+    return EncoderDecoderCache(static, copy.deepcopy(like.cross_attention_cache))
+
+
+def empty(cache: Cache, like: Cache) -> None:
+    """Forget all tokens of a cache that `static_cache` made, and the source of an encoder-decoder."""
+    if not isinstance(cache, EncoderDecoderCache):
+        cache.reset()
+        return
+    assert isinstance(like, EncoderDecoderCache)
+    cache.self_attention_cache.reset()
+    cache.cross_attention_cache = copy.deepcopy(like.cross_attention_cache)
+    cache.is_updated = dict(like.is_updated)
 
 
 def decoder_layers(cache: Cache) -> list[Any]:

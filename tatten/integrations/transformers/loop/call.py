@@ -30,20 +30,25 @@ class GenerateCall:
 
     @property
     def max_length(self) -> int:
-        return int(self.criteria.max_length)
+        return min(int(x.max_length) for x in self._all(sc.MaxLengthCriteria))
 
     @property
     def drafts(self) -> int:
         """The number of drafts of prompt lookup; 0 for steps of one token."""
         return int(self.config.prompt_lookup_num_tokens or 0)
 
-    def criterion(self, kind: type) -> Any:
-        return next((x for x in self.criteria if isinstance(x, kind)), None)
+    def _all(self, kind: type) -> list[Any]:
+        return [x for x in self.criteria if isinstance(x, kind)]
+
+    def end_tokens(self) -> Tensor | None:
+        """The tokens that end a text, of all criteria, `[n]`; None if no token does."""
+        ends = [x.eos_token_id.to(self.ids.device).reshape(-1) for x in self._all(sc.EosTokenCriteria)]
+        return torch.cat(ends) if ends else None
 
     def time_limit(self) -> float:
         """The time at which no step may be launched any more, in seconds of `time.time`."""
-        limit = self.criterion(sc.MaxTimeCriteria)
-        return float("inf") if limit is None else limit.initial_timestamp + limit.max_time
+        limits = (x.initial_timestamp + x.max_time for x in self._all(sc.MaxTimeCriteria))
+        return min(limits, default=float("inf"))
 
     def decoder_input(self, name: str) -> Tensor | None:
         """The mask or the positions of the decoder's own tokens."""
@@ -80,8 +85,7 @@ def initial_state(
     drafts = call.drafts
     sequences = torch.zeros(batch, capacity + 1 + drafts, dtype=torch.int64, device=device)
     sequences[:, :prompt], sequences[:, prompt] = call.ids, first[:, 0]
-    end = call.criterion(sc.EosTokenCriteria)
-    eos = None if end is None else end.eos_token_id.to(device).reshape(-1).clone()
+    eos = call.end_tokens()
     ended = torch.zeros(batch, dtype=torch.bool, device=device) if eos is None else (first == eos).any(1)
     return StepState(
         token=first.clone(),

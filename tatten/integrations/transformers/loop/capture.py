@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tatten.integrations.transformers.loop.fingerprint import leaves, numbers_of
 
 
 class NotCompiledError(RuntimeError):
@@ -79,25 +81,3 @@ class Runner:
     def _fingerprint(self, model: nn.Module) -> tuple[object, ...]:
         weights = (x.data_ptr() for x in (*model.parameters(), *model.buffers()))
         return (*weights, *(x.data_ptr() if isinstance(x, Tensor) else x for x in leaves(self._cache())))
-
-
-def numbers_of(cache: object) -> list[object]:
-    """The numbers, truths and strings that a cache holds, tensors left out."""
-    return [x for x in leaves(cache) if not isinstance(x, Tensor)]
-
-
-def leaves(x: object, depth: int = 0) -> Iterator[object]:
-    """Yield the tensors, numbers, truths and strings that an object holds, also in containers and in other objects."""
-    if isinstance(x, (Tensor, int, float, str)):
-        yield x
-    elif depth > 6 or isinstance(x, (type, nn.Module)):
-        return
-    elif isinstance(x, (list, tuple)):
-        for item in x:
-            yield from leaves(item, depth + 1)
-    elif isinstance(x, dict):
-        for key, item in x.items():
-            yield from leaves(key, depth + 1)
-            yield from leaves(item, depth + 1)
-    elif type(x).__module__.split(".")[0] in ("transformers", "tatten"):
-        yield from leaves(vars(x) if hasattr(x, "__dict__") else (), depth + 1)

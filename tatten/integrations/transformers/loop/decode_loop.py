@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,6 +63,7 @@ class DecodeLoop:
         self._steps = weakref.WeakKeyDictionary()
         self._uncompiled: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
+        self._running: int | None = None  # the thread whose call has the lock
         self._logged: set[str] = set()
 
     def reset(self) -> None:
@@ -79,28 +82,57 @@ class DecodeLoop:
         **inputs: Any,
     ) -> Any:
         """Generate: `generate` calls this with all that it has prepared."""
-        dropped = dropped_arguments()
+        dropped = dropped_arguments(model)
         dropped = Dropped(*[inputs.pop(name, None) or x for name, x in dropped._asdict().items()])
         arguments = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
-        self.reason = self._uncompiled.get(model) or reason_against(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, inputs.get(CACHE), inputs, dropped
-        )
-        if self.reason is None:
+        # A local variable: another thread's call may set the attribute in between.
+        reason = self._reason_against(model, input_ids, generation_config, dropped, inputs, **arguments)
+        if reason is None:
             call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, {**inputs})
             state = rng_state(input_ids.device)
             try:
-                with self._lock, torch.no_grad():
+                with self._turn(), torch.no_grad():
+                    self.reason = None
                     return self._decode(call, dropped.streamer)
             except NotCompiledError as error:
                 if getattr(inputs[CACHE], "_is_user_defined", False):  # it holds the prompt by now
                     raise
-                self.reason = self._uncompiled[model] = f"the step does not compile as one graph: {error}"
+                reason = self._uncompiled[model] = f"the step does not compile as one graph: {error}"
                 self._steps.pop(model, None)
                 set_rng_state(input_ids.device, state)
-        if self.reason not in self._logged:
-            self._logged.add(self.reason)
-            logger.warning("tatten: `generate` runs its own loop, because %s", self.reason)
+        self.reason = reason
+        if reason not in self._logged:
+            self._logged.add(reason)
+            logger.warning("tatten: `generate` runs its own loop, because %s", reason)
         return run_unmodified(model, input_ids, generation_config, dropped, {**arguments, **inputs})
+
+    def _reason_against(
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        config: GenerationConfig,
+        dropped: Dropped,
+        inputs: dict[str, Any],
+        logits_processor: Any,
+        stopping_criteria: Any,
+    ) -> str | None:
+        if self._running == threading.get_ident():
+            return "this loop is running in this thread, and a streamer or a hook called it"
+        if model in self._uncompiled:
+            return self._uncompiled[model]
+        return reason_against(
+            model, ids, logits_processor, stopping_criteria, config, inputs.get(CACHE), inputs, dropped
+        )
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for the calls of other threads, whose buffers this call may use."""
+        with self._lock:
+            self._running = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._running = None
 
     def _decode(self, call: GenerateCall, streamer: Any) -> Any:
         steps = self._steps.setdefault(call.model, Steps())
@@ -116,7 +148,7 @@ class DecodeLoop:
         offset, self.launched_steps = 0, 0
         with decoding(call.model):
             step.runner.begin(call.model)
-            ended = bool(step.state.eos is not None and step.state.ended.all())
+            ended = time.time() > limit or bool(step.state.eos is not None and step.state.ended.all())
             while not ended and self.launched_steps < call.max_length - call.ids.shape[1] - 1:
                 before = generator.get_offset() if generator is not None else 0
                 step.runner.run(call.model, inputs)

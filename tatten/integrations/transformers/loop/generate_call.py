@@ -25,17 +25,25 @@ class Dropped(NamedTuple):
     streamer: Any = None
     assistant_model: Any = None
     synced_gpus: bool | None = None
+    inputs_tensor: Tensor | None = None
 
 
-def dropped_arguments() -> Dropped:
-    """Read the arguments from the frame of the `generate` that is running in this thread; none if it isn't."""
+def dropped_arguments(model: PreTrainedModel) -> Dropped:
+    """Read the arguments from the frame of the `generate` that is running in this thread; none if it isn't.
+
+    `synced_gpus` is True, too, where `generate` would set it: for models that FSDP or ZeRO-3 shards over ranks.
+    """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None:
         return Dropped()
-    return Dropped(**{name: frame.f_locals.get(name) for name in Dropped._fields})
+    dropped = Dropped(**{name: frame.f_locals.get(name) for name in Dropped._fields})
+    if dropped.synced_gpus is None:
+        defaults = model._extract_generation_mode_kwargs(None, {}, None, None, None)
+        dropped = dropped._replace(synced_gpus=defaults.get("synced_gpus"))
+    return dropped
 
 
 def prefill(model: PreTrainedModel, ids: Tensor, config: GenerationConfig, inputs: dict[str, Any]) -> Any:
@@ -71,9 +79,10 @@ def run_unmodified(
         raise NotImplementedError(
             f"`custom_generate` must be {name!r} for {mode.value}, which transformers moved there, got the decode loop"
         )
+    method = getattr(type(model), name)
     more = {name: x for name, x in dropped._asdict().items() if x is not None}
-    more["synced_gpus"] = bool(dropped.synced_gpus)
-    return getattr(type(model), name)(model, ids, generation_config=config, **more, **arguments)
+    more = {name: x for name, x in more.items() if name in inspect.signature(method).parameters}
+    return method(model, ids, generation_config=config, **more, **arguments)
 
 
 def rng_state(device: torch.device) -> Tensor:

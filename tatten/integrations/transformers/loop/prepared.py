@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache
 
-from tatten.integrations.transformers.loop.cache import capacity_for, static_cache
+from tatten.integrations.transformers.loop.cache import capacity_for, empty, static_cache
 from tatten.integrations.transformers.loop.call import GenerateCall, initial_state
 from tatten.integrations.transformers.loop.capture import Runner
 from tatten.integrations.transformers.loop.compiling import compile_arguments, uses_cudagraph_trees
+from tatten.integrations.transformers.loop.fingerprint import state_of
 from tatten.integrations.transformers.loop.lookup import lookup_step
 from tatten.integrations.transformers.loop.processors import rules
 from tatten.integrations.transformers.loop.step import CACHE, StepState, decode_step
@@ -41,16 +42,22 @@ def cache_for(call: GenerateCall, steps: Steps) -> Cache:
     like, batch = call.inputs[CACHE], len(call.ids)
     asked = call.config.max_cache_len or 0 if hasattr(call.config, "max_cache_len") else 0
     capacity = max(capacity_for(call.max_length + call.drafts), asked)
-    key = batch, capacity, call.model.dtype, call.ids.device, type(like)
-    if not isinstance(like, EncoderDecoderCache):  # whose other half has the size of the source
-        for step_key, step in steps.items():
-            if step_key[0] == key:
-                assert isinstance(step.cache, Cache)
-                step.cache.reset()
-                return step.cache
+    sources = call.inputs["encoder_outputs"][0].shape if isinstance(like, EncoderDecoderCache) else None
+    key = batch, capacity, call.model.dtype, call.ids.device, type(like), sources, modes(call.ids.device)
+    for step_key, step in steps.items():
+        if step_key[0] == key:
+            assert isinstance(step.cache, Cache)
+            empty(step.cache, like)
+            return step.cache
     cache = static_cache(call.model, capacity, like)
     cache._tatten_key = key
     return cache
+
+
+def modes(device: torch.device) -> tuple[object, ...]:
+    """The modes of PyTorch in which the buffers of a call can't be those of another one."""
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return torch.is_inference_mode_enabled(), autocast
 
 
 def prepare(call: GenerateCall, steps: Steps, cache: Cache, first: Tensor, vocabulary: int, ours: bool) -> PreparedStep:
@@ -61,11 +68,13 @@ def prepare(call: GenerateCall, steps: Steps, cache: Cache, first: Tensor, vocab
     inputs = call.constant_inputs()
     drafts, ngram = call.drafts, call.config.max_matching_ngram_size or 2 if call.drafts else 0
     key = (
-        getattr(cache, "_tatten_key", id(cache)),
+        cache._tatten_key if ours else ("of the user", id(cache), modes(call.ids.device)),
         tuple([rule.apply for rule in made]),
+        tuple([name for name, x in vars(state).items() if x is None]),
         tuple([(x.shape, x.dtype) for x in state.tensors()]),
         repr(compiling),
         ngram,
+        state_of(call.model),
         tuple([(name, x) for name, x in sorted(inputs.items()) if isinstance(x, (int, float, str))]),
     )
     step = steps.get(key)

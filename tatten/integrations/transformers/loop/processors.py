@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.generation import logits_process as lp
 
 LEAST_FLOAT = -math.inf
+BUCKETS = 64, 1024, 1 << 20  # of the k of top-k
 
 
 class History(NamedTuple):
@@ -53,6 +54,8 @@ def unsupported_processor(processor: Any, prompt_length: int) -> str | None:
         return f"the logits processor {name} is not known to be free of Python that depends on the text"
     if getattr(processor, "filter_value", LEAST_FLOAT) != LEAST_FLOAT:
         return f"the logits processor {name} has a `filter_value` other than -inf, {processor.filter_value}"
+    if type(processor) is lp.TopKLogitsWarper and processor.top_k > BUCKETS[-1]:
+        return f"the logits processor {name} keeps {processor.top_k} tokens, more than {BUCKETS[-1]}"
     if type(processor) is lp.MinPLogitsWarper and processor.min_tokens_to_keep != 1:
         # Of equally likely tokens, `torch.topk` keeps those that its k happens to give.
         return f"the logits processor {name} keeps {processor.min_tokens_to_keep} tokens of any probability"
@@ -114,7 +117,7 @@ def _rank(k: int) -> tuple[Tensor, Tensor]:
 
     A larger k of the same bucket compiles nothing. A sort of the vocabulary would take several times as long.
     """
-    bucket = next(n for n in (64, 1024, 1 << 20) if k <= n)
+    bucket = next(n for n in BUCKETS if k <= n)
     return _count(k), torch.zeros(bucket, dtype=torch.uint8)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation import stopping_criteria as sc
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 from transformers.generation.utils import GenerationMixin
 
 from tatten.integrations.transformers.loop.cache import static_cache
@@ -18,8 +19,7 @@ CRITERIA = (sc.MaxLengthCriteria, sc.EosTokenCriteria, sc.MaxTimeCriteria)
 RESULTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 # Arguments of a forward that `generate` passes unchanged at each step, or that a step computes.
 INPUTS = {"use_cache", "logits_to_keep", "attention_mask", "position_ids", "encoder_outputs"}
-INPUTS |= {"decoder_attention_mask", "decoder_position_ids", "cache", "past_key_values", "output_attentions"}
-INPUTS |= {"output_hidden_states", "return_dict"}
+INPUTS |= {"decoder_attention_mask", "decoder_position_ids", "cache", "past_key_values", "return_dict"}
 IMPLEMENTATIONS = (None, "static", "dynamic", "dynamic_full", "hybrid", "sliding_window")
 
 
@@ -45,7 +45,7 @@ def reason_against(
     checks = (
         _mode(config, dropped),
         _results(config),
-        _model(model, inputs),
+        _model(model, ids, inputs),
         next((text for x in processors if (text := unsupported_processor(x, ids.shape[1])) is not None), None),
         next(
             (f"the stopping criterion {type(x).__name__} runs on the host" for x in criteria if _runs_on_host(x)), None
@@ -77,15 +77,26 @@ def _results(config: GenerationConfig) -> str | None:
     return f"`{asked[0]}` returns results of every step" if asked else None
 
 
-def _model(model: PreTrainedModel, inputs: dict[str, Any]) -> str | None:
+def _model(model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> str | None:
+    if model.training:
+        return "the model is in training mode"
+    if model.device != ids.device or len({*(getattr(model, "hf_device_map", None) or {}).values()}) > 1:
+        return "the model and `input_ids` are not on one device"
+    indexed = getattr(model.config.get_text_config(decoder=True), "index_topk", None) is not None
+    if indexed and inputs.get("attention_mask") is not None and not bool(inputs["attention_mask"].all()):
+        return "the indexer of the model picks masked keys, as many as the cache has slots"
     if not getattr(model, "_can_compile_fullgraph", True):
         return f"transformers says that {type(model).__name__} does not compile as one graph with a static cache"
     if getattr(type(model), "_update_model_kwargs_for_generation", None) is not (
         GenerationMixin._update_model_kwargs_for_generation
     ):
         return f"{type(model).__name__} updates its inputs after each token by code of its own"
-    unknown = sorted(name for name, x in inputs.items() if x is not None and name not in INPUTS)
+    unknown = sorted(name for name, x in inputs.items() if x is not None and x is not False and name not in INPUTS)
     return f"the input `{unknown[0]}` of the model may change at each step" if unknown else None
+
+
+def _penalties(processors: list[Any]) -> int:
+    return sum(isinstance(x, RepetitionPenaltyLogitsProcessor) for x in processors)
 
 
 def _runs_on_host(criterion: Any) -> bool:

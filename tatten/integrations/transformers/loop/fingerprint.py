@@ -1,0 +1,54 @@
+"""Changes of a model or a cache that compiled code, or a CUDA graph of it, would not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+
+HELD_APART = ("_parameters", "_buffers", "_modules")  # compared by address, or visited as modules
+
+
+def state_of(model: nn.Module) -> tuple[object, ...]:
+    """Return all that a model computes by besides its weights: numbers, names, hooks, modes, and its configuration.
+
+    A CUDA graph checks nothing, and Dynamo checks no hooks.
+    """
+    visited: set[int] = set()
+    state: list[object] = []
+    for module in model.modules():
+        fields = {name: x for name, x in vars(module).items() if name not in HELD_APART}
+        state += [type(module), *(x for x in leaves(fields, visited=visited) if not isinstance(x, Tensor))]
+    return tuple(state)
+
+
+def numbers_of(cache: object) -> list[object]:
+    """The numbers, truths and strings that a cache holds, tensors left out."""
+    return [x for x in leaves(cache) if not isinstance(x, Tensor)]
+
+
+def leaves(x: object, depth: int = 0, visited: set[int] | None = None) -> Iterator[object]:
+    """Yield the tensors, numbers, strings and functions that an object holds, also in containers and other objects.
+
+    Functions are yielded as their ids. Objects in `visited` are left out, and those that are seen are added.
+    """
+    if isinstance(x, (Tensor, int, float, str)):
+        yield x
+        return
+    if visited is not None and not isinstance(x, (list, tuple, dict, type(None))):
+        if id(x) in visited:
+            return
+        visited.add(id(x))
+    if depth > 6 or isinstance(x, (type, nn.Module)):
+        return
+    if isinstance(x, Callable):  # type: ignore[arg-type]
+        yield id(x)
+    elif isinstance(x, (list, tuple)):
+        for item in x:
+            yield from leaves(item, depth + 1, visited)
+    elif isinstance(x, dict):
+        for key, item in x.items():
+            yield from leaves(key, depth + 1, visited)
+            yield from leaves(item, depth + 1, visited)
+    elif type(x).__module__.split(".")[0] in ("transformers", "tatten"):
+        yield from leaves(vars(x) if hasattr(x, "__dict__") else (), depth + 1, visited)
