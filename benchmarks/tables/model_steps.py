@@ -70,6 +70,11 @@ GENERATE: dict[str, Cell | str] = {
     "compile s, tatten": lambda r: number(r["compile_s"]["tatten"], 0),
 }
 
+
+def loop_ms(name: str) -> Cell:
+    return lambda r: number(r["token_ms"].get(name), 2)
+
+
 TABLES = {
     "static_cache": Table("static_cache", STATIC_CACHE),
     "static_cache_cpu": Table("static_cache_cpu", STATIC_CACHE),
@@ -92,6 +97,23 @@ TABLES = {
     "generate_architectures": Table("generate_architectures", {"model": "model", **GENERATE}),
     "generate_two_layers": Table("generate_two_layers", {"model": "model", **GENERATE}),
     "generate_batch8": Table("generate_batch8", GENERATE),
+    "decode_loop": Table(
+        "decode_loop",
+        {
+            "batch": "batch",
+            "layers": "layers",
+            "slots": "capacity",
+            "used": "used",
+            "`generate`, Inductor": loop_ms("generate_inductor"),
+            "`generate`, tatten": loop_ms("generate_tatten"),
+            "decode_loop": loop_ms("loop"),
+            "sampled": loop_ms("loop_sampled"),
+            "loop, Inductor alone": loop_ms("loop_inductor"),
+            "replay": figure("replay_ms", 2),
+            "byte floor": figure("floor_ms", 2),
+            "loop to floor": lambda r: number(r["token_ms"]["loop"] / r["floor_ms"], 2),
+        },
+    ),
     "aoti": Table("aoti", AOTI),
     "aoti_cuda": Table("aoti_cuda", AOTI),
     "written_out_steps": Table(

@@ -13,7 +13,17 @@ Row = dict[str, Any]
 Cell = Callable[[Row], object]
 # Benchmarks of models of transformers, whose version the oldest files lack.
 RUNS_MODELS = {
-    *("aoti", "best_of_n", "bifurcated_paper", "eager_step", "encoder_decoder", "generate", "latent", "prefill"),
+    *(
+        "aoti",
+        "best_of_n",
+        "bifurcated_paper",
+        "decode_loop",
+        "eager_step",
+        "encoder_decoder",
+        "generate",
+        "latent",
+        "prefill",
+    ),
     *("quantised", "rollouts", "static_cache", "tree_vs_ring", "written_out"),
 }
 

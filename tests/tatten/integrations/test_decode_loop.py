@@ -640,7 +640,6 @@ DECLINED: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
         lambda model: None,
         {
             "logits_processor": [transformers.RepetitionPenaltyLogitsProcessor(x) for x in (1.3, 1.2)],
-            "do_sample": True,
         },
     ),
     "attentions": ("`output_attentions`", lambda model: None, {"output_attentions": True}),

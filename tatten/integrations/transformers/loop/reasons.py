@@ -46,6 +46,7 @@ def reason_against(
         _mode(config, dropped),
         _results(config),
         _model(model, ids, inputs),
+        "two repetition penalties may ignore two parts of a prompt" if _penalties(processors) > 1 else None,
         next((text for x in processors if (text := unsupported_processor(x, ids.shape[1])) is not None), None),
         next(
             (f"the stopping criterion {type(x).__name__} runs on the host" for x in criteria if _runs_on_host(x)), None
