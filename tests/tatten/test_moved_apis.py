@@ -274,6 +274,52 @@ def test_weights_without_the_collector(left: object, monkeypatch: pytest.MonkeyP
     assert "_active_collector" in moved.moved_notes()[0]
 
 
+LOOP_METHODS = "_prefill", "_update_model_kwargs_for_generation", "_extract_generation_mode_kwargs"
+
+
+@pytest.mark.parametrize("name", [*LOOP_METHODS, "_optimize_model_for_decode"])
+def test_the_decode_loop_without_a_method_of_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import CompileConfig, GenerationMixin, LlamaConfig, LlamaForCausalLM
+
+    from tatten.integrations.transformers import DecodeLoop
+    from tatten.integrations.transformers.loop import decode_loop
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model, ids, loop = (
+        LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes)).eval(),
+        torch.ones(1, 4).long(),
+        DecodeLoop(),
+    )
+    arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **arguments)
+    called: list[str | None] = []
+
+    def unmodified(*args: Any) -> torch.Tensor:
+        called.append(loop.reason)
+        return expected
+
+    monkeypatch.setattr(decode_loop, "run_unmodified", unmodified)
+    config = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"})
+
+    def looped(model, input_ids, **rest):  # the method is missing only while the loop runs
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(GenerationMixin, name)
+            return loop(model, input_ids, **rest)
+
+    assert torch.equal(model.generate(ids, **arguments, custom_generate=looped, compile_config=config), expected)
+    assert name in moved.moved_notes()[0]
+    assert len(called) == (name in LOOP_METHODS)
+
+
+def test_the_decode_loop_without_the_tensor_of_the_pad_token() -> None:
+    from transformers import GenerationConfig
+
+    from tatten.integrations.transformers.loop.generate_call import pad_token
+
+    assert pad_token(GenerationConfig(pad_token_id=7), torch.device("cpu")).item() == 7
+    assert "_pad_token_tensor" in moved.moved_notes()[0]
+
+
 def test_rollouts_without_hooks() -> None:
     trl = pytest.importorskip("tatten.integrations.trl", reason="needs trl")
     embeddings = Broken(SimpleNamespace(), "_forward_hooks", "missing")
@@ -384,10 +430,13 @@ OTHERS = {
     *("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast", "torch._C"),
     *("torch._dynamo.backends", "torch._dynamo.exc", "torch._inductor.cudagraph_trees", "torch._dynamo.config"),
     *("_get_backend", "_device_types", "_get_process_group_store", "_spec", "_version", "_attn_implementation"),
+    *("_prefill", "_update_model_kwargs_for_generation", "_extract_generation_mode_kwargs", "_pad_token_tensor"),
+    *("_optimize_model_for_decode",),
     *("_forward_hooks", "_op_dispatcher", "_custom_op_handlers", "_schema", "_codegen", "_active_collector"),
     # documented in spite of their names
     *("torch._check", "torch._inductor.compile", "torch._inductor.list_mode_options", "torch._inductor.list_options"),
     # only recognised: where they move, calls are declined or an attribute has its default
+    *("_can_compile_fullgraph", "_is_user_defined"),
     *("torch._dynamo.variables", "_dynamo_marked_constant", "_timeout", "_torchdynamo_orig_callable", "_orig_mod"),
     # imported for types alone
     *("torch._ops.OpOverload", "torch._ops.OpOverloadPacket"),

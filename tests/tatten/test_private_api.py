@@ -42,6 +42,38 @@ def test_caches_static_address() -> None:
     assert x._dynamo_static_input_type  # what Dynamo and Inductor look for
 
 
+def test_integrations_transformers_loop_generate_call() -> None:
+    """`generate` marks the caches of users, and passes neither streamer nor assistant on to a callable."""
+    from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, StaticCache
+
+    from tatten.integrations.transformers import cache_kwargs
+    from tatten.integrations.transformers.loop import generate_call
+
+    for name in ("_prefill", "_update_model_kwargs_for_generation", "_extract_generation_mode_kwargs"):
+        assert callable(getattr(GenerationMixin, name))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes)).eval()
+    calls = []
+
+    def keep(model, input_ids, generation_config, **rest):
+        cache = rest[next(iter(cache_kwargs(None)))]
+        dropped = generate_call.dropped_arguments(model)
+        calls.append((generate_call.of_the_user(cache), dropped.streamer, dropped.synced_gpus, "streamer" in rest))
+        assert generation_config._pad_token_tensor.item() == 3
+        return input_ids
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None: ...
+
+        def end(self) -> None: ...
+
+    ids, streamer = torch.ones(1, 4).long(), Streamer()
+    arguments = {"max_new_tokens": 4, "pad_token_id": 3, "custom_generate": keep, "streamer": streamer}
+    model.generate(ids, **arguments)
+    model.generate(ids, **arguments, **cache_kwargs(StaticCache(model.config, max_cache_len=9)))
+    assert calls == [(False, streamer, False, False), (True, streamer, False, False)]
+
+
 def test_integrations_trl() -> None:
     """The hooks that a rollout takes away are known by name."""
     from transformers import LlamaConfig, LlamaForCausalLM

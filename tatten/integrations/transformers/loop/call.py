@@ -12,7 +12,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation import stopping_criteria as sc
 
 from tatten.integrations.transformers.loop.cache import decoder_layers
-from tatten.integrations.transformers.loop.generate_call import prefill
+from tatten.integrations.transformers.loop.generate_call import pad_token, prefill
 from tatten.integrations.transformers.loop.processors import Rule, occurred_tokens
 from tatten.integrations.transformers.loop.step import CACHE, StepState
 
@@ -97,7 +97,7 @@ def initial_state(
         report=torch.zeros(2, dtype=torch.int64, device=device),
         ended=ended,
         eos=eos,
-        pad=None if eos is None else call.config._pad_token_tensor.to(device).reshape(()).clone(),
+        pad=None if eos is None else pad_token(call.config, device),
         noise=torch.ones(batch, vocabulary, device=device) if call.config.do_sample else None,
         occurred=occurred_tokens(call.processors, call.ids, first, vocabulary),
         limit=torch.tensor([call.max_length], device=device) if drafts else None,

@@ -22,6 +22,7 @@ from tatten.integrations.transformers.loop.generate_call import (
     Dropped,
     decoding,
     dropped_arguments,
+    of_the_user,
     rng_state,
     run_unmodified,
     set_rng_state,
@@ -95,7 +96,7 @@ class DecodeLoop:
                     self.reason = None
                     return self._decode(call, dropped.streamer)
             except NotCompiledError as error:
-                if getattr(inputs[CACHE], "_is_user_defined", False):  # it holds the prompt by now
+                if of_the_user(inputs[CACHE]):  # it holds the prompt by now
                     raise
                 reason = self._uncompiled[model] = f"the step does not compile as one graph: {error}"
                 self._steps.pop(model, None)
@@ -136,11 +137,11 @@ class DecodeLoop:
 
     def _decode(self, call: GenerateCall, streamer: Any) -> Any:
         steps = self._steps.setdefault(call.model, Steps())
-        ours = not getattr(call.inputs[CACHE], "_is_user_defined", False)
-        cache = cache_for(call, steps) if ours else call.inputs[CACHE]
+        ours = not of_the_user(call.inputs[CACHE])
+        cache, cache_key = cache_for(call, steps)
         call.inputs[CACHE] = cache
         first, vocabulary = call.first_token()
-        step = prepare(call, steps, cache, first, vocabulary, ours)
+        step = prepare(call, steps, (cache, cache_key), first, vocabulary)
         on_gpu = call.ids.is_cuda
         reader = Reader(step.state, self._steps_ahead(cache, ours, call, on_gpu), streamer, first)
         inputs, limit = call.constant_inputs(), call.time_limit()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -28,19 +27,46 @@ class Dropped(NamedTuple):
     inputs_tensor: Tensor | None = None
 
 
+def moved_method(model: PreTrainedModel) -> str | None:
+    """Return the reason why the loop can't run if a method of transformers that it calls is not there any more."""
+    names = ("_prefill", "_update_model_kwargs_for_generation", "_extract_generation_mode_kwargs")
+    for name in names:
+        if not hasattr(GenerationMixin, name):
+            return moved(f"transformers.GenerationMixin.{name}", AttributeError(name), "`generate` runs its own loop")
+    if type(model)._update_model_kwargs_for_generation is not GenerationMixin._update_model_kwargs_for_generation:
+        return f"{type(model).__name__} updates its inputs after each token by code of its own"
+    if not getattr(model, "_can_compile_fullgraph", True):
+        return f"transformers says that {type(model).__name__} does not compile as one graph with a static cache"
+    return None
+
+
+def of_the_user(cache: Any) -> bool:
+    """Tell whether the user passed a cache, or `generate` made it."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
+def pad_token(config: GenerationConfig, device: torch.device) -> Tensor:
+    """Return the token that follows the end of a text, 0-d."""
+    try:
+        token: Tensor = config._pad_token_tensor
+    except AttributeError as error:
+        moved("transformers.GenerationConfig._pad_token_tensor", error, "the token comes from `pad_token_id`")
+        token = torch.tensor(config.pad_token_id)
+    return token.to(device).reshape(()).clone()
+
+
 def dropped_arguments(model: PreTrainedModel) -> Dropped:
     """Read the arguments from the frame of the `generate` that is running in this thread; none if it isn't.
 
     `synced_gpus` is True, too, where `generate` would set it: for models that FSDP or ZeRO-3 shards over ranks.
     """
-    code = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = sys._getframe(1)
+    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not code:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if frame is None:
         return Dropped()
     dropped = Dropped(**{name: frame.f_locals.get(name) for name in Dropped._fields})
-    if dropped.synced_gpus is None:
+    if dropped.synced_gpus is None and hasattr(model, "_extract_generation_mode_kwargs"):
         defaults = model._extract_generation_mode_kwargs(None, {}, None, None, None)
         dropped = dropped._replace(synced_gpus=defaults.get("synced_gpus"))
     return dropped

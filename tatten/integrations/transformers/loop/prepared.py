@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache
 
+from tatten.caches.static_address import mark_static
 from tatten.integrations.transformers.loop.cache import capacity_for, empty, static_cache
 from tatten.integrations.transformers.loop.call import GenerateCall, initial_state
 from tatten.integrations.transformers.loop.capture import Runner
 from tatten.integrations.transformers.loop.compiling import compile_arguments, uses_cudagraph_trees
 from tatten.integrations.transformers.loop.fingerprint import state_of
+from tatten.integrations.transformers.loop.generate_call import of_the_user
 from tatten.integrations.transformers.loop.lookup import lookup_step
 from tatten.integrations.transformers.loop.processors import rules
 from tatten.integrations.transformers.loop.step import CACHE, StepState, decode_step
@@ -37,21 +39,21 @@ class PreparedStep:
 Steps = OrderedDict[tuple[object, ...], PreparedStep]  # the first part of a key tells caches apart
 
 
-def cache_for(call: GenerateCall, steps: Steps) -> Cache:
-    """Return the cache of an earlier step of the same shape, emptied, or a new one."""
-    like, batch = call.inputs[CACHE], len(call.ids)
+def cache_for(call: GenerateCall, steps: Steps) -> tuple[Cache, tuple[object, ...]]:
+    """Return a cache and its key: that of the user, that of an earlier step of the same shape, emptied, or a new one."""
+    like, batch, mode = call.inputs[CACHE], len(call.ids), modes(call.ids.device)
+    if of_the_user(like):
+        return like, ("of the user", id(like), mode)
     asked = call.config.max_cache_len or 0 if hasattr(call.config, "max_cache_len") else 0
     capacity = max(capacity_for(call.max_length + call.drafts), asked)
     sources = call.inputs["encoder_outputs"][0].shape if isinstance(like, EncoderDecoderCache) else None
-    key = batch, capacity, call.model.dtype, call.ids.device, type(like), sources, modes(call.ids.device)
+    key = batch, capacity, call.model.dtype, call.ids.device, type(like), sources, mode
     for step_key, step in steps.items():
         if step_key[0] == key:
             assert isinstance(step.cache, Cache)
             empty(step.cache, like)
-            return step.cache
-    cache = static_cache(call.model, capacity, like)
-    cache._tatten_key = key
-    return cache
+            return step.cache, key
+    return static_cache(call.model, capacity, like), key
 
 
 def modes(device: torch.device) -> tuple[object, ...]:
@@ -60,15 +62,18 @@ def modes(device: torch.device) -> tuple[object, ...]:
     return torch.is_inference_mode_enabled(), autocast
 
 
-def prepare(call: GenerateCall, steps: Steps, cache: Cache, first: Tensor, vocabulary: int, ours: bool) -> PreparedStep:
+def prepare(
+    call: GenerateCall, steps: Steps, cache_and_key: tuple[Cache, tuple[object, ...]], first: Tensor, vocabulary: int
+) -> PreparedStep:
     """Return a step with the state of this call, in the buffers of an earlier call of the same kind if there is one."""
+    cache, cache_key = cache_and_key
     made = rules(call.processors)
     state = initial_state(call, cache, first, vocabulary, made)
     compiling = compile_arguments(call.config.compile_config, call.ids.device)
     inputs = call.constant_inputs()
     drafts, ngram = call.drafts, call.config.max_matching_ngram_size or 2 if call.drafts else 0
     key = (
-        cache._tatten_key if ours else ("of the user", id(cache), modes(call.ids.device)),
+        cache_key,
         tuple([rule.apply for rule in made]),
         tuple([name for name, x in vars(state).items() if x is None]),
         tuple([(x.shape, x.dtype) for x in state.tensors()]),
@@ -84,7 +89,7 @@ def prepare(call: GenerateCall, steps: Steps, cache: Cache, first: Tensor, vocab
             buffer.copy_(x)
         return step
     for x in state.tensors():
-        torch._dynamo.mark_static_address(x)
+        mark_static(x)
     step_function = _own_code(lookup_step if drafts else decode_step)
     compiled = torch.compile(step_function, fullgraph=True, dynamic=False, **compiling)
     cache_of = weakref.ref(cache)
@@ -101,7 +106,7 @@ def prepare(call: GenerateCall, steps: Steps, cache: Cache, first: Tensor, vocab
     captures = (
         call.ids.is_cuda and not uses_cudagraph_trees(compiling) and not any(map(_holds_tensors, inputs.values()))
     )
-    step = steps[key] = PreparedStep(state, cache if ours else cache_of, Runner(run, cache_of, captures))
+    step = steps[key] = PreparedStep(state, cache_of if of_the_user(cache) else cache, Runner(run, cache_of, captures))
     while len(steps) > MOST_STEPS:
         steps.popitem(last=False)
     return step

@@ -9,10 +9,9 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationCon
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation import stopping_criteria as sc
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
-from transformers.generation.utils import GenerationMixin
 
 from tatten.integrations.transformers.loop.cache import static_cache
-from tatten.integrations.transformers.loop.generate_call import Dropped
+from tatten.integrations.transformers.loop.generate_call import Dropped, moved_method, of_the_user
 from tatten.integrations.transformers.loop.processors import unsupported_processor
 
 CRITERIA = (sc.MaxLengthCriteria, sc.EosTokenCriteria, sc.MaxTimeCriteria)
@@ -43,6 +42,7 @@ def reason_against(
         dropped: the arguments that `generate` passes to no callable.
     """
     checks = (
+        moved_method(model),
         _mode(config, dropped),
         _results(config),
         _model(model, ids, inputs),
@@ -86,12 +86,6 @@ def _model(model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> str |
     indexed = getattr(model.config.get_text_config(decoder=True), "index_topk", None) is not None
     if indexed and inputs.get("attention_mask") is not None and not bool(inputs["attention_mask"].all()):
         return "the indexer of the model picks masked keys, as many as the cache has slots"
-    if not getattr(model, "_can_compile_fullgraph", True):
-        return f"transformers says that {type(model).__name__} does not compile as one graph with a static cache"
-    if getattr(type(model), "_update_model_kwargs_for_generation", None) is not (
-        GenerationMixin._update_model_kwargs_for_generation
-    ):
-        return f"{type(model).__name__} updates its inputs after each token by code of its own"
     unknown = sorted(name for name, x in inputs.items() if x is not None and x is not False and name not in INPUTS)
     return f"the input `{unknown[0]}` of the model may change at each step" if unknown else None
 
@@ -109,7 +103,7 @@ def _cache(cache: object, config: GenerationConfig) -> str | None:
         return "`use_cache` is False"
     if not isinstance(cache, Cache):
         return f"the model takes no `transformers.Cache`, but {type(cache).__name__}"
-    if not getattr(cache, "_is_user_defined", False):
+    if not of_the_user(cache):
         if config.cache_implementation not in IMPLEMENTATIONS:
             return f"the cache of `cache_implementation={config.cache_implementation!r}` is not static"
         return None
@@ -137,7 +131,7 @@ def _lookup(
     mask = inputs.get("attention_mask")  # transformers 5.17 passes one of ones
     if len(ids) != 1 or model.config.is_encoder_decoder or (mask is not None and not bool(mask.all())):
         return "prompt lookup in one step takes one sequence without padding, of a decoder"
-    if getattr(cache, "_is_user_defined", False) or config.return_dict_in_generate:
+    if of_the_user(cache) or config.return_dict_in_generate:
         return "prompt lookup in one step keeps its cache to itself"
     if not all(isinstance(x, StaticLayer) for x in static_cache(model, 1, cast(Cache, cache)).layers):
         return f"prompt lookup can't take back what the layers of {type(model).__name__} remember"
