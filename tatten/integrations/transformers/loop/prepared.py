@@ -40,7 +40,7 @@ Steps = OrderedDict[tuple[object, ...], PreparedStep]  # the first part of a key
 
 
 def cache_for(call: GenerateCall, steps: Steps) -> tuple[Cache, tuple[object, ...]]:
-    """Return a cache and its key: that of the user, that of an earlier step of the same shape, emptied, or a new one."""
+    """Return a cache and its key: the user's, that of an earlier step of the same shape, emptied, or a new one."""
     like, batch, mode = call.inputs[CACHE], len(call.ids), modes(call.ids.device)
     if of_the_user(like):
         return like, ("of the user", id(like), mode)
