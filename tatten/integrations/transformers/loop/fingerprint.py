@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-HELD_APART = ("_parameters", "_buffers", "_modules")  # compared by address, or visited as modules
+HELD_APART = frozenset({"_parameters", "_buffers", "_modules"})  # compared by address, or visited as modules
+PLAIN = frozenset({bool, int, float, str})
+CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
 
 
 def state_of(model: nn.Module) -> tuple[object, ...]:
     """Return all that a model computes by besides its weights: numbers, names, hooks, modes, and its configuration.
 
-    A CUDA graph checks nothing, and Dynamo checks no hooks.
+    A CUDA graph checks nothing, and Dynamo checks no hooks. Each call of `generate` asks for the state, so that most
+    attributes, which are plain or empty, take no function call.
     """
     visited: set[int] = set()
     state: list[object] = []
     for module in model.modules():
-        fields = {name: x for name, x in vars(module).items() if name not in HELD_APART}
-        state += [type(module), *(x for x in leaves(fields, visited=visited) if not isinstance(x, Tensor))]
+        state.append(type(module))
+        for name, x in vars(module).items():
+            kind = type(x)
+            if kind in PLAIN:
+                state.append(x)
+            elif x is not None and (kind not in CONTAINERS or x) and name not in HELD_APART and id(x) not in visited:
+                state += [y for y in leaves(x, visited=visited) if not isinstance(y, Tensor)]
     return tuple(state)
 
 

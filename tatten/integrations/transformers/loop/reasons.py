@@ -46,6 +46,7 @@ def reason_against(
         _mode(config, dropped),
         _results(config),
         _model(model, ids, inputs),
+        None if any(isinstance(x, sc.MaxLengthCriteria) for x in criteria) else "the text has no largest length",
         "two repetition penalties may ignore two parts of a prompt" if _penalties(processors) > 1 else None,
         next((text for x in processors if (text := unsupported_processor(x, ids.shape[1])) is not None), None),
         next(
