@@ -125,11 +125,12 @@ def replay_ms(loop: DecodeLoop, model: PreTrainedModel) -> float | None:
     graph, state = step.runner._graph, step.state
     if graph is None:
         return None
-    length, position = state.length.clone(), state.position.clone()
+    moving = [state.length, state.position, *(layer.cumulative_length for layer in step.cache.layers)]
+    before = [x.clone() for x in moving]
 
     def restart() -> None:
-        state.length.copy_(length)
-        state.position.copy_(position)
+        for x, value in zip(moving, before, strict=True):
+            x.copy_(value)
 
     times = []
     for _ in range(5):

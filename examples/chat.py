@@ -58,7 +58,14 @@ def load(args: argparse.Namespace) -> tuple[torch.nn.Module, object, torch.Tenso
 def stream(model: torch.nn.Module, tokenizer: object, ids: torch.Tensor, **arguments: object) -> tuple[str, float]:
     """Print a text as it comes, and return it with the milliseconds of a token after the first."""
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=600.0)
-    thread = threading.Thread(target=model.generate, kwargs={"inputs": ids, "streamer": streamer, **arguments})
+
+    def generate() -> None:
+        try:
+            model.generate(ids, streamer=streamer, **arguments)
+        finally:
+            streamer.end()  # ends the loop below after an error, too
+
+    thread = threading.Thread(target=generate)
     thread.start()
     pieces, times = [], []
     for piece in streamer:

@@ -318,6 +318,12 @@ def test_another_prompt_length_and_temperature_compile_nothing() -> None:
     for length in (5, 33, 20):
         assert graphs_of(generate(length, **{**warped, **others})) == 0
     assert graphs_of(generate(20, **warped, min_p=0.1)) == 1
+    model.generation_config.temperature = 0.4  # bookkeeping of `generate`, as are the lengths of its static caches
+    try:
+        for length in (7, 20):
+            assert graphs_of(generate(length, **{**warped, "cache_implementation": "static"})) == 0
+    finally:
+        model.generation_config.temperature = None
 
 
 def test_attention_of_the_step_is_rewritten(caplog: pytest.LogCaptureFixture) -> None:
@@ -659,6 +665,33 @@ def test_more_calls_that_run_the_loop_of_generate(case: str) -> None:
     assert reason in str(loop.reason)
     assert torch.equal(*both(model, loop, ids))
     assert loop.reason is None
+
+
+def test_a_call_that_does_not_compile_leaves_others_alone() -> None:
+    model, loop, ids = build("llama"), DecodeLoop(), prompts(1)[0]
+    assert torch.equal(*both(model, loop, ids))
+    breaks = model.lm_head.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    for _ in range(2):
+        assert torch.equal(*both(model, loop, ids))
+        assert "does not compile" in str(loop.reason)
+    breaks.remove()
+    assert torch.equal(*both(model, loop, ids))
+    assert loop.reason is None
+
+
+def test_reset_during_a_call_is_an_error() -> None:
+    model, loop, ids = build("llama"), DecodeLoop(), prompts(1)[0]
+
+    class Resetting(Kept):
+        def put(self, value: Tensor) -> None:
+            if self.tokens:
+                loop.reset()
+            super().put(value)
+
+    arguments = {"custom_generate": loop, "compile_config": EAGER, "streamer": Resetting(), "do_sample": False}
+    with pytest.raises(RuntimeError, match="`reset` must not be called by a streamer"):
+        model.generate(ids, max_new_tokens=6, **arguments)
+    assert torch.equal(*both(model, loop, ids))
 
 
 def test_sharded_models_synchronise_as_generate_decides(monkeypatch: pytest.MonkeyPatch) -> None:

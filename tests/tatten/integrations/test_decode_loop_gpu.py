@@ -26,7 +26,7 @@ SMALL = {
 }
 WARPS = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.2}
 # Without fused matrix products, so that logits have the bits of eager mode in all but a few places.
-CONFIG = CompileConfig(backend="tatten", mode=None, options={"inner": "aot_eager", "decode": False})
+CONFIG = CompileConfig(backend="tatten", mode=None, options={"inner": "aot_eager"})
 
 
 def build() -> transformers.PreTrainedModel:

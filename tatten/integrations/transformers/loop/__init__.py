@@ -1,1 +1,1 @@
-"""A decode loop for `generate`: one captured step, which the host launches ahead and never waits for."""
+"""A decode loop for `generate`: one captured step, which the host launches ahead of the tokens that it reads."""

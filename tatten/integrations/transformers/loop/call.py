@@ -74,7 +74,15 @@ class GenerateCall:
 def initial_state(
     call: GenerateCall, cache: Cache, first: Tensor, vocabulary: int, made: tuple[Rule, ...]
 ) -> StepState:
-    """Make the state before the first step, with the first token, `[batch, 1]`."""
+    """Make the state before the first step.
+
+    Args:
+        call: the call, whose prefill has run.
+        cache: the cache, which holds the prompt.
+        first: the first token, `[batch, 1]`.
+        vocabulary: the number of scores of a token.
+        made: the rules of the call's processors.
+    """
     (batch, prompt), device = call.ids.shape, call.ids.device
     lengths = [x.max_cache_len for x in decoder_layers(cache) if isinstance(x, StaticLayer)]
     capacity = max([call.max_length, *lengths])

@@ -23,8 +23,8 @@ class Runner:
     """Runs a step again and again.
 
     On a GPU it captures the step as a CUDA graph after two ordinary steps. A capture executes nothing, so no step is
-    lost or computed twice. Before the first step of a call, it compares the addresses of all tensors and the numbers of
-    the cache with those of the capture, and captures anew if any has changed.
+    lost or computed twice. Before the first step of a call, `begin` compares the addresses of weights, buffers and the
+    cache, and the numbers of the cache, with those of the capture. If any has changed, the step is captured anew.
 
     Args:
         step: computes a step, of the model and the arguments of its forward.
@@ -42,7 +42,7 @@ class Runner:
     def begin(self, model: nn.Module) -> None:
         """Drop the graph if the weights or the cache have moved since the capture."""
         if self._graph is not None and self._captured != self._fingerprint(model):
-            self._graph, self._steps = None, WARM_UP  # compiled code is still valid
+            self._graph, self._steps = None, WARM_UP - 1  # one ordinary step, in case that it compiles again
 
     def run(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         """Compute a step."""
@@ -64,10 +64,14 @@ class Runner:
             return
         gc.collect()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=self._stream(), capture_error_mode="thread_local"):
             self._step(model, inputs)
         self._graph, self._captured = graph, self._fingerprint(model)
         graph.replay()
+
+    def _stream(self) -> torch.cuda.Stream:
+        """Make a stream for the capture: workspaces of cuBLAS belong to a stream, and so to one graph."""
+        return torch.cuda.Stream()
 
     def _compile_and_run(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         from torch._dynamo.exc import TorchDynamoException
@@ -79,5 +83,6 @@ class Runner:
         self._steps = 1
 
     def _fingerprint(self, model: nn.Module) -> tuple[object, ...]:
-        weights = (x.data_ptr() for x in (*model.parameters(), *model.buffers()))
+        others = (x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor))
+        weights = (x.data_ptr() for x in (*model.parameters(), *model.buffers(), *others))
         return (*weights, *(x.data_ptr() if isinstance(x, Tensor) else x for x in leaves(self._cache())))

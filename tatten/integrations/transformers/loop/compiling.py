@@ -14,12 +14,14 @@ WITHOUT_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cuda
 def compile_arguments(config: CompileConfig | None, device: torch.device) -> dict[str, Any]:
     """Return the backend, mode and options of a step.
 
-    Without a config these are tatten and its option `decode` on a GPU. With one, the user's options win.
+    Without a config, the backend is tatten. On a GPU, tatten in its default mode gets the option `decode`. The user's
+    options win.
     """
     backend = "tatten" if config is None else config.backend
     mode = None if config is None else WITHOUT_GRAPHS.get(config.mode, config.mode)
     options = dict((config.options if config is not None else None) or {})
-    if backend == "tatten" and device.type == "cuda" and mode in (None, "default"):
+    lowers = backend == "tatten" and options.get("inner", "inductor") == "inductor"
+    if lowers and device.type == "cuda" and mode in (None, "default"):
         options = {"decode": not options.get("batch_invariant", False), **options}
     return {"backend": backend, "mode": mode, "options": options or None}
 

@@ -1,4 +1,4 @@
-"""`DecodeLoop`: a loop for `generate` in which the host neither computes nor waits for tokens."""
+"""`DecodeLoop`: a loop for `generate` in which the host launches steps ahead, and reads their tokens later."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from tatten.integrations.transformers.config import cache_kwargs
 from tatten.integrations.transformers.loop.call import GenerateCall
 from tatten.integrations.transformers.loop.capture import NotCompiledError
+from tatten.integrations.transformers.loop.compiling import compile_arguments
+from tatten.integrations.transformers.loop.fingerprint import state_of
 from tatten.integrations.transformers.loop.generate_call import (
     Dropped,
     decoding,
@@ -51,7 +53,7 @@ class DecodeLoop:
 
     Attributes:
         reason: the reason why the last call ran the loop of `generate`; None if it did not.
-        launched_steps: the number of steps that the last call launched, after its prefill.
+        launched_steps: the number of steps that the last call in this loop launched, after its prefill.
     """
 
     def __init__(self, ahead: int = 2):
@@ -62,13 +64,16 @@ class DecodeLoop:
         self.launched_steps = 0
         self._steps: weakref.WeakKeyDictionary[nn.Module, Steps]
         self._steps = weakref.WeakKeyDictionary()
-        self._uncompiled: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._uncompiled: weakref.WeakKeyDictionary[nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._running: int | None = None  # the thread whose call has the lock
+        self._last_turn: torch.cuda.Event | None = None
         self._logged: set[str] = set()
 
     def reset(self) -> None:
         """Free all compiled steps, CUDA graphs and caches that calls left for later calls."""
+        if self._running == threading.get_ident():
+            raise RuntimeError("`reset` must not be called by a streamer or a hook of a call that is running")
         with self._lock:
             self._steps.clear()
             self._uncompiled.clear()
@@ -92,16 +97,16 @@ class DecodeLoop:
             call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, {**inputs})
             state = rng_state(input_ids.device)
             try:
-                with self._turn(), torch.no_grad():
+                with self._turn(input_ids.device), torch.no_grad():
                     self.reason = None
                     return self._decode(call, dropped.streamer)
             except NotCompiledError as error:
                 if of_the_user(inputs[CACHE]):  # it holds the prompt by now
                     raise
-                reason = self._uncompiled[model] = f"the step does not compile as one graph: {error}"
-                self._steps.pop(model, None)
+                reason = f"the step does not compile as one graph: {error}"
+                self._uncompiled.setdefault(model, {})[_kind(model, generation_config, input_ids)] = reason
                 set_rng_state(input_ids.device, state)
-        self.reason = reason
+        self.reason, self.launched_steps = reason, 0
         if reason not in self._logged:
             self._logged.add(reason)
             logger.warning("tatten: `generate` runs its own loop, because %s", reason)
@@ -119,21 +124,28 @@ class DecodeLoop:
     ) -> str | None:
         if self._running == threading.get_ident():
             return "this loop is running in this thread, and a streamer or a hook called it"
-        if model in self._uncompiled:
-            return self._uncompiled[model]
+        uncompiled = self._uncompiled.get(model, {})
+        if uncompiled and (reason := uncompiled.get(_kind(model, config, ids))) is not None:
+            return reason
         return reason_against(
             model, ids, logits_processor, stopping_criteria, config, inputs.get(CACHE), inputs, dropped
         )
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Wait for the calls of other threads, whose buffers this call may use."""
-        with self._lock:
+    def _turn(self, device: torch.device) -> Iterator[None]:
+        """Wait for calls of other threads, whose buffers this call may use. On a GPU, also wait for their kernels."""
+        on_gpu = device.type == "cuda"
+        with self._lock, torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
             self._running = threading.get_ident()
+            if on_gpu and self._last_turn is not None:
+                torch.cuda.current_stream().wait_event(self._last_turn)
             try:
                 yield
             finally:
                 self._running = None
+                if on_gpu:
+                    self._last_turn = torch.cuda.Event()
+                    self._last_turn.record()
 
     def _decode(self, call: GenerateCall, streamer: Any) -> Any:
         steps = self._steps.setdefault(call.model, Steps())
@@ -177,6 +189,11 @@ class DecodeLoop:
         """Return 0 where surplus steps gain nothing, or can't be taken back from a cache that is used again."""
         kept = not ours or call.config.return_dict_in_generate
         return self.ahead if on_gpu and (not kept or cache.is_croppable) else 0
+
+
+def _kind(model: nn.Module, config: GenerationConfig, ids: Tensor) -> object:
+    """The calls that do not compile if one of them does not."""
+    return repr(compile_arguments(config.compile_config, ids.device)), state_of(model)
 
 
 decode_loop = DecodeLoop()

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-HELD_APART = frozenset({"_parameters", "_buffers", "_modules"})  # compared by address, or visited as modules
+from tatten.integrations.transformers.loop.generate_call import BOOKKEEPING
+
+# Compared by address, visited as modules, or written by `generate` for itself.
+UNCOUNTED = frozenset({"_parameters", "_buffers", "_modules", *BOOKKEEPING})
 PLAIN = frozenset({bool, int, float, str})
-CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
+CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 
 
 def state_of(model: nn.Module) -> tuple[object, ...]:
@@ -24,9 +27,12 @@ def state_of(model: nn.Module) -> tuple[object, ...]:
         state.append(type(module))
         for name, x in vars(module).items():
             kind = type(x)
+            if name in UNCOUNTED:
+                continue
             if kind in PLAIN:
-                state.append(x)
-            elif x is not None and (kind not in CONTAINERS or x) and name not in HELD_APART and id(x) not in visited:
+                state += name, x
+            elif x is not None and (kind not in CONTAINERS or x) and id(x) not in visited:
+                state.append(name)
                 state += [y for y in leaves(x, visited=visited) if not isinstance(y, Tensor)]
     return tuple(state)
 

@@ -13,6 +13,9 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from tatten.ops.moved import moved
 
+# Attributes of a model that `generate` writes or reads, and a forward doesn't.
+BOOKKEEPING = "generation_config", "_previous_max_cache_length", "_compiled_call", "_last_compile_config"
+
 
 class Dropped(NamedTuple):
     """The arguments of `generate` that it does not pass to a callable `custom_generate` (transformers 5.17 to 5.24).
@@ -28,7 +31,11 @@ class Dropped(NamedTuple):
 
 
 def moved_method(model: PreTrainedModel) -> str | None:
-    """Return the reason why the loop can't run if a method of transformers that it calls is not there any more."""
+    """Return the reason why the loop can't run a model, or None if it can.
+
+    A method of transformers may have moved, the model may override one, or transformers may say that the model does not
+    compile.
+    """
     names = ("_prefill", "_update_model_kwargs_for_generation", "_extract_generation_mode_kwargs")
     for name in names:
         if not hasattr(GenerationMixin, name):
@@ -41,7 +48,7 @@ def moved_method(model: PreTrainedModel) -> str | None:
 
 
 def of_the_user(cache: Any) -> bool:
-    """Tell whether the user passed a cache, or `generate` made it."""
+    """Return True if the user passed the cache, False if `generate` made it."""
     return bool(getattr(cache, "_is_user_defined", False))
 
 

@@ -18,7 +18,7 @@ from tatten.integrations.transformers.loop.cache import capacity_for, empty, sta
 from tatten.integrations.transformers.loop.call import GenerateCall, initial_state
 from tatten.integrations.transformers.loop.capture import Runner
 from tatten.integrations.transformers.loop.compiling import compile_arguments, uses_cudagraph_trees
-from tatten.integrations.transformers.loop.fingerprint import state_of
+from tatten.integrations.transformers.loop.fingerprint import leaves, state_of
 from tatten.integrations.transformers.loop.generate_call import of_the_user
 from tatten.integrations.transformers.loop.lookup import lookup_step
 from tatten.integrations.transformers.loop.processors import rules
@@ -40,11 +40,11 @@ Steps = OrderedDict[tuple[object, ...], PreparedStep]  # the first part of a key
 
 
 def cache_for(call: GenerateCall, steps: Steps) -> tuple[Cache, tuple[object, ...]]:
-    """Return a cache and its key: the user's, that of an earlier step of the same shape, emptied, or a new one."""
+    """Return a cache and its key. The cache is the user's, an emptied one of an earlier call, or a new one."""
     like, batch, mode = call.inputs[CACHE], len(call.ids), modes(call.ids.device)
     if of_the_user(like):
         return like, ("of the user", id(like), mode)
-    asked = call.config.max_cache_len or 0 if hasattr(call.config, "max_cache_len") else 0
+    asked = getattr(call.config, "max_cache_len", None) or 0
     capacity = max(capacity_for(call.max_length + call.drafts), asked)
     sources = call.inputs["encoder_outputs"][0].shape if isinstance(like, EncoderDecoderCache) else None
     key = batch, capacity, call.model.dtype, call.ids.device, type(like), sources, mode
@@ -114,10 +114,8 @@ def prepare(
 
 def _own_code(function: Callable[..., None]) -> Callable[..., None]:
     """Copy a function with a code object of its own, whose compiled variants Dynamo counts apart from other copies."""
-    copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def _holds_tensors(x: object) -> bool:
-    return isinstance(x, Tensor) or (hasattr(x, "values") and any(isinstance(y, Tensor) for y in x.values()))
+    return any(isinstance(y, Tensor) for y in leaves(x))

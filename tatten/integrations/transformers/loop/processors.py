@@ -1,6 +1,6 @@
 """Logits processors of transformers as functions of tensors, so that a captured step can run them.
 
-Each function computes what the processor of transformers computes, in the same order of operations. Numbers such as a
+Each function computes the scores of a processor of transformers, in the same order of operations. Numbers such as a
 temperature are operands: 0-d tensors on the device. Another number changes a tensor, and compiles nothing.
 """
 

@@ -25,7 +25,8 @@ class StepState:
         position: its position, `[..., batch, 1]`; None if the model counts positions itself.
         mask: 2-D mask of the cache's slots, `[batch, capacity]`, or None if all tokens count. Slots of tokens to come
             are 1: causality leaves them out.
-        sequences: int64 `[batch, capacity + 1]`, the prompt and the new tokens.
+        sequences: int64 `[batch, n]`, the prompt and the new tokens. It has room for all tokens of the cache, one more,
+            and the drafts of a step.
         length: int64 `[1]`, the number of tokens in `sequences`.
         latest: int64 `[batch, n]`, the tokens that the last step chose, of which the first ones count.
         report: int64 `[2]`: the number of tokens after the first that any sequence needed, and 1 if all have ended.
