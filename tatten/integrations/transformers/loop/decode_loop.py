@@ -158,18 +158,19 @@ class DecodeLoop:
         reader = Reader(step.state, self._steps_ahead(cache, ours, call, on_gpu), streamer, first)
         inputs, limit = call.constant_inputs(), call.time_limit()
         generator = torch.cuda.default_generators[call.ids.device.index] if on_gpu else None
-        offset, self.launched_steps = 0, 0
+        offset, launched = 0, 0  # not the attribute, which a call by a streamer sets
         with decoding(call.model):
             step.runner.begin(call.model)
             ended = time.time() > limit or bool(step.state.eos is not None and step.state.ended.all())
-            while not ended and self.launched_steps < call.max_length - call.ids.shape[1] - 1:
+            while not ended and launched < call.max_length - call.ids.shape[1] - 1:
                 before = generator.get_offset() if generator is not None else 0
                 step.runner.run(call.model, inputs)
                 offset = generator.get_offset() - before if generator is not None else 0
-                self.launched_steps += 1
+                launched += 1
                 ended = reader.after_launch() or time.time() > limit
         reader.finish()
-        surplus = 0 if call.drafts else self.launched_steps - reader.needed_tokens
+        self.launched_steps = launched
+        surplus = 0 if call.drafts else launched - reader.needed_tokens
         if surplus and generator is not None and offset:
             generator.set_offset(generator.get_offset() - surplus * offset)
         if surplus and not ours:

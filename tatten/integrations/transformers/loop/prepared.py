@@ -47,7 +47,7 @@ def cache_for(call: GenerateCall, steps: Steps) -> tuple[Cache, tuple[object, ..
     asked = getattr(call.config, "max_cache_len", None) or 0
     capacity = max(capacity_for(call.max_length + call.drafts), asked)
     sources = call.inputs["encoder_outputs"][0].shape if isinstance(like, EncoderDecoderCache) else None
-    key = batch, capacity, call.model.dtype, call.ids.device, type(like), sources, mode
+    key = batch, capacity, call.model.dtype, call.ids.device, sources, mode
     for step_key, step in steps.items():
         if step_key[0] == key:
             assert isinstance(step.cache, Cache)
