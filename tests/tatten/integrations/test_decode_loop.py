@@ -99,8 +99,8 @@ def prompts(batch: int, length: int = PROMPT, seed: int = 3) -> tuple[Tensor, Te
 class Launching(DecodeLoop):
     """Launches ahead on a CPU too, where nothing is gained, as it does on a GPU."""
 
-    def _steps_ahead(self, *args: Any) -> int:
-        return self.ahead
+    def _steps_ahead(self, cache: Any, ours: bool, call: Any, on_gpu: bool) -> int:
+        return super()._steps_ahead(cache, ours, call, True)
 
 
 def assert_same_tokens(
