@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from support import models, results
 from support.command_line import arguments, machine
-from support.timing import in_turns, read_rate
+from support.timing import clock, in_turns, read_rate
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 from tatten.integrations.transformers import DecodeLoop, cache_kwargs
@@ -109,14 +109,6 @@ def candidate(
         return result
 
     return generate, loop
-
-
-def clock(call: Callable[[], object], device: str) -> float:
-    start = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def replay_ms(loop: DecodeLoop, model: PreTrainedModel) -> float | None:

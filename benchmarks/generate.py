@@ -21,7 +21,6 @@ import argparse
 import gc
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby, product
@@ -31,7 +30,7 @@ from unittest.mock import patch
 import torch
 from support import models, results
 from support.command_line import arguments, machine
-from support.timing import in_turns, read_rate
+from support.timing import clock, in_turns, read_rate
 from torch._inductor.utils import clear_caches
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
@@ -60,14 +59,6 @@ def generator(
         return model.generate(prompt, **cache_kwargs(cache), compile_config=config, **given)[:, prompt.shape[1] :]
 
     return generate
-
-
-def clock(call: Callable[[], object], device: str) -> float:
-    start = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 @contextmanager

@@ -13,6 +13,15 @@ from torch import Tensor
 Step = TypeVar("Step")
 
 
+def clock(call: Callable[[], object], device: str) -> float:
+    """Seconds of a call by wall clock, until the device has finished its work."""
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def as_graph(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Capture a step that was run before; what it returns replays it."""
     graph = torch.cuda.CUDAGraph()

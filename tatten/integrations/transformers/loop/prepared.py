@@ -68,13 +68,14 @@ def prepare(
     """Return a step with the state of this call, in the buffers of an earlier call of the same kind if there is one."""
     cache, cache_key = cache_and_key
     made = rules(call.processors)
+    functions = tuple([rule.apply for rule in made])
     state = initial_state(call, cache, first, vocabulary, made)
     compiling = compile_arguments(call.config.compile_config, call.ids.device)
     inputs = call.constant_inputs()
     drafts, ngram = call.drafts, call.config.max_matching_ngram_size or 2 if call.drafts else 0
     key = (
         cache_key,
-        tuple([rule.apply for rule in made]),
+        functions,
         tuple([name for name, x in vars(state).items() if x is None]),
         tuple([(x.shape, x.dtype) for x in state.tensors()]),
         repr(compiling),
@@ -93,7 +94,6 @@ def prepare(
     step_function = _own_code(lookup_step if drafts else decode_step)
     compiled = torch.compile(step_function, fullgraph=True, dynamic=False, **compiling)
     cache_of = weakref.ref(cache)
-    functions = tuple([rule.apply for rule in made])
 
     def run(model: nn.Module, inputs: dict[str, Any]) -> None:
         if state.noise is not None:

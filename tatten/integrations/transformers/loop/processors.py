@@ -57,7 +57,7 @@ def unsupported_processor(processor: Any, prompt_length: int) -> str | None:
     if type(processor) is lp.TopKLogitsWarper and processor.top_k > BUCKETS[-1]:
         return f"the logits processor {name} keeps {processor.top_k} tokens, more than {BUCKETS[-1]}"
     if type(processor) is lp.MinPLogitsWarper and processor.min_tokens_to_keep != 1:
-        # Of equally likely tokens, `torch.topk` keeps those that its k happens to give.
+        # `torch.topk` breaks ties in an order that depends on k, which is no constant here.
         return f"the logits processor {name} keeps {processor.min_tokens_to_keep} tokens of any probability"
     ignored = getattr(processor, "prompt_ignore_length", None)
     if ignored is not None and int(ignored.max() if isinstance(ignored, Tensor) else ignored) > prompt_length:

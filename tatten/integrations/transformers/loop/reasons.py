@@ -50,7 +50,12 @@ def reason_against(
         "two repetition penalties may ignore two parts of a prompt" if _penalties(processors) > 1 else None,
         next((text for x in processors if (text := unsupported_processor(x, ids.shape[1])) is not None), None),
         next(
-            (f"the stopping criterion {type(x).__name__} runs on the host" for x in criteria if _runs_on_host(x)), None
+            (
+                f"the stopping criterion {type(x).__name__} runs on the host"
+                for x in criteria
+                if type(x) not in CRITERIA
+            ),
+            None,
         ),
         _cache(cache, config),
         _lookup(model, ids, processors, config, cache, inputs) if config.prompt_lookup_num_tokens else None,
@@ -93,10 +98,6 @@ def _model(model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> str |
 
 def _penalties(processors: list[Any]) -> int:
     return sum(isinstance(x, RepetitionPenaltyLogitsProcessor) for x in processors)
-
-
-def _runs_on_host(criterion: Any) -> bool:
-    return type(criterion) not in CRITERIA
 
 
 def _cache(cache: object, config: GenerationConfig) -> str | None:
