@@ -31,6 +31,7 @@ from tatten.integrations.transformers import DecodeLoop, cache_kwargs
 from tatten.options import decode_options
 
 FEW, MANY = 8, 136  # tokens of the two calls
+DRAFTS = 7  # of prompt lookup, which therefore generates 8 times as many tokens in as many steps
 WARPS = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1}
 CANDIDATES = (
     "generate_inductor",
@@ -98,7 +99,7 @@ def candidate(
         if name == "loop_sampled":
             fixed |= WARPS
         if name == "loop_lookup":
-            fixed["prompt_lookup_num_tokens"] = 7
+            fixed["prompt_lookup_num_tokens"] = DRAFTS
 
     def generate(tokens: int) -> torch.Tensor:
         if "custom_generate" not in fixed:
@@ -156,21 +157,22 @@ def measure(model: PreTrainedModel, batch: int, args: argparse.Namespace) -> dic
 
         calls[name], loops[name] = again, loop
         print(f"  {name}: first call {first[name]:.1f} s", flush=True)
-    for call in calls.values():
-        call(MANY)
+    many = {name: FEW + (MANY - FEW) * (DRAFTS + 1 if name == "loop_lookup" else 1) for name in calls}
+    for name, call in calls.items():
+        call(many[name])
 
-    def token_ms(_: str, call: Callable[[int], torch.Tensor]) -> float:
+    def token_ms(name: str, call: Callable[[int], torch.Tensor]) -> float:
         few = clock(lambda: call(FEW), args.device)
-        return (clock(lambda: call(MANY), args.device) - few) / (MANY - FEW) * 1e3
+        return (clock(lambda: call(many[name]), args.device) - few) / (many[name] - FEW) * 1e3
 
     ms = in_turns(calls, args.rounds, token_ms)
     row = {"token_ms": ms, "first_call_s": first}
     if (lookup := loops.get("loop_lookup")) is not None:
         steps = []
-        for tokens in (FEW, MANY):
+        for tokens in (FEW, many["loop_lookup"]):
             calls["loop_lookup"](tokens)
             steps.append(lookup.launched_steps - (lookup.ahead if args.device == "cuda" else 0))
-        a_step = (MANY - FEW) / (steps[1] - steps[0])
+        a_step = (many["loop_lookup"] - FEW) / (steps[1] - steps[0])
         row["lookup"] = {"tokens_per_step": a_step, "step_ms": ms["loop_lookup"] * a_step}
     if "loop" in loops and args.device == "cuda":
         row["replay_ms"] = replay_ms(loops["loop"], model)
@@ -189,7 +191,7 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     small = args.device == "cpu"
     args.layers = args.layers or (1 if small else 32)
-    args.capacity, args.used = args.capacity or (1024 if small else 8192), args.used or (16 if small else 1000)
+    args.capacity, args.used = args.capacity or (2048 if small else 8192), args.used or (16 if small else 1000)
     return args
 
 
