@@ -420,6 +420,16 @@ def test_other_calls_run_the_loop_of_generate_with_a_reason(case: str, caplog: p
     assert sum(reason in x.getMessage() for x in caplog.records if "tatten" in x.getMessage()) == 1
 
 
+def test_the_reason_names_the_error_of_a_backend_that_fails() -> None:
+    def fails(graph: Any, inputs: Any) -> Any:
+        raise TypeError("list indices must be integers")
+
+    model, (ids, _), loop = build("llama"), prompts(1), DecodeLoop()
+    config = CompileConfig(backend=fails, mode=None)
+    model.generate(ids, max_new_tokens=9, custom_generate=loop, compile_config=config)
+    assert "backend='fails' raised: TypeError: list indices must be integers" in str(loop.reason)
+
+
 def test_a_model_that_does_not_compile_as_one_graph_runs_the_loop_of_generate() -> None:
     """Tokens, random numbers and the streamer are as if the loop had not been asked."""
     model, (ids, _), loop = build("llama"), prompts(1), DecodeLoop()

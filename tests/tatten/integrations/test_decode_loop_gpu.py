@@ -114,6 +114,16 @@ def test_a_users_cache_is_captured_and_goes_on_after_an_early_end() -> None:
             cache.reset()
 
 
+def test_sampling_many_rows_from_a_large_vocabulary_compiles_under_inductor() -> None:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SMALL, "vocab_size": 32000})).eval().cuda()
+    loop, (ids, mask) = DecodeLoop(), prompts(8)
+    config = CompileConfig(backend="tatten", mode=None)
+    model.generate(ids, attention_mask=mask, max_new_tokens=20, custom_generate=loop, compile_config=config, **WARPS)
+    assert loop.reason is None
+    assert runner(loop, model).not_captured is None
+
+
 @pytest.mark.parametrize("options", [None, {"decode": False}], ids=["tuned", "untuned"])
 def test_with_inductor(options: dict[str, Any] | None) -> None:
     """In float32, where sums in another order choose no other token of these."""

@@ -79,7 +79,9 @@ class Runner:
         try:
             self._step(model, inputs)
         except TorchDynamoException as error:
-            raise NotCompiledError(str(error).strip().split("\n")[0]) from error
+            first, *more = str(error).strip().split("\n")
+            # A backend's failure has only "backend='tatten' raised:" in its first line.
+            raise NotCompiledError(f"{first} {more[0]}" if first.endswith(":") and more else first) from error
         self._steps = 1
 
     def _fingerprint(self, model: nn.Module) -> tuple[object, ...]:

@@ -14,6 +14,13 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as lp
 
+# Inductor computes a cumsum on a GPU by a scan whose programs look back at each other. The order of its sums depends on
+# their timing, and PyTorch 2.11 fails to generate it for more than one row. An op stays the kernel of eager mode.
+_library = torch.library.Library("tatten", "FRAGMENT")
+_library.define("cumsum(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("cumsum", lambda x: x.cumsum(-1), "CompositeExplicitAutograd")
+torch.library.register_fake("tatten::cumsum", lambda x: x.new_empty(x.shape), lib=_library)
+
 LEAST_FLOAT = -math.inf
 BUCKETS = 64, 1024, 1 << 20  # of the k of top-k
 
@@ -137,7 +144,7 @@ def _top_k(scores: Tensor, history: History, k: Tensor, bucket: Tensor) -> Tenso
 
 def _top_p(scores: Tensor, history: History, least: Tensor, kept: Tensor) -> Tensor:
     ordered, order = torch.sort(scores, descending=False)
-    unlikely = ordered.softmax(-1).cumsum(-1) <= least
+    unlikely = torch.ops.tatten.cumsum(ordered.softmax(-1)) <= least
     n = scores.shape[-1]
     unlikely = unlikely & (torch.arange(n, device=scores.device) < n - kept)
     return scores.masked_fill(unlikely.scatter(1, order, unlikely), LEAST_FLOAT)
@@ -154,7 +161,7 @@ def _typical(scores: Tensor, history: History, mass: Tensor, kept: Tensor) -> Te
     logarithms = torch.log_softmax(scores, -1)
     entropy = -(logarithms * logarithms.exp()).nansum(-1, keepdim=True)
     ordered, order = torch.sort((-logarithms - entropy).abs(), descending=False)
-    below = scores.gather(-1, order).softmax(-1).cumsum(-1) < mass
+    below = torch.ops.tatten.cumsum(scores.gather(-1, order).softmax(-1)) < mass
     last = below.sum(1).clamp(max=scores.shape[-1] - 1)
     unusual = ordered > ordered.gather(1, last[:, None])
     unusual = unusual & (torch.arange(scores.shape[-1], device=scores.device) >= kept)
