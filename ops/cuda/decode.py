@@ -11,7 +11,7 @@ from torch import Tensor
 from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import INTERPRETED, Combine, Partials, plan_combine
-from tatten.ops.cuda.decode_grid import Place, choose_tiles, deepened, plan_tile_space
+from tatten.ops.cuda.decode_grid import Place, choose_tiles, deepened, plan_tile_space, shortened
 from tatten.ops.cuda.gpu import has_early_launches, has_tma
 from tatten.ops.cuda.heuristics import Tiles
 from tatten.ops.cuda.kernels.decode import HEAD_SCALE, KEY_SCALE, NO_SCALE, _decode_kernel
@@ -114,9 +114,12 @@ def plan_segment(
     mask = plan_mask(query, stored, window)
     copies = any(x is not None and not x.is_contiguous() for x in (stored.block_mask, stored.row_groups))
     beside_previous = place.beside_previous and mask.find_blocks is None and not copies
-    if tiles is None:
-        tiles = choose_tiles(call, stored, mask)
-    space = plan_tile_space(call, stored, mask, tiles, place, programs)
+    chosen = choose_tiles(call, stored, mask) if tiles is None else tiles
+    space = plan_tile_space(call, stored, mask, chosen, place, programs)
+    if tiles is None and programs is None and place.final and not call.batch_invariant:
+        chosen = shortened(chosen, space, query)
+        space = plan_tile_space(call, stored, mask, chosen, place, programs)
+    tiles = chosen
     if not call.batch_invariant:  # the number of programs depends on the batch
         tiles = deepened(tiles, space, query)
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))

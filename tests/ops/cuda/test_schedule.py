@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
+import torch
 from stream_k_schedule import Schedule, Visit, flash_attention_2, flash_decoding
 
+from tatten.ops.cuda import decode_grid
 from tatten.ops.cuda.decode_grid import BYTES_PER_US
-from tatten.ops.cuda.heuristics import combining_pays, latent_programs_for
+from tatten.ops.cuda.heuristics import Tiles, combining_pays, latent_programs_for
 from tatten.ops.cuda.tile_space import TileSpace
 
 pytestmark = pytest.mark.drawn(9)
@@ -212,6 +216,38 @@ def test_where_combining_pays_on_an_h200(sequences: int, kv_heads: int, keys: in
     """As measured: where whole work tiles fill the GPU, or are short, they take no longer than equal shares."""
     tiles, tile_us = keys // 64, 264 * 64 * 256 * 2 / BYTES_PER_US
     assert combining_pays(sequences * kv_heads, tiles, tile_us, 264) == pays
+
+
+WIDE_TILES, SHORT_TILES = Tiles(16, 128, 4, 2, 2), Tiles(16, 64, 4, 3)
+
+
+@pytest.mark.parametrize(
+    "changes, tiles, chosen",
+    [
+        ({}, WIDE_TILES, SHORT_TILES),
+        ({"work_tiles": 128, "programs": 256}, WIDE_TILES, SHORT_TILES),
+        ({"work_tiles": 12}, WIDE_TILES, SHORT_TILES),
+        ({"work_tiles": 50}, WIDE_TILES, WIDE_TILES),  # 100 programs would leave SMs idle
+        ({"work_tiles": 256}, WIDE_TILES, WIDE_TILES),
+        ({"programs": 8}, WIDE_TILES, WIDE_TILES),  # whole work tiles
+        ({"chunk": 8}, WIDE_TILES, WIDE_TILES),
+        ({"row_groups": 3}, WIDE_TILES, WIDE_TILES),
+        ({"has_lens": True}, WIDE_TILES, SHORT_TILES),  # one length
+        ({"has_lens": True, "groups": 4}, WIDE_TILES, WIDE_TILES),
+        ({"max_and_sum": True}, WIDE_TILES, WIDE_TILES),
+        ({"has_block_list": True}, WIDE_TILES, Tiles(16, 64, 4, 2, 2)),
+        ({"has_block_list": True, "groups": 2}, WIDE_TILES, SHORT_TILES),
+        ({}, Tiles(64, 64, 4, 3, 2), Tiles(64, 64, 4, 3, 2)),
+    ],
+)
+def test_tiles_are_shortened_where_programs_share_work_tiles(
+    changes: dict[str, Any], tiles: Tiles, chosen: Tiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the 132 multiprocessors of an H100, for the shapes that `shortened` names."""
+    monkeypatch.setattr(decode_grid, "multiprocessors", lambda device: 132)
+    space = replace(TileSpace(1, 8, 4096, 8, 1, 1, 264, 16, 128), **changes)
+    assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 128)) == chosen
+    assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 64)) == tiles
 
 
 @pytest.mark.parametrize("work_tiles, programs", [(1, 9), (2, 8), (3, 9), (4, 8), (4, 9), (8, 8)])
