@@ -9,7 +9,7 @@ from itertools import pairwise, product
 import pytest
 from stream_k_schedule import Schedule, Visit, flash_attention_2, flash_decoding
 
-from tatten.ops.cuda.decode_grid import BYTES_PER_US
+from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.cuda.heuristics import combining_pays, latent_programs_for
 from tatten.ops.cuda.tile_space import TileSpace
 
@@ -210,8 +210,9 @@ def test_what_cannot_be_laid_out_is_refused(name: str, case: tuple[tuple[int, ..
 )
 def test_where_combining_pays_on_an_h200(sequences: int, kv_heads: int, keys: int, pays: bool) -> None:
     """As measured: where whole work tiles fill the GPU, or are short, they take no longer than equal shares."""
-    tiles, tile_us = keys // 64, 264 * 64 * 256 * 2 / BYTES_PER_US
-    assert combining_pays(sequences * kv_heads, tiles, tile_us, 264) == pays
+    h200 = GpuRates()
+    tiles, tile_us = keys // 64, 264 * 64 * 256 * 2 / h200.read_bytes_per_us
+    assert combining_pays(sequences * kv_heads, tiles, tile_us, 264, h200) == pays
 
 
 @pytest.mark.parametrize("work_tiles, programs", [(1, 9), (2, 8), (3, 9), (4, 8), (4, 9), (8, 8)])
