@@ -1,4 +1,4 @@
-"""Measure which provider decodes fastest on this GPU, by (sequence, kv head) pairs and keys, and write its table.
+"""Measure which provider decodes fastest on this GPU, by (sequence, kv head) pairs and keys, and write its module.
 
     python benchmarks/calibrate.py --write
 
@@ -6,6 +6,9 @@ Each cell is a batch of one query for each of four query heads per kv head, head
 graph of calls on as many copies of K and V as exceed the L2 cache. Another provider than Triton is only named where it
 is more than `MARGIN` faster, so that noise decides nothing. FlashAttention's packages are measured where they are
 installed and take the cells; where a table names one that is not installed, Triton computes.
+
+A GPU without a module gets one with the two rates that are measured here, too: reads and products. Those of a module
+that exists stay as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import math
 from pathlib import Path
 
 import torch
-from support.timing import as_graph, in_turns, seconds
+from support.timing import as_graph, in_turns, product_rate, read_rate, seconds
 
 import tatten
 from tatten.ops.cuda import tuning
@@ -25,15 +28,22 @@ from tatten.ops.cuda.workload import Workload
 
 MARGIN = 1.01
 PROVIDERS = ("triton", "cudnn", "flash", *PACKAGES)
-TABLE = '''"""The fastest decode provider, written by `python benchmarks/calibrate.py --write` on {device}."""
+RATES = '''"""Measurements of an {device}."""
+
+from tatten.ops.cuda.gpu_rates import GpuRates
 
 DEVICE, CAPABILITY = "{device}", {capability}
 
-# For each number of (sequence, kv head) pairs, the number of keys from which on a provider is the fastest.
+RATES = GpuRates({rates})  # with the fields that differ from an H200's
+
+'''
+TABLE = """\
+# For each number of (sequence, kv head) pairs, the number of keys from which on a provider is the fastest, as
+# `python benchmarks/calibrate.py --write` measured it.
 FASTEST = {{
 {rows}
 }}
-'''
+"""
 
 
 def fastest(pairs: int, kv_len: int, pool: torch.Tensor, rounds: int) -> tuple[str, dict[str, float]]:
@@ -62,15 +72,26 @@ def fastest(pairs: int, kv_len: int, pool: torch.Tensor, rounds: int) -> tuple[s
     return ("triton" if median["triton"] <= MARGIN * median[best] else best), median
 
 
-def table_text(device: str, capability: tuple[int, int], found: dict[int, dict[int, str]]) -> str:
-    """The module that holds the table, of which runs of one provider are one entry."""
+def table_text(found: dict[int, dict[int, str]]) -> str:
+    """The end of the module: the table, of which runs of one provider are one entry."""
     rows = []
     for pairs, row in found.items():
         lengths = sorted(row)
         starts = [n for i, n in enumerate(lengths) if i == 0 or row[n] != row[lengths[i - 1]]]
         entries = ", ".join(f'{n}: "{row[n]}"' for n in starts)
         rows.append(f"    {pairs}: {{{entries}}},")
-    return TABLE.format(device=device, capability=capability, rows="\n".join(rows))
+    return TABLE.format(rows="\n".join(rows))
+
+
+def rates_text(device: str, capability: tuple[int, int], rates: dict[str, float]) -> str:
+    """The begin of a new module: the rates."""
+    shown = ", ".join(f"{name}={rate:.2g}".replace("e+0", "e") for name, rate in rates.items())
+    return RATES.format(device=device, capability=capability, rates=shown)
+
+
+def with_table(module: str, table: str) -> str:
+    """The text of a module with another table."""
+    return module.partition(table[: table.index("FASTEST")])[0] + table
 
 
 def main() -> None:
@@ -92,10 +113,16 @@ def main() -> None:
             shown = " ".join(f"{name} {us:.1f}" for name, us in times.items())
             print(f"{pairs:5} pairs {kv_len:7} keys: {row[kv_len]:6}  {shown}", flush=True)
     device = torch.cuda.get_device_name()
-    text = table_text(device, torch.cuda.get_device_capability(), found)
+    path = Path(tuning.__file__).parent / f"{tuning.module_name(device)}.py"
+    rates = {
+        "read_bytes_per_us": read_rate("cuda") / 1e6,
+        "product_flops_per_us": product_rate("cuda", torch.bfloat16) / 1e6,
+    }
+    measured = rates_text(device, torch.cuda.get_device_capability(), rates)
+    text = with_table(path.read_text() if path.exists() else measured, table_text(found))
     print(text)
     if args.write:
-        (Path(tuning.__file__).parent / f"{tuning.module_name(device)}.py").write_text(text)
+        path.write_text(text)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="*", help="which rows, by number; default: all")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
-        "--calibrate", action="store_true", help="rewrite all of the grid, and fit `passes/cost.py` to it"
+        "--calibrate", action="store_true", help="rewrite all of the grid, and fit the rates of `passes/cost.py` to it"
     )
     parser.add_argument("--only", type=lambda x: x.split(","), help="which candidates, with commas; default: all")
     args = parser.parse_args()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from tatten.ops.cuda.gpu import has_wgmma
+from tatten.ops.cuda.tuning import gpu_rates
 from tatten.ops.latent_validation import FEW_QUERIES_ON_CUDA
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.states import accumulator_dtype
@@ -27,10 +28,6 @@ from tatten.passes.query import QueryParts
 from tatten.passes.replace import Inserter, insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, known_tensor, tensor_of
-
-# Up to so many queries of a head `project_heads` multiplies them with `W_uk` faster than `bmm`: of 128 heads on an H100
-# 8 took 7.1 and 8.9 us, 64 took 10.4 and 11.8, and 128 took 18 and 15.
-MOST_ROWS = 64
 
 
 def apply_latents(match: LatentMatch, masks: Masks, parts: QueryParts) -> tuple[Node, Node]:
@@ -45,7 +42,7 @@ def apply_latents(match: LatentMatch, masks: Masks, parts: QueryParts) -> tuple[
     with call.node.graph.inserting_before(call.node):
         q_nope = _columns(insert, call.query, match.columns, parts)
         unrounded = _takes_unrounded(match, query)
-        if _by_project_heads(query) and (unrounded or (constant(query.shape[BATCH]) or 1) * q_len <= MOST_ROWS):
+        if _by_project_heads(query) and (unrounded or _few_rows(query, q_len)):
             weight = insert("transpose", _weight(insert, match.keys), 1, 2)
             out_dtype = torch.float32 if unrounded else query.dtype
             q_latent = insert(torch.ops.tatten.project_heads.default, q_nope, weight, out_dtype)
@@ -68,6 +65,11 @@ def apply_latents(match: LatentMatch, masks: Masks, parts: QueryParts) -> tuple[
 def _by_project_heads(query: Tensor) -> bool:
     """Return True if one kernel multiplies rows with a weight, for queries of this kind."""
     return query.device.type == "cuda" and query.dtype == torch.bfloat16
+
+
+def _few_rows(query: Tensor, q_len: int) -> bool:
+    """Return True if `project_heads` multiplies the queries of a head faster than `bmm`."""
+    return (constant(query.shape[BATCH]) or 1) * q_len <= gpu_rates(query.device).project_most_rows
 
 
 def _takes_unrounded(match: LatentMatch, query: Tensor) -> bool:

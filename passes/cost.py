@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tatten.ops.cuda.tuning import gpu_rates
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
@@ -62,7 +63,15 @@ class DecodeRates:
     sequence_us: float = 0.0  # for each sequence but the first, if a mask leaves them different numbers of keys
 
 
-RATES = {"cpu": Rates(44e3, 97.0, 1e5, DecodeRates(10e3, 60.0, 30.0)), "cuda": Rates(4.7e6, 1.3, 8e8)}
+RATES = {"cpu": Rates(44e3, 97.0, 1e5, DecodeRates(10e3, 60.0, 30.0))}  # by type of device; each GPU has its own
+
+
+def rates_of(device: torch.device) -> Rates:
+    """Return the rates of a device."""
+    if device.type in RATES:
+        return RATES[device.type]
+    gpu = gpu_rates(device)
+    return Rates(gpu.sdpa_bytes_per_us, gpu.segment_us, gpu.product_flops_per_us)
 
 
 @dataclass(frozen=True)
@@ -172,7 +181,7 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
         reads = sizes.sequences // rows * (group if query.element_size() >= 4 else max(1, group // 4))
         moved += size * reads + (size + once) * copied
         read += once
-    rates = RATES[query.device.type]
+    rates = rates_of(query.device)
     bytes_per_us, segment_us = rates.bytes_per_us, rates.segment_us
     if decode:
         bytes_per_us, segment_us = rates.of_decode(sizes.sequences * (q_heads or 1), query.element_size())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
-from tatten.passes.cost import RATES, Rates, Sizes
+from tatten.passes.cost import Rates, Sizes, rates_of
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import hint
 
@@ -70,6 +70,6 @@ def latent_cost(query: Tensor, latent: Stored, nope: int, rope: int, value: int)
         2 * batch * kv_len * weight + 2 * scores * (nope + rope + value),
     )
     absorbed = Work(size * (latents + weight), 2 * batch * q_len * weight + 2 * scores * (2 * rank + rope))
-    rates = RATES[query.device.type]
+    rates = rates_of(query.device)
     saved_us, assumed = projected.us(rates) - absorbed.us(rates), sizes.assumed([latent.size(LENGTH)])
     return LatentCost(projected, absorbed, saved_us, CALLS * rates.segment_us, assumed)

@@ -15,10 +15,10 @@ from tatten.ops.cuda.gpu import has_early_launches
 from tatten.ops.cuda.kernels.combine import _combine_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.tile_space import TileSpace
+from tatten.ops.cuda.tuning import gpu_rates
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
 
-MANY_STATES = 1024  # the least number of output states for which a program takes several
 WIDE = 256  # the most columns of a state for one program; with more, programs share it and have few partials
 
 INTERPRETED = not isinstance(_combine_kernel, triton.JITFunction)
@@ -107,8 +107,8 @@ def plan_combine(
     pdl = pdl and not INTERPRETED and has_early_launches(query.device)
     dim = max(16, power_of_2(value_dim))
     partials = min(64, power_of_2(max([x.most_partials(batch, dim > WIDE) for x in spaces] or [1])))
-    # A program combines several whole states if there are many: with one alone it would mostly wait for its loads.
-    states = 1 if spaces or n_states < MANY_STATES else max(1, 1024 // dim)
+    few = n_states < gpu_rates(query.device).many_states
+    states = 1 if spaces or few else max(1, 1024 // dim)  # whole states of a program
     block_dv, warps = _block(partials, states, dim)
     launch = Launch(
         _combine_kernel,

@@ -19,7 +19,8 @@ from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.mask_plan import MaskPlan, plan_mask
 from tatten.ops.cuda.recording import recorder
 from tatten.ops.cuda.tile_space import TileSpace
-from tatten.ops.cuda.tma import LEAST_BYTES, Tiling, key_tiling, takes_tma
+from tatten.ops.cuda.tma import Tiling, key_tiling, takes_tma
+from tatten.ops.cuda.tuning import gpu_rates
 from tatten.ops.sizes import power_of_2
 from tatten.ops.states import State, accumulator_dtype
 
@@ -114,10 +115,11 @@ def plan_segment(
     mask = plan_mask(query, stored, window)
     copies = any(x is not None and not x.is_contiguous() for x in (stored.block_mask, stored.row_groups))
     beside_previous = place.beside_previous and mask.find_blocks is None and not copies
+    kv_bytes = sum(x.numel() * x.element_size() for x in (key, value))
     chosen = choose_tiles(call, stored, mask) if tiles is None else tiles
     space = plan_tile_space(call, stored, mask, chosen, place, programs)
     if tiles is None and programs is None and place.final and not call.batch_invariant:
-        chosen = shortened(chosen, space, query)
+        chosen = shortened(chosen, space, query, kv_bytes)
         space = plan_tile_space(call, stored, mask, chosen, place, programs)
     tiles = chosen
     if not call.batch_invariant:  # the number of programs depends on the batch
@@ -127,8 +129,8 @@ def plan_segment(
     rope_strides = () if rope is None or call.query_rope is None else (call.query_rope.stride(), rope.stride())
     # TMA reads whole tiles, so it is used if every key counts: without a mask, or in its run of full blocks.
     every_key = mask.has_block_list or (stored.kv_lens is None and window is None)
-    kv_bytes = sum(x.numel() * x.element_size() for x in (key, value))
-    tma = not INTERPRETED and has_tma(query.device) and kv_bytes >= LEAST_BYTES and not call.batch_invariant
+    large = kv_bytes >= gpu_rates(query.device).tma_least_bytes
+    tma = not INTERPRETED and has_tma(query.device) and large and not call.batch_invariant
     tma = tma and every_key and takes_tma(key) and takes_tma(value)
     if tma and (recording := recorder.get()) is not None and not recording.tma:
         # Kernels that Inductor defines do without TMA: Inductor would make descriptors anew in each call.

@@ -24,13 +24,11 @@ from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, NO_MASK
 from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
 from tatten.ops.cuda.mask_plan import MaskPlan
 from tatten.ops.cuda.tile_space import TileSpace
+from tatten.ops.cuda.tuning import gpu_rates
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.validation import BLOCK_KEYS
 
-BYTES_PER_US = 4.4e6  # read by an H200
 LEAST_CHUNK = 1024  # keys of a chunk, a multiple of all `block_n`
-WAVES = 32  # waves of programs, each as many as fit on the GPU: chunks differ in size, and a free SM takes the next
-MOST_WHOLE = 8  # tiles of a work tile that may stay whole: all programs would wait for a longer one among short ones
 
 
 @dataclass(frozen=True)
@@ -81,19 +79,20 @@ def choose_tiles(call: AttentionCall, stored: KeyValue, mask: MaskPlan) -> Tiles
     )
 
 
-def shortened(tiles: Tiles, space: TileSpace, query: Tensor) -> Tiles:
+def shortened(tiles: Tiles, space: TileSpace, query: Tensor, kv_bytes: int) -> Tiles:
     """Return tiles of half as many keys if programs share work tiles that one program per SM divides evenly.
 
     An SM has room for the shared memory of one program with tiles of 128 keys and 2 stages, so that two programs per SM
     run one after the other. With tiles of 64 keys and 3 stages, 1 x 32768 takes 49.6 us instead of 52.2, 16 x 1024 25.5
-    instead of 28.7 and 4 x 1024 10.1 instead of 12.5 (H100, 32/8 heads of 128).
+    instead of 28.7 and 4 x 1024 10.1 instead of 12.5 (H100, 32/8 heads of 128). `kv_bytes`: those of keys and values.
     """
     work_tiles, sms = space.groups * space.work_tiles, multiprocessors(query.device)
     shared = space.split and not space.chunk and not space.row_groups
     shared = shared and not space.max_and_sum  # an additive mask, which takes registers of its own: 3 stages spill
     # Ragged lengths gain from programs that wait for an SM: 8 of 1k to 64k take 237 us, and 249 with one per SM.
     ragged = space.has_lens and space.groups > 1
-    if not shared or ragged or tiles != Tiles(16, 128, 4, 2, 2) or query.shape[3] <= 64:
+    large = kv_bytes > gpu_rates(query.device).short_tiles_most_bytes
+    if not shared or ragged or large or tiles != Tiles(16, 128, 4, 2, 2) or query.shape[3] <= 64:
         return tiles
     if space.has_block_list and work_tiles < 16:
         return Tiles(16, 64, 4, 2, 2)  # 1 x 4096: 12.1 us, and 13.1 with 3 stages
@@ -126,23 +125,25 @@ def plan_tile_space(
     q_blocks = ceil_div(packed_q_rows(call.query, stored.key, has_row_groups), tiles.block_m)
     work_tiles = (1 if has_row_groups else kv_batch // groups) * kv_heads * q_blocks
     if programs is None:
-        most = tiles.per_sm * multiprocessors(call.query.device)
+        most, rates = tiles.per_sm * multiprocessors(call.query.device), gpu_rates(call.query.device)
         n_tiles = max(1, ceil_div(kv_len, block_n))
-        tile_us = most * block_n * (head_dim + value_dim) * stored.key.element_size() / BYTES_PER_US
+        tile_us = most * block_n * (head_dim + value_dim) * stored.key.element_size() / rates.read_bytes_per_us
         # Ragged lengths have no even shares; the block lists of a mask are often equally long.
         uneven = has_row_groups or (has_lens and groups > 1)
-        short = 1 < n_tiles <= MOST_WHOLE and not has_row_groups and (mask.has_block_list or has_lens)
+        short = 1 < n_tiles <= rates.most_whole_tiles and not has_row_groups and (mask.has_block_list or has_lens)
         if call.batch_invariant:
             most_groups = most_kv_rows if has_row_groups else groups
-            programs = min(WAVES * most, most_groups * work_tiles * min(ceil_div(n_tiles, chunk), MOST_CHUNKS.value))
-        elif place.final and short and not combining_pays(groups * work_tiles, n_tiles, tile_us, most):
+            programs = min(
+                rates.waves * most, most_groups * work_tiles * min(ceil_div(n_tiles, chunk), MOST_CHUNKS.value)
+            )
+        elif place.final and short and not combining_pays(groups * work_tiles, n_tiles, tile_us, most, rates):
             chunk, programs = power_of_2(n_tiles), groups * work_tiles  # one chunk holds a whole work tile
         elif uneven:
             programs = most
         elif (
             place.final
             or mask.has_block_list
-            or splitting_pays(work_tiles, n_tiles, tile_us, batch * q_heads * q_len, most)
+            or splitting_pays(work_tiles, n_tiles, tile_us, batch * q_heads * q_len, most, rates)
         ):
             programs = programs_for(groups * work_tiles, n_tiles, most)
         else:

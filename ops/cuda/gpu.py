@@ -1,6 +1,6 @@
-"""The abilities of a GPU that plans ask for. Measured figures are in `tatten.ops.cuda.tuning` and beside their use.
+"""The abilities of a GPU that plans ask for, by its compute capability.
 
-Another GPU needs its compute capability in these functions, and a table that `benchmarks/calibrate.py` writes.
+The measured rates of a GPU, and its fastest providers, are in its module in `tatten.ops.cuda.tuning`.
 """
 
 from __future__ import annotations

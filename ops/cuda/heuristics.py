@@ -1,4 +1,8 @@
-"""Sizes of tiles, and numbers of programs that share them: measured on an H200, and used on all other GPUs."""
+"""Sizes of tiles, and numbers of programs that share them.
+
+Tiles belong to the kernels: they were measured on an H200, and are used on all GPUs with as much shared memory. Numbers
+of programs follow from the rates of each GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.row_groups import group_size, most_groups
 from tatten.ops.sizes import ceil_div, power_of_2
 
 MANY_KEYS = 1 << 30
-COMBINE_US = 2.6  # the time that a separate launch adds to a decode kernel
-TILE_US = 0.8  # the least time of a program for a tile, however narrow the tile is
 
 
 @dataclass(frozen=True)
@@ -128,20 +131,20 @@ def packed_q_rows(query: Tensor, key: Tensor, has_row_groups: bool = False) -> i
     return query.shape[1] // key.shape[1] * seqs_and_rows(query, key, has_row_groups)[0] * query.shape[2]
 
 
-def splitting_pays(work_tiles: int, tiles: int, tile_us: float, n_states: int, most: int) -> bool:
+def splitting_pays(work_tiles: int, tiles: int, tile_us: float, n_states: int, most: int, rates: GpuRates) -> bool:
     """Estimate whether equal shares for all programs save more time than the combine of partial states takes.
 
     Args:
         work_tiles, tiles, most: as for `programs_for`.
         tile_us: the time of a program for a tile.
-        n_states: the number of output states. A state that may have partial states takes 0.8 ns more than a whole one,
-            as measured on an H200.
+        n_states: the number of output states. One that may have partial states takes longer.
+        rates: those of the GPU.
     """
     whole_us = ceil_div(work_tiles, most) * tiles * tile_us
-    return work_tiles * tiles / most * tile_us + 8e-4 * n_states < whole_us
+    return work_tiles * tiles / most * tile_us + rates.partial_state_us * n_states < whole_us
 
 
-def combining_pays(work_tiles: int, tiles: int, tile_us: float, most: int) -> bool:
+def combining_pays(work_tiles: int, tiles: int, tile_us: float, most: int, rates: GpuRates) -> bool:
     """Estimate whether equal shares save more time than the launch that combines their partial states takes.
 
     Only the device knows how many of the `tiles` a mask or lengths leave. The estimate is for all of them, where equal
@@ -149,13 +152,12 @@ def combining_pays(work_tiles: int, tiles: int, tile_us: float, most: int) -> bo
     (H200, 1 to 16 sequences of 8 or 32 kv heads). With all of 128 to 512 keys in use, those chosen take 0.64 to 1.05.
 
     Args:
-        work_tiles, tiles, tile_us, most: as for `splitting_pays`.
+        work_tiles, tiles, tile_us, most, rates: as for `splitting_pays`.
     """
     share = min(work_tiles, most) / most
-    # A GPU that is not full reads a tenth slower. A program alone reads 2.5 times as fast as beside all others.
-    beside_us = tile_us * (share if share > 0.9 else 1.1 * share)
-    whole_us = ceil_div(work_tiles, most) * tiles * max(beside_us, 0.4 * tile_us, TILE_US)
-    return work_tiles * tiles / most * max(tile_us, TILE_US) + COMBINE_US < whole_us
+    beside_us = tile_us * (share if share > 0.9 else rates.tile_beside_few * share)
+    whole_us = ceil_div(work_tiles, most) * tiles * max(beside_us, rates.tile_alone * tile_us, rates.least_tile_us)
+    return work_tiles * tiles / most * max(tile_us, rates.least_tile_us) + rates.combine_us < whole_us
 
 
 def whole_programs(work_tiles: int, tiles: int, most: int) -> int:

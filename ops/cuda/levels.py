@@ -10,39 +10,16 @@ from torch import Tensor
 from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import INTERPRETED, Partials
-from tatten.ops.cuda.decode_grid import BYTES_PER_US, Place
+from tatten.ops.cuda.decode_grid import Place
 from tatten.ops.cuda.gpu import has_early_launches, multiprocessors
+from tatten.ops.cuda.gpu_rates import GpuRates, LevelsTile
 from tatten.ops.cuda.heuristics import packed_q_rows
 from tatten.ops.cuda.kernels.levels import _levels_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.tile_space import TileSpace
+from tatten.ops.cuda.tuning import gpu_rates
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import accumulator_dtype
-
-LAUNCH_US = 5.0  # the time of one more launch: to start, to wait for its first loads, and to store
-LEVEL_FLOPS = 700e6  # products per us of a launch for a level alone, on an H200
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A tile of the levels kernel, and estimates for it on an H200: products per us, and bytes from the L2 per us.
-
-    `block_us` is the time of a block of `block_n` keys after the one before it, `level_us` that of the first block's
-    loads.
-    """
-
-    block_m: int
-    block_n: int
-    warps: int
-    per_sm: int
-    flops: float
-    l2_bytes: float
-    block_us: float
-    level_us: float
-
-
-TILES = Tile(64, 32, 4, 2, 450e6, 5e6, 0.6, 0.0), Tile(128, 64, 8, 2, 700e6, 8e6, 0.8, 3.0)
-LEAST_QUERIES = 32  # queries that share a row of the finest level: with fewer, ancestors are read again for too few
 
 
 @dataclass(frozen=True)
@@ -60,7 +37,7 @@ class LevelsLaunch:
         return Partials(out, lse, none, none)
 
 
-def plan_levels(call: AttentionCall, levels: Sequence[KeyValue], tile: Tile, place: Place) -> LevelsLaunch:
+def plan_levels(call: AttentionCall, levels: Sequence[KeyValue], tile: LevelsTile, place: Place) -> LevelsLaunch:
     """Plan attention to nested levels, the finest last: the batch of each divides that of the next.
 
     Args:
@@ -123,7 +100,7 @@ class Levels:
     """Segments for one launch, coarse to fine, by their numbers."""
 
     segments: tuple[int, ...]
-    tile: Tile
+    tile: LevelsTile
 
 
 def choose_levels(query: Tensor, keys: dict[int, Tensor]) -> Levels | None:
@@ -131,17 +108,19 @@ def choose_levels(query: Tensor, keys: dict[int, Tensor]) -> Levels | None:
 
     `keys` are the keys of the segments that the kernel supports, by the number of each segment.
     """
-    best, most = None, 0.0
+    best, most, rates = None, 0.0, gpu_rates(query.device)
     by_rows = sorted(keys, key=lambda i: keys[i].shape[0])
-    enough = [i for i in by_rows if packed_q_rows(query, keys[i]) >= LEAST_QUERIES]
+    enough = [i for i in by_rows if packed_q_rows(query, keys[i]) >= rates.levels_least_queries]
     for n, i in enumerate(enough):
         finest = keys[i]
-        for tile in _tiles(packed_q_rows(query, finest)):
+        for tile in _tiles(packed_q_rows(query, finest), rates):
             chosen: tuple[int, ...] = (i,)
-            saved = _alone_us(query, finest) - _together_us(query, finest, finest, tile) - _launch_us(query)
+            saved = (
+                _alone_us(query, finest, rates) - _together_us(query, finest, finest, tile) - _launch_us(query, rates)
+            )
             for j in reversed(enough[:n]):
                 nested = keys[chosen[0]].shape[0] % keys[j].shape[0] == 0 and keys[j].shape[1] == finest.shape[1]
-                more = _alone_us(query, keys[j]) - _together_us(query, keys[j], finest, tile)
+                more = _alone_us(query, keys[j], rates) - _together_us(query, keys[j], finest, tile)
                 if nested and more > 0:
                     chosen, saved = (j, *chosen), saved + more
             if len(chosen) > 1 and saved > most:
@@ -149,13 +128,14 @@ def choose_levels(query: Tensor, keys: dict[int, Tensor]) -> Levels | None:
     return best
 
 
-def _block_m(packed: int, tile: Tile) -> int:
+def _block_m(packed: int, tile: LevelsTile) -> int:
     return min(tile.block_m, max(16, power_of_2(packed)))
 
 
-def _tiles(packed: int) -> list[Tile]:
+def _tiles(packed: int, rates: GpuRates) -> list[LevelsTile]:
     """Return the tiles that `packed` queries fill; the first one shrinks with them."""
-    return [tile for tile in TILES if tile is TILES[0] or tile.block_m <= packed]
+    first, *others = rates.levels_tiles
+    return [first, *(tile for tile in others if tile.block_m <= packed)]
 
 
 def _flops(query: Tensor, kv_len: int) -> float:
@@ -164,18 +144,18 @@ def _flops(query: Tensor, kv_len: int) -> float:
     return 4.0 * batch * q_heads * q_len * head_dim * kv_len
 
 
-def _launch_us(query: Tensor) -> float:
+def _launch_us(query: Tensor, rates: GpuRates) -> float:
     """Estimate the time of a launch beside its keys: its states are written and read again."""
-    return LAUNCH_US + 8 * query.numel() / BYTES_PER_US
+    return rates.launch_us + 8 * query.numel() / rates.read_bytes_per_us
 
 
-def _alone_us(query: Tensor, key: Tensor) -> float:
+def _alone_us(query: Tensor, key: Tensor, rates: GpuRates) -> float:
     """Estimate the time of a launch for one level."""
-    read = 2 * key.numel() * key.element_size() / BYTES_PER_US
-    return max(_flops(query, key.shape[2]) / LEVEL_FLOPS, read) + _launch_us(query)
+    read_us = 2 * key.numel() * key.element_size() / rates.read_bytes_per_us
+    return max(_flops(query, key.shape[2]) / rates.level_flops_per_us, read_us) + _launch_us(query, rates)
 
 
-def _together_us(query: Tensor, key: Tensor, finest: Tensor, tile: Tile) -> float:
+def _together_us(query: Tensor, key: Tensor, finest: Tensor, tile: LevelsTile) -> float:
     """Estimate the time that a level adds to a launch for levels down to `finest`."""
     _, kv_heads, kv_len, head_dim = key.shape
     packed, blocks = packed_q_rows(query, finest), ceil_div(kv_len, tile.block_n)
@@ -185,4 +165,5 @@ def _together_us(query: Tensor, key: Tensor, finest: Tensor, tile: Tile) -> floa
     products = _flops(query, blocks * tile.block_n) * q_blocks * block_m / packed
     read = 2 * work_tiles * kv_len * head_dim * key.element_size()
     waves = ceil_div(work_tiles, tile.per_sm * multiprocessors(query.device))
-    return max(products / tile.flops, read / tile.l2_bytes, waves * blocks * tile.block_us) + waves * tile.level_us
+    bound_us = max(products / tile.flops_per_us, read / tile.l2_bytes_per_us, waves * blocks * tile.block_us)
+    return bound_us + waves * tile.level_us

@@ -10,7 +10,7 @@ import torch
 from tatten.ops.call import AttentionCall
 from tatten.ops.cuda.flash_attn import PACKAGES, package_unsupported_reason
 from tatten.ops.cuda.gpu import capability, device_name, has_float8
-from tatten.ops.cuda.tuning import Table, table_of
+from tatten.ops.cuda.tuning import Tuning, tuning_of
 from tatten.ops.cuda.workload import NARROW, Workload
 from tatten.ops.layout import pack_gqa
 from tatten.ops.states import State
@@ -29,12 +29,12 @@ def choose_provider(work: Workload) -> str:
 
 def table_note(work: Workload) -> str:
     """Return a note on the choice if it was not made by a table of this GPU; else an empty string."""
-    device, table = device_name(work.device), _table(work)
+    device, tuning = device_name(work.device), _tuning(work)
     if not _asks_table(work) or device == "":
         return ""
-    if table is None:
+    if tuning is None:
         return f"no provider table for {device}, nor for another GPU of its architecture"
-    return "" if device == table.device else f"provider table measured on {table.device}, borrowed for {device}"
+    return "" if device == tuning.device else f"provider table measured on {tuning.device}, borrowed for {device}"
 
 
 def replaced_flash(work: Workload) -> str:
@@ -50,12 +50,12 @@ def _asks_table(work: Workload) -> bool:
 
 
 def _fastest(work: Workload) -> str:
-    table = _table(work)
-    return "triton" if table is None else table.provider(work.pairs, work.key[2])
+    tuning = _tuning(work)
+    return "triton" if tuning is None else tuning.provider(work.pairs, work.key[2])
 
 
-def _table(work: Workload) -> Table | None:
-    return table_of(device_name(work.device), capability(work.device))
+def _tuning(work: Workload) -> Tuning | None:
+    return tuning_of(device_name(work.device), capability(work.device))
 
 
 def unsupported_reason(provider: str, work: Workload) -> str | None:

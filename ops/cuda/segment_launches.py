@@ -27,13 +27,11 @@ from tatten.ops.cuda.levels import LevelsLaunch, choose_levels, plan_levels
 from tatten.ops.cuda.recording import may_take_gluon
 from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tma import takes_tma
+from tatten.ops.cuda.tuning import gpu_rates
 from tatten.ops.sizes import ceil_div, power_of_2
 
 # For short kv_rows beside the prefix kernel: an SM then runs several small programs at once.
 SHORT_ROWS = Tiles(16, 64, 2, 2, 4)
-# Measured on an H200: the prefix kernel's time for 128 packed queries by 128 keys of head_dim 128, and the bytes that
-# an SM reads beside it.
-PREFIX_TILE_US, SM_BYTES_PER_US = 2.2, 40e3
 SHARED_ROWS = 64  # packed queries of a tile of shared keys with `batch_invariant`, however many sequences share them
 
 
@@ -128,12 +126,12 @@ def _takes_levels_kernel(call: AttentionCall, x: KeyValue) -> bool:
 
 def _takes_prefix_kernel(call: AttentionCall, x: KeyValue) -> bool:
     """Return True if the prefix kernel can compute this, and is faster. With many keys it is, even if half empty."""
-    query, dim = call.query, call.query.shape[3]
+    query, dim, rates = call.query, call.query.shape[3], gpu_rates(call.query.device)
     packed = packed_q_rows(query, x.key, x.row_groups is not None)
     return (
         x.attn_mask is None
-        and packed > 32
-        and x.key.shape[2] > (64 if packed > 64 else 2048)
+        and packed > rates.prefix_over_queries
+        and x.key.shape[2] > (rates.prefix_over_keys if packed > 64 else rates.half_prefix_over_keys)
         and dim == x.value.shape[3]
         and dim in (64, 128)
         and query.is_cuda
@@ -164,9 +162,9 @@ def _sms_beside_prefix(query: Tensor, prefix: KeyValue, beside: KeyValue) -> int
         kv_rows = max(prefix.key.shape[0], ceil_div(query.shape[0], seqs))
     q_blocks = ceil_div(packed_q_rows(query, prefix.key, has_row_groups), 128)
     tiles = q_blocks * kv_rows * kv_heads * ceil_div(kv_len, 128)
-    prefix_us = tiles * head_dim / 128 * PREFIX_TILE_US
-    beside_us = 2 * beside.key.numel() * beside.key.element_size() / SM_BYTES_PER_US
-    sms = multiprocessors(query.device)
+    rates, sms = gpu_rates(query.device), multiprocessors(query.device)
+    prefix_us = tiles * head_dim / 128 * rates.prefix_tile_us
+    beside_us = 2 * beside.key.numel() * beside.key.element_size() / rates.sm_bytes_per_us
     sms_left = round(sms * beside_us / (prefix_us + beside_us))
     return min(sms_left, sms - 1) if sms_left >= sms // 5 else 0
 
@@ -182,11 +180,11 @@ def plan_prefix_segment(call: AttentionCall, stored: KeyValue, programs: int | N
     q_blocks = ceil_div(packed_q_rows(query, key, has_row_groups), BLOCK_M)
     work_tiles = (1 if has_row_groups else kv_rows) * kv_heads * q_blocks
     if programs is None:
-        most, n_tiles = multiprocessors(query.device), ceil_div(kv_len, BLOCK_N)
+        most, n_tiles, rates = multiprocessors(query.device), ceil_div(kv_len, BLOCK_N), gpu_rates(query.device)
         n_states = query.shape[0] * query.shape[1] * query.shape[2]
         if has_row_groups:
             programs = most
-        elif splitting_pays(work_tiles, n_tiles, PREFIX_TILE_US, n_states, most):
+        elif splitting_pays(work_tiles, n_tiles, rates.prefix_tile_us, n_states, most, rates):
             programs = programs_for(work_tiles, n_tiles, most)
         else:
             programs = whole_programs(work_tiles, n_tiles, most)

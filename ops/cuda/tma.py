@@ -11,10 +11,6 @@ from torch import Tensor
 from tatten.ops.cuda.recording import recorder
 from tatten.ops.moved import moved
 
-# The least bytes of keys and values that are read by TMA. Fewer are read before the host makes its next call, and
-# descriptors take the host 10 us of that time. Up to 500 MB, as measured on an H200, a GPU reads as fast without TMA.
-LEAST_BYTES = 128e6
-
 
 def takes_tma(x: Tensor) -> bool:
     """Return True if TMA can fetch tiles of `x`. It reads whole tiles, so all elements must be readable."""

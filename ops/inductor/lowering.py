@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from tatten.ops.cuda.bound_kernel import bind
 from tatten.ops.cuda.prepared import prepare
 from tatten.ops.cuda.recording import Gluon, NotRecordableError, Recorder, record
+from tatten.ops.cuda.tuning import gpu_rates
 from tatten.ops.inductor.check import check_interfaces
 from tatten.ops.inductor.custom_pass import in_force
 from tatten.ops.inductor.ir import (
@@ -45,11 +46,6 @@ from tatten.ops.library import cuda_implementations
 from tatten.ops.moved import moved, text_of
 
 log = logging.getLogger("tatten")
-
-# The most bytes of keys and values that are read without TMA if the op would use it: 64 x 2048 tokens took 139 us and
-# not 125, 16 x 8192 tokens 127.0 and not 126.2, and smaller ones no longer (H200). With more bytes the GPU keeps the
-# host waiting anyway, and Python code launches the kernels of the op.
-MOST_BYTES_WITHOUT_TMA = 500e6
 
 
 class Opaque(Enum):
@@ -138,7 +134,7 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         fake_args, fake_kwargs = tree_map_only(Boxes, fake, (args, kwargs))
         try:
             recording, result = record(implementation, *fake_args, gluon=gluon, **fake_kwargs)
-            large = recording.without_tma > MOST_BYTES_WITHOUT_TMA
+            large = recording.without_tma > gpu_rates(recording.inputs[0].device).most_bytes_without_tma
             if large and is_python() and not ahead_of_time():
                 recording, result = record(implementation, *fake_args, gluon=gluon, tma=True, **fake_kwargs)
         except (ValueError, NotImplementedError) as error:  # the op gives the reason when it is called

@@ -23,8 +23,7 @@ sdpa = F.scaled_dot_product_attention
 
 @pytest.fixture(autouse=True)
 def own_rates(extra_kernels_are_free: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for device, rates in RATES.items():
-        monkeypatch.setitem(cost.RATES, device, rates)
+    monkeypatch.setattr(cost, "RATES", RATES)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 

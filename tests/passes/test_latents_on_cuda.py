@@ -12,6 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
+from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.validation import widest_on_cuda
 from tatten.passes import Rewritten, absorb, rewrite
 
@@ -70,7 +71,7 @@ def test_few_queries_reach_attention_unrounded_on_hopper(
 
 @pytest.mark.parametrize("most", [B * 5, B * 5 - 1])
 def test_many_queries_are_multiplied_by_bmm_on_a_gpu(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(absorb, "MOST_ROWS", most)
+    monkeypatch.setattr(absorb, "gpu_rates", lambda device: GpuRates(project_most_rows=most))
     gm = as_on_cuda(capture(lambda *x: attend(*x, join=joined), *inputs(5, dtype=torch.bfloat16)))
     rewrite(gm)
     project = torch.ops.tatten.project_heads.default

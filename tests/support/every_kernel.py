@@ -20,6 +20,7 @@ import torch
 import tatten
 from tatten.ops.cuda import combine, decode, segment_launches
 from tatten.ops.cuda.decode_grid import Place
+from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 from tatten.ops.masks import block_list
 
@@ -112,7 +113,7 @@ def slide(slots: int, dim: int) -> None:
 
 
 def main() -> None:
-    decode.LEAST_BYTES = 0
+    decode.gpu_rates = lambda device: GpuRates(tma_least_bytes=0)
     first, step = (int(x) for x in sys.argv[1:3]) if len(sys.argv) > 2 else (0, 1)
     variants: list[Any] = [(attend, *variant) for group in compile_tests().GROUPS.values() for variant in group]
     for keys in ("all", "lengths", "mask"):

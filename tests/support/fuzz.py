@@ -44,8 +44,8 @@ def small_shapes(
 ) -> Iterator[None]:
     """Inside, a CPU's ops go the ways that otherwise only large tensors go, and if `free` a rewrite always pays."""
     with pytest.MonkeyPatch.context() as patch:
-        for device, rates in REAL_RATES.items():
-            patch.setitem(cost.RATES, device, cost.Rates(bytes_per_us=1.0, segment_us=0.0) if free else rates)
+        free_rates = dict.fromkeys(("cpu", "cuda"), cost.Rates(bytes_per_us=1.0, segment_us=0.0))
+        patch.setattr(cost, "RATES", free_rates if free else REAL_RATES)
         patch.setitem(sliding.LEAST_BYTES, "cpu", 1)
         patch.setattr(thresholds, "CPU", thresholds.Thresholds(run_bytes, split_bytes, packed_rows))
         yield

@@ -1,8 +1,9 @@
-"""Print the launches that the ops plan on a made-up H200 for random calls, one line of JSON each.
+"""Print the launches that the ops plan on a made-up GPU for random calls, one line of JSON each.
 
 For changes that must not change a launch: run it before and after, and compare the outputs.
 
-    python tests/support/planned_launches.py > before.txt
+    python tests/support/planned_launches.py > before.txt         # an H200
+    python tests/support/planned_launches.py a100 > before.txt
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import json
 import pkgutil
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +21,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+GPUS = {  # names, compute capabilities and multiprocessors
+    "h200": ("NVIDIA H200", (9, 0), 132),
+    "h100": ("NVIDIA H100 80GB HBM3", (9, 0), 132),
+    "a100": ("NVIDIA A100-SXM4-80GB", (8, 0), 108),
+    "l40s": ("NVIDIA L40S", (8, 9), 142),
+    "b200": ("NVIDIA B200", (10, 0), 148),
+}
 SEED, EACH = 0, 500  # calls of each op, and as many over shared keys without masks
 FLOATS = torch.bfloat16, torch.float16, torch.float32
 Calls = Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]  # the name of an op, with its arguments
@@ -135,7 +144,9 @@ def planned(implementation: Callable[..., Any], args: Any, options: Any, how: di
 
 
 def main() -> None:
+    gpu, capability, sms = GPUS[sys.argv[1] if len(sys.argv) > 1 else "h200"]
     fake_h200.install()
+    vars(torch.cuda).update(get_device_name=lambda device: gpu, get_device_capability=lambda device: capability)
     with FakeTensorMode(allow_non_fake_inputs=True):
         from tatten.ops import cuda
         from tatten.ops.cuda.recording import Gluon
@@ -145,7 +156,7 @@ def main() -> None:
             importlib.import_module(f"{cuda.__name__}.{x.name}") for x in pkgutil.iter_modules(cuda.__path__)
         ):
             vars(module).update(
-                {"multiprocessors": lambda device: 132, "on_device_of": lambda x, run, *args: run(*args)}
+                {"multiprocessors": lambda device: sms, "on_device_of": lambda x, run, *args: run(*args)}
             )
         implementations = {
             op.name().split("::")[1]: implementation for op, implementation in cuda_implementations().items()

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 import tatten
 from tatten.ops.cuda import providers, workload
-from tatten.ops.cuda.tuning import Table
+from tatten.ops.cuda.tuning import Tuning
 from tatten.passes.cost import Cost
 from tatten.passes.findings import SourceLocation
 from tatten.passes.latent_cost import LatentCost, Work
@@ -278,7 +278,7 @@ def test_the_report_says_whose_table_is_borrowed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_report_says_where_flash_is_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "table_of", lambda *_: Table("a GPU", (9, 0), {1: {256: "flash"}}))
+    monkeypatch.setattr(providers, "tuning_of", lambda *_: Tuning("a GPU", (9, 0), {1: {256: "flash"}}))
     monkeypatch.setattr(providers, "device_name", lambda device: "a GPU")
     provider, _ = provider_in_report(torch.bfloat16, 128, 4096, masked=False)
     assert provider == "flash"

@@ -1,31 +1,36 @@
-"""Tuning tables: the provider that was measured to decode fastest, one module for each GPU that was measured."""
+"""Measurements of GPUs, one module for each: rates and thresholds, and the provider that decodes fastest."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-DEFAULT = "NVIDIA H200"  # if several tables fit a GPU equally well
+import torch
 
-Capability = tuple[int, int]
+from tatten.ops.cuda.gpu import Capability, capability, device_name
+from tatten.ops.cuda.gpu_rates import GpuRates
+
+DEFAULT = "NVIDIA H200"  # if several modules fit a GPU equally well
 
 
 @dataclass(frozen=True)
-class Table:
-    """The fastest provider by sizes, as `benchmarks/calibrate.py` measured it on one GPU.
+class Tuning:
+    """The measurements of one GPU.
 
     Attributes:
         device: the name of the GPU.
         capability: its compute capability.
         fastest: for powers of two of (sequence, kv head) pairs, the number of keys from which on a provider is the
-            fastest.
+            fastest, as measured by `benchmarks/calibrate.py`.
+        rates: its rates and thresholds.
     """
 
     device: str
     capability: Capability
     fastest: dict[int, dict[int, str]]
+    rates: GpuRates = field(default_factory=GpuRates)
 
     def provider(self, pairs: int, kv_len: int) -> str:
         """The fastest provider at the measured sizes that are nearest in ratio."""
@@ -40,27 +45,34 @@ def round_log2(n: int) -> int:
 
 
 @functools.cache
-def tables() -> tuple[Table, ...]:
-    """Return all tables."""
+def tunings() -> tuple[Tuning, ...]:
+    """Return the measurements of all GPUs."""
     modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    return tuple(Table(x.DEVICE, x.CAPABILITY, x.FASTEST) for x in modules)
+    return tuple(Tuning(x.DEVICE, x.CAPABILITY, x.FASTEST, x.RATES) for x in modules)
 
 
 @functools.cache
-def table_of(device: str, capability: Capability) -> Table | None:
-    """Return the table of a GPU, or else that of the nearest GPU with the same major compute capability.
+def tuning_of(device: str, capability: Capability) -> Tuning | None:
+    """Return the measurements of a GPU, or else of the nearest GPU with the same major compute capability.
 
     The result is None if no GPU of that architecture was measured: another one has other kernels under the same names.
     """
 
-    def distance(table: Table) -> tuple[bool, int, bool]:
-        return table.device != device, abs(table.capability[1] - capability[1]), table.device != DEFAULT
+    def distance(tuning: Tuning) -> tuple[bool, int, bool]:
+        return tuning.device != device, abs(tuning.capability[1] - capability[1]), tuning.device != DEFAULT
 
-    fitting = [table for table in tables() if table.device == device or table.capability[0] == capability[0]]
+    fitting = [tuning for tuning in tunings() if tuning.device == device or tuning.capability[0] == capability[0]]
     return min(fitting, key=distance, default=None)
 
 
+@functools.cache
+def gpu_rates(device: torch.device) -> GpuRates:
+    """Return the rates of a device by `tuning_of`; those of an H200 if no GPU of its architecture was measured."""
+    tuning = tuning_of(device_name(device), capability(device))
+    return GpuRates() if tuning is None else tuning.rates
+
+
 def module_name(device: str) -> str:
-    """The name of the module for a GPU's table: `h100_80gb_hbm3` for NVIDIA H100 80GB HBM3."""
+    """The name of the module for a GPU: `h100_80gb_hbm3` for NVIDIA H100 80GB HBM3."""
     words = "".join(x if x.isalnum() else " " for x in device.lower()).split()
     return "_".join(word for word in words if word != "nvidia")

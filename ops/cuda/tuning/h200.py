@@ -1,8 +1,13 @@
-"""The fastest decode provider, written by `python benchmarks/calibrate.py --write` on NVIDIA H200."""
+"""Measurements of an NVIDIA H200."""
+
+from tatten.ops.cuda.gpu_rates import GpuRates
 
 DEVICE, CAPABILITY = "NVIDIA H200", (9, 0)
 
-# For each number of (sequence, kv head) pairs, the number of keys from which on a provider is the fastest.
+RATES = GpuRates()  # with the fields that differ from an H200's
+
+# For each number of (sequence, kv head) pairs, the number of keys from which on a provider is the fastest, as
+# `python benchmarks/calibrate.py --write` measured it.
 FASTEST = {
     1: {256: "triton", 65536: "cudnn"},
     2: {256: "triton", 32768: "cudnn"},

@@ -20,6 +20,7 @@ from tatten.ops.cuda import decode_grid
 from tatten.ops.cuda import combine
 from tatten.ops.cuda import segment_launches
 from tatten.ops.cuda import block_mask
+from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 
 def attend(
@@ -64,7 +65,7 @@ def attend(
 
 launches, chosen = [], []
 tiles_for = decode_grid.tiles_for
-decode.LEAST_BYTES = 0
+decode.gpu_rates = lambda device: GpuRates(tma_least_bytes=0)
 decode_grid.tiles_for = lambda *args, **kwargs: chosen.append(tiles_for(*args, **kwargs)) or chosen[-1]
 decode_grid.multiprocessors = segment_launches.multiprocessors = lambda device: 132
 for module in (decode, combine, block_mask, prefix_sm90):

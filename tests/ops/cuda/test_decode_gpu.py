@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tatten.ops.cuda.flash_attn import PACKAGES
+from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.cuda.providers import unsupported_reason
 from tatten.ops.cuda.workload import Workload
 from tatten.ops.kernel_signatures import decode_call
@@ -40,7 +41,7 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _tma(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read small keys and values as large ones are read."""
-    monkeypatch.setattr("tatten.ops.cuda.decode.LEAST_BYTES", 0)
+    monkeypatch.setattr("tatten.ops.cuda.decode.gpu_rates", lambda device: GpuRates(tma_least_bytes=0))
 
 
 def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:

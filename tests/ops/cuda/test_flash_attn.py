@@ -21,7 +21,7 @@ from tatten.ops.cuda import flash_attn, providers
 from tatten.ops.cuda.flash_attn import package_attention
 from tatten.ops.cuda.providers import choose_provider, unsupported_reason
 from tatten.ops.cuda.recording import NotRecordableError, record
-from tatten.ops.cuda.tuning import Table
+from tatten.ops.cuda.tuning import Tuning
 from tatten.ops.cuda.workload import Workload, needs_of
 from tatten.ops.kernel_signatures import decode_call, decode_kernel
 from tatten.ops.reference import attention_reference
@@ -268,7 +268,7 @@ def test_the_op_runs_what_is_named(provider: str, monkeypatch: pytest.MonkeyPatc
 def test_auto_takes_one_where_a_table_names_it_and_it_is_installed(
     provider: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(providers, "table_of", lambda *_: Table("a GPU", (9, 0), {1: {256: provider}}))
+    monkeypatch.setattr(providers, "tuning_of", lambda *_: Tuning("a GPU", (9, 0), {1: {256: provider}}))
     uninstall(monkeypatch)
     assert choose_provider(workload()) == "triton"
     install(monkeypatch, provider)

@@ -12,7 +12,7 @@ from torch.nn import attention
 from tatten.ops.cuda import decode, dispatch, providers
 from tatten.ops.cuda.launcher import by_layout
 from tatten.ops.cuda.providers import choose_provider, replaced_flash, unsupported_reason
-from tatten.ops.cuda.tuning import Table
+from tatten.ops.cuda.tuning import Tuning
 from tatten.ops.cuda.workload import Workload
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel
 
@@ -31,7 +31,7 @@ def _replaced() -> Iterator[None]:
 
 
 def use_table(monkeypatch: pytest.MonkeyPatch, provider: str) -> None:
-    monkeypatch.setattr(providers, "table_of", lambda *_: Table("a GPU", (9, 0), {1: {256: provider}}))
+    monkeypatch.setattr(providers, "tuning_of", lambda *_: Tuning("a GPU", (9, 0), {1: {256: provider}}))
 
 
 def tensors() -> tuple[Tensor, ...]:

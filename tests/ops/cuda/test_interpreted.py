@@ -16,6 +16,7 @@ from slow import slow_after, slow_but
 from stream_k_schedule import Schedule
 from torch import Tensor
 
+from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.kernel_signatures import bifurcated_call, bifurcated_kernel, decode_call
 from tatten.ops.layout import pack_gqa
 from tatten.ops.masks import block_list
@@ -229,7 +230,7 @@ def test_tensor_descriptors(dims: tuple[int, int], options: dict, monkeypatch: p
     from tatten.ops.cuda import decode as module
 
     monkeypatch.setattr(module, "INTERPRETED", False)
-    monkeypatch.setattr(module, "LEAST_BYTES", 0)
+    monkeypatch.setattr(module, "gpu_rates", lambda device: GpuRates(tma_least_bytes=0))
     inputs = Case(kv_len=150, head_dim=dims[0], value_dim=dims[1], dtype=torch.float16, scale=0.2, **options).inputs()
     assert_state(*launch_and_merge(inputs, programs=5)[1], inputs)
 
@@ -243,9 +244,9 @@ def test_a_run_of_full_blocks(mask: str, tma: bool, programs: int | None, monkey
     from tatten.ops.cuda import decode as module
     from tatten.ops.cuda import decode_grid
 
-    monkeypatch.setattr(decode_grid, "MOST_WHOLE", 16)
+    monkeypatch.setattr(decode_grid, "gpu_rates", lambda device: GpuRates(most_whole_tiles=16))
     monkeypatch.setattr(module, "INTERPRETED", not tma)
-    monkeypatch.setattr(module, "LEAST_BYTES", 0)
+    monkeypatch.setattr(module, "gpu_rates", lambda device: GpuRates(tma_least_bytes=0))
     case = Case(kv_len=1000, head_dim=16, dtype=torch.float16, scale=0.2, q_len=2, mask=mask)
     inputs = case.inputs()
     parts, state = launch_and_merge(inputs, tiles=module.Tiles(16, 128, 4, 2), programs=programs)
@@ -566,7 +567,7 @@ def test_combine_of_whole_states(
     """States of segments, some empty, several to a program or one."""
     from tatten.ops.cuda import combine
 
-    monkeypatch.setattr(combine, "MANY_STATES", many_states)
+    monkeypatch.setattr(combine, "gpu_rates", lambda device: GpuRates(many_states=many_states))
     outs, lses = torch.randn(wholes, 3, 4, 3, 24), torch.randn(wholes, 3, 4, 3) * 5
     for states in ((0, 0), (1, 1), (slice(None), 2)):
         outs[states][..., 0, 0, :], lses[states][..., 0, 0] = 0, float("-inf")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tatten.ops import moved
 from tatten.ops.cuda import launcher
+from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.cuda.launcher import Launch, by_layout
 from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 
@@ -91,7 +92,7 @@ def test_a_plan_keeps_no_tensor(op: str, monkeypatch: pytest.MonkeyPatch) -> Non
     from tatten.ops.cuda import dispatch as cuda
 
     monkeypatch.setattr(decode, "INTERPRETED", False)  # so that there are tiles to describe
-    monkeypatch.setattr(decode, "LEAST_BYTES", 0)
+    monkeypatch.setattr(decode, "gpu_rates", lambda device: GpuRates(tma_least_bytes=0))
 
     def empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

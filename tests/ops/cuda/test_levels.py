@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tatten.ops.cuda import levels, segment_launches, segments
 from tatten.ops.cuda.decode_grid import Place
-from tatten.ops.cuda.levels import TILES, Levels, Tile, choose_levels, plan_levels
+from tatten.ops.cuda.gpu_rates import GpuRates, LevelsTile
+from tatten.ops.cuda.levels import Levels, choose_levels, plan_levels
 from tatten.ops.kernel_signatures import bifurcated_call
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -23,6 +24,7 @@ needs_interpreter = pytest.mark.skipif(
 )
 runs = pytest.mark.gpu if GPU else needs_interpreter
 HALF = torch.float16
+TILES = GpuRates().levels_tiles
 
 
 def randn(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
@@ -59,7 +61,9 @@ def question(query: Tensor, keys: list[Tensor], values: list[Tensor], scale: flo
         (((1, 5), (2, 2), (4, 31), (8, 1)), 8, (14, 1), 1, (16, 80)),
     ],
 )
-def test_states(tree: tuple, batch: int, heads: tuple, q_len: int, dims: tuple, max_and_sum: bool, tile: Tile) -> None:
+def test_states(
+    tree: tuple, batch: int, heads: tuple, q_len: int, dims: tuple, max_and_sum: bool, tile: LevelsTile
+) -> None:
     torch.manual_seed(0)
     query = randn(batch, heads[0], q_len, dims[0])
     keys, values = ([randn(rows, heads[1], n, dim) for rows, n in tree] for dim in dims)
@@ -117,6 +121,7 @@ import torch
 from compiled import Recorder, compile_launch
 from tatten.ops.cuda import levels
 from tatten.ops.cuda.decode_grid import Place
+from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.kernel_signatures import bifurcated_call
 
 launches = []
@@ -124,7 +129,8 @@ levels._levels_kernel = Recorder(levels._levels_kernel, launches)
 dim = int(sys.argv[1])
 def empty(*shape):
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-for heads, follows, tile in ((64, False, levels.TILES[0]), (32, True, levels.TILES[0]), (64, True, levels.TILES[1])):
+small, large = GpuRates().levels_tiles
+for heads, follows, tile in ((64, False, small), (32, True, small), (64, True, large)):
     query, keys = empty(1024, heads, 1, dim), [empty(rows, 8, n, dim) for rows, n in ((1, 256), (8, 128), (128, 32))]
     call = bifurcated_call(query, keys, keys, scale=0.1)
     levels.plan_levels(call, call.segments, tile, Place(final=False, beside_previous=follows))(call, *call.segments)

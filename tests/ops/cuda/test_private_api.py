@@ -28,6 +28,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from tatten.ops.cuda import decode, decode_grid
 from tatten.ops.cuda.combine import plan_combine
+from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.kernel_signatures import decode_call
 
 launches = []
@@ -63,7 +64,7 @@ class Driver:
 
 driver.set_active(Driver())
 decode_grid.multiprocessors = lambda device: 132
-decode.LEAST_BYTES = 0
+decode.gpu_rates = lambda device: GpuRates(tma_least_bytes=0)
 names = []
 
 def address(x):

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.cuda import providers, tuning
+from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.cuda.providers import choose_provider, unsupported_reason
-from tatten.ops.cuda.tuning import Table, module_name, round_log2, table_of, tables
+from tatten.ops.cuda.tuning import Tuning, gpu_rates, module_name, round_log2, tuning_of, tunings
 from tatten.ops.cuda.workload import Workload
 from tatten.ops.kernel_signatures import decode_kernel
 
 # 1, 2 and 4 pairs; 256, 512 and 1024 keys
-TABLE = Table(
+TABLE = Tuning(
     "a GPU",
     (9, 0),
     {
@@ -57,11 +58,11 @@ def work(plain: bool = True, **sizes: Any) -> Workload:
 
 def use_table(monkeypatch: pytest.MonkeyPatch, provider: str) -> None:
     """Have a table that names one provider for all sizes."""
-    monkeypatch.setattr(providers, "table_of", lambda *_: Table("a GPU", (9, 0), {1: {256: provider}}))
+    monkeypatch.setattr(providers, "tuning_of", lambda *_: Tuning("a GPU", (9, 0), {1: {256: provider}}))
 
 
-@pytest.mark.parametrize("table", tables(), ids=lambda table: table.device)
-def test_each_table_is_whole(table: Table) -> None:
+@pytest.mark.parametrize("table", tunings(), ids=lambda table: table.device)
+def test_each_table_is_whole(table: Tuning) -> None:
     """Rows are for powers of two from 1 on; each begins at 256 keys and names providers."""
     assert list(table.fastest) == [1 << i for i in range(len(table.fastest))]
     for row in table.fastest.values():
@@ -71,19 +72,35 @@ def test_each_table_is_whole(table: Table) -> None:
 
 
 def test_a_table_is_where_its_device_says() -> None:
-    for table in tables():
+    for table in tunings():
         module = importlib.import_module(f"tatten.ops.cuda.tuning.{module_name(table.device)}")
         assert table.device == module.DEVICE
 
 
-@pytest.mark.parametrize("table", tables(), ids=lambda table: table.device)
-def test_a_table_is_as_calibrate_writes_it(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def calibrate(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    calibrate = importlib.import_module("calibrate")
+    return importlib.import_module("calibrate")
+
+
+@pytest.mark.parametrize("table", tunings(), ids=lambda table: table.device)
+def test_a_module_ends_in_the_table_that_calibrate_writes(table: Tuning, calibrate: Any) -> None:
     lengths = [256 << i for i in range(10)]
     found = {pairs: {n: table.provider(pairs, n) for n in lengths} for pairs in table.fastest}
-    written = Path(tuning.__file__).parent / f"{module_name(table.device)}.py"
-    assert calibrate.table_text(table.device, table.capability, found) == written.read_text()
+    written = (Path(tuning.__file__).parent / f"{module_name(table.device)}.py").read_text()
+    assert calibrate.with_table(written, calibrate.table_text(found)) == written
+    other = calibrate.with_table(written, calibrate.table_text({1: {256: "flash"}}))
+    assert other.startswith(written[: written.index("FASTEST")]), "the rates stay"
+    assert other.endswith('FASTEST = {\n    1: {256: "flash"},\n}\n')
+
+
+def test_calibrate_writes_a_new_module(calibrate: Any) -> None:
+    rates = {"read_bytes_per_us": 1.916e6, "product_flops_per_us": 3.1e8}
+    written = calibrate.rates_text("NVIDIA X", (9, 0), rates) + calibrate.table_text({1: {256: "triton"}})
+    module: dict[str, Any] = {}
+    exec(written, module)
+    assert (module["DEVICE"], module["CAPABILITY"], module["FASTEST"]) == ("NVIDIA X", (9, 0), {1: {256: "triton"}})
+    assert module["RATES"] == GpuRates(read_bytes_per_us=1.9e6, product_flops_per_us=3.1e8)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +112,10 @@ def test_the_name_of_a_module(device: str, name: str) -> None:
 
 
 def test_a_gpu_has_its_own_table_or_borrows_one_of_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = [Table(name, capability, {}) for name, capability in {"B": (10, 0), "A": (8, 0), "H": (9, 0)}.items()]
-    made.append(Table("NVIDIA H200", (9, 0), {}))
-    monkeypatch.setattr(tuning, "tables", lambda: tuple(made))
-    choose = table_of.__wrapped__
+    made = [Tuning(name, capability, {}) for name, capability in {"B": (10, 0), "A": (8, 0), "H": (9, 0)}.items()]
+    made.append(Tuning("NVIDIA H200", (9, 0), {}))
+    monkeypatch.setattr(tuning, "tunings", lambda: tuple(made))
+    choose = tuning_of.__wrapped__
     assert choose("A", (9, 0)).device == "A"
     assert choose("H", (9, 0)).device == "H"
     assert choose("other", (9, 0)).device == "NVIDIA H200"
@@ -109,8 +126,25 @@ def test_a_gpu_has_its_own_table_or_borrows_one_of_its_architecture(monkeypatch:
     assert choose("other", (7, 5)) is None
 
 
-@pytest.mark.parametrize("table", tables(), ids=lambda table: table.device)
-def test_every_size_has_a_provider(table: Table) -> None:
+def test_a_gpu_has_the_rates_of_its_module_or_borrows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An architecture without a module has an H200's rates; so have plans without a GPU, which are for Hopper."""
+    rates = {"B": GpuRates(read_bytes_per_us=7.0e6), "NVIDIA H200": GpuRates(waves=8)}
+    made = Tuning("B", (10, 0), {}, rates["B"]), Tuning("NVIDIA H200", (9, 0), {}, rates["NVIDIA H200"])
+    monkeypatch.setattr(tuning, "tunings", lambda: made)
+    monkeypatch.setattr(tuning, "tuning_of", tuning_of.__wrapped__)
+
+    def rates_of(device: str, capability: tuple[int, int]) -> GpuRates:
+        monkeypatch.setattr(tuning, "device_name", lambda _: device)
+        monkeypatch.setattr(tuning, "capability", lambda _: capability)
+        return gpu_rates.__wrapped__(torch.device("cuda"))
+
+    assert rates_of("B", (10, 0)) == rates_of("other", (10, 3)) == rates["B"]
+    assert rates_of("other", (9, 0)) == rates_of("", (9, 0)) == rates["NVIDIA H200"]
+    assert rates_of("other", (8, 0)) == GpuRates()
+
+
+@pytest.mark.parametrize("table", tunings(), ids=lambda table: table.device)
+def test_every_size_has_a_provider(table: Tuning) -> None:
     for pairs in (0, 1, 3, 100, 10**6):
         for kv_len in (0, 1, 256, 5000, 10**8):
             assert table.provider(pairs, kv_len) in NAMES

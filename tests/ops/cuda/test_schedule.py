@@ -13,7 +13,7 @@ import torch
 from stream_k_schedule import Schedule, Visit, flash_attention_2, flash_decoding
 
 from tatten.ops.cuda import decode_grid
-from tatten.ops.cuda.decode_grid import BYTES_PER_US
+from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.cuda.heuristics import Tiles, combining_pays, latent_programs_for
 from tatten.ops.cuda.tile_space import TileSpace
 
@@ -214,8 +214,9 @@ def test_what_cannot_be_laid_out_is_refused(name: str, case: tuple[tuple[int, ..
 )
 def test_where_combining_pays_on_an_h200(sequences: int, kv_heads: int, keys: int, pays: bool) -> None:
     """As measured: where whole work tiles fill the GPU, or are short, they take no longer than equal shares."""
-    tiles, tile_us = keys // 64, 264 * 64 * 256 * 2 / BYTES_PER_US
-    assert combining_pays(sequences * kv_heads, tiles, tile_us, 264) == pays
+    h200 = GpuRates()
+    tiles, tile_us = keys // 64, 264 * 64 * 256 * 2 / h200.read_bytes_per_us
+    assert combining_pays(sequences * kv_heads, tiles, tile_us, 264, h200) == pays
 
 
 WIDE_TILES, SHORT_TILES = Tiles(16, 128, 4, 2, 2), Tiles(16, 64, 4, 3)
@@ -245,9 +246,11 @@ def test_tiles_are_shortened_where_programs_share_work_tiles(
 ) -> None:
     """On the 132 multiprocessors of an H100, for the shapes that `shortened` names."""
     monkeypatch.setattr(decode_grid, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(decode_grid, "gpu_rates", lambda device: GpuRates(short_tiles_most_bytes=1e6))
     space = replace(TileSpace(1, 8, 4096, 8, 1, 1, 264, 16, 128), **changes)
-    assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 128)) == chosen
-    assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 64)) == tiles
+    assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 128), 1_000_000) == chosen
+    assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 128), 1_000_001) == tiles
+    assert decode_grid.shortened(tiles, space, torch.empty(1, 32, 1, 64), 1_000_000) == tiles
 
 
 @pytest.mark.parametrize("work_tiles, programs", [(1, 9), (2, 8), (3, 9), (4, 8), (4, 9), (8, 8)])
