@@ -66,8 +66,8 @@ class GpuRates:
     # takes the next.
     waves: int = 32
 
-    # The most bytes of keys and values for which `shortened` pays, which leaves fewer bytes in flight: 1 x 4096 takes 10.2
-    # us instead of 10.6, 1 x 32768 37.9 instead of 37.7, and 1 x 131072 127.8 instead of 124.7.
+    # The most bytes of keys and values for which `shortened` pays, which leaves fewer bytes in flight: 1 x 4096 takes
+    # 10.2 us instead of 10.6, 1 x 32768 37.9 instead of 37.7, and 1 x 131072 127.8 instead of 124.7.
     short_tiles_most_bytes: float = 64e6
 
     # TMA.
