@@ -115,9 +115,10 @@ class Masks:
         def insert() -> Node:
             graph, number = call.node.graph, constant(queries)
             if number is None:
-                number = graph.call_function(operator.mul, (_size_of(call.query, LENGTH, query.shape[LENGTH]), each))
-                number.meta["example_value"] = queries
-            args = rows, _size(segment, BATCH), number
+                q_len = _size_of(call.query, LENGTH, query.shape[LENGTH])
+                product = graph.call_function(operator.mul, (q_len, each))
+                product.meta["example_value"] = queries
+            args = rows, _size(segment, BATCH), product if number is None else number
             groups = graph.call_function(torch.ops.tatten.row_groups.default, args)
             groups.meta["stack_trace"] = call.shown.meta.get("stack_trace")
             return groups
@@ -191,7 +192,8 @@ def _size(segment: Stored, role: int) -> int | Node:
     return _size_of(segment.base, segment.dims[role], segment.size(role))
 
 
-def _size_of(tensor: Node, dim: int, size: int | SymInt) -> int | Node:
+def _size_of(tensor: Node, dim: int | None, size: int | SymInt) -> int | Node:
+    """A size of a tensor as an argument of an op: a number if it is the same in every run, else a node."""
     known = constant(size)
     if known is not None:
         return known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from itertools import chain
@@ -11,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, PreTrainedModel
 
+import tatten
 from tatten.integrations.transformers import DecodeLoop
+from tatten.passes import cost
+from tatten.passes.reasons import Reason
 
 pytestmark = pytest.mark.drawn(12)
 
@@ -133,8 +138,6 @@ def test_models(name: str) -> None:
 
 
 def test_attention_of_both_models_is_rewritten() -> None:
-    import tatten
-
     model = build()
     torch._dynamo.reset()
     with tatten.recording() as report:
@@ -261,3 +264,40 @@ def test_under_inductor() -> None:
     arguments = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
     more = {"assistant_model": first_layers(model, 1), "num_assistant_tokens": 3, "custom_generate": DecodeLoop()}
     assert torch.equal(model.generate(ids, **arguments, **more), model.generate(ids, **arguments))
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24"), reason="takes no static cache with an assistant"
+)
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_assisted_generate_has_one_graph_for_all_numbers_of_queries(
+    dynamic: bool | None, bounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the loop of transformers, with the model alone compiled: rewritten where its forward bounds the number."""
+    monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(1.0, 0.0, 1.0))
+    model = build()
+    draft = first_layers(model, 3, 0.2)
+    draft.generation_config.num_assistant_tokens = 6
+    arguments = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(prompt(), **arguments)
+    if bounded:
+        forward = model.forward
+
+        @functools.wraps(forward)
+        def bounded_forward(*args: Any, **kwargs: Any) -> Any:
+            if kwargs["input_ids"].shape[1] <= 16:
+                return forward(*args, **kwargs)
+            return forward(*args, **kwargs)
+
+        model.forward = bounded_forward
+    config = copy.copy(EAGER)
+    config.dynamic, config._compile_all_devices = dynamic, True
+    torch._dynamo.reset()
+    with tatten.recording() as report:
+        static = {"cache_implementation": "static", "max_cache_len": 128, "compile_config": config}
+        result = model.generate(prompt(), assistant_model=draft, **arguments, **static)
+    assert torch.equal(result, expected)
+    assert len(report.graphs) <= 3
+    reasons = {x.decline.reason for x in report.declined}
+    assert reasons == (set() if bounded else {Reason.Q_LEN_DYNAMIC})

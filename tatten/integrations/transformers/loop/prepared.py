@@ -118,9 +118,9 @@ def prepare(
     )
     runner = Runner(
         run,
-        caches=lambda: (cache_of(), assistant and assistant.cache),
+        caches=lambda: (cache_of(), None if assistant is None else assistant.cache),
         captures=captures,
-        draft=lambda: assistant and assistant.model(),
+        draft=lambda: None if assistant is None else assistant.model(),
     )
     step = steps[key] = PreparedStep(state, cache_of if of_the_user(cache) else cache, runner, assistant)
     while len(steps) > MOST_STEPS:
