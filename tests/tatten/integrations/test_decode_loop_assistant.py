@@ -178,6 +178,19 @@ def test_weights_of_the_draft_model_may_change() -> None:
     assert loop.launched_steps > few
 
 
+def test_both_caches_have_the_capacity_that_was_asked_for() -> None:
+    """A later call of the same step may need all of it."""
+    model, loop = build(layers=1), DecodeLoop()
+    asked = {"cache_implementation": "static", "max_cache_len": 2048}
+    given = {"assistant_model": model, "num_assistant_tokens": 2, "custom_generate": loop, "compile_config": EAGER}
+    for ids in prompt(), prompt(1030):
+        arguments = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+        assert torch.equal(model.generate(ids, **arguments, **asked, **given), model.generate(ids, **arguments))
+        assert loop.reason is None
+    (step,) = loop._steps[model].values()
+    assert [x.layers[0].max_cache_len for x in (step.cache, step.assistant.cache)] == [2048, 2048]
+
+
 def test_prompt_lookup_goes_before_an_assistant() -> None:
     """As in `generate`."""
     model, loop = build(), DecodeLoop()
@@ -274,7 +287,7 @@ def test_under_inductor() -> None:
 def test_assisted_generate_has_one_graph_for_all_numbers_of_queries(
     dynamic: bool | None, bounded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the loop of transformers, with the model alone compiled: rewritten where its forward bounds the number."""
+    """The loop of transformers compiles the model alone: steps are rewritten where its forward bounds the number."""
     monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(1.0, 0.0, 1.0))
     model = build()
     draft = first_layers(model, 3, 0.2)

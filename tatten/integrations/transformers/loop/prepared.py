@@ -15,7 +15,7 @@ from transformers import Cache, EncoderDecoderCache
 
 from tatten.caches.static_address import mark_static
 from tatten.integrations.transformers.loop.assistant import Assistant, assisted_step
-from tatten.integrations.transformers.loop.cache import capacity_for, empty, static_cache
+from tatten.integrations.transformers.loop.cache import capacity_for, decoder_layers, empty, static_cache
 from tatten.integrations.transformers.loop.call import GenerateCall, initial_state
 from tatten.integrations.transformers.loop.capture import Runner
 from tatten.integrations.transformers.loop.compiling import compile_arguments, uses_cudagraph_trees
@@ -101,7 +101,7 @@ def prepare(
         mark_static(x)
     step_function = assisted_step if call.draft is not None else lookup_step if drafts else decode_step
     compiled = torch.compile(_own_code(step_function), fullgraph=True, dynamic=False, **compiling)
-    cache_of, assistant = weakref.ref(cache), assistant_of(call)
+    cache_of, assistant = weakref.ref(cache), assistant_of(call, cache)
 
     def run(model: nn.Module, inputs: dict[str, Any]) -> None:
         if state.noise is not None:
@@ -128,12 +128,12 @@ def prepare(
     return step
 
 
-def assistant_of(call: GenerateCall) -> Assistant | None:
-    """Make the cache of a call's draft model."""
+def assistant_of(call: GenerateCall, cache: Cache) -> Assistant | None:
+    """Make the cache of a call's draft model, as long as that of the model."""
     if call.draft is None:
         return None
-    capacity = capacity_for(call.max_length + call.drafts)
-    return Assistant(weakref.ref(call.draft), static_cache(call.draft, capacity, call.inputs[CACHE]))
+    capacity = decoder_layers(cache)[0].max_cache_len
+    return Assistant(weakref.ref(call.draft), static_cache(call.draft, capacity, cache))
 
 
 def _own_code(function: Callable[..., None]) -> Callable[..., None]:
