@@ -6,8 +6,9 @@
 
 A time is that of one more token by wall clock: the difference of two calls, one of which generates more. Calls take
 turns. Weights are random, but the text repeats itself. `replay` is the time of the captured step alone, replayed
-without a loop. `loop_lookup` checks seven drafts of prompt lookup in each step: `lookup` has the tokens and the
-milliseconds of its steps. `first_call_s` is the first call with nothing on disk that was compiled before; `loop_*`
+without a loop. `loop_lookup` checks seven drafts of prompt lookup in each step, and `loop_assisted` seven of a draft
+model, which has a sixteenth of the layers and the same shapes: `drafts` has the tokens and the milliseconds of their
+steps. `first_call_s` is the first call with nothing on disk that was compiled before; `loop_*`
 after `loop` find its kernels there. The floor is each weight and each used key and value once, at the rate of a plain
 read.
 """
@@ -15,6 +16,7 @@ read.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import tempfile
 import time
@@ -31,7 +33,8 @@ from tatten.integrations.transformers import DecodeLoop, cache_kwargs
 from tatten.options import decode_options
 
 FEW, MANY = 8, 136  # tokens of the two calls
-DRAFTS = 7  # of prompt lookup, which therefore generates 8 times as many tokens in as many steps
+DRAFTS = 7  # of a step of `DRAFTING`, which therefore generates 8 times as many tokens in as many steps
+DRAFTING = "loop_lookup", "loop_assisted"
 WARPS = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1}
 CANDIDATES = (
     "generate_inductor",
@@ -41,6 +44,7 @@ CANDIDATES = (
     "loop_sampled",
     "loop_streamed",
     "loop_lookup",
+    "loop_assisted",
     "loop_untuned",
     "loop_autotuned",
     "loop_inductor",
@@ -71,6 +75,24 @@ def repeats(model: PreTrainedModel) -> None:
     model.lm_head.weight[tokens // 32 * 32 + (tokens + 1) % 32] = model.model.embed_tokens.weight[tokens].clone()
 
 
+def draft_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A draft model of the first sixteenth of the layers, whose weights it shares: one layer at least.
+
+    After `repeats`, it chooses the same tokens.
+    """
+    layers = max(1, len(model.model.layers) // 16)
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    with torch.device("meta"):
+        draft = type(model)(config).eval()
+    kept = {name: x for name, x in model.state_dict().items() if name in draft.state_dict()}
+    draft.load_state_dict(kept, assign=True)
+    draft.model.rotary_emb = model.model.rotary_emb
+    return draft
+
+
 def candidate(
     name: str, model: PreTrainedModel, prompt: torch.Tensor, capacity: int, shared: DecodeLoop
 ) -> tuple[Callable, DecodeLoop | None]:
@@ -89,7 +111,7 @@ def candidate(
         config._compile_all_devices = True
         fixed |= {"compile_config": config, **cache_kwargs(cache)}
     else:
-        loop = shared if name in ("loop", "loop_sampled", "loop_streamed", "loop_lookup") else DecodeLoop()
+        loop = shared if name in ("loop", "loop_sampled", "loop_streamed", *DRAFTING) else DecodeLoop()
         fixed |= {"custom_generate": loop, "cache_implementation": "static", "max_cache_len": capacity}
         if name == "loop_inductor":
             fixed["compile_config"] = CompileConfig(backend="inductor", mode=None, options=decode_options(device))
@@ -100,6 +122,8 @@ def candidate(
             fixed |= WARPS
         if name == "loop_lookup":
             fixed["prompt_lookup_num_tokens"] = DRAFTS
+        if name == "loop_assisted":
+            fixed |= {"assistant_model": draft_of(model), "num_assistant_tokens": DRAFTS}
 
     def generate(tokens: int) -> torch.Tensor:
         if "custom_generate" not in fixed:
@@ -144,7 +168,7 @@ def measure(model: PreTrainedModel, batch: int, args: argparse.Namespace) -> dic
     shared = DecodeLoop()  # of the candidates that compile alike
     torch._dynamo.reset()
     for name in args.only:
-        if batch > 1 and name in ("loop_streamed", "loop_lookup"):  # which take one sequence
+        if batch > 1 and name in ("loop_streamed", *DRAFTING):  # which take one sequence
             continue
         model._last_compile_config = None  # `generate` keeps on the model what it compiled, and how
         call, loop = candidate(name, model, prompt, args.capacity, shared)
@@ -157,7 +181,7 @@ def measure(model: PreTrainedModel, batch: int, args: argparse.Namespace) -> dic
 
         calls[name], loops[name] = again, loop
         print(f"  {name}: first call {first[name]:.1f} s", flush=True)
-    many = {name: FEW + (MANY - FEW) * (DRAFTS + 1 if name == "loop_lookup" else 1) for name in calls}
+    many = {name: FEW + (MANY - FEW) * (DRAFTS + 1 if name in DRAFTING else 1) for name in calls}
     for name, call in calls.items():
         call(many[name])
 
@@ -167,13 +191,15 @@ def measure(model: PreTrainedModel, batch: int, args: argparse.Namespace) -> dic
 
     ms = in_turns(calls, args.rounds, token_ms)
     row = {"token_ms": ms, "first_call_s": first}
-    if (lookup := loops.get("loop_lookup")) is not None:
-        steps = []
-        for tokens in (FEW, many["loop_lookup"]):
-            calls["loop_lookup"](tokens)
-            steps.append(lookup.launched_steps - (lookup.ahead if args.device == "cuda" else 0))
-        a_step = (many["loop_lookup"] - FEW) / (steps[1] - steps[0])
-        row["lookup"] = {"tokens_per_step": a_step, "step_ms": ms["loop_lookup"] * a_step}
+    row["drafts"] = {}
+    for name in DRAFTING:
+        if (loop := loops.get(name)) is not None:
+            steps = []
+            for tokens in (FEW, many[name]):
+                calls[name](tokens)
+                steps.append(loop.launched_steps - (loop.ahead if args.device == "cuda" else 0))
+            a_step = (many[name] - FEW) / (steps[1] - steps[0])
+            row["drafts"][name] = {"tokens_per_step": a_step, "step_ms": ms[name] * a_step}
     if "loop" in loops and args.device == "cuda":
         row["replay_ms"] = replay_ms(loops["loop"], model)
     return row
@@ -214,8 +240,8 @@ def main() -> None:
             for name, ms in {**row["token_ms"], "replay": row.get("replay_ms")}.items():
                 if ms is not None:
                     print(f"  {name:20} {ms:8.3f} ms  {ms / floor:6.3f} x the floor", flush=True)
-            if "lookup" in row:
-                print(f"  lookup: {row['lookup']['tokens_per_step']:.2f} tokens in {row['lookup']['step_ms']:.3f} ms")
+            for name, step in row["drafts"].items():
+                print(f"  {name}: {step['tokens_per_step']:.2f} tokens in {step['step_ms']:.3f} ms")
             if args.json:
                 results.write(args.json, args.device, rows, bytes_per_second=rate)
 

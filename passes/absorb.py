@@ -27,7 +27,7 @@ from tatten.passes.projection import Projection
 from tatten.passes.query import QueryParts
 from tatten.passes.replace import Inserter, insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import constant, known_tensor, tensor_of
+from tatten.passes.symbolic import constant, known_at_most, known_tensor, tensor_of
 
 
 def apply_latents(match: LatentMatch, masks: Masks, parts: QueryParts) -> tuple[Node, Node]:
@@ -37,18 +37,17 @@ def apply_latents(match: LatentMatch, masks: Masks, parts: QueryParts) -> tuple[
     """
     call = masks.cast(match.call)
     query = known_tensor(call.query)
-    insert, q_len = Inserter(call.shown), constant(query.shape[LENGTH])
-    assert q_len is not None
+    insert, batch, q_len = Inserter(call.shown), query.shape[BATCH], query.shape[LENGTH]
     with call.node.graph.inserting_before(call.node):
         q_nope = _columns(insert, call.query, match.columns, parts)
         unrounded = _takes_unrounded(match, query)
-        if _by_project_heads(query) and (unrounded or _few_rows(query, q_len)):
+        if _by_project_heads(query) and (unrounded or _few_rows(query)):
             weight = insert("transpose", _weight(insert, match.keys), 1, 2)
             out_dtype = torch.float32 if unrounded else query.dtype
             q_latent = insert(torch.ops.tatten.project_heads.default, q_nope, weight, out_dtype)
         else:
             rows = insert(torch.bmm, _rows(insert, q_nope), _weight(insert, match.keys))
-            q_latent = _heads(insert, rows, q_len)
+            q_latent = _heads(insert, rows, call.query)
         q_rope = None if match.rope is None else _columns(insert, call.query, match.rope[1], parts)
     width = max(columns.hi for columns in (match.columns, *([] if match.rope is None else match.rope[1:])))
     scale = width**-0.5 if call.scale is None else scale_of(call)
@@ -59,7 +58,7 @@ def apply_latents(match: LatentMatch, masks: Masks, parts: QueryParts) -> tuple[
         if _by_project_heads(query):
             return state, insert(torch.ops.tatten.project_heads.default, sums, _weight(insert, match.values))
         rows = _values(insert, sums, match.values, query, autocast_dtype(call.node, query.device.type))
-        return state, insert("contiguous", _heads(insert, rows, q_len))
+        return state, insert("contiguous", _heads(insert, rows, call.query))
 
 
 def _by_project_heads(query: Tensor) -> bool:
@@ -67,9 +66,10 @@ def _by_project_heads(query: Tensor) -> bool:
     return query.device.type == "cuda" and query.dtype == torch.bfloat16
 
 
-def _few_rows(query: Tensor, q_len: int) -> bool:
+def _few_rows(query: Tensor) -> bool:
     """Return True if `project_heads` multiplies the queries of a head faster than `bmm`."""
-    return (constant(query.shape[BATCH]) or 1) * q_len <= gpu_rates(query.device).project_most_rows
+    rows = (constant(query.shape[BATCH]) or 1) * query.shape[LENGTH]
+    return known_at_most(rows, gpu_rates(query.device).project_most_rows)
 
 
 def _takes_unrounded(match: LatentMatch, query: Tensor) -> bool:
@@ -77,8 +77,7 @@ def _takes_unrounded(match: LatentMatch, query: Tensor) -> bool:
 
     A few float32 queries cost Hopper nothing, unless sequences share latents.
     """
-    heads, q_len = constant(query.shape[HEADS]), constant(query.shape[LENGTH])
-    few = heads is not None and q_len is not None and heads * q_len <= FEW_QUERIES_ON_CUDA
+    few = known_at_most(query.shape[HEADS] * query.shape[LENGTH], FEW_QUERIES_ON_CUDA)
     return few and not match.segments and has_wgmma(query.device)
 
 
@@ -154,6 +153,8 @@ def _rows(insert: Inserter, x: Node) -> Node:
     return insert("flatten", insert("transpose", x, 0, 1), 1, 2)
 
 
-def _heads(insert: Inserter, rows: Node, q_len: int) -> Node:
-    """Insert `[batch, heads, q_len, n]` of `[heads, batch * q_len, n]`."""
+def _heads(insert: Inserter, rows: Node, query: Node) -> Node:
+    """Insert `[batch, heads, q_len, n]` of `[heads, batch * q_len, n]`, for the batch and q_len of a query."""
+    fixed = constant(known_tensor(query).shape[LENGTH])
+    q_len = insert("size", query, LENGTH) if fixed is None else fixed
     return insert("transpose", insert("unflatten", rows, 1, (-1, q_len)), 0, 1)

@@ -15,6 +15,7 @@ from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import (
     FakeTensor,
     constant,
+    known_at_most,
     known_different,
     known_equal,
     may_be_0_or_1,
@@ -70,10 +71,11 @@ def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
 def _check_flags(
     call: SdpaCall, query: Tensor, key: Tensor, value: Tensor, result: Tensor, max_q_len: int
 ) -> Decline | None:
-    q_len = constant(query.shape[2])
-    if q_len is None:
-        return Decline(Reason.Q_LEN_DYNAMIC, f"q_length is {query.shape[2]}")
-    if q_len > max_q_len:
+    q_len = query.shape[2]
+    fixed = constant(q_len)
+    if fixed is None and not (known_at_most(1, q_len) and known_at_most(q_len, max_q_len)):
+        return Decline(Reason.Q_LEN_DYNAMIC, f"q_length is {q_len}, not known to be between 1 and {max_q_len}")
+    if fixed is not None and fixed > max_q_len:
         return Decline(Reason.Q_LEN, f"q_length is {q_len}, max_q_len is {max_q_len}")
     if result.requires_grad:
         return Decline(Reason.REQUIRES_GRAD, "the result requires grad")
@@ -86,7 +88,7 @@ def _check_flags(
     for name in ("is_causal", "enable_gqa"):
         if not isinstance(getattr(call, name), bool):
             return Decline(Reason.ARGUMENTS, f"{name} is {getattr(call, name)}, not a literal")
-    if call.is_causal and not (q_len == 1 and known_equal(key.shape[2], 1)):
+    if call.is_causal and not (known_equal(q_len, 1) and known_equal(key.shape[2], 1)):
         lengths = f"is_causal is True, q_length {q_len}, kv_length {key.shape[2]}"
         prefill = ": a prefill" if known_equal(key.shape[2], q_len) else ""
         return Decline(Reason.IS_CAUSAL, f"{lengths}{prefill}")

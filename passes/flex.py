@@ -18,7 +18,16 @@ from tatten.passes.calls import op_name
 from tatten.passes.drafts import Drafts
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
-from tatten.passes.symbolic import FakeTensor, constant, known_equal, known_tensor, number_in, tensor_of, value_of
+from tatten.passes.symbolic import (
+    FakeTensor,
+    constant,
+    known_at_most,
+    known_equal,
+    known_tensor,
+    number_in,
+    tensor_of,
+    value_of,
+)
 
 POSITIONS = 4  # a mask function takes batch, head, query and key; then tensors and numbers that it captured
 POINTWISE = {
@@ -260,8 +269,8 @@ def _check_lists(counts: Any, indices: Any, q_block: int, query: Tensor) -> Decl
             shown = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
             return _left(f"its list of blocks `{x}` is {shown}, where integers of {rank} dims are known")
         fits = (any(known_equal(tensor.shape[dim], size) for size in (1, query.shape[dim])) for dim in (0, 1))
-        rows, queries = constant(tensor.shape[2]), constant(query.shape[2])
-        if not all(fits) or (rows is not None and queries is not None and rows * q_block < queries):
+        rows, queries = constant(tensor.shape[2]), query.shape[2]
+        if not all(fits) or (rows is not None and not known_at_most(queries, rows * q_block)):
             return _left(f"its list of blocks `{x}` is {list(tensor.shape)}, its query {list(query.shape)}")
     return None
 

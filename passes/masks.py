@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import SymInt
 from torch.fx import Node
 
 from tatten.ops.layout import BATCH, HEADS, LENGTH
@@ -108,15 +109,21 @@ class Masks:
         query, stored = tensor_of(call.query), segment.size(BATCH)
         if rows is None or query is None:
             return None
-        queries = constant(query.shape[1] // segment.size(HEADS) * query.shape[2])
+        each = constant(query.shape[HEADS] // segment.size(HEADS))
+        queries = query.shape[HEADS] // segment.size(HEADS) * query.shape[LENGTH]
 
         def insert() -> Node:
-            args = rows, _size(segment, BATCH), queries
-            groups = call.node.graph.call_function(torch.ops.tatten.row_groups.default, args)
+            graph, number = call.node.graph, constant(queries)
+            if number is None:
+                q_len = _size_of(call.query, LENGTH, query.shape[LENGTH])
+                product = graph.call_function(operator.mul, (q_len, each))
+                product.meta["example_value"] = queries
+            args = rows, _size(segment, BATCH), product if number is None else number
+            groups = graph.call_function(torch.ops.tatten.row_groups.default, args)
             groups.meta["stack_trace"] = call.shown.meta.get("stack_trace")
             return groups
 
-        return self._once((rows, str(stored), queries), call, (rows,), insert)
+        return self._once((rows, str(stored), str(queries)), call, (rows,), insert)
 
     def block_mask(
         self,
@@ -182,10 +189,14 @@ def _is_basic(index: Any) -> bool:
 
 def _size(segment: Stored, role: int) -> int | Node:
     """A size of the segment as an argument of an op: a number if it is the same in every run, else a node."""
-    size, base = segment.size(role), segment.base
+    return _size_of(segment.base, segment.dims[role], segment.size(role))
+
+
+def _size_of(tensor: Node, dim: int | None, size: int | SymInt) -> int | Node:
+    """A size of a tensor as an argument of an op: a number if it is the same in every run, else a node."""
     known = constant(size)
     if known is not None:
         return known
-    node = base.graph.call_method("size", (base, segment.dims[role]))
+    node = tensor.graph.call_method("size", (tensor, dim))
     node.meta["example_value"] = size  # without one, it might write to its inputs
     return node

@@ -33,7 +33,10 @@ class Reason(str, Enum):
         "q_len",
         "nothing for a prefill or a long chunk, which PyTorch does well; raise options['max_q_len'] to include it",
     )
-    Q_LEN_DYNAMIC = "q_len_dynamic", "decode with a fixed number of queries per step"
+    Q_LEN_DYNAMIC = (
+        "q_len_dynamic",
+        "decode with a fixed number of queries per step, or with a bound, such as torch._check(tokens.shape[1] <= 16)",
+    )
     EMPTY = "empty", "nothing: there is no attention to compute"
     NESTED = "nested", "decode without torch.utils.checkpoint and other higher-order operators around attention"
     RANK = "rank", "pass 4-D tensors [batch, heads, length, head_dim]"

@@ -58,6 +58,14 @@ def known_different(a: int | SymInt, b: int | SymInt) -> bool:
     return _known_true(a != b)
 
 
+def known_at_most(a: int | SymInt, b: int | SymInt) -> bool:
+    """True if `a <= b` in every run of the graph; False if that can't be proven.
+
+    The range of a dynamic size counts: from `mark_dynamic(min=, max=)`, `torch._check`, or a branch that was taken.
+    """
+    return _known_true(a <= b)
+
+
 def _known_true(condition: Any) -> bool:
     if isinstance(condition, bool):
         return condition

@@ -20,6 +20,9 @@ def test_passes_symbolic() -> None:
     assert size.node.maybe_as_int() is None
     assert size.node.hint is None
     assert statically_known_true(size == size)
+    torch._check(size <= 16)
+    assert statically_known_true(size <= 16)
+    assert not statically_known_true(size <= 15)
 
 
 def test_passes_calls() -> None:

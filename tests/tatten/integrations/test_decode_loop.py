@@ -388,7 +388,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 3}, "beams"),
     "ngrams": ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
     "sampled lookup": ({"prompt_lookup_num_tokens": 3, "do_sample": True}, "prompt lookup in one step is greedy"),
-    "assistant": ({"assistant_model": "llama"}, "an assistant"),
+    "assistant": ({"assistant_model": "llama", "do_sample": True}, "an assistant in one step is greedy"),
     "custom": ({"logits_processor": [lambda ids, scores: scores]}, "the logits processor function"),
     "criterion": ({"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]}, "criterion"),
     "scores": ({"output_scores": True, "return_dict_in_generate": True}, "`output_scores`"),

@@ -133,3 +133,23 @@ def test_with_inductor(options: dict[str, Any] | None) -> None:
     expected = model.generate(ids, **arguments)
     assert torch.equal(model.generate(ids, **arguments, custom_generate=loop, **config), expected)
     assert runner(loop, model)._graph is not None
+
+
+def test_a_draft_model_in_a_captured_step() -> None:
+    """The step is captured once; the graph is dropped when a weight of the draft model has moved."""
+    model, loop, (ids, _) = build(), DecodeLoop(), prompts(1)
+    draft = build()
+    arguments = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **arguments)
+    given = {"assistant_model": draft, "num_assistant_tokens": 4, "custom_generate": loop, "compile_config": CONFIG}
+    for _ in range(3):
+        assert torch.equal(model.generate(ids, **arguments, **given), expected)
+        assert loop.reason is None
+        assert loop.launched_steps < 20
+    (step,) = loop._steps[model].values()
+    graph = step.runner._graph
+    assert graph is not None
+    draft.lm_head.weight.data = draft.lm_head.weight.data * -1
+    assert torch.equal(model.generate(ids, **arguments, **given), expected)
+    assert loop.launched_steps > 20
+    assert step.runner._graph is not graph

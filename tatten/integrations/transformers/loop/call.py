@@ -19,7 +19,7 @@ from tatten.integrations.transformers.loop.step import CACHE, StepState
 
 @dataclass
 class GenerateCall:
-    """The arguments of a call of `generate`'s loop."""
+    """The arguments of a call of `generate`'s loop. `draft` is the model that proposes tokens, if one does."""
 
     model: PreTrainedModel
     ids: Tensor
@@ -27,6 +27,7 @@ class GenerateCall:
     criteria: Any
     config: GenerationConfig
     inputs: dict[str, Any]
+    draft: PreTrainedModel | None = None
 
     @property
     def max_length(self) -> int:
@@ -34,8 +35,10 @@ class GenerateCall:
 
     @property
     def drafts(self) -> int:
-        """The number of drafts of prompt lookup; 0 for steps of one token."""
-        return int(self.config.prompt_lookup_num_tokens or 0)
+        """The number of drafts of a step, of prompt lookup or of a draft model; 0 for steps of one token."""
+        if self.draft is None:
+            return int(self.config.prompt_lookup_num_tokens or 0)
+        return int(self.draft.generation_config.num_assistant_tokens or self.config.num_assistant_tokens)
 
     def _all(self, kind: type) -> list[Any]:
         return [x for x in self.criteria if isinstance(x, kind)]

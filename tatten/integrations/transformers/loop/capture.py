@@ -28,12 +28,19 @@ class Runner:
 
     Args:
         step: computes a step, of the model and the arguments of its forward.
-        cache: returns the cache that the step writes.
+        caches: returns the caches that the step writes.
         captures: False if the step must not be captured.
+        draft: returns the draft model that the step runs, too, or None.
     """
 
-    def __init__(self, step: Callable[[nn.Module, dict[str, Any]], None], cache: Callable[[], object], captures: bool):
-        self._step, self._cache, self._captures = step, cache, captures
+    def __init__(
+        self,
+        step: Callable[[nn.Module, dict[str, Any]], None],
+        caches: Callable[[], object],
+        captures: bool,
+        draft: Callable[[], nn.Module | None] = lambda: None,
+    ):
+        self._step, self._caches, self._captures, self._draft = step, caches, captures, draft
         self._steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captured: tuple[object, ...] = ()
@@ -56,10 +63,10 @@ class Runner:
             self._step(model, inputs)
             return
         if self._steps < WARM_UP:
-            before = numbers_of(self._cache())
+            before = numbers_of(self._caches())
             self._step(model, inputs)
             self._steps += 1
-            if numbers_of(self._cache()) != before:
+            if numbers_of(self._caches()) != before:
                 self._captures, self.not_captured = False, "the cache counts steps by numbers of the host"
             return
         gc.collect()
@@ -85,6 +92,8 @@ class Runner:
         self._steps = 1
 
     def _fingerprint(self, model: nn.Module) -> tuple[object, ...]:
-        others = (x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor))
-        weights = (x.data_ptr() for x in (*model.parameters(), *model.buffers(), *others))
-        return (*weights, *(x.data_ptr() if isinstance(x, Tensor) else x for x in leaves(self._cache())))
+        models = [x for x in (model, self._draft()) if x is not None]
+        others = (x for y in models for module in y.modules() for x in vars(module).values() if isinstance(x, Tensor))
+        weights = (x for y in models for x in (*y.parameters(), *y.buffers()))
+        addresses = (x.data_ptr() for x in (*weights, *others))
+        return (*addresses, *(x.data_ptr() if isinstance(x, Tensor) else x for x in leaves(self._caches())))

@@ -94,7 +94,10 @@ class DecodeLoop:
         # A local variable: another thread's call may set the attribute in between.
         reason = self._reason_against(model, input_ids, generation_config, dropped, inputs, **arguments)
         if reason is None:
-            call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, {**inputs})
+            draft = None if generation_config.prompt_lookup_num_tokens else dropped.assistant_model
+            call = GenerateCall(
+                model, input_ids, logits_processor, stopping_criteria, generation_config, {**inputs}, draft
+            )
             state = rng_state(input_ids.device)
             try:
                 with self._turn(input_ids.device), torch.no_grad():
@@ -104,7 +107,7 @@ class DecodeLoop:
                 if of_the_user(inputs[CACHE]):  # it holds the prompt by now
                     raise
                 reason = f"the step does not compile as one graph: {error}"
-                self._uncompiled.setdefault(model, {})[_kind(model, generation_config, input_ids)] = reason
+                self._uncompiled.setdefault(model, {})[_kind(model, generation_config, input_ids, dropped)] = reason
                 set_rng_state(input_ids.device, state)
         self.reason, self.launched_steps = reason, 0
         if reason not in self._logged:
@@ -125,7 +128,7 @@ class DecodeLoop:
         if self._running == threading.get_ident():
             return "this loop is running in this thread, and a streamer or a hook called it"
         uncompiled = self._uncompiled.get(model, {})
-        if uncompiled and (reason := uncompiled.get(_kind(model, config, ids))) is not None:
+        if uncompiled and (reason := uncompiled.get(_kind(model, config, ids, dropped))) is not None:
             return reason
         return reason_against(
             model, ids, logits_processor, stopping_criteria, config, inputs.get(CACHE), inputs, dropped
@@ -155,6 +158,8 @@ class DecodeLoop:
         first, vocabulary = call.first_token()
         step = prepare(call, steps, (cache, cache_key), first, vocabulary)
         on_gpu = call.ids.is_cuda
+        if step.assistant is not None:
+            step.assistant.read_prompt(call)
         reader = Reader(step.state, self._steps_ahead(cache, ours, call, on_gpu), streamer, first)
         inputs, limit = call.constant_inputs(), call.time_limit()
         generator = torch.cuda.default_generators[call.ids.device.index] if on_gpu else None
@@ -192,9 +197,11 @@ class DecodeLoop:
         return self.ahead if on_gpu and (not kept or cache.is_croppable) else 0
 
 
-def _kind(model: nn.Module, config: GenerationConfig, ids: Tensor) -> object:
+def _kind(model: nn.Module, config: GenerationConfig, ids: Tensor, dropped: Dropped) -> object:
     """The calls that do not compile if one of them does not."""
-    return repr(compile_arguments(config.compile_config, ids.device)), state_of(model)
+    draft = dropped.assistant_model
+    states = state_of(model), None if draft is None else state_of(draft)
+    return repr(compile_arguments(config.compile_config, ids.device)), *states
 
 
 decode_loop = DecodeLoop()

@@ -1,8 +1,6 @@
-"""Prompt lookup inside a step: drafts from the text itself, their check and their acceptance, in fixed shapes.
+"""Prompt lookup inside a step: drafts are tokens that followed the end of the text where it occurred before.
 
-A step has one query for the last token and one for each draft, so that keys and weights are read once for several
-tokens. A draft is accepted if the model would have chosen it: the tokens are those of greedy decoding. A text without a
-match gets drafts as well, which are refused like any others.
+A text without a match gets drafts as well, which are refused like any others.
 """
 
 from __future__ import annotations
@@ -13,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from tatten.integrations.transformers.loop.step import CACHE, StepState
+from tatten.integrations.transformers.loop.step import StepState
+from tatten.integrations.transformers.loop.verify import verify
 
 
 def lookup_step(
@@ -22,42 +21,11 @@ def lookup_step(
     """Generate up to `drafts + 1` tokens of one sequence. It is compiled as one graph.
 
     Args:
-        model, cache, inputs: as for `tatten.integrations.transformers.loop.step.decode_step`; all layers of the cache
-            are static, and have room for `drafts` tokens more than the text.
-        state: the buffers. `limit` is the length at which the text ends.
+        model, cache, state, inputs: as for `verify`.
         drafts: the number of tokens that are checked.
         ngram: the number of last tokens whose earlier place in the text is looked up.
     """
-    assert state.limit is not None
-    row, length = state.sequences[0], state.length
-    offsets = torch.arange(drafts + 1, device=row.device)
-    proposed = propose(row, length, drafts, ngram)
-    arguments = model.prepare_inputs_for_generation(
-        torch.cat([row.index_select(0, length - 1), proposed])[None],
-        next_sequence_length=drafts + 1,
-        is_first_iteration=False,
-        attention_mask=None,
-        position_ids=(length - 1 + offsets)[None],
-        **{CACHE: cache},
-        **inputs,
-    )
-    chosen = model(**arguments, return_dict=True).logits[0].float().argmax(-1)
-    accepted = (proposed == chosen[:-1]).long().cumprod(0).sum()
-    new = accepted + 1
-    if state.eos is not None:
-        ends = (chosen[:, None] == state.eos).any(1) & (offsets < new)
-        new = torch.where(ends.any(), torch.where(ends, offsets, drafts).amin() + 1, new)
-    else:
-        ends = torch.zeros_like(offsets, dtype=torch.bool)
-    # A text that has ended stands still, so that steps may be launched ahead.
-    new = torch.where(state.ended[0], 0, torch.minimum(new, state.limit[0] - length[0]))
-    row.index_copy_(0, length + offsets, torch.where(offsets < new, chosen, row.index_select(0, length + offsets)))
-    state.latest.copy_(chosen[None])
-    length.add_(new)
-    for layer in cache.layers:
-        layer.cumulative_length.sub_(drafts + 1 - new)
-    state.ended.logical_or_((ends & (offsets < new)).any() | (length >= state.limit))
-    state.report.copy_(torch.stack([state.report[0] + new, state.ended[0].long()]))
+    verify(model, cache, state, propose(state.sequences[0], state.length, drafts, ngram), inputs)
 
 
 def propose(row: Tensor, length: Tensor, drafts: int, ngram: int) -> Tensor:

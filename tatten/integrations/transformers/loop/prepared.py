@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache
 
 from tatten.caches.static_address import mark_static
-from tatten.integrations.transformers.loop.cache import capacity_for, empty, static_cache
+from tatten.integrations.transformers.loop.assistant import Assistant, assisted_step
+from tatten.integrations.transformers.loop.cache import capacity_for, decoder_layers, empty, static_cache
 from tatten.integrations.transformers.loop.call import GenerateCall, initial_state
 from tatten.integrations.transformers.loop.capture import Runner
 from tatten.integrations.transformers.loop.compiling import compile_arguments, uses_cudagraph_trees
@@ -34,6 +35,12 @@ class PreparedStep:
     state: StepState
     cache: weakref.ref[Cache] | Cache  # a user's cache is not kept alive
     runner: Runner
+    assistant: Assistant | None = None
+
+    def of(self, cache: Cache, draft: nn.Module | None) -> bool:
+        """Tell whether the step is that of a cache and a draft model."""
+        own_cache = self.cache if isinstance(self.cache, Cache) else self.cache()
+        return own_cache is cache and (self.assistant.model() if self.assistant else None) is draft
 
 
 Steps = OrderedDict[tuple[object, ...], PreparedStep]  # the first part of a key tells caches apart
@@ -81,24 +88,27 @@ def prepare(
         repr(compiling),
         ngram,
         state_of(call.model),
+        () if call.draft is None else (id(call.draft), drafts, state_of(call.draft)),
         tuple([(name, x) for name, x in sorted(inputs.items()) if isinstance(x, (int, float, str))]),
     )
     step = steps.get(key)
-    if step is not None and (step.cache if isinstance(step.cache, Cache) else step.cache()) is cache:
+    if step is not None and step.of(cache, call.draft):
         steps.move_to_end(key)
         for buffer, x in zip(step.state.tensors(), state.tensors(), strict=True):
             buffer.copy_(x)
         return step
     for x in state.tensors():
         mark_static(x)
-    step_function = _own_code(lookup_step if drafts else decode_step)
-    compiled = torch.compile(step_function, fullgraph=True, dynamic=False, **compiling)
-    cache_of = weakref.ref(cache)
+    step_function = assisted_step if call.draft is not None else lookup_step if drafts else decode_step
+    compiled = torch.compile(_own_code(step_function), fullgraph=True, dynamic=False, **compiling)
+    cache_of, assistant = weakref.ref(cache), assistant_of(call, cache)
 
     def run(model: nn.Module, inputs: dict[str, Any]) -> None:
         if state.noise is not None:
             state.noise.exponential_(1)  # by eager mode, whose numbers those of `torch.multinomial` are
-        if drafts:
+        if assistant is not None:
+            compiled(model, assistant.model(), (cache_of(), assistant.cache), state, drafts, inputs)
+        elif drafts:
             compiled(model, cache_of(), state, drafts, ngram, inputs)
         else:
             compiled(model, cache_of(), state, functions, inputs)
@@ -106,10 +116,24 @@ def prepare(
     captures = (
         call.ids.is_cuda and not uses_cudagraph_trees(compiling) and not any(map(_holds_tensors, inputs.values()))
     )
-    step = steps[key] = PreparedStep(state, cache_of if of_the_user(cache) else cache, Runner(run, cache_of, captures))
+    runner = Runner(
+        run,
+        caches=lambda: (cache_of(), None if assistant is None else assistant.cache),
+        captures=captures,
+        draft=lambda: None if assistant is None else assistant.model(),
+    )
+    step = steps[key] = PreparedStep(state, cache_of if of_the_user(cache) else cache, runner, assistant)
     while len(steps) > MOST_STEPS:
         steps.popitem(last=False)
     return step
+
+
+def assistant_of(call: GenerateCall, cache: Cache) -> Assistant | None:
+    """Make the cache of a call's draft model, as long as that of the model."""
+    if call.draft is None:
+        return None
+    capacity = decoder_layers(cache)[0].max_cache_len
+    return Assistant(weakref.ref(call.draft), static_cache(call.draft, capacity, cache))
 
 
 def _own_code(function: Callable[..., None]) -> Callable[..., None]:

@@ -41,6 +41,7 @@ def reason_against(
         inputs: the arguments of the model's forward.
         dropped: the arguments that `generate` passes to no callable.
     """
+    draft = None if config.prompt_lookup_num_tokens else dropped.assistant_model
     checks = (
         moved_method(model),
         _mode(config, dropped),
@@ -58,7 +59,8 @@ def reason_against(
             None,
         ),
         _cache(cache, config),
-        _lookup(model, ids, processors, config, cache, inputs) if config.prompt_lookup_num_tokens else None,
+        _drafts(model, ids, processors, config, cache, inputs) if config.prompt_lookup_num_tokens or draft else None,
+        _assistant(model, draft, config) if draft is not None else None,
     )
     return next((text for text in checks if text is not None), None)
 
@@ -66,8 +68,8 @@ def reason_against(
 def _mode(config: GenerationConfig, dropped: Dropped) -> str | None:
     if (config.num_beams or 1) > 1:
         return "beams choose tokens in another way"
-    if config.assistant_early_exit or dropped.assistant_model is not None:
-        return "an assistant drafts the tokens"
+    if config.assistant_early_exit:
+        return "the first layers of the model draft the tokens"
     if config.is_assistant:
         return "an assistant's calls are short and keep its cache"
     if (config.penalty_alpha or 0) > 0 or config.dola_layers is not None:
@@ -119,7 +121,7 @@ def _cache(cache: object, config: GenerationConfig) -> str | None:
     return None
 
 
-def _lookup(
+def _drafts(
     model: PreTrainedModel,
     ids: Tensor,
     processors: list[Any],
@@ -127,14 +129,37 @@ def _lookup(
     cache: object,
     inputs: dict[str, Any],
 ) -> str | None:
-    """Return the reason why a step can't look drafts up."""
+    """Return the reason why a step can't check drafts."""
+    what = f"{'prompt lookup' if config.prompt_lookup_num_tokens else 'an assistant'} in one step"
     if config.do_sample or len(processors):
-        return "prompt lookup in one step is greedy, without logits processors"
+        return f"{what} is greedy, without logits processors"
     mask = inputs.get("attention_mask")  # transformers 5.17 passes one of ones
     if len(ids) != 1 or model.config.is_encoder_decoder or (mask is not None and not bool(mask.all())):
-        return "prompt lookup in one step takes one sequence without padding, of a decoder"
+        return f"{what} takes one sequence without padding, of a decoder"
     if of_the_user(cache) or config.return_dict_in_generate:
-        return "prompt lookup in one step keeps its cache to itself"
-    if not all(isinstance(x, StaticLayer) for x in static_cache(model, 1, cast(Cache, cache)).layers):
-        return f"prompt lookup can't take back what the layers of {type(model).__name__} remember"
-    return None
+        return f"{what} keeps its cache to itself"
+    return _forgets(model, cache)
+
+
+def _forgets(model: PreTrainedModel, cache: object) -> str | None:
+    if all(isinstance(x, StaticLayer) for x in static_cache(model, 1, cast(Cache, cache)).layers):
+        return None
+    return f"refused drafts stay in what the layers of {type(model).__name__} remember"
+
+
+def _assistant(model: PreTrainedModel, draft: Any, config: GenerationConfig) -> str | None:
+    """Return the reason why a step can't run a draft model."""
+    if config.assistant_ensemble_weight is not None:
+        return "`assistant_ensemble_weight` mixes the scores of two models"
+    if getattr(config, "speculation_type", None) is not None or "Assistant" in type(draft).__name__:
+        return f"{type(draft).__name__} drafts from the states of the model"
+    if draft.config.is_encoder_decoder:
+        return "the assistant is an encoder-decoder"
+    if draft.training:
+        return "the assistant is in training mode"
+    if draft.device != model.device or len({*(getattr(draft, "hf_device_map", None) or {}).values()}) > 1:
+        return "the model and the assistant are not on one device"
+    sizes = [x.config.get_text_config(decoder=True).vocab_size for x in (model, draft)]
+    if sizes[0] != sizes[1]:
+        return f"the model has a vocabulary of {sizes[0]} tokens, the assistant one of {sizes[1]}"
+    return moved_method(draft) or _forgets(draft, DynamicCache())

@@ -1,0 +1,55 @@
+"""The check of drafts inside a step, and their acceptance, in fixed shapes.
+
+A step has one query for the last token and one for each draft, so that keys and weights are read once for several
+tokens. A draft is accepted if the model would have chosen it: the tokens are those of greedy decoding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from tatten.integrations.transformers.loop.step import CACHE, StepState
+
+
+def verify(model: PreTrainedModel, cache: Cache, state: StepState, proposed: Tensor, inputs: dict[str, Any]) -> None:
+    """Generate the drafts that the model would have chosen, and one token more. It is part of a compiled step.
+
+    Args:
+        model, cache, inputs: as for `tatten.integrations.transformers.loop.step.decode_step`; all layers of the cache
+            are static, and have room for all drafts after the text.
+        state: the buffers. `limit` is the length at which the text ends.
+        proposed: the drafts, `[drafts]`.
+    """
+    assert state.limit is not None
+    row, length, drafts = state.sequences[0], state.length, len(proposed)
+    offsets = torch.arange(drafts + 1, device=row.device)
+    arguments = model.prepare_inputs_for_generation(
+        torch.cat([row.index_select(0, length - 1), proposed])[None],
+        next_sequence_length=drafts + 1,
+        is_first_iteration=False,
+        attention_mask=None,
+        position_ids=(length - 1 + offsets)[None],
+        **{CACHE: cache},
+        **inputs,
+    )
+    chosen = model(**arguments, return_dict=True).logits[0].float().argmax(-1)
+    accepted = (proposed == chosen[:-1]).long().cumprod(0).sum()
+    new = accepted + 1
+    if state.eos is not None:
+        ends = (chosen[:, None] == state.eos).any(1) & (offsets < new)
+        new = torch.where(ends.any(), torch.where(ends, offsets, drafts).amin() + 1, new)
+    else:
+        ends = torch.zeros_like(offsets, dtype=torch.bool)
+    # A text that has ended stands still, so that steps may be launched ahead.
+    new = torch.where(state.ended[0], 0, torch.minimum(new, state.limit[0] - length[0]))
+    row.index_copy_(0, length + offsets, torch.where(offsets < new, chosen, row.index_select(0, length + offsets)))
+    state.latest.copy_(chosen[None])
+    length.add_(new)
+    for layer in cache.layers:
+        layer.cumulative_length.sub_(drafts + 1 - new)
+    state.ended.logical_or_((ends & (offsets < new)).any() | (length >= state.limit))
+    state.report.copy_(torch.stack([state.report[0] + new, state.ended[0].long()]))
