@@ -11,10 +11,9 @@ from torch import Tensor
 
 from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cpu.attend_used import UsedKeys, attend_jointly, attend_used, used_by_rows, used_in_blocks
-from tatten.ops.cpu.attention import merge_sinks, with_mask_in
+from tatten.ops.cpu.attention import merge_sinks, upcast, with_mask_in
 from tatten.ops.cpu.latent import query_and_rope
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
-from tatten.ops.layout import upcast
 from tatten.ops.library import block_mask
 from tatten.ops.project_heads import project_heads
 from tatten.ops.reach import mask_of_reach, narrow_mask, with_masks_of_window

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tatten.ops.call import AttentionCall
 from tatten.ops.picks_validation import check_indices
 from tatten.ops.sizes import ceil_div
 
@@ -32,6 +33,21 @@ def distinct_picks(
     """Check a user's `indices` and remove duplicates. `name` and `key_name` are those of the arguments in errors."""
     check_indices(indices, query, key, index_block, (name, key_name))
     return without_duplicates(indices, ceil_div(key.shape[2], index_block))
+
+
+def check_distinct(call: AttentionCall) -> None:
+    """Raise ValueError if a row of `indices` has an entry twice. Reads the tensors: CPU only."""
+    for i, stored in enumerate(call.segments):
+        if stored.indices is None:
+            continue
+        n = ceil_div(stored.key.shape[2], call.index_block)
+        repeated = (stored.indices >= 0) & (stored.indices < n) & (without_duplicates(stored.indices, n) < 0)
+        if repeated.any():
+            at, name = tuple(repeated.nonzero()[0].tolist()), call.name_of("indices", i)
+            raise ValueError(
+                f"`{name}` must have each entry once in a row, got {stored.indices[at].item()} again at {at}: "
+                f"`tatten.{call.op}` removes repeated entries unless `distinct_indices` is True"
+            )
 
 
 def key_indices(indices: Tensor, kv_len: int, index_block: int) -> Tensor:
