@@ -58,3 +58,11 @@ def key_indices(indices: Tensor, kv_len: int, index_block: int) -> Tensor:
     picks = torch.where((picks >= 0) & (picks < ceil_div(kv_len, index_block)), picks, -1)
     each = torch.arange(index_block, device=picks.device)
     return (picks.unsqueeze(-1) * index_block + each).flatten(-2)
+
+
+def picked_mask(indices: Tensor, kv_len: int, index_block: int, q_heads: int) -> Tensor:
+    """Return the keys that each query picks: bool `[batch, q_heads, q_length, kv_length]`."""
+    keys = key_indices(indices, kv_len, index_block)
+    picked = torch.zeros((*keys.shape[:3], kv_len + 1), dtype=torch.bool, device=keys.device)
+    picked = picked.scatter(3, torch.where((keys >= 0) & (keys < kv_len), keys, kv_len), True)
+    return picked[..., :kv_len].repeat_interleave(q_heads // keys.shape[1], dim=1)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from tatten.ops.call import AttentionCall
 from tatten.ops.masks import EXCLUDING_BIAS
+from tatten.ops.states import accumulator_dtype
 from tatten.ops.validation import check_kv_heads, check_query, check_tensors
 
 
@@ -25,8 +24,9 @@ def check_picks(call: AttentionCall) -> None:
     mask = call.segments[0].attn_mask
     if mask is not None and mask.dtype == torch.bool:
         raise TypeError("`rest_bias` must come with an additive `attn_mask` or none, got one in torch.bool")
-    if not (call.rest_bias <= EXCLUDING_BIAS and math.isfinite(call.rest_bias)):
-        raise ValueError(f"`rest_bias` must be finite and at most {EXCLUDING_BIAS:.3g}, got {call.rest_bias}")
+    least = torch.finfo(accumulator_dtype(call.query.dtype)).min
+    if not least <= call.rest_bias <= EXCLUDING_BIAS:
+        raise ValueError(f"`rest_bias` must lie between {least} and {EXCLUDING_BIAS}, got {call.rest_bias}")
 
 
 def check_indices(indices: Tensor, query: Tensor, key: Tensor, index_block: int, names: tuple[str, str]) -> None:
