@@ -81,7 +81,7 @@ def _masked(query: Tensor, stored: KeyValue, rows: Tensor, keys: Tensor, live: T
         for dim, n in ((0, batch), (1, mask.shape[1]), (2, q_len))
     )
     first = sequences if mask.shape[0] > 1 else first
-    own = mask[first[:, None, None, None], heads[:, None, None], queries[:, None], keys]
+    own: Tensor = mask[first[:, None, None, None], heads[:, None, None], queries[:, None], keys]
     if own.dtype == torch.bool:
         return live & own, None
     bias = own.to(query.dtype)
