@@ -86,7 +86,9 @@ def _masked(query: Tensor, stored: KeyValue, rows: Tensor, keys: Tensor, live: T
         return live & own, None
     bias = own.to(query.dtype)
     live = live & (own != NEG_INF)
-    return live, bias.repeat_interleave(q_heads // bias.shape[1], dim=1) if bias.shape[1] > 1 else bias
+    if bias.shape[1] > 1:
+        bias = bias.repeat_interleave(q_heads // bias.shape[1], dim=1)
+    return live, bias
 
 
 def _by_queries(x: Tensor, kv_heads: int) -> Tensor:
