@@ -93,7 +93,8 @@ def _masked(query: Tensor, stored: KeyValue, rows: Tensor, keys: Tensor, live: T
 
 def _by_queries(x: Tensor, kv_heads: int) -> Tensor:
     """View `[batch, q_heads, q_len, n]` as `[batch, kv_heads, q_len, group, n]`."""
-    return x.unflatten(1, (kv_heads, -1)).transpose(2, 3)
+    grouped: Tensor = x.unflatten(1, (kv_heads, -1))
+    return grouped.transpose(2, 3)
 
 
 def _by_heads(x: Tensor) -> Tensor:
