@@ -78,7 +78,7 @@ def _constant_stride(x: Tensor) -> int:
     return x.stride(2) if x.stride(2) < 1 << 14 else 0
 
 
-def _scale_kind(scale: Tensor | None) -> int:
+def scale_kind(scale: Tensor | None) -> int:
     if scale is None:
         return NO_SCALE
     return HEAD_SCALE if scale.dim() == 1 else KEY_SCALE
@@ -160,7 +160,7 @@ def plan_segment(
         RUN_N=run_n,
         WINDOW=window is not None,
         SOFTCAP=call.softcap is not None,
-        SCALES=(_scale_kind(stored.key_scale), _scale_kind(stored.value_scale)),
+        SCALES=(scale_kind(stored.key_scale), scale_kind(stored.value_scale)),
         LATENT=call.latent,
         FINAL=place.final,
         POSITIVE_SCALE=call.score_scale > 0,
