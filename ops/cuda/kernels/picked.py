@@ -39,6 +39,20 @@ def keys_of_picks(picks, stride, at, n_picks, kv_len, length, INDEX_BLOCK: tl.co
     return keys, ok & (keys < length)
 
 
+@triton.jit
+def bias_of_keys(mask_base, at_heads, keys, stride, ok):
+    """Return what a mask adds to the scores of keys, and those that it leaves of the keys that are `ok`.
+
+    A bool mask adds nothing, for which 0 of its own dtype stands.
+    """
+    bias = tl.load(mask_base + at_heads + keys.to(tl.int64) * stride, mask=ok, other=0)
+    if mask_base.dtype.element_ty == tl.uint8:
+        return bias, ok & (bias != 0)
+    else:
+        bias = bias.to(tl.float32)
+        return bias, ok & (bias != float("-inf"))
+
+
 @triton.jit(do_not_specialize=[*_SIZES, "first_split", "all_splits"])
 def _picked_kernel(
     query,
@@ -190,33 +204,46 @@ def _picked_kernel(
             if UNSCALED:
                 row_max = row_max / scale
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    at = split * tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    keys, valid = keys_of_picks(picks, index_s, at, n_picks, kv_len, length, INDEX_BLOCK)
+    if MASK and not MASK_HEADS:
+        bias, valid = bias_of_keys(mask_base, 0, keys, mask_s, valid)
     for i in tl.range(0, tiles):
-        at = (split * tiles + i) * BLOCK_N + tl.arange(0, BLOCK_N)
-        keys, valid = keys_of_picks(picks, index_s, at, n_picks, kv_len, length, INDEX_BLOCK)
-        keys = keys.to(tl.int64)
         ok = valid[None, :]
-        if MASK:
-            at_heads = (head * mask_h)[:, None] if MASK_HEADS else tl.zeros([1, 1], tl.int64)
-            mask_ok = ok & head_ok[:, None] if MASK_HEADS else ok
-            bias = tl.load(mask_base + at_heads + (keys * mask_s)[None, :], mask=mask_ok, other=0)
-            if MASK == 1:
-                ok = ok & (bias != 0)
-            else:
-                bias = bias.to(tl.float32)
-                ok = ok & (bias != float("-inf"))
+        if MASK and MASK_HEADS:
+            ok = ok & head_ok[:, None]
+            biases, ok = bias_of_keys(mask_base, (head * mask_h)[:, None], keys[None, :], mask_s, ok)
             # Keys that no head attends to may be NaN: they are not loaded.
-            valid = valid & (tl.max((ok & head_ok[:, None]).to(tl.int32), axis=0) > 0)
+            valid = valid & (tl.max(ok.to(tl.int32), axis=0) > 0)
         products, v = score_tile(
-            operands, key, value, 0, keys, valid, HEAD_DIM, VALUE_DIM, ROPE_DIM, LATENT, HALVES, KEY_SCALE, False
+            operands,
+            key,
+            value,
+            0,
+            keys.to(tl.int64),
+            valid,
+            HEAD_DIM,
+            VALUE_DIM,
+            ROPE_DIM,
+            LATENT,
+            HALVES,
+            KEY_SCALE,
+            False,
         )
         scores = scores_of(products, score_scale, softcap, UNSCALED, SOFTCAP)
         if MASK == 2:
-            scores += bias
+            scores += biases if MASK_HEADS else bias[None, :]
         scores = tl.where(ok, scores, float("-inf"))
         v_scale = None
         if VALUE_SCALE == 2:
             v_scale = load_scales(value_scale_base, keys, valid)
         acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED, v_scale)
+        # The picks of the next tile are fetched one tile ahead, so that no row waits for its index and its mask.
+        at = (split * tiles + i + 1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        at = tl.where(i + 1 < tiles, at, n_picks * INDEX_BLOCK)
+        keys, valid = keys_of_picks(picks, index_s, at, n_picks, kv_len, length, INDEX_BLOCK)
+        if MASK and not MASK_HEADS:
+            bias, valid = bias_of_keys(mask_base, 0, keys, mask_s, valid)
     if UNSCALED:
         row_max *= scale
     acc, log_sum = finish_state(acc, row_max, row_sum)
