@@ -81,24 +81,33 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return x if x is None else x.contiguous()
 
 
-def picked_tiles(query: Tensor, stored: KeyValue) -> Tiles:
-    """Choose the query heads and the picked keys of a tile, as measured on an H100."""
-    heads = query.shape[1] // stored.key.shape[1]
+def picked_tiles(call: AttentionCall, stored: KeyValue) -> Tiles:
+    """Choose the query heads and the picked keys of a tile, as measured on an H100 and an H200.
+
+    Fewer heads share the rows of a program if there are programs for all SMs then: each reads its rows from the L2.
+    """
+    query, heads, n_keys = call.query, call.query.shape[1] // stored.key.shape[1], _picked_length(call, stored)
     dim = power_of_2(max(query.shape[3], stored.value.shape[3]))
-    block_m = max(16, power_of_2(heads))
+    block_m = max(16, min(64, power_of_2(heads)))
     if query.element_size() == 4 or not has_large_shared_memory(query.device):
         return Tiles(16, 32, 8 if dim > 256 else 4, 2)
-    if dim > 256:
-        return Tiles(16, 64, 4, 2) if block_m == 16 else Tiles(min(64, block_m), 32, 8, 2)
-    return Tiles(min(64, block_m), 64, 4, 3 if dim <= 128 else 2, 2)
+    if dim <= 256:
+        return Tiles(block_m, 64, 4, 3 if dim <= 128 else 2, 2 if dim <= 128 else 1)
+    tiles = query.shape[0] * query.shape[2] * ceil_div(n_keys, 64)
+    while block_m > 16 and tiles * ceil_div(heads, block_m // 2) <= multiprocessors(query.device):
+        block_m //= 2
+    return Tiles(block_m, 64, 8, 2)
+
+
+def _picked_length(call: AttentionCall, stored: KeyValue) -> int:
+    """Return the number of keys that a row of picks names at most."""
+    return stored.key.shape[2] if stored.indices is None else stored.indices.shape[3] * call.index_block
 
 
 def split_picks(call: AttentionCall, stored: KeyValue, tiles: Tiles) -> Split:
     """Cut the picked keys of a segment so that all programs fill the GPU once."""
     batch, q_heads, q_len, _ = call.query.shape
-    kv_heads, kv_len = stored.key.shape[1:3]
-    n_keys = kv_len if stored.indices is None else stored.indices.shape[3] * call.index_block
-    n_tiles = max(1, ceil_div(n_keys, tiles.block_n))
+    kv_heads, n_tiles = stored.key.shape[1], max(1, ceil_div(_picked_length(call, stored), tiles.block_n))
     if call.batch_invariant:
         each = INVARIANT_PICKS // tiles.block_n
     else:
@@ -115,7 +124,7 @@ def plan_picked(call: AttentionCall, tiles: Tiles | None = None, split: Split | 
     """
     query, (batch, q_heads, q_len, _) = call.query, call.query.shape
     value_dim = call.segments[0].value.shape[3]
-    chosen = [tiles or picked_tiles(query, x) for x in call.segments]
+    chosen = [tiles or picked_tiles(call, x) for x in call.segments]
     splits = [split or split_picks(call, x, its_tiles) for x, its_tiles in zip(call.segments, chosen, strict=True)]
     all_splits = sum(x.splits for x in splits)
     acc, pdl = accumulator_dtype(query.dtype), not INTERPRETED and has_early_launches(query.device)

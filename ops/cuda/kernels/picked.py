@@ -149,7 +149,11 @@ def _picked_kernel(
         rope_dims = tl.arange(0, BLOCK_R)
         rope_b, rope_h, rope_l, rope_q_d = rope_strides[0]
         q_rope = tl.load(
-            rope[0] + sequence * rope_b + position * rope_l + (head * rope_h)[:, None] + (rope_dims * rope_q_d)[None, :],
+            rope[0]
+            + sequence * rope_b
+            + position * rope_l
+            + (head * rope_h)[:, None]
+            + (rope_dims * rope_q_d)[None, :],
             mask=head_ok[:, None] & (rope_dims < ROPE_DIM)[None, :],
             other=0.0,
         )

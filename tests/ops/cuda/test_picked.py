@@ -62,6 +62,8 @@ def test_random_calls(n: int, latents: bool) -> None:
         split = None if pairs is None else Split(tiles, max(1, ceil_div(most, tiles)))
         with fresh_memory_is_poison():
             out, lse = plan_picked(call, Tiles(16, 16, 4, 2), split)(call)
-        assert_within_bound(out, lse, dense, drawn.parts + (1 if split is None else split.splits), out_dtype=call.out_dtype)
+        assert_within_bound(
+            out, lse, dense, drawn.parts + (1 if split is None else split.splits), out_dtype=call.out_dtype
+        )
 
     test()
