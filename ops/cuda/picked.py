@@ -1,4 +1,4 @@
-"""Plan calls with `indices`: a launch for each segment, which gathers its picked keys, and the combine of their states."""
+"""Plan calls with `indices`: a launch for each segment, which gathers its picked keys, and a combine of all states."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import State, accumulator_dtype
 
 INVARIANT_PICKS = 512  # of a split, whatever else is in the batch
+MOST_TILES = 4  # of a split, if programs share an SM: a program that ends early makes room for another
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def picked_tiles(call: AttentionCall, stored: KeyValue) -> Tiles:
     if query.element_size() == 4 or not has_large_shared_memory(query.device):
         return Tiles(16, 32, 8 if dim > 256 else 4, 2)
     if dim <= 256:
-        return Tiles(block_m, 64, 4, 3 if dim <= 128 else 2, 2 if dim <= 128 else 1)
+        return Tiles(16, 128, 4, 2, 2) if dim <= 128 and heads <= 16 else Tiles(block_m, 64, 4, 2)
     tiles = query.shape[0] * query.shape[2] * ceil_div(n_keys, 64)
     while block_m > 16 and tiles * ceil_div(heads, block_m // 2) <= multiprocessors(query.device):
         block_m //= 2
@@ -114,6 +115,8 @@ def split_picks(call: AttentionCall, stored: KeyValue, tiles: Tiles) -> Split:
         work = batch * q_len * kv_heads * ceil_div(q_heads // kv_heads, tiles.block_m)
         splits = max(1, tiles.per_sm * multiprocessors(call.query.device) // (work * len(call.segments)))
         each = ceil_div(n_tiles, splits)
+        if tiles.per_sm > 1:
+            each = min(each, MOST_TILES)
     return Split(each, ceil_div(n_tiles, each))
 
 

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_states
-from tatten.ops.cuda.kernels.picked import keys_of_picks
 
 
 @triton.jit(do_not_specialize=["splits"])
