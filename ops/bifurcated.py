@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
 from tatten.ops.call import check_segments
 from tatten.ops.keywords import names_keywords
 from tatten.ops.masks import BlockMask, data_of
+from tatten.ops.picks import MISSING_INDICES, distinct_picks
 from tatten.ops.segment_validation import check_rows_fit
 from tatten.ops.validation import check_tensors
 
@@ -30,6 +31,9 @@ def bifurcated_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     batch_invariant: bool = False,
+    indices: Sequence[Tensor | None] | None = None,
+    index_block: int = 1,
+    distinct_indices: bool = False,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -46,6 +50,9 @@ def bifurcated_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     batch_invariant: bool = False,
+    indices: Sequence[Tensor | None] | None = None,
+    index_block: int = 1,
+    distinct_indices: bool = False,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @names_keywords
@@ -62,6 +69,9 @@ def bifurcated_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     batch_invariant: bool = False,
+    indices: Sequence[Tensor | None] | None = None,
+    index_block: int = 1,
+    distinct_indices: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over keys and values in segments, each shared by one or several sequences of the batch.
@@ -99,6 +109,11 @@ def bifurcated_attention(
         batch_invariant: as in `decode_attention`. The last segment then has each sequence's own keys: its batch is `B`,
             without `rows`. The call with one sequence alone has the same segments, each with the row that this sequence
             reads. Block masks of all but the last segment are ignored.
+        indices: for each segment None, which stands for all of its keys, or the keys of the segment that each query
+            attends to: int32 or int64 `[B, 1 or kv_heads, q_length, picks]`, counted from the segment's first key;
+            else as in `decode_attention`. So the number of a key among those of all segments, less the keys before the
+            segment, is skipped in all segments but its own.
+        index_block, distinct_indices: as in `decode_attention`, for all segments.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
@@ -119,7 +134,7 @@ def bifurcated_attention(
         >>> torch.allclose(out, tatten.decode_attention(query, key, value), atol=1e-5)
         True
     """
-    for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks)):
+    for name, tensors in (("keys", keys), ("values", values), ("attn_masks", attn_masks), ("indices", indices)):
         if isinstance(tensors, Tensor):
             raise TypeError(f"`{name}` must be a sequence of Tensors, got {type(tensors).__name__}")
     if isinstance(block_masks, BlockMask):
@@ -137,9 +152,24 @@ def bifurcated_attention(
     if batch_invariant and data:  # they depend on who shares the segment
         data[:-1] = [None] * (len(data) - 1)
     segments = list(keys), list(values), masks, data
-    options = {"window": window, "softcap": softcap, "sinks": sinks, "batch_invariant": batch_invariant}
+    options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks, "batch_invariant": batch_invariant}
+    if indices is not None:
+        picks = list(indices) if distinct_indices else _distinct_picks(query, keys, indices, index_block)
+        options |= {"indices": picks, "index_block": index_block}
+    elif index_block != 1 or distinct_indices:
+        raise ValueError(MISSING_INDICES)
     out, lse = op(query, *segments, scale, groups, **options)
     return (out, lse) if return_lse else out
+
+
+def _distinct_picks(
+    query: Tensor, keys: Sequence[Tensor], indices: Sequence[Tensor | None], index_block: int
+) -> list[Tensor | None]:
+    check_segments(keys, indices=indices)
+    return [
+        None if picks is None else distinct_picks(picks, query, key, index_block, f"indices[{i}]", f"keys[{i}]")
+        for i, (picks, key) in enumerate(zip(indices, keys, strict=True))
+    ]
 
 
 def _row_groups(query: Tensor, keys: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tatten.ops.states import State
 
 DECODE, BIFURCATED, LATENT = "decode_attention", "bifurcated_attention", "latent_attention"
+_PLURALS = "row_groups", "indices"
 _NAMES_OF_LATENTS = {"key": "latent", "value": "latent", "rope": "key_rope"}
 
 
@@ -30,6 +31,7 @@ class KeyValue(NamedTuple):
         row_groups: the result of `tatten::row_groups` if each sequence may read any row, else None.
         key_scale, value_scale: as `tatten.decode_attention` takes them.
         rope: `[kv_batch, 1, kv_length, width]`, the columns with rotary positions of keys that are latents.
+        indices: `[batch, 1 or kv_heads, q_length, picks]`, the keys that each query attends to; None for all keys.
     """
 
     key: Tensor
@@ -41,6 +43,7 @@ class KeyValue(NamedTuple):
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
     rope: Tensor | None = None
+    indices: Tensor | None = None
 
 
 class AttentionCall(NamedTuple):
@@ -55,6 +58,7 @@ class AttentionCall(NamedTuple):
         query_rope: the columns of the queries that are multiplied by the `rope` of keys; None without `rope`.
         out_dtype: the dtype of `out`; None stands for that of `query`.
         provider, batch_invariant: as `tatten.decode_attention` takes them.
+        index_block, rest_bias: as `tatten.decode_attention` takes them; of no effect without `indices`.
     """
 
     op: str
@@ -68,6 +72,8 @@ class AttentionCall(NamedTuple):
     out_dtype: torch.dtype | None = None
     provider: str = "auto"
     batch_invariant: bool = False
+    index_block: int = 1
+    rest_bias: float | None = None
 
     @property
     def score_scale(self) -> float:
@@ -84,13 +90,18 @@ class AttentionCall(NamedTuple):
         """True if keys and values are one tensor, the latents."""
         return self.op == LATENT
 
+    @property
+    def has_picks(self) -> bool:
+        """True if a segment has `indices`."""
+        return any(x.indices is not None for x in self.segments)
+
     def name_of(self, field: str, segment: int = 0) -> str:
         """Return the name that an error gives to a field of a segment: `key`, `keys[1]` or `latent`.
 
         It is the name of an argument of the op.
         """
         if self.op == BIFURCATED:
-            return f"row_groups[{segment}]" if field == "row_groups" else f"{field}s[{segment}]"
+            return f"{field}[{segment}]" if field in _PLURALS else f"{field}s[{segment}]"
         return _NAMES_OF_LATENTS.get(field, field) if self.latent else field
 
     @property

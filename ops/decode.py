@@ -10,6 +10,7 @@ from torch import Tensor
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
 from tatten.ops.keywords import names_keywords
 from tatten.ops.masks import BlockList, BlockMask, KeySpans, data_of
+from tatten.ops.picks import MISSING_INDICES, distinct_picks
 from tatten.ops.validation import check_mask_alone, check_tensors
 
 
@@ -64,6 +65,10 @@ def decode_attention(
     value_scale: Tensor | None = None,
     provider: str = "auto",
     batch_invariant: bool = False,
+    indices: Tensor | None = None,
+    index_block: int = 1,
+    distinct_indices: bool = False,
+    rest_bias: float | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -83,6 +88,10 @@ def decode_attention(
     value_scale: Tensor | None = None,
     provider: str = "auto",
     batch_invariant: bool = False,
+    indices: Tensor | None = None,
+    index_block: int = 1,
+    distinct_indices: bool = False,
+    rest_bias: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @names_keywords
@@ -102,6 +111,10 @@ def decode_attention(
     value_scale: Tensor | None = None,
     provider: str = "auto",
     batch_invariant: bool = False,
+    indices: Tensor | None = None,
+    index_block: int = 1,
+    distinct_indices: bool = False,
+    rest_bias: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of a few queries per sequence over a long KV, as `F.scaled_dot_product_attention` does.
@@ -144,6 +157,20 @@ def decode_attention(
             whatever they are and however many. The chunks in which keys are added up then depend on the sequence's own
             length and mask only. On CUDA this uses tatten's own kernel, and on a CPU `softcap` is not supported with
             it.
+        indices: int32 or int64 `[batch, 1 or kv_heads, q_length, picks]`, any strides, on the device of `query`: the
+            keys that each query attends to, the same for all query heads or for those of a kv head. A mask and
+            `kv_lens` narrow them further. No other key is read, nor its value, nor its part of the mask. Entries
+            outside `[0, ceil(kv_length / index_block))` are skipped. A block mask is ignored, and `window` must be
+            None.
+        index_block: number of keys that each entry of `indices` names: entry `i` names the keys `i * index_block` up to
+            but not including `(i + 1) * index_block`, as far as they exist.
+        distinct_indices: promise that no row of `indices` has an entry twice. Without it, repeated entries are
+            removed first, so that each key counts once. An entry that breaks the promise is an error on a CPU; on a
+            GPU it counts as often as it is listed.
+        rest_bias: with `indices` and an additive mask or none: the bias of the keys that no entry names, which are
+            excluded by default. It is at most half of float32's `finfo.min`, as models write masks, so that it matters
+            only to a query whose own keys all have a bias of at most half of it: such a query attends to all
+            keys, as under the dense mask.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
@@ -177,6 +204,11 @@ def decode_attention(
         "provider": None if provider == "auto" else provider,
         "batch_invariant": batch_invariant or None,
     }
+    if indices is not None:
+        options["indices"] = indices if distinct_indices else distinct_picks(indices, query, key, index_block)
+        options |= {"index_block": index_block, "rest_bias": rest_bias}
+    elif index_block != 1 or rest_bias is not None or distinct_indices:
+        raise ValueError(MISSING_INDICES)
     # The dispatcher takes its time for each argument, even for a default.
     arguments = {name: x for name, x in options.items() if x is not None}
     out, lse = torch.ops.tatten.decode_attention.default(query, key, value, **arguments)

@@ -37,11 +37,15 @@ def decode_kernel(attend: Attend) -> OpKernel:
         value_scale: Tensor | None = None,
         provider: str = "auto",
         batch_invariant: bool = False,
+        indices: Tensor | None = None,
+        index_block: int = 1,
+        rest_bias: float | None = None,
     ) -> Any:
-        stored = _tuple(KeyValue, (key, value, attn_mask, kv_lens, block_mask, None, key_scale, value_scale, None))
-        softmax = scale, window, softcap, sinks
+        masks = attn_mask, kv_lens, block_mask
+        stored = _tuple(KeyValue, (key, value, *masks, None, key_scale, value_scale, None, indices))
+        softmax, picks = (scale, window, softcap, sinks), (index_block, rest_bias)
         return attend(
-            _tuple(AttentionCall, (DECODE, query, (stored,), *softmax, None, None, provider, batch_invariant))
+            _tuple(AttentionCall, (DECODE, query, (stored,), *softmax, None, None, provider, batch_invariant, *picks))
         )
 
     return kernel
@@ -66,24 +70,24 @@ def bifurcated_kernel(attend: Attend) -> OpKernel:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         batch_invariant: bool = False,
+        indices: Sequence[Tensor | None] | None = None,
+        index_block: int = 1,
     ) -> Any:
         none = [None] * len(keys)
         masks, blocks = none if attn_masks is None else attn_masks, none if block_masks is None else block_masks
-        groups = row_groups or none
-        check_segments(keys, values=values, attn_masks=masks, block_masks=blocks, row_groups=groups)
+        groups, picks = row_groups or none, none if indices is None else indices
+        check_segments(keys, values=values, attn_masks=masks, block_masks=blocks, row_groups=groups, indices=picks)
         if not keys:
             raise ValueError("`keys` must hold at least one segment, got none")
         lens = scales = rope = None
         segments = tuple(
             [
-                _tuple(KeyValue, (key, value, mask, lens, block_mask, rows, scales, scales, rope))
-                for key, value, mask, block_mask, rows in zip(keys, values, masks, blocks, groups, strict=True)
+                _tuple(KeyValue, (*stored, lens, block_mask, rows, scales, scales, rope, own_picks))
+                for *stored, block_mask, rows, own_picks in zip(keys, values, masks, blocks, groups, picks, strict=True)
             ]
         )
-        softmax = scale, window, softcap, sinks
-        return attend(
-            _tuple(AttentionCall, (BIFURCATED, query, segments, *softmax, None, None, "auto", batch_invariant))
-        )
+        softmax, options = (scale, window, softcap, sinks), ("auto", batch_invariant, index_block, None)
+        return attend(_tuple(AttentionCall, (BIFURCATED, query, segments, *softmax, None, None, *options)))
 
     return kernel
 
@@ -106,12 +110,14 @@ def latent_kernel(attend: Attend) -> OpKernel:
         sinks: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
+        indices: Tensor | None = None,
+        index_block: int = 1,
+        rest_bias: float | None = None,
     ) -> Any:
-        stored = _tuple(KeyValue, (latent, latent, attn_mask, kv_lens, block_mask, None, None, None, key_rope))
-        softmax = scale, window, softcap, sinks
-        return attend(
-            _tuple(AttentionCall, (LATENT, query, (stored,), *softmax, query_rope, out_dtype, "auto", batch_invariant))
-        )
+        masks = attn_mask, kv_lens, block_mask
+        stored = _tuple(KeyValue, (latent, latent, *masks, None, None, None, key_rope, indices))
+        softmax, options = (scale, window, softcap, sinks), ("auto", batch_invariant, index_block, rest_bias)
+        return attend(_tuple(AttentionCall, (LATENT, query, (stored,), *softmax, query_rope, out_dtype, *options)))
 
     return kernel
 

@@ -10,6 +10,7 @@ from torch import Tensor
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
 from tatten.ops.keywords import names_keywords
 from tatten.ops.masks import BlockMask, data_of
+from tatten.ops.picks import MISSING_INDICES, distinct_picks
 from tatten.ops.validation import check_tensors
 
 
@@ -29,6 +30,10 @@ def latent_attention(
     sinks: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    indices: Tensor | None = None,
+    index_block: int = 1,
+    distinct_indices: bool = False,
+    rest_bias: float | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -47,6 +52,10 @@ def latent_attention(
     sinks: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    indices: Tensor | None = None,
+    index_block: int = 1,
+    distinct_indices: bool = False,
+    rest_bias: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @names_keywords
@@ -65,6 +74,10 @@ def latent_attention(
     sinks: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    indices: Tensor | None = None,
+    index_block: int = 1,
+    distinct_indices: bool = False,
+    rest_bias: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute the *absorbed* form of multi-head latent attention: all heads attend to one cached latent per token.
@@ -96,6 +109,9 @@ def latent_attention(
         out_dtype: dtype of `out`: `query`'s, which is the default, or the accumulator's (float32, or float64 for
             float64), so that `W_uv` is applied to sums that were not rounded.
         batch_invariant: as in `decode_attention`. Each sequence then has latents of its own: kv_batch is batch.
+        indices: int32 or int64 `[batch, 1, q_length, picks]`: the latents that each query attends to, as in
+            `decode_attention`.
+        index_block, distinct_indices, rest_bias: as in `decode_attention`.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
@@ -125,6 +141,10 @@ def latent_attention(
     check_tensors(query=query, latent=latent, **ropes)
     if scale is None:
         raise TypeError("`scale` must be a number: it follows from the width of the keys, not of latents; got None")
+    if indices is not None and not distinct_indices:
+        indices = distinct_picks(indices, query, latent, index_block, key_name="latent")
+    elif indices is None and (index_block != 1 or rest_bias is not None or distinct_indices):
+        raise ValueError(MISSING_INDICES)
     out, lse = torch.ops.tatten.latent_attention.default(
         query,
         query_rope,
@@ -139,5 +159,8 @@ def latent_attention(
         sinks=sinks,
         out_dtype=out_dtype,
         batch_invariant=batch_invariant,
+        indices=indices,
+        index_block=index_block,
+        rest_bias=rest_bias,
     )
     return (out, lse) if return_lse else out

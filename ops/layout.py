@@ -8,7 +8,7 @@ BATCH, HEADS, LENGTH, HEAD_DIM = range(4)  # the dims of queries, keys and value
 
 
 def over_keys(scale: Tensor) -> Tensor:
-    """View a scale of heads `[kv_heads]`, or of keys `[batch, kv_heads, kv_len]`, so that it broadcasts over keys."""
+    """View a scale of heads `[kv_heads]`, or of keys `[..., kv_heads, kv_len]`, so that it broadcasts over keys."""
     return scale[:, None, None] if scale.dim() == 1 else scale.unsqueeze(-1)
 
 

@@ -35,14 +35,15 @@ _library = torch.library.Library("tatten", "DEF")
 for _schema in (
     "decode_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? kv_lens=None, "
     "float? scale=None, Tensor? block_mask=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
-    'Tensor? key_scale=None, Tensor? value_scale=None, str provider="auto", bool batch_invariant=False) '
-    "-> (Tensor out, Tensor lse)",
+    'Tensor? key_scale=None, Tensor? value_scale=None, str provider="auto", bool batch_invariant=False, '
+    "Tensor? indices=None, int index_block=1, float? rest_bias=None) -> (Tensor out, Tensor lse)",
     "latent_attention(Tensor query, Tensor? query_rope, Tensor latent, Tensor? key_rope, Tensor? attn_mask=None, "
     "Tensor? kv_lens=None, *, float scale, Tensor? block_mask=None, int? window=None, float? softcap=None, "
-    "Tensor? sinks=None, ScalarType? out_dtype=None, bool batch_invariant=False) -> (Tensor out, Tensor lse)",
+    "Tensor? sinks=None, ScalarType? out_dtype=None, bool batch_invariant=False, Tensor? indices=None, "
+    "int index_block=1, float? rest_bias=None) -> (Tensor out, Tensor lse)",
     "bifurcated_attention(Tensor query, Tensor[] keys, Tensor[] values, Tensor?[] attn_masks, Tensor?[] block_masks, "
     "float? scale=None, Tensor?[]? row_groups=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
-    "bool batch_invariant=False) -> (Tensor out, Tensor lse)",
+    "bool batch_invariant=False, Tensor?[]? indices=None, int index_block=1) -> (Tensor out, Tensor lse)",
     "row_groups(Tensor rows, SymInt kv_batch, SymInt queries) -> Tensor",
     "block_mask(Tensor attn_mask, SymInt? kv_batch=None, Tensor? rows=None, bool every_block=False) -> Tensor",
     "block_list(Tensor attn_mask, SymInt kv_batch, bool every_block=False) -> Tensor",

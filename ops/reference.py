@@ -9,6 +9,7 @@ from torch import Tensor
 from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.layout import over_keys
+from tatten.ops.picks import picked_mask
 from tatten.ops.row_groups import rows_of
 from tatten.ops.states import NEG_INF, State
 
@@ -75,7 +76,16 @@ def _copied(call: AttentionCall, stored: KeyValue) -> tuple[Tensor, Tensor, Tens
         valid = valid & (mask if mask.dtype == torch.bool else mask != NEG_INF)
         bias = bias if mask.dtype == torch.bool else mask.double()
     shape = batch, q_heads, q_len, kv_len
-    return key, value, valid.expand(shape), bias.expand(shape)
+    valid, bias = valid.expand(shape), bias.expand(shape)
+    if stored.indices is None:
+        return key, value, valid, bias
+    picked, rest = picked_mask(stored.indices, kv_len, call.index_block, q_heads), call.rest_bias
+    if rest is None:
+        return key, value, valid & picked, bias
+    # The others' weight is exactly 0 beside any key that `rest_bias` doesn't come near.
+    alone = ~(valid & picked & (bias > rest / 2)).any(dim=3, keepdim=True)
+    others = alone & (torch.arange(kv_len, device=key.device) < _lengths(call, stored))
+    return key, value, torch.where(picked, valid, others), torch.where(picked, bias, rest)
 
 
 def _used(valid: Tensor, kv_heads: int) -> Tensor:

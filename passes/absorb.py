@@ -37,7 +37,7 @@ def apply_latents(match: LatentMatch, masks: Masks, parts: QueryParts) -> tuple[
     """
     call = masks.cast(match.call)
     query = known_tensor(call.query)
-    insert, batch, q_len = Inserter(call.shown), query.shape[BATCH], query.shape[LENGTH]
+    insert = Inserter(call.shown)
     with call.node.graph.inserting_before(call.node):
         q_nope = _columns(insert, call.query, match.columns, parts)
         unrounded = _takes_unrounded(match, query)

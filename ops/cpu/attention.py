@@ -20,6 +20,7 @@ from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.batch_invariant import attend_each
 from tatten.ops.cpu.flash import additive, attend, attend_by_products
 from tatten.ops.cpu.one_call import attend_at_once
+from tatten.ops.cpu.picked import attend_picks
 from tatten.ops.layout import over_keys, pack_gqa, pack_mask, squeeze_broadcast
 from tatten.ops.masks import Span, key_spans
 from tatten.ops.reach import mask_of_reach, narrow_mask
@@ -33,7 +34,7 @@ Scales = tuple[Tensor | None, Tensor | None]  # of keys and of values, each per 
 
 def decode_attention(call: AttentionCall) -> State:
     query, (stored,) = call.query, call.segments
-    if call.plain and stored.kv_lens is None and call.provider in ("auto", "cpu"):
+    if call.plain and stored.indices is None and stored.kv_lens is None and call.provider in ("auto", "cpu"):
         state = attend_at_once(query, stored, call.scale)
         if state is not None:
             return state
@@ -42,6 +43,9 @@ def decode_attention(call: AttentionCall) -> State:
     if call.batch_invariant:
         check_batch_invariant(call)
     dtype = query.dtype
+    if stored.indices is not None:
+        out, lse = with_sinks(call, *attend_picks(call))
+        return out.to(dtype), lse
     # Keys in 8 bits are upcast, as PyTorch has no such products on a CPU. So are keys in 16 bits with
     # `batch_invariant`: the order of their sums may depend on the batch.
     upcasts = stored.key.dtype != dtype or (call.batch_invariant and dtype.itemsize == 2)
@@ -81,9 +85,14 @@ def attend_variant(call: AttentionCall, kernel: AttendKernel, upcasts: bool = Fa
     elif stored.attn_mask is not None:
         spans = spans_of(stored.attn_mask, kv_len, stored.block_mask)
     out, lse = attend_keys(call.query, stored, spans, call.score_scale, kernel, upcasts, separately)
+    return with_sinks(call, out, lse)
+
+
+def with_sinks(call: AttentionCall, out: Tensor, lse: Tensor) -> State:
+    """Return the state over the sinks of a call, if it has any, and the keys of a state."""
     if call.sinks is None:
         return out, lse
-    if not separately:
+    if not call.batch_invariant:
         return merge_sinks(out, lse, call.sinks)
     # Vectorised functions round the last numbers of a tensor differently from the others.
     each = zip(out.split(1), lse.split(1), strict=True)

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 
 from tatten.ops.call import AttentionCall, KeyValue
-from tatten.ops.cpu.attention import AttendKernel, attend_keys, kernel_of, merge_sinks, spans_of, with_mask_in
+from tatten.ops.cpu.attention import (
+    AttendKernel,
+    attend_keys,
+    kernel_of,
+    merge_sinks,
+    spans_of,
+    with_mask_in,
+    with_sinks,
+)
 from tatten.ops.cpu.flash import additive, coarse_sequences
+from tatten.ops.cpu.picked import attend_picks
 from tatten.ops.cpu.rows import runs_of
 from tatten.ops.layout import fold_mask, fold_sequences, unfold_sequences
 from tatten.ops.reach import within_window
@@ -21,6 +30,11 @@ from tatten.ops.states import State, accumulator_dtype, combine_partials
 
 def bifurcated_attention(call: AttentionCall) -> State:
     check_bifurcated_attention(call)
+    if call.has_picks:
+        if call.batch_invariant:
+            check_segments_batch_invariant(call)
+        out, lse = with_sinks(call, *attend_picks(call))
+        return out.to(call.query.dtype), lse
     dtype, acc, scale = call.query.dtype, accumulator_dtype(call.query.dtype), call.score_scale
     rows, kernel = [rows_of(call.query, x) for x in call.segments], kernel_of(call)
     call = within_window(call)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tatten.ops.call import AttentionCall
 from tatten.ops.cpu import thresholds
-from tatten.ops.cpu.attention import attend_variant
+from tatten.ops.cpu.attention import attend_variant, with_sinks
 from tatten.ops.cpu.batch_invariant import attend_each
+from tatten.ops.cpu.picked import attend_picks
 from tatten.ops.latent_validation import check_latent_attention, check_latent_batch_invariant
 from tatten.ops.layout import fold_mask, fold_sequences, unfold_sequences
 from tatten.ops.states import NEG_INF, State, accumulator_dtype
@@ -25,6 +26,9 @@ def latent_attention(call: AttentionCall) -> State:
     if call.batch_invariant:
         check_latent_batch_invariant(call)
     query, (stored,), out_dtype = call.query, call.segments, call.out_dtype or call.query.dtype
+    if stored.indices is not None:
+        out, lse = with_sinks(call, *attend_picks(call))
+        return out.to(out_dtype), lse
     batch, (kv_batch, _, kv_len, _), mask = query.shape[0], stored.key.shape, stored.attn_mask
     if mask is not None and kv_batch < batch:
         mask = fold_mask(mask.expand(*mask.shape[:-1], kv_len), query, kv_batch)

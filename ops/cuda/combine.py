@@ -67,7 +67,7 @@ def _sizes(x: TileSpace, suffix: str) -> dict[str, int]:
     return {f"{'n_groups' if name == 'groups' else name}_{suffix}": getattr(x, name) for name in names}
 
 
-def _block(partials: int, states: int, dim: int) -> tuple[int, int]:
+def combine_block(partials: int, states: int, dim: int) -> tuple[int, int]:
     """Choose the columns of a program and its warps. `dim` is rounded up to a power of 2."""
     if states > 1:
         return dim, 4
@@ -109,7 +109,7 @@ def plan_combine(
     partials = min(64, power_of_2(max([x.most_partials(batch, dim > WIDE) for x in spaces] or [1])))
     few = n_states < gpu_rates(query.device).many_states
     states = 1 if spaces or few else max(1, 1024 // dim)  # whole states of a program
-    block_dv, warps = _block(partials, states, dim)
+    block_dv, warps = combine_block(partials, states, dim)
     launch = Launch(
         _combine_kernel,
         (ceil_div(n_states, states) * ceil_div(value_dim, block_dv),),

@@ -40,7 +40,7 @@ class SegmentLaunch:
     sinks: bool
 
     def __call__(self, call: AttentionCall, stored: KeyValue) -> Partials:
-        key, value, attn_mask, kv_lens, block_mask, row_groups, key_scale, value_scale, rope = stored
+        key, value, attn_mask, kv_lens, block_mask, row_groups, key_scale, value_scale, rope, _ = stored
         optional = kv_lens, block_mask, row_groups, key_scale, value_scale, call.sinks if self.sinks else None
         # The kernels need contiguous tensors here. A copy is one more launch.
         kv_lens, block_mask, row_groups, key_scale, value_scale, sinks = [
@@ -79,7 +79,7 @@ def _constant_stride(x: Tensor) -> int:
     return x.stride(2) if x.stride(2) < 1 << 14 else 0
 
 
-def _scale_kind(scale: Tensor | None) -> int:
+def scale_kind(scale: Tensor | None) -> int:
     if scale is None:
         return NO_SCALE
     return HEAD_SCALE if scale.dim() == 1 else KEY_SCALE
@@ -165,7 +165,7 @@ def plan_segment(
         RUN_N=run_n,
         WINDOW=window is not None,
         SOFTCAP=call.softcap is not None,
-        SCALES=(_scale_kind(stored.key_scale), _scale_kind(stored.value_scale)),
+        SCALES=(scale_kind(stored.key_scale), scale_kind(stored.value_scale)),
         LATENT=call.latent,
         FINAL=place.final,
         POSITIVE_SCALE=call.score_scale > 0,

@@ -18,6 +18,12 @@ from tatten.ops.cuda.latent import plan_latents
 from tatten.ops.cuda.launcher import by_layout, on_device_of
 from tatten.ops.cuda.providers import choose_provider, cudnn_attention, flash_attention, unsupported_reason
 from tatten.ops.cuda.workload import Workload, needs_of
+from tatten.ops.latent_validation import (
+    check_latent_attention,
+    check_latent_batch_invariant,
+    check_latent_widths_on_cuda,
+)
+from tatten.ops.picks_validation import check_picks
 from tatten.ops.reach import within_window
 from tatten.ops.reference import attention_reference
 from tatten.ops.row_groups import rows_of
@@ -39,7 +45,7 @@ from tatten.ops.validation import (
 def attention(call: AttentionCall) -> State:
     """Compute any of the attention ops, and return its state."""
     check_call_no_grad(call)
-    if call.op == BIFURCATED:
+    if call.op == BIFURCATED and not call.has_picks:
         call = _prepare_segments(call)
     return on_device_of(call.query, _plan(current_flash_attention_impl(), *call), call)
 
@@ -87,6 +93,8 @@ def _plan(flash_impl: str | None, *fields: Any) -> Attend:
     """
     call = AttentionCall(*fields)
     check_devices(**call.tensors)
+    if call.has_picks:
+        return _plan_picks(call)
     if call.op == LATENT:
         return plan_latents(call)
     return _plan_segments(call) if call.op == BIFURCATED else _plan_decode(call)
@@ -134,6 +142,32 @@ def _plan_segments(call: AttentionCall) -> Attend:
     from tatten.ops.cuda.segments import plan_segments
 
     return plan_segments(call)
+
+
+def _plan_picks(call: AttentionCall) -> Attend:
+    """Plan a call of any attention op with `indices`."""
+    query, value = call.query, call.segments[0].value
+    if call.op == LATENT:
+        check_latent_attention(call)
+        check_latent_widths_on_cuda(value, call.segments[0].rope)
+    else:
+        (check_bifurcated_attention if call.op == BIFURCATED else check_decode_attention)(call)
+        check_provider(call.provider, query.device)
+        check_cuda_head_dims(query, value)
+    check_picks(call)
+    if call.batch_invariant:
+        check_alone = {LATENT: check_latent_batch_invariant, BIFURCATED: check_segments_batch_invariant}
+        check_alone.get(call.op, check_batch_invariant)(call)
+    if call.provider not in ("auto", "triton"):
+        raise NotImplementedError(f"`provider` {call.provider!r} can't compute this: it has no `indices`")
+    if query.dtype == torch.float64:
+        if call.batch_invariant:
+            raise NotImplementedError("`query` must not be float64 with `batch_invariant` on CUDA: no kernel takes it")
+        return attention_reference
+
+    from tatten.ops.cuda.picked import plan_picked
+
+    return plan_picked(call)
 
 
 def row_groups(rows: Tensor, kv_batch: int, queries: int) -> Tensor:

@@ -1,0 +1,72 @@
+"""Picks: the entries of `indices`, each of which names a key or a block of keys that a query attends to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tatten.ops.call import AttentionCall
+from tatten.ops.picks_validation import check_indices
+from tatten.ops.sizes import ceil_div
+
+MISSING_INDICES = "`index_block`, `rest_bias` and `distinct_indices` must come with `indices`, got None for it"
+
+
+def without_duplicates(indices: Tensor, n: int) -> Tensor:
+    """Return `indices` with -1 for entries outside `[0, n)`, and for those that an earlier entry of the row equals.
+
+    It is plain PyTorch, for graphs too. Its memory is `n + 1` numbers a row, of which those that `indices` names are
+    touched.
+    """
+    picks = indices.to(torch.int64)
+    picks = torch.where((picks >= 0) & (picks < n), picks, n)
+    places = torch.arange(picks.shape[-1], device=picks.device).expand_as(picks)
+    first = picks.new_empty((*picks.shape[:-1], n + 1))
+    first.scatter_reduce_(-1, picks, places, "amin", include_self=False)
+    distinct = (picks < n) & (first.gather(-1, picks) == places)
+    return torch.where(distinct, picks, -1).to(indices.dtype)
+
+
+def distinct_picks(
+    indices: Tensor, query: Tensor, key: Tensor, index_block: int, name: str = "indices", key_name: str = "key"
+) -> Tensor:
+    """Check a user's `indices` and remove duplicates. `name` and `key_name` are those of the arguments in errors."""
+    check_indices(indices, query, key, index_block, (name, key_name))
+    return without_duplicates(indices, ceil_div(key.shape[2], index_block))
+
+
+def check_distinct(call: AttentionCall) -> None:
+    """Raise ValueError if a row of `indices` has an entry twice. Reads the tensors: CPU only."""
+    for i, stored in enumerate(call.segments):
+        if stored.indices is None:
+            continue
+        n = ceil_div(stored.key.shape[2], call.index_block)
+        inside = (stored.indices >= 0) & (stored.indices < n)
+        picks = torch.where(inside, stored.indices, n).to(torch.int64)
+        places = torch.arange(picks.shape[3]).expand_as(picks)
+        last = picks.new_empty((*picks.shape[:3], n + 1)).scatter_(3, picks, places)
+        repeated = inside & (last.gather(3, picks) != places)
+        if repeated.any():
+            at, name = tuple(repeated.nonzero()[0].tolist()), call.name_of("indices", i)
+            raise ValueError(
+                f"`{name}` must have each entry once in a row, got {picks[at].item()} at {at} and again: "
+                f"`tatten.{call.op}` removes repeated entries unless `distinct_indices` is True"
+            )
+
+
+def key_indices(indices: Tensor, kv_len: int, index_block: int) -> Tensor:
+    """Return the keys that the entries name, int64; negative or at least `kv_len` where an entry names none."""
+    picks = indices.to(torch.int64)
+    if index_block == 1:
+        return picks
+    picks = torch.where((picks >= 0) & (picks < ceil_div(kv_len, index_block)), picks, -1)
+    each = torch.arange(index_block, device=picks.device)
+    return (picks.unsqueeze(-1) * index_block + each).flatten(-2)
+
+
+def picked_mask(indices: Tensor, kv_len: int, index_block: int, q_heads: int) -> Tensor:
+    """Return the keys that each query picks: bool `[batch, q_heads, q_length, kv_length]`."""
+    keys = key_indices(indices, kv_len, index_block)
+    picked = torch.zeros((*keys.shape[:3], kv_len + 1), dtype=torch.bool, device=keys.device)
+    picked = picked.scatter(3, torch.where((keys >= 0) & (keys < kv_len), keys, kv_len), True)
+    return picked[..., :kv_len].repeat_interleave(q_heads // keys.shape[1], dim=1)

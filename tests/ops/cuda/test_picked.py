@@ -1,0 +1,69 @@
+"""The kernels for calls with `indices`, in Triton's interpreter: within a derived bound of float64."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from fuzz import settings
+from hypothesis import given
+from hypothesis import strategies as st
+from op_bounds import assert_within_bound
+from op_calls import row_groups
+from picked_calls import PickedCall, draw_picked_call
+from poison import fresh_memory_is_poison
+from slow import slow_but
+
+from tatten.ops.call import AttentionCall
+from tatten.ops.kernel_signatures import bifurcated_call, decode_call, latent_call
+from tatten.ops.picks import without_duplicates
+from tatten.ops.sizes import ceil_div
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
+
+
+def described(drawn: PickedCall) -> tuple[AttentionCall, dict]:
+    """The call below the schema, without duplicates, and the dense inputs with the same answer."""
+    inputs, dense = drawn.inputs()
+    inputs.pop("distinct_indices")
+
+    def distinct(indices, key):
+        n = ceil_div(key.shape[2], drawn.index_block)
+        return indices if indices is None else without_duplicates(indices, n)
+
+    if "keys" in inputs:
+        rows = inputs.pop("rows")
+        keys = inputs["keys"]
+        inputs["row_groups"] = [row_groups(inputs["query"], *x) for x in zip(keys, rows, strict=True)]
+        inputs["indices"] = [distinct(*x) for x in zip(inputs["indices"], keys, strict=True)]
+        return bifurcated_call(**inputs), dense
+    inputs["indices"] = distinct(inputs["indices"], inputs.get("key", inputs.get("latent")))
+    return (latent_call if "latent" in inputs else decode_call)(**inputs), dense
+
+
+@pytest.mark.parametrize("latents", [False, True])
+@pytest.mark.parametrize("n", slow_but([10], [10, 200]))
+def test_random_calls(n: int, latents: bool) -> None:
+    @settings(n)
+    @given(
+        st.composite(lambda draw: draw_picked_call(lambda options: draw(st.sampled_from(options)), latents, tiny=True))(),
+        st.sampled_from([1, 2, 3]),
+        st.sampled_from([None, 1, 2]),
+    )
+    def test(drawn: PickedCall, tiles: int, pairs: int | None) -> None:
+        from tatten.ops.cuda.heuristics import Tiles
+        from tatten.ops.cuda.picked import Split, plan_picked
+
+        call, dense = described(drawn)
+        most = max(
+            ceil_div(x.key.shape[2] if x.indices is None else x.indices.shape[3] * call.index_block, 16)
+            for x in call.segments
+        )
+        split = None if pairs is None else Split(tiles, max(1, ceil_div(most, tiles)))
+        with fresh_memory_is_poison():
+            out, lse = plan_picked(call, Tiles(16, 16, 4, 2), split)(call)
+        assert_within_bound(
+            out, lse, dense, drawn.parts + (1 if split is None else split.splits), out_dtype=call.out_dtype
+        )
+
+    test()
