@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from tatten.passes.calls import reached
+from tatten.passes.literals import number_of
 from tatten.passes.mutation import written_between
 from tatten.passes.symbolic import FakeTensor, in_memory, known_tensor, tensor_of, value_of
 
@@ -51,6 +52,11 @@ def local_beside(draft: Node, dtensor: Node) -> Node:
     """Make a draft of the local part of a DTensor, among the drafts to which `draft` belongs."""
     assert isinstance(draft.graph, _Scratch)
     return draft.graph.drafts.local_part(dtensor)
+
+
+def number_at(x: Any, reader: Node, place: Node) -> float | None:
+    """The number that `reader` gets, as `number_of`; a draft that reads a node of the graph is inserted at `place`."""
+    return number_of(x, place if is_draft(reader) and isinstance(x, Node) and not is_draft(x) else reader)
 
 
 def without_drafts(nodes: Iterable[Node]) -> tuple[Node, ...]:
