@@ -168,8 +168,8 @@ def decode_attention(
             removed first, so that each key counts once. An entry that breaks the promise is an error on a CPU; on a
             GPU it counts as often as it is listed.
         rest_bias: with `indices` and an additive mask or none: the bias of the keys that no entry names, which are
-            excluded by default. It is finite and at most `finfo.min / 2` of float32, as models write masks, so that it
-            matters only to a query whose own keys all have a bias of at most half of it: such a query attends to all
+            excluded by default. It is at most half of float32's `finfo.min`, as models write masks, so that it matters
+            only to a query whose own keys all have a bias of at most half of it: such a query attends to all
             keys, as under the dense mask.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 

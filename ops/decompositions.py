@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tatten.ops.call import AttentionCall, KeyValue
+from tatten.ops.call import Attend, AttentionCall, KeyValue
+from tatten.ops.cpu.attend_gathered import attend_gathered
 from tatten.ops.cpu.attend_used import UsedKeys, attend_jointly, attend_used, used_by_rows, used_in_blocks
-from tatten.ops.cpu.attention import merge_sinks, with_mask_in
+from tatten.ops.cpu.attention import merge_sinks, upcast, with_mask_in
 from tatten.ops.cpu.latent import query_and_rope
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
-from tatten.ops.layout import upcast
 from tatten.ops.library import block_mask
+from tatten.ops.picks import picked_mask
+from tatten.ops.picks_validation import check_picks
 from tatten.ops.project_heads import project_heads
 from tatten.ops.reach import mask_of_reach, narrow_mask, with_masks_of_window
 from tatten.ops.row_groups import group_size, row_groups_reference, rows_of
@@ -30,9 +32,9 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
 
     The decomposed program has none of tatten's ops, so that it runs where tatten cannot be imported: packaged by
     AOTInductor, in C++ too. It still reads each key and value that counts once, whatever the mask holds at run time,
-    and does not depend on the machine that made it. Ops on other devices than the CPU stay. Lengths and rows out of
-    range are clamped; in eager mode they are errors. Ops with `batch_invariant=True` have no decomposition:
-    `run_decompositions` raises NotImplementedError.
+    and does not depend on the machine that made it. Picked keys are copied; with a `rest_bias` all keys are read. Ops
+    on other devices than the CPU stay. Lengths and rows out of range are clamped; in eager mode they are errors. Ops
+    with `batch_invariant=True` have no decomposition: `run_decompositions` raises NotImplementedError.
 
     Args:
         core_aten: decompose without PyTorch's flash kernel. It is not in core ATen, and PyTorch's own decomposition of
@@ -56,10 +58,14 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
     """
     ops = torch.ops.tatten
     table: dict[Any, Callable[..., Any]] = {
-        ops.decode_attention.default: decode_kernel(functools.partial(_decode_attention, core_aten=core_aten)),
-        ops.latent_attention.default: latent_kernel(functools.partial(_latent_attention, core_aten=core_aten)),
+        ops.decode_attention.default: decode_kernel(
+            _picks_gathered(functools.partial(_decode_attention, core_aten=core_aten))
+        ),
+        ops.latent_attention.default: latent_kernel(
+            _picks_gathered(functools.partial(_latent_attention, core_aten=core_aten))
+        ),
         ops.bifurcated_attention.default: bifurcated_kernel(
-            functools.partial(_bifurcated_attention, core_aten=core_aten)
+            _picks_gathered(functools.partial(_bifurcated_attention, core_aten=core_aten))
         ),
         ops.merge_states.default: _merge_states,
         ops.row_groups.default: _row_groups,
@@ -77,6 +83,37 @@ def _on_a_cpu(decomposition: Callable[..., Any]) -> Callable[..., Any]:
         return decomposition(first, *args, **kwargs) if first.device.type == "cpu" else NotImplemented
 
     return declining
+
+
+def _picks_gathered(attend: Attend) -> Attend:
+    """Wrap a decomposition so that calls with picks copy these keys alone.
+
+    With a `rest_bias` the graph can't know whether a query attends to all keys, so it gets the dense mask.
+    """
+
+    @functools.wraps(attend)
+    def decomposition(call: AttentionCall) -> State:
+        if not call.has_picks:
+            return attend(call)
+        _check_decomposes(call)
+        check_picks(call)
+        if call.rest_bias is not None:
+            return attend(_with_dense_mask(call, call.rest_bias))
+        out, lse = attend_gathered(call)
+        out, lse = (out, lse) if call.sinks is None else merge_sinks(out, lse, call.sinks)
+        return out.to(call.out_dtype or call.query.dtype).contiguous(), lse.contiguous()
+
+    return decomposition
+
+
+def _with_dense_mask(call: AttentionCall, rest_bias: float) -> AttentionCall:
+    query, (stored,) = call.query, call.segments
+    assert stored.indices is not None
+    picked = picked_mask(stored.indices, stored.key.shape[2], call.index_block, query.shape[1])
+    bias = query.new_zeros(()) if stored.attn_mask is None else stored.attn_mask
+    mask = torch.where(picked, bias.to(accumulator_dtype(query.dtype)), rest_bias)
+    stored = stored._replace(attn_mask=mask, block_mask=None, indices=None)
+    return call._replace(segments=(stored,))
 
 
 def _check_decomposes(call: AttentionCall) -> None:

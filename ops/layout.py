@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 BATCH, HEADS, LENGTH, HEAD_DIM = range(4)  # the dims of queries, keys and values
@@ -11,12 +10,6 @@ BATCH, HEADS, LENGTH, HEAD_DIM = range(4)  # the dims of queries, keys and value
 def over_keys(scale: Tensor) -> Tensor:
     """View a scale of heads `[kv_heads]`, or of keys `[..., kv_heads, kv_len]`, so that it broadcasts over keys."""
     return scale[:, None, None] if scale.dim() == 1 else scale.unsqueeze(-1)
-
-
-def upcast(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the values that keys or values in 8 bits represent. `factor`: a number for each head, or for each key."""
-    x = x.to(dtype)
-    return x if factor is None else x * over_keys(factor.to(dtype))
 
 
 def pack_gqa(query: Tensor, kv_heads: int) -> Tensor:

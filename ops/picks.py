@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tatten.ops.call import AttentionCall
 from tatten.ops.picks_validation import check_indices
 from tatten.ops.sizes import ceil_div
 
@@ -34,6 +35,21 @@ def distinct_picks(
     return without_duplicates(indices, ceil_div(key.shape[2], index_block))
 
 
+def check_distinct(call: AttentionCall) -> None:
+    """Raise ValueError if a row of `indices` has an entry twice. Reads the tensors: CPU only."""
+    for i, stored in enumerate(call.segments):
+        if stored.indices is None:
+            continue
+        n = ceil_div(stored.key.shape[2], call.index_block)
+        repeated = (stored.indices >= 0) & (stored.indices < n) & (without_duplicates(stored.indices, n) < 0)
+        if repeated.any():
+            at, name = tuple(repeated.nonzero()[0].tolist()), call.name_of("indices", i)
+            raise ValueError(
+                f"`{name}` must have each entry once in a row, got {stored.indices[at].item()} again at {at}: "
+                f"`tatten.{call.op}` removes repeated entries unless `distinct_indices` is True"
+            )
+
+
 def key_indices(indices: Tensor, kv_len: int, index_block: int) -> Tensor:
     """Return the keys that the entries name, int64; negative or at least `kv_len` where an entry names none."""
     picks = indices.to(torch.int64)
@@ -42,3 +58,11 @@ def key_indices(indices: Tensor, kv_len: int, index_block: int) -> Tensor:
     picks = torch.where((picks >= 0) & (picks < ceil_div(kv_len, index_block)), picks, -1)
     each = torch.arange(index_block, device=picks.device)
     return (picks.unsqueeze(-1) * index_block + each).flatten(-2)
+
+
+def picked_mask(indices: Tensor, kv_len: int, index_block: int, q_heads: int) -> Tensor:
+    """Return the keys that each query picks: bool `[batch, q_heads, q_length, kv_length]`."""
+    keys = key_indices(indices, kv_len, index_block)
+    picked = torch.zeros((*keys.shape[:3], kv_len + 1), dtype=torch.bool, device=keys.device)
+    picked = picked.scatter(3, torch.where((keys >= 0) & (keys < kv_len), keys, kv_len), True)
+    return picked[..., :kv_len].repeat_interleave(q_heads // keys.shape[1], dim=1)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from tatten.ops.call import AttentionCall
 from tatten.ops.masks import EXCLUDING_BIAS
-from tatten.ops.sizes import ceil_div
+from tatten.ops.states import accumulator_dtype
 from tatten.ops.validation import check_kv_heads, check_query, check_tensors
 
 
@@ -26,8 +24,9 @@ def check_picks(call: AttentionCall) -> None:
     mask = call.segments[0].attn_mask
     if mask is not None and mask.dtype == torch.bool:
         raise TypeError("`rest_bias` must come with an additive `attn_mask` or none, got one in torch.bool")
-    if not (call.rest_bias <= EXCLUDING_BIAS and math.isfinite(call.rest_bias)):
-        raise ValueError(f"`rest_bias` must be finite and at most {EXCLUDING_BIAS:.3g}, got {call.rest_bias}")
+    least = torch.finfo(accumulator_dtype(call.query.dtype)).min
+    if not least <= call.rest_bias <= EXCLUDING_BIAS:
+        raise ValueError(f"`rest_bias` must lie between {least} and {EXCLUDING_BIAS}, got {call.rest_bias}")
 
 
 def check_indices(indices: Tensor, query: Tensor, key: Tensor, index_block: int, names: tuple[str, str]) -> None:
@@ -50,24 +49,3 @@ def check_indices(indices: Tensor, query: Tensor, key: Tensor, index_block: int,
         raise ValueError(f"`{name}` must be on the device of `query`, {query.device}, got {indices.device}")
     if index_block < 1:
         raise ValueError(f"`index_block` must be at least 1, got {index_block}")
-
-
-def check_distinct(call: AttentionCall) -> None:
-    """Raise ValueError if a row of `indices` names a key block twice. Reads the tensors: CPU only."""
-    for i, stored in enumerate(call.segments):
-        if stored.indices is None:
-            continue
-        n = ceil_div(stored.key.shape[2], call.index_block)
-        picks = stored.indices.to(torch.int64)
-        inside = (picks >= 0) & (picks < n)
-        listed = torch.zeros((*picks.shape[:3], n + 1), dtype=torch.bool)
-        listed.scatter_(3, torch.where(inside, picks, n), True)
-        again = listed[..., :n].sum(dim=3) != inside.sum(dim=3)
-        if again.any():
-            row, name = tuple(again.nonzero()[0].tolist()), call.name_of("indices", i)
-            entries, counts = picks[row][inside[row]].unique(return_counts=True)
-            raise ValueError(
-                f"`{name}` must list each entry at most once in a row, got {entries[counts > 1][0].item()} "
-                f"{counts.max().item()} times in row {row}: `tatten.{call.op}` removes duplicates unless "
-                "`distinct_indices` is True"
-            )

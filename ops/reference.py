@@ -9,7 +9,7 @@ from torch import Tensor
 from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.layout import over_keys
-from tatten.ops.picks import key_indices
+from tatten.ops.picks import picked_mask
 from tatten.ops.row_groups import rows_of
 from tatten.ops.states import NEG_INF, State
 
@@ -79,21 +79,13 @@ def _copied(call: AttentionCall, stored: KeyValue) -> tuple[Tensor, Tensor, Tens
     valid, bias = valid.expand(shape), bias.expand(shape)
     if stored.indices is None:
         return key, value, valid, bias
-    picked, rest = _picked(call, stored.indices, kv_len), call.rest_bias
+    picked, rest = picked_mask(stored.indices, kv_len, call.index_block, q_heads), call.rest_bias
     if rest is None:
         return key, value, valid & picked, bias
     # The others' weight is exactly 0 beside any key that `rest_bias` doesn't come near.
     alone = ~(valid & picked & (bias > rest / 2)).any(dim=3, keepdim=True)
     others = alone & (torch.arange(kv_len, device=key.device) < _lengths(call, stored))
     return key, value, torch.where(picked, valid, others), torch.where(picked, bias, rest)
-
-
-def _picked(call: AttentionCall, indices: Tensor, kv_len: int) -> Tensor:
-    """Return the keys that `indices` name: bool `[batch, q_heads, q_len, kv_len]`."""
-    keys = key_indices(indices, kv_len, call.index_block)
-    picked = torch.zeros((*keys.shape[:3], kv_len + 1), dtype=torch.bool, device=keys.device)
-    picked.scatter_(3, torch.where((keys >= 0) & (keys < kv_len), keys, kv_len), True)
-    return picked[..., :kv_len].repeat_interleave(call.query.shape[1] // keys.shape[1], dim=1)
 
 
 def _used(valid: Tensor, kv_heads: int) -> Tensor:

@@ -21,7 +21,7 @@ from tatten.ops.cpu.batch_invariant import attend_each
 from tatten.ops.cpu.flash import additive, attend, attend_by_products
 from tatten.ops.cpu.one_call import attend_at_once
 from tatten.ops.cpu.picked import attend_picks
-from tatten.ops.layout import pack_gqa, pack_mask, squeeze_broadcast, upcast
+from tatten.ops.layout import over_keys, pack_gqa, pack_mask, squeeze_broadcast
 from tatten.ops.masks import Span, key_spans
 from tatten.ops.reach import mask_of_reach, narrow_mask
 from tatten.ops.state_validation import check_stack
@@ -257,6 +257,12 @@ def _scales_of(
     """Return the scales of some keys."""
     key, value = (x if x is None else x[heads] if x.dim() == 1 else x[sequences, heads, keys] for x in scales)
     return key, value
+
+
+def upcast(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the values that keys or values in 8 bits represent. `factor`: a number for each head, or for each key."""
+    x = x.to(dtype)
+    return x if factor is None else x * over_keys(factor.to(dtype))
 
 
 def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> State:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from latent_calls import LatentCall, draw_latent_call
 from op_bounds import assert_within_bound
 from op_calls import Call, draw_call, together
+from picked_calls import PickedCall, draw_picked_call
 from slow import slow_after, slow_but
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
@@ -105,6 +106,21 @@ def test_random_calls_of_latent_attention(n: int) -> None:
         dtype = call.expanded.dtype
         wide = torch.promote_types(dtype, torch.float32) if call.wide else dtype
         assert_within_bound(out, lse, expanded, parts=1, summed_wide=True, out_dtype=wide)
+
+    test()
+
+
+@pytest.mark.parametrize("latents", [False, True])
+@pytest.mark.parametrize("n", slow_but([15], [15, 300]))
+def test_random_calls_with_picks(n: int, latents: bool) -> None:
+    @settings(n)
+    @given(st.composite(lambda draw: draw_picked_call(lambda options: draw(st.sampled_from(options)), latents))())
+    def test(call: PickedCall) -> None:
+        inputs, dense = call.inputs()
+        with Decomposed():
+            out, lse = call.run(inputs)
+        roundings = call.parts if call.rest else 1
+        assert_within_bound(out, lse, dense, call.parts, roundings, summed_wide=not call.rest)
 
     test()
 
