@@ -201,9 +201,8 @@ def _selects(mask: Node) -> bool:
 
     def above(node: Node) -> list[Node]:
         tensor = tensor_of(node)
-        if tensor is None or (tensor.is_floating_point() and op_name(node) not in steps):
-            return []
         scattered = [x for x in node.users if op_name(x) in SCATTERS and argument(x, 0, "self") is node]
-        return [*node.all_input_nodes, *(y for x in scattered for y in x.all_input_nodes)]
+        known = tensor is not None and (not tensor.is_floating_point() or op_name(node) in steps)
+        return [*(node.all_input_nodes if known else ()), *(y for x in scattered for y in x.all_input_nodes)]
 
     return any(op_name(node) in TOP_K for node in reached(mask, above))
