@@ -26,7 +26,7 @@ from tatten.passes.marked import Marked
 from tatten.passes.mask_steps import find_marked
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.recomputed import PURE
-from tatten.passes.scattered import SCATTERS
+from tatten.passes.scattered import IN_PLACE, SCATTERS
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, hint, known_equal, known_tensor, tensor_of
 from tatten.passes.views import Size
@@ -103,14 +103,16 @@ def find_picks(call: SdpaCall, drafts: Drafts) -> Picks | Decline | None:
         The picks; why the mask of a selection has to be read as it is; or None where nothing is selected.
     """
     mask, key, query = tensor_of(call.attn_mask), known_tensor(call.key), known_tensor(call.query)
-    if mask is None:
+    made_of = set[Node]() if mask is None else _made_of(call.attn_mask)
+    if mask is None or not any(op_name(x) in SCATTERS for x in made_of):
         return None
+    by_top_k = any(op_name(x) in TOP_K for x in made_of)
     kv_length, marked = key.shape[LENGTH], None
     if mask.dim() == 4 and known_equal(mask.shape[-1], kv_length):
         marked = find_marked(call.attn_mask, call.node, drafts)
     if marked is None or not _excludes(marked.outside, mask):
         unread = f"`{call.attn_mask}` depends on a top-k, and isn't known to leave only keys that it picked"
-        return Decline(Reason.PICKS, unread) if _selects(call.attn_mask) else None
+        return Decline(Reason.PICKS, unread) if by_top_k else None
     indices = _for_queries(marked, query, Drafting(drafts, call.shown))
     if isinstance(indices, Decline):
         return indices
@@ -127,7 +129,7 @@ def find_picks(call: SdpaCall, drafts: Drafts) -> Picks | Decline | None:
         origin.distinct,
         base is not call.attn_mask and _names_all(indices, marked.block, origin, kv_length),
         kv_length,
-        _selects(call.attn_mask),
+        by_top_k,
         frozenset(without_drafts(marked.path)) if read else frozenset(),
         marked.written if read else (),
     )
@@ -195,14 +197,13 @@ def _check_length(picks: Picks) -> Decline | None:
     return Decline(Reason.PICKS, f"{picks}: with so few keys it is faster to read all of them in order")
 
 
-def _selects(mask: Node) -> bool:
-    """Return True if a mask is made of what a top-k picked."""
-    steps = PURE | SCATTERS | {"repeat_interleave", "cat", "clamp", "pad", "slice", "long", "int", "__and__", "__or__"}
+def _made_of(mask: Node) -> set[Node]:
+    """The nodes that a mask is made of, back to the numbers that other layers computed."""
+    steps = PURE | {"repeat_interleave", "pad", "slice"}
 
     def above(node: Node) -> list[Node]:
-        tensor = tensor_of(node)
-        scattered = [x for x in node.users if op_name(x) in SCATTERS and argument(x, 0, "self") is node]
-        known = tensor is not None and (not tensor.is_floating_point() or op_name(node) in steps)
-        return [*(node.all_input_nodes if known else ()), *(y for x in scattered for y in x.all_input_nodes)]
+        tensor, scatters = tensor_of(node), [x for x in node.users if op_name(x) in IN_PLACE]
+        known = tensor is not None and (not tensor.is_floating_point() or op_name(node) in steps | SCATTERS)
+        return [*(node.all_input_nodes if known else ()), *(x for x in scatters if argument(x, 0, "self") is node)]
 
-    return any(op_name(node) in TOP_K for node in reached(mask, above))
+    return reached(mask, above)

@@ -15,7 +15,8 @@ from tatten.passes.marked import Marked, Reading, on_one_device, written
 from tatten.passes.op_names import CASTS
 from tatten.passes.symbolic import known_shape, known_tensor, tensor_of
 
-SCATTERS = {"scatter", "scatter_", "scatter_add", "scatter_add_"}
+IN_PLACE = {"scatter_", "scatter_add_"}
+SCATTERS = {"scatter", "scatter_add"} | IN_PLACE
 INTEGER_CASTS = {"bool", "long", "int"}  # these have no schema
 WIDE_ENOUGH = (torch.int32, torch.int64, torch.float32, torch.float64)  # no count of keys becomes 0 again
 
