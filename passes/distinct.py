@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
@@ -14,6 +15,7 @@ from tatten.passes.op_names import CASTS, COPIES, RESHAPES
 from tatten.passes.symbolic import known_equal, known_tensor, rank_of, tensor_of
 from tatten.passes.views import Size
 
+INTEGERS = {torch.int32, torch.int64}  # in others two indices may become one
 TOP_K = {"topk", "sort", "argsort"}
 KEEP_ROWS = CASTS | COPIES | RESHAPES | {"long", "int", "expand", "expand_as", "broadcast_to", "detach"}
 
@@ -79,7 +81,7 @@ def _same_rows(node: Node) -> Node | None:
     """The tensor whose rows are those of `node` in full or in part, each in one row."""
     source: Node | None = argument(node, 0, "input", node.kwargs.get("self"))
     before, after, name = tensor_of(source), known_tensor(node), op_name(node)
-    if before is None or before.dim() == 0 or after.dim() == 0 or before.is_floating_point():
+    if before is None or before.dim() == 0 or after.dim() == 0 or not {before.dtype, after.dtype} <= INTEGERS:
         return None
     if name in KEEP_ROWS:
         return source if known_equal(before.shape[-1], after.shape[-1]) else None
@@ -116,5 +118,5 @@ def _but_for_fills(node: Node, size: int | None, place: Node) -> Node | None:
         outside = number is not None and (number < 0 or (size is not None and number >= size))
         if outside and isinstance(source, Node) and rank_of(source) == rank_of(node):
             same_columns = known_equal(known_tensor(source).shape[-1], known_tensor(node).shape[-1])
-            return source if same_columns and not known_tensor(source).is_floating_point() else None
+            return source if same_columns and known_tensor(source).dtype in INTEGERS else None
     return None

@@ -43,6 +43,7 @@ def ops(gm: GraphModule) -> list[Node]:
     return [x for x in gm.graph.nodes if "tatten" in str(x.target) and "attention" in str(x.target)]
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", TAKEN)
 def test_takes(name: str, dynamic: bool) -> None:
@@ -60,12 +61,14 @@ def test_takes(name: str, dynamic: bool) -> None:
     assert removed == (name in WITH_DUPLICATES or (dynamic and name in SENTINELS))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", [x for x in TAKEN if x != "biases_of_their_own"])
 def test_the_mask_of_a_selection_is_made_no_longer(name: str) -> None:
     _, gm, _ = run_rewritten(attend(TAKEN[name]), *inputs())
     assert not any("scatter" in str(x.target) for x in gm.graph.nodes), listing(gm)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("name", LEFT)
 def test_leaves(name: str) -> None:
     fn = attend(LEFT[name])
@@ -77,6 +80,7 @@ def test_leaves(name: str) -> None:
     assert REMARK in finding.note
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("name", {**TAKEN, **LEFT})
 def test_exported(name: str) -> None:
     class Attend(torch.nn.Module):
@@ -113,6 +117,63 @@ def test_few_keys_are_read_in_order(k: int, taken: bool) -> None:
     assert (out - fn(*inputs())).abs().max() < 1e-12
     assert finding.note.startswith(f"{k} of {S} keys by top-k" if taken else "")
     assert ("read all of them in order" in finding.note) != taken
+
+
+def masked(scores):
+    best, picks = scores.topk(K, -1)
+    return picks, best < 1
+
+
+def filled_within(scores):
+    picks, low = masked(scores)
+    return picks.masked_fill(low, 3)
+
+
+def replaced_within(scores):
+    picks, low = masked(scores)
+    return torch.where(low, torch.full_like(picks, 3), picks)
+
+
+def written(scores):
+    picks = scores.topk(K, -1)[1]
+    picks[..., 0] = picks[..., 1]
+    return picks
+
+
+DISTINCT = {
+    "topk": lambda x: x.topk(K, -1)[1],
+    "sort": lambda x: x.sort(-1)[1][..., :K],
+    "argsort": lambda x: x.argsort(-1, descending=True)[..., -K:],
+    "every other": lambda x: x.topk(2 * K, -1)[1][..., ::2],
+    "one row for all": lambda x: x[:, :1].topk(K, -1)[1].expand(B, L, K),
+    "reshaped": lambda x: x.flatten(0, 1).topk(K, -1)[1].view(B, L, K),
+    "columns of dims in front": lambda x: x[:, None].topk(K, -1)[1][:, 0],
+}
+REPEATED = {
+    "of another dim": lambda x: x[..., :K].topk(L, 1)[1],
+    "modulo": lambda x: x.topk(K, -1)[1] % 3,
+    "transposed": lambda x: x.topk(L, -1)[1].transpose(1, 2),
+    "one for all": lambda x: x.topk(K, -1)[1][..., :1].expand(B, L, K),
+    "columns as rows": lambda x: x[:, None].topk(K, -1)[1].expand(B, K, L, K)[..., 0].transpose(1, 2),
+    "filled within": filled_within,
+    "replaced within": replaced_within,
+    "written": written,
+    "too narrow": lambda x: x.topk(K, -1)[1].to(torch.int8).long(),
+    "values": lambda x: x.topk(K, -1)[0].long().clamp(0, 5),
+}
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("name", {**DISTINCT, **REPEATED})
+def test_each_key_counts_once(name: str) -> None:
+    def mask(scores, base):
+        return torch.zeros(B, L, S, dtype=torch.bool).scatter(-1, {**DISTINCT, **REPEATED}[name](scores), True)[:, None]
+
+    _, gm, out = run_rewritten(attend(mask), *inputs())
+    (op,) = ops(gm)
+    assert "indices" in op.kwargs
+    assert any(x.target is without_duplicates for x in gm.graph.nodes) == (name in REPEATED)
+    assert (out - attend(mask)(*inputs())).abs().max() < 1e-12
 
 
 def layers(query, key, value, scores, base):

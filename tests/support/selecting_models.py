@@ -41,7 +41,7 @@ def _with(name: str, **config: Any) -> LatentModel:
 SHARED = {"indexer_types": ["full", "shared"]}
 OUTPUT_SIZES = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
 MODELS = {
-    "deepseek_v32": SelectingModel(_with("deepseek_v32"), 2),
+    "deepseek_v32": SelectingModel(_with("deepseek_v32", num_key_value_heads=4), 2),
     "glm_moe_dsa": SelectingModel(
         _with("glm_moe_dsa", num_hidden_layers=4, num_key_value_heads=4, indexer_types=["full", "shared"] * 2), 4
     ),
