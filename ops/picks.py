@@ -41,11 +41,15 @@ def check_distinct(call: AttentionCall) -> None:
         if stored.indices is None:
             continue
         n = ceil_div(stored.key.shape[2], call.index_block)
-        repeated = (stored.indices >= 0) & (stored.indices < n) & (without_duplicates(stored.indices, n) < 0)
+        inside = (stored.indices >= 0) & (stored.indices < n)
+        picks = torch.where(inside, stored.indices, n).to(torch.int64)
+        places = torch.arange(picks.shape[3]).expand_as(picks)
+        last = picks.new_empty((*picks.shape[:3], n + 1)).scatter_(3, picks, places)
+        repeated = inside & (last.gather(3, picks) != places)
         if repeated.any():
             at, name = tuple(repeated.nonzero()[0].tolist()), call.name_of("indices", i)
             raise ValueError(
-                f"`{name}` must have each entry once in a row, got {stored.indices[at].item()} again at {at}: "
+                f"`{name}` must have each entry once in a row, got {picks[at].item()} at {at} and again: "
                 f"`tatten.{call.op}` removes repeated entries unless `distinct_indices` is True"
             )
 

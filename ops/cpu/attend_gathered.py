@@ -81,17 +81,20 @@ def _masked(query: Tensor, stored: KeyValue, rows: Tensor, keys: Tensor, live: T
         for dim, n in ((0, batch), (1, mask.shape[1]), (2, q_len))
     )
     first = sequences if mask.shape[0] > 1 else first
-    own = mask[first[:, None, None, None], heads[:, None, None], queries[:, None], keys]
+    own: Tensor = mask[first[:, None, None, None], heads[:, None, None], queries[:, None], keys]
     if own.dtype == torch.bool:
         return live & own, None
     bias = own.to(query.dtype)
     live = live & (own != NEG_INF)
-    return live, bias.repeat_interleave(q_heads // bias.shape[1], dim=1) if bias.shape[1] > 1 else bias
+    if bias.shape[1] > 1:
+        bias = bias.repeat_interleave(q_heads // bias.shape[1], dim=1)
+    return live, bias
 
 
 def _by_queries(x: Tensor, kv_heads: int) -> Tensor:
     """View `[batch, q_heads, q_len, n]` as `[batch, kv_heads, q_len, group, n]`."""
-    return x.unflatten(1, (kv_heads, -1)).transpose(2, 3)
+    grouped: Tensor = x.unflatten(1, (kv_heads, -1))
+    return grouped.transpose(2, 3)
 
 
 def _by_heads(x: Tensor) -> Tensor:

@@ -111,7 +111,8 @@ def _picked(stored: KeyValue, kv_len: int, index_block: int) -> PickedKeys:
 
 def _named(indices: Tensor, stored: KeyValue, kv_len: int, index_block: int) -> Tensor:
     keys = key_indices(indices, stored.key.shape[1], index_block)
-    return keys[(keys >= 0) & (keys < kv_len)]
+    inside = (keys >= 0) & (keys < kv_len)
+    return keys if inside.all() else keys[inside]
 
 
 def _with_rest(stored: KeyValue, kv_len: int, index_block: int, rest_bias: float) -> PickedKeys:

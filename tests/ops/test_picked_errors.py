@@ -88,7 +88,7 @@ def test_bad_rest(call: Callable[..., Any], change: dict, error: type[Exception]
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_broken_promise(call: Callable[..., Any]) -> None:
-    says = ["once in a row", "got 4 again at (0, 0, 0, 4)", "`distinct_indices`"]
+    says = ["once in a row", "got 4 at (0, 0, 0, 2) and again", "`distinct_indices`"]
     assert_raises(lambda: call(False, indices=TWICE, distinct_indices=True), ValueError, says)
     assert_raises(lambda: call(True, indices=TWICE), ValueError, says)
     call(False, indices=TWICE)

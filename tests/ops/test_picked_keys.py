@@ -130,6 +130,14 @@ def test_each_query_and_kv_head_picks_for_itself() -> None:
         assert_same((out[b : b + 1, heads, i : i + 1], lse[b : b + 1, heads, i : i + 1]), want)
 
 
+def test_sequences_that_share_latents_pick_for_themselves() -> None:
+    query, latent = torch.randn(4, 3, 2, 8, dtype=torch.float64), torch.randn(2, 1, 40, 8, dtype=torch.float64)
+    indices = distinct(4, 1, 2, n=40, k=6)
+    got = tatten.latent_attention(query, None, latent, None, scale=0.3, indices=indices, return_lse=True)
+    own = latent.repeat_interleave(2, dim=0)
+    assert_same(got, tatten.decode_attention(query, own, own, scale=0.3, indices=indices, return_lse=True))
+
+
 def test_a_tile_may_hold_any_number_of_picks(monkeypatch: pytest.MonkeyPatch) -> None:
     query, (key, value) = torch.randn(2, 4, 1, 8, dtype=torch.float64), pair(2, 2, 300)
     indices = distinct(2, 1, 1, n=300, k=101)
