@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from tatten.ops.picks import with_first
 from tatten.passes.calls import argument, op_name
 from tatten.passes.drafts import is_draft, number_at
 from tatten.passes.mutation import written_between
@@ -49,6 +50,10 @@ def origin_of(indices: Node, size: int | None, place: Node) -> Origin:
         if candidates is not None:
             return Origin(candidates, True, all_in_range)
         source = _same_rows(here)
+        if here.target is with_first:
+            source, first = here.args[0], here.args[1]  # type: ignore[assignment]
+            assert isinstance(first, int)
+            size, all_in_range = None if size is None else size - first, False
         if source is None:
             source, all_in_range = _but_for_fills(here, size, place), False
         if source is None:

@@ -91,7 +91,8 @@ class Drafts:
 
         def value() -> Any:
             values, named = _mapped(args, value_of), _mapped(kwargs, value_of)
-            with self._fake_mode:
+            fake = next((x for x in values if isinstance(x, FakeTensor)), None)
+            with self._fake_mode if fake is None else fake.fake_mode:
                 if isinstance(target, str):
                     return getattr(values[0], target)(*values[1:], **named)
                 return target(*values, **named)

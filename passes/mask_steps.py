@@ -20,7 +20,8 @@ from tatten.passes.calls import argument, op_name
 from tatten.passes.drafts import Drafts, is_draft
 from tatten.passes.literals import rounded
 from tatten.passes.marked import Marked, Reading, on_one_device, written
-from tatten.passes.op_names import CASTS, COPIES
+from tatten.passes.mask_columns import SLICES, read_beside, read_in_blocks, read_sliced
+from tatten.passes.op_names import CASTS, CATS, COPIES
 from tatten.passes.scattered import INTEGER_CASTS, SCATTERS, WIDE_ENOUGH, read_scatter
 from tatten.passes.symbolic import (
     constant,
@@ -29,15 +30,13 @@ from tatten.passes.symbolic import (
     known_shape,
     known_tensor,
     rank_of,
-    same_storage,
     tensor_of,
 )
 
-ANDS = {"and_", "__and__", "logical_and", "bitwise_and", "mul"}
-ORS = {"or_", "__or__", "logical_or", "bitwise_or"}
+ANDS = {"and", "and_", "logical_and", "bitwise_and", "mul"}
+ORS = {"or", "or_", "logical_or", "bitwise_or"}
 TESTS = {"eq", "ne", "lt", "le", "gt", "ge", "logical_not"}
-POINTWISE = TESTS | {"invert", "__invert__", "bitwise_not", "add", "sub", "rsub", "mul", "neg"}
-SLICES = {"getitem", "slice", "narrow"}
+POINTWISE = TESTS | {"invert", "bitwise_not", "add", "sub", "rsub", "mul", "neg"}
 
 Numbers = dict[Node, float | None]  # the one number that a tensor is made of
 
@@ -52,7 +51,7 @@ def find_marked(mask: Node, place: Node, drafts: Drafts) -> Marked | None:
 
 
 def _step(reading: Reading, node: Node) -> Marked | None:
-    name, tensor = op_name(node), tensor_of(node)
+    name, tensor = _name(node), tensor_of(node)
     if tensor is None:
         return None
     if name in SCATTERS:
@@ -66,14 +65,22 @@ def _step(reading: Reading, node: Node) -> Marked | None:
     if name == "where":
         return _chosen(reading, node)
     if name == "repeat_interleave":
-        return _in_blocks(reading, node)
+        return read_in_blocks(reading, node)
     if name in CASTS | COPIES | INTEGER_CASTS:
         return _cast(reading, node)
     if name in SLICES:
-        return _sliced(reading, node)
+        return read_sliced(reading, node)
+    if name in CATS:
+        return read_beside(reading, node)
     if name in POINTWISE:
         return _of_numbers(reading, node) or (_sum(reading, node) if name == "add" else None)
     return None
+
+
+def _name(node: Node) -> str:
+    """The op's name; that of an operator is `__eq__` in graphs of torch 2.11."""
+    name = op_name(node)
+    return name.strip("_") if name.startswith("__") else name
 
 
 def _joined(reading: Reading, node: Node, join: Callable[..., Tensor], decides: float) -> Marked | None:
@@ -177,18 +184,6 @@ def _chosen(reading: Reading, node: Node) -> Marked | None:
     return None
 
 
-def _in_blocks(reading: Reading, node: Node) -> Marked | None:
-    """Each column several times."""
-    each, dim, source = argument(node, 1, "repeats"), argument(node, 2, "dim"), argument(node, 0, "input")
-    if not isinstance(each, int) or dim not in (-1, rank_of(node) - 1) or each < 1:
-        return None
-    marked = reading.read(source, node)
-    if marked is None:
-        return None
-    inside = None if isinstance(marked.inside, Node) else marked.inside
-    return marked.after(node, block=marked.block * each, inside=inside)
-
-
 def _cast(reading: Reading, node: Node) -> Marked | None:
     source = argument(node, 0, "input", node.kwargs.get("self"))
     marked, dtype = reading.operand(source, node), known_tensor(node).dtype
@@ -206,26 +201,6 @@ def _cast(reading: Reading, node: Node) -> Marked | None:
         inside = _in_dtype(inside, dtype)
     outside = _in_dtype(marked.outside, dtype)
     return None if outside is None else marked.after(node, outside=outside, inside=inside)
-
-
-def _sliced(reading: Reading, node: Node) -> Marked | None:
-    """The first columns, of all rows."""
-    source = argument(node, 0, "input")
-    before, after = tensor_of(source), known_tensor(node)
-    if before is None or before.dim() != after.dim() or not same_storage(before, after):
-        return None
-    if not known_shape(before.shape[:-1], after.shape[:-1]) or not known_shape(before.stride(), after.stride()):
-        return None
-    if not known_equal(before.storage_offset(), after.storage_offset()):
-        return None
-    marked = reading.read(source, node)
-    if marked is None:
-        return None
-    inside, in_range = marked.inside, marked.in_range and known_equal(before.shape[-1], after.shape[-1])
-    if isinstance(inside, Node):
-        alike = known_shape(known_tensor(inside).shape, before.shape)
-        inside = reading.draft(node.target, inside, *node.args[1:], **node.kwargs) if alike else None
-    return marked.after(node, inside=inside, in_range=in_range)
 
 
 def _of_numbers(reading: Reading, node: Node) -> Marked | None:
@@ -247,7 +222,7 @@ def _applied(reading: Reading, node: Node, one: Node, marked: Marked, others: Nu
     outside, inside = apply(marked.outside), marked.inside
     if marked.counts:
         by = [reading.number(x, node) for x in node.args if x is not one]
-        if op_name(node) not in TESTS or by not in ([], [0.0]):
+        if _name(node) not in TESTS or by not in ([], [0.0]):
             return None
         if apply(1.0) != apply(2.0):
             return None

@@ -181,13 +181,25 @@ def in_blocks(scores, base):
     blocks = torch.stack((scores, -scores), dim=1).masked_fill(~base[:, None], -torch.inf)
     blocks = blocks.unflatten(-1, (keys(scores) // BLOCK, BLOCK)).amax(-1)
     best, picks = blocks.topk(K, -1)
-    picks = picks.masked_fill(best == -torch.inf, -1)
-    places = picks.masked_fill(picks < 0, keys(scores) // BLOCK)
+    picks = picks.masked_fill(best.eq(-torch.inf), -1)
+    places = picks.masked_fill(picks.lt(0), keys(scores) // BLOCK)
     bias = torch.full((B, KV, L, keys(scores) // BLOCK + 1), -torch.inf)
     bias.scatter_(-1, places, 0.0)
-    kept = (bias[..., : keys(scores) // BLOCK] == 0).repeat_interleave(BLOCK, dim=-1)[..., : keys(scores)]
+    kept = (bias[..., : keys(scores) // BLOCK].eq(0)).repeat_interleave(BLOCK, dim=-1)[..., : keys(scores)]
     kept = kept.repeat_interleave(H // KV, dim=1) & base[:, None]
     return zeros(B, H, L, keys(scores)).masked_fill(~kept, lowest())
+
+
+def behind_a_window(scores, base):
+    """As DeepSeek V4: all keys of a window, and of the compressed ones behind them those that were picked."""
+    window, rest = base[..., :9], base[..., 9:]
+    picks = top(scores[..., 9:], rest)
+    picks = torch.where(rest.gather(-1, picks), picks, torch.full_like(picks, -1))
+    picks = torch.where(picks >= 0, picks, torch.full_like(picks, rest.shape[-1]))
+    bias = torch.full((B, L, rest.shape[-1] + 1), -torch.inf, dtype=torch.float64)
+    bias.scatter_(-1, picks, 0.0)
+    window = zeros(B, L, 9).masked_fill(~window, -torch.inf)
+    return torch.cat((window, bias[..., : rest.shape[-1]]), dim=-1).unsqueeze(1)
 
 
 def every_key(scores, base):
@@ -200,10 +212,14 @@ TAKEN = {
         *(and_not, zeros_and_true, in_three_dims, picks_alone, in_floats, inverted_floats, bias_of_infinity),
         *(bias_of_lowest, lowest_of_both, chosen_by_where, biases_of_their_own, rows_without_keys),
         *(bool_rows_without_keys, sentinel, clamped, counted, duplicates, any_integers, or_of_others),
-        *(a_part_of_them, broadcast_over_queries, in_blocks),
+        *(a_part_of_them, broadcast_over_queries, in_blocks, behind_a_window),
     )
 }
-SENTINELS = {"sentinel", "in_blocks"}  # of a number that is known to be out of range if the number of keys is
+SENTINELS = {
+    "sentinel",
+    "in_blocks",
+    "behind_a_window",
+}  # of a number that is known to be out of range if the number of keys is
 WITH_DUPLICATES = {"clamped", "duplicates", "any_integers"}
 
 

@@ -22,6 +22,7 @@ class SelectingModel:
         read: the number of all other calls.
         block: how many keys an index names.
         finite: whether keys that aren't picked have a finite bias.
+        static: whether there is a static cache for it.
         captured: what Dynamo has to be told for one graph.
     """
 
@@ -30,6 +31,7 @@ class SelectingModel:
     read: int = 0
     block: int = 1
     finite: bool = False
+    static: bool = True
     captured: dict[str, bool] = field(default_factory=dict)
 
 
@@ -70,6 +72,26 @@ MODELS = {
         read=1,
         block=4,
         finite=True,
+    ),
+    "deepseek_v4": SelectingModel(
+        LatentModel(
+            "deepseek_v4",
+            "DeepseekV4ForCausalLM",
+            {
+                "num_key_value_heads": 1,
+                "head_dim": 16,
+                "o_groups": 2,
+                "o_lora_rank": 8,
+                "index_topk": 2,
+                "sliding_window": 4,
+                "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+                "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+                "mlp_layer_types": ["moe", "moe"],
+            },
+        ),
+        picked=1,
+        read=1,
+        static=False,
     ),
     "doge": SelectingModel(
         LatentModel("doge", "DogeForCausalLM", {"num_key_value_heads": 2, "keep_window_size": 4, "head_dim": 16}),
