@@ -64,10 +64,15 @@ def _rows(query: Tensor, stored: KeyValue) -> list[int]:
 def _head_groups(call: AttentionCall) -> int:
     """Return the number of parts of the query heads that are computed apart.
 
-    Where some have picks of their own, or each sequence is computed as if it were alone, a part reads one kv head.
+    A part reads one kv head where heads have picks or masks of their own: a key that one of them excludes may be NaN
+    there. So it does where each sequence is computed as if it were alone.
     """
-    shared = all(x.indices is None or x.indices.shape[1] == 1 for x in call.segments)
-    return 1 if shared and not call.batch_invariant else math.lcm(*(x.key.shape[1] for x in call.segments))
+
+    def by_head(x: Tensor | None) -> bool:
+        return x is not None and squeeze_broadcast(x).shape[1] > 1
+
+    apart = call.batch_invariant or any(by_head(x.indices) or by_head(x.attn_mask) for x in call.segments)
+    return math.lcm(*(x.key.shape[1] for x in call.segments)) if apart else 1
 
 
 def _read(call: AttentionCall, stored: KeyValue, row: int, b: int, i: int, heads: slice) -> KeyValue:

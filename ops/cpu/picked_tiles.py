@@ -34,7 +34,7 @@ class PickedKeys(NamedTuple):
         return self.stored.key.shape[1] if self.keys is None else self.keys.shape[0]
 
 
-class Tile(NamedTuple):
+class GatheredKeys(NamedTuple):
     """Keys `[kv_heads, n, d]` in the dtype of sums; `rope` is a part of a key that lies elsewhere."""
 
     key: Tensor
@@ -50,7 +50,7 @@ class Scratch:
         self.dtype = dtype
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def tiles(self, picked: PickedKeys, most: int) -> Iterator[Tile]:
+    def tiles(self, picked: PickedKeys, most: int) -> Iterator[GatheredKeys]:
         """Gather the keys in tiles of about equal size, up to `most` keys. A tile is valid until the next one."""
         stored, keys, bias = picked
         size = ceil_div(picked.length, ceil_div(picked.length, most)) if picked.length else 1
@@ -60,7 +60,7 @@ class Scratch:
             key = self._gather("key", stored.key, at, stored.key_scale)
             rope = None if stored.rope is None else self._gather("rope", stored.rope, at, None)
             value = key if rope is not None else self._gather("value", stored.value, at, stored.value_scale)
-            yield Tile(key, rope, value, None if bias is None else bias[:, tile].to(self.dtype))
+            yield GatheredKeys(key, rope, value, None if bias is None else bias[:, tile].to(self.dtype))
 
     def _gather(self, name: str, x: Tensor, keys: Tensor | slice, scale: Tensor | None) -> Tensor:
         """Return some rows of `x` as what they represent."""
