@@ -10,10 +10,10 @@ from tatten.passes.batch_invariant import check_invariant, find_invariant
 from tatten.passes.bifurcated import BifurcatedMatch, match_bifurcated
 from tatten.passes.decode import DecodeMatch, match_decode
 from tatten.passes.eligible import check_call, check_plain, check_transformed
+from tatten.passes.find_picks import find_picks
 from tatten.passes.latents import LatentMatch, match_latents
 from tatten.passes.local import local_input
 from tatten.passes.mutation import mover_of
-from tatten.passes.picks import find_picks
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.run import Run
 from tatten.passes.sdpa import SdpaCall
