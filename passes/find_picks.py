@@ -22,7 +22,7 @@ from tatten.passes.distinct import TOP_K, Origin, origin_of
 from tatten.passes.drafts import Drafting, Drafts, without_drafts
 from tatten.passes.eligible import check_mask
 from tatten.passes.marked import Marked
-from tatten.passes.mask_steps import find_marked
+from tatten.passes.mask_steps import POINTWISE, find_marked
 from tatten.passes.op_names import CATS
 from tatten.passes.picks import Picks
 from tatten.passes.reasons import Decline, Reason
@@ -139,7 +139,7 @@ def _check_length(picks: Picks) -> Decline | None:
 
 def _made_of(mask: Node) -> set[Node]:
     """The nodes that a mask is made of, back to the numbers that other layers computed."""
-    steps = PURE | CATS | {"repeat_interleave", "pad", "slice"}
+    steps = PURE | POINTWISE | CATS | {"repeat_interleave", "pad", "slice"}
 
     def above(node: Node) -> list[Node]:
         tensor, scatters = tensor_of(node), [x for x in node.users if op_name(x) in IN_PLACE]
