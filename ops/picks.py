@@ -27,6 +27,12 @@ def without_duplicates(indices: Tensor, n: int) -> Tensor:
     return torch.where(distinct, picks, -1).to(indices.dtype)
 
 
+def with_first(indices: Tensor, n: int) -> Tensor:
+    """Return `indices` of keys that `n` others precede, with these in front. Negative ones become -1. For graphs."""
+    first = torch.arange(n, dtype=indices.dtype, device=indices.device).expand(*indices.shape[:-1], n)
+    return torch.cat((first, torch.where(indices < 0, -1, indices + n)), dim=-1)
+
+
 def distinct_picks(
     indices: Tensor, query: Tensor, key: Tensor, index_block: int, name: str = "indices", key_name: str = "key"
 ) -> Tensor:

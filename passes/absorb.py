@@ -105,6 +105,7 @@ def _attend(
         kwargs = {"scale": scale, "block_mask": masks.block_mask(call, mask, stored), "out_dtype": wide, **variant}
         if match.batch_invariant:
             kwargs["batch_invariant"] = True
+        kwargs |= masks.indices(call, segment.latent)
         variant.pop("sinks", None)  # the next segment would count them again
         args = (*queries, latent, key_rope, mask)
         states.append(insert_op(call, torch.ops.tatten.latent_attention.default, args, kwargs))

@@ -15,7 +15,7 @@ from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
 from tatten.passes.match_call import MatchedCall
 from tatten.passes.query import find_query_parts, restore_query
-from tatten.passes.replace import output_of, replace_call
+from tatten.passes.replace import erase_selection, output_of, replace_call
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
 from tatten.passes.tree import merge_note, merged_output
@@ -37,15 +37,21 @@ def _apply_stored(call: SdpaCall, match: DecodeMatch | BifurcatedMatch, note: st
     match = dataclasses.replace(match, call=inserted_call, keys=keys, values=values)
     state = apply_decode(match, masks) if isinstance(match, DecodeMatch) else apply_bifurcated(match, masks)
     replace_call(call, state, _output(match.call, state), path, masks.drafts)
-    notes = call.form, merged, note, restore_query(state), cost_remark, *call.remarks
+    erase_selection(match.call.picks)
+    notes = call.form, merged, _selected(match.call), note, restore_query(state), cost_remark, *call.remarks
     return Rewritten(location, str(state.target), shapes, cost, "; ".join(filter(None, notes)), provider_of(state))
 
 
 def _operands(call: SdpaCall, masks: Masks) -> SdpaCall:
     """Insert the mask, query and sinks of a call that are drafts; keys and values are read where they are stored."""
-    operands = call.attn_mask, call.query, call.sinks
+    operands = call.attn_mask if call.picks is None else call.picks.mask, call.query, call.sinks
     mask, query, sinks = (masks.drafts.insert(x, call.node) if isinstance(x, Node) else x for x in operands)
     return dataclasses.replace(call, query=query, attn_mask=mask, sinks=sinks)
+
+
+def _selected(call: SdpaCall) -> str:
+    """A line for the report on the keys that are read."""
+    return "" if call.picks is None else f"{call.picks}" + ", which are all" * call.picks.names_all
 
 
 def _inserted(stored: Stored, call: SdpaCall, masks: Masks) -> Stored:
@@ -72,8 +78,9 @@ def _apply_latents(call: SdpaCall, match: LatentMatch, masks: Masks) -> Rewritte
     state, out = apply_latents(match, masks, parts)
     orphans = match.path | {match.call.query} if parts else match.path
     replace_call(call, state, _output(match.call, state, out), orphans, masks.drafts)
+    erase_selection(match.call.picks)
     made = "one projection" if match.keys.product is match.values.product else "two projections"
     made_of = f"keys and values were made of latents by {made} for {match.keys.heads} heads"
-    notes = call.form, merge_note(match.call), made_of, assumptions_of(match.cost), *call.remarks
+    notes = call.form, merge_note(match.call), _selected(match.call), made_of, assumptions_of(match.cost), *call.remarks
     op = "tatten.latent_attention.default"
     return Rewritten(location, op, shapes, match.cost, "; ".join(filter(None, notes)))

@@ -164,6 +164,7 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
     query = known_tensor(call.query)
     sizes, q_heads = Sizes(query.shape[BATCH]), hint(query.shape[HEADS])
     lengths = [segment.size(LENGTH) for segment in keys]
+    all_keys, queries = sum(map(sizes.length, lengths)), hint(query.shape[LENGTH]) or 1
     moved = read = 0
     for node, segments in ((call.key, keys), (call.value, values)):
         tensor = known_tensor(node)
@@ -172,7 +173,7 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
         stored = [_bytes_read(segment, length, sizes, rows) for segment, length in zip(segments, lengths, strict=True)]
         if not rows or not q_heads or not kv_heads or not head_dim or None in stored:
             return None
-        size = tensor.element_size() * rows * kv_heads * head_dim * sum(map(sizes.length, lengths))
+        size = tensor.element_size() * rows * kv_heads * head_dim * all_keys
         once = sum(n or 0 for n in stored)
         copied = not any(
             same_storage(tensor, base) for base in (tensor_of(x.base) for x in segments) if base is not None
@@ -180,7 +181,7 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
         group = q_heads // kv_heads if query.device.type == "cpu" and not call.grouped else 1
         reads = sizes.sequences // rows * (group if query.element_size() >= 4 else max(1, group // 4))
         moved += size * reads + (size + once) * copied
-        read += once
+        read += once if call.picks is None else once * call.picks.read_of(all_keys, queries) // max(all_keys, 1)
     rates = rates_of(query.device)
     bytes_per_us, segment_us = rates.bytes_per_us, rates.segment_us
     if decode:

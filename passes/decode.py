@@ -53,10 +53,12 @@ class DecodeMatch(Match):
         Only a run shows how many keys a mask excludes. On a CPU, a call with a mask is left as it is if it would take
         noticeably longer with all keys in use. On a GPU, a call with a mask is not weighed. Attention that is written
         out takes several kernels and stores its scores, so it isn't weighed either. The exception is a CPU under
-        Inductor, which fuses such attention: it is left as it is unless its keys or values have scales.
+        Inductor, which fuses such attention: it is left as it is unless its keys or values have scales, or a top-k
+        selects keys.
         """
         query, key = known_tensor(self.call.query), known_tensor(self.call.key)
-        if self.call.fused and query.device.type == "cpu" and self.scales == (None, None):
+        as_stored = self.scales == (None, None) and self.call.picks is None
+        if self.call.fused and query.device.type == "cpu" and as_stored:
             # With all keys in use 0.14 to 1.06 of the speed, with an eighth of them 2.8 to 5 times it (2-core Xeon).
             return Decline(Reason.NO_GAIN, "on a CPU Inductor fuses products of a few queries, and may be faster")
         if self.call.form:
@@ -117,4 +119,5 @@ def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
             scales[name] = masks.drafts.insert(draft, call.node)
     block_mask = masks.block_mask(call, call.attn_mask)
     args = (call.query, key, value, call.attn_mask, None, scale_of(call), block_mask)
-    return insert_op(call, torch.ops.tatten.decode_attention.default, args, match.options | scales)
+    options = match.options | scales | masks.indices(call, match.keys[0])
+    return insert_op(call, torch.ops.tatten.decode_attention.default, args, options)

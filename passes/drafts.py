@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from tatten.passes.calls import reached
+from tatten.passes.literals import number_of
 from tatten.passes.mutation import written_between
 from tatten.passes.symbolic import FakeTensor, in_memory, known_tensor, tensor_of, value_of
 
@@ -53,6 +54,11 @@ def local_beside(draft: Node, dtensor: Node) -> Node:
     return draft.graph.drafts.local_part(dtensor)
 
 
+def number_at(x: Any, reader: Node, place: Node) -> float | None:
+    """The number that `reader` gets, as `number_of`; a draft that reads a node of the graph is inserted at `place`."""
+    return number_of(x, place if is_draft(reader) and isinstance(x, Node) and not is_draft(x) else reader)
+
+
 def without_drafts(nodes: Iterable[Node]) -> tuple[Node, ...]:
     return tuple(node for node in nodes if not is_draft(node))
 
@@ -85,7 +91,8 @@ class Drafts:
 
         def value() -> Any:
             values, named = _mapped(args, value_of), _mapped(kwargs, value_of)
-            with self._fake_mode:
+            fake = next((x for x in values if isinstance(x, FakeTensor)), None)
+            with self._fake_mode if fake is None else fake.fake_mode:
                 if isinstance(target, str):
                     return getattr(values[0], target)(*values[1:], **named)
                 return target(*values, **named)

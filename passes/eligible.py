@@ -62,7 +62,7 @@ def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
             return Decline(Reason.RANK, f"{name} has {tensor.dim()} dims")
     return (
         _check_flags(call, query, key, value, result, max_q_len)
-        or _check_mask(call, query, key)
+        or check_mask(call, query, key)
         or _check_sinks(call, query)
         or _check_shapes(call, query, key, value)
     )
@@ -110,7 +110,8 @@ def _is_symbolic_float(scale: object) -> bool:
     return isinstance(scale, Node) and isinstance(value_of(scale), int | float | torch.SymFloat | torch.SymInt)
 
 
-def _check_mask(call: SdpaCall, query: Tensor, key: Tensor) -> Decline | None:
+def check_mask(call: SdpaCall, query: Tensor, key: Tensor) -> Decline | None:
+    """Return the reason why an op doesn't take the mask of a call with this query and key, or None."""
     if call.attn_mask is None:
         return None
     mask = tensor_of(call.attn_mask)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.passes.cost import Rates, Sizes, rates_of
+from tatten.passes.picks import Picks
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import hint
 
@@ -49,10 +50,13 @@ class LatentCost:
         return f"{saved}, about {self.extra_us:.0f} us more" + f"; {self.assumed}" * bool(self.assumed)
 
 
-def latent_cost(query: Tensor, latent: Stored, nope: int, rope: int, value: int) -> LatentCost | None:
+def latent_cost(
+    query: Tensor, latent: Stored, nope: int, rope: int, value: int, picks: Picks | None = None
+) -> LatentCost | None:
     """Estimate the work before and after; None if sizes are unknown.
 
-    A key has `nope` columns that are projected for each head and `rope` columns that heads share.
+    A key has `nope` columns that are projected for each head and `rope` columns that heads share. All keys are
+    projected, while attention to latents reads those of `picks` alone.
     """
     sizes = Sizes(query.shape[BATCH])
     batch, kv_len, rank = sizes.sequences, sizes.length(latent.size(LENGTH)), hint(latent.size(HEAD_DIM))
@@ -69,7 +73,11 @@ def latent_cost(query: Tensor, latent: Stored, nope: int, rope: int, value: int)
         size * (latents + weight + keys_and_values + assembled + read),
         2 * batch * kv_len * weight + 2 * scores * (nope + rope + value),
     )
-    absorbed = Work(size * (latents + weight), 2 * batch * q_len * weight + 2 * scores * (2 * rank + rope))
+    by_one, by_all = (kv_len, kv_len) if picks is None else (picks.read_of(kv_len, n) for n in (1, q_len))
+    absorbed = Work(
+        size * (batch * by_all * (rank + rope) + weight),
+        2 * batch * q_len * weight + 2 * batch * heads * q_len * by_one * (2 * rank + rope),
+    )
     rates = rates_of(query.device)
     saved_us, assumed = projected.us(rates) - absorbed.us(rates), sizes.assumed([latent.size(LENGTH)])
     return LatentCost(projected, absorbed, saved_us, CALLS * rates.segment_us, assumed)

@@ -163,7 +163,7 @@ def _match(
         return decline
     query = known_tensor(call.query)
     rope_width = sum(x.width for _, x in ropes)
-    cost = latent_cost(query, match.latent, columns.width, rope_width, values.hi - values.lo)
+    cost = latent_cost(query, match.latent, columns.width, rope_width, values.hi - values.lo, call.picks)
     if cost is not None and not cost.pays and not batch_invariant:
         return Decline(Reason.LATENT_SMALL, str(cost))
     rope_source = ropes[0][1].source if ropes else None

@@ -34,6 +34,8 @@ def number_of(x: Any, reader: Node) -> float | None:
         number = number_of(argument(x, 2 if name == "new_full" else 1, "fill_value"), x)
     elif name in ("zeros", "zeros_like", "new_zeros"):
         number = 0.0
+    elif name in ("ones", "ones_like", "new_ones"):
+        number = 1.0
     elif name in CASTS and x.args:
         number = number_of(x.args[0], x)
     return None if number is None or not _holds(value.dtype, number) else rounded(number, value.dtype)

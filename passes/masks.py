@@ -12,13 +12,15 @@ from torch import SymInt
 from torch.fx import Node
 
 from tatten.ops.layout import BATCH, HEADS, LENGTH
+from tatten.ops.picks import without_duplicates
+from tatten.ops.sizes import ceil_div
 from tatten.passes.autocast import autocast_dtype
 from tatten.passes.calls import op_name
 from tatten.passes.drafts import Drafting, Drafts
 from tatten.passes.recomputed import Recomputed
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import constant, known_equal, same_storage, tensor_of
+from tatten.passes.symbolic import constant, known_equal, known_tensor, same_storage, tensor_of
 
 
 class Masks:
@@ -125,6 +127,40 @@ class Masks:
 
         return self._once((rows, str(stored), str(queries)), call, (rows,), insert)
 
+    def indices(self, call: SdpaCall, keys: Stored) -> dict[str, Any]:
+        """The arguments of an op that name the keys that it reads, given its keys; none if it reads all of them.
+
+        Duplicates are removed once for all layers that share the indices.
+        """
+        picks = call.picks
+        if picks is None or picks.names_all:
+            return {}
+        draft, indices = Drafting(self.drafts, call.shown), picks.indices
+        kv_heads = constant(keys.size(HEADS)) or 1
+        if picks.heads not in (1, kv_heads):
+            indices = draft("repeat_interleave", indices, kv_heads // picks.heads, 1)
+        node = self.drafts.insert(draft.cast(indices, torch.int32), call.node)
+        if not picks.distinct:
+            node = self._distinct(call, node, picks.block, keys)
+        arguments = {"indices": node, "index_block": picks.block, "rest_bias": picks.rest_bias}
+        defaults = {"index_block": 1, "rest_bias": None}
+        return {name: x for name, x in arguments.items() if name not in defaults or x != defaults[name]}
+
+    def _distinct(self, call: SdpaCall, indices: Node, block: int, keys: Stored) -> Node:
+        """Insert what removes duplicates from indices of keys, or of blocks of them."""
+        tensor = known_tensor(indices)
+
+        def insert() -> Node:
+            size = _size(keys, LENGTH)
+            graph = call.node.graph
+            if block > 1:
+                size = graph.call_function(ceil_div, (size, block)) if isinstance(size, Node) else ceil_div(size, block)
+            node = graph.call_function(without_duplicates, (indices, size))
+            node.meta.update(call.shown.meta, example_value=tensor.new_empty(tensor.shape))
+            return node
+
+        return self._once((indices, block, str(keys.size(LENGTH))), call, (indices,), insert)
+
     def block_mask(
         self,
         call: SdpaCall,
@@ -143,10 +179,11 @@ class Masks:
             every_block: whether empty blocks are listed too, on CUDA.
 
         Returns:
-            The node; None without a mask, or if the mask may broadcast over keys.
+            The node; None without a mask, if the mask may broadcast over keys, or if indices name the keys that count.
         """
         mask, key, query = (tensor_of(x) for x in (call.attn_mask, call.key, call.query))
-        if columns is None or mask is None or key is None or query is None:
+        selects = call.picks is not None and not call.picks.names_all
+        if selects or columns is None or mask is None or key is None or query is None:
             return None
         if not known_equal(mask.shape[-1], key.shape[2]):
             return None

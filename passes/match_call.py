@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from tatten.ops.layout import HEADS
 from tatten.passes.batch_invariant import check_invariant, find_invariant
 from tatten.passes.bifurcated import BifurcatedMatch, match_bifurcated
 from tatten.passes.decode import DecodeMatch, match_decode
 from tatten.passes.eligible import check_call, check_plain, check_transformed
+from tatten.passes.find_picks import find_picks
 from tatten.passes.latents import LatentMatch, match_latents
 from tatten.passes.local import local_input
 from tatten.passes.mutation import mover_of
@@ -48,9 +50,11 @@ def match_call(call: SdpaCall, run: Run) -> MatchedCall | Decline:
     if decline is not None:
         return decline
     local_call = local or call
+    if local is None:
+        call = local_call = _with_picks(call, run)
     latents = None if call.log_sums else _match_latents(call, local_call, run)
     if isinstance(latents, LatentMatch):
-        return MatchedCall(call, latents)
+        return _checked(MatchedCall(call, latents))
     matched = (
         find_invariant(local_call, run.may_guard) if run.batch_invariant else _match_stored(local_call, run.may_guard)
     )
@@ -59,7 +63,40 @@ def match_call(call: SdpaCall, run: Run) -> MatchedCall | Decline:
     match, note = matched
     if latents is not None:
         note = "; ".join(filter(None, (f"not absorbed [{latents.reason.value}]: {latents.detail}", note)))
-    return MatchedCall(call, match, note)
+    return _checked(MatchedCall(call, match, note))
+
+
+def _with_picks(call: SdpaCall, run: Run) -> SdpaCall:
+    """The call with the keys that it selects, or with a remark on why its mask is read as it is."""
+    picks = find_picks(call, run.masks.drafts)
+    return _remarking(call, picks) if isinstance(picks, Decline) else dataclasses.replace(call, picks=picks)
+
+
+def _remarking(call: SdpaCall, decline: Decline) -> SdpaCall:
+    remark = f"not read by indices [{decline.reason.value}]: {decline.detail}"
+    return dataclasses.replace(call, picks=None, remarks=(*call.remarks, remark))
+
+
+def _checked(matched: MatchedCall) -> MatchedCall:
+    """The match, which reads the mask as it is if its op doesn't take the indices."""
+    decline = _check_picks(matched.match)
+    if decline is None:
+        return matched
+    match = dataclasses.replace(matched.match, call=dataclasses.replace(matched.match.call, picks=None))
+    return dataclasses.replace(matched, call=_remarking(matched.call, decline), match=match)
+
+
+def _check_picks(match: DecodeMatch | BifurcatedMatch | LatentMatch) -> Decline | None:
+    """Return the reason why the op of a match doesn't take the indices of its call, or None."""
+    picks = match.call.picks
+    if picks is None or picks.names_all:
+        return None
+    if isinstance(match, BifurcatedMatch) or (isinstance(match, LatentMatch) and match.segments):
+        return Decline(Reason.PICKS, f"{picks}, which are read in segments")
+    kv_heads = 1 if isinstance(match, LatentMatch) else match.keys[0].size(HEADS)
+    if picks.fits(kv_heads):
+        return None
+    return Decline(Reason.PICKS, f"{picks}: the indices of {picks.heads} heads, for {kv_heads} kv heads")
 
 
 def _match_latents(call: SdpaCall, local_call: SdpaCall, run: Run) -> LatentMatch | Decline | None:

@@ -16,6 +16,8 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from tatten.ops.picks import with_first, without_duplicates
+from tatten.ops.sizes import ceil_div
 from tatten.ops.storage import all_of, same_storage
 from tatten.ops.watch import Watch
 from tatten.passes.calls import OpOverload, argument, op_name, overloads, reached
@@ -31,6 +33,7 @@ IN_PLACE_OPERATORS = frozenset(
 READING_OPERATORS = frozenset((getattr, *(getattr(operator, name) for name in operator.__all__ if name != "call")))
 READING_OPERATORS -= IN_PLACE_OPERATORS
 RESHAPED_IN_PLACE = {"squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "as_strided_"}
+READING_FUNCTIONS = frozenset((without_duplicates, with_first, ceil_div))  # of tatten itself
 DTENSOR_READS = ("from_local", "to_local", "redistribute", "full_tensor")
 
 T = TypeVar("T")
@@ -46,7 +49,7 @@ def written_arguments(node: Node) -> Iterator[Node]:
         return
     if node.op == "call_module":
         yield from node.all_input_nodes
-    if node.op not in ("call_function", "call_method") or target in READING_OPERATORS:
+    if node.op not in ("call_function", "call_method") or target in READING_OPERATORS | READING_FUNCTIONS:
         return
     if target in IN_PLACE_OPERATORS:
         yield from all_of(Node, node.args[0])
@@ -73,7 +76,7 @@ def writes(node: Node) -> bool:
 
 def written_between(tensors: Sequence[Tensor], start: Node, stop: Node) -> Node | None:
     """The first node between `start` and `stop`, in the graph's order, that may write to one of `tensors`."""
-    if stop < start:
+    if start.graph is not stop.graph or stop < start:
         return start  # the list of nodes is a ring: what would be searched lies outside
     tensors = [in_memory(tensor) for tensor in tensors]
     node = stop if start is stop else start.next

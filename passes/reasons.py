@@ -86,6 +86,11 @@ class Reason(str, Enum):
         "keep keys and values both in float8_e4m3fn or both in int8, with one scale per tensor, head or token, and "
         "pass `x.to(dtype) * scale` to attention as it is",
     )
+    PICKS = (
+        "picks",
+        "keep the indices of a top-k as they are, scatter one value to them in a new tensor, and join it with other "
+        "masks by `&` or `masked_fill`",
+    )
     BATCH_INVARIANT = (
         "batch_invariant",
         "leave options['batch_invariant'] out, keep soft caps on a GPU, and concatenate each sequence's own keys last",

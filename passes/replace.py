@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from tatten.passes.calls import OpOverload, argument, op_name
 from tatten.passes.drafts import Drafts
+from tatten.passes.picks import Picks
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import hint, known_equal, known_shape, known_tensor, tensor_of
 
@@ -75,6 +76,16 @@ def erase_unused_of(nodes: Iterable[Node]) -> None:
     for node in sorted(nodes, reverse=True):
         if not node.users:
             node.graph.erase_node(node)
+
+
+def erase_selection(picks: Picks | None) -> None:
+    """Erase what made a mask of indices, as far as nothing else reads it."""
+    if picks is None:
+        return
+    erase_unused_of(picks.path)
+    for filled, scatter in picks.written:
+        if not scatter.users and {*filled.users} == {scatter}:
+            erase_unused_of((filled, scatter))
 
 
 class Inserter:

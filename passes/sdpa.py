@@ -16,6 +16,7 @@ from tatten.passes.symbolic import number_in
 if TYPE_CHECKING:
     from tatten.ops.distributed.placement import Sharding
     from tatten.passes.local import Share
+    from tatten.passes.picks import Picks
 
 SDPA_TARGETS = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -42,6 +43,7 @@ class SdpaCall:
         remarks: the last remarks of the report.
         sharding: how the program's DTensors are placed whose local parts are the tensors of the call; states of ranks
             are merged. None for plain tensors.
+        picks: the keys that the mask leaves, if they were selected; the op reads these, and `picks.mask` for the mask.
         shares: the parts of the segments of keys and of values that this rank attends to, if they differ in placement.
     """
 
@@ -67,6 +69,7 @@ class SdpaCall:
     remarks: tuple[str, ...] = ()
     sharding: Sharding | None = None
     shares: tuple[tuple[Share, ...], tuple[Share, ...]] | None = None
+    picks: Picks | None = None
 
     @property
     def shown(self) -> Node:

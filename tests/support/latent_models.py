@@ -122,13 +122,17 @@ MODELS = {
 
 def build(name: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """The model of that name in MODELS, with weights so large that attention matters; the same each time."""
-    spec = MODELS[name]
+    return build_model(MODELS[name], dtype)
+
+
+def build_model(spec: LatentModel, dtype: torch.dtype, **options: Any) -> transformers.PreTrainedModel:
+    """A model, made with `options`, whose weights are so large that attention matters; the same each time."""
     cls = getattr(importlib.import_module(f"transformers.models.{spec.module}.modeling_{spec.module}"), spec.cls)
     taken = {*inspect.signature(cls.config_class.__init__).parameters, *cls.config_class.attribute_map}
     taken |= {key for key in TINY if hasattr(cls.config_class, key)}
     config = cls.config_class(**{key: value for key, value in TINY.items() if key in taken} | spec.config)
     torch.manual_seed(0)
-    model = cls._from_config(config).eval().to(dtype)
+    model = cls._from_config(config, **options).eval().to(dtype)
     for weight in model.parameters():
         if weight.dim() > 1:
             weight.data.normal_(0, weight.shape[-1] ** -0.5)

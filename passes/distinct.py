@@ -1,0 +1,127 @@
+"""Indices read backwards, to the top-k that made them: its rows name no key twice, and some steps leave it so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from tatten.ops.picks import with_first
+from tatten.passes.calls import argument, op_name
+from tatten.passes.drafts import is_draft, number_at
+from tatten.passes.mutation import written_between
+from tatten.passes.op_names import CASTS, COPIES, RESHAPES
+from tatten.passes.symbolic import known_equal, known_tensor, rank_of, tensor_of
+from tatten.passes.views import Size
+
+INTEGERS = {torch.int32, torch.int64}  # in others two indices may become one
+TOP_K = {"topk", "sort", "argsort"}
+KEEP_ROWS = CASTS | COPIES | RESHAPES | {"long", "int", "expand", "expand_as", "broadcast_to", "detach"}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The origin of indices.
+
+    Attributes:
+        candidates: how many numbers a top-k chose from; None if these aren't the indices of a top-k.
+        distinct: whether no row has a number within range twice.
+        all_in_range: whether all indices are as the top-k gave them.
+    """
+
+    candidates: Size | None = None
+    distinct: bool = False
+    all_in_range: bool = False
+
+
+def origin_of(indices: Node, size: int | None, place: Node) -> Origin:
+    """Follow indices `[..., picks]`, as the node `place` finds them, back to the top-k that made them.
+
+    `size` is the number of keys, or of blocks of keys, that indices may name; None if it is dynamic.
+    """
+    here, reader, all_in_range = indices, place, True
+    while True:
+        tensor = tensor_of(here)
+        if tensor is None or _is_written(here, reader, place):
+            return Origin()
+        candidates = _candidates(here)
+        if candidates is not None:
+            return Origin(candidates, True, all_in_range)
+        source = _same_rows(here)
+        if here.target is with_first:
+            source, first = here.args[0], here.args[1]  # type: ignore[assignment]
+            assert isinstance(first, int)
+            size, all_in_range = None if size is None else size - first, False
+        if source is None:
+            source, all_in_range = _but_for_fills(here, size, place), False
+        if source is None:
+            return Origin()
+        here, reader = source, here
+
+
+def _is_written(node: Node, reader: Node, place: Node) -> bool:
+    reader = place if is_draft(reader) else reader
+    return not is_draft(node) and written_between([known_tensor(node)], node, reader) is not None
+
+
+def _candidates(node: Node) -> Size | None:
+    """The number of columns that a top-k over the last dim chose from, if `node` is its indices."""
+    made, item = node, None
+    if op_name(node) in ("getitem", "getattr"):
+        made, item = node.args[0], node.args[1]  # type: ignore[assignment]
+    if not isinstance(made, Node) or op_name(made) not in TOP_K or (op_name(made) == "argsort") != (item is None):
+        return None
+    scores = tensor_of(argument(made, 0, "input", made.kwargs.get("self")))
+    if scores is None or item not in (None, 1, "indices") or made.kwargs.get("out") is not None:
+        return None
+    position = 2 if op_name(made) == "topk" else 1
+    dim = made.kwargs.get("dim", next((x for x in made.args[position:] if not isinstance(x, bool)), -1))
+    columns: Size = scores.shape[-1]
+    return columns if dim in (-1, scores.dim() - 1) else None
+
+
+def _same_rows(node: Node) -> Node | None:
+    """The tensor whose rows are those of `node` in full or in part, each in one row."""
+    source: Node | None = argument(node, 0, "input", node.kwargs.get("self"))
+    before, after, name = tensor_of(source), known_tensor(node), op_name(node)
+    if before is None or before.dim() == 0 or after.dim() == 0 or not {before.dtype, after.dtype} <= INTEGERS:
+        return None
+    if name in KEEP_ROWS:
+        return source if known_equal(before.shape[-1], after.shape[-1]) else None
+    if name in ("slice", "narrow"):
+        return source
+    if name == "select":
+        return source if argument(node, 1, "dim") not in (-1, before.dim() - 1) else None
+    slices = name == "getitem" and _slices_rows(node.args[1], before.dim())
+    return source if slices else None
+
+
+def _slices_rows(index: Any, rank: int) -> bool:
+    """Return True if `x[index]` has the last dim of `x`, of that rank, or a slice of it, as its last dim."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(x is None or x is ... or isinstance(x, slice) or type(x) is int for x in parts):
+        return False
+    taken = sum(x is not None and x is not ... for x in parts)
+    if not any(x is ... for x in parts) and taken < rank:
+        return True
+    return isinstance(parts[-1], slice) or (parts[-1] is ... and taken < rank)
+
+
+def _but_for_fills(node: Node, size: int | None, place: Node) -> Node | None:
+    """The indices of which some were replaced by a number that is out of range."""
+    if op_name(node) == "masked_fill":
+        pair = [argument(node, 0, "input"), argument(node, 2, "value")]
+    elif op_name(node) == "where":
+        first = 0 if node.op == "call_method" else 1
+        pair = [argument(node, first, "input"), argument(node, 2, "other")]
+    else:
+        return None
+    for source, fill in (pair, pair[::-1]):
+        number = number_at(fill, node, place)
+        outside = number is not None and (number < 0 or (size is not None and number >= size))
+        if outside and isinstance(source, Node) and rank_of(source) == rank_of(node):
+            same_columns = known_equal(known_tensor(source).shape[-1], known_tensor(node).shape[-1])
+            return source if same_columns and known_tensor(source).dtype in INTEGERS else None
+    return None

@@ -1,0 +1,150 @@
+"""The keys that a model selects: the proof that a mask leaves none but those that indices name.
+
+`tatten.passes.marked` reads the mask. Found are indices, and the part of the mask that has nothing to do with them,
+which tells which of the named keys count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from tatten.ops.layout import BATCH, HEADS, LENGTH
+from tatten.ops.masks import EXCLUDING_BIAS
+from tatten.ops.sizes import ceil_div
+from tatten.passes.autocast import autocast_dtype
+from tatten.passes.calls import argument, op_name, reached
+from tatten.passes.distinct import TOP_K, Origin, origin_of
+from tatten.passes.drafts import Drafting, Drafts, without_drafts
+from tatten.passes.eligible import check_mask
+from tatten.passes.marked import Marked
+from tatten.passes.mask_steps import POINTWISE, find_marked
+from tatten.passes.op_names import CATS
+from tatten.passes.picks import Picks
+from tatten.passes.reasons import Decline, Reason
+from tatten.passes.recomputed import PURE
+from tatten.passes.scattered import IN_PLACE, SCATTERS
+from tatten.passes.sdpa import SdpaCall
+from tatten.passes.symbolic import constant, known_equal, known_tensor, tensor_of
+from tatten.passes.views import Size
+
+# With fewer keys for each pick, reading all keys in order is as fast as gathering some of them: 2048 latents for each of
+# 64 sequences and 128 heads take 239 us on an H200, about as long as all of 6,500.
+LEAST_KEYS_PER_PICK = 4
+
+
+def find_picks(call: SdpaCall, drafts: Drafts) -> Picks | Decline | None:
+    """Find the keys that an eligible call on plain tensors selects. Makes drafts, and adds no guards.
+
+    Returns:
+        The picks; why the mask of a selection has to be read as it is; or None where nothing is selected.
+    """
+    mask, key, query = tensor_of(call.attn_mask), known_tensor(call.key), known_tensor(call.query)
+    made_of = set[Node]() if mask is None else _made_of(call.attn_mask)
+    if mask is None or not any(op_name(x) in SCATTERS for x in made_of):
+        return None
+    by_top_k = any(op_name(x) in TOP_K for x in made_of)
+    kv_length, marked = key.shape[LENGTH], None
+    if mask.dim() == 4 and known_equal(mask.shape[-1], kv_length):
+        marked = find_marked(call.attn_mask, call.node, drafts)
+    if marked is None or not _excludes(marked.outside, mask):
+        unread = f"`{call.attn_mask}` depends on a top-k, and isn't known to leave only keys that it picked"
+        return Decline(Reason.PICKS, unread) if by_top_k else None
+    indices = _for_queries(marked, query, Drafting(drafts, call.shown))
+    if isinstance(indices, Decline):
+        return indices
+    rest = None if mask.dtype == torch.bool or marked.outside == -math.inf else marked.outside
+    if rest is not None and _rounds(call, mask):
+        return Decline(Reason.PICKS, f"autocast rounds {rest}, the bias of the other keys")
+    base, read = _base(call, marked, mask), marked.inside is not None
+    origin = origin_of(indices, _number_of_blocks(kv_length, marked.block), call.node)
+    picks = Picks(
+        indices,
+        marked.block,
+        base,
+        rest,
+        origin.distinct,
+        base is not call.attn_mask and _names_all(indices, marked.block, origin, kv_length),
+        kv_length,
+        by_top_k,
+        frozenset(without_drafts(marked.path)) if read else frozenset(),
+        marked.written if read else (),
+    )
+    return picks if picks.names_all else _check_length(picks) or picks
+
+
+def _excludes(outside: float, mask: Tensor) -> bool:
+    return outside == 0 if mask.dtype == torch.bool else outside <= EXCLUDING_BIAS
+
+
+def _for_queries(marked: Marked, query: Tensor, draft: Drafting) -> Node | Decline:
+    """The indices `[batch, 1 or heads, q_length, picks]`, or the reason why the op doesn't take them."""
+    indices, tensor = marked.indices, known_tensor(marked.indices)
+    heads = constant(tensor.shape[HEADS])
+    if heads is None or (heads != 1 and not known_equal(heads * marked.repeats, query.shape[HEADS])):
+        shown = f"{tensor.shape[HEADS]} heads, {marked.repeats} times each, for {query.shape[HEADS]} query heads"
+        return Decline(Reason.PICKS, f"indices have {shown}")
+    sizes = [-1, -1, -1, -1]
+    for dim in (BATCH, LENGTH):
+        if not known_equal(tensor.shape[dim], query.shape[dim]):
+            size = constant(query.shape[dim])
+            if size is None or not known_equal(tensor.shape[dim], 1):
+                return Decline(Reason.PICKS, f"indices are {list(tensor.shape)}, the query {list(query.shape)}")
+            sizes[dim] = size
+    return indices if sizes == [-1] * 4 else draft("expand", indices, *sizes)
+
+
+def _rounds(call: SdpaCall, mask: Tensor) -> bool:
+    """Return True if autocast casts the mask of the call."""
+    dtype = None if call.form else autocast_dtype(call.node, mask.device.type)
+    return dtype is not None and dtype != mask.dtype
+
+
+def _base(call: SdpaCall, marked: Marked, mask: Tensor) -> Node | None:
+    """The mask to read at the picks: the part of the call's own that indices don't make, or if it is unknown its own.
+
+    None if all picks count.
+    """
+    inside, own = marked.inside, call.attn_mask
+    if isinstance(inside, Node):
+        with_inside = dataclasses.replace(call, attn_mask=inside)
+        return inside if check_mask(with_inside, known_tensor(call.query), known_tensor(call.key)) is None else own
+    return None if inside == (1 if mask.dtype == torch.bool else 0) else own
+
+
+def _number_of_blocks(kv_length: Size, block: int) -> int | None:
+    known = constant(kv_length)
+    return None if known is None else ceil_div(known, block)
+
+
+def _names_all(indices: Node, block: int, origin: Origin, kv_length: Size) -> bool:
+    """Return True if a top-k picked all that it chose from, and that is all keys."""
+    candidates, count = origin.candidates, known_tensor(indices).shape[-1]
+    if candidates is None or not origin.all_in_range or not known_equal(candidates, count):
+        return False
+    blocks = _number_of_blocks(kv_length, block)
+    return known_equal(candidates * block, kv_length) or (blocks is not None and known_equal(candidates, blocks))
+
+
+def _check_length(picks: Picks) -> Decline | None:
+    """Return the reason to read all keys in order, or None. A dynamic number of keys counts as large."""
+    count, keys = constant(picks.count), constant(picks.kv_length)
+    if count is None or keys is None or keys >= LEAST_KEYS_PER_PICK * count * picks.block:
+        return None
+    return Decline(Reason.PICKS, f"{picks}: with so few keys it is faster to read all of them in order")
+
+
+def _made_of(mask: Node) -> set[Node]:
+    """The nodes that a mask is made of, back to the numbers that other layers computed."""
+    steps = PURE | POINTWISE | CATS | {"repeat_interleave", "pad", "slice"}
+
+    def above(node: Node) -> list[Node]:
+        tensor, scatters = tensor_of(node), [x for x in node.users if op_name(x) in IN_PLACE]
+        known = tensor is not None and (not tensor.is_floating_point() or op_name(node) in steps | SCATTERS)
+        return [*(node.all_input_nodes if known else ()), *(x for x in scatters if argument(x, 0, "self") is node)]
+
+    return reached(mask, above)
