@@ -171,6 +171,20 @@ def tree_vs_ring(theme: Theme) -> Figure:
     return figure
 
 
+def sparse(theme: Theme) -> Figure:
+    """Bytes that attention reads, by the number of keys: all of them, or those that a top-k picked."""
+    keys = "length", "bytes_us", "dense_bytes_us"
+    rows = results.select(RESULTS / "sparse_kernel.json", keys, heads=128, batch=1, picks="random")
+    rate = results.read(RESULTS / "sparse_kernel.json")["bytes_per_second"] / 1e12  # MB per us
+    drawn = [
+        Line("all latents", [(r["length"], r["dense_bytes_us"] * rate) for r in rows], theme.others["PyTorch"]),
+        Line("tatten: 2048 picks", [(r["length"], r["bytes_us"] * rate) for r in rows], theme.ours),
+    ]
+    figure = lines(drawn, " MB", "keys of the sequence", theme)
+    headline(figure, "Latents that a layer reads for a token, DeepSeek-V3.2's widths (less is better)", theme)
+    return figure
+
+
 def prefill(theme: Theme) -> Figure:
     """Seconds of a prefill, by its length and the number of ranks."""
     keys = "length", "ranks", "s", "floor_s"
@@ -211,6 +225,7 @@ PICTURES = {
     "speed_over_floor": speed_over_floor,
     "shared_prefix": shared_prefix,
     "tree_vs_ring": tree_vs_ring,
+    "sparse": sparse,
     "prefill": prefill,
     "rollouts": rollouts,
 }

@@ -197,6 +197,7 @@ STEPS = {
             "latent.py --section kernel --rounds 1",
         ),
         Step("launches", "launches.py --device cuda", 1.5),
+        Step("sparse_kernel", "sparse.py --device cuda", 2, "sparse.py --rounds 1"),
     ],
     "cpu": [
         Step(

@@ -73,6 +73,18 @@ def test_prefill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["its floor"] == [(8, 2), (32, 8), (64, 20)]
 
 
+def test_sparse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megabytes, from the times that bytes take at a rate; other heads, batches and picks are left out."""
+    monkeypatch.setattr(plots, "RESULTS", tmp_path)
+    shown = {"heads": 128, "batch": 1, "picks": "random", "bytes_us": 2.0}
+    rows = [{**shown, "length": n, "dense_bytes_us": n / 4} for n in (8, 32)]
+    rows += [{**shown, change: 64, "length": 8, "dense_bytes_us": 1.0} for change in ("heads", "batch", "picks")]
+    results.write(tmp_path / "sparse_kernel.json", "cpu", rows, bytes_per_second=3e12)
+    found = drawn(plots.sparse(plots.LIGHT))
+    assert found["all latents"] == [(8, 6), (32, 24)]
+    assert found["tatten: 2048 picks"] == [(8, 6), (32, 6)]
+
+
 def test_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "RESULTS", tmp_path)
     speeds = {"inductor": 600.0, "tatten": 2000.0, "fork": 7000.0}
