@@ -174,6 +174,7 @@ TABLES = {
             "dense": us("dense"),
             "masked": us("masked"),
             "copied": us("copied"),
+            "2048 in a row": us("short"),
             "tatten": us("tatten"),
             "bytes of the picks": figure("bytes_us"),
             "masked to tatten": lambda r: number(r["us"]["masked"] / r["us"]["tatten"], 1),

@@ -164,6 +164,9 @@ def _plan_picks(call: AttentionCall) -> Attend:
         if call.batch_invariant:
             raise NotImplementedError("`query` must not be float64 with `batch_invariant` on CUDA: no kernel takes it")
         return attention_reference
+    reason = unsupported_reason("triton", Workload.of(query, call.segments[0].key, value, needs_of(call)))
+    if reason is not None:
+        raise NotImplementedError(f"`indices` can't be computed: {reason}")
 
     from tatten.ops.cuda.picked import plan_picked
 

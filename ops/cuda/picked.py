@@ -95,7 +95,11 @@ def picked_tiles(call: AttentionCall, stored: KeyValue) -> Tiles:
     if dim <= 256:
         return Tiles(16, 128, 4, 2, 2) if dim <= 128 and heads <= 16 else Tiles(block_m, 64, 4, 2)
     tiles = query.shape[0] * query.shape[2] * ceil_div(n_keys, 64)
-    while block_m > 16 and tiles * ceil_div(heads, block_m // 2) <= multiprocessors(query.device):
+    while (
+        not call.batch_invariant
+        and block_m > 16
+        and tiles * ceil_div(heads, block_m // 2) <= multiprocessors(query.device)
+    ):
         block_m //= 2
     return Tiles(block_m, 64, 8, 2)
 
@@ -169,7 +173,7 @@ def _plan_launch(
     mask_strides = _mask_strides(call, stored)
     return Launch(
         _picked_kernel,
-        (split.splits * kv_heads * head_blocks, batch * q_len),
+        (split.splits * kv_heads * head_blocks * batch * q_len,),
         {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl},
         strides=(query.stride(), key.stride(), value.stride(), rope_strides, mask_strides, _index_strides(stored)),
         scale=call.score_scale,

@@ -45,7 +45,8 @@ class Picks:
         generator = torch.Generator().manual_seed(self.seed)
         shape = (1 if self.layout == "one_batch" else batch, kv_heads if self.per_head else 1, q_len)
         k = round(self.share * n) + (5 if self.share > 1 else self.share > 0)
-        outside = torch.tensor([-1, -ANYWHERE - 1, n, n + 1, ANYWHERE])
+        far = [2**32, 2**32 + 1, -(2**63)] if self.wide else []  # 0, 1 and 0 in 32 bits
+        outside = torch.tensor([-1, -ANYWHERE - 1, n, n + 1, ANYWHERE, *far])
         if self.distinct:
             order = torch.argsort(torch.rand(*shape, n + len(outside), generator=generator), dim=-1)
         else:

@@ -3,7 +3,6 @@
 A program has one query of one sequence, a block of the query heads that share a kv head, and a split of the picks. It
 leaves a partial state for each head, or the output if there is one split. The picks of a query are its own, so queries
 are not packed. Without indices, all keys of a segment are picks.
-
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def keys_of_picks(picks, stride, at, n_picks, kv_len, length, INDEX_BLOCK: tl.co
     ok = at < n_picks * INDEX_BLOCK
     keys = at
     if picks is not None:
-        index = tl.load(picks + (at // INDEX_BLOCK) * stride, mask=ok, other=-1)
+        index = tl.load(picks + (at // INDEX_BLOCK).to(tl.int64) * stride, mask=ok, other=-1)
         ok = ok & (index >= 0) & (index < tl.cdiv(kv_len, INDEX_BLOCK))
         keys = tl.where(ok, index, 0).to(tl.int32) * INDEX_BLOCK + at % INDEX_BLOCK
     return keys, ok & (keys < length)
@@ -117,10 +116,11 @@ def _picked_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0) % splits
-    block = tl.program_id(0) // splits
+    block = tl.program_id(0) // splits % (kv_heads * head_blocks)
+    row = tl.program_id(0) // splits // (kv_heads * head_blocks)
     kv_head = (block // head_blocks).to(tl.int64)
-    sequence = (tl.program_id(1) // q_len).to(tl.int64)
-    position = (tl.program_id(1) % q_len).to(tl.int64)
+    sequence = (row // q_len).to(tl.int64)
+    position = (row % q_len).to(tl.int64)
     kv_row = sequence // seqs_per_kv
     if rows is not None:
         kv_row = tl.load(rows + sequence).to(tl.int64)

@@ -52,7 +52,7 @@ def _weigh_rest(
     named = tl.zeros(keys.shape, tl.int32)
     for i in range(0, n_picks, BLOCK_P):
         at = i + tl.arange(0, BLOCK_P)
-        index = tl.load(picks + at * index_s, mask=at < n_picks, other=-1).to(tl.int32)
+        index = tl.load(picks + at.to(tl.int64) * index_s, mask=at < n_picks, other=-1)
         named = tl.maximum(named, tl.max((index[:, None] == (keys // INDEX_BLOCK)[None, :]).to(tl.int32), axis=0))
     bias = tl.zeros(keys.shape, tl.float32)
     if mask_base is not None:
@@ -87,8 +87,8 @@ def _rest_kernel(
     """Compute a state again if no pick has a bias above `rest / 2`: keys that are not picked then count, too.
 
     Scores are at most a rounding error beside a bias of this size, so the keys with the largest bias have equal
-    weights. A decode step has no row like this: the program returns after a look at the lse. It is slow otherwise,
-    because it compares each key with each pick.
+    weights. A sequence in use has no row like this in a decode step: the program returns after a look at the lse. It is
+    slow otherwise, because it compares each key with each pick.
     """
     state = tl.program_id(0).to(tl.int64)
     if tl.load(lse + state) <= rest / 2:
@@ -108,7 +108,7 @@ def _rest_kernel(
         if kv_lens is not None:
             length = tl.minimum(tl.maximum(tl.load(kv_lens + sequence), 0), kv_len).to(tl.int32)
         most = float("-inf")
-        for start in range(0, kv_len, BLOCK_N):
+        for start in range(0, length, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             bias = _weigh_rest(
                 keys, keys < length, picks, index_s, mask_base, mask_s, n_picks, kv_len, rest, INDEX_BLOCK, 64
@@ -117,7 +117,7 @@ def _rest_kernel(
         dims = tl.arange(0, BLOCK_DV)
         acc = tl.zeros([BLOCK_DV], tl.float32)
         count = 0.0
-        for start in range(0, kv_len, BLOCK_N):
+        for start in range(0, length, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             bias = _weigh_rest(
                 keys, keys < length, picks, index_s, mask_base, mask_s, n_picks, kv_len, rest, INDEX_BLOCK, 64

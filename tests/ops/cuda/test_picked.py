@@ -16,7 +16,7 @@ from poison import fresh_memory_is_poison
 from slow import slow_but
 from torch import Tensor
 
-from tatten.ops.call import AttentionCall
+from tatten.ops.call import DECODE, LATENT, AttentionCall, KeyValue
 from tatten.ops.kernel_signatures import bifurcated_call, decode_call, latent_call
 from tatten.ops.picks import without_duplicates
 from tatten.ops.sizes import ceil_div
@@ -72,3 +72,23 @@ def test_random_calls(n: int, latents: bool) -> None:
         assert_within_bound(out, lse, dense, parts, out_dtype=call.out_dtype)
 
     test()
+
+
+@pytest.mark.parametrize("latents", [False, True])
+def test_tiles_do_not_depend_on_the_batch_where_bits_must_not(latents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tatten.ops.cuda import picked
+
+    monkeypatch.setattr(picked, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(picked, "has_large_shared_memory", lambda device: True)
+
+    def chosen(batch: int) -> object:
+        heads, kv_heads, dim = (128, 1, 512) if latents else (32, 4, 128)
+        query = torch.empty(batch, heads, 1, dim, dtype=torch.bfloat16, device="meta")
+        keys = torch.empty(batch, kv_heads, 9000, dim, dtype=torch.bfloat16, device="meta")
+        picks = torch.empty(batch, 1, 1, 2048, dtype=torch.int32, device="meta")
+        stored = KeyValue(keys, keys, indices=picks)
+        call = AttentionCall(LATENT if latents else DECODE, query, (stored,), 0.1, batch_invariant=True)
+        tiles = picked.picked_tiles(call, stored)
+        return tiles, picked.split_picks(call, stored, tiles)
+
+    assert chosen(1) == chosen(2) == chosen(64)

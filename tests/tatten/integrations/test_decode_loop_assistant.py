@@ -314,3 +314,30 @@ def test_assisted_generate_has_one_graph_for_all_numbers_of_queries(
     assert len(report.graphs) <= 3
     reasons = {x.decline.reason for x in report.declined}
     assert reasons == (set() if bounded else {Reason.Q_LEN_DYNAMIC})
+
+
+@pytest.mark.parametrize("drafts", [3, 5, 6])
+@pytest.mark.parametrize("lookup", [False, True])
+def test_drafts_never_reach_behind_a_table_of_positions(lookup: bool, drafts: int) -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=120, n_positions=32, pad_token_id=0)
+    model, loop = transformers.GPT2LMHeadModel(config).eval(), DecodeLoop()
+    arguments = {"max_length": 32, "do_sample": False, "eos_token_id": None}
+    more: dict[str, Any] = {"prompt_lookup_num_tokens": drafts}
+    if not lookup:
+        more = {"assistant_model": copy.deepcopy(model), "num_assistant_tokens": drafts}
+        more["assistant_model"].generation_config.num_assistant_tokens = drafts
+    expected = model.generate(prompt(8), **arguments)
+    result = model.generate(prompt(8), **arguments, **more, custom_generate=loop, compile_config=EAGER)
+    assert loop.reason is None
+    assert torch.equal(result, expected)
+
+
+def test_an_assistant_without_drafts_runs_the_loop_of_generate() -> None:
+    model, loop = build(), DecodeLoop()
+    draft = first_layers(model, 1)
+    draft.generation_config.num_assistant_tokens = 0
+    model.generate(
+        prompt(), max_new_tokens=3, assistant_model=draft, num_assistant_tokens=0, custom_generate=loop, do_sample=False
+    )
+    assert "`num_assistant_tokens` leaves the assistant no token" in str(loop.reason)

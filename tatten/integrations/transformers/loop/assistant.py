@@ -58,6 +58,7 @@ def choose_drafts(
     If all drafts of a step were accepted, the draft model has not read the last of them. So it always reads two tokens
     first, at the cost of one.
     """
+    assert state.limit is not None
     row, position = state.sequences[0], state.length - 2 + torch.arange(2, device=state.length.device)
     for layer in cache.layers:
         layer.cumulative_length.copy_(position[0])
@@ -68,7 +69,7 @@ def choose_drafts(
             next_sequence_length=len(tokens),
             is_first_iteration=False,
             attention_mask=None,
-            position_ids=position[None],
+            position_ids=torch.minimum(position, state.limit - 1)[None],
             **{CACHE: cache},
             **inputs,
         )

@@ -153,6 +153,8 @@ def _assistant(model: PreTrainedModel, draft: Any, config: GenerationConfig) -> 
         return "`assistant_ensemble_weight` mixes the scores of two models"
     if getattr(config, "speculation_type", None) is not None or "Assistant" in type(draft).__name__:
         return f"{type(draft).__name__} drafts from the states of the model"
+    if int(draft.generation_config.num_assistant_tokens or config.num_assistant_tokens or 0) < 1:
+        return "`num_assistant_tokens` leaves the assistant no token to choose"
     if draft.config.is_encoder_decoder:
         return "the assistant is an encoder-decoder"
     if draft.training:

@@ -32,7 +32,8 @@ def verify(model: PreTrainedModel, cache: Cache, state: StepState, proposed: Ten
         next_sequence_length=drafts + 1,
         is_first_iteration=False,
         attention_mask=None,
-        position_ids=(length - 1 + offsets)[None],
+        # Drafts behind the end of the text are not accepted, and may lie behind the end of a table of positions.
+        position_ids=torch.minimum(length - 1 + offsets, state.limit - 1)[None],
         **{CACHE: cache},
         **inputs,
     )
