@@ -14,6 +14,9 @@ from tatten.passes.mutation import writes, written_between
 from tatten.passes.op_names import CASTS
 from tatten.passes.symbolic import number_in, value_of
 
+FULL, ZEROS, ONES = (
+    {name, f"{name}_like", f"new_{name}"} for name in ("full", "zeros", "ones")
+)  # the result has memory of its own
 TIMES = {"mul", "imul", "multiply", "div", "truediv", "itruediv", "divide", "true_divide"}
 
 
@@ -30,11 +33,11 @@ def number_of(x: Any, reader: Node) -> float | None:
         return None
     if name in ("tensor", "scalar_tensor", "as_tensor"):
         number = number_of(argument(x, 0, "data", x.kwargs.get("s")), x)
-    elif name in ("full", "full_like", "new_full"):
+    elif name in FULL:
         number = number_of(argument(x, 2 if name == "new_full" else 1, "fill_value"), x)
-    elif name in ("zeros", "zeros_like", "new_zeros"):
+    elif name in ZEROS:
         number = 0.0
-    elif name in ("ones", "ones_like", "new_ones"):
+    elif name in ONES:
         number = 1.0
     elif name in CASTS and x.args:
         number = number_of(x.args[0], x)

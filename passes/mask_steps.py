@@ -222,7 +222,7 @@ def _applied(reading: Reading, node: Node, one: Node, marked: Marked, others: Nu
     outside, inside = apply(marked.outside), marked.inside
     if marked.counts:
         by = [reading.number(x, node) for x in node.args if x is not one]
-        if _name(node) not in TESTS or by not in ([], [0.0]):
+        if _name(node) not in TESTS or by not in ([], [0.0]) or "other" in node.kwargs:
             return None
         if apply(1.0) != apply(2.0):
             return None
@@ -235,7 +235,7 @@ def _applied(reading: Reading, node: Node, one: Node, marked: Marked, others: Nu
 
 
 def _sum(reading: Reading, node: Node) -> Marked | None:
-    """A bias of -inf wherever indices don't point, and another bias."""
+    """A bias of -inf wherever indices don't point, and another bias, which is taken to have no +inf or NaN there."""
     pair, dtype = (argument(node, 0, "input"), argument(node, 1, "other")), known_tensor(node).dtype
     if node.kwargs.get("alpha", 1) != 1 or not dtype.is_floating_point:
         return None

@@ -12,6 +12,8 @@ from torch.fx import Node
 
 from tatten.passes.calls import OpOverload, argument, op_name
 from tatten.passes.drafts import Drafts
+from tatten.passes.literals import FULL, ONES, ZEROS
+from tatten.passes.mutation import writes
 from tatten.passes.picks import Picks
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import hint, known_equal, known_shape, known_tensor, tensor_of
@@ -79,12 +81,16 @@ def erase_unused_of(nodes: Iterable[Node]) -> None:
 
 
 def erase_selection(picks: Picks | None) -> None:
-    """Erase what made a mask of indices, as far as nothing else reads it."""
+    """Erase what made a mask of indices, as far as nothing else reads it.
+
+    A node with `out=` stays. So does a write to memory that a tensor before it may share.
+    """
     if picks is None:
         return
-    erase_unused_of(picks.path)
+    erase_unused_of(node for node in picks.path if not writes(node))
     for filled, scatter in picks.written:
-        if not scatter.users and {*filled.users} == {scatter}:
+        alone = op_name(filled) in FULL | ZEROS | ONES and {*filled.users} == {scatter}
+        if alone and not scatter.users:
             erase_unused_of((filled, scatter))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import expecttest
 import pick_forms
 import pytest
@@ -25,6 +27,7 @@ from pick_forms import (
     lowest,
     top,
 )
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 import tatten
@@ -327,3 +330,45 @@ decode_attention_default = decode_attention.default(l_query_, l_key_, l_value_, 
 getitem_2 = getitem(decode_attention_default, 0)
 return (getitem_2)""",
         )
+
+
+def written_to_a_buffer(scores, base):
+    """The result of `out=` and the buffer are one tensor."""
+    kept = ~but(top(scores, base), scores)
+    buffer = torch.zeros_like(kept)
+    return torch.logical_and(kept, base[:, None], out=buffer), buffer
+
+
+def scattered_into_a_cast(scores, base):
+    """The cast is the tensor itself."""
+    marks = torch.zeros(scores.shape, dtype=torch.float64)
+    cast = marks.double()
+    cast.scatter_(-1, top(scores, base), 1.0)
+    return (cast > 0)[:, None], marks
+
+
+@pytest.mark.parametrize("make", [written_to_a_buffer, scattered_into_a_cast])
+def test_writes_that_something_else_reads_stay(make: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    def fn(q, k, v, scores, base):
+        mask, other = make(scores, base)
+        return attend(lambda *_: mask)(q, k, v, scores, base), other
+
+    (finding,), gm, outs = run_rewritten(fn, *inputs())
+    assert "indices" in ops(gm)[0].kwargs, finding.note
+    for x, y in zip(outs, fn(*inputs()), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+def test_counts_are_not_compared_with_a_keyword() -> None:
+    """Keys that are named twice do not count, and those that are named three times do."""
+
+    def mask(scores, base):
+        picks = top(scores, base)
+        picks = torch.cat((picks, picks[..., :4], picks[..., :2]), -1)
+        counts = torch.zeros(scores.shape, dtype=torch.int64).scatter_add(-1, picks, torch.ones_like(picks))
+        bias = torch.zeros(scores.shape, dtype=torch.float64)
+        return (bias.masked_fill(counts.le(other=2), -torch.inf) + bias.masked_fill(~base, -torch.inf))[:, None]
+
+    fn = attend(mask)
+    (_finding,), _gm, out = run_rewritten(fn, *inputs())
+    torch.testing.assert_close(out, fn(*inputs()), rtol=0, atol=1e-12, equal_nan=True)
