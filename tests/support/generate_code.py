@@ -117,6 +117,14 @@ def masked_latents(q, q_rope, c, k_rope, mask):
     return ops.latent_attention.default(q, q_rope, c, k_rope, mask, scale=0.1)[0]
 
 
+def picks(q, k, v, mask, indices):
+    return ops.decode_attention.default(q, k, v, mask, indices=indices, index_block=128)[0] * 2
+
+
+def picked_latents(q, q_rope, c, k_rope, mask, indices):
+    return ops.latent_attention.default(q, q_rope, c, k_rope, mask, scale=0.1, indices=indices)[0] * 2
+
+
 def project(sums, weight):
     return ops.project_heads.default(sums * 2, weight.narrow(1, 128, 128))
 
@@ -150,6 +158,18 @@ cases = {
     "rows": (
         rows,
         [((7,), torch.int32), ((7, 8, 1, 64), bf16), *[((3, 8, 500, 64), bf16)] * 2, *[((7, 8, 300, 64), bf16)] * 2],
+    ),
+    "picks": (picks, [Q, KV, KV, MASK, ((2, 8, 1, 8), torch.int32)]),
+    "picked latents": (
+        picked_latents,
+        [
+            ((2, 128, 1, 512), bf16),
+            ((2, 128, 1, 64), bf16),
+            ((2, 1, 8192, 512), bf16),
+            ((2, 1, 8192, 64), bf16),
+            ((2, 1, 1, 8192), torch.bool),
+            ((2, 1, 1, 1024), torch.int32),
+        ],
     ),
     "project": (project, [((2, 16, 1, 512), torch.float32), ((16, 256, 512), bf16)]),
     "symbolic rows": (find_rows, ["n", ((7,), torch.int32)]),

@@ -13,13 +13,13 @@ import json, sys
 import torch
 from compiled import compile_launch
 from tatten.ops.cuda import block_mask, combine, decode, decode_grid, heuristics, levels, merge_states, project_heads
-from tatten.ops.cuda import row_groups
+from tatten.ops.cuda import picked, row_groups
 from tatten.ops.cuda import segment_launches, segments
 from tatten.ops.cuda.bound_kernel import bind
 from tatten.ops.cuda.recording import record
 from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 
-for module in (decode, decode_grid, combine, row_groups, levels, segment_launches, project_heads):
+for module in (decode, decode_grid, combine, row_groups, levels, segment_launches, picked, project_heads):
     module.multiprocessors = lambda device: 132
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -33,6 +33,13 @@ def planned(plan):
 def attend(mask=None, lens=None, dtype=torch.bfloat16, dim=128, **variant):
     query, (key, value) = empty(2, 32, 1, dim, dtype=dtype), (empty(2, 8, 4096, dim, dtype=dtype) for _ in "kv")
     return planned(decode.plan_attention), decode_call(query, key, value, mask, lens, 0.1, **variant)
+
+def picks():
+    # With one tile for each program, the bound kernel has no loop to pipeline.
+    query, (key, value), mask = empty(16, 32, 1, 128), (empty(16, 8, 4096, 128) for _ in "kv"), (16, 1, 1, 4096)
+    options = {"indices": empty(16, 8, 1, 16, dtype=torch.int32), "index_block": 128}
+    call = decode_call(query, key, value, empty(*mask, dtype=torch.bool), None, 0.1, **options)
+    return planned(picked.plan_picked), call
 
 def trees():
     query = empty(8, 8, 1, 64)
@@ -60,6 +67,7 @@ cases = {
     "bias": lambda: attend(empty(1, 32, 1, 4096)),
     "lens": lambda: attend(lens=empty(2, dtype=torch.int32)),
     "variant": lambda: attend(window=900, softcap=30.0, sinks=empty(32, dtype=torch.float32)),
+    "picks": picks,
     "trees": trees,
     "row groups": groups,
     "merge": merge,
@@ -83,6 +91,7 @@ CASES = [
     "bias",
     "lens",
     "variant",
+    "picks",
     "trees",
     "row groups",
     "merge",

@@ -48,6 +48,8 @@ LOWERED = (
     "masked segments",
     "merge",
     "rows",
+    "picks",
+    "picked latents",
     "16 heads",
     "views",
     "project",
