@@ -10,7 +10,7 @@ from torch import Tensor
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
 from tatten.ops.keywords import names_keywords
 from tatten.ops.masks import BlockList, BlockMask, KeySpans, data_of
-from tatten.ops.picks import MISSING_INDICES, distinct_picks
+from tatten.ops.picks import picks_options
 from tatten.ops.validation import check_mask_alone, check_tensors
 
 
@@ -204,11 +204,7 @@ def decode_attention(
         "provider": None if provider == "auto" else provider,
         "batch_invariant": batch_invariant or None,
     }
-    if indices is not None:
-        options["indices"] = indices if distinct_indices else distinct_picks(indices, query, key, index_block)
-        options |= {"index_block": index_block, "rest_bias": rest_bias}
-    elif index_block != 1 or rest_bias is not None or distinct_indices:
-        raise ValueError(MISSING_INDICES)
+    options |= picks_options(indices, query, key, index_block, distinct_indices, rest_bias)
     # The dispatcher takes its time for each argument, even for a default.
     arguments = {name: x for name, x in options.items() if x is not None}
     out, lse = torch.ops.tatten.decode_attention.default(query, key, value, **arguments)

@@ -10,7 +10,7 @@ from torch import Tensor
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
 from tatten.ops.keywords import names_keywords
 from tatten.ops.masks import BlockMask, data_of
-from tatten.ops.picks import MISSING_INDICES, distinct_picks
+from tatten.ops.picks import picks_options
 from tatten.ops.validation import check_tensors
 
 
@@ -141,10 +141,7 @@ def latent_attention(
     check_tensors(query=query, latent=latent, **ropes)
     if scale is None:
         raise TypeError("`scale` must be a number: it follows from the width of the keys, not of latents; got None")
-    if indices is not None and not distinct_indices:
-        indices = distinct_picks(indices, query, latent, index_block, key_name="latent")
-    elif indices is None and (index_block != 1 or rest_bias is not None or distinct_indices):
-        raise ValueError(MISSING_INDICES)
+    picks = picks_options(indices, query, latent, index_block, distinct_indices, rest_bias, "latent")
     out, lse = torch.ops.tatten.latent_attention.default(
         query,
         query_rope,
@@ -159,8 +156,6 @@ def latent_attention(
         sinks=sinks,
         out_dtype=out_dtype,
         batch_invariant=batch_invariant,
-        indices=indices,
-        index_block=index_block,
-        rest_bias=rest_bias,
+        **picks,
     )
     return (out, lse) if return_lse else out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,29 @@ def distinct_picks(
     """Check a user's `indices` and remove duplicates. `name` and `key_name` are those of the arguments in errors."""
     check_indices(indices, query, key, index_block, (name, key_name))
     return without_duplicates(indices, ceil_div(key.shape[2], index_block))
+
+
+def picks_options(
+    indices: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    index_block: int,
+    distinct_indices: bool,
+    rest_bias: float | None,
+    key_name: str = "key",
+) -> dict[str, Any]:
+    """Return the arguments of an op for a user's picks; none without them, as the dispatcher takes time for each.
+
+    Raises:
+        TypeError, ValueError: `indices` are invalid, or an argument that belongs to them comes without them.
+    """
+    if indices is None:
+        if index_block != 1 or rest_bias is not None or distinct_indices:
+            raise ValueError(MISSING_INDICES)
+        return {}
+    if not distinct_indices:
+        indices = distinct_picks(indices, query, key, index_block, key_name=key_name)
+    return {"indices": indices, "index_block": index_block, "rest_bias": rest_bias}
 
 
 def check_distinct(call: AttentionCall) -> None:

@@ -32,8 +32,8 @@ from tatten.passes.sdpa import SdpaCall
 from tatten.passes.symbolic import constant, known_equal, known_tensor, tensor_of
 from tatten.passes.views import Size
 
-# With fewer keys for each pick, reading all keys in order is as fast as gathering some of them: 2048 latents for each
-# of 64 sequences and 128 heads take 239 us on an H200, about as long as all of 6,500.
+# With fewer keys for each pick, reading all keys in order is about as fast as gathering some of them: 2048 of 8192
+# latents for each of 64 sequences and 128 heads take 190 us, and all of them 245 (H100, `benchmarks/sparse.py`).
 LEAST_KEYS_PER_PICK = 4
 
 

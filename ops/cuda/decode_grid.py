@@ -83,8 +83,9 @@ def shortened(tiles: Tiles, space: TileSpace, query: Tensor, kv_bytes: int) -> T
     """Return tiles of half as many keys if programs share work tiles that one program per SM divides evenly.
 
     An SM has room for the shared memory of one program with tiles of 128 keys and 2 stages, so that two programs per SM
-    run one after the other. With tiles of 64 keys and 3 stages, 1 x 32768 takes 49.6 us instead of 52.2, 16 x 1024 25.5
-    instead of 28.7 and 4 x 1024 10.1 instead of 12.5 (H100, 32/8 heads of 128). `kv_bytes`: those of keys and values.
+    run one after the other. With tiles of 64 keys and 3 stages, 1 x 4096 takes 11.3 us instead of 12.1, 1 x 32768 49.4
+    instead of 51.5 and 16 x 8192 177 instead of 180 (H100, `benchmarks/decode.py`, 32/8 heads of 128). `kv_bytes`: the
+    bytes of keys and values.
     """
     work_tiles, sms = space.groups * space.work_tiles, multiprocessors(query.device)
     shared = space.split and not space.chunk and not space.row_groups

@@ -12,7 +12,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation import stopping_criteria as sc
 
 from tatten.integrations.transformers.loop.cache import decoder_layers
-from tatten.integrations.transformers.loop.generate_call import pad_token, prefill
+from tatten.integrations.transformers.loop.generate_call import drafts_of, pad_token, prefill
 from tatten.integrations.transformers.loop.processors import Rule, occurred_tokens
 from tatten.integrations.transformers.loop.step import CACHE, StepState
 
@@ -38,7 +38,7 @@ class GenerateCall:
         """The number of drafts of a step, of prompt lookup or of a draft model; 0 for steps of one token."""
         if self.draft is None:
             return int(self.config.prompt_lookup_num_tokens or 0)
-        return int(self.draft.generation_config.num_assistant_tokens or self.config.num_assistant_tokens)
+        return drafts_of(self.config, self.draft)
 
     def _all(self, kind: type) -> list[Any]:
         return [x for x in self.criteria if isinstance(x, kind)]

@@ -47,6 +47,11 @@ def moved_method(model: PreTrainedModel) -> str | None:
     return None
 
 
+def drafts_of(config: GenerationConfig, draft: PreTrainedModel) -> int:
+    """Return the number of tokens that a draft model proposes in a step; 0 if none is set."""
+    return int(draft.generation_config.num_assistant_tokens or config.num_assistant_tokens or 0)
+
+
 def of_the_user(cache: Any) -> bool:
     """Return True if the user passed the cache, False if `generate` made it."""
     return bool(getattr(cache, "_is_user_defined", False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
@@ -11,7 +12,7 @@ from transformers.generation import stopping_criteria as sc
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from tatten.integrations.transformers.loop.cache import static_cache
-from tatten.integrations.transformers.loop.generate_call import Dropped, moved_method, of_the_user
+from tatten.integrations.transformers.loop.generate_call import Dropped, drafts_of, moved_method, of_the_user
 from tatten.integrations.transformers.loop.processors import unsupported_processor
 
 CRITERIA = (sc.MaxLengthCriteria, sc.EosTokenCriteria, sc.MaxTimeCriteria)
@@ -89,13 +90,18 @@ def _results(config: GenerationConfig) -> str | None:
 def _model(model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> str | None:
     if model.training:
         return "the model is in training mode"
-    if model.device != ids.device or len({*(getattr(model, "hf_device_map", None) or {}).values()}) > 1:
+    if not _on_device(model, ids.device):
         return "the model and `input_ids` are not on one device"
     indexed = getattr(model.config.get_text_config(decoder=True), "index_topk", None) is not None
     if indexed and inputs.get("attention_mask") is not None and not bool(inputs["attention_mask"].all()):
         return "the indexer of the model picks masked keys, as many as the cache has slots"
     unknown = sorted(name for name, x in inputs.items() if x is not None and x is not False and name not in INPUTS)
     return f"the input `{unknown[0]}` of the model may change at each step" if unknown else None
+
+
+def _on_device(model: PreTrainedModel, device: torch.device) -> bool:
+    """Return True if all of a model is on one device, this one."""
+    return model.device == device and len({*(getattr(model, "hf_device_map", None) or {}).values()}) <= 1
 
 
 def _penalties(processors: list[Any]) -> int:
@@ -153,13 +159,13 @@ def _assistant(model: PreTrainedModel, draft: Any, config: GenerationConfig) -> 
         return "`assistant_ensemble_weight` mixes the scores of two models"
     if getattr(config, "speculation_type", None) is not None or "Assistant" in type(draft).__name__:
         return f"{type(draft).__name__} drafts from the states of the model"
-    if int(draft.generation_config.num_assistant_tokens or config.num_assistant_tokens or 0) < 1:
+    if drafts_of(config, draft) < 1:
         return "`num_assistant_tokens` leaves the assistant no token to choose"
     if draft.config.is_encoder_decoder:
         return "the assistant is an encoder-decoder"
     if draft.training:
         return "the assistant is in training mode"
-    if draft.device != model.device or len({*(getattr(draft, "hf_device_map", None) or {}).values()}) > 1:
+    if not _on_device(draft, model.device):
         return "the model and the assistant are not on one device"
     sizes = [x.config.get_text_config(decoder=True).vocab_size for x in (model, draft)]
     if sizes[0] != sizes[1]:
