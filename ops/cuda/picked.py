@@ -16,6 +16,7 @@ from tatten.ops.cuda.heuristics import Tiles
 from tatten.ops.cuda.kernels.picked import _picked_kernel
 from tatten.ops.cuda.kernels.picked_states import _combine_splits_kernel, _rest_kernel
 from tatten.ops.cuda.launcher import Launch
+from tatten.ops.cuda.picked_sm90 import TILES, plan_gather, takes_picked_sm90
 from tatten.ops.row_groups import rows_of
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import State, accumulator_dtype
@@ -127,10 +128,13 @@ def split_picks(call: AttentionCall, stored: KeyValue, tiles: Tiles) -> Split:
 def plan_picked(call: AttentionCall, tiles: Tiles | None = None, split: Split | None = None) -> AttendPicked:
     """Plan a function that computes a valid call with `indices`, in any dtype but float64.
 
-    `tiles` and `split` replace the choices of `picked_tiles` and `split_picks`, for sweeps.
+    `tiles` and `split` replace the choices of `picked_tiles` and `split_picks`, for sweeps. With `tiles` the kernel is
+    `_picked_kernel` always.
     """
     query, (batch, q_heads, q_len, _) = call.query, call.query.shape
     value_dim = call.segments[0].value.shape[3]
+    if gathers := tiles is None and takes_picked_sm90(call, _mask_strides(call, call.segments[0])):
+        tiles = TILES
     chosen = [tiles or picked_tiles(call, x) for x in call.segments]
     splits = [split or split_picks(call, x, its_tiles) for x, its_tiles in zip(call.segments, chosen, strict=True)]
     all_splits = sum(x.splits for x in splits)
@@ -154,7 +158,12 @@ def plan_picked(call: AttentionCall, tiles: Tiles | None = None, split: Split | 
         )
     launches, first = [], 0
     for stored, its_tiles, its_split in zip(call.segments, chosen, splits, strict=True):
-        launches.append(_plan_launch(call, stored, its_tiles, its_split, (first, all_splits), pdl))
+        places = first, all_splits
+        if gathers:
+            its = its_split.tiles, its_split.splits
+            launches.append(plan_gather(call, stored, its, places, _mask_strides(call, stored)))
+        else:
+            launches.append(_plan_launch(call, stored, its_tiles, its_split, places, pdl))
         first += its_split.splits
     rest = None if call.rest_bias is None else _plan_rest(call, call.segments[0], call.rest_bias)
     return AttendPicked(tuple(launches), combine, rest, tuple(writes))
