@@ -164,9 +164,9 @@ def _store(out, acc, states, heads_ok, COLUMN: gl.constexpr):
 @gluon.jit
 def _states_of(item):
     """Return the states of a program's heads, and which of the heads exist."""
-    sequence, position, split, first_head, q_len, heads, all_splits, _ = item
+    sequence, position, split, first_head, q_len, heads, splits, _ = item
     head = first_head + gl.arange(0, _BLOCK_M, layout=ROWS)
-    return ((sequence * heads + head) * q_len + position) * all_splits + split, head < heads
+    return ((sequence * heads + head) * q_len + position) * splits + split, head < heads
 
 
 @gluon.jit
@@ -266,7 +266,6 @@ def _attend_right(tensors, shared, strides, item, scale, ALIGNED: gl.constexpr):
         *("query_b", "query_h", "query_l", "query_rope_b", "query_rope_h", "query_rope_l"),
         *("latent_b", "latent_s", "rope_b", "rope_s", "mask_r", "mask_b", "mask_l", "index_b", "index_l"),
         *("n_picks", "kv_len", "heads", "q_len", "head_blocks", "seqs_per_kv", "tiles", "splits"),
-        *("first_split", "all_splits"),
     ]
 )
 def _picked_sm90_kernel(
@@ -309,8 +308,6 @@ def _picked_sm90_kernel(
     seqs_per_kv,
     tiles,
     splits,
-    first_split,
-    all_splits,
     ALIGNED: gl.constexpr,
     MAX_AND_SUM: gl.constexpr,
 ):
@@ -371,7 +368,7 @@ def _picked_sm90_kernel(
     latent += kv_row * latent_b * _UNIT
     rope += kv_row * rope_b * _UNIT
 
-    item = (sequence, position, first_split + split, head_block * _BLOCK_M, q_len, heads, all_splits, tiles)
+    item = (sequence, position, split, head_block * _BLOCK_M, q_len, heads, splits, tiles)
     buffers = (left, right, key_rope, left_full, right_full, left_empty, right_empty)
     shared = ((q_left, q_right, q_rope, q_full), buffers, (shared_max, p_full, shared_sum, sum_full), counts)
     tensors = (query, query_rope, out, lse)
