@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from tatten.ops.call import AttentionCall, KeyValue
-from tatten.ops.cuda.heuristics import Tiles
-from tatten.ops.cuda.kernels.latent_visits import BLOCK_M, BLOCK_N
+from tatten.ops.call import AttentionCall
+from tatten.ops.cuda.kernels.latent_visits import BLOCK_M
 from tatten.ops.cuda.kernels.picked_sm90 import START_REGS, UNIT, _picked_sm90_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.sm90 import strides_in_units
 from tatten.ops.sizes import ceil_div
 
-TILES = Tiles(BLOCK_M, BLOCK_N, 12, 2)
 
-
-def plan_gather(
-    call: AttentionCall, tiles: int, splits: int, mask_strides: tuple[int, int, int, int, int]
-) -> Launch:
+def plan_gather(call: AttentionCall, tiles: int, splits: int, mask_strides: tuple[int, int, int, int, int]) -> Launch:
     """Plan a launch that takes the tensors of `_picked_kernel`: `splits` splits of `tiles` tiles each."""
     query, query_rope, (stored,) = call.query, call.query_rope, call.segments
     latent, rope, indices = stored.key, stored.rope, stored.indices

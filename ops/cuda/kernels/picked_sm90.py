@@ -82,7 +82,7 @@ _arrive_after_copies = async_copy.mbarrier_arrive
 def _load_picks(picks, stride, tile, n_picks):
     """Load the picks of a tile: -1 beyond the last one."""
     at = tile * _BLOCK_N + gl.arange(0, _BLOCK_N, layout=_PICKS)
-    return gl.load(picks + at * stride, mask=at < n_picks, other=-1).to(gl.int32)
+    return gl.load(picks + at * stride, mask=at < n_picks, other=-1)
 
 
 @gluon.jit

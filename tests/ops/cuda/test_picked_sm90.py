@@ -45,6 +45,7 @@ def picked(
     used.scatter_(3, indices.long().clamp(0, kv_len - 1), True)
     if "mask" in keys:
         mask = torch.rand(batch, 1, q_len if "masks" in keys else 1, kv_len) < 0.7
+        mask[..., 0] = False  # of the row that is read where none is wanted
         mask &= "none" not in keys
         used &= mask
     if "lengths" in keys:
@@ -125,7 +126,10 @@ def test_nan_in_latents_that_count_comes_out() -> None:
 FAULTS = {
     "the left half is waited for": ("mbarrier.wait(left_full.index(PLACE), uses & 1)\n", "pass\n"),
     "the right half is waited for": ("mbarrier.wait(right_full.index(PLACE), uses & 1)\n", "pass\n"),
-    "the left half is fenced": ("(left_full.index(PLACE), uses & 1)\n    if GATHERED", "(left_full.index(PLACE), uses & 1)\n    if 0"),
+    "the left half is fenced": (
+        "(left_full.index(PLACE), uses & 1)\n    if GATHERED",
+        "(left_full.index(PLACE), uses & 1)\n    if 0",
+    ),
     "the right half is fenced": (
         "(right_full.index(PLACE), uses & 1)\n    if GATHERED",
         "(right_full.index(PLACE), uses & 1)\n    if 0",
@@ -133,9 +137,11 @@ FAULTS = {
     "a copy waits for the left place": ("mbarrier.wait(left_empty.index(place), phase)\n        _copy", "_copy"),
     "a copy waits for the right place": ("mbarrier.wait(right_empty.index(place), phase)\n        _copy", "_copy"),
     "flags are waited for": ("count=_PRODUCER_THREADS + 1", "count=_PRODUCER_THREADS"),
-    "rows that don't count are zeros": ("_copy(right.index(place), latents + HALF, mask=counted[:, None])", "_copy(right.index(place), latents + HALF, mask=counted[:, None] | True)"),
+    "rows that don't count are zeros": (
+        "_copy(right.index(place), latents + HALF, mask=counted[:, None])",
+        "_copy(right.index(place), latents + HALF, mask=counted[:, None] | True)",
+    ),
     "scores are left out": ("gl.where(counted[None, :], scores", "gl.where(counted[None, :] | True, scores"),
-    "a split ends": ("(first + tiles) * _BLOCK_N", "n_picks"),
 }
 
 
