@@ -25,6 +25,7 @@ from tatten.ops.states import State, accumulator_dtype
 INVARIANT_PICKS = 512  # of a split, whatever else is in the batch
 GATHERED_TILES = Tiles(64, 64, 12, 2)  # of the kernel for Hopper
 MOST_TILES = 4  # of a split, if programs share an SM: a program that ends early makes room for another
+STATES_PER_TILE = 1500  # partial states that are stored and combined in the time in which a program gathers a tile
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def _takes_sm90(call: AttentionCall) -> bool:
     latent, rope, mask = stored.key, stored.rope, stored.attn_mask
     return (
         call.latent
+        and len(call.segments) == 1
         and not INTERPRETED
         and has_wgmma(query.device)
         and stored.indices is not None
@@ -150,7 +152,19 @@ def split_picks(call: AttentionCall, stored: KeyValue, tiles: Tiles) -> Split:
         each = ceil_div(n_tiles, splits)
         if tiles.per_sm > 1:
             each = min(each, MOST_TILES)
+        elif tiles is GATHERED_TILES:
+            each = _cheapest_tiles(n_tiles, each, batch * q_heads * q_len)
     return Split(each, ceil_div(n_tiles, each))
+
+
+def _cheapest_tiles(n_tiles: int, least: int, states: int) -> int:
+    """Weigh the tiles of a split against the partial states that splits leave, if there is more than one."""
+
+    def cost(tiles: int) -> float:
+        splits = ceil_div(n_tiles, tiles)
+        return tiles + (splits * states / STATES_PER_TILE if splits > 1 else 0)
+
+    return min(range(least, n_tiles + 1), key=cost)
 
 
 def plan_picked(call: AttentionCall, tiles: Tiles | None = None, split: Split | None = None) -> AttendPicked:

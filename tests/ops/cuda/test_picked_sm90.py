@@ -226,3 +226,21 @@ def test_the_kernel_compiles(variant: tuple[int, bool, bool, int]) -> None:
     assert re.search(r"\.maxnreg 168\b", ptx)
     assert {"216", "72"} <= set(re.findall(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32\s+(\d+)", ptx))
     assert -1 < ptx.find("griddepcontrol.wait") < ptx.find("ld.global")
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("batch", [1, 2, 8, 20, 64])
+def test_the_splits_of_a_launch_run_at_once(batch: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tatten.ops.cuda import picked as plans
+
+    monkeypatch.setattr(plans, "multiprocessors", lambda device: 132)
+    call, _ = picked(1, heads, 1, 2100, 2048)
+    call = call._replace(query=call.query.expand(batch, -1, -1, -1))
+    split = plans.split_picks(call, call.segments[0], plans.GATHERED_TILES)
+    programs = batch * heads // 64 * split.splits
+    assert programs <= 132
+    assert split.tiles * split.splits >= 32  # tiles of 64
+    if batch == 1:
+        assert split.splits >= 16  # one sequence is spread over many SMs
+    if batch * heads // 64 > 66:
+        assert split.splits == 1  # and a split more would need a second wave
