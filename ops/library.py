@@ -20,6 +20,7 @@ from tatten.ops.cpu.latent import latent_attention as latent_on_cpu
 from tatten.ops.cpu.rows import row_groups as row_groups_on_cpu
 from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.cuda.project_heads import project_heads as project_heads_on_cuda
+from tatten.ops.cuda.top_picks import top_picks as top_picks_on_cuda
 from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
 from tatten.ops.kernel_signatures import OpKernel, bifurcated_kernel, decode_kernel, latent_kernel
@@ -28,6 +29,7 @@ from tatten.ops.project_heads import fake_project_heads, project_heads
 from tatten.ops.sizes import ceil_div
 from tatten.ops.slide import check_slide, slide_
 from tatten.ops.states import State, accumulator_dtype
+from tatten.ops.top_picks import fake_top_picks, top_picks
 from tatten.ops.validation import BLOCK_KEYS, check_call_no_grad
 
 _library = torch.library.Library("tatten", "DEF")
@@ -52,6 +54,7 @@ for _schema in (
     "bool batch_invariant=False) -> (Tensor out, Tensor lse)",
     "push_merge(Tensor out, Tensor lse, str group, bool scatter_heads) -> (Tensor out, Tensor lse)",
     "project_heads(Tensor x, Tensor weight, ScalarType? out_dtype=None) -> Tensor",
+    "top_picks(Tensor scores, int k) -> Tensor",
     "slide_(Tensor(a!) cache, Tensor new) -> ()",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -68,6 +71,7 @@ torch.library.register_fake("tatten::decode_attention", decode_kernel(_fake_atte
 torch.library.register_fake("tatten::latent_attention", latent_kernel(_fake_attention), lib=_library)
 torch.library.register_fake("tatten::bifurcated_attention", bifurcated_kernel(_fake_attention), lib=_library)
 torch.library.register_fake("tatten::project_heads", fake_project_heads, lib=_library)
+torch.library.register_fake("tatten::top_picks", fake_top_picks, lib=_library)
 torch.library.register_fake("tatten::slide_", check_slide, lib=_library)
 
 
@@ -127,6 +131,7 @@ _KERNELS: dict[str, dict[str, OpKernel]] = {
     "merge_states": {"CPU": cpu.merge_states, "CUDA": cuda.merge_states},
     "push_merge": {"CUDA": _push_merge},
     "project_heads": {"CPU": project_heads, "CUDA": project_heads_on_cuda},
+    "top_picks": {"CPU": top_picks, "CUDA": top_picks_on_cuda},
     "slide_": {"CPU": slide_, "CUDA": slide_},
 }
 
@@ -135,7 +140,7 @@ def cuda_implementations() -> dict[Any, OpKernel]:
     """Return the ops that launch kernels on a GPU without waiting for other GPUs, with their implementations."""
     kernels: dict[str, OpKernel] = {"row_groups": cuda.row_groups, "block_list": cuda.block_list}
     attention = "decode_attention", "latent_attention", "bifurcated_attention"
-    kernels |= {name: _KERNELS[name]["CUDA"] for name in (*attention, "merge_states", "project_heads")}
+    kernels |= {name: _KERNELS[name]["CUDA"] for name in (*attention, "merge_states", "project_heads", "top_picks")}
     return {getattr(torch.ops.tatten, name).default: kernel for name, kernel in kernels.items()}
 
 
