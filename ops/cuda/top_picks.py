@@ -54,7 +54,7 @@ def plan_top_picks(scores: Tensor, k: int) -> Callable[[Tensor], Tensor]:
         return lambda scores: scores.new_empty((*states, k), dtype=torch.int32)
 
     from tatten.ops.cuda.combine import INTERPRETED
-    from tatten.ops.cuda.kernels.top_picks import PASSES, VALUES, _count_kernel, _write_kernel
+    from tatten.ops.cuda.kernels.top_picks import PASSES, VALUES, _count_scores_kernel, _write_picks_kernel
 
     block = min(MOST_BLOCK, max(LEAST_BLOCK, power_of_2(ceil_div(n, FEW_CHUNKS))))
     blocks = ceil_div(n, block * MOST_CHUNKS)
@@ -75,8 +75,8 @@ def plan_top_picks(scores: Tensor, k: int) -> Callable[[Tensor], Tensor]:
     }
     grid = (rows * chunks,)
     return TopPicks(
-        tuple([Launch(_count_kernel, grid, options, PASS=i, **arguments) for i in range(PASSES)]),
-        Launch(_write_kernel, grid, options, **arguments),
+        tuple([Launch(_count_scores_kernel, grid, options, PASS=i, **arguments) for i in range(PASSES)]),
+        Launch(_write_picks_kernel, grid, options, **arguments),
         (
             Dense.of((*states, k), torch.int32),
             Dense.of((rows, PASSES, chunks, VALUES), torch.int32),

@@ -129,6 +129,10 @@ def project(sums, weight):
     return ops.project_heads.default(sums * 2, weight.narrow(1, 128, 128))
 
 
+def selection(scores):
+    return ops.top_picks.default(scores * 2, 2048)
+
+
 def find_rows(n, index):
     return ops.row_groups.default(index, n, 1)
 
@@ -238,6 +242,7 @@ cases = {
         [((2, 128, 1, 576), bf16), ((2, 128, 1, 64), bf16), ((2, 1, 4096, 576), bf16)],
     ),
     "large": (plain, [((64, 32, 1, 128), bf16), *[((64, 8, 2048, 128), bf16)] * 2]),
+    "selection": (selection, [((2, 1, 131072), torch.float32)]),
 }
 said = []
 

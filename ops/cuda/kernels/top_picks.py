@@ -39,7 +39,7 @@ def _narrow(counts, prefix, wanted, chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n", "k", "chunks"])
-def _count_kernel(
+def _count_scores_kernel(
     scores,
     counts,
     narrowed,
@@ -87,7 +87,7 @@ def _count_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "k", "chunks"])
-def _write_kernel(
+def _write_picks_kernel(
     scores,
     counts,
     narrowed,

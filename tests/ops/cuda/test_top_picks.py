@@ -26,7 +26,7 @@ from compiled import Recorder, compile_launch
 from tatten.ops.cuda import combine, top_picks
 from tatten.ops.cuda.kernels import top_picks as kernels
 launches = []
-for name in ("_count_kernel", "_write_kernel"):
+for name in ("_count_scores_kernel", "_write_picks_kernel"):
     setattr(kernels, name, Recorder(getattr(kernels, name), launches))
 combine.INTERPRETED = False
 for n in (8192, 131072, 1 << 20):
