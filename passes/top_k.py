@@ -1,6 +1,7 @@
-"""Top-k whose indices only attention reads: `tatten::top_picks` finds them without a sort.
+"""Top-k whose indices only attention reads: nothing sorts them.
 
-`torch.topk` sorts its result. The picks of attention are a set, so their order doesn't matter.
+`torch.topk` sorts its result. The picks of attention are a set, so their order doesn't matter. `tatten::top_picks`
+finds them faster for few rows, and `topk(sorted=False)` for many.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from tatten.passes.op_names import CASTS, COPIES, RESHAPES
 from tatten.passes.replace import Inserter, erase_unused_of
 from tatten.passes.symbolic import FakeTensor, constant, known_equal, known_tensor, tensor_of
 
-# `torch.topk` takes 16 us or more for a row on an H100 (`benchmarks/indexer.py`), and a launch of ours 2 us.
-LEAST_SCORES = 4096
+LEAST_SCORES = 4096  # of a row; fewer were not measured
+MOST_SCORES = 1 << 20  # of all rows: the op counts more slowly than `torch.topk` does (`benchmarks/indexer.py`)
 KEEP_SETS = CASTS | COPIES | RESHAPES | {"long", "int", "expand", "expand_as", "broadcast_to", "detach"}
 
 
@@ -28,12 +29,15 @@ class TopK:
         node: `scores.topk(k)` over the last dim.
         indices: its indices.
         scores: float32, on a GPU.
+        k: the number of indices.
+        few: whether the op is faster than `topk`.
     """
 
     node: Node
     indices: Node
     scores: Node
     k: int
+    few: bool
 
 
 def find_top_k(graph: Graph) -> list[TopK]:
@@ -48,8 +52,8 @@ def _top_k(node: Node) -> TopK | None:
     tensor = tensor_of(scores)
     if not isinstance(tensor, FakeTensor) or tensor.dim() == 0 or type(k) is not int or largest is not True:
         return None
-    n = constant(tensor.shape[-1])
-    if n is None or n < LEAST_SCORES or not 1 <= k < n or dim not in (-1, tensor.dim() - 1):
+    n, scores_of_all = constant(tensor.shape[-1]), constant(tensor.numel())
+    if n is None or scores_of_all is None or n < LEAST_SCORES or not 1 <= k < n or dim not in (-1, tensor.dim() - 1):
         return None
     if tensor.device.type != "cuda" or tensor.dtype != torch.float32 or tensor.requires_grad:
         return None
@@ -58,7 +62,7 @@ def _top_k(node: Node) -> TopK | None:
     (indices,) = node.users
     if op_name(indices) not in ("getitem", "getattr") or indices.args[1] not in (1, "indices"):
         return None
-    return TopK(node, indices, scores, k) if _is_a_set(indices) else None
+    return TopK(node, indices, scores, k, scores_of_all <= MOST_SCORES) if _is_a_set(indices) else None
 
 
 def _is_a_set(indices: Node) -> bool:
@@ -91,7 +95,10 @@ def _keeps_rows(user: Node, indices: Node) -> bool:
 
 
 def apply_top_k(top_k: TopK) -> None:
-    """Put the op in the place of a top-k. Casts of its indices to int32 are those of the op."""
+    """Put the op in the place of a top-k, or sort nothing in it. Casts of its indices to int32 are those of the op."""
+    if not top_k.few:
+        top_k.node.args, top_k.node.kwargs = (top_k.scores, top_k.k), {"dim": -1, "sorted": False}
+        return
     casts = [x for x in top_k.indices.users if op_name(x) in CASTS and known_tensor(x).dtype == torch.int32]
     with top_k.node.graph.inserting_before(top_k.node):
         insert = Inserter(top_k.node)

@@ -15,7 +15,8 @@ from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.top_picks import check_top_picks
 
 LEAST_BLOCK, MOST_BLOCK = 256, 4096  # scores that a program has at a time
-FEW_CHUNKS, MOST_CHUNKS = 32, 64  # each program adds up the counts of all chunks of its row
+MOST_CHUNKS = 64  # of a row: each program adds up the counts of all of them
+PROGRAMS = 128  # of a launch, about: one for each SM, as more of them add up more counts
 
 
 def top_picks(scores: Tensor, k: int) -> Tensor:
@@ -56,8 +57,9 @@ def plan_top_picks(scores: Tensor, k: int) -> Callable[[Tensor], Tensor]:
     from tatten.ops.cuda.combine import INTERPRETED
     from tatten.ops.cuda.kernels.top_picks import PASSES, VALUES, _count_scores_kernel, _write_picks_kernel
 
-    block = min(MOST_BLOCK, max(LEAST_BLOCK, power_of_2(ceil_div(n, FEW_CHUNKS))))
-    blocks = ceil_div(n, block * MOST_CHUNKS)
+    each = ceil_div(n, min(MOST_CHUNKS, ceil_div(PROGRAMS, rows)))
+    block = min(MOST_BLOCK, max(LEAST_BLOCK, power_of_2(each)))
+    blocks = ceil_div(each, block)
     chunks = ceil_div(n, block * blocks)
     flat = scores.flatten(0, -2) if scores.dim() > 2 else scores
     pdl = not INTERPRETED and has_early_launches(scores.device)

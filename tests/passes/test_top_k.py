@@ -77,6 +77,16 @@ def test_picks_need_no_sort() -> None:
     torch.testing.assert_close(run(gm), as_models_do(*inputs()), rtol=1e-5, atol=1e-5)
 
 
+def test_many_rows_stay_with_topk_unsorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tatten.passes.top_k.MOST_SCORES", B * S - 1)
+    gm, note = rewritten(as_models_do)
+    assert note == "1 selections of keys are not sorted"
+    assert TOP_PICKS not in targets(gm)
+    (top_k,) = (x for x in gm.graph.nodes if x.target == "topk")
+    assert top_k.kwargs == {"dim": -1, "sorted": False}
+    torch.testing.assert_close(run(gm), as_models_do(*inputs()), rtol=1e-5, atol=1e-5)
+
+
 def test_layers_share_a_selection() -> None:
     def two_layers(q, k, v, scores, base):
         picks = scores.topk(K).indices
