@@ -197,7 +197,8 @@ STEPS = {
             "latent.py --section kernel --rounds 1",
         ),
         Step("launches", "launches.py --device cuda", 1.5),
-        Step("sparse_kernel", "sparse.py --device cuda", 2, "sparse.py --rounds 1"),
+        Step("sparse_kernel", "sparse.py --device cuda", 3, "sparse.py --rounds 1"),
+        Step("sparse_layer", "sparse_layer.py --device cuda", 4, "sparse_layer.py --rounds 1"),
     ],
     "cpu": [
         Step(
@@ -223,7 +224,7 @@ STEPS = {
         Step("aoti", "aoti.py", 8, "aoti.py --rows 1 --repeats 1"),
     ],
 }
-MINUTES = {"one": 55.0, "two": 25.0, "eight": 2.0, "h100": 4.0, "cpu": 56.0}
+MINUTES = {"one": 55.0, "two": 25.0, "eight": 2.0, "h100": 9.0, "cpu": 56.0}
 
 
 def line(step: Step, quick: bool, path: Path) -> list[str]:

@@ -24,7 +24,7 @@ RUNS_MODELS = {
         "latent",
         "prefill",
     ),
-    *("quantised", "rollouts", "static_cache", "tree_vs_ring", "written_out"),
+    *("quantised", "rollouts", "sparse_layer", "static_cache", "tree_vs_ring", "written_out"),
 }
 
 
