@@ -9,7 +9,7 @@ heads, as MiniMax-M3's. Candidates, of which each is held to float64:
     dense     attention to all keys
     masked    attention to all keys under the mask that leaves the picks, which each call searches
     copied    copy the picks, then attend to the copies
-    short     attention to the first 2048 keys, for comparison
+    short     attention to 2048 keys in a row, other ones in each call, for comparison
     tatten    `indices`: read the picks and nothing else
 
 Kernels of others read latents, where `support/peers.py` finds them:

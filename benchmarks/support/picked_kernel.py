@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import asdict
@@ -41,9 +42,15 @@ def copied(s: Shape, x: Inputs) -> Tensor:
 
 
 def candidates(s: Shape) -> dict[str, Candidate]:
-    def short(x: Inputs) -> Tensor:
-        rope = None if x.key_rope is None else x.key_rope[:, :, :PICKED_KEYS]
-        return attend(x, x.key[:, :, :PICKED_KEYS], x.value[:, :, :PICKED_KEYS], rope)
+    starts = itertools.cycle(range(0, s.length - PICKED_KEYS + 1, PICKED_KEYS))
+
+    def short(x: Inputs) -> Callable[[], Tensor]:
+        """Take other keys for each call, as picks are other ones: the L2 would keep the same ones."""
+        start = next(starts)
+        key, value, rope = (
+            y if y is None else y[:, :, start : start + PICKED_KEYS] for y in (x.key, x.value, x.key_rope)
+        )
+        return lambda: attend(x, key, value, rope)
 
     def ours(attention: Callable[[Inputs], Tensor]) -> Candidate:
         return Candidate(lambda x: functools.partial(attention, x))
@@ -52,7 +59,7 @@ def candidates(s: Shape) -> dict[str, Candidate]:
         "dense": ours(lambda x: attend(x, x.key, x.value, x.key_rope)),
         "masked": ours(lambda x: attend(x, x.key, x.value, x.key_rope, attn_mask=x.mask)),
         "copied": ours(lambda x: copied(s, x)),
-        "short": ours(short),
+        "short": Candidate(short),
         "tatten": ours(lambda x: attend(x, x.key, x.value, x.key_rope, indices=x.indices, index_block=s.index_block)),
         **picked_peers.candidates(s),
     }
