@@ -14,15 +14,17 @@ from torch import Tensor
 
 from tatten.ops.cpu.index_scores import scores_of_keys
 from tatten.ops.cuda.allocation import Dense, allocate
-from tatten.ops.cuda.gpu import has_early_launches, has_float8, multiprocessors
+from tatten.ops.cuda.gpu import has_early_launches, has_float8, has_large_shared_memory, multiprocessors
 from tatten.ops.cuda.launcher import Launch, by_layout, on_device_of
 from tatten.ops.index_scores_validation import check_index_scores
 from tatten.ops.sizes import ceil_div, power_of_2
 
 Scores = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
-KEY_BYTES, QUERY_BYTES = 32768, 65536  # of a tile, and of the queries of a program, in shared memory
-MOST_COLUMNS = 256  # heads of all queries of a program
+KEY_BYTES, QUERY_BYTES = 32768, 65536  # of a tile, and of a program's queries, in shared memory
+LARGE_MEMORY, SMALL_MEMORY = 112 << 10, 96 << 10  # of a program; two of `LARGE_MEMORY` fit on an SM of Hopper
+WIDE_TILE = 2048  # products of a tile in float32, which are made without tensor cores: with more, registers spill
+PER_SM = 2  # programs
 
 
 class Tiles(NamedTuple):
@@ -34,7 +36,6 @@ class Tiles(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
-    per_sm: int  # programs that an SM holds
 
 
 def index_scores(
@@ -69,12 +70,19 @@ class IndexScores:
 
 @by_layout
 def plan_index_scores(
-    query: Tensor, key: Tensor, weights: Tensor, attn_mask: Tensor | None, key_scale: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    attn_mask: Tensor | None,
+    key_scale: Tensor | None,
+    scale: float,
+    tiles: Tiles | None = None,
 ) -> Scores:
+    """Plan the op. `tiles` replaces the choice of `choose_tiles`, for sweeps."""
     check_index_scores(query, key, weights, attn_mask, key_scale)
     batch, q_len, heads, dim = query.shape
     kv_len = key.shape[1]
-    tiles = choose_tiles(query, key)
+    tiles = tiles or choose_tiles(query, key)
     if tiles is None:
         return lambda query, key, weights, *optional: scores_of_keys(query, key, weights, scale, *optional)
     writes = Dense.of((batch, q_len, kv_len), torch.float32)
@@ -85,16 +93,13 @@ def plan_index_scores(
     from tatten.ops.cuda.kernels.index_scores import _index_scores_kernel
 
     q_blocks, n_tiles = ceil_div(q_len, tiles.queries), ceil_div(kv_len, tiles.block_n)
-    splits = min(n_tiles, max(1, tiles.per_sm * multiprocessors(query.device) // (batch * q_blocks)))
+    splits = min(n_tiles, max(1, PER_SM * multiprocessors(query.device) // (batch * q_blocks)))
     mask = None if attn_mask is None else attn_mask.expand(writes.shape)
+    pdl = not INTERPRETED and has_early_launches(query.device)
     launch = Launch(
         _index_scores_kernel,
         (batch * q_blocks * splits,),
-        {
-            "num_warps": tiles.num_warps,
-            "num_stages": tiles.num_stages,
-            "launch_pdl": (pdl := not INTERPRETED and has_early_launches(query.device)),
-        },
+        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl},
         strides=(
             query.stride(),
             key.stride(),
@@ -123,18 +128,21 @@ def plan_index_scores(
 def choose_tiles(query: Tensor, key: Tensor) -> Tiles | None:
     """Choose the tile of a program; None if the kernel does not take these queries and keys.
 
-    It depends on the queries of one sequence and on no batch or length, so that a sequence's scores do not either.
+    The choice depends on neither the batch nor the number of keys, so a sequence's scores don't, to the bit.
     """
     _, q_len, heads, dim = query.shape
     block_h, block_d = max(16, power_of_2(heads)), max(16, power_of_2(dim))
-    row_bytes = block_d * query.element_size()
-    columns = min(MOST_COLUMNS, QUERY_BYTES // row_bytes)
-    too_new = key.dtype == torch.float8_e4m3fn and not has_float8(query.device)
-    if query.dtype == torch.float64 or block_h > columns or too_new:
+    row_bytes, narrow = block_d * query.element_size(), key.element_size() == 1
+    wide = query.dtype == torch.float32
+    most_columns = min(64 if wide else 128 if narrow else 256, QUERY_BYTES // row_bytes)
+    unreadable = key.dtype == torch.float8_e4m3fn and not has_float8(query.device)
+    if query.dtype == torch.float64 or block_h > most_columns or unreadable:
         return None
-    queries = min(power_of_2(max(1, q_len)), columns // block_h)
-    block_n = max(16, min(128, KEY_BYTES // row_bytes))
-    few = queries * block_h * row_bytes <= QUERY_BYTES // 4
-    return Tiles(
-        queries, block_h, block_d, block_n, 4 if queries * block_h <= 64 else 8, 3 if few else 4, 2 if few else 1
-    )
+    queries = min(power_of_2(max(1, q_len)), most_columns // block_h)
+    columns = queries * block_h
+    if wide:
+        return Tiles(queries, block_h, block_d, min(128, WIDE_TILE // columns), 8, 2)
+    large = has_large_shared_memory(query.device)
+    block_n = max(16, min(128 if large and columns <= 64 and not narrow else 64, KEY_BYTES // row_bytes))
+    free = (LARGE_MEMORY if large else SMALL_MEMORY) - columns * row_bytes
+    return Tiles(queries, block_h, block_d, block_n, 4, min(5, free // (block_n * block_d * key.element_size())))

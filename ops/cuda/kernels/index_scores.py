@@ -11,18 +11,28 @@ import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import upcast
 
+_TILES_AT_ONCE = tl.constexpr(32)  # bits of an int32
+
 
 @triton.jit
-def _mask_of_tile(at_queries, keys, stride, key_ok, query_ok, BOOL: tl.constexpr):
-    """Load the mask of a tile, `[keys, queries]`: a bias, or 0 and 1. Return it with the keys that are to be read."""
-    ok = key_ok[:, None] & query_ok[None, :]
-    mask = tl.load(at_queries[None, :] + keys.to(tl.int64)[:, None] * stride, mask=ok, other=0)
-    if BOOL:
-        key_ok = tl.max((mask != 0).to(tl.int32), axis=1) != 0
-    return mask, key_ok
+def _find_tiles(
+    of_sequence, stride_l, stride_s, first_tile, splits, kv_len, first_query, q_len, BLOCK_N: tl.constexpr, QUERIES
+):
+    """Return a bit for each of a program's next tiles: 1 if a bool mask leaves one of its keys for one of the queries.
+
+    They are found before any key is read, so that no key waits for its mask.
+    """
+    number = tl.arange(0, _TILES_AT_ONCE)
+    keys = (first_tile + number * splits)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    at = of_sequence + keys.to(tl.int64) * stride_s
+    shown = tl.zeros([_TILES_AT_ONCE, BLOCK_N], tl.uint8)
+    for i in tl.static_range(QUERIES):
+        of_query = tl.minimum(first_query + i, q_len - 1).to(tl.int64) * stride_l
+        shown |= tl.load(at + of_query, mask=keys < kv_len, other=0)
+    return tl.sum((tl.max(shown.to(tl.int32), axis=1) != 0).to(tl.int32) << number, axis=0)
 
 
-@triton.jit(do_not_specialize=["kv_len", "q_len", "q_blocks", "splits", "n_tiles"])
+@triton.jit(do_not_specialize=["q_len", "q_blocks", "splits", "n_tiles"])
 def _index_scores_kernel(
     query,  # [batch, q_len, HEADS, DIM]
     key,  # [batch, kv_len, DIM]
@@ -46,7 +56,9 @@ def _index_scores_kernel(
     PDL: tl.constexpr,
     FLOAT32_DOTS: tl.constexpr,
 ):
-    (query_b, query_l, query_h, query_d), (key_b, key_s, key_d), (weights_b, weights_l, weights_h) = strides[:3]
+    query_b, query_l, query_h, query_d = strides[0]
+    key_b, key_s, key_d = strides[1]
+    weights_b, weights_l, weights_h = strides[2]
     BOOL: tl.constexpr = False if mask is None else mask.dtype.element_ty == tl.uint8
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -56,66 +68,71 @@ def _index_scores_kernel(
     sequence = (tl.program_id(0) // q_blocks // splits).to(tl.int64)
 
     column = tl.arange(0, QUERIES * BLOCK_H)  # a head of a query
-    head, of_query = (column % BLOCK_H).to(tl.int64), (first_query + column // BLOCK_H).to(tl.int64)
-    column_ok = (head < HEADS) & (of_query < q_len)
+    head, position = (column % BLOCK_H).to(tl.int64), (first_query + column // BLOCK_H).to(tl.int64)
+    column_ok = (head < HEADS) & (position < q_len)
     dims = tl.arange(0, BLOCK_D)
+    of_columns = query + sequence * query_b + position * query_l + head * query_h
     q = tl.load(
-        query
-        + sequence * query_b
-        + (of_query * query_l + head * query_h)[:, None]
-        + (dims.to(tl.int64) * query_d)[None, :],
+        of_columns[:, None] + (dims.to(tl.int64) * query_d)[None, :],
         mask=column_ok[:, None] & (dims < DIM)[None, :],
         other=0.0,
     )
     if FLOAT32_DOTS:
         q = q.to(tl.float32)
     q = tl.trans(q)
-    weight = tl.load(
-        weights + sequence * weights_b + of_query * weights_l + head * weights_h, mask=column_ok, other=0.0
-    ).to(tl.float32)
+    of_heads = weights + sequence * weights_b + position * weights_l + head * weights_h
+    weight = tl.load(of_heads, mask=column_ok, other=0.0).to(tl.float32)
 
     queries = first_query + tl.arange(0, QUERIES)
-    query_ok = queries < q_len
     in_tile = tl.arange(0, BLOCK_N)
-    in_keys = key + sequence * key_b + (in_tile.to(tl.int64) * key_s)[:, None] + (dims.to(tl.int64) * key_d)[None, :]
+    of_keys = key + sequence * key_b + (in_tile.to(tl.int64) * key_s)[:, None] + (dims.to(tl.int64) * key_d)[None, :]
     tile_stride = tl.full([], BLOCK_N, tl.int64) * key_s
-    out_rows = out + (sequence * q_len + queries) * kv_len
+    of_scores = out + (sequence * q_len + queries) * kv_len
     if mask is not None:
         mask_b, mask_l, mask_s = strides[3]
-        at_queries = mask + sequence * mask_b + queries.to(tl.int64) * mask_l
-    keys = split * BLOCK_N + in_tile
-    key_ok = keys < kv_len
-    if mask is not None:
-        shown, key_ok = _mask_of_tile(at_queries, keys, mask_s, key_ok, query_ok, BOOL)
-    for i in tl.range(split, n_tiles, splits):
-        keys = i * BLOCK_N + in_tile
-        k = tl.load(in_keys + i * tile_stride, mask=key_ok[:, None] & (dims < DIM)[None, :], other=0.0)
-        k = upcast(k, query.dtype.element_ty)
-        if FLOAT32_DOTS:
-            k = k.to(tl.float32)
-        products = tl.dot(k, q, input_precision="ieee")
-        if key_scale is not None:
-            scale_b, scale_s = strides[4]
-            factors = tl.load(key_scale + sequence * scale_b + keys.to(tl.int64) * scale_s, mask=key_ok, other=0.0).to(
-                tl.float32
+        of_sequence = mask + sequence * mask_b
+    if key_scale is not None:
+        scale_b, scale_s = strides[4]
+        of_factors = key_scale + sequence * scale_b
+
+    count = tl.cdiv(n_tiles - split, splits)
+    at_once = count
+    if BOOL:
+        at_once = tl.minimum(count, _TILES_AT_ONCE)
+    for first in tl.range(0, count, at_once):
+        first_tile = split + first * splits
+        if BOOL:
+            bits = _find_tiles(
+                of_sequence, mask_l, mask_s, first_tile, splits, kv_len, first_query, q_len, BLOCK_N, QUERIES
             )
-            products *= (scale * factors)[:, None]
-        else:
-            products *= scale
-        products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        if HEADS < BLOCK_H:  # a key with inf has NaN in the columns without a head
-            products = tl.where((head < HEADS)[None, :], products, 0.0)
-        weighted = products * weight[None, :]
-        scores = tl.sum(tl.reshape(weighted, (BLOCK_N, QUERIES, BLOCK_H)), axis=2)
-        if mask is not None:
+        for i in tl.range(0, tl.minimum(at_once, count - first)):
+            tile = first_tile + i * splits
+            keys = tile * BLOCK_N + in_tile
+            key_ok = keys < kv_len
+            ok = key_ok[:, None] & (queries < q_len)[None, :]
+            if mask is not None:
+                at = of_sequence + (queries.to(tl.int64) * mask_l)[None, :] + (keys.to(tl.int64) * mask_s)[:, None]
+                of_tile = tl.load(at, mask=ok, other=0)
             if BOOL:
-                scores = tl.where(shown != 0, scores, float("-inf"))
+                key_ok = keys < tl.where((bits >> i) & 1 != 0, kv_len, 0)
+            k = tl.load(of_keys + tile * tile_stride, mask=key_ok[:, None] & (dims < DIM)[None, :], other=0.0)
+            k = upcast(k, query.dtype.element_ty)
+            if FLOAT32_DOTS:
+                k = k.to(tl.float32)
+            products = tl.dot(k, q, input_precision="ieee")
+            if key_scale is not None:
+                factors = tl.load(of_factors + keys.to(tl.int64) * scale_s, mask=key_ok, other=0.0).to(tl.float32)
+                products *= (scale * factors)[:, None]
             else:
-                scores += shown.to(tl.float32)
-        at = out_rows[None, :] + keys.to(tl.int64)[:, None]
-        tl.store(at, scores, mask=(keys < kv_len)[:, None] & query_ok[None, :])
-        # The mask of the next tile is fetched one tile ahead, so that no key waits for it.
-        keys = (i + splits) * BLOCK_N + in_tile
-        key_ok = keys < kv_len
-        if mask is not None:
-            shown, key_ok = _mask_of_tile(at_queries, keys, mask_s, key_ok, query_ok, BOOL)
+                products *= scale
+            products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            if HEADS < BLOCK_H:  # a key with inf has NaN in the columns without a head
+                products = tl.where((head < HEADS)[None, :], products, 0.0)
+            by_query = tl.reshape(products * weight[None, :], (BLOCK_N, QUERIES, BLOCK_H))
+            scores = tl.sum(by_query, axis=2)
+            if mask is not None:
+                if BOOL:
+                    scores = tl.where(of_tile != 0, scores, float("-inf"))
+                else:
+                    scores += of_tile.to(tl.float32)
+            tl.store(of_scores[None, :] + keys.to(tl.int64)[:, None], scores, mask=ok)
