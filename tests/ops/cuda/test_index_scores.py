@@ -79,6 +79,28 @@ def test_a_key_that_is_infinite_has_an_infinite_score(device: str) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("key_dtype", [torch.bfloat16, torch.int8])
+def test_tiles_without_a_key_are_not_read(key_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    load, read = InterpreterBuilder.create_masked_load, []
+
+    def create_masked_load(self: Any, at: Any, mask: Any, *rest: Any) -> Any:
+        if mask.data.shape == (tiles.block_n, tiles.block_d):
+            read.append(int(mask.data.sum()))
+        return load(self, at, mask, *rest)
+
+    call = IndexCall(batch=1, q_len=2, heads=5, dim=30, kv_len=1000, dtype=torch.bfloat16, key_dtype=key_dtype).make()
+    tiles = choose_tiles(call["query"], call["key"])
+    assert tiles is not None
+    call["attn_mask"] = torch.zeros(1, 2, 1000, dtype=torch.bool)
+    call["attn_mask"][0, 0, 3 * tiles.block_n], call["attn_mask"][0, 1, 999] = True, True
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", create_masked_load)
+    assert_close_to_float64(launch(call), call)
+    assert sorted(x for x in read if x) == [30 * (1000 % tiles.block_n), 30 * tiles.block_n]
+
+
+@interpreted
 def test_strides_of_more_than_32_bits() -> None:
     memory = torch.empty((1 << 31) + 64, dtype=torch.bfloat16)  # of which a few pages are written
     call = IndexCall(batch=1, heads=2, dim=16, kv_len=3, dtype=torch.bfloat16).make()

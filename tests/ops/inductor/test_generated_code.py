@@ -53,6 +53,7 @@ LOWERED = (
     "16 heads",
     "views",
     "project",
+    "index scores",
 )
 RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *((case, True, {}) for case in LOWERED),
@@ -60,7 +61,7 @@ RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *([(case, True, {"cpp_wrapper": True}) for case in ("128 heads", "large")] if NATIVE else []),
     *((case, True, {}) for case in (*IN_GLUON, "large")),
     *((case, lowered, {}) for case, lowered, _ in STAY_OPAQUE),
-    *((case, True, {"package": True}) for case in ("prefix", "128 heads", "unrounded", "project")),
+    *((case, True, {"package": True}) for case in ("prefix", "128 heads", "unrounded", "project", "index scores")),
 ]
 
 
@@ -164,6 +165,7 @@ def test_cpp_wrapper_launches_natively() -> None:
     [
         *((case, "decode_kernel") for case in ("prefix", "128 heads", "unrounded")),
         ("project", "project_heads_kernel"),
+        ("index scores", "index_scores_kernel"),
     ],
 )
 def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
@@ -182,6 +184,7 @@ def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
         ("capped segments", {"decode", "combine"}),
         ("16 heads", {"decode", "combine"}),
         ("project", {"project_heads"}),
+        ("index scores", {"index_scores"}),
     ],
 )
 def test_other_ops(case: str, kernels: set[str]) -> None:
