@@ -198,6 +198,7 @@ STEPS = {
         ),
         Step("launches", "launches.py --device cuda", 1.5),
         Step("sparse_kernel", "sparse.py --device cuda", 2, "sparse.py --rounds 1"),
+        Step("indexer", "indexer.py --device cuda", 2, "indexer.py --rounds 1"),
     ],
     "cpu": [
         Step(

@@ -27,7 +27,7 @@ WIDE_TILE = 2048  # products of a tile in float32, which are made without tensor
 PER_SM = 2  # programs
 
 
-class Tiles(NamedTuple):
+class IndexTiles(NamedTuple):
     """A program's tile: `queries` with `block_h` heads of `block_d` dims each, by `block_n` keys."""
 
     queries: int
@@ -76,7 +76,7 @@ def plan_index_scores(
     attn_mask: Tensor | None,
     key_scale: Tensor | None,
     scale: float,
-    tiles: Tiles | None = None,
+    tiles: IndexTiles | None = None,
 ) -> Scores:
     """Plan the op. `tiles` replaces the choice of `choose_tiles`, for sweeps."""
     check_index_scores(query, key, weights, attn_mask, key_scale)
@@ -125,7 +125,7 @@ def plan_index_scores(
     return IndexScores(launch, writes)
 
 
-def choose_tiles(query: Tensor, key: Tensor) -> Tiles | None:
+def choose_tiles(query: Tensor, key: Tensor) -> IndexTiles | None:
     """Choose the tile of a program; None if the kernel does not take these queries and keys.
 
     The choice depends on neither the batch nor the number of keys, so a sequence's scores don't, to the bit.
@@ -141,8 +141,8 @@ def choose_tiles(query: Tensor, key: Tensor) -> Tiles | None:
     queries = min(power_of_2(max(1, q_len)), most_columns // block_h)
     columns = queries * block_h
     if wide:
-        return Tiles(queries, block_h, block_d, min(128, WIDE_TILE // columns), 8, 2)
+        return IndexTiles(queries, block_h, block_d, min(128, WIDE_TILE // columns), 8, 2)
     large = has_large_shared_memory(query.device)
     block_n = max(16, min(128 if large and columns <= 64 and not narrow else 64, KEY_BYTES // row_bytes))
     free = (LARGE_MEMORY if large else SMALL_MEMORY) - columns * row_bytes
-    return Tiles(queries, block_h, block_d, block_n, 4, min(5, free // (block_n * block_d * key.element_size())))
+    return IndexTiles(queries, block_h, block_d, block_n, 4, min(5, free // (block_n * block_d * key.element_size())))

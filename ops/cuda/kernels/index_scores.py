@@ -15,13 +15,10 @@ _TILES_AT_ONCE = tl.constexpr(32)  # bits of an int32
 
 
 @triton.jit
-def _find_tiles(
+def _load_masks(
     of_sequence, stride_l, stride_s, first_tile, splits, kv_len, first_query, q_len, BLOCK_N: tl.constexpr, QUERIES
 ):
-    """Return a bit for each of a program's next tiles: 1 if a bool mask leaves one of its keys for one of the queries.
-
-    They are found before any key is read, so that no key waits for its mask.
-    """
+    """Load a bool mask for a program's next tiles: the keys that it leaves to any of the queries."""
     number = tl.arange(0, _TILES_AT_ONCE)
     keys = (first_tile + number * splits)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     at = of_sequence + keys.to(tl.int64) * stride_s
@@ -29,7 +26,14 @@ def _find_tiles(
     for i in tl.static_range(QUERIES):
         of_query = tl.minimum(first_query + i, q_len - 1).to(tl.int64) * stride_l
         shown |= tl.load(at + of_query, mask=keys < kv_len, other=0)
-    return tl.sum((tl.max(shown.to(tl.int32), axis=1) != 0).to(tl.int32) << number, axis=0)
+    return shown
+
+
+@triton.jit
+def _bits_of_tiles(shown):
+    """Return a bit for each tile: 1 if it has a key for any of the queries."""
+    found = tl.max(shown.to(tl.int32), axis=1) != 0
+    return tl.sum(found.to(tl.int32) << tl.arange(0, _TILES_AT_ONCE), axis=0)
 
 
 @triton.jit(do_not_specialize=["q_len", "q_blocks", "splits", "n_tiles"])
@@ -67,6 +71,13 @@ def _index_scores_kernel(
     split = tl.program_id(0) // q_blocks % splits
     sequence = (tl.program_id(0) // q_blocks // splits).to(tl.int64)
 
+    # Masks are loaded first and for many tiles at once, so that no key waits for the mask of its tile.
+    if mask is not None:
+        mask_b, mask_l, mask_s = strides[3]
+        of_sequence = mask + sequence * mask_b
+    if BOOL:
+        shown = _load_masks(of_sequence, mask_l, mask_s, split, splits, kv_len, first_query, q_len, BLOCK_N, QUERIES)
+
     column = tl.arange(0, QUERIES * BLOCK_H)  # a head of a query
     head, position = (column % BLOCK_H).to(tl.int64), (first_query + column // BLOCK_H).to(tl.int64)
     column_ok = (head < HEADS) & (position < q_len)
@@ -88,9 +99,6 @@ def _index_scores_kernel(
     of_keys = key + sequence * key_b + (in_tile.to(tl.int64) * key_s)[:, None] + (dims.to(tl.int64) * key_d)[None, :]
     tile_stride = tl.full([], BLOCK_N, tl.int64) * key_s
     of_scores = out + (sequence * q_len + queries) * kv_len
-    if mask is not None:
-        mask_b, mask_l, mask_s = strides[3]
-        of_sequence = mask + sequence * mask_b
     if key_scale is not None:
         scale_b, scale_s = strides[4]
         of_factors = key_scale + sequence * scale_b
@@ -102,9 +110,7 @@ def _index_scores_kernel(
     for first in tl.range(0, count, at_once):
         first_tile = split + first * splits
         if BOOL:
-            bits = _find_tiles(
-                of_sequence, mask_l, mask_s, first_tile, splits, kv_len, first_query, q_len, BLOCK_N, QUERIES
-            )
+            bits = _bits_of_tiles(shown)
         for i in tl.range(0, tl.minimum(at_once, count - first)):
             tile = first_tile + i * splits
             keys = tile * BLOCK_N + in_tile
@@ -136,3 +142,8 @@ def _index_scores_kernel(
                 else:
                     scores += of_tile.to(tl.float32)
             tl.store(of_scores[None, :] + keys.to(tl.int64)[:, None], scores, mask=ok)
+        if BOOL:
+            next_tile = first_tile + at_once * splits
+            shown = _load_masks(
+                of_sequence, mask_l, mask_s, next_tile, splits, kv_len, first_query, q_len, BLOCK_N, QUERIES
+            )

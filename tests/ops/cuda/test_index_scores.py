@@ -17,13 +17,13 @@ from torch import Tensor
 
 import tatten
 from tatten.ops.cuda import index_scores as planning
-from tatten.ops.cuda.index_scores import Tiles, choose_tiles, plan_index_scores
+from tatten.ops.cuda.index_scores import IndexTiles, choose_tiles, plan_index_scores
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 EITHER = ["device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]]
 
 
-def launch(call: dict[str, Any], tiles: Tiles | None = None) -> Tensor:
+def launch(call: dict[str, Any], tiles: IndexTiles | None = None) -> Tensor:
     """Launch the kernel, on a CPU in the interpreter. It is planned anew: tests change the number of programs."""
     tensors = [call.get(name) for name in ORDER]
     return plan_index_scores.__wrapped__(*tensors, call["scale"], tiles)(*tensors)
