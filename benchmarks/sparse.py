@@ -12,6 +12,12 @@ heads, as MiniMax-M3's. Candidates, of which each is held to float64:
     short     attention to the first 2048 keys, for comparison
     tatten    `indices`: read the picks and nothing else
 
+Kernels of others read latents, where `support/peers.py` finds them:
+
+    fa3          FlashAttention-3 (`q_v`) with pages of one token, of which the picks are the page table
+    flash_mla    FlashMLA's sparse kernel for prefill, in bfloat16, which does not split the picks of a query
+    flash_mla_8  FlashMLA's sparse kernel for decoding, which reads float8: for comparison
+
 On a GPU a captured CUDA graph goes round calls whose picks the L2 cannot hold together. All candidates take turns, and
 medians are shown. The floor is each picked key once, at the best rate at which PyTorch reads or copies.
 """
@@ -24,6 +30,9 @@ import torch
 from support import picked_kernel, results
 from support.command_line import arguments, machine
 from support.timing import read_rate
+
+MOST_US = {1: 14, 8: 26, 64: 88}  # of 128 heads and 131072 keys, by the number of sequences
+PEERS = ("fa3", "flash_mla")  # as exact as we are
 
 
 def bars_of(rows: list[dict], device: str) -> dict[str, tuple[float, str, float]]:
@@ -43,6 +52,15 @@ def bars_of(rows: list[dict], device: str) -> dict[str, tuple[float, str, float]
             bars[f"{name}, masked over picked"] = us["masked"] / us["tatten"], "at least", 6 if r["batch"] == 1 else 15
         if device == "cuda" and r["picks"] == "blocks":
             bars[f"{name}, over as many keys in a row"] = us["tatten"] / us["short"], "at most", 1.2
+        if device == "cuda" and r["heads"] == 128 and r["length"] > 1e5:
+            bars[f"{name}, us"] = us["tatten"], "at most", MOST_US[r["batch"]]
+        for peer in PEERS:
+            if peer in us:
+                bars[f"{name}, over {peer}"] = us["tatten"] / us[peer], "at most", 1.0
+    for peer in PEERS:
+        ratios = [r["us"]["tatten"] / r["us"][peer] for r in ran if peer in r["us"]]
+        if ratios:
+            bars[f"geometric mean over {peer}"] = statistics.geometric_mean(ratios), "at most", 0.85
     if ran:
         mean = statistics.geometric_mean(r["us"]["tatten"] / r["us"]["copied"] for r in ran)
         bars["geometric mean over a copy"] = mean, "at most", 1.1 if device == "cpu" else 1.0
@@ -56,17 +74,17 @@ def main() -> None:
     args = parser.parse_args()
     rate = args.floor_tbs * 1e12 if args.floor_tbs else read_rate(args.device)
     print(f"{machine(args.device)}, floor at {rate / 1e9:.1f} GB/s")
-    print("heads batch  length picks     dtype    |", *(f"{c:>9}" for c in picked_kernel.CANDIDATES), end="")
-    print(" us | bytes picked      all | masked/tatten tatten/copied")
+    print("heads batch  length picks     dtype    |", *(f"{c:>11}" for c in picked_kernel.CANDIDATES), end="")
+    print(" us | bytes picked      all | masked/tatten tatten/copied    tatten/fa3")
     rows = []
     for shape in picked_kernel.shapes(args.device):
         r = picked_kernel.measure(shape, args.device, rate, args.rounds)
         rows.append(r)
         us = r["us"]
         print(f"{shape.heads:5} {shape.batch:5} {shape.length:7} {shape.picks:9} {r['dtype']:8} |", end=" ")
-        print(*(f"{us[c]:9.1f}" if c in us else f"{'-':>9}" for c in picked_kernel.CANDIDATES), end="    ")
+        print(*(f"{us[c]:11.1f}" if c in us else f"{'-':>11}" for c in picked_kernel.CANDIDATES), end="    ")
         print(f"| {r['bytes_us']:12.1f} {r['dense_bytes_us']:8.1f} |", end=" ")
-        ratios = (("masked", "tatten"), ("tatten", "copied"))
+        ratios = ("masked", "tatten"), ("tatten", "copied"), ("tatten", "fa3")
         print(*(f"{us[a] / us[b]:13.2f}" if a in us and b in us else f"{'-':>13}" for a, b in ratios), flush=True)
         if args.device == "cuda":
             torch.cuda.empty_cache()

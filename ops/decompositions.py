@@ -24,6 +24,7 @@ from tatten.ops.project_heads import project_heads
 from tatten.ops.reach import mask_of_reach, narrow_mask, with_masks_of_window
 from tatten.ops.row_groups import group_size, row_groups_reference, rows_of
 from tatten.ops.states import State, accumulator_dtype, combine_partials, merge
+from tatten.ops.top_picks import top_picks
 
 # Inductor asks whether a size of a matrix product is 1. A size that depends on a mask's data has no answer to that.
 LEAST_IN_PRODUCTS = 2
@@ -74,6 +75,7 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
         ops.row_groups.default: _row_groups,
         ops.project_heads.default: project_heads,
         ops.index_scores.default: _index_scores,
+        ops.top_picks.default: top_picks,
     }
     # Export keeps ops that PyTorch itself could decompose if they are not in the table.
     return {op: _on_a_cpu(decomposition) for op, decomposition in table.items()} | {ops.block_mask.default: block_mask}

@@ -22,6 +22,7 @@ from tatten.ops.cpu.rows import row_groups as row_groups_on_cpu
 from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.cuda.index_scores import index_scores as index_scores_on_cuda
 from tatten.ops.cuda.project_heads import project_heads as project_heads_on_cuda
+from tatten.ops.cuda.top_picks import top_picks as top_picks_on_cuda
 from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
 from tatten.ops.index_scores_validation import fake_index_scores
@@ -31,6 +32,7 @@ from tatten.ops.project_heads import fake_project_heads, project_heads
 from tatten.ops.sizes import ceil_div
 from tatten.ops.slide import check_slide, slide_
 from tatten.ops.states import State, accumulator_dtype
+from tatten.ops.top_picks import fake_top_picks, top_picks
 from tatten.ops.validation import BLOCK_KEYS, check_call_no_grad
 
 _library = torch.library.Library("tatten", "DEF")
@@ -57,6 +59,7 @@ for _schema in (
     "index_scores(Tensor query, Tensor key, Tensor weights, *, float scale=1.0, Tensor? attn_mask=None, "
     "Tensor? key_scale=None) -> Tensor",
     "project_heads(Tensor x, Tensor weight, ScalarType? out_dtype=None) -> Tensor",
+    "top_picks(Tensor scores, int k) -> Tensor",
     "slide_(Tensor(a!) cache, Tensor new) -> ()",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -74,6 +77,7 @@ torch.library.register_fake("tatten::latent_attention", latent_kernel(_fake_atte
 torch.library.register_fake("tatten::bifurcated_attention", bifurcated_kernel(_fake_attention), lib=_library)
 torch.library.register_fake("tatten::index_scores", fake_index_scores, lib=_library)
 torch.library.register_fake("tatten::project_heads", fake_project_heads, lib=_library)
+torch.library.register_fake("tatten::top_picks", fake_top_picks, lib=_library)
 torch.library.register_fake("tatten::slide_", check_slide, lib=_library)
 
 
@@ -134,6 +138,7 @@ _KERNELS: dict[str, dict[str, OpKernel]] = {
     "push_merge": {"CUDA": _push_merge},
     "index_scores": {"CPU": index_scores_on_cpu, "CUDA": index_scores_on_cuda},
     "project_heads": {"CPU": project_heads, "CUDA": project_heads_on_cuda},
+    "top_picks": {"CPU": top_picks, "CUDA": top_picks_on_cuda},
     "slide_": {"CPU": slide_, "CUDA": slide_},
 }
 
@@ -142,7 +147,8 @@ def cuda_implementations() -> dict[Any, OpKernel]:
     """Return the ops that launch kernels on a GPU without waiting for other GPUs, with their implementations."""
     kernels: dict[str, OpKernel] = {"row_groups": cuda.row_groups, "block_list": cuda.block_list}
     attention = "decode_attention", "latent_attention", "bifurcated_attention"
-    kernels |= {name: _KERNELS[name]["CUDA"] for name in (*attention, "merge_states", "index_scores", "project_heads")}
+    others = "merge_states", "index_scores", "project_heads", "top_picks"
+    kernels |= {name: _KERNELS[name]["CUDA"] for name in (*attention, *others)}
     return {getattr(torch.ops.tatten, name).default: kernel for name, kernel in kernels.items()}
 
 

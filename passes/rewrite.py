@@ -20,6 +20,7 @@ from tatten.passes.other_attention import find_other_attention
 from tatten.passes.reasons import Decline
 from tatten.passes.run import Run
 from tatten.passes.sliding import apply_slide, find_slides
+from tatten.passes.top_k import apply_top_k, find_top_k
 
 MOST_FAILED = 8  # calls whose edit may fail; each of them costs another run of all passes
 
@@ -76,7 +77,7 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     """Run the passes in order. Calls that `failed` before, by name, are left as they are.
 
     Returns:
-        The findings, and a note on the caches that are moved in place; empty if there are none.
+        The findings, and a note on caches that are moved in place and on selections; empty if there are none.
     """
     errors = list[Declined]()
     attention = find_attention(gm.graph, errors)
@@ -85,8 +86,10 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     nested = find_nested(gm, errors)
     findings = [failed.get(node.name) or _rewrite_call(node, attention, run) for node in attention.nodes]
     moved = _move_caches(gm, run, failed, errors) if run.fuses else 0
-    note = f"{moved} full caches of sliding windows are moved in place" if moved else ""
-    return [*findings, *others, *nested, *errors], note
+    unsorted = _replace_top_k(gm, failed, errors)
+    notes = [f"{moved} full caches of sliding windows are moved in place"] if moved else []
+    notes += [f"{unsorted} selections of keys are not sorted"] if unsorted else []
+    return [*findings, *others, *nested, *errors], "; ".join(notes)
 
 
 def _rewrite_call(node: Node, attention: Attention, run: Run) -> Rewritten | Declined:
@@ -119,3 +122,18 @@ def _move_caches(gm: GraphModule, run: Run, failed: Mapping[str, Declined], erro
             raise CallError(slide.copy) from error
         moved += 1
     return moved
+
+
+def _replace_top_k(gm: GraphModule, failed: Mapping[str, Declined], errors: list[Declined]) -> int:
+    """Replace the top-k's whose picks only attention reads. Returns their number."""
+    replaced = 0
+    for top_k in or_nothing(lambda: find_top_k(gm.graph), errors):
+        if top_k.node.name in failed:
+            errors.append(failed[top_k.node.name])
+            continue
+        try:
+            apply_top_k(top_k)
+        except Exception as error:
+            raise CallError(top_k.node) from error
+        replaced += 1
+    return replaced

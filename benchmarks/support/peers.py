@@ -115,6 +115,38 @@ def fa3_latent() -> Callable[..., Tensor] | None:
     return attention
 
 
+def fa3_picked() -> Callable[..., Tensor] | None:
+    """FlashAttention-3's latent attention with pages of one token, so that its page table is a list of keys."""
+    ops = ops_of(FA3)
+    if ops is None:
+        return None
+
+    def attention(
+        query: Tensor,
+        query_rope: Tensor,
+        latent: Tensor,
+        key_rope: Tensor,
+        rows: Tensor,
+        counts: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """`out` `[batch, heads, 1, rank]` of the arguments of `tatten.latent_attention`, which are contiguous.
+
+        `rows` `[batch, picks]` counts through the latents of all sequences; each has so many picks as `counts` says.
+        """
+        q, q_v = (x.view(len(x), 1, x.shape[1], -1) for x in (query_rope, query))
+        k, v = (x.view(-1, 1, 1, x.shape[3]) for x in (key_rope, latent))
+        lengths = None, None, None, None, counts, 1, rows.shape[1], rows
+        window = False, -1, -1, 0.0, True  # causal, left, right, soft cap, interleaved rotary embedding
+        out: Tensor = ops.fwd(
+            *(q, k, v, None, None, q_v, None, *lengths, *[None] * 8, scale, *window),
+            *(None, 0, None, 0, None, 1, 0, None),
+        )[0]
+        return out.view(query.shape)
+
+    return attention
+
+
 def flash_mla(kv_lens: Tensor, pages: int, scale: float) -> Callable[[Tensor, Tensor], Tensor] | None:
     """FlashMLA on sequences of these lengths, int32, that it plans once; its pages follow one another.
 
@@ -130,6 +162,42 @@ def flash_mla(kv_lens: Tensor, pages: int, scale: float) -> Callable[[Tensor, Te
     def attention(query: Tensor, latent: Tensor) -> Tensor:
         given = query, latent, 512, kv_lens, table, scale, False  # causal
         out, _, *made = ops.dense_decode_fwd(*given, *(plan or (None, None)), None)
+        plan[:] = plan or made
+        return out
+
+    return attention
+
+
+def flash_mla_picked() -> Callable[[Tensor, Tensor, Tensor, float], Tensor] | None:
+    """FlashMLA's sparse attention of many queries in bfloat16.
+
+    Takes `[queries, heads, 576]`, `[rows, 1, 576]` and picked rows `[queries, 1, picks]`, int32, and returns
+    `[queries, heads, 512]`.
+    """
+    ops = ops_of(FLASH_MLA)
+    if ops is None:
+        return None
+
+    def attention(query: Tensor, latent: Tensor, rows: Tensor, scale: float) -> Tensor:
+        out: Tensor = ops.sparse_prefill_fwd(query, latent, rows, scale, 512, None, None, None)[0]
+        return out
+
+    return attention
+
+
+def flash_mla_picked_float8(plan: list[Tensor]) -> Callable[[Tensor, Tensor, Tensor, float], Tensor] | None:
+    """FlashMLA's sparse decoding over float8, whose schedule calls of one shape share in `plan`, empty at first.
+
+    Takes `[batch, 1, heads, 576]`, pages of bytes `[pages, 64, 1, 656]` and picked rows `[batch, 1, picks]`, int32, and
+    returns `[batch, 1, heads, 512]`.
+    """
+    ops = ops_of(FLASH_MLA)
+    if ops is None:
+        return None
+
+    def attention(query: Tensor, pages: Tensor, rows: Tensor, scale: float) -> Tensor:
+        given = query, pages, rows, None, None, *(plan or (None, None)), None, None, None, 512, scale, None
+        out, _, *made = ops.sparse_decode_fwd(*given)
         plan[:] = plan or made
         return out
 

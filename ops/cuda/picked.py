@@ -11,17 +11,21 @@ from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.cuda.allocation import Dense, allocate
 from tatten.ops.cuda.combine import INTERPRETED, combine_block
 from tatten.ops.cuda.decode import scale_kind
-from tatten.ops.cuda.gpu import has_early_launches, has_large_shared_memory, multiprocessors
+from tatten.ops.cuda.gpu import has_early_launches, has_large_shared_memory, has_wgmma, multiprocessors
 from tatten.ops.cuda.heuristics import Tiles
 from tatten.ops.cuda.kernels.picked import _picked_kernel
 from tatten.ops.cuda.kernels.picked_states import _combine_splits_kernel, _rest_kernel
 from tatten.ops.cuda.launcher import Launch
+from tatten.ops.cuda.recording import may_take_gluon
+from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.row_groups import rows_of
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import State, accumulator_dtype
 
 INVARIANT_PICKS = 512  # of a split, whatever else is in the batch
+GATHERED_TILES = Tiles(64, 64, 12, 2)  # of the kernel for Hopper
 MOST_TILES = 4  # of a split, if programs share an SM: a program that ends early makes room for another
+STATES_PER_TILE = 1500  # partial states that are stored and combined in the time in which a program gathers a tile
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,33 @@ def picked_tiles(call: AttentionCall, stored: KeyValue) -> Tiles:
     return Tiles(block_m, 64, 8, 2)
 
 
+def _takes_sm90(call: AttentionCall) -> bool:
+    """Return True if the kernel for Hopper can compute this. Its copies need the alignment that TMA needs."""
+    query, query_rope, stored = call.query, call.query_rope, call.segments[0]
+    latent, rope, mask = stored.key, stored.rope, stored.attn_mask
+    return (
+        call.latent
+        and len(call.segments) == 1
+        and not INTERPRETED
+        and has_wgmma(query.device)
+        and stored.indices is not None
+        and call.index_block == 1
+        and (call.window, call.softcap, call.sinks) == (None, None, None)
+        and call.score_scale > 0
+        and query.shape[1] > 16
+        and query.dtype == latent.dtype
+        and latent.element_size() == 2
+        and query_rope is not None
+        and rope is not None
+        and (latent.shape[3], rope.shape[3]) == (512, 64)
+        and query.stride(3) == query_rope.stride(3) == 1
+        and (mask is None or (mask.element_size() == 1 and _mask_strides(call, stored)[2] == 0))
+        and takes_tma(latent)
+        and takes_tma(rope)
+        and may_take_gluon("picked_sm90")
+    )
+
+
 def _picked_length(call: AttentionCall, stored: KeyValue) -> int:
     """Return the number of keys that a row of picks names at most."""
     return stored.key.shape[2] if stored.indices is None else stored.indices.shape[3] * call.index_block
@@ -121,16 +152,31 @@ def split_picks(call: AttentionCall, stored: KeyValue, tiles: Tiles) -> Split:
         each = ceil_div(n_tiles, splits)
         if tiles.per_sm > 1:
             each = min(each, MOST_TILES)
+        elif tiles is GATHERED_TILES:
+            each = _cheapest_tiles(n_tiles, each, batch * q_heads * q_len)
     return Split(each, ceil_div(n_tiles, each))
+
+
+def _cheapest_tiles(n_tiles: int, least: int, states: int) -> int:
+    """Weigh the tiles of a split against the partial states that splits leave, if there is more than one."""
+
+    def cost(tiles: int) -> float:
+        splits = ceil_div(n_tiles, tiles)
+        return tiles + (splits * states / STATES_PER_TILE if splits > 1 else 0)
+
+    return min(range(least, n_tiles + 1), key=cost)
 
 
 def plan_picked(call: AttentionCall, tiles: Tiles | None = None, split: Split | None = None) -> AttendPicked:
     """Plan a function that computes a valid call with `indices`, in any dtype but float64.
 
-    `tiles` and `split` replace the choices of `picked_tiles` and `split_picks`, for sweeps.
+    `tiles` and `split` replace the choices of `picked_tiles` and `split_picks`, for sweeps. With `tiles` the kernel is
+    `_picked_kernel` always.
     """
     query, (batch, q_heads, q_len, _) = call.query, call.query.shape
     value_dim = call.segments[0].value.shape[3]
+    gathers = tiles is None and _takes_sm90(call)
+    tiles = GATHERED_TILES if gathers else tiles
     chosen = [tiles or picked_tiles(call, x) for x in call.segments]
     splits = [split or split_picks(call, x, its_tiles) for x, its_tiles in zip(call.segments, chosen, strict=True)]
     all_splits = sum(x.splits for x in splits)
@@ -154,7 +200,12 @@ def plan_picked(call: AttentionCall, tiles: Tiles | None = None, split: Split | 
         )
     launches, first = [], 0
     for stored, its_tiles, its_split in zip(call.segments, chosen, splits, strict=True):
-        launches.append(_plan_launch(call, stored, its_tiles, its_split, (first, all_splits), pdl))
+        if gathers:
+            from tatten.ops.cuda.picked_sm90 import plan_gather
+
+            launches.append(plan_gather(call, its_split.tiles, its_split.splits, _mask_strides(call, stored)))
+        else:
+            launches.append(_plan_launch(call, stored, its_tiles, its_split, (first, all_splits), pdl))
         first += its_split.splits
     rest = None if call.rest_bias is None else _plan_rest(call, call.segments[0], call.rest_bias)
     return AttendPicked(tuple(launches), combine, rest, tuple(writes))

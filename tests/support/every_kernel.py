@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck python tests/support/every_kernel.py
     compute-sanitizer --tool racecheck python tests/support/every_kernel.py 0 8    # every eighth one, from the first
 
-The variants are those of tests/ops/cuda/test_compiles.py, latent attention with each kind of keys, `project_heads` in
-blocks of each size, `index_scores` with each kind of mask, and `slide_`.
+The variants are those of tests/ops/cuda/test_compiles.py, latent attention with each kind of keys, picked keys,
+`top_picks`, `project_heads` in blocks of each size, `index_scores` with each kind of mask, and `slide_`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tatten.ops.masks import block_list
 
 KV_LEN, BF16 = 333, torch.bfloat16
 LATENT_QUERIES = (16, 1), (128, 1), (128, 3), (128, 16)  # heads, and queries of each: 1 and multiples of 16 are known
+PICKING = (16, 1), (128, 1), (20, 3)
 FEW_LATENT_QUERIES = (16, 1), (5, 3)  # in float32, as they stay where they are few
 
 
@@ -100,6 +101,37 @@ def attend_latents(heads: int, q_len: int, keys: str, dtype: torch.dtype = torch
     tatten.latent_attention(query, query_rope, latent, key_rope, attn_mask=mask, kv_lens=kv_lens, scale=0.05)
 
 
+def attend_picks(heads: int, q_len: int, keys: str, latent: bool) -> None:
+    """On Hopper picked latents of more than 16 heads take the picked_sm90 kernel. Some picks are out of range."""
+    mask = torch.rand(2, 1, 1, KV_LEN, device="cuda") > 0.5 if keys == "mask" else None
+    options: dict[str, Any] = {"attn_mask": mask, "scale": 0.05, "distinct_indices": True}
+    if keys == "lengths":
+        options["kv_lens"] = torch.tensor([KV_LEN, 70], device="cuda")
+
+    def picks(of: int) -> torch.Tensor:
+        return (torch.rand(2, 1, q_len, of + 4, device="cuda").argsort(-1) - 2)[..., : of // 2].int()
+
+    def randn(heads: int, length: int, width: int) -> torch.Tensor:
+        return torch.randn(2, heads, length, width, device="cuda").bfloat16()
+
+    if latent:
+        query, query_rope, stored, key_rope = (
+            *(randn(heads, q_len, width) for width in (512, 64)),
+            *(randn(1, KV_LEN, width) for width in (512, 64)),
+        )
+        tatten.latent_attention(query, query_rope, stored, key_rope, indices=picks(KV_LEN), **options)
+        return
+    query, key, value = randn(heads, q_len, 128), randn(2, KV_LEN, 128), randn(2, KV_LEN, 128)
+    indices = picks(-(-KV_LEN // 128))
+    tatten.decode_attention(query, key, value, indices=indices, index_block=128, **options)
+
+
+def select(rows: int, n: int, k: int) -> None:
+    scores = torch.randn(rows, n, device="cuda").round(decimals=1)
+    want = torch.ops.tatten.top_picks(scores.cpu(), k)
+    assert torch.equal(torch.ops.tatten.top_picks(scores, k).cpu(), want)
+
+
 def project(rows: int, columns: int, rank: int) -> None:
     """More than 32 rows of many heads take the larger blocks."""
     sums, weight = torch.randn(rows, 128, 1, rank, device="cuda"), torch.randn(128, columns, rank, device="cuda")
@@ -125,10 +157,12 @@ def main() -> None:
     for keys in ("all", "lengths", "mask"):
         variants += [(attend_latents, (*queries, keys), {}) for queries in LATENT_QUERIES]
         variants += [(attend_latents, (*queries, keys, torch.float32), {}) for queries in FEW_LATENT_QUERIES]
+        variants += [(attend_picks, (*queries, keys, latent), {}) for queries in PICKING for latent in (True, False)]
     variants += [(project, shape, {}) for shape in ((3, 128, 512), (70, 128, 512), (33, 40, 77))]
     kinds = [(1, 64, None), (1, 64, "prefix"), (2, 64, "bool"), (4, 64, "bool"), (3, 5, "bias")]
     for dtypes in ((BF16, BF16), (torch.int8, BF16), (torch.float8_e4m3fn, BF16), (torch.float32, torch.float32)):
         variants += [(index_scores, (*kind, *dtypes), {}) for kind in kinds]
+    variants += [(select, shape, {}) for shape in ((3, 5000, 77), (2, 300_000, 2048))]
     variants += [(slide, shape, {}) for shape in ((KV_LEN, 80), (2000, 128))]
     variants = variants[first::step]
     for launch, shape, options in variants:

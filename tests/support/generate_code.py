@@ -133,6 +133,10 @@ def index_scores(q, keys, weights, mask):
     return ops.index_scores.default(q * 2, keys, weights, scale=0.1, attn_mask=mask).topk(64).indices
 
 
+def selection(scores):
+    return ops.top_picks.default(scores * 2, 2048)
+
+
 def find_rows(n, index):
     return ops.row_groups.default(index, n, 1)
 
@@ -246,6 +250,7 @@ cases = {
         [((2, 128, 1, 576), bf16), ((2, 128, 1, 64), bf16), ((2, 1, 4096, 576), bf16)],
     ),
     "large": (plain, [((64, 32, 1, 128), bf16), *[((64, 8, 2048, 128), bf16)] * 2]),
+    "selection": (selection, [((2, 1, 131072), torch.float32)]),
 }
 said = []
 

@@ -43,7 +43,8 @@ class Descriptor:
 
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
     storage, at, ok = pointer.places(mask)
-    return torch.where(ok, storage[at], other)
+    there = storage[at] if len(storage) else storage.new_zeros(at.shape)
+    return torch.where(ok, there, other)
 
 
 def _store(pointer: Pointer, values: Tensor, mask: Any = None) -> None:
@@ -75,10 +76,18 @@ def _language(machine: Machine, program: Callable[[], int]) -> dict[str, Any]:
         barrier.arrive(1, 0)
         machine.pause()
 
+    def copy(to: Shared, rows: Pointer, mask: Any) -> None:
+        machine.gather(to, _load(rows, mask))
+
+    def arrive_after_copies(barrier: Barrier, increment_count: bool) -> None:
+        assert not increment_count
+        machine.arrive_after_gathers(barrier, 128)
+
     layouts = ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")
     gl = SimpleNamespace(
         **dict.fromkeys(layouts, _nothing),
         NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
+        uint8=torch.uint8,
         int32=torch.int32,
         int64=torch.int64,
         float32=torch.float32,
@@ -119,8 +128,19 @@ def _language(machine: Machine, program: Callable[[], int]) -> dict[str, Any]:
         "warpgroup_mma_wait": machine.wait_for_products,
         "_barrier": machine.pause,
         "_load": machine.load_tile,
+        "_copy": copy,
+        "_arrive_after_copies": arrive_after_copies,
         **dict.fromkeys(("gdc_wait", "gdc_launch_dependents"), _nothing),
     }
+
+
+def _as_seen(x: Any) -> Any:
+    """Return an argument as the kernel sees it."""
+    if x is None:
+        return x
+    if isinstance(x, tuple):
+        return tuple([_as_seen(y) for y in x])
+    return Pointer(x) if isinstance(x, Tensor) else Descriptor(x)
 
 
 class Interpreted:
@@ -141,7 +161,7 @@ class Interpreted:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*tensors: Any, **arguments: Any) -> None:
-            given = [x if x is None else Pointer(x) if isinstance(x, Tensor) else Descriptor(x) for x in tensors]
+            given = [_as_seen(x) for x in tensors]
             for name in self.arg_names[len(tensors) :]:
                 x = arguments[name]
                 given.append(torch.tensor(x).as_subclass(Value) if name.islower() and isinstance(x, int) else x)

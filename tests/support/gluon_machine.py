@@ -3,8 +3,9 @@
 Each partition is a thread, of which one runs at a time. Where they meet, which of them goes on is drawn at random: a
 program ends, or a deadlock shows. What is asynchronous happens as early or as late as it may: TMA spoils a buffer at
 once, and fills it at some time before its barrier completes; a product reads shared memory when it is issued, or not
-before it is waited for. Both want a fence after an ordinary store. A warpgroup is one thread, so races between its own
-warps are not seen.
+before it is waited for. Both want a fence after an ordinary store, and after the copies of a cp.async, which spoils a
+buffer at once and fills it at some time before the arrival behind it. A warpgroup is one thread, so races between its
+own warps are not seen.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Shared:
 
     def by_async_proxy(self) -> Tensor:
         assert not any(self._address() in stored for stored in self.machine.unfenced.values()), "a fence is missing"
+        assert self.data.data_ptr() not in self.machine.gathered, "a fence is missing after a gather"
         return self.data
 
     def _address(self) -> int:
@@ -102,6 +104,8 @@ class Machine:
         self.waiting: dict[threading.Thread, Callable[[], bool]] = {}  # until when
         self.copies: list[Callable[[], None]] = []  # under way
         self.unfenced: dict[threading.Thread, set[int]] = {}
+        self.gathered: set[int] = set()  # the buffers that cp.async wrote, and no one has fenced
+        self.gathers: dict[threading.Thread, list[Callable[[], None]]] = {}  # that no arrival waits for yet
         self.products: dict[threading.Thread, list[Product]] = {}  # in flight, in order
         self.turn: threading.Thread | None = None
         self.failure: BaseException | None = None
@@ -118,6 +122,7 @@ class Machine:
         if self.failure is not None:
             raise self.failure
         assert not self.copies, "what was loaded is not waited for"
+        assert not self.gathers, "what was gathered is not waited for"
 
     def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
         """Let others overtake, until it is this partition's turn again and `ready()`."""
@@ -129,6 +134,7 @@ class Machine:
 
     def fence(self) -> None:
         self.unfenced.pop(threading.current_thread(), None)
+        self.gathered.clear()
 
     def load_tile(self, descriptor: Any, at: Sequence[Any], barrier: Barrier, to: Shared, pred: Any = True) -> None:
         """Copy a tile by TMA. What lies beyond the tensor is 0."""
@@ -144,6 +150,29 @@ class Machine:
             barrier.arrive(0, -to.data.nbytes)
 
         self.copies.append(copy)
+        self.pause()
+
+    def gather(self, to: Shared, rows: Tensor) -> None:
+        """Copy by cp.async. What is copied is read at once, as global memory does not change."""
+        to.data.fill_(float("nan"))
+
+        def copy() -> None:
+            to.data.copy_(rows)
+            self.gathered.add(to.data.data_ptr())
+
+        self.gathers.setdefault(threading.current_thread(), []).append(copy)
+        self.pause()
+
+    def arrive_after_gathers(self, barrier: Barrier, arrivals: int) -> None:
+        """Let the threads of a warpgroup arrive when all of its copies so far are there."""
+        copies = self.gathers.pop(threading.current_thread(), [])
+
+        def arrive() -> None:
+            for copy in copies:
+                copy()
+            barrier.arrive(arrivals, 0)
+
+        self.copies.append(arrive)
         self.pause()
 
     def multiply(self, a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:

@@ -97,8 +97,11 @@ def load_queries(
 
 
 @gluon.jit
-def score(queries, buffers, PLACE: gl.constexpr, uses):
-    """Begin to multiply queries by the tile in a place, each half as soon as it is there."""
+def score(queries, buffers, PLACE: gl.constexpr, uses, GATHERED: gl.constexpr = False):
+    """Begin to multiply queries by the tile in a place, each half as soon as it is there.
+
+    Rows that are gathered come by the generic proxy, and the products read by the async one: they want fences.
+    """
     q_left, q_right, q_rope, _ = queries
     left, right, key_rope, left_full, right_full, _, _ = buffers
     no_scores = gl.zeros([_BLOCK_M, _BLOCK_N], gl.float32, layout=_SCORES)
@@ -108,8 +111,12 @@ def score(queries, buffers, PLACE: gl.constexpr, uses):
     k_right = right.index(PLACE + zero).reshape([_BLOCK_N, HALF])
     k_rope = key_rope.index(PLACE + zero).reshape([_BLOCK_N, _ROPE])
     mbarrier.wait(left_full.index(PLACE), uses & 1)
+    if GATHERED:
+        fence_async_shared()
     scores = warpgroup_mma(q_left.index(zero), k_left.permute([1, 0]), no_scores, use_acc=False, is_async=True)
     mbarrier.wait(right_full.index(PLACE), uses & 1)
+    if GATHERED:
+        fence_async_shared()
     scores = warpgroup_mma(q_right.index(zero), k_right.permute([1, 0]), scores, is_async=True)
     return warpgroup_mma(q_rope.index(zero), k_rope.permute([1, 0]), scores, is_async=True)
 

@@ -31,6 +31,7 @@ STAY_OPAQUE = [
 IN_GLUON = (
     "prefix",
     "128 heads",
+    "picked latents",
     "unrounded",
     "masked latents",
     "keys as values",
@@ -49,11 +50,11 @@ LOWERED = (
     "merge",
     "rows",
     "picks",
-    "picked latents",
     "16 heads",
     "views",
     "project",
     "index scores",
+    "selection",
 )
 RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *((case, True, {}) for case in LOWERED),
@@ -185,6 +186,7 @@ def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
         ("16 heads", {"decode", "combine"}),
         ("project", {"project_heads"}),
         ("index scores", {"index_scores"}),
+        ("selection", {"count_scores", "write_picks"}),
     ],
 )
 def test_other_ops(case: str, kernels: set[str]) -> None:
@@ -211,6 +213,7 @@ def python_calls(case: str) -> tuple[dict[str, PreparedCall], list[tuple[str, li
         ("128 heads", ["_latent_kernel", "_combine_kernel"]),
         ("unrounded", ["_latent_few_kernel", "_combine_kernel"]),
         ("masked latents", ["_bits_kernel", "_list_kernel", "_latent_kernel", "_combine_kernel"]),
+        ("picked latents", ["_picked_sm90_kernel", "_combine_splits_kernel"]),
     ],
 )
 def test_kernels_in_gluon_are_launched_by_python(case: str, kernels: list[str]) -> None:
@@ -225,8 +228,8 @@ def test_kernels_in_gluon_are_launched_by_python(case: str, kernels: list[str]) 
     tiles = [(given[x.tensor], x.block) for launch in launches for x in launch.tensors if isinstance(x, TmaTiles)]
     if case == "prefix":
         assert tiles == [("arg1_1", (128, 128)), ("arg2_1", (128, 128))]
-    else:
-        assert tiles == [("arg2_1", (64, 256)), ("arg3_1", (64, 64))]
+    else:  # picked rows are gathered without TMA
+        assert tiles == ([] if case == "picked latents" else [("arg2_1", (64, 256)), ("arg3_1", (64, 64))])
 
 
 def leaves(x: Any) -> Iterator[int]:
