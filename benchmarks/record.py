@@ -199,6 +199,7 @@ STEPS = {
         Step("launches", "launches.py --device cuda", 1.5),
         Step("sparse_kernel", "sparse.py --device cuda", 3, "sparse.py --rounds 1"),
         Step("sparse_layer", "sparse_layer.py --device cuda", 4, "sparse_layer.py --rounds 1"),
+        Step("indexer", "indexer.py --device cuda", 2, "indexer.py --rounds 1"),
     ],
     "cpu": [
         Step(

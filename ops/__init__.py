@@ -1,9 +1,10 @@
-"""Ops of `torch.library` that return attention states `(out, lse)`, and their implementations."""
+"""Ops of `torch.library`, most of which return attention states `(out, lse)`, and their implementations."""
 
 from tatten.ops.bifurcated import bifurcated_attention
 from tatten.ops.decode import block_mask, decode_attention
 from tatten.ops.decompositions import decompositions
 from tatten.ops.distributed.tree_merge import tree_merge
+from tatten.ops.index_scores import index_scores
 from tatten.ops.latent import latent_attention
 from tatten.ops.masks import BlockMask
 from tatten.ops.merge import merge_state, merge_states
@@ -14,6 +15,7 @@ __all__ = [
     "block_mask",
     "decode_attention",
     "decompositions",
+    "index_scores",
     "latent_attention",
     "merge_state",
     "merge_states",

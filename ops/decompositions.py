@@ -13,7 +13,9 @@ from tatten.ops.call import Attend, AttentionCall, KeyValue
 from tatten.ops.cpu.attend_gathered import attend_gathered
 from tatten.ops.cpu.attend_used import UsedKeys, attend_jointly, attend_used, used_by_rows, used_in_blocks
 from tatten.ops.cpu.attention import merge_sinks, upcast, with_mask_in
+from tatten.ops.cpu.index_scores import scores_of_keys
 from tatten.ops.cpu.latent import query_and_rope
+from tatten.ops.index_scores_validation import check_index_scores
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.library import block_mask
 from tatten.ops.picks import picked_mask
@@ -33,9 +35,10 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
 
     The decomposed program has none of tatten's ops, so that it runs where tatten cannot be imported: packaged by
     AOTInductor, in C++ too. It still reads each key and value that counts once, whatever the mask holds at run time,
-    and does not depend on the machine that made it. Picked keys are copied; with a `rest_bias` all keys are read. Ops
-    on other devices than the CPU stay. Lengths and rows out of range are clamped; in eager mode they are errors. Ops
-    with `batch_invariant=True` have no decomposition: `run_decompositions` raises NotImplementedError.
+    and does not depend on the machine that made it. Picked keys are copied; with a `rest_bias` all keys are read.
+    `index_scores` reads all keys, and has the products of all heads in memory. Ops on other devices than the CPU stay.
+    Lengths and rows out of range are clamped; in eager mode they are errors. Ops with `batch_invariant=True` have no
+    decomposition: `run_decompositions` raises NotImplementedError.
 
     Args:
         core_aten: decompose without PyTorch's flash kernel. It is not in core ATen, and PyTorch's own decomposition of
@@ -71,6 +74,7 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
         ops.merge_states.default: _merge_states,
         ops.row_groups.default: _row_groups,
         ops.project_heads.default: project_heads,
+        ops.index_scores.default: _index_scores,
         ops.top_picks.default: top_picks,
     }
     # Export keeps ops that PyTorch itself could decompose if they are not in the table.
@@ -196,6 +200,19 @@ def _merge_states(out: Tensor, lse: Tensor, *, batch_invariant: bool = False) ->
     if batch_invariant:
         raise NotImplementedError("`batch_invariant` must be False where merge_states is decomposed, got True")
     return merge(out, lse)
+
+
+def _index_scores(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    *,
+    scale: float = 1.0,
+    attn_mask: Tensor | None = None,
+    key_scale: Tensor | None = None,
+) -> Tensor:
+    check_index_scores(query, key, weights, attn_mask, key_scale)
+    return scores_of_keys(query, key, weights, scale, attn_mask, key_scale)
 
 
 def _row_groups(rows: Tensor, kv_batch: int, queries: int) -> Tensor:

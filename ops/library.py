@@ -16,13 +16,16 @@ from torch import Tensor
 from tatten.ops.call import AttentionCall
 from tatten.ops.cpu import attention as cpu
 from tatten.ops.cpu.bifurcated import bifurcated_attention as bifurcated_on_cpu
+from tatten.ops.cpu.index_scores import index_scores as index_scores_on_cpu
 from tatten.ops.cpu.latent import latent_attention as latent_on_cpu
 from tatten.ops.cpu.rows import row_groups as row_groups_on_cpu
 from tatten.ops.cuda import dispatch as cuda
+from tatten.ops.cuda.index_scores import index_scores as index_scores_on_cuda
 from tatten.ops.cuda.project_heads import project_heads as project_heads_on_cuda
 from tatten.ops.cuda.top_picks import top_picks as top_picks_on_cuda
 from tatten.ops.distributed.collectives import group_of
 from tatten.ops.distributed.tree_merge import tree_merge_op
+from tatten.ops.index_scores_validation import fake_index_scores
 from tatten.ops.kernel_signatures import OpKernel, bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.masks import block_list, key_spans, mask_of_rows, mask_rows
 from tatten.ops.project_heads import fake_project_heads, project_heads
@@ -53,6 +56,8 @@ for _schema in (
     "tree_merge(Tensor out, Tensor lse, str group, int n, int rank, str strategy, bool scatter_heads=False, "
     "bool batch_invariant=False) -> (Tensor out, Tensor lse)",
     "push_merge(Tensor out, Tensor lse, str group, bool scatter_heads) -> (Tensor out, Tensor lse)",
+    "index_scores(Tensor query, Tensor key, Tensor weights, *, float scale=1.0, Tensor? attn_mask=None, "
+    "Tensor? key_scale=None) -> Tensor",
     "project_heads(Tensor x, Tensor weight, ScalarType? out_dtype=None) -> Tensor",
     "top_picks(Tensor scores, int k) -> Tensor",
     "slide_(Tensor(a!) cache, Tensor new) -> ()",
@@ -70,6 +75,7 @@ def _fake_attention(call: AttentionCall) -> State:
 torch.library.register_fake("tatten::decode_attention", decode_kernel(_fake_attention), lib=_library)
 torch.library.register_fake("tatten::latent_attention", latent_kernel(_fake_attention), lib=_library)
 torch.library.register_fake("tatten::bifurcated_attention", bifurcated_kernel(_fake_attention), lib=_library)
+torch.library.register_fake("tatten::index_scores", fake_index_scores, lib=_library)
 torch.library.register_fake("tatten::project_heads", fake_project_heads, lib=_library)
 torch.library.register_fake("tatten::top_picks", fake_top_picks, lib=_library)
 torch.library.register_fake("tatten::slide_", check_slide, lib=_library)
@@ -130,6 +136,7 @@ _KERNELS: dict[str, dict[str, OpKernel]] = {
     "bifurcated_attention": {"CPU": bifurcated_kernel(bifurcated_on_cpu), "CUDA": bifurcated_kernel(cuda.attention)},
     "merge_states": {"CPU": cpu.merge_states, "CUDA": cuda.merge_states},
     "push_merge": {"CUDA": _push_merge},
+    "index_scores": {"CPU": index_scores_on_cpu, "CUDA": index_scores_on_cuda},
     "project_heads": {"CPU": project_heads, "CUDA": project_heads_on_cuda},
     "top_picks": {"CPU": top_picks, "CUDA": top_picks_on_cuda},
     "slide_": {"CPU": slide_, "CUDA": slide_},
@@ -140,7 +147,8 @@ def cuda_implementations() -> dict[Any, OpKernel]:
     """Return the ops that launch kernels on a GPU without waiting for other GPUs, with their implementations."""
     kernels: dict[str, OpKernel] = {"row_groups": cuda.row_groups, "block_list": cuda.block_list}
     attention = "decode_attention", "latent_attention", "bifurcated_attention"
-    kernels |= {name: _KERNELS[name]["CUDA"] for name in (*attention, "merge_states", "project_heads", "top_picks")}
+    others = "merge_states", "index_scores", "project_heads", "top_picks"
+    kernels |= {name: _KERNELS[name]["CUDA"] for name in (*attention, *others)}
     return {getattr(torch.ops.tatten, name).default: kernel for name, kernel in kernels.items()}
 
 

@@ -1,4 +1,4 @@
-"""Attention and its lse in float64, in readable code: all implementations are compared to it."""
+"""Attention with its lse, and scores of an indexer, in float64: all implementations are compared to these."""
 
 from __future__ import annotations
 
@@ -104,3 +104,25 @@ def _lengths(call: AttentionCall, stored: KeyValue) -> Tensor:
 decode_attention_reference = decode_kernel(attention_reference)
 bifurcated_attention_reference = bifurcated_kernel(attention_reference)
 latent_attention_reference = latent_kernel(attention_reference)
+
+
+def index_scores_reference(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    *,
+    scale: float = 1.0,
+    attn_mask: Tensor | None = None,
+    key_scale: Tensor | None = None,
+) -> Tensor:
+    """Return the scores of `tatten::index_scores` in float64, on the device of the inputs."""
+    key = key.double()
+    if key_scale is not None:
+        key = key * key_scale.double().reshape(*key.shape[:2], 1)
+    products = scale * torch.einsum("blhd,bsd->blhs", query.double(), key)
+    scores = torch.einsum("blh,blhs->bls", weights.double(), products.relu())
+    if attn_mask is None:
+        return scores
+    if attn_mask.dtype == torch.bool:
+        return torch.where(attn_mask, scores, NEG_INF)
+    return scores + attn_mask.double()

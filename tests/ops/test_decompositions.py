@@ -292,6 +292,14 @@ def test_products_of_heads_are_those_of_the_op() -> None:
     assert torch.equal(got, torch.ops.tatten.project_heads(x, weight))
 
 
+def test_scores_of_an_indexer_are_those_of_the_op() -> None:
+    query, key, weights = torch.randn(2, 3, 5, 8), torch.randn(2, 9, 8), torch.randn(2, 3, 5)
+    mask = torch.rand(2, 1, 9) < 0.7
+    with Decomposed():
+        got = torch.ops.tatten.index_scores(query, key, weights, scale=0.3, attn_mask=mask)
+    torch.testing.assert_close(got, torch.ops.tatten.index_scores(query, key, weights, scale=0.3, attn_mask=mask))
+
+
 def test_ops_on_other_devices_stay() -> None:
     x = torch.empty(1, 2, 1, 8, device="meta")
     for op, decomposition in tatten.decompositions().items():

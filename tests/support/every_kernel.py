@@ -4,7 +4,7 @@
     compute-sanitizer --tool racecheck python tests/support/every_kernel.py 0 8    # every eighth one, from the first
 
 The variants are those of tests/ops/cuda/test_compiles.py, latent attention with each kind of keys, picked keys,
-`top_picks`, `project_heads` in blocks of each size, and `slide_`.
+`top_picks`, `project_heads` in blocks of each size, `index_scores` with each kind of mask, and `slide_`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from index_calls import IndexCall, assert_close_to_float64
 
 import tatten
 from tatten.ops.cuda import combine, decode, segment_launches
@@ -24,7 +25,7 @@ from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 from tatten.ops.masks import block_list
 
-KV_LEN = 333
+KV_LEN, BF16 = 333, torch.bfloat16
 LATENT_QUERIES = (16, 1), (128, 1), (128, 3), (128, 16)  # heads, and queries of each: 1 and multiples of 16 are known
 PICKING = (16, 1), (128, 1), (20, 3)
 FEW_LATENT_QUERIES = (16, 1), (5, 3)  # in float32, as they stay where they are few
@@ -144,6 +145,11 @@ def slide(slots: int, dim: int) -> None:
     assert torch.equal(cache, want)
 
 
+def index_scores(q_len: int, heads: int, mask: str | None, key_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    call = IndexCall(2, q_len, heads, 128, 1000 + KV_LEN, dtype, key_dtype, mask=mask).make("cuda")
+    assert_close_to_float64(tatten.index_scores(**call), call)
+
+
 def main() -> None:
     decode.gpu_rates = lambda device: GpuRates(tma_least_bytes=0)
     first, step = (int(x) for x in sys.argv[1:3]) if len(sys.argv) > 2 else (0, 1)
@@ -153,6 +159,9 @@ def main() -> None:
         variants += [(attend_latents, (*queries, keys, torch.float32), {}) for queries in FEW_LATENT_QUERIES]
         variants += [(attend_picks, (*queries, keys, latent), {}) for queries in PICKING for latent in (True, False)]
     variants += [(project, shape, {}) for shape in ((3, 128, 512), (70, 128, 512), (33, 40, 77))]
+    kinds = [(1, 64, None), (1, 64, "prefix"), (2, 64, "bool"), (4, 64, "bool"), (3, 5, "bias")]
+    for dtypes in ((BF16, BF16), (torch.int8, BF16), (torch.float8_e4m3fn, BF16), (torch.float32, torch.float32)):
+        variants += [(index_scores, (*kind, *dtypes), {}) for kind in kinds]
     variants += [(select, shape, {}) for shape in ((3, 5000, 77), (2, 300_000, 2048))]
     variants += [(slide, shape, {}) for shape in ((KV_LEN, 80), (2000, 128))]
     variants = variants[first::step]

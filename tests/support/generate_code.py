@@ -129,6 +129,10 @@ def project(sums, weight):
     return ops.project_heads.default(sums * 2, weight.narrow(1, 128, 128))
 
 
+def index_scores(q, keys, weights, mask):
+    return ops.index_scores.default(q * 2, keys, weights, scale=0.1, attn_mask=mask).topk(64).indices
+
+
 def selection(scores):
     return ops.top_picks.default(scores * 2, 2048)
 
@@ -176,6 +180,10 @@ cases = {
         ],
     ),
     "project": (project, [((2, 16, 1, 512), torch.float32), ((16, 256, 512), bf16)]),
+    "index scores": (
+        index_scores,
+        [((2, 1, 64, 128), bf16), ((2, 8192, 128), bf16), ((2, 1, 64), torch.float32), ((2, 1, 8192), torch.bool)],
+    ),
     "symbolic rows": (find_rows, ["n", ((7,), torch.int32)]),
     "symbolic lengths": (plain, [Q, *[((2, 8, "s", 128), bf16)] * 2]),
     "plain": (plain, [Q, KV, KV]),

@@ -13,13 +13,13 @@ import json, sys
 import torch
 from compiled import compile_launch
 from tatten.ops.cuda import block_mask, combine, decode, decode_grid, heuristics, levels, merge_states, project_heads
-from tatten.ops.cuda import picked, row_groups
+from tatten.ops.cuda import index_scores, picked, row_groups
 from tatten.ops.cuda import segment_launches, segments
 from tatten.ops.cuda.bound_kernel import bind
 from tatten.ops.cuda.recording import record
 from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 
-for module in (decode, decode_grid, combine, row_groups, levels, segment_launches, picked, project_heads):
+for module in (decode, decode_grid, combine, row_groups, levels, segment_launches, picked, project_heads, index_scores):
     module.multiprocessors = lambda device: 132
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -60,6 +60,12 @@ def project():
         return project_heads.plan_project_heads(*args)(*args)
     return call, sums, weight
 
+def index():
+    query, key, weights = empty(2, 1, 64, 128), empty(2, 8192, 128), empty(2, 1, 64, dtype=torch.float32)
+    def call(*args):
+        return index_scores.plan_index_scores(*args)(*args[:5])
+    return call, query, key, weights, empty(2, 1, 8192, dtype=torch.bool), None, 0.1
+
 cases = {
     "plain": attend,
     "bool mask": lambda: attend(empty(2, 1, 1, 4096, dtype=torch.bool)),
@@ -72,6 +78,7 @@ cases = {
     "row groups": groups,
     "merge": merge,
     "project": project,
+    "index scores": index,
 }
 def build(case):
     op, *args = cases[case]()
@@ -96,6 +103,7 @@ CASES = [
     "row groups",
     "merge",
     "project",
+    "index scores",
 ]
 
 

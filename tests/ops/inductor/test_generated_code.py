@@ -53,6 +53,7 @@ LOWERED = (
     "16 heads",
     "views",
     "project",
+    "index scores",
     "selection",
 )
 RUNS: list[tuple[str, bool, dict[str, bool]]] = [
@@ -61,7 +62,7 @@ RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *([(case, True, {"cpp_wrapper": True}) for case in ("128 heads", "large")] if NATIVE else []),
     *((case, True, {}) for case in (*IN_GLUON, "large")),
     *((case, lowered, {}) for case, lowered, _ in STAY_OPAQUE),
-    *((case, True, {"package": True}) for case in ("prefix", "128 heads", "unrounded", "project")),
+    *((case, True, {"package": True}) for case in ("prefix", "128 heads", "unrounded", "project", "index scores")),
 ]
 
 
@@ -165,6 +166,7 @@ def test_cpp_wrapper_launches_natively() -> None:
     [
         *((case, "decode_kernel") for case in ("prefix", "128 heads", "unrounded")),
         ("project", "project_heads_kernel"),
+        ("index scores", "index_scores_kernel"),
     ],
 )
 def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
@@ -183,6 +185,7 @@ def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
         ("capped segments", {"decode", "combine"}),
         ("16 heads", {"decode", "combine"}),
         ("project", {"project_heads"}),
+        ("index scores", {"index_scores"}),
         ("selection", {"count_scores", "write_picks"}),
     ],
 )

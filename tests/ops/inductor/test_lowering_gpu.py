@@ -121,6 +121,12 @@ def project() -> tuple:
     return ops.project_heads.default, (randn(3, 16, 2, 512, dtype=torch.float32), weight), {}
 
 
+def index_scores() -> tuple:
+    given = {"scale": 0.1, "attn_mask": torch.rand(3, 1, 4001, device="cuda") < 0.5}
+    weights = randn(3, 2, 64, dtype=torch.float32)
+    return ops.index_scores.default, (randn(3, 2, 64, 128), randn(3, 4001, 128), weights), given
+
+
 def latents(heads: int, q_len: int, *, masked: bool = True, unrounded: bool = False) -> tuple:
     query, query_rope = randn(2, heads, q_len, 512), randn(2, heads, q_len, 64)
     latent, key_rope = randn(2, 1, 3000, 576).split((512, 64), -1)
@@ -156,7 +162,7 @@ CASES = [
     *IN_GLUON, large,
     plain, short_and_whole, odd_dims, lengths, bool_mask, bool_mask_of_queries, bias, variant, float8, three_segments,
     capped_segments, masked_segments, rows, find_rows, find_blocks, merge,
-    project,
+    project, index_scores,
 ]  # fmt: skip
 
 
