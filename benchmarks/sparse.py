@@ -27,7 +27,7 @@ from __future__ import annotations
 import statistics
 
 import torch
-from support import picked_kernel, results
+from support import picked_cases, picked_kernel, results
 from support.command_line import arguments, machine
 from support.timing import read_rate
 
@@ -77,7 +77,7 @@ def main() -> None:
     print("heads batch  length picks     dtype    |", *(f"{c:>11}" for c in picked_kernel.CANDIDATES), end="")
     print(" us | bytes picked      all | masked/tatten tatten/copied    tatten/fa3")
     rows = []
-    for shape in picked_kernel.shapes(args.device):
+    for shape in picked_cases.shapes(args.device):
         r = picked_kernel.measure(shape, args.device, rate, args.rounds)
         rows.append(r)
         us = r["us"]
