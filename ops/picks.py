@@ -35,6 +35,15 @@ def with_first(indices: Tensor, n: int) -> Tensor:
     return torch.cat((first, torch.where(indices < 0, -1, indices + n)), dim=-1)
 
 
+def counted_from(indices: Tensor, first: int, step: int = 1) -> Tensor:
+    """Return `indices` of keys as those of a part of them: key `first`, and every `step`-th key behind it. For graphs.
+
+    Indices of other keys become negative, or stay beyond the part.
+    """
+    behind = indices - first
+    return behind if step == 1 else torch.where(behind % step == 0, behind // step, -1)
+
+
 def distinct_picks(
     indices: Tensor, query: Tensor, key: Tensor, index_block: int, name: str = "indices", key_name: str = "key"
 ) -> Tensor:
