@@ -10,6 +10,7 @@ from torch import Tensor
 from tatten.ops.call import AttentionCall
 from tatten.ops.picks_validation import check_indices
 from tatten.ops.sizes import ceil_div
+from tatten.ops.validation import check_tensors
 
 MISSING_INDICES = "`index_block`, `rest_bias` and `distinct_indices` must come with `indices`, got None for it"
 
@@ -70,6 +71,7 @@ def picks_options(
         if index_block != 1 or rest_bias is not None or distinct_indices:
             raise ValueError(MISSING_INDICES)
         return {}
+    check_tensors(indices=indices)
     if not distinct_indices:
         indices = distinct_picks(indices, query, key, index_block, key_name=key_name)
     return {"indices": indices, "index_block": index_block, "rest_bias": rest_bias}
