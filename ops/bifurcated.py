@@ -154,6 +154,7 @@ def bifurcated_attention(
     segments = list(keys), list(values), masks, data
     options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks, "batch_invariant": batch_invariant}
     if indices is not None:
+        check_tensors(**{f"indices[{i}]": x for i, x in enumerate(indices) if x is not None})
         picks = list(indices) if distinct_indices else _distinct_picks(query, keys, indices, index_block)
         options |= {"indices": picks, "index_block": index_block}
     elif index_block != 1 or distinct_indices:

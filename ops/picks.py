@@ -10,6 +10,7 @@ from torch import Tensor
 from tatten.ops.call import AttentionCall
 from tatten.ops.picks_validation import check_indices
 from tatten.ops.sizes import ceil_div
+from tatten.ops.validation import check_tensors
 
 MISSING_INDICES = "`index_block`, `rest_bias` and `distinct_indices` must come with `indices`, got None for it"
 
@@ -33,6 +34,15 @@ def with_first(indices: Tensor, n: int) -> Tensor:
     """Return `indices` of keys that `n` others precede, with these in front. Negative ones become -1. For graphs."""
     first = torch.arange(n, dtype=indices.dtype, device=indices.device).expand(*indices.shape[:-1], n)
     return torch.cat((first, torch.where(indices < 0, -1, indices + n)), dim=-1)
+
+
+def counted_from(indices: Tensor, first: int, step: int = 1) -> Tensor:
+    """Return `indices` of keys as those of a part of them: key `first`, and every `step`-th key behind it. For graphs.
+
+    Indices of other keys become negative, or stay beyond the part.
+    """
+    behind = indices - first
+    return behind if step == 1 else torch.where(behind % step == 0, behind // step, -1)
 
 
 def distinct_picks(
@@ -61,6 +71,7 @@ def picks_options(
         if index_block != 1 or rest_bias is not None or distinct_indices:
             raise ValueError(MISSING_INDICES)
         return {}
+    check_tensors(indices=indices)
     if not distinct_indices:
         indices = distinct_picks(indices, query, key, index_block, key_name=key_name)
     return {"indices": indices, "index_block": index_block, "rest_bias": rest_bias}

@@ -22,10 +22,15 @@ def widest_on_cuda(dtype: torch.dtype) -> int:
 
 
 def check_tensors(**arguments: object) -> None:
-    """Raise TypeError unless all arguments are tensors; the dispatcher's own error does not name them."""
+    """Raise TypeError unless all arguments are plain tensors; the dispatcher's own error does not name them."""
     for name, argument in arguments.items():
         if not isinstance(argument, Tensor):
             raise TypeError(f"`{name}` must be a Tensor, got {type(argument).__name__}")
+        if type(argument) is not Tensor and hasattr(argument, "placements"):
+            raise TypeError(
+                f"`{name}` must be a plain Tensor, got a {type(argument).__name__}: "
+                "pass `to_local()` of each, and merge the states of ranks by `tatten.tree_merge`"
+            )
 
 
 def check_no_grad(op: str, **tensors: Tensor | None) -> None:

@@ -20,6 +20,7 @@ from tatten.ops.latent_validation import FEW_QUERIES_ON_CUDA
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
 from tatten.ops.states import accumulator_dtype
 from tatten.passes.autocast import autocast_dtype
+from tatten.passes.indices import insert_indices
 from tatten.passes.latents import LatentMatch
 from tatten.passes.masks import Masks
 from tatten.passes.pieces import Piece
@@ -96,16 +97,17 @@ def _attend(
     wide: torch.dtype,
 ) -> list[Node]:
     """Insert attention to all latents, or to each segment of them, and return the states."""
-    columns = masks.columns(call, [x.latent for x in match.parts])
+    latents = [x.latent for x in match.parts]
+    columns, picks = masks.columns(call, latents), insert_indices(call, latents, masks.drafts)
     states, variant = [], call.variant
-    for segment, mask in zip(match.parts, columns, strict=True):
+    for segment, mask, named in zip(match.parts, columns, picks, strict=True):
         stored = segment.latent if match.segments else None
         latent = masks.as_attention_takes_it(segment.latent, call)
         key_rope = None if segment.rope is None else masks.as_attention_takes_it(segment.rope, call)
         kwargs = {"scale": scale, "block_mask": masks.block_mask(call, mask, stored), "out_dtype": wide, **variant}
         if match.batch_invariant:
             kwargs["batch_invariant"] = True
-        kwargs |= masks.indices(call, segment.latent)
+        kwargs |= named
         variant.pop("sinks", None)  # the next segment would count them again
         args = (*queries, latent, key_rope, mask)
         states.append(insert_op(call, torch.ops.tatten.latent_attention.default, args, kwargs))

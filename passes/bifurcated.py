@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from tatten.ops.layout import BATCH, HEADS, LENGTH
+from tatten.passes.indices import insert_indices
 from tatten.passes.masks import Masks
 from tatten.passes.match import Match
 from tatten.passes.reasons import Decline, Reason
@@ -106,4 +107,8 @@ def apply_bifurcated(match: BifurcatedMatch, masks: Masks) -> Node:
     made_for = enumerate(zip(columns, match.keys, rows, strict=True))
     block_masks = [masks.block_mask(call, *segment, every_block=i < shared) for i, segment in made_for]
     args = (call.query, keys, values, columns, block_masks, scale_of(call), *([groups] if any(groups) else []))
-    return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args, match.options)
+    picks = insert_indices(call, match.keys, masks.drafts)
+    options = match.options | picks[0]
+    if "indices" in options:
+        options["indices"] = [x["indices"] for x in picks]
+    return insert_op(call, torch.ops.tatten.bifurcated_attention.default, args, options)

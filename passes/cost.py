@@ -14,6 +14,7 @@ import torch
 
 from tatten.ops.cuda.tuning import gpu_rates
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
+from tatten.passes.picks import Picks
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import constant, hint, known_equal, known_tensor, same_storage, tensor_of
@@ -181,7 +182,8 @@ def cost_of(call: SdpaCall, keys: Sequence[Stored], values: Sequence[Stored], de
         group = q_heads // kv_heads if query.device.type == "cpu" and not call.grouped else 1
         reads = sizes.sequences // rows * (group if query.element_size() >= 4 else max(1, group // 4))
         moved += size * reads + (size + once) * copied
-        read += once if call.picks is None else once * call.picks.read_of(all_keys, queries) // max(all_keys, 1)
+        for n, segment in zip(stored, segments, strict=True):
+            read += _picked(n or 0, segment, call.picks, sizes, queries)
     rates = rates_of(query.device)
     bytes_per_us, segment_us = rates.bytes_per_us, rates.segment_us
     if decode:
@@ -208,3 +210,11 @@ def _bytes_read(stored: Stored, length: Size, sizes: Sizes, batch: int | None) -
             return None
         rows = min(rows, batch)
     return base.element_size() * rows * heads * sizes.length(length) * head_dim
+
+
+def _picked(of_all: int, stored: Stored, picks: Picks | None, sizes: Sizes, queries: int) -> int:
+    """The bytes of a segment that an op reads by indices, of those of all keys; sequences share no picks."""
+    if picks is None:
+        return of_all
+    length, sharing = sizes.length(stored.size(LENGTH)), sizes.sequences // (sizes.rows(stored.size(BATCH)) or 1)
+    return of_all * picks.read_of(length, queries * max(1, sharing)) // max(length, 1)

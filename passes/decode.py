@@ -14,6 +14,7 @@ from torch.fx import Node
 from tatten.passes.cost import Cost, cost_of
 from tatten.passes.dequantised import Scale, both_in_8_bits
 from tatten.passes.drafts import Drafting
+from tatten.passes.indices import insert_indices
 from tatten.passes.masks import Masks
 from tatten.passes.match import Match
 from tatten.passes.reasons import Decline, Reason
@@ -119,5 +120,5 @@ def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
             scales[name] = masks.drafts.insert(draft, call.node)
     block_mask = masks.block_mask(call, call.attn_mask)
     args = (call.query, key, value, call.attn_mask, None, scale_of(call), block_mask)
-    options = match.options | scales | masks.indices(call, match.keys[0])
+    options = match.options | scales | insert_indices(call, match.keys, masks.drafts)[0]
     return insert_op(call, torch.ops.tatten.decode_attention.default, args, options)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from tatten.ops.picks import with_first
+from tatten.ops.picks import counted_from, key_indices, with_first
 from tatten.passes.calls import argument, op_name
 from tatten.passes.drafts import is_draft, number_at
 from tatten.passes.mutation import written_between
@@ -18,6 +19,7 @@ from tatten.passes.views import Size
 
 INTEGERS = {torch.int32, torch.int64}  # in others two indices may become one
 TOP_K = {"topk", "sort", "argsort"}
+Outside = Callable[[float], bool]  # whether a number names no key
 KEEP_ROWS = CASTS | COPIES | RESHAPES | {"long", "int", "expand", "expand_as", "broadcast_to", "detach"}
 
 
@@ -41,7 +43,7 @@ def origin_of(indices: Node, size: int | None, place: Node) -> Origin:
 
     `size` is the number of keys, or of blocks of keys, that indices may name; None if it is dynamic.
     """
-    here, reader, all_in_range = indices, place, True
+    here, reader, all_in_range, is_outside = indices, place, True, _outside(size)
     while True:
         tensor = tensor_of(here)
         if tensor is None or _is_written(here, reader, place):
@@ -50,15 +52,38 @@ def origin_of(indices: Node, size: int | None, place: Node) -> Origin:
         if candidates is not None:
             return Origin(candidates, True, all_in_range)
         source = _same_rows(here)
-        if here.target is with_first:
-            source, first = here.args[0], here.args[1]  # type: ignore[assignment]
-            assert isinstance(first, int)
-            size, all_in_range = None if size is None else size - first, False
+        if here.target in RENUMBERED:
+            source, *numbers = here.args  # type: ignore[assignment]
+            is_outside, all_in_range = RENUMBERED[here.target](is_outside, *numbers), False  # type: ignore[index, arg-type]
         if source is None:
-            source, all_in_range = _but_for_fills(here, size, place), False
+            source, all_in_range = _but_for_fills(here, is_outside, place), False
         if source is None:
             return Origin()
         here, reader = source, here
+
+
+def _outside(size: int | None) -> Outside:
+    return lambda number: number < 0 or (size is not None and number >= size)
+
+
+def _before_with_first(is_outside: Outside, n: int) -> Outside:
+    return lambda number: number < 0 or is_outside(number + n)
+
+
+def _before_counted_from(is_outside: Outside, first: int, step: int = 1) -> Outside:
+    return lambda number: (number - first) % step != 0 or is_outside((number - first) // step)
+
+
+def _before_key_indices(is_outside: Outside, _: object, block: int) -> Outside:
+    return lambda number: all(is_outside(number * block + i) for i in range(block))
+
+
+# For each function that gives indices other numbers: which numbers name no key, given those that name none afterwards.
+RENUMBERED: dict[object, Callable[..., Outside]] = {
+    with_first: _before_with_first,
+    counted_from: _before_counted_from,
+    key_indices: _before_key_indices,
+}
 
 
 def _is_written(node: Node, reader: Node, place: Node) -> bool:
@@ -109,7 +134,7 @@ def _slices_rows(index: Any, rank: int) -> bool:
     return isinstance(parts[-1], slice) or (parts[-1] is ... and taken < rank)
 
 
-def _but_for_fills(node: Node, size: int | None, place: Node) -> Node | None:
+def _but_for_fills(node: Node, is_outside: Outside, place: Node) -> Node | None:
     """The indices of which some were replaced by a number that is out of range."""
     if op_name(node) == "masked_fill":
         pair = [argument(node, 0, "input"), argument(node, 2, "value")]
@@ -120,7 +145,7 @@ def _but_for_fills(node: Node, size: int | None, place: Node) -> Node | None:
         return None
     for source, fill in (pair, pair[::-1]):
         number = number_at(fill, node, place)
-        outside = number is not None and (number < 0 or (size is not None and number >= size))
+        outside = number is not None and is_outside(number)
         if outside and isinstance(source, Node) and rank_of(source) == rank_of(node):
             same_columns = known_equal(known_tensor(source).shape[-1], known_tensor(node).shape[-1])
             return source if same_columns and known_tensor(source).dtype in INTEGERS else None

@@ -38,7 +38,7 @@ LEAST_KEYS_PER_PICK = 4
 
 
 def find_picks(call: SdpaCall, drafts: Drafts) -> Picks | Decline | None:
-    """Find the keys that an eligible call on plain tensors selects. Makes drafts, and adds no guards.
+    """Find the keys that an eligible call selects; over DTensors, of the local part. Makes drafts, and adds no guards.
 
     Returns:
         The picks; why the mask of a selection has to be read as it is; or None where nothing is selected.
@@ -69,12 +69,19 @@ def find_picks(call: SdpaCall, drafts: Drafts) -> Picks | Decline | None:
         rest,
         origin.distinct,
         base is not call.attn_mask and _names_all(indices, marked.block, origin, kv_length),
-        kv_length,
+        kv_length * _ranks(call),
         by_top_k,
         frozenset(without_drafts(marked.path)) if read else frozenset(),
         marked.written if read else (),
     )
     return picks if picks.names_all else _check_length(picks) or picks
+
+
+def _ranks(call: SdpaCall) -> int:
+    """The number of ranks that hold a part of the call's keys each."""
+    if call.sharding is None or call.shares is not None:
+        return 1
+    return math.prod(call.sharding.mesh.size(dim) for dim in call.sharding.merge_dims)
 
 
 def _excludes(outside: float, mask: Tensor) -> bool:
@@ -140,7 +147,7 @@ def _check_length(picks: Picks) -> Decline | None:
 
 def _made_of(mask: Node) -> set[Node]:
     """The nodes that a mask is made of, back to the numbers that other layers computed."""
-    steps = PURE | POINTWISE | CATS | {"repeat_interleave", "pad", "slice"}
+    steps = PURE | POINTWISE | CATS | {"repeat_interleave", "pad", "slice", "narrow", "from_local", "to_local"}
 
     def above(node: Node) -> list[Node]:
         tensor, scatters = tensor_of(node), [x for x in node.users if op_name(x) in IN_PLACE]

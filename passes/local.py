@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from tatten.ops.layout import LENGTH
+from tatten.ops.picks import counted_from
+from tatten.ops.sizes import ceil_div
 from tatten.passes.calls import argument, op_name
 from tatten.passes.drafts import Drafting, Drafts
-from tatten.passes.symbolic import known_tensor, same_storage, tensor_of
+from tatten.passes.symbolic import constant, known_tensor, same_storage, tensor_of
 
 if TYPE_CHECKING:
     from tatten.ops.distributed.placement import Sharding
@@ -40,6 +43,16 @@ class Share:
         for parts, index in self.chunks:
             columns = chunk(draft, columns, dim, parts, index)
         return stripe(draft, columns, dim, *self.stripe)
+
+    def indices(self, draft: Drafting, indices: Node) -> Node:
+        """Draft the indices of keys of this part, given those of keys of the segment, which has a constant length."""
+        size = constant(self.segment.size(LENGTH))
+        assert size is not None
+        for parts, index in self.chunks:
+            first, size = _chunk_of(size, parts, index)
+            indices = draft(counted_from, indices, first)
+        ranks, rank = self.stripe
+        return indices if ranks == 1 else draft(counted_from, indices, rank, ranks)
 
 
 def local_input(dtensor: Node) -> Node | None:
@@ -73,15 +86,20 @@ def chunk(draft: Drafting, node: Node, dim: int, parts: int, index: int) -> Node
     """Draft what a DTensor that is sharded over `dim` has on one of its ranks."""
     size = known_tensor(node).shape[dim]
     if isinstance(size, int):
-        each = (size + parts - 1) // parts
-        begin = min(index * each, size)
-        return draft(torch.narrow, node, dim, begin, min(each, size - begin))
+        return draft(torch.narrow, node, dim, *_chunk_of(size, parts, index))
     # Not torch.chunk, which may make less than `parts` of it.
     size_node = draft("size", node, dim)
     each_node = draft(operator.floordiv, draft(operator.add, size_node, parts - 1), parts)
     begin_node = draft(torch.sym_min, draft(operator.mul, each_node, index), size_node)
     length = draft(torch.sym_min, each_node, draft(operator.sub, size_node, begin_node))
     return draft(torch.narrow, node, dim, begin_node, length)
+
+
+def _chunk_of(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Where a chunk begins, and its length."""
+    each = ceil_div(size, parts)
+    begin = min(index * each, size)
+    return begin, min(each, size - begin)
 
 
 def stripe(draft: Drafting, node: Node, dim: int, parts: int, index: int) -> Node:

@@ -1,11 +1,11 @@
-"""Steps from indices to a mask that change its columns: blocks of keys, the first ones, others in front of them."""
+"""Steps from indices to a mask that change its columns: blocks of keys, some of them, others in front of them."""
 
 from __future__ import annotations
 
 from torch.fx import Node
 
-from tatten.ops.picks import with_first
-from tatten.passes.calls import argument
+from tatten.ops.picks import counted_from, key_indices, with_first
+from tatten.passes.calls import argument, op_name
 from tatten.passes.marked import Marked, Reading
 from tatten.passes.symbolic import constant, known_equal, known_shape, known_tensor, rank_of, same_storage, tensor_of
 
@@ -25,23 +25,40 @@ def read_in_blocks(reading: Reading, node: Node) -> Marked | None:
 
 
 def read_sliced(reading: Reading, node: Node) -> Marked | None:
-    """The first columns, of all rows."""
+    """Some columns, each as far from the next one, of all rows."""
     source = argument(node, 0, "input")
     before, after = tensor_of(source), known_tensor(node)
     if before is None or before.dim() != after.dim() or not same_storage(before, after):
         return None
-    if not known_shape(before.shape[:-1], after.shape[:-1]) or not known_shape(before.stride(), after.stride()):
+    if not known_shape((*before.shape[:-1], *before.stride()[:-1]), (*after.shape[:-1], *after.stride()[:-1])):
         return None
-    if not known_equal(before.storage_offset(), after.storage_offset()):
-        return None
+    skipped = constant(after.storage_offset() - before.storage_offset())
+    stride, each = constant(before.stride(-1)), constant(after.stride(-1))
     marked = reading.read(source, node)
-    if marked is None:
+    if marked is None or skipped is None or not stride or not each or skipped % stride or each % stride:
         return None
-    inside, in_range = marked.inside, marked.in_range and known_equal(before.shape[-1], after.shape[-1])
+    inside, first, step = marked.inside, skipped // stride, each // stride
+    in_range = marked.in_range and known_equal(before.shape[-1], after.shape[-1])
     if isinstance(inside, Node):
         alike = known_shape(known_tensor(inside).shape, before.shape)
+        columns_alone = op_name(node) != "narrow" or argument(node, 1, "dim") in (-1, before.dim() - 1)
+        alike = alike or (columns_alone and known_equal(known_tensor(inside).shape[-1], before.shape[-1]))
         inside = reading.draft(node.target, inside, *node.args[1:], **node.kwargs) if alike else None
-    return marked.after(node, inside=inside, in_range=in_range)
+    indices, block = _of_columns(reading, marked, source, first, step)
+    return marked.after(node, indices=indices, block=block, inside=inside, in_range=in_range)
+
+
+def _of_columns(reading: Reading, marked: Marked, source: Node, first: int, step: int) -> tuple[Node, int]:
+    """The indices, and how many keys each names, among every `step`-th column from `first` on."""
+    indices, block = marked.indices, marked.block
+    if first < step and block % step == 0:
+        return indices, block // step  # some of the columns of each block
+    if first % block or step > 1:
+        columns = constant(known_tensor(source).shape[-1])
+        size = reading.draft("size", source, -1) if columns is None else columns
+        indices = indices if block == 1 else reading.draft(key_indices, indices, size, block)
+        block = 1
+    return reading.draft(counted_from, indices, first // block, step), block
 
 
 def read_beside(reading: Reading, node: Node) -> Marked | None:

@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from tatten.passes.calls import argument, op_name
 from tatten.passes.drafts import Drafts, is_draft
 from tatten.passes.literals import rounded
+from tatten.passes.local import local_input
 from tatten.passes.marked import Marked, Reading, on_one_device, written
 from tatten.passes.mask_columns import SLICES, read_beside, read_in_blocks, read_sliced
 from tatten.passes.op_names import CASTS, CATS, COPIES
@@ -72,9 +73,19 @@ def _step(reading: Reading, node: Node) -> Marked | None:
         return read_sliced(reading, node)
     if name in CATS:
         return read_beside(reading, node)
+    if name == "to_local":
+        return _local(reading, node)
     if name in POINTWISE:
         return _of_numbers(reading, node) or (_sum(reading, node) if name == "add" else None)
     return None
+
+
+def _local(reading: Reading, node: Node) -> Marked | None:
+    """The local part of a DTensor that the graph made of it."""
+    dtensor = argument(node, 0, "self")
+    local = local_input(dtensor) if isinstance(dtensor, Node) else None
+    marked = reading.read(local, node)
+    return None if marked is None else dataclasses.replace(marked, path=(*marked.path, dtensor, node))
 
 
 def _name(node: Node) -> str:

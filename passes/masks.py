@@ -12,15 +12,13 @@ from torch import SymInt
 from torch.fx import Node
 
 from tatten.ops.layout import BATCH, HEADS, LENGTH
-from tatten.ops.picks import without_duplicates
-from tatten.ops.sizes import ceil_div
 from tatten.passes.autocast import autocast_dtype
 from tatten.passes.calls import op_name
 from tatten.passes.drafts import Drafting, Drafts
 from tatten.passes.recomputed import Recomputed
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import constant, known_equal, known_tensor, same_storage, tensor_of
+from tatten.passes.symbolic import constant, known_equal, same_storage, tensor_of
 
 
 class Masks:
@@ -83,7 +81,7 @@ class Masks:
         if key not in self._columns or call.node < self._columns[key][0]:
             graph = call.node.graph
             with graph.inserting_before(call.node):
-                sizes = [_size(segment, LENGTH) for segment in segments]
+                sizes = [size_of(segment, LENGTH) for segment in segments]
                 split = graph.call_function(torch.split, (call.attn_mask, sizes, -1))
                 columns = [graph.call_function(operator.getitem, (split, i)) for i in range(len(segments))]
             parts = [mask.new_empty((*mask.shape[:-1], segment.size(LENGTH))) for segment in segments]
@@ -101,7 +99,7 @@ class Masks:
         if segment.rows is None:
             return None
         chosen, key = segment.rows, (segment.rows.key, str(segment.size(BATCH)))
-        return self._once(key, call, chosen.read, lambda: chosen.insert(call.node.graph, _size(segment, BATCH)))
+        return self._once(key, call, chosen.read, lambda: chosen.insert(call.node.graph, size_of(segment, BATCH)))
 
     def row_groups(self, call: SdpaCall, segment: Stored, rows: Node | None) -> Node | None:
         """The row groups of a segment, given the row that each sequence reads: made once for all layers.
@@ -120,46 +118,12 @@ class Masks:
                 q_len = _size_of(call.query, LENGTH, query.shape[LENGTH])
                 product = graph.call_function(operator.mul, (q_len, each))
                 product.meta["example_value"] = queries
-            args = rows, _size(segment, BATCH), product if number is None else number
+            args = rows, size_of(segment, BATCH), product if number is None else number
             groups = graph.call_function(torch.ops.tatten.row_groups.default, args)
             groups.meta["stack_trace"] = call.shown.meta.get("stack_trace")
             return groups
 
         return self._once((rows, str(stored), str(queries)), call, (rows,), insert)
-
-    def indices(self, call: SdpaCall, keys: Stored) -> dict[str, Any]:
-        """The arguments of an op that name the keys that it reads, given its keys; none if it reads all of them.
-
-        Duplicates are removed once for all layers that share the indices.
-        """
-        picks = call.picks
-        if picks is None or picks.names_all:
-            return {}
-        draft, indices = Drafting(self.drafts, call.shown), picks.indices
-        kv_heads = constant(keys.size(HEADS)) or 1
-        if picks.heads not in (1, kv_heads):
-            indices = draft("repeat_interleave", indices, kv_heads // picks.heads, 1)
-        node = self.drafts.insert(draft.cast(indices, torch.int32), call.node)
-        if not picks.distinct:
-            node = self._distinct(call, node, picks.block, keys)
-        arguments = {"indices": node, "index_block": picks.block, "rest_bias": picks.rest_bias}
-        defaults = {"index_block": 1, "rest_bias": None}
-        return {name: x for name, x in arguments.items() if name not in defaults or x != defaults[name]}
-
-    def _distinct(self, call: SdpaCall, indices: Node, block: int, keys: Stored) -> Node:
-        """Insert what removes duplicates from indices of keys, or of blocks of them."""
-        tensor = known_tensor(indices)
-
-        def insert() -> Node:
-            size = _size(keys, LENGTH)
-            graph = call.node.graph
-            if block > 1:
-                size = graph.call_function(ceil_div, (size, block)) if isinstance(size, Node) else ceil_div(size, block)
-            node = graph.call_function(without_duplicates, (indices, size))
-            node.meta.update(call.shown.meta, example_value=tensor.new_empty(tensor.shape))
-            return node
-
-        return self._once((indices, block, str(keys.size(LENGTH))), call, (indices,), insert)
 
     def block_mask(
         self,
@@ -191,7 +155,7 @@ class Masks:
         made_for = columns, "" if segment is None or one_to_one else str(segment.size(BATCH)), rows, every_block
 
         def insert() -> Node:
-            kv_batch = () if segment is None or one_to_one else (_size(segment, BATCH),)
+            kv_batch = () if segment is None or one_to_one else (size_of(segment, BATCH),)
             args = (columns, *kv_batch, *(() if rows is None else (rows,)))
             listing: dict[str, Any] = {"every_block": True} if every_block else {}
             block_mask = call.node.graph.call_function(torch.ops.tatten.block_mask.default, args, listing)
@@ -224,7 +188,7 @@ def _is_basic(index: Any) -> bool:
     return all(part is None or part is ... or isinstance(part, int | slice) for part in parts)
 
 
-def _size(segment: Stored, role: int) -> int | Node:
+def size_of(segment: Stored, role: int) -> int | Node:
     """A size of the segment as an argument of an op: a number if it is the same in every run, else a node."""
     return _size_of(segment.base, segment.dims[role], segment.size(role))
 

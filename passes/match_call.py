@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from tatten.ops.layout import HEADS
+from tatten.ops.layout import HEADS, LENGTH
 from tatten.passes.batch_invariant import check_invariant, find_invariant
 from tatten.passes.bifurcated import BifurcatedMatch, match_bifurcated
 from tatten.passes.decode import DecodeMatch, match_decode
@@ -19,6 +19,7 @@ from tatten.passes.run import Run
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.segments import find_segments, in_one
 from tatten.passes.stored import Stored
+from tatten.passes.symbolic import constant, known_equal
 from tatten.passes.tree import find_local
 
 
@@ -50,8 +51,13 @@ def match_call(call: SdpaCall, run: Run) -> MatchedCall | Decline:
     if decline is not None:
         return decline
     local_call = local or call
+    picks = find_picks(local_call, run.masks.drafts)
+    if isinstance(picks, Decline):
+        call = _remarking(call, picks)
+    else:
+        local_call = dataclasses.replace(local_call, picks=picks)
     if local is None:
-        call = local_call = _with_picks(call, run)
+        call = dataclasses.replace(call, picks=local_call.picks)
     latents = None if call.log_sums else _match_latents(call, local_call, run)
     if isinstance(latents, LatentMatch):
         return _checked(MatchedCall(call, latents))
@@ -64,12 +70,6 @@ def match_call(call: SdpaCall, run: Run) -> MatchedCall | Decline:
     if latents is not None:
         note = "; ".join(filter(None, (f"not absorbed [{latents.reason.value}]: {latents.detail}", note)))
     return _checked(MatchedCall(call, match, note))
-
-
-def _with_picks(call: SdpaCall, run: Run) -> SdpaCall:
-    """The call with the keys that it selects, or with a remark on why its mask is read as it is."""
-    picks = find_picks(call, run.masks.drafts)
-    return _remarking(call, picks) if isinstance(picks, Decline) else dataclasses.replace(call, picks=picks)
 
 
 def _remarking(call: SdpaCall, decline: Decline) -> SdpaCall:
@@ -91,12 +91,16 @@ def _check_picks(match: DecodeMatch | BifurcatedMatch | LatentMatch) -> Decline 
     picks = match.call.picks
     if picks is None or picks.names_all:
         return None
-    if isinstance(match, BifurcatedMatch) or (isinstance(match, LatentMatch) and match.segments):
-        return Decline(Reason.PICKS, f"{picks}, which are read in segments")
-    kv_heads = 1 if isinstance(match, LatentMatch) else match.keys[0].size(HEADS)
-    if picks.fits(kv_heads):
-        return None
-    return Decline(Reason.PICKS, f"{picks}: the indices of {picks.heads} heads, for {kv_heads} kv heads")
+    if any(constant(x.segment.size(LENGTH)) is None for shares in match.call.shares or () for x in shares):
+        return Decline(Reason.PICKS, f"{picks}, in DTensors of several placements and dynamic lengths")
+    parts = [x.latent for x in match.parts] if isinstance(match, LatentMatch) else match.keys
+    if picks.rest_bias is not None and len(parts) > 1:
+        no_keys = "a row without any key is the mean of the values of all segments"
+        return Decline(Reason.PICKS, f"{picks}, others have the bias {picks.rest_bias}: {no_keys}")
+    for kv_heads in (x.size(HEADS) for x in parts):
+        if not picks.fits(kv_heads) or not (picks.heads == 1 or known_equal(kv_heads, parts[0].size(HEADS))):
+            return Decline(Reason.PICKS, f"{picks}: the indices of {picks.heads} heads, for {kv_heads} kv heads")
+    return None
 
 
 def _match_latents(call: SdpaCall, local_call: SdpaCall, run: Run) -> LatentMatch | Decline | None:

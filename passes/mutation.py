@@ -16,7 +16,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from tatten.ops.picks import with_first, without_duplicates
+from tatten.ops.picks import counted_from, key_indices, with_first, without_duplicates
 from tatten.ops.sizes import ceil_div
 from tatten.ops.storage import all_of, same_storage
 from tatten.ops.watch import Watch
@@ -33,7 +33,7 @@ IN_PLACE_OPERATORS = frozenset(
 READING_OPERATORS = frozenset((getattr, *(getattr(operator, name) for name in operator.__all__ if name != "call")))
 READING_OPERATORS -= IN_PLACE_OPERATORS
 RESHAPED_IN_PLACE = {"squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "as_strided_"}
-READING_FUNCTIONS = frozenset((without_duplicates, with_first, ceil_div))  # of tatten itself
+READING_FUNCTIONS = frozenset((without_duplicates, with_first, counted_from, key_indices, ceil_div))  # of tatten itself
 DTENSOR_READS = ("from_local", "to_local", "redistribute", "full_tensor")
 
 T = TypeVar("T")

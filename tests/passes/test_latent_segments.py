@@ -123,3 +123,33 @@ def test_each_segment_is_read_where_it_is_stored(fn: Callable[..., Tensor], q_le
     with torch.no_grad():
         got = torch.compile(fn, backend="tatten", options={"inner": "eager"})(*[x.clone() for x in args])
     torch.testing.assert_close(got, fn(*[x.clone() for x in args]), rtol=1e-12, atol=1e-12)
+
+
+def selecting(floor: float | None) -> Callable[..., Tensor]:
+    """Each query picks 6 keys, among those of the prompt and its own."""
+
+    def fn(q, w, c, rope, c_new, rope_new, mask):
+        scores = (q[..., :1] * torch.arange(PROMPT + SUFFIX)).sin()[:, :1]
+        picks = scores.masked_fill(~mask, -torch.inf).topk(6, -1).indices
+        mask = mask & torch.zeros_like(mask).scatter(-1, picks, True)
+        mask = mask if floor is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, floor)
+        return forked(q, w, c, rope, c_new, rope_new, mask)
+
+    return fn
+
+
+@pytest.mark.parametrize("floor", [None, -torch.inf, torch.finfo(torch.float32).min])
+def test_picks_are_those_of_each_segment(floor: float | None) -> None:
+    fn = selecting(floor)
+    gm = capture(fn, *inputs(q_len=2))
+    (finding,) = rewrite(gm).findings
+    ops = [x for x in gm.graph.nodes if x.target is torch.ops.tatten.latent_attention.default]
+    assert [tensor_of(x.args[2]).shape[0] for x in ops] == [2, 6]
+    finite = floor is not None and floor > -torch.inf
+    assert ["indices" in x.kwargs for x in ops] == [not finite] * 2, finding.note
+    assert ("not read by indices [picks]: 6 of 46 keys by top-k, others have the bias" in finding.note) == finite
+    assert any(x.target == "scatter" for x in gm.graph.nodes) == finite
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(fn, backend="tatten", options={"inner": "eager"})(*inputs(q_len=2))
+    torch.testing.assert_close(got, fn(*inputs(q_len=2)), rtol=1e-12, atol=1e-12)

@@ -284,3 +284,51 @@ def test_what_is_expanded_all_the_same_is_attended_to_locally_and_noted(make: Ca
         assert op == "decode_attention"
         assert "local, then merged" in note
         assert f"not absorbed [{DECLINED[make].value}]" in note
+
+
+def selecting(mesh: DeviceMesh, shared: bool) -> Callable[..., Tensor]:
+    """Queries pick some of all latents, of which each rank has every n-th."""
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+
+    def fn(q: Tensor, w: Tensor, c: Tensor, rope: Tensor, scores: Tensor, base: Tensor, *new: Tensor) -> Tensor:
+        picks = scores.masked_fill(~base, -torch.inf).topk(5, -1).indices
+        mask = base & torch.zeros_like(base).scatter(-1, picks, True)
+        program = forked(mesh, [S2]) if shared else of_locals(mesh, [S2])
+        return program(q, w, c, rope, mask[..., rank::ranks], *new)
+
+    return fn
+
+
+def of_picks(shared: bool) -> tuple[Outcome, list[bool], bool]:
+    mesh = a_mesh(2)
+    args = tensors()
+    q, w, c, rope, base = args
+    scores = torch.randn(base.shape, generator=torch.Generator().manual_seed(4))
+    if shared:
+        c, rope = (torch.cat((x[:1, :, :16].expand(B, -1, -1, -1), x[:, :, 16:]), dim=2) for x in (c, rope))
+    picks = scores.masked_fill(~base, -torch.inf).topk(5, -1).indices
+    want = whole(q, w, c, rope, base & torch.zeros_like(base).scatter(-1, picks, True))
+    _, _, own_c, own_rope, _ = own(mesh, [S2], [q, w, c, rope, base])
+    given = (q, w, own_c, own_rope, scores, base)
+    if shared:
+        given = (
+            *(q, w, own_c[:1, :, :8].clone(), own_rope[:1, :, :8].clone(), scores, base),
+            *(own_c[:, :, 8:].clone(), own_rope[:, :, 8:].clone()),
+        )
+    cost.RATES["cpu"] = cost.Rates(bytes_per_us=1.0, segment_us=0.0)
+    gm = capture(selecting(mesh, shared), *given)
+    rewrite(gm)
+    ops = [x for x in gm.graph.nodes if x.target is torch.ops.tatten.latent_attention.default]
+    scattered = any(x.target == "scatter" for x in gm.graph.nodes)
+    return outcome(selecting(mesh, shared), given, want), ["indices" in x.kwargs for x in ops], scattered
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_rank_attends_to_the_latents_that_were_picked(shared: bool) -> None:
+    for found, named, scattered in run_ranks(2, of_picks, shared):
+        assert found.ops == [LATENT]
+        assert found.error < 1e-12
+        assert named == [True] * (1 + shared), found.findings
+        assert not scattered
+        assert len(found.collectives) == 1
+        assert f"5 of {S} keys by top-k" in found.findings[0][1]
