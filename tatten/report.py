@@ -44,7 +44,7 @@ class Report:
 
     @property
     def rewritten(self) -> list[Rewritten]:
-        """SDPA calls that became tatten ops, in order.
+        """SDPA calls, and scores of indexers (`attention=False`), that became tatten ops, in order.
 
         Examples:
             >>> import torch, tatten
@@ -59,7 +59,7 @@ class Report:
 
     @property
     def declined(self) -> list[Declined]:
-        """SDPA calls that stayed, and attention that isn't an SDPA call, each with its reason.
+        """SDPA calls and scores of indexers that stayed, and attention that isn't an SDPA call, each with its reason.
 
         Examples:
             >>> import torch, tatten

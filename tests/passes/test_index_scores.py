@@ -186,7 +186,7 @@ def test_prefills_and_training_stay() -> None:
 
 def test_autocast_rounds_products() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        (finding,), gm, out = run_rewritten(index_forms.deepseek_v32, *inputs())
+        (finding,), _, out = run_rewritten(index_forms.deepseek_v32, *inputs())
         want = index_forms.deepseek_v32(*inputs())
     assert finding.decline.reason.value == "index_scores"
     assert "bfloat16" in finding.decline.detail
@@ -203,7 +203,7 @@ def test_vmap() -> None:
 
 def test_few_keys_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cost.RATES, "cpu", cost.Rates(bytes_per_us=1e3, segment_us=200.0))
-    (finding,), gm, _ = run_rewritten(index_forms.deepseek_v32, *inputs())
+    (finding,), _, _ = run_rewritten(index_forms.deepseek_v32, *inputs())
     assert finding.decline.reason.value == "index_small"
     keys, scores = B * S * D, B * L * S
     moved, read = keys * (2 + 2 * 4) + scores * 4 * (2 * H + 1), keys * 2 + scores * 4
