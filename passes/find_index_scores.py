@@ -17,7 +17,7 @@ from tatten.ops.states import accumulator_dtype
 from tatten.passes.eligible import check_q_len, check_transformed
 from tatten.passes.index_cost import IndexCost, index_cost
 from tatten.passes.index_operands import KEY, OF_DIM, OF_LENGTH, OF_QUERIES, QUERY, WEIGHTS, operands_of
-from tatten.passes.index_steps import Steps, steps_back
+from tatten.passes.index_steps import ScaleSteps, steps_back
 from tatten.passes.index_sum import Masked, Summed, find_mask, find_sum
 from tatten.passes.metadata import dead_from, readers, reads_values
 from tatten.passes.mutation import mover_of, written_arguments, written_between
@@ -30,7 +30,7 @@ SCALES = 1e-30, 1e30  # of numbers after relu that are inputs: above 0 and finit
 
 
 @dataclass(frozen=True)
-class IndexScores:
+class IndexerScores:
     """The scores of an indexer.
 
     Attributes:
@@ -53,7 +53,7 @@ class IndexScores:
     cost: IndexCost | None
 
 
-def find_index_scores(relu: Node, run: Run) -> IndexScores | Decline | None:
+def find_index_scores(relu: Node, run: Run) -> IndexerScores | Decline | None:
     """Read the scores around a relu. Changes nothing; guards the sign of a number that is an input.
 
     Returns:
@@ -96,7 +96,7 @@ def _check_tensors(product: Product, summed: Summed) -> Decline | None:
     return None
 
 
-def _check_form(above: Steps, product: Product, summed: Summed) -> Decline | None:
+def _check_form(above: ScaleSteps, product: Product, summed: Summed) -> Decline | None:
     """Check that nothing stands between the products and their sum but relu and scales."""
     obstacle = above.obstacle or summed.steps.obstacle
     if obstacle:
@@ -107,7 +107,7 @@ def _check_form(above: Steps, product: Product, summed: Summed) -> Decline | Non
     return None if math.isfinite(scale) else Decline(Reason.INDEX_SCORES, f"products are multiplied by {scale}")
 
 
-def _read(above: Steps, product: Product, summed: Summed, run: Run) -> IndexScores | Decline:
+def _read(above: ScaleSteps, product: Product, summed: Summed, run: Run) -> IndexerScores | Decline:
     masked, lead = find_mask(summed), summed.parts[:2]
     sizes = summed.sizes | {OF_DIM: known_tensor(product.left.node).shape[-1]}
     queries = operands_of(product.left, (*lead, summed.parts[2], OF_DIM), QUERY, sizes)
@@ -138,7 +138,7 @@ def _read(above: Steps, product: Product, summed: Summed, run: Run) -> IndexScor
             unknown = f"`{factor}`, which multiplies products after relu, isn't known to be above 0"
             return Decline(Reason.INDEX_SCORES, unknown)
     factors = above.factors + summed.steps.factors
-    return IndexScores(product.node, query, key, weight, scale, factors, masked, frozenset(path), cost)
+    return IndexerScores(product.node, query, key, weight, scale, factors, masked, frozenset(path), cost)
 
 
 def _unlike(product: Product, summed: Summed) -> str:

@@ -16,7 +16,7 @@ from tatten.passes.views import source_of
 
 
 @dataclass(frozen=True)
-class Step:
+class ScaleStep:
     """A step from `source` on: its product with a number, or something that the op doesn't do (`obstacle`).
 
     The number is `scale` times `factor`, if there is one: a number that is an input of the graph.
@@ -29,7 +29,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Steps:
+class ScaleSteps:
     """All steps between `node` and another one: the product of their scales, the first obstacle and their nodes."""
 
     node: Node
@@ -38,10 +38,10 @@ class Steps:
     factors: tuple[Node, ...] = ()
     obstacle: str = ""
 
-    def after(self, node: Node, step: Step) -> Steps:
+    def after(self, node: Node, step: ScaleStep) -> ScaleSteps:
         """These steps and one more, with which they end at `node`."""
         factors = self.factors if step.factor is None else (*self.factors, step.factor)
-        return Steps(node, (*self.path, node), self.scale * step.scale, factors, self.obstacle or step.obstacle)
+        return ScaleSteps(node, (*self.path, node), self.scale * step.scale, factors, self.obstacle or step.obstacle)
 
 
 def is_relu(node: Node) -> bool:
@@ -52,27 +52,29 @@ def is_relu(node: Node) -> bool:
     return name == "relu"
 
 
-def steps_back(relu: Node) -> Steps | None:
+def steps_back(relu: Node) -> ScaleSteps | None:
     """Find the product that a relu gets, and the steps to it; None where it gets something else."""
     source = source_of(relu)
-    steps = None if source is None else Steps(source, (source,))
+    steps = None if source is None else ScaleSteps(source, (source,))
     while steps is not None and product_of(steps.node) is None:
         step = step_at(steps.node)
         steps = None if step is None else steps.after(step.source, step)
     return steps
 
 
-def step_at(node: Node) -> Step | None:
+def step_at(node: Node) -> ScaleStep | None:
     """The step that a node is, if it is one."""
     name, tensor, scaled = op_name(node), tensor_of(node), factor_of(node)
     if scaled is not None:
-        return Step(*scaled)
+        return ScaleStep(*scaled)
     if name in CASTS | COPIES:
         source = source_of(node)
         before = tensor_of(source)
         if source is None or before is None or tensor is None:
             return None
-        return Step(source, obstacle="" if before.dtype == tensor.dtype else f"`{node}` casts them to {tensor.dtype}")
+        return ScaleStep(
+            source, obstacle="" if before.dtype == tensor.dtype else f"`{node}` casts them to {tensor.dtype}"
+        )
     if name.removesuffix("_") not in TIMES or tensor is None:
         return None
     a, b = argument(node, 0, "input"), argument(node, 1, "other")
@@ -80,18 +82,18 @@ def step_at(node: Node) -> Step | None:
         before = tensor_of(source)
         if before is not None and known_shape(before.shape, tensor.shape):
             if is_input_number(other) and "div" not in name:
-                return Step(source, factor=other)
-            return Step(source, obstacle=f"`{node}` multiplies them by something else than a number")
+                return ScaleStep(source, factor=other)
+            return ScaleStep(source, obstacle=f"`{node}` multiplies them by something else than a number")
     return None
 
 
-def next_step(node: Node) -> tuple[Node, Step] | None:
+def next_step(node: Node) -> tuple[Node, ScaleStep] | None:
     """The first user of a node that is a step from it, and that step; after relu, only numbers above 0 are scales."""
     for user in sorted(node.users):
         step = step_at(user)
         if step is not None and step.source is node:
             negative = f"`{user}` multiplies them by {step.scale:g} after relu"
-            return user, step if step.scale > 0 else Step(node, obstacle=negative)
+            return user, step if step.scale > 0 else ScaleStep(node, obstacle=negative)
     return None
 
 

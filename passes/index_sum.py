@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from tatten.passes.calls import argument, op_name
 from tatten.passes.index_operands import OF_BATCH, OF_HEADS, OF_LENGTH, OF_QUERIES, SCORES, mask_operand
-from tatten.passes.index_steps import Steps, next_step, only_reader
+from tatten.passes.index_steps import ScaleSteps, next_step, only_reader
 from tatten.passes.literals import number_of
 from tatten.passes.mutation import writes
 from tatten.passes.op_names import MATMULS, RESHAPES
@@ -37,7 +37,7 @@ class Summed:
         path: the nodes between.
     """
 
-    steps: Steps
+    steps: ScaleSteps
     node: Node
     parts: tuple[Part, ...]
     weights: Node
@@ -74,7 +74,7 @@ class Masked:
 
 def find_sum(relu: Node) -> Summed | None:
     """Find the weighted sum over heads that a relu leads to, if it leads to one."""
-    steps = Steps(relu, (relu,))
+    steps = ScaleSteps(relu, (relu,))
     while True:
         for user in sorted(steps.node.users):
             found = _matmul(steps, user) or _times(steps, user) or _einsum(steps, user)
@@ -87,7 +87,7 @@ def find_sum(relu: Node) -> Summed | None:
         steps = steps.after(node, step)
 
 
-def _matmul(steps: Steps, user: Node) -> Summed | None:
+def _matmul(steps: ScaleSteps, user: Node) -> Summed | None:
     """`weights[..., None, :] @ scores`."""
     if op_name(user) not in MATMULS or argument(user, 1, "other") is not steps.node:
         return None
@@ -98,7 +98,7 @@ def _matmul(steps: Steps, user: Node) -> Summed | None:
     return Summed(steps, user, parts, weights, (OF_BATCH, OF_QUERIES, OF_LENGTH, OF_HEADS), 2)
 
 
-def _times(steps: Steps, user: Node) -> Summed | None:
+def _times(steps: ScaleSteps, user: Node) -> Summed | None:
     """`(scores * weights[..., None]).sum(heads)`, where heads are before queries or behind them."""
     if op_name(user).removesuffix("_") not in TIMES:
         return None
@@ -121,7 +121,7 @@ def _summing(products: Node) -> Node | None:
     return next((x for x in sorted(products.users) if op_name(x) == "sum" and x.args[0] is products), None)
 
 
-def _einsum(steps: Steps, user: Node) -> Summed | None:
+def _einsum(steps: ScaleSteps, user: Node) -> Summed | None:
     """An einsum of scores and weights in any order of their dims."""
     if op_name(user) != "einsum":
         return None

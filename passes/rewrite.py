@@ -12,7 +12,7 @@ from tatten.passes.apply_match import apply_match
 from tatten.passes.attention import Attention, find_attention, find_nested, read_attention
 from tatten.passes.describe import declined
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
-from tatten.passes.find_index_scores import IndexScores, find_index_scores
+from tatten.passes.find_index_scores import IndexerScores, find_index_scores
 from tatten.passes.findings import Declined, GraphReport, Rewritten, source_location
 from tatten.passes.index_steps import is_relu
 from tatten.passes.internal import CallError, Snapshot, decline_internal, declined_graph, or_nothing
@@ -120,7 +120,7 @@ def _score_keys(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> li
         except Exception as error:  # nothing was changed yet
             found = decline_internal(error)
         try:
-            findings += [] if not isinstance(found, IndexScores) else [apply_index_scores(found)]
+            findings += [] if not isinstance(found, IndexerScores) else [apply_index_scores(found)]
         except Exception as error:
             raise CallError(relu) from error
         if isinstance(found, Decline):

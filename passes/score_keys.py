@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from tatten.passes.describe import show
-from tatten.passes.find_index_scores import IndexScores
+from tatten.passes.find_index_scores import IndexerScores
 from tatten.passes.findings import Rewritten, source_location
 from tatten.passes.products import Factor
 from tatten.passes.replace import Inserter, erase_unused_of
@@ -16,7 +16,7 @@ from tatten.passes.replace import Inserter, erase_unused_of
 OP = torch.ops.tatten.index_scores.default
 
 
-def apply_index_scores(scores: IndexScores) -> Rewritten:
+def apply_index_scores(scores: IndexerScores) -> Rewritten:
     """Edit the graph, and return the finding for the report."""
     # The report is read off first: nodes may be erased.
     node, mask = scores.masked.node, scores.masked.mask
