@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.fx import Node
 
 from tatten.ops.validation import FLOAT_DTYPES, widest_on_cuda
@@ -68,15 +68,23 @@ def check_call(call: SdpaCall, max_q_len: int) -> Decline | None:
     )
 
 
-def _check_flags(
-    call: SdpaCall, query: Tensor, key: Tensor, value: Tensor, result: Tensor, max_q_len: int
-) -> Decline | None:
-    q_len = query.shape[2]
+def check_q_len(q_len: int | SymInt, max_q_len: int) -> Decline | None:
+    """Return the reason to leave a call with so many queries alone, or None if they are known to be a few."""
     fixed = constant(q_len)
     if fixed is None and not (known_at_most(1, q_len) and known_at_most(q_len, max_q_len)):
         return Decline(Reason.Q_LEN_DYNAMIC, f"q_length is {q_len}, not known to be between 1 and {max_q_len}")
     if fixed is not None and fixed > max_q_len:
         return Decline(Reason.Q_LEN, f"q_length is {q_len}, max_q_len is {max_q_len}")
+    return None
+
+
+def _check_flags(
+    call: SdpaCall, query: Tensor, key: Tensor, value: Tensor, result: Tensor, max_q_len: int
+) -> Decline | None:
+    q_len = query.shape[2]
+    unbounded = check_q_len(q_len, max_q_len)
+    if unbounded is not None:
+        return unbounded
     if result.requires_grad:
         return Decline(Reason.REQUIRES_GRAD, "the result requires grad")
     if not isinstance(call.dropout_p, int | float) or call.dropout_p != 0:

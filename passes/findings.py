@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from tatten.passes.cost import Cost
+from tatten.passes.index_cost import IndexCost
 from tatten.passes.latent_cost import LatentCost
 from tatten.passes.reasons import Decline
 
@@ -51,7 +52,7 @@ def _module_path(path: str) -> str:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """An SDPA call that became a tatten op.
+    """An SDPA call, or an indexer's scores, that became a tatten op.
 
     Attributes:
         location: the call in the user's program.
@@ -60,23 +61,26 @@ class Rewritten:
         cost: the estimate of what this saves at least; None if unknown.
         note: what else to know, such as why it isn't a better op; empty if nothing.
         provider: the kernel library that computes it on a GPU, for the sizes of the example; empty on a CPU.
+        attention: False for the scores of an indexer.
     """
 
     location: SourceLocation
     op: str
     shapes: str
-    cost: Cost | LatentCost | None
+    cost: Cost | LatentCost | IndexCost | None
     note: str = ""
     provider: str = ""
+    attention: bool = True
 
 
 @dataclass(frozen=True)
 class Declined:
-    """An SDPA call that stayed as it was, or attention that isn't an SDPA call."""
+    """An SDPA call that stayed as it was, or attention that isn't one; with `attention=False`, an indexer's scores."""
 
     location: SourceLocation
     shapes: str
     decline: Decline
+    attention: bool = True
 
 
 @dataclass(frozen=True)

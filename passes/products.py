@@ -100,7 +100,7 @@ def _checked(product: Product, weights: Node | None) -> Product | None:
 
 def _einsum(node: Node, weights: Node | None) -> Product | None:
     """A product of two factors in any order of their dims, as in "bqhd,bkhd->bhqk", or "bkgqd,bskd->bkgqs"."""
-    equation, factors = _spelled_out(node)
+    equation, factors = spelled_out(node)
     inputs, _, out = equation.partition("->")
     letters = inputs.split(",")
     if len(letters) != 2 or any(len(set(x)) != len(x) for x in (*letters, out)) or len(out) not in (3, 4, 5):
@@ -137,7 +137,7 @@ def _einsum(node: Node, weights: Node | None) -> Product | None:
     return Product(node, first, second, back=back)
 
 
-def _spelled_out(node: Node) -> tuple[str, list[Any]]:
+def spelled_out(node: Node) -> tuple[str, list[Any]]:
     """The equation of an einsum with letters in place of dots, and its factors; an empty one where it is of no use."""
     equation: Any
     factors: Any

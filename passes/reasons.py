@@ -91,6 +91,16 @@ class Reason(str, Enum):
         "keep the indices of a top-k as they are, scatter one value to them in a new tensor, and join it with other "
         "masks by `&` or `masked_fill`",
     )
+    INDEX_SCORES = (
+        "index_scores",
+        "score index keys in float32 by `w @ relu(q @ k.T * c)`: products, relu, numbers above 0 and a sum over heads, "
+        "with keys `[batch, length, dim]` that all index heads share",
+    )
+    INDEX_USED = (
+        "index_used",
+        "let nothing but the weighted sum read an indexer's products: the op never has them in memory",
+    )
+    INDEX_SMALL = "index_small", "nothing: with so few index keys, a call of the op would cost more than it saves"
     BATCH_INVARIANT = (
         "batch_invariant",
         "leave options['batch_invariant'] out, keep soft caps on a GPU, and concatenate each sequence's own keys last",

@@ -101,9 +101,9 @@ class Inserter:
         self._graph = like.graph
         self._meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val")}
 
-    def __call__(self, target: Any, *args: Any) -> Node:
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         call = self._graph.call_method if isinstance(target, str) else self._graph.call_function
-        node = call(target, args)
+        node = call(target, args, kwargs)
         node.meta.update(self._meta)
         return node
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 
@@ -11,7 +12,9 @@ from tatten.passes.apply_match import apply_match
 from tatten.passes.attention import Attention, find_attention, find_nested, read_attention
 from tatten.passes.describe import declined
 from tatten.passes.eligible import DEFAULT_MAX_Q_LEN
+from tatten.passes.find_index_scores import IndexerScores, find_index_scores
 from tatten.passes.findings import Declined, GraphReport, Rewritten, source_location
+from tatten.passes.index_steps import is_relu
 from tatten.passes.internal import CallError, Snapshot, decline_internal, declined_graph, or_nothing
 from tatten.passes.masks import Masks
 from tatten.passes.match_call import match_call
@@ -19,6 +22,7 @@ from tatten.passes.mutation import movers
 from tatten.passes.other_attention import find_other_attention
 from tatten.passes.reasons import Decline
 from tatten.passes.run import Run
+from tatten.passes.score_keys import apply_index_scores
 from tatten.passes.sliding import apply_slide, find_slides
 from tatten.passes.top_k import apply_top_k, find_top_k
 
@@ -85,11 +89,12 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     others = [] if errors else or_nothing(lambda: [*find_other_attention(gm.graph, known)], errors)
     nested = find_nested(gm, errors)
     findings = [failed.get(node.name) or _rewrite_call(node, attention, run) for node in attention.nodes]
-    moved = _move_caches(gm, run, failed, errors) if run.fuses else 0
     unsorted = _replace_top_k(gm, failed, errors)
+    scores = _score_keys(gm, run, failed)  # after calls, whose picks are proven by the program's own scores
+    moved = _move_caches(gm, run, failed, errors) if run.fuses else 0
     notes = [f"{moved} full caches of sliding windows are moved in place"] if moved else []
     notes += [f"{unsorted} selections of keys are not sorted"] if unsorted else []
-    return [*findings, *others, *nested, *errors], "; ".join(notes)
+    return [*findings, *others, *nested, *scores, *errors], "; ".join(notes)
 
 
 def _rewrite_call(node: Node, attention: Attention, run: Run) -> Rewritten | Declined:
@@ -107,6 +112,25 @@ def _rewrite_call(node: Node, attention: Attention, run: Run) -> Rewritten | Dec
         return apply_match(decision, run.masks)
     except Exception as error:
         raise CallError(node) from error
+
+
+def _score_keys(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> list[Rewritten | Declined]:
+    """Rewrite the scores of indexers, each of which is found by its relu."""
+    findings = list[Rewritten | Declined]()
+    for relu in [node for node in gm.graph.nodes if is_relu(node)]:
+        try:
+            found = None if relu.name in failed else find_index_scores(relu, run)
+        except Exception as error:  # nothing was changed yet
+            found = decline_internal(error)
+        try:
+            findings += [] if not isinstance(found, IndexerScores) else [apply_index_scores(found)]
+        except Exception as error:
+            raise CallError(relu) from error
+        if isinstance(found, Decline):
+            findings.append(Declined(source_location(relu), "", found, attention=False))
+        elif relu.name in failed:
+            findings.append(dataclasses.replace(failed[relu.name], attention=False))
+    return findings
 
 
 def _move_caches(gm: GraphModule, run: Run, failed: Mapping[str, Declined], errors: list[Declined]) -> int:

@@ -85,14 +85,15 @@ def begin(node: Node) -> Walk:
 def step_back(walk: Walk) -> Walk | None:
     """Go one op further back; None where `here` is not its source copied, reordered, repeated or selected."""
     source, name = source_of(walk.here), op_name(walk.here)
-    if source is None or name not in WALKED or writes(walk.here):
+    is_attribute = walk.here.target is getattr  # `x.mT`
+    if source is None or not (name in WALKED or is_attribute) or writes(walk.here):
         return None
     before, after = known_tensor(source), known_tensor(walk.here)
     if type(before) is not type(after) or before.dtype != after.dtype or before.device != after.device:
         return None
     if name in CASTS | COPIES:
         return walk.step(source, walk.parts)
-    if name in REORDERS:
+    if name in REORDERS or is_attribute:
         return _reorder(walk, source)
     if name in STRETCHES:
         return _stretch(walk, source, before.shape, after.shape)

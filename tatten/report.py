@@ -18,6 +18,7 @@ import torch
 from tatten.ops.moved import moved, moved_notes
 from tatten.passes import Declined, GraphReport, Rewritten
 from tatten.passes.cost import Cost
+from tatten.passes.index_cost import IndexCost
 from tatten.passes.internal import decline_internal
 from tatten.passes.latent_cost import LatentCost
 from tatten.passes.reasons import OTHER_ATTENTION, Reason
@@ -43,7 +44,7 @@ class Report:
 
     @property
     def rewritten(self) -> list[Rewritten]:
-        """SDPA calls that became tatten ops, in order.
+        """SDPA calls, and scores of indexers (`attention=False`), that became tatten ops, in order.
 
         Examples:
             >>> import torch, tatten
@@ -58,7 +59,7 @@ class Report:
 
     @property
     def declined(self) -> list[Declined]:
-        """SDPA calls that stayed, and attention that isn't an SDPA call, each with its reason.
+        """SDPA calls and scores of indexers that stayed, and attention that isn't an SDPA call, each with its reason.
 
         Examples:
             >>> import torch, tatten
@@ -103,9 +104,14 @@ class Report:
 
 
 def _rewritten(findings: Sequence[Rewritten | Declined]) -> str:
-    done = sum(isinstance(x, Rewritten) for x in findings)
-    calls = sum(not (isinstance(x, Declined) and x.decline.reason in OTHER_ATTENTION) for x in findings)
-    return f"{done} of {calls} attention calls rewritten"
+    attention, scores = [x for x in findings if x.attention], [x for x in findings if not x.attention]
+    done = sum(isinstance(x, Rewritten) for x in attention)
+    calls = sum(not (isinstance(x, Declined) and x.decline.reason in OTHER_ATTENTION) for x in attention)
+    counted = f"{done} of {calls} attention calls rewritten"
+    if scores:
+        done = sum(isinstance(x, Rewritten) for x in scores)
+        counted += f", and the scores of {done} of {len(scores)} indexers"
+    return counted
 
 
 def _groups(graph: GraphReport) -> list[list[Rewritten | Declined]]:
@@ -149,7 +155,10 @@ def _describe(group: list[Rewritten | Declined]) -> Iterator[str]:
         yield f"    helps {first.decline.reason.help}"
 
 
-def _costs(cost: Cost | LatentCost) -> Iterator[str]:
+def _costs(cost: Cost | LatentCost | IndexCost) -> Iterator[str]:
+    if isinstance(cost, IndexCost):
+        yield f"    moved {_size(cost.moved)} per step before, at most {_size(cost.read)} now"
+        return
     if isinstance(cost, LatentCost):
         before, now = cost.projected, cost.absorbed
         yield f"    moved {_size(before.bytes)} per step before, at most {_size(now.bytes)} now"

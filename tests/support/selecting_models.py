@@ -20,6 +20,7 @@ class SelectingModel:
         model: the class and its configuration.
         picked: the number of calls whose keys are read by their indices.
         read: the number of all other calls.
+        scored: the number of indexers whose scores one op computes.
         block: how many keys an index names.
         finite: whether keys that aren't picked have a finite bias.
         static: whether there is a static cache for it.
@@ -29,6 +30,7 @@ class SelectingModel:
     model: LatentModel
     picked: int
     read: int = 0
+    scored: int = 0
     block: int = 1
     finite: bool = False
     static: bool = True
@@ -43,15 +45,17 @@ def _with(name: str, **config: Any) -> LatentModel:
 SHARED = {"indexer_types": ["full", "shared"]}
 OUTPUT_SIZES = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
 MODELS = {
-    "deepseek_v32": SelectingModel(_with("deepseek_v32", num_key_value_heads=4), 2),
+    "deepseek_v32": SelectingModel(_with("deepseek_v32", num_key_value_heads=4), 2, scored=2),
     "glm_moe_dsa": SelectingModel(
-        _with("glm_moe_dsa", num_hidden_layers=4, num_key_value_heads=4, indexer_types=["full", "shared"] * 2), 4
+        _with("glm_moe_dsa", num_hidden_layers=4, num_key_value_heads=4, indexer_types=["full", "shared"] * 2),
+        4,
+        scored=2,
     ),
-    "axk2": SelectingModel(_with("axk2"), 2),
-    "mistral_large4": SelectingModel(_with("mistral_large4"), 2),
-    "hy_v4": SelectingModel(_with("hy_v4", **SHARED), 2, finite=True),
-    "dots3_note": SelectingModel(_with("dots3_note"), 1, 1),
-    "glm5_next": SelectingModel(_with("glm5_next"), 1, captured=OUTPUT_SIZES),
+    "axk2": SelectingModel(_with("axk2"), 2, scored=2),
+    "mistral_large4": SelectingModel(_with("mistral_large4"), 2, scored=2),
+    "hy_v4": SelectingModel(_with("hy_v4", **SHARED), 2, scored=1, finite=True),
+    "dots3_note": SelectingModel(_with("dots3_note"), 1, 1, scored=1),
+    "glm5_next": SelectingModel(_with("glm5_next"), 1, scored=1, captured=OUTPUT_SIZES),
     "minimax_m3_vl": SelectingModel(
         LatentModel(
             "minimax_m3_vl",
@@ -91,6 +95,7 @@ MODELS = {
         ),
         picked=1,
         read=1,
+        scored=1,
         static=False,
     ),
     "doge": SelectingModel(

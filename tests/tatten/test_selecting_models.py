@@ -14,6 +14,7 @@ from slow import slow_but
 from torch.fx import GraphModule, Node
 from transformers import DynamicCache, StaticCache
 
+import tatten
 from tatten.integrations.transformers import cache_kwargs
 from tatten.passes import GraphReport, Rewritten, cost, rewrite
 
@@ -36,15 +37,19 @@ class Backend:
     def __init__(self) -> None:
         self.reports: list[GraphReport] = []
         self.ops: list[Node] = []
+        self.scores: list[Node] = []
 
     def __call__(self, gm: GraphModule, example_inputs: list[torch.Tensor]):
         self.reports.append(rewrite(gm))
         gm.graph.lint()
         self.ops += [x for x in gm.graph.nodes if "tatten" in str(x.target) and "_attention" in str(x.target)]
+        self.scores += [x for x in gm.graph.nodes if x.target is torch.ops.tatten.index_scores.default]
         return gm.forward
 
 
-def step(model: Any, cache: str, q_len: int, padded: bool, backend: Backend | None, **captured: bool) -> torch.Tensor:
+def step(
+    model: Any, cache: str, q_len: int, padded: bool, backend: Backend | str | None, **captured: bool
+) -> torch.Tensor:
     """The result of one step after a prefill, in eager mode without a backend."""
     past = CACHES[cache](model.config.get_text_config(decoder=True))
     torch.manual_seed(1)
@@ -76,8 +81,29 @@ def test_reads_what_a_top_k_picked(name: str, cache: str, q_len: int, padded: bo
     assert {x.kwargs.get("rest_bias") is not None for x in picked} == {spec.finite}
     notes = [x.note for x in findings if isinstance(x, Rewritten)]
     assert sum("keys by top-k" in x for x in notes) == spec.picked, notes
+    assert len(backend.scores) == spec.scored, findings
+    assert all(isinstance(x, Rewritten) for x in findings if not x.attention), findings
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # their norms and indexers compute in float32
     assert want.abs().max() > 0.1
+
+
+@pytest.mark.slow
+def test_no_copy_of_index_keys_is_made_in_a_wider_dtype() -> None:
+    pytest.importorskip("transformers.models.deepseek_v32")
+    backend = Backend()
+    step(selecting_models.build("deepseek_v32", torch.bfloat16), "static", 1, True, backend)
+    assert [x.args[1].meta["example_value"].dtype for x in backend.scores] == [torch.bfloat16] * 2
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor() -> None:
+    """The backend itself, in float32: the logits are those of the model."""
+    pytest.importorskip("transformers.models.deepseek_v32")
+    model = selecting_models.build("deepseek_v32", torch.float32)
+    with tatten.recording() as report:
+        got = step(model, "static", 1, True, "tatten")
+    assert sum(not x.attention for x in report.rewritten) == 2
+    torch.testing.assert_close(got, step(model, "static", 1, True, None), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("cache", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])

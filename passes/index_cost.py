@@ -1,0 +1,56 @@
+"""Cost model of an indexer's scores: products of all heads in memory against one pass over the stored keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tatten.ops.states import accumulator_dtype
+from tatten.passes.cost import Sizes, rates_of
+from tatten.passes.symbolic import hint
+
+
+@dataclass(frozen=True)
+class IndexCost:
+    """An estimate of the bytes that scores move, and of the microseconds that a rewrite saves and adds.
+
+    Attributes:
+        moved: of keys, of copies of them in a wider dtype, of the products of all heads, and of scores.
+        read: of keys and scores.
+        assumed: the numbers that stand for dynamic sizes.
+    """
+
+    moved: int
+    read: int
+    saved_us: float
+    extra_us: float
+    assumed: str = ""
+
+    @property
+    def pays(self) -> bool:
+        return self.saved_us > self.extra_us
+
+    def __str__(self) -> str:
+        saved = f"about {self.saved_us:.0f} us saved by moving {self.read} instead of {self.moved} bytes"
+        return f"{saved}, about {self.extra_us:.0f} us more for a call" + f"; {self.assumed}" * bool(self.assumed)
+
+
+def index_cost(query: Tensor, key: Tensor, *, widened: bool) -> IndexCost | None:
+    """Estimate the bytes before and after; None if sizes are unknown.
+
+    Args:
+        query, key: `[batch, q_length, heads, dim]` and `[batch, kv_length, dim]`.
+        widened: whether the program makes a copy of all keys in a wider dtype.
+    """
+    sizes = Sizes(query.shape[0])
+    batch, keys = sizes.sequences, sizes.length(key.shape[1])
+    q_len, heads, dim = map(hint, query.shape[1:])
+    if q_len is None or heads is None or dim is None:
+        return None
+    wide = accumulator_dtype(query.dtype).itemsize
+    stored, scores = key.element_size() * batch * keys * dim, wide * batch * q_len * keys
+    copied = 2 * wide * batch * keys * dim if widened else 0
+    moved, read = stored + copied + (2 * heads + 1) * scores, stored + scores
+    rates = rates_of(query.device)
+    return IndexCost(moved, read, (moved - read) / rates.bytes_per_us, rates.segment_us, sizes.assumed([key.shape[1]]))

@@ -1,0 +1,100 @@
+"""The operands of an indexer's scores, walked back to what is stored: the queries, keys and weights of index heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
+from tatten.passes.calls import op_name
+from tatten.passes.mutation import writes
+from tatten.passes.op_names import CASTS
+from tatten.passes.products import Factor, View, viewed
+from tatten.passes.symbolic import FakeTensor, known_equal, known_shape, known_tensor, tensor_of
+from tatten.passes.views import Part, Size, Walk, source_of, step_back
+
+# The parts of dims: those of keys, and one that counts queries.
+OF_BATCH, OF_HEADS, OF_LENGTH, OF_DIM, OF_QUERIES = (BATCH,), (HEADS,), (LENGTH,), (HEAD_DIM,), (4,)
+
+QUERY: tuple[Part, ...] = (OF_BATCH, OF_QUERIES, OF_HEADS, OF_DIM)
+KEY: tuple[Part, ...] = (OF_BATCH, OF_LENGTH, OF_DIM)
+WEIGHTS: tuple[Part, ...] = (OF_BATCH, OF_QUERIES, OF_HEADS)
+SCORES: tuple[Part, ...] = (OF_BATCH, OF_QUERIES, OF_LENGTH)
+
+
+def operands_of(
+    factor: Factor, parts: Sequence[Part], wanted: Sequence[Part], sizes: dict[Part, Size]
+) -> dict[torch.dtype, Factor]:
+    """Find what a factor is made of by ops that only widen, copy, repeat and reorder it. Changes nothing.
+
+    Args:
+        factor: a factor of a product, of which the `views` are permutations and new dims of size 1.
+        parts: what each dim of the factor with its views counts.
+        wanted: what each dim of an operand has to count.
+        sizes: the size of each part.
+
+    Returns:
+        Operands with views that give them the `wanted` dims, by their dtype: for each the one that is furthest back.
+    """
+    found = dict[torch.dtype, Factor]()
+    walk: Walk | None = Walk(factor.node, _before_views(factor, parts))
+    while walk is not None and not walk.rows and not any(part[:1] in wanted for part, _ in walk.stretched):
+        tensor, views = tensor_of(walk.here), _views(walk.parts, wanted)
+        if not isinstance(tensor, FakeTensor):
+            break
+        operand = None if views is None else Factor(walk.here, views, walk.path)
+        shape = None if operand is None else viewed(operand)
+        if operand is not None and shape is not None and known_shape(shape.shape, [sizes[x] for x in wanted]):
+            found[tensor.dtype] = operand
+        walk = _widened(walk) or step_back(walk)
+    return found
+
+
+def _before_views(factor: Factor, parts: Sequence[Part]) -> tuple[Part | None, ...]:
+    """The parts of the dims of a factor's node; None for a dim of size 1."""
+    here: list[Part] = list(parts)
+    for name, *args in reversed(factor.views):
+        if name == "unsqueeze":
+            del here[args[0]]
+        else:
+            here = [here[args.index(dim)] for dim in range(len(here))]
+    shape = known_tensor(factor.node).shape
+    return tuple(None if known_equal(size, 1) else part for part, size in zip(here, shape, strict=True))
+
+
+def _widened(walk: Walk) -> Walk | None:
+    """Go back before a cast to a wider dtype."""
+    node, source = walk.here, source_of(walk.here)
+    before, after = tensor_of(source), known_tensor(node)
+    if source is None or before is None or op_name(node) not in CASTS or writes(node):
+        return None
+    floats = before.is_floating_point() and after.is_floating_point()
+    return walk.step(source, walk.parts) if floats and before.itemsize < after.itemsize else None
+
+
+def _views(parts: Sequence[Part | None], wanted: Sequence[Part]) -> tuple[View, ...] | None:
+    """Views that put dims in the order that is wanted; None where they count something else."""
+    if len(parts) == len(wanted) and all(part in (None, want) for part, want in zip(parts, wanted, strict=True)):
+        return ()
+    kept = [part for part in parts if part is not None]
+    if len({*kept}) < len(kept) or not {*kept} <= {*wanted}:
+        return None
+    views: list[View] = [("squeeze", dim) for dim in reversed(range(len(parts))) if parts[dim] is None]
+    order = [kept.index(part) for part in wanted if part in kept]
+    if order != sorted(order):
+        views.append(("permute", *order))
+    return (*views, *(("unsqueeze", dim) for dim, part in enumerate(wanted) if part not in kept))
+
+
+def mask_operand(mask: Node, sizes: dict[Part, Size]) -> Factor | None:
+    """The mask of scores as `[1 or batch, 1 or q_length, kv_length]`; None if it has another shape."""
+    tensor = tensor_of(mask)
+    if not isinstance(tensor, FakeTensor) or not 1 <= tensor.dim() <= len(SCORES):
+        return None
+    missing = len(SCORES) - tensor.dim()
+    shape = [*(1 for _ in range(missing)), *tensor.shape]
+    rows = zip(shape[:-1], SCORES[:-1], strict=True)
+    fits = all(known_equal(size, 1) or known_equal(size, sizes[part]) for size, part in rows)
+    return Factor(mask, (("unsqueeze", 0),) * missing) if fits and known_equal(shape[-1], sizes[OF_LENGTH]) else None

@@ -1,0 +1,214 @@
+"""The sum over index heads, weighted for each query, and what a program does to the sums before it picks keys."""
+
+from __future__ import annotations
+
+import builtins
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from tatten.passes.calls import argument, op_name
+from tatten.passes.index_operands import OF_BATCH, OF_HEADS, OF_LENGTH, OF_QUERIES, SCORES, mask_operand
+from tatten.passes.index_steps import ScaleSteps, next_step, only_reader
+from tatten.passes.literals import number_of
+from tatten.passes.mutation import writes
+from tatten.passes.op_names import MATMULS, RESHAPES
+from tatten.passes.products import Factor, spelled_out
+from tatten.passes.symbolic import known_equal, known_shape, known_tensor, rank_of, tensor_of
+from tatten.passes.views import Part, Size
+
+TIMES = {"mul", "imul", "multiply"}
+INVERTS = {"invert", "logical_not", "bitwise_not"}
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A weighted sum over heads.
+
+    Attributes:
+        steps: from relu to what is summed, `steps.node`.
+        node: the sum.
+        parts: what each dim of the summed tensor counts.
+        weights, of_weights: the weights, and what each of their dims counts.
+        dim: the dim of size 1 that `node` has in place of heads; None where it has none.
+        path: the nodes between.
+    """
+
+    steps: ScaleSteps
+    node: Node
+    parts: tuple[Part, ...]
+    weights: Node
+    of_weights: tuple[Part, ...]
+    dim: int | None
+    path: tuple[Node, ...] = ()
+
+    @property
+    def sizes(self) -> dict[Part, Size]:
+        """The sizes of the parts."""
+        return dict(zip(self.parts, known_tensor(self.steps.node).shape, strict=True))
+
+
+@dataclass(frozen=True)
+class Masked:
+    """The scores that keys are picked by.
+
+    Attributes:
+        node: the last node of them.
+        scale: what multiplies the sum.
+        dim: as in `Summed`.
+        path: the nodes from the sum to the one before `node`.
+        mask: a mask as the op takes it; None without any.
+        inverted: whether the op gets the mask inverted.
+    """
+
+    node: Node
+    scale: float
+    dim: int | None
+    path: tuple[Node, ...] = ()
+    mask: Factor | None = None
+    inverted: bool = False
+
+
+def find_sum(relu: Node) -> Summed | None:
+    """Find the weighted sum over heads that a relu leads to, if it leads to one."""
+    steps = ScaleSteps(relu, (relu,))
+    while True:
+        for user in sorted(steps.node.users):
+            found = _matmul(steps, user) or _times(steps, user) or _einsum(steps, user)
+            if found is not None:
+                return found
+        following = next_step(steps.node)
+        if following is None or rank_of(steps.node) != 4:
+            return None
+        node, step = following
+        steps = steps.after(node, step)
+
+
+def _matmul(steps: ScaleSteps, user: Node) -> Summed | None:
+    """`weights[..., None, :] @ scores`."""
+    if op_name(user) not in MATMULS or argument(user, 1, "other") is not steps.node:
+        return None
+    weights = argument(user, 0, "input", user.kwargs.get("self"))
+    left, parts = tensor_of(weights), (OF_BATCH, OF_QUERIES, OF_HEADS, OF_LENGTH)
+    if left is None or left.dim() != 4 or rank_of(steps.node) != 4 or not known_equal(left.shape[2], 1):
+        return None
+    return Summed(steps, user, parts, weights, (OF_BATCH, OF_QUERIES, OF_LENGTH, OF_HEADS), 2)
+
+
+def _times(steps: ScaleSteps, user: Node) -> Summed | None:
+    """`(scores * weights[..., None]).sum(heads)`, where heads are before queries or behind them."""
+    if op_name(user).removesuffix("_") not in TIMES:
+        return None
+    operands = argument(user, 0, "input"), argument(user, 1, "other")
+    weights = operands[0] if operands[1] is steps.node else operands[1]
+    tensor, reader = tensor_of(weights), _summing(user)
+    if weights is steps.node or tensor is None or tensor.dim() != 4 or rank_of(steps.node) != 4 or reader is None:
+        return None
+    dim = argument(reader, 1, "dim")
+    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    if not isinstance(dim, int) or dim % 4 not in (1, 2) or not known_equal(tensor.shape[-1], 1):
+        return None
+    dim %= 4
+    parts = (OF_BATCH, *((OF_HEADS, OF_QUERIES) if dim == 1 else (OF_QUERIES, OF_HEADS)), OF_LENGTH)
+    return Summed(steps, reader, parts, weights, parts, dim if argument(reader, 2, "keepdim", False) else None, (user,))
+
+
+def _summing(products: Node) -> Node | None:
+    """The `sum` among the users of weighted products."""
+    return next((x for x in sorted(products.users) if op_name(x) == "sum" and x.args[0] is products), None)
+
+
+def _einsum(steps: ScaleSteps, user: Node) -> Summed | None:
+    """An einsum of scores and weights in any order of their dims."""
+    if op_name(user) != "einsum":
+        return None
+    equation, factors = spelled_out(user)
+    inputs, _, out = equation.partition("->")
+    letters = dict(zip(factors, inputs.split(","), strict=True)) if equation else {}
+    scores = letters.pop(steps.node, "")
+    if len(letters) != 1 or len({*scores}) != 4 or len({*out}) != 3 or out[2] != scores[3]:
+        return None
+    ((weights, of_weights),) = letters.items()
+    (heads,) = {*scores} - {*out} if {*out} < {*scores} else {""}
+    if not heads or not {*of_weights} <= {*scores[:3]} or len({*of_weights}) != len(of_weights):
+        return None
+    part_of = {out[0]: OF_BATCH, out[1]: OF_QUERIES, heads: OF_HEADS, out[2]: OF_LENGTH}
+    of_scores, of_factor = (tuple(part_of[x] for x in text) for text in (scores, of_weights))
+    return Summed(steps, user, of_scores, weights, of_factor, None)
+
+
+def find_mask(summed: Summed) -> Masked:
+    """Follow a weighted sum to the mask that it gets, as far as nothing but one node reads each step."""
+    here, scale, dim, path = summed.node, 1.0, summed.dim, list[Node]()
+    sizes = summed.sizes
+    while (reader := only_reader(here)) is not None:
+        following = next_step(here)
+        if dim is not None and _drops(reader, here, [sizes[x] for x in SCORES]):
+            dim = None
+        elif following is not None and following[1].factor is None and not following[1].obstacle:
+            scale *= following[1].scale
+        else:
+            break
+        path.append(here)
+        here = reader
+    mask = None if reader is None or dim is not None else _mask_of(reader, here, sizes)
+    if reader is None or mask is None:
+        return Masked(here, scale, dim, tuple(path))
+    return Masked(reader, scale, None, (*path, here), *mask)
+
+
+def _drops(node: Node, source: Node, shape: list[Size]) -> bool:
+    """Return True if a node drops a dim of size 1, and leaves this shape."""
+    tensor = tensor_of(node)
+    if tensor is None or not node.args or node.args[0] is not source or not known_shape(tensor.shape, shape):
+        return False
+    if op_name(node) == "getitem":
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return all(x in (0, -1) if isinstance(x, int) else x in (slice(None), builtins.Ellipsis) for x in index)
+    return op_name(node) in RESHAPES | {"select"} and not writes(node)
+
+
+def _mask_of(node: Node, scores: Node, sizes: dict[Part, Size]) -> tuple[Factor, bool] | None:
+    """The mask that a node applies to scores, and whether the op gets it inverted; None if it is no mask."""
+    before, after = known_tensor(scores), tensor_of(node)
+    if after is None or after.dtype != before.dtype or not known_shape(after.shape, before.shape):
+        return None
+    name, leaves, value = op_name(node), True, None
+    mask: Any = None
+    if name.removesuffix("_") == "masked_fill" and argument(node, 0, "input") is scores:
+        mask, value, leaves = argument(node, 1, "mask"), argument(node, 2, "value"), False
+    elif name == "where":
+        names = ("input", "condition", "other") if node.op == "call_method" else ("condition", "input", "other")
+        given = {x: argument(node, i, x) for i, x in enumerate(names)}
+        mask, leaves = given["condition"], given["input"] is scores
+        value = given["other"] if leaves else given["input"]
+    elif name in ("add", "iadd", "add_") and node.kwargs.get("alpha", 1) == 1:
+        a, b = argument(node, 0, "input"), argument(node, 1, "other")
+        return _bias(b if a is scores else a, before.dtype, sizes)
+    if not isinstance(mask, Node) or value is scores or number_of(value, node) != -math.inf:
+        return None
+    return _bool(mask, leaves, sizes)
+
+
+def _bias(mask: Any, scores: torch.dtype, sizes: dict[Part, Size]) -> tuple[Factor, bool] | None:
+    tensor = tensor_of(mask)
+    if tensor is None or tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, scores):
+        return None
+    operand = mask_operand(mask, sizes)
+    return None if operand is None else (operand, False)
+
+
+def _bool(mask: Node, leaves: bool, sizes: dict[Part, Size]) -> tuple[Factor, bool] | None:
+    """A mask of which True leaves a key, or removes it. Before `~`, it is the other kind."""
+    tensor, path = tensor_of(mask), tuple[Node, ...]()
+    if tensor is None or tensor.dtype != torch.bool:
+        return None
+    source = mask.args[0] if op_name(mask) in INVERTS and not writes(mask) else None
+    before = tensor_of(source)
+    if isinstance(source, Node) and before is not None and before.dtype == torch.bool:
+        mask, leaves, path = source, not leaves, (mask,)
+    operand = mask_operand(mask, sizes)
+    return None if operand is None else (Factor(operand.node, operand.views, path), not leaves)

@@ -1,0 +1,49 @@
+"""The edit of a graph for the scores of an indexer: `tatten::index_scores` takes the place of their last node."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+
+from tatten.passes.describe import show
+from tatten.passes.find_index_scores import IndexerScores
+from tatten.passes.findings import Rewritten, source_location
+from tatten.passes.products import Factor
+from tatten.passes.replace import Inserter, erase_unused_of
+
+OP = torch.ops.tatten.index_scores.default
+
+
+def apply_index_scores(scores: IndexerScores) -> Rewritten:
+    """Edit the graph, and return the finding for the report."""
+    # The report is read off first: nodes may be erased.
+    node, mask = scores.masked.node, scores.masked.mask
+    named = ("q", scores.query), ("k", scores.key), ("w", scores.weights), ("mask", mask)
+    shapes = show((name, None if x is None else x.node) for name, x in named)
+    location, cost = source_location(scores.product), scores.cost
+    insert = Inserter(scores.product)
+    with node.graph.inserting_before(node):
+        operands = [_viewed(insert, x) for x in (scores.query, scores.key, scores.weights)]
+        scale: object = scores.scale
+        for factor in scores.factors:
+            scale = factor if scale == 1 else insert(operator.mul, factor, scale)
+        options = {} if scale == 1 else {"scale": scale}
+        if mask is not None:
+            left = _viewed(insert, mask)
+            options["attn_mask"] = insert(operator.invert, left) if scores.masked.inverted else left
+        made = insert(OP, *operands, **options)
+        made = made if scores.masked.dim is None else insert("unsqueeze", made, scores.masked.dim)
+    made.meta.update(node.meta)
+    node.replace_all_uses_with(made)
+    erase_unused_of(scores.path)
+    return Rewritten(location, str(OP), shapes, cost, "" if cost is None else cost.assumed, attention=False)
+
+
+def _viewed(insert: Inserter, operand: Factor) -> Node:
+    """Insert the views of an operand."""
+    node = operand.node
+    for name, *args in operand.views:
+        node = insert(name, node, *args)
+    return node
