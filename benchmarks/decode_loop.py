@@ -12,8 +12,9 @@ without a loop. `loop_lookup` checks seven drafts of prompt lookup in each step,
 model, which has a sixteenth of the layers and the same shapes: `drafts` has the tokens and the milliseconds of their
 steps. `first_call_s` is the first call with nothing on disk that was compiled before, and `compile_s` its part in which
 code was generated and compiled; kernels are tuned in the rest of it. `loop_*` after `loop` find its kernels on disk. A
-candidate whose first call takes longer than `--first-call-limit` is left out. The floor is each weight and each used
-key and value once, at the rate of a plain read.
+candidate whose first call takes longer than `--first-call-limit` is left out. `gpt_fast` is the loop of gpt-fast, which
+is left out without the folder `--gpt-fast`; it samples, in CUDA graphs of Inductor, and has the same weights. The floor
+is each weight and each used key and value once, at the rate of a plain read.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from support import models, results
+from support import gpt_fast, models, results
 from support.command_line import arguments, machine
 from support.timing import TookTooLong, at_most, clock, in_turns, read_rate
 from torch._dynamo.utils import compile_times
@@ -53,6 +55,7 @@ CANDIDATES = (
     "loop_untuned",
     "loop_autotuned",
     "loop_inductor",
+    "gpt_fast",
 )
 
 
@@ -187,7 +190,10 @@ def prepared(
 ) -> Prepared:
     """Run a candidate for the first time. Raises TookTooLong at the limit of that call."""
     model._last_compile_config = None  # `generate` keeps on the model what it compiled, and how
-    call, loop = candidate(name, model, prompt, args.capacity, shared)
+    if name == "gpt_fast":
+        call, loop = gpt_fast.decoder(args.gpt_fast, model, *prompt.shape, args.capacity), None
+    else:
+        call, loop = candidate(name, model, prompt, args.capacity, shared)
     before = compile_seconds()
     with at_most(args.first_call_limit):
         first = clock(lambda: call(FEW), args.device)
@@ -200,7 +206,9 @@ def prepared(
     return Prepared(again, loop, first, compile_seconds() - before)
 
 
-def reason_to_leave_out(name: str, batch: int) -> str | None:
+def reason_to_leave_out(name: str, model: PreTrainedModel, batch: int, args: argparse.Namespace) -> str | None:
+    if name == "gpt_fast":
+        return gpt_fast.reason_against(args.gpt_fast, model)
     return "drafts are those of one sequence" if batch > 1 and name in DRAFTING else None
 
 
@@ -212,7 +220,7 @@ def measure(model: PreTrainedModel, batch: int, args: argparse.Namespace) -> dic
     shared = DecodeLoop()  # of the candidates that compile alike
     torch._dynamo.reset()
     for name in args.only:
-        reason = reason_to_leave_out(name, batch)
+        reason = reason_to_leave_out(name, model, batch, args)
         try:
             if reason is None:
                 run[name] = x = prepared(name, model, prompt, shared, args)
@@ -257,6 +265,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--used", type=int)
     parser.add_argument("--only", nargs="*", default=list(CANDIDATES), choices=CANDIDATES)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gpt-fast", type=Path, help="folder with gpt-fast's model.py and generate.py")
     parser.add_argument("--first-call-limit", type=float, default=240.0, help="seconds; default: 240")
     args = parser.parse_args()
     small = args.device == "cpu"

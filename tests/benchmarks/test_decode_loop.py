@@ -14,6 +14,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import decode_loop
+from support import gpt_fast
 
 Rows = Callable[[str], list[dict[str, Any]]]
 
@@ -59,6 +60,31 @@ def test_eight_sequences(run: Rows) -> None:
     (row,) = run("--batch 8 --only loop loop_sampled loop_streamed loop_lookup loop_assisted")
     assert row["token_ms"].keys() == {"loop", "loop_sampled", "loop_streamed"}
     assert row["left_out"].keys() == {"loop_lookup", "loop_assisted"}
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_gpt_fast_is_left_out_without_its_files(run: Rows, tmp_path: Path) -> None:
+    (row,) = run("--batch 1 --only loop gpt_fast")
+    assert row["left_out"] == {"gpt_fast": "no `--gpt-fast` folder"}
+    (row,) = run(f"--batch 1 --only loop gpt_fast --gpt-fast {tmp_path}")
+    assert row["left_out"] == {"gpt_fast": f"{tmp_path} has no model.py"}
+    assert row["token_ms"].keys() == {"loop"}
+
+
+def test_gpt_fast_changes_no_options_of_other_candidates(tmp_path: Path) -> None:
+    """Its files set options of Inductor for the whole process as they are imported."""
+    (tmp_path / "model.py").write_text("class Transformer: pass\n")
+    lines = "import torch", "torch._inductor.config.coordinate_descent_tuning = True", "from model import Transformer"
+    lines += "from tokenizer import get_tokenizer", "def decode_one_token(): pass"
+    (tmp_path / "generate.py").write_text("\n".join(lines))
+    path = list(sys.path)
+    try:
+        module = gpt_fast.load(tmp_path, torch.device("cpu"))
+    finally:
+        sys.modules.pop("model", None), sys.modules.pop("tokenizer", None)
+    assert module.Transformer.__module__ == "model"
+    assert not torch._inductor.config.coordinate_descent_tuning
+    assert sys.path == path
 
 
 @pytest.mark.slow
