@@ -117,13 +117,10 @@ def prepare(
         else:
             compute(model, cache_of(), state, functions, inputs)
 
-    captures = (
-        call.ids.is_cuda and not uses_cudagraph_trees(compiling) and not any(map(_holds_tensors, inputs.values()))
-    )
     runner = Runner(
         run,
         caches=lambda: (cache_of(), None if assistant is None else assistant.cache),
-        captures=captures,
+        not_captured=_not_captured(call, compiling, inputs),
         draft=lambda: None if assistant is None else assistant.model(),
     )
     step = steps[key] = PreparedStep(state, cache_of if of_the_user(cache) else cache, runner, assistant)
@@ -148,6 +145,17 @@ def assistant_of(
 def _own_code(function: Callable[..., None]) -> Callable[..., None]:
     """Copy a function with a code object of its own, whose compiled variants Dynamo counts apart from other copies."""
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
+def _not_captured(call: GenerateCall, compiling: dict[str, Any], inputs: dict[str, Any]) -> str | None:
+    """Return the reason why a step is not captured as a CUDA graph, or None if it is."""
+    if not call.ids.is_cuda:
+        return f"the device {call.ids.device} has no CUDA graphs"
+    if uses_cudagraph_trees(compiling):
+        return "the options ask for CUDA graphs of Inductor"
+    if any(map(_holds_tensors, inputs.values())):
+        return "inputs of the model, such as an encoder's output, are other tensors in each call"
+    return None
 
 
 def _holds_tensors(x: object) -> bool:
