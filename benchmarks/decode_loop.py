@@ -4,6 +4,7 @@
     python benchmarks/decode_loop.py --device cuda --layers 2 --batch 1 --only loop generate_tatten
     python benchmarks/decode_loop.py --device cuda --batch 1 --only loop_assisted --first-call-limit 200
     python benchmarks/decode_loop.py --device cuda --batch 8 --only loop loop_sampled loop_streamed
+    python benchmarks/decode_loop.py --device cuda --section start --only loop_untuned loop loop_autotuned
     python benchmarks/decode_loop.py --device cpu                      # a tiny model, to try the code
 
 A time is that of one more token by wall clock: the difference of two calls, one of which generates more. Calls take
@@ -15,12 +16,14 @@ code was generated and compiled; kernels are tuned in the rest of it. `loop_*` a
 candidate whose first call takes longer than `--first-call-limit` is left out. `gpt_fast` is the loop of gpt-fast, which
 is left out without the folder `--gpt-fast`; it samples, in CUDA graphs of Inductor, and has the same weights. The floor
 is each weight and each used key and value once, at the rate of a plain read.
+
+`--section start` measures the seconds until a new process has the first two tokens of one sequence, prefill and
+compiling included: of a first process, and of a second one that finds on disk what the first has compiled.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import tempfile
 import time
@@ -32,6 +35,8 @@ from typing import Any
 import torch
 from support import gpt_fast, models, results
 from support.command_line import arguments, machine
+from support.repeating import draft_of, repeats
+from support.starts import FIRST, starts
 from support.timing import TookTooLong, at_most, clock, in_turns, read_rate
 from torch._dynamo.utils import compile_times
 from transformers import CompileConfig, PreTrainedModel, StaticCache
@@ -69,36 +74,6 @@ class Streamer:
 
     def end(self) -> None:
         pass
-
-
-def repeats(model: PreTrainedModel) -> None:
-    """Change weights so that each token is followed by the next one of its 32: a text that repeats itself.
-
-    Layers compute all they did, but add little to the sum of the layers before.
-    """
-    for name, x in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            x.mul_(1e-3)
-    tokens = torch.arange(model.config.vocab_size, device=model.device)
-    model.lm_head.weight[tokens // 32 * 32 + (tokens + 1) % 32] = model.model.embed_tokens.weight[tokens].clone()
-
-
-def draft_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A draft model of the first sixteenth of the layers, whose weights it shares: one layer at least.
-
-    After `repeats`, it chooses the same tokens.
-    """
-    layers = max(1, len(model.model.layers) // 16)
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
-    with torch.device("meta"):
-        draft = type(model)(config).eval()
-    kept = {name: x for name, x in model.state_dict().items() if name in draft.state_dict()}
-    draft.load_state_dict(kept, assign=True)
-    draft.model.rotary_emb = model.model.rotary_emb
-    return draft
 
 
 def candidate(
@@ -256,8 +231,17 @@ def measure(model: PreTrainedModel, batch: int, args: argparse.Namespace) -> dic
     return row
 
 
+def first_tokens(model: PreTrainedModel, args: argparse.Namespace) -> None:
+    """Print the seconds of a candidate's first call, of one step: what a process of `starts` runs."""
+    prompt = torch.arange(args.used, device=args.device)[None] % 32
+    call, _ = candidate(args.only[0], model, prompt, args.capacity, DecodeLoop())
+    print(f"{FIRST}{clock(lambda: call(2), args.device)}", flush=True)
+
+
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__)
+    sections = "token", "start", "first_tokens"
+    parser.add_argument("--section", default="token", choices=sections, help="start runs first_tokens in processes")
     parser.add_argument("--model", default="llama", choices=list(models.SHAPES))
     parser.add_argument("--layers", type=int, help="default: 32; on a CPU 1")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8])
@@ -274,15 +258,34 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def record_starts(args: argparse.Namespace) -> None:
+    rows = []
+    for row in starts(Path(__file__), args):
+        rows.append(row)
+        if args.json:
+            results.write(args.json, args.device, rows)
+
+
+def build(args: argparse.Namespace) -> PreTrainedModel:
+    tiny, dtype = args.device == "cpu", torch.float32 if args.device == "cpu" else torch.bfloat16
+    return models.build(models.shape(args.model, tiny, num_hidden_layers=args.layers), args.device, dtype)
+
+
 def main() -> None:
     args = parse()
+    if args.section == "start":
+        record_starts(args)
+        return
+    if args.section == "first_tokens":
+        with torch.no_grad():
+            first_tokens(build(args), args)
+        return
     rate = read_rate(args.device)
     print(f"{machine(args.device)}, {rate / 1e9:.1f} GB/s; {args.capacity} slots, {args.used} used", flush=True)
-    tiny, dtype = args.device == "cpu", torch.float32 if args.device == "cpu" else torch.bfloat16
     rows = []
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", folder)
-        model = models.build(models.shape(args.model, tiny, num_hidden_layers=args.layers), args.device, dtype)
+        model = build(args)
         repeats(model)
         for batch in args.batch:
             floor = models.floor_bytes(model, batch, args.used + (FEW + MANY) // 2) / rate * 1e3

@@ -98,3 +98,10 @@ def test_on_a_cpu(run: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["compile_s"]["loop"] > 0
     assert rows[0]["drafts"]["loop_assisted"]["tokens_per_step"] == 8.0
     torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_what_the_first_compiled(run: Rows) -> None:
+    (row,) = run("--section start --only loop --used 8 --capacity 64")
+    assert row["candidate"] == "loop"
+    assert 0 < row["warm"]["first_tokens_s"] < row["cold"]["first_tokens_s"] < row["cold"]["process_s"]
