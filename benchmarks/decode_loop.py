@@ -2,31 +2,43 @@
 
     python benchmarks/decode_loop.py --device cuda                     # 32 layers of Llama-3.1-8B; minutes of compiling
     python benchmarks/decode_loop.py --device cuda --layers 2 --batch 1 --only loop generate_tatten
+    python benchmarks/decode_loop.py --device cuda --batch 1 --only loop_assisted --first-call-limit 200
+    python benchmarks/decode_loop.py --device cuda --batch 8 --only loop loop_sampled loop_streamed
+    python benchmarks/decode_loop.py --device cuda --section start --only loop_untuned loop loop_autotuned
     python benchmarks/decode_loop.py --device cpu                      # a tiny model, to try the code
 
 A time is that of one more token by wall clock: the difference of two calls, one of which generates more. Calls take
 turns. Weights are random, but the text repeats itself. `replay` is the time of the captured step alone, replayed
 without a loop. `loop_lookup` checks seven drafts of prompt lookup in each step, and `loop_assisted` seven of a draft
 model, which has a sixteenth of the layers and the same shapes: `drafts` has the tokens and the milliseconds of their
-steps. `first_call_s` is the first call with nothing on disk that was compiled before; `loop_*`
-after `loop` find its kernels there. The floor is each weight and each used key and value once, at the rate of a plain
-read.
+steps. `first_call_s` is the first call with nothing on disk that was compiled before, and `compile_s` its part in which
+code was generated and compiled; kernels are tuned in the rest of it. `loop_*` after `loop` find its kernels on disk. A
+candidate whose first call takes longer than `--first-call-limit` is left out. `gpt_fast` is the loop of gpt-fast, which
+is left out without the folder `--gpt-fast`; it samples, in CUDA graphs of Inductor, and has the same weights. The floor
+is each weight and each used key and value once, at the rate of a plain read.
+
+`--section start` measures the seconds until a new process has the first two tokens of one sequence, prefill and
+compiling included: of a first process, and of a second one that finds on disk what the first has compiled.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from support import models, results
+from support import gpt_fast, models, results
 from support.command_line import arguments, machine
-from support.timing import clock, in_turns, read_rate
+from support.repeating import draft_of, repeats
+from support.starts import FIRST, starts
+from support.timing import TookTooLong, at_most, clock, in_turns, read_rate
+from torch._dynamo.utils import compile_times
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 from tatten.integrations.transformers import DecodeLoop, cache_kwargs
@@ -48,6 +60,7 @@ CANDIDATES = (
     "loop_untuned",
     "loop_autotuned",
     "loop_inductor",
+    "gpt_fast",
 )
 
 
@@ -61,36 +74,6 @@ class Streamer:
 
     def end(self) -> None:
         pass
-
-
-def repeats(model: PreTrainedModel) -> None:
-    """Change weights so that each token is followed by the next one of its 32: a text that repeats itself.
-
-    Layers compute all they did, but add little to the sum of the layers before.
-    """
-    for name, x in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            x.mul_(1e-3)
-    tokens = torch.arange(model.config.vocab_size, device=model.device)
-    model.lm_head.weight[tokens // 32 * 32 + (tokens + 1) % 32] = model.model.embed_tokens.weight[tokens].clone()
-
-
-def draft_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A draft model of the first sixteenth of the layers, whose weights it shares: one layer at least.
-
-    After `repeats`, it chooses the same tokens.
-    """
-    layers = max(1, len(model.model.layers) // 16)
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
-    with torch.device("meta"):
-        draft = type(model)(config).eval()
-    kept = {name: x for name, x in model.state_dict().items() if name in draft.state_dict()}
-    draft.load_state_dict(kept, assign=True)
-    draft.model.rotary_emb = model.model.rotary_emb
-    return draft
 
 
 def candidate(
@@ -161,26 +144,68 @@ def replay_ms(loop: DecodeLoop, model: PreTrainedModel) -> float | None:
     return sorted(times)[2]
 
 
+def compile_seconds() -> float:
+    """Seconds that Dynamo and the backends have spent on all graphs of this process."""
+    seconds = dict(zip(*compile_times("csv", aggregate=True), strict=True))
+    return float(seconds.get("_compile.compile_inner", 0))
+
+
+@dataclass
+class Prepared:
+    """A candidate that has run once, with the seconds of its first call, and of the part that compiled."""
+
+    call: Callable[[int], object]
+    loop: DecodeLoop | None
+    first_call_s: float
+    compile_s: float
+
+
+def prepared(
+    name: str, model: PreTrainedModel, prompt: torch.Tensor, shared: DecodeLoop, args: argparse.Namespace
+) -> Prepared:
+    """Run a candidate for the first time. Raises TookTooLong at the limit of that call."""
+    model._last_compile_config = None  # `generate` keeps on the model what it compiled, and how
+    if name == "gpt_fast":
+        call, loop = gpt_fast.decoder(args.gpt_fast, model, *prompt.shape, args.capacity), None
+    else:
+        call, loop = candidate(name, model, prompt, args.capacity, shared)
+    before = compile_seconds()
+    with at_most(args.first_call_limit):
+        first = clock(lambda: call(FEW), args.device)
+    compiled = getattr(model, "_compiled_call", None), model._last_compile_config
+
+    def again(tokens: int) -> object:
+        model._compiled_call, model._last_compile_config = compiled
+        return call(tokens)
+
+    return Prepared(again, loop, first, compile_seconds() - before)
+
+
+def reason_to_leave_out(name: str, model: PreTrainedModel, batch: int, args: argparse.Namespace) -> str | None:
+    if name == "gpt_fast":
+        return gpt_fast.reason_against(args.gpt_fast, model)
+    return "drafts are those of one sequence" if batch > 1 and name in DRAFTING else None
+
+
 def measure(model: PreTrainedModel, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     start = torch.randint(model.config.vocab_size // 32, (batch, 1), device=args.device) * 32
     prompt = start + torch.arange(args.used, device=args.device) % 32
-    calls, loops, first = {}, {}, {}
+    run: dict[str, Prepared] = {}
+    left_out: dict[str, str] = {}
     shared = DecodeLoop()  # of the candidates that compile alike
     torch._dynamo.reset()
     for name in args.only:
-        if batch > 1 and name in ("loop_streamed", *DRAFTING):  # which take one sequence
-            continue
-        model._last_compile_config = None  # `generate` keeps on the model what it compiled, and how
-        call, loop = candidate(name, model, prompt, args.capacity, shared)
-        first[name] = clock(lambda call=call: call(FEW), args.device)
-        compiled = getattr(model, "_compiled_call", None), model._last_compile_config
-
-        def again(tokens: int, call: Callable = call, compiled: tuple = compiled) -> torch.Tensor:
-            model._compiled_call, model._last_compile_config = compiled
-            return call(tokens)
-
-        calls[name], loops[name] = again, loop
-        print(f"  {name}: first call {first[name]:.1f} s", flush=True)
+        reason = reason_to_leave_out(name, model, batch, args)
+        try:
+            if reason is None:
+                run[name] = x = prepared(name, model, prompt, shared, args)
+                print(f"  {name}: first call {x.first_call_s:.1f} s, {x.compile_s:.1f} s of it compiling", flush=True)
+        except TookTooLong as error:
+            reason = f"its first call {error}"
+        if reason is not None:
+            left_out[name] = reason
+            print(f"  {name}: left out, {reason}", flush=True)
+    calls = {name: x.call for name, x in run.items()}
     many = {name: FEW + (MANY - FEW) * (DRAFTS + 1 if name in DRAFTING else 1) for name in calls}
     for name, call in calls.items():
         call(many[name])
@@ -190,23 +215,33 @@ def measure(model: PreTrainedModel, batch: int, args: argparse.Namespace) -> dic
         return (clock(lambda: call(many[name]), args.device) - few) / (many[name] - FEW) * 1e3
 
     ms = in_turns(calls, args.rounds, token_ms)
-    row = {"token_ms": ms, "first_call_s": first}
+    row: dict[str, Any] = {"token_ms": ms, "left_out": left_out}
+    row |= {field: {name: getattr(x, field) for name, x in run.items()} for field in ("first_call_s", "compile_s")}
     row["drafts"] = {}
     for name in DRAFTING:
-        if (loop := loops.get(name)) is not None:
+        if name in run and (loop := run[name].loop) is not None:
             steps = []
             for tokens in (FEW, many[name]):
                 calls[name](tokens)
                 steps.append(loop.launched_steps - (loop.ahead if args.device == "cuda" else 0))
             a_step = (many[name] - FEW) / (steps[1] - steps[0])
             row["drafts"][name] = {"tokens_per_step": a_step, "step_ms": ms[name] * a_step}
-    if "loop" in loops and args.device == "cuda":
-        row["replay_ms"] = replay_ms(loops["loop"], model)
+    if "loop" in run and args.device == "cuda":
+        row["replay_ms"] = replay_ms(shared, model)
     return row
+
+
+def first_tokens(model: PreTrainedModel, args: argparse.Namespace) -> None:
+    """Print the seconds of a candidate's first call, of one step: what a process of `starts` runs."""
+    prompt = torch.arange(args.used, device=args.device)[None] % 32
+    call, _ = candidate(args.only[0], model, prompt, args.capacity, DecodeLoop())
+    print(f"{FIRST}{clock(lambda: call(2), args.device)}", flush=True)
 
 
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__)
+    sections = "token", "start", "first_tokens"
+    parser.add_argument("--section", default="token", choices=sections, help="start runs first_tokens in processes")
     parser.add_argument("--model", default="llama", choices=list(models.SHAPES))
     parser.add_argument("--layers", type=int, help="default: 32; on a CPU 1")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8])
@@ -214,6 +249,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--used", type=int)
     parser.add_argument("--only", nargs="*", default=list(CANDIDATES), choices=CANDIDATES)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gpt-fast", type=Path, help="folder with gpt-fast's model.py and generate.py")
+    parser.add_argument("--first-call-limit", type=float, default=240.0, help="seconds; default: 240")
     args = parser.parse_args()
     small = args.device == "cpu"
     args.layers = args.layers or (1 if small else 32)
@@ -221,15 +258,34 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def record_starts(args: argparse.Namespace) -> None:
+    rows = []
+    for row in starts(Path(__file__), args):
+        rows.append(row)
+        if args.json:
+            results.write(args.json, args.device, rows)
+
+
+def build(args: argparse.Namespace) -> PreTrainedModel:
+    tiny, dtype = args.device == "cpu", torch.float32 if args.device == "cpu" else torch.bfloat16
+    return models.build(models.shape(args.model, tiny, num_hidden_layers=args.layers), args.device, dtype)
+
+
 def main() -> None:
     args = parse()
+    if args.section == "start":
+        record_starts(args)
+        return
+    if args.section == "first_tokens":
+        with torch.no_grad():
+            first_tokens(build(args), args)
+        return
     rate = read_rate(args.device)
     print(f"{machine(args.device)}, {rate / 1e9:.1f} GB/s; {args.capacity} slots, {args.used} used", flush=True)
-    tiny, dtype = args.device == "cpu", torch.float32 if args.device == "cpu" else torch.bfloat16
     rows = []
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", folder)
-        model = models.build(models.shape(args.model, tiny, num_hidden_layers=args.layers), args.device, dtype)
+        model = build(args)
         repeats(model)
         for batch in args.batch:
             floor = models.floor_bytes(model, batch, args.used + (FEW + MANY) // 2) / rate * 1e3

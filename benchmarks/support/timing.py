@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -20,6 +22,26 @@ def clock(call: Callable[[], object], device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+class TookTooLong(BaseException):
+    """Ends a block that has a limit; it is no Exception, so that nothing in between goes on after it."""
+
+
+@contextlib.contextmanager
+def at_most(limit: float) -> Iterator[None]:
+    """Raise `TookTooLong` in a block of the main thread after so many seconds."""
+
+    def stop(*_: object) -> None:
+        raise TookTooLong(f"took longer than {limit:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def as_graph(step: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache, TextIteratorStreamer
 
 from tatten.integrations.transformers import DecodeLoop, QuantizedStaticCache, SharedPrefixCache, cache_kwargs
-from tatten.integrations.transformers.loop import fingerprint, generate_call
+from tatten.integrations.transformers.loop import fingerprint, generate_call, prepared
 
 pytestmark = pytest.mark.drawn(12)
 
@@ -719,6 +719,26 @@ def test_sharded_models_synchronise_as_generate_decides(monkeypatch: pytest.Monk
     model.generate(ids, max_new_tokens=4, do_sample=False, custom_generate=loop, compile_config=EAGER)
     assert seen == [True]
     assert "`synced_gpus`" in str(loop.reason)
+
+
+class OnGpu:
+    """Stands for ids on a GPU, which no test on a CPU has."""
+
+    is_cuda, device = True, torch.device("cuda")
+
+
+def test_the_reason_why_steps_are_not_captured() -> None:
+    """The steps of an encoder-decoder run in the loop, but read another encoder's output in each call."""
+    call: Any = Holder()
+    call.ids = OnGpu()
+    source = transformers.modeling_outputs.BaseModelOutput(torch.zeros(1, 3, 8))
+    assert prepared._not_captured(call, {"options": None}, {"use_cache": True}) is None
+    assert "an encoder's output" in str(prepared._not_captured(call, {"options": None}, {"encoder_outputs": source}))
+    assert "of Inductor" in str(prepared._not_captured(call, {"options": {"triton.cudagraphs": True}}, {}))
+    loop = DecodeLoop()
+    assert torch.equal(*both(build("t5"), loop, prompts(1)[0], min_new_tokens=4, max_new_tokens=5))
+    assert loop.reason is None
+    assert loop.not_captured == "the device cpu has no CUDA graphs"
 
 
 def test_an_encoder_decoder_compiles_once_and_falls_back_with_an_empty_cache() -> None:

@@ -100,14 +100,17 @@ def assert_same_tokens(
 @pytest.mark.parametrize("drafts", [1, 3, 7])
 @pytest.mark.parametrize("noise", [0.0, 0.3, 10.0], ids=["good", "fair", "bad"])
 def test_tokens_are_greedy(noise: float, drafts: int, ends: list[int] | None, ahead: int) -> None:
-    """Whatever the draft model chooses; and from prompts and to texts of few tokens, in the same compiled step."""
+    """Whatever the draft model chooses; and from prompts and to texts of few tokens, in the same compiled graphs.
+
+    One graph checks drafts, one chooses the first of them, and one all others, however many.
+    """
     model, loop = build(), Launching(ahead)
     draft = first_layers(model, 2, noise)
     torch._dynamo.reset()
     counters.clear()
     for ids, tokens in ((prompt(), 60), (prompt(7), 40), (prompt(1), 25), (prompt(2), 1), (prompt(), 2), (prompt(), 3)):
         assert_same_tokens(model, draft, loop, ids, tokens, num_assistant_tokens=drafts, eos_token_id=ends)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == 1 + min(drafts, 2)
 
 
 def test_a_model_that_assists_itself_has_all_drafts_accepted() -> None:
@@ -142,7 +145,7 @@ def test_attention_of_both_models_is_rewritten() -> None:
     torch._dynamo.reset()
     with tatten.recording() as report:
         assert_same_tokens(model, first_layers(model, 1), DecodeLoop(), prompt(), 9, num_assistant_tokens=4)
-    assert len(report.rewritten) == 3 + 4 * 1, str(report)
+    assert len(report.rewritten) == 3 + 2 * 1, str(report)  # of four drafts, three share a graph
     assert not report.declined
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +14,27 @@ from transformers import Cache, PreTrainedModel
 from tatten.integrations.transformers.loop.call import GenerateCall
 from tatten.integrations.transformers.loop.generate_call import prefill
 from tatten.integrations.transformers.loop.step import CACHE, StepState
-from tatten.integrations.transformers.loop.verify import verify
 
 
 @dataclass
 class Assistant:
-    """The draft model of a prepared step, which is not kept alive, and its static cache."""
+    """The draft model of a prepared step, which is not kept alive.
+
+    Each draft but the first is chosen by the same compiled code. One graph of all of them would hold the model once
+    for each draft, and take as many times as long to compile and to tune.
+
+    Attributes:
+        model: the draft model, with the vocabulary of the model.
+        cache: its static cache.
+        drafts: int64 `[drafts]`, the tokens that it chose in the last step.
+        first, following: `first_draft` and `next_draft`, compiled.
+    """
 
     model: weakref.ref[PreTrainedModel]
     cache: Cache
+    drafts: Tensor
+    first: Callable[..., None]
+    following: Callable[..., None]
 
     def read_prompt(self, call: GenerateCall) -> None:
         """Fill the cache with the prompt of a call."""
@@ -29,51 +42,59 @@ class Assistant:
         self.cache.reset()
         prefill(call.draft, call.ids, call.config, {CACHE: self.cache, "use_cache": True})
 
+    def choose(self, state: StepState, inputs: dict[str, Any]) -> Tensor:
+        """Return the tokens with which the draft model continues the text greedily, `[drafts]`."""
+        for choose in [self.first] + [self.following] * (len(self.drafts) - 1):
+            choose(self.model(), self.cache, state, self.drafts, inputs)
+        return self.drafts
 
-def assisted_step(
-    model: PreTrainedModel,
-    draft: PreTrainedModel,
-    caches: tuple[Cache, Cache],
-    state: StepState,
-    drafts: int,
-    inputs: dict[str, Any],
-) -> None:
-    """Generate up to `drafts + 1` tokens of one sequence. It is compiled as one graph.
+
+def first_draft(draft: PreTrainedModel, cache: Cache, state: StepState, drafts: Tensor, inputs: dict[str, Any]) -> None:
+    """Choose the token after the text, and append it to the drafts. It is compiled as one graph.
+
+    If all drafts of a step were accepted, the draft model has not read the last of them. So it always reads the last
+    two tokens of the text, at the cost of one.
 
     Args:
-        model, state, inputs: as for `verify`.
-        draft: the draft model, with the vocabulary of the model.
-        caches: the cache of the model and that of the draft model, which holds all tokens but the last two or more.
-        drafts: the number of tokens that the draft model chooses.
+        draft: the draft model.
+        cache: its cache, which holds all tokens of the text but the last two or more.
+        state, inputs: as for `verify`.
+        drafts: the drafts, which move by one place.
     """
-    cache, draft_cache = caches
-    verify(model, cache, state, choose_drafts(draft, draft_cache, state, drafts, inputs), inputs)
-
-
-def choose_drafts(
-    draft: PreTrainedModel, cache: Cache, state: StepState, drafts: int, inputs: dict[str, Any]
-) -> Tensor:
-    """Return the tokens with which the draft model continues the text greedily, `[drafts]`.
-
-    If all drafts of a step were accepted, the draft model has not read the last of them. So it always reads two tokens
-    first, at the cost of one.
-    """
-    assert state.limit is not None
-    row, position = state.sequences[0], state.length - 2 + torch.arange(2, device=state.length.device)
+    position = state.length - 2 + torch.arange(2, device=state.length.device)
     for layer in cache.layers:
         layer.cumulative_length.copy_(position[0])
-    tokens, chosen = row.index_select(0, position), []
-    for _ in range(drafts):
-        arguments = draft.prepare_inputs_for_generation(
-            tokens[None],
-            next_sequence_length=len(tokens),
-            is_first_iteration=False,
-            attention_mask=None,
-            position_ids=torch.minimum(position, state.limit - 1)[None],
-            **{CACHE: cache},
-            **inputs,
-        )
-        tokens = draft(**arguments, return_dict=True).logits[:, -1].float().argmax(-1)
-        position = position[-1:] + 1
-        chosen.append(tokens)
-    return torch.cat(chosen)
+    _choose(draft, cache, state, drafts, state.sequences[0].index_select(0, position), position, inputs)
+
+
+def next_draft(draft: PreTrainedModel, cache: Cache, state: StepState, drafts: Tensor, inputs: dict[str, Any]) -> None:
+    """Choose the token after the last draft, and append it to the drafts. It is compiled as one graph.
+
+    Args:
+        draft, cache, state, drafts, inputs: as for `first_draft`; the cache holds all tokens but the last draft.
+    """
+    position = cache.layers[0].cumulative_length.reshape(1).clone()
+    _choose(draft, cache, state, drafts, drafts[-1:], position, inputs)
+
+
+def _choose(
+    draft: PreTrainedModel,
+    cache: Cache,
+    state: StepState,
+    drafts: Tensor,
+    tokens: Tensor,
+    position: Tensor,
+    inputs: dict[str, Any],
+) -> None:
+    assert state.limit is not None
+    arguments = draft.prepare_inputs_for_generation(
+        tokens[None],
+        next_sequence_length=len(tokens),
+        is_first_iteration=False,
+        attention_mask=None,
+        position_ids=torch.minimum(position, state.limit - 1)[None],
+        **{CACHE: cache},
+        **inputs,
+    )
+    token = draft(**arguments, return_dict=True).logits[:, -1].float().argmax(-1)
+    drafts.copy_(torch.cat([drafts[1:], token]))

@@ -29,7 +29,7 @@ class Runner:
     Args:
         step: computes a step, of the model and the arguments of its forward.
         caches: returns the caches that the step writes.
-        captures: False if the step must not be captured.
+        not_captured: the reason why the step must not be captured, or None.
         draft: returns the draft model that the step runs, too, or None.
     """
 
@@ -37,14 +37,14 @@ class Runner:
         self,
         step: Callable[[nn.Module, dict[str, Any]], None],
         caches: Callable[[], object],
-        captures: bool,
+        not_captured: str | None,
         draft: Callable[[], nn.Module | None] = lambda: None,
     ):
-        self._step, self._caches, self._captures, self._draft = step, caches, captures, draft
+        self._step, self._caches, self._draft = step, caches, draft
+        self.not_captured = not_captured
         self._steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captured: tuple[object, ...] = ()
-        self.not_captured: str | None = None if captures else "the device or the options have no CUDA graphs"
 
     def begin(self, model: nn.Module) -> None:
         """Drop the graph if the weights or the cache have moved since the capture."""
@@ -59,7 +59,7 @@ class Runner:
         if self._steps == 0:
             self._compile_and_run(model, inputs)
             return
-        if not self._captures:
+        if self.not_captured is not None:
             self._step(model, inputs)
             return
         if self._steps < WARM_UP:
@@ -67,7 +67,7 @@ class Runner:
             self._step(model, inputs)
             self._steps += 1
             if numbers_of(self._caches()) != before:
-                self._captures, self.not_captured = False, "the cache counts steps by numbers of the host"
+                self.not_captured = "the cache counts steps by numbers of the host"
             return
         gc.collect()
         graph = torch.cuda.CUDAGraph()

@@ -53,6 +53,8 @@ class DecodeLoop:
 
     Attributes:
         reason: the reason why the last call ran the loop of `generate`; None if it did not.
+        not_captured: the reason why the steps of the last call in this loop were compiled and launched ahead, but not
+            captured as a CUDA graph; None if they were.
         launched_steps: the number of steps that the last call in this loop launched, after its prefill.
     """
 
@@ -61,6 +63,7 @@ class DecodeLoop:
             raise ValueError(f"`ahead` must be an int of at least 0, got {ahead!r}")
         self.ahead = ahead
         self.reason: str | None = None
+        self.not_captured: str | None = None
         self.launched_steps = 0
         self._steps: weakref.WeakKeyDictionary[nn.Module, Steps]
         self._steps = weakref.WeakKeyDictionary()
@@ -109,7 +112,7 @@ class DecodeLoop:
                 reason = f"the step does not compile as one graph: {error}"
                 self._uncompiled.setdefault(model, {})[_kind(model, generation_config, input_ids, dropped)] = reason
                 set_rng_state(input_ids.device, state)
-        self.reason, self.launched_steps = reason, 0
+        self.reason, self.not_captured, self.launched_steps = reason, None, 0
         if reason not in self._logged:
             self._logged.add(reason)
             logger.warning("tatten: `generate` runs its own loop, because %s", reason)
@@ -174,7 +177,7 @@ class DecodeLoop:
                 launched += 1
                 ended = reader.after_launch() or time.time() > limit
         reader.finish()
-        self.launched_steps = launched
+        self.launched_steps, self.not_captured = launched, step.runner.not_captured
         surplus = 0 if call.drafts else launched - reader.needed_tokens
         if surplus and generator is not None and offset:
             generator.set_offset(generator.get_offset() - surplus * offset)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache
 
 from tatten.caches.static_address import mark_static
-from tatten.integrations.transformers.loop.assistant import Assistant, assisted_step
+from tatten.integrations.transformers.loop.assistant import Assistant, first_draft, next_draft
 from tatten.integrations.transformers.loop.cache import capacity_for, decoder_layers, empty, static_cache
 from tatten.integrations.transformers.loop.call import GenerateCall, initial_state
 from tatten.integrations.transformers.loop.capture import Runner
@@ -24,6 +24,7 @@ from tatten.integrations.transformers.loop.generate_call import of_the_user
 from tatten.integrations.transformers.loop.lookup import lookup_step
 from tatten.integrations.transformers.loop.processors import rules
 from tatten.integrations.transformers.loop.step import CACHE, StepState, decode_step
+from tatten.integrations.transformers.loop.verify import verify
 
 MOST_STEPS = 8  # that a model keeps, with their buffers
 
@@ -99,27 +100,27 @@ def prepare(
         return step
     for x in state.tensors():
         mark_static(x)
-    step_function = assisted_step if call.draft is not None else lookup_step if drafts else decode_step
-    compiled = torch.compile(_own_code(step_function), fullgraph=True, dynamic=False, **compiling)
-    cache_of, assistant = weakref.ref(cache), assistant_of(call, cache)
+
+    def compiled(function: Callable[..., None]) -> Callable[..., None]:
+        return torch.compile(_own_code(function), fullgraph=True, dynamic=False, **compiling)
+
+    compute = compiled(verify if call.draft is not None else lookup_step if drafts else decode_step)
+    cache_of, assistant = weakref.ref(cache), assistant_of(call, cache, compiled)
 
     def run(model: nn.Module, inputs: dict[str, Any]) -> None:
         if state.noise is not None:
             state.noise.exponential_(1)  # by eager mode, whose numbers those of `torch.multinomial` are
         if assistant is not None:
-            compiled(model, assistant.model(), (cache_of(), assistant.cache), state, drafts, inputs)
+            compute(model, cache_of(), state, assistant.choose(state, inputs), inputs)
         elif drafts:
-            compiled(model, cache_of(), state, drafts, ngram, inputs)
+            compute(model, cache_of(), state, drafts, ngram, inputs)
         else:
-            compiled(model, cache_of(), state, functions, inputs)
+            compute(model, cache_of(), state, functions, inputs)
 
-    captures = (
-        call.ids.is_cuda and not uses_cudagraph_trees(compiling) and not any(map(_holds_tensors, inputs.values()))
-    )
     runner = Runner(
         run,
         caches=lambda: (cache_of(), None if assistant is None else assistant.cache),
-        captures=captures,
+        not_captured=_not_captured(call, compiling, inputs),
         draft=lambda: None if assistant is None else assistant.model(),
     )
     step = steps[key] = PreparedStep(state, cache_of if of_the_user(cache) else cache, runner, assistant)
@@ -128,17 +129,33 @@ def prepare(
     return step
 
 
-def assistant_of(call: GenerateCall, cache: Cache) -> Assistant | None:
-    """Make the cache of a call's draft model, as long as that of the model."""
+def assistant_of(
+    call: GenerateCall, cache: Cache, compiled: Callable[[Callable[..., None]], Callable[..., None]]
+) -> Assistant | None:
+    """Make the buffers of a call's draft model, with a cache as long as that of the model, and compile its code."""
     if call.draft is None:
         return None
     capacity = decoder_layers(cache)[0].max_cache_len
-    return Assistant(weakref.ref(call.draft), static_cache(call.draft, capacity, cache))
+    drafts = torch.zeros(call.drafts, dtype=torch.int64, device=call.ids.device)
+    mark_static(drafts)
+    own_cache = static_cache(call.draft, capacity, cache)
+    return Assistant(weakref.ref(call.draft), own_cache, drafts, compiled(first_draft), compiled(next_draft))
 
 
 def _own_code(function: Callable[..., None]) -> Callable[..., None]:
     """Copy a function with a code object of its own, whose compiled variants Dynamo counts apart from other copies."""
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
+def _not_captured(call: GenerateCall, compiling: dict[str, Any], inputs: dict[str, Any]) -> str | None:
+    """Return the reason why a step is not captured as a CUDA graph, or None if it is."""
+    if not call.ids.is_cuda:
+        return f"the device {call.ids.device} has no CUDA graphs"
+    if uses_cudagraph_trees(compiling):
+        return "the options ask for CUDA graphs of Inductor"
+    if any(map(_holds_tensors, inputs.values())):
+        return "inputs of the model, such as an encoder's output, are other tensors in each call"
+    return None
 
 
 def _holds_tensors(x: object) -> bool:
