@@ -19,6 +19,7 @@ from tatten.passes.index_cost import IndexCost, index_cost
 from tatten.passes.index_operands import KEY, OF_DIM, OF_LENGTH, OF_QUERIES, QUERY, WEIGHTS, operands_of
 from tatten.passes.index_steps import ScaleSteps, steps_back
 from tatten.passes.index_sum import Masked, Summed, find_mask, find_sum
+from tatten.passes.literals import rounded
 from tatten.passes.metadata import dead_from, readers, reads_values
 from tatten.passes.mutation import mover_of, written_arguments, written_between
 from tatten.passes.products import Factor, Product, product_of, viewed
@@ -103,8 +104,7 @@ def _check_form(above: ScaleSteps, product: Product, summed: Summed) -> Decline 
         return Decline(Reason.INDEX_SCORES, f"between the products and their weighted sum, {obstacle}")
     if product.bias is not None or product.unknown_scale is not None:
         return Decline(Reason.INDEX_SCORES, f"`{product.node}` adds a bias, or has a scale that isn't known")
-    scale = above.scale * product.scale * summed.steps.scale
-    return None if math.isfinite(scale) else Decline(Reason.INDEX_SCORES, f"products are multiplied by {scale}")
+    return None
 
 
 def _read(above: ScaleSteps, product: Product, summed: Summed, run: Run) -> IndexerScores | Decline:
@@ -120,6 +120,8 @@ def _read(above: ScaleSteps, product: Product, summed: Summed, run: Run) -> Inde
     dtype = min(alike, key=lambda x: x.itemsize)
     query, key = queries[dtype], keys[dtype]
     scale = above.scale * product.scale * summed.steps.scale * masked.scale
+    if not math.isfinite(rounded(scale, torch.float32)):
+        return Decline(Reason.INDEX_SCORES, f"products are multiplied by {scale:g}")
     cost = index_cost(_tensor(query), _tensor(key), widened=dtype != wide)
     chain = {*above.path, *summed.steps.path, *summed.path, *masked.path}
     users = _check_users(chain, masked)
@@ -142,9 +144,10 @@ def _read(above: ScaleSteps, product: Product, summed: Summed, run: Run) -> Inde
 
 
 def _unlike(product: Product, summed: Summed) -> str:
-    """Tell that operands have other dims than the op's."""
+    """Tell that operands have other dims or dtypes than the op's."""
     named = ("queries", product.left.node), ("keys", product.right.node), ("weights", summed.weights)
-    return "; ".join(f"{name} are {list(known_tensor(x).shape)}" for name, x in named)
+    shown = [(name, known_tensor(x)) for name, x in named]
+    return "; ".join(f"{name} are {list(x.shape)} in {x.dtype}" for name, x in shown)
 
 
 def _tensor(operand: Factor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
+from tatten.ops.validation import FLOAT_DTYPES
 from tatten.passes.calls import op_name
 from tatten.passes.mutation import writes
 from tatten.passes.op_names import CASTS
@@ -36,7 +37,8 @@ def operands_of(
         sizes: the size of each part.
 
     Returns:
-        Operands with views that give them the `wanted` dims, by their dtype: for each the one that is furthest back.
+        Operands with views that give them the `wanted` dims, by their dtype, which is one of the op's: for each the one
+        that is furthest back.
     """
     found = dict[torch.dtype, Factor]()
     walk: Walk | None = Walk(factor.node, _before_views(factor, parts))
@@ -47,7 +49,8 @@ def operands_of(
         operand = None if views is None else Factor(walk.here, views, walk.path)
         shape = None if operand is None else viewed(operand)
         if operand is not None and shape is not None and known_shape(shape.shape, [sizes[x] for x in wanted]):
-            found[tensor.dtype] = operand
+            if tensor.dtype in FLOAT_DTYPES:
+                found[tensor.dtype] = operand
         walk = _widened(walk) or step_back(walk)
     return found
 

@@ -105,7 +105,8 @@ def _times(steps: ScaleSteps, user: Node) -> Summed | None:
     operands = argument(user, 0, "input"), argument(user, 1, "other")
     weights = operands[0] if operands[1] is steps.node else operands[1]
     tensor, reader = tensor_of(weights), _summing(user)
-    if weights is steps.node or tensor is None or tensor.dim() != 4 or rank_of(steps.node) != 4 or reader is None:
+    scored = sum(x is steps.node for x in operands)  # twice where they are squared; not at all where they are `out`
+    if scored != 1 or tensor is None or tensor.dim() != 4 or rank_of(steps.node) != 4 or reader is None:
         return None
     dim = argument(reader, 1, "dim")
     dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
@@ -175,6 +176,8 @@ def _mask_of(node: Node, scores: Node, sizes: dict[Part, Size]) -> tuple[Factor,
     """The mask that a node applies to scores, and whether the op gets it inverted; None if it is no mask."""
     before, after = known_tensor(scores), tensor_of(node)
     if after is None or after.dtype != before.dtype or not known_shape(after.shape, before.shape):
+        return None
+    if after.requires_grad:  # a bias that is learned
         return None
     name, leaves, value = op_name(node), True, None
     mask: Any = None

@@ -12,6 +12,7 @@ from tatten.passes.find_index_scores import IndexerScores
 from tatten.passes.findings import Rewritten, source_location
 from tatten.passes.products import Factor
 from tatten.passes.replace import Inserter, erase_unused_of
+from tatten.passes.symbolic import known_tensor
 
 OP = torch.ops.tatten.index_scores.default
 
@@ -44,6 +45,8 @@ def apply_index_scores(scores: IndexerScores) -> Rewritten:
 def _viewed(insert: Inserter, operand: Factor) -> Node:
     """Insert the views of an operand."""
     node = operand.node
+    if known_tensor(node).requires_grad:  # but the scores don't: they were computed under no_grad
+        node = insert("detach", node)
     for name, *args in operand.views:
         node = insert(name, node, *args)
     return node

@@ -193,6 +193,37 @@ def test_autocast_rounds_products() -> None:
     assert torch.equal(out, want)
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_mask_outside_no_grad(learned: bool) -> None:
+    """Where the op stands, gradients are enabled. That of a bias is kept."""
+
+    def fn(q, k, w, bias):
+        with torch.no_grad():
+            scores = index_forms.weighted(w, torch.relu(index_forms.products(q, k)))
+        return scores + bias
+
+    (query, key, weights, _), bias = inputs(torch.float32), torch.randn(B, L, S).requires_grad_(learned)
+    args = query.requires_grad_(), key, weights, bias
+    gm = capture(fn, *args, grad=True)
+    (finding,) = rewrite(gm).findings
+    assert isinstance(finding, Rewritten)
+    (op,) = ops(gm)
+    assert ("attn_mask" in op.kwargs) == (not learned)
+    (out,) = gm(*args)
+    assert out.requires_grad == learned
+    torch.testing.assert_close(out, fn(*args), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_tensors_in_8_bits_are_read_from_wider_copies(dtype: torch.dtype) -> None:
+    query, key, weights, mask = inputs()
+    args = query.to(dtype), key.to(dtype), weights.to(dtype)
+    _, gm, out = run_rewritten(index_forms.deepseek_v32, *args, mask)
+    (op,) = ops(gm)
+    assert {tensor_of(x).dtype for x in op.args} == {torch.float32}
+    assert_scores(out, exact(*args, mask))
+
+
 def test_vmap() -> None:
     fn = torch.vmap(lambda q, k, w: torch.relu(q.float() @ k.float().mT[:, None]).mul(w[..., None]).sum(2))
     args = [torch.stack([x, x]) for x in inputs()[:3]]

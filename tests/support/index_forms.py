@@ -207,6 +207,15 @@ def into_a_buffer(q, k, w, m):
     return left(weighted(w, torch.mul(products(q, k).relu(), C, out=buffer)), m), buffer
 
 
+def integer_weights(q, k, w, m):
+    return left((F.relu(products(q, k) * C) * (w > 0).long()[..., None]).sum(2), m)
+
+
+def beyond_float32(q, k, w, m):
+    """All products are 0, which times infinity would be NaN."""
+    return left(weighted(w, F.relu(products(q * 1e-30, k * 1e-30) * 1e30) * 1e30), m)
+
+
 LEFT: dict[str, tuple[Form, str, str]] = {
     "products_read": (products_read, "index_used", "uses `scores`"),
     "products_returned": (products_returned, "index_used", "uses `scores`"),
@@ -220,6 +229,8 @@ LEFT: dict[str, tuple[Form, str, str]] = {
     "keys_written": (keys_written, "written_between", "`setitem` writes"),
     "copies_written": (copies_written, "written_between", "`setitem` writes"),
     "mask_written": (mask_written, "written_between", "`setitem` writes"),
+    "integer_weights": (integer_weights, "index_scores", "weights are [2, 3, 4, 1] in torch.int64"),
+    "beyond_float32": (beyond_float32, "index_scores", "multiplied by 1e+60"),
     "into_a_buffer": (into_a_buffer, "index_used", "writes to `buffer`"),
 }
 
@@ -244,6 +255,12 @@ def between_bounds(q, k, w, m):
     return left(weighted(w, products(q, k).clamp(0, 1)), m)
 
 
+def overwritten(q, k, w, m):
+    """The sum is of other products, which take the memory of relu's."""
+    scores = F.relu(products(q, k))
+    return left(torch.mul(products(q, -k), w[..., None], out=scores).sum(2), m)
+
+
 def sum_over_keys(q, k, w, m):
     return F.relu(products(q, k)).sum(-1)
 
@@ -258,5 +275,6 @@ def of_a_layer(q, k, w, m):
 
 OTHERS: dict[str, Form] = {
     x.__name__: x
-    for x in (*(without_relu, another_function, biased, leaky, between_bounds, sum_over_keys, unweighted, of_a_layer),)
+    for x in (*(without_relu, another_function, biased, leaky, between_bounds, overwritten),
+        *(sum_over_keys, unweighted, of_a_layer),)
 }
