@@ -139,10 +139,12 @@ def choose_tiles(query: Tensor, key: Tensor) -> IndexTiles | None:
     if query.dtype == torch.float64 or block_h > most_columns or unreadable:
         return None
     queries = min(power_of_2(max(1, q_len)), most_columns // block_h)
-    columns = queries * block_h
-    if wide:
-        return IndexTiles(queries, block_h, block_d, min(128, WIDE_TILE // columns), 8, 2)
-    large = has_large_shared_memory(query.device)
-    block_n = max(16, min(128 if large and columns <= 64 and not narrow else 64, KEY_BYTES // row_bytes))
+    columns, large = queries * block_h, has_large_shared_memory(query.device)
     free = (LARGE_MEMORY if large else SMALL_MEMORY) - columns * row_bytes
+    if free < 16 * row_bytes:
+        return None
+    if wide:
+        fitting = power_of_2(free // row_bytes + 1) // 2
+        return IndexTiles(queries, block_h, block_d, min(128, WIDE_TILE // columns, fitting), 8, 2)
+    block_n = max(16, min(128 if large and columns <= 64 and not narrow else 64, KEY_BYTES // row_bytes))
     return IndexTiles(queries, block_h, block_d, block_n, 4, min(5, free // (block_n * block_d * key.element_size())))

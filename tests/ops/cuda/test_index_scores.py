@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from typing import Any
@@ -65,6 +66,32 @@ def test_float64_and_many_heads_are_left_to_pytorch(device: str) -> None:
         inputs = call.make(device)
         assert choose_tiles(inputs["query"], inputs["key"]) is None
         assert_close_to_float64(launch(inputs), inputs)
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tiles_fit_in_shared_memory(dtype: torch.dtype, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "has_large_shared_memory", lambda device: large)
+    memory = planning.LARGE_MEMORY if large else planning.SMALL_MEMORY
+    taken = []
+    for heads, dim, q_len in itertools.product((1, 16, 64, 256), (64, 128, 256, 512, 1024, 2048, 4096), (1, 4)):
+        query, key = torch.empty(1, q_len, heads, dim, dtype=dtype), torch.empty(1, 8, dim, dtype=dtype)
+        tiles = choose_tiles(query, key)
+        if tiles is not None:
+            taken.append(dim)
+            assert tiles.block_n >= 16
+            assert tiles.num_stages >= 1
+            rows = tiles.queries * tiles.block_h + tiles.block_n
+            assert rows * tiles.block_d * dtype.itemsize <= memory, (heads, dim, q_len, tiles)
+    assert max(taken) == 2048 // dtype.itemsize  # others are left to PyTorch
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [256, 512, 1024])
+@pytest.mark.parametrize("heads", [1, 16, 64])
+def test_wide_heads(heads: int, dim: int) -> None:
+    call = IndexCall(batch=1, q_len=1, heads=heads, dim=dim, kv_len=1000, dtype=torch.float32).make("cuda")
+    assert_close_to_float64(launch(call), call)
 
 
 @pytest.mark.parametrize(*EITHER)
