@@ -27,7 +27,7 @@ def top_picks(scores: Tensor, k: int) -> Tensor:
     """
     check_top_picks(scores, k)
     order = scores.sort(dim=-1, descending=True, stable=True).indices
-    return order[..., :k].sort(dim=-1).values.to(torch.int32)
+    return order[..., :k].sort(dim=-1).values.to(torch.int32).contiguous()
 
 
 def check_top_picks(scores: Tensor, k: int) -> None:

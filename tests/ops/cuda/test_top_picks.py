@@ -103,6 +103,7 @@ def test_picks_are_those_of_topk_without_ties() -> None:
 
 def test_opcheck() -> None:
     opcheck(op, (torch.randn(2, 3, 50), 7))
+    opcheck(op, (torch.randn(2, 50, 3).transpose(1, 2), 7))
 
 
 def test_fake() -> None:
