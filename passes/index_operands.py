@@ -46,11 +46,11 @@ def operands_of(
         tensor, views = tensor_of(walk.here), _views(walk.parts, wanted)
         if not isinstance(tensor, FakeTensor):
             break
-        operand = None if views is None else Factor(walk.here, views, walk.path)
+        taken = tensor.dtype in FLOAT_DTYPES
+        operand = Factor(walk.here, views, walk.path) if taken and views is not None else None
         shape = None if operand is None else viewed(operand)
         if operand is not None and shape is not None and known_shape(shape.shape, [sizes[x] for x in wanted]):
-            if tensor.dtype in FLOAT_DTYPES:
-                found[tensor.dtype] = operand
+            found[tensor.dtype] = operand
         walk = _widened(walk) or step_back(walk)
     return found
 

@@ -8,31 +8,13 @@ import pytest
 import torch
 from graphs import capture, listing, run_rewritten
 from index_forms import LEFT, OTHERS, TAKEN, UNMASKED, B, D, H, L, S, exact, inputs
-from torch.fx import GraphModule, Node
+from index_graphs import assert_scores, ops, tensor_of
+from torch.fx import Node
 
 import tatten
 from tatten.passes import Declined, Rewritten, cost, rewrite
 
-OP = torch.ops.tatten.index_scores.default
 DTYPES = [torch.bfloat16, torch.float32]
-
-
-def ops(gm: GraphModule) -> list[Node]:
-    return [x for x in gm.graph.nodes if x.target is OP]
-
-
-def tensor_of(node: Node) -> torch.Tensor:
-    """The tensor of a node, or of the one whose view it is."""
-    while "example_value" not in node.meta:
-        node = node.args[0]
-    return node.meta["example_value"]
-
-
-def assert_scores(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Equal within the rounding of sums in float32; masked scores are the lowest number or -inf."""
-    masked = want == -torch.inf
-    assert (got[masked] <= torch.finfo(torch.float32).min).all()
-    torch.testing.assert_close(got[~masked].double(), want[~masked], rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.drawn(10)
@@ -117,30 +99,6 @@ def test_unmasked_scores_may_be_read_too() -> None:
     assert_scores(masked, exact(*args, scale=1))
 
 
-def test_keys_of_two_dtypes_are_read_in_the_wider_one() -> None:
-    """The queries are in float32 already, so that the keys' copy stays."""
-    query, key, weights, mask = inputs()
-    query = query.float() / 3
-    _, gm, out = run_rewritten(index_forms.deepseek_v32, query, key, weights, mask)
-    (op,) = ops(gm)
-    assert tensor_of(op.args[1]).dtype == torch.float32
-    assert_scores(out, exact(query, key, weights, mask))
-
-
-def test_keys_that_something_else_reads_widened_stay() -> None:
-    def fn(q, k, w, m):
-        wide = k.mT.float()
-        scores = torch.matmul(q.float(), wide[:, None]).relu()
-        return index_forms.left(index_forms.weighted(w, scores), m), wide.sum()
-
-    args = inputs()
-    _, gm, (out, total) = run_rewritten(fn, *args)
-    (op,) = ops(gm)
-    assert op.args[1].op == "placeholder"
-    assert total == args[1].mT.float().sum()
-    assert_scores(out, exact(*args, scale=1))
-
-
 @pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
 def test_scales_that_are_inputs(name: str) -> None:
     """Under `dynamic=True` numbers of modules are inputs; after relu their sign is guarded on."""
@@ -191,37 +149,6 @@ def test_autocast_rounds_products() -> None:
     assert finding.decline.reason.value == "index_scores"
     assert "bfloat16" in finding.decline.detail
     assert torch.equal(out, want)
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_mask_outside_no_grad(learned: bool) -> None:
-    """Where the op stands, gradients are enabled. That of a bias is kept."""
-
-    def fn(q, k, w, bias):
-        with torch.no_grad():
-            scores = index_forms.weighted(w, torch.relu(index_forms.products(q, k)))
-        return scores + bias
-
-    (query, key, weights, _), bias = inputs(torch.float32), torch.randn(B, L, S).requires_grad_(learned)
-    args = query.requires_grad_(), key, weights, bias
-    gm = capture(fn, *args, grad=True)
-    (finding,) = rewrite(gm).findings
-    assert isinstance(finding, Rewritten)
-    (op,) = ops(gm)
-    assert ("attn_mask" in op.kwargs) == (not learned)
-    (out,) = gm(*args)
-    assert out.requires_grad == learned
-    torch.testing.assert_close(out, fn(*args), rtol=1e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_tensors_in_8_bits_are_read_from_wider_copies(dtype: torch.dtype) -> None:
-    query, key, weights, mask = inputs()
-    args = query.to(dtype), key.to(dtype), weights.to(dtype)
-    _, gm, out = run_rewritten(index_forms.deepseek_v32, *args, mask)
-    (op,) = ops(gm)
-    assert {tensor_of(x).dtype for x in op.args} == {torch.float32}
-    assert_scores(out, exact(*args, mask))
 
 
 def test_vmap() -> None:

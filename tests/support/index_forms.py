@@ -275,6 +275,8 @@ def of_a_layer(q, k, w, m):
 
 OTHERS: dict[str, Form] = {
     x.__name__: x
-    for x in (*(without_relu, another_function, biased, leaky, between_bounds, overwritten),
-        *(sum_over_keys, unweighted, of_a_layer),)
+    for x in (
+        *(without_relu, another_function, biased, leaky, between_bounds, overwritten),
+        *(sum_over_keys, unweighted, of_a_layer),
+    )
 }
