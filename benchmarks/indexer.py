@@ -9,7 +9,9 @@ Index keys have 128 dims, as those of DeepSeek-V3.2. Candidates, of which each i
     inductor    the same under `torch.compile`
     tatten      `index_scores`
     quarter     `index_scores` under a mask that leaves the first quarter of the keys
-    topk        `torch.topk` of the scores, 2048 of them: what an indexer does next
+    topk        2048 picks of the scores by `torch.topk`
+    unsorted    the same by `torch.topk(sorted=False)`
+    top_picks   the same by `tatten::top_picks`
 
 On a GPU a captured CUDA graph goes round calls whose keys the L2 cannot hold together. All candidates take turns, and
 medians are shown. The floor is each stored key once, at the best rate at which PyTorch reads or copies. `differ` is the
@@ -33,7 +35,12 @@ import tatten
 from tatten.ops.reference import index_scores_reference
 
 PICKS, DIM, SCALE = 2048, 128, 128**-0.5
-CANDIDATES = ("eager", "inductor", "tatten", "quarter", "topk")
+SELECTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "topk": lambda scores: scores.topk(PICKS).indices,
+    "unsorted": lambda scores: scores.topk(PICKS, sorted=False).indices,
+    "top_picks": lambda scores: torch.ops.tatten.top_picks.default(scores, PICKS),
+}
+CANDIDATES = ("eager", "inductor", "tatten", "quarter", *SELECTIONS)
 Call = dict[str, Tensor]  # the arguments of `index_scores` that are tensors
 
 
@@ -57,6 +64,7 @@ def shapes(device: str) -> list[Shape]:
     if device == "cpu":
         return [Shape(1, n * k, heads) for n in (32, 128) for heads in (64, 32)]
     base = [Shape(batch, n * k, heads) for batch in (1, 8) for n in (32, 128) for heads in (64, 32)]
+    base += [Shape(16, 128 * k, 64), Shape(64, 8 * k, 64)]
     return [*base, Shape(1, 128 * k, 64, q_length=4), Shape(1, 128 * k, 64, keys="float8_e4m3fn")]
 
 
@@ -120,7 +128,7 @@ def measure(s: Shape, device: str, rate: float, rounds: int) -> dict[str, Any]:
         "inductor": (lambda call: compiled(**call), inputs),
         "tatten": (by_op, inputs),
         "quarter": (by_op, quarter),
-        "topk": (lambda scores: scores.topk(PICKS).indices, scored),
+        **{name: (select, scored) for name, select in SELECTIONS.items()},
     }
     steps: dict[str, Callable[[], object]] = {}
     for name, (score, given) in run.items():
@@ -132,7 +140,7 @@ def measure(s: Shape, device: str, rate: float, rounds: int) -> dict[str, Any]:
             return out
 
         try:
-            if name != "topk":
+            if name not in SELECTIONS:
                 differ[name] = picks_that_differ(score(given[0]), given[0])
             step()
             steps[name] = as_graph(step) if device == "cuda" else step

@@ -36,7 +36,9 @@ import tatten
 
 CANDIDATES = ("inductor", "masked", "tatten")
 ROOM = 1.5  # times the expanded keys and values: what SDPA and Inductor may hold beside them
-MOST_DIFFERENT = 0.05  # of the logits: picks whose scores tie within rounding may differ
+# Each pick of random keys that differs is 0.03 of the logits. A compiler may leave out roundings to bfloat16 of the
+# indexer's query, which moves a few picks. With the same scores the picks are the same.
+MOST_DIFFERENT, MOST_DIFFERENT_WITH_THE_SAME_PICKS = 0.15, 0.01
 AT_LEAST = 3  # times as fast as Inductor
 
 
@@ -59,6 +61,10 @@ def rows(model: PreTrainedModel, device: str) -> list[tuple[Row, tuple[str, ...]
     return found
 
 
+def relative(x: Tensor, exact: Tensor) -> float:
+    return ((x - exact).norm() / exact.norm()).item()
+
+
 def measure(
     model: PreTrainedModel, row: Row, candidates: tuple[str, ...], device: str, rounds: int
 ) -> dict[str, object]:
@@ -77,15 +83,20 @@ def measure(
                 step = indexed_layer.decode_step(model, cache, row, "inductor" if name == "inductor" else "tatten")
                 if device == "cuda":
                     parts[name], kernels[name] = kernel_parts.profiled(step, indexed_layer.widths(model.config, row))
+                steps[name] = as_graph(step) if device == "cuda" else step  # what hides picks is guarded on
             said[name] = str(report).splitlines()
             if ("by top-k" in str(report)) != (name == "tatten"):
+                del steps[name]
                 raise RuntimeError(f"the picks are {'not ' if name == 'tatten' else ''}read by their indices")
-            steps[name] = as_graph(step) if device == "cuda" else step
         except Exception as e:  # no memory, for one
             left_out[name] = first_line(e)
     logits = {name: step().float() for name, step in steps.items()}
     exact = next(iter(logits.values()), torch.tensor(math.nan))
-    different = {name: ((x - exact).norm() / exact.norm()).item() for name, x in logits.items()}
+    different = {name: relative(x, exact) for name, x in logits.items()}
+    if {"masked", "tatten"} <= logits.keys() and not (
+        relative(logits["tatten"], logits["masked"]) < MOST_DIFFERENT_WITH_THE_SAME_PICKS
+    ):
+        raise SystemExit("attention to the picks differs from attention under their mask")
     took = in_turns(steps, rounds, lambda _, step: seconds(step, device))
     us = {name: x * 1e6 for name, x in took.items()}
     return {

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from tatten.ops.moved import moved
 from tatten.report import count
@@ -109,9 +109,11 @@ def _restorer(gm: GraphModule) -> Callable[[], None] | None:
 
 def _copied(graph: Graph) -> Graph:
     """Like `copy.deepcopy(graph)`, which copies the structure of the inputs, too, and PyTorch warns of that."""
-    made = Graph()
-    copied: Any = made.graph_copy(graph, {}, return_output_node=True)
+    made, nodes = Graph(), dict[Node, Node]()
+    copied: Any = made.graph_copy(graph, nodes, return_output_node=True)
     results, output = copied
     made.output(results).meta.update(output.meta)
     made.set_codegen(graph._codegen)
+    for old, new in nodes.items():  # Dynamo and AOTAutograd keep the sources of inputs in attributes of nodes
+        vars(new).update({name: value for name, value in vars(old).items() if name not in vars(new)})
     return made

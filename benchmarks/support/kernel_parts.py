@@ -55,7 +55,7 @@ def part_of(kernel: str, launched_by: list[str], shapes: Shapes, w: Widths, pick
     """
     names = [name.lower() for name in (kernel, *launched_by)]
     words = {word for name in names[:2] for word in name.replace("::", "_").split("_")}
-    if any("topk" in name or "top_k" in name for name in names):
+    if any(x in name for x in ("topk", "top_k", "count_scores", "write_picks") for name in names):
         return "top-k"
     if any(w.are_keys(shape) for shape in shapes):
         return "attention"

@@ -75,6 +75,10 @@ def loop_ms(name: str) -> Cell:
     return lambda r: number(r["token_ms"].get(name), 2)
 
 
+def part_of_layer(part: str) -> Cell:
+    return lambda r: number(r["parts"]["tatten"][part], 0)
+
+
 TABLES = {
     "static_cache": Table("static_cache", STATIC_CACHE),
     "static_cache_cpu": Table("static_cache_cpu", STATIC_CACHE),
@@ -175,10 +179,39 @@ TABLES = {
             "masked": us("masked"),
             "copied": us("copied"),
             "2048 in a row": us("short"),
+            "FA3": us("fa3"),
+            "FlashMLA": us("flash_mla"),
             "tatten": us("tatten"),
             "bytes of the picks": figure("bytes_us"),
             "masked to tatten": lambda r: number(r["us"]["masked"] / r["us"]["tatten"], 1),
             "tatten to copied": lambda r: number(r["us"]["tatten"] / r["us"]["copied"], 2),
+        },
+    ),
+    "indexer": Table(
+        "indexer",
+        {
+            "batch": "batch",
+            "keys": "length",
+            "index heads": "heads",
+            "queries": "q_length",
+            "stored as": "keys",
+            "Inductor": us("inductor"),
+            "tatten": us("tatten"),
+            "floor": figure("bytes_us"),
+            "topk": us("topk"),
+            "topk, unsorted": us("unsorted"),
+            "top_picks": us("top_picks"),
+        },
+    ),
+    "sparse_layer": Table(
+        "sparse_layer",
+        {
+            "batch": "batch",
+            "keys": "length",
+            "Inductor": us("inductor", 0),
+            "tatten, masked": us("masked", 0),
+            "tatten": us("tatten", 0),
+            **{f"{part} of tatten": part_of_layer(part) for part in ("indexer", "top-k", "attention", "projections")},
         },
     ),
     "latent_product": Table(

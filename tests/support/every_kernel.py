@@ -27,7 +27,7 @@ from tatten.ops.masks import block_list
 
 KV_LEN, BF16 = 333, torch.bfloat16
 LATENT_QUERIES = (16, 1), (128, 1), (128, 3), (128, 16)  # heads, and queries of each: 1 and multiples of 16 are known
-PICKING = (16, 1), (128, 1), (20, 3)
+PICKING = (5, 1), (16, 1), (128, 1), (20, 3)
 FEW_LATENT_QUERIES = (16, 1), (5, 3)  # in float32, as they stay where they are few
 
 
@@ -102,7 +102,7 @@ def attend_latents(heads: int, q_len: int, keys: str, dtype: torch.dtype = torch
 
 
 def attend_picks(heads: int, q_len: int, keys: str, latent: bool) -> None:
-    """On Hopper picked latents of more than 16 heads take the picked_sm90 kernel. Some picks are out of range."""
+    """On Hopper picked latents of 8 heads or more take the picked_sm90 kernel. Some picks are out of range."""
     mask = torch.rand(2, 1, 1, KV_LEN, device="cuda") > 0.5 if keys == "mask" else None
     options: dict[str, Any] = {"attn_mask": mask, "scale": 0.05, "distinct_indices": True}
     if keys == "lengths":

@@ -86,6 +86,7 @@ def assert_exact(state: State, exact: AttentionCall) -> None:
 CALLS = [
     ((2, 70, 1, 600, 300, "mask"), 2),
     ((1, 17, 3, 400, 257, "masks, lengths"), 5),
+    ((2, 8, 1, 300, 130, "mask"), 2),
     ((2, 128, 1, 300, 64), 1),
     ((1, 20, 1, 500, 504, "mask"), 3),
     ((2, 66, 2, 150, 1, "lengths"), 1),
