@@ -85,7 +85,7 @@ def begin(node: Node) -> Walk:
 def step_back(walk: Walk) -> Walk | None:
     """Go one op further back; None where `here` is not its source copied, reordered, repeated or selected."""
     source, name = source_of(walk.here), op_name(walk.here)
-    is_attribute = walk.here.target is getattr  # `x.mT`
+    is_attribute = walk.here.target is getattr or name == "mT"  # `x.mT`, which PyTorch 2.15 calls as an op
     if source is None or not (name in WALKED or is_attribute) or writes(walk.here):
         return None
     before, after = known_tensor(source), known_tensor(walk.here)

@@ -19,7 +19,7 @@ def _load_ordered(scores, stride, at, n):
     """Load scores as integers that are in the same order; NaN is the largest one, and both zeros are equal."""
     x = tl.load(scores + at.to(tl.int64) * stride, mask=at < n, other=0.0)
     bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
-    ordered = tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
+    ordered = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return tl.where(x != x, 0xFFFFFFFF, ordered).to(tl.uint32)
 
 
