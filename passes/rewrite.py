@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from torch.fx import GraphModule, Node
 
@@ -26,6 +27,7 @@ from tatten.passes.score_keys import apply_index_scores
 from tatten.passes.sliding import apply_slide, find_slides
 from tatten.passes.top_k import apply_top_k, find_top_k
 
+T = TypeVar("T")
 MOST_FAILED = 8  # calls whose edit may fail; each of them costs another run of all passes
 
 
@@ -89,9 +91,11 @@ def _run_passes(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> tu
     others = [] if errors else or_nothing(lambda: [*find_other_attention(gm.graph, known)], errors)
     nested = find_nested(gm, errors)
     findings = [failed.get(node.name) or _rewrite_call(node, attention, run) for node in attention.nodes]
-    unsorted = _replace_top_k(gm, failed, errors)
+    selections = or_nothing(lambda: find_top_k(gm.graph), errors)
+    unsorted = _edit_each(selections, lambda x: x.node, apply_top_k, failed, errors)
     scores = _score_keys(gm, run, failed)  # after calls, whose picks are proven by the program's own scores
-    moved = _move_caches(gm, run, failed, errors) if run.fuses else 0
+    slides = or_nothing(lambda: find_slides(gm.graph, run.moving), errors) if run.fuses else []
+    moved = _edit_each(slides, lambda x: x.copy, apply_slide, failed, errors)
     notes = [f"{moved} full caches of sliding windows are moved in place"] if moved else []
     notes += [f"{unsorted} selections of keys are not sorted"] if unsorted else []
     return [*findings, *others, *nested, *scores, *errors], "; ".join(notes)
@@ -133,31 +137,23 @@ def _score_keys(gm: GraphModule, run: Run, failed: Mapping[str, Declined]) -> li
     return findings
 
 
-def _move_caches(gm: GraphModule, run: Run, failed: Mapping[str, Declined], errors: list[Declined]) -> int:
-    """Move full caches of sliding windows in place, where the program rolls and copies them. Returns their number."""
-    moved = 0
-    for slide in or_nothing(lambda: find_slides(gm.graph, run.moving), errors):
-        if slide.copy.name in failed:
-            errors.append(failed[slide.copy.name])
+def _edit_each(
+    matches: list[T],
+    node_of: Callable[[T], Node],
+    edit: Callable[[T], None],
+    failed: Mapping[str, Declined],
+    errors: list[Declined],
+) -> int:
+    """Edit the graph for each match but those whose node `failed` before. Returns the number of edits."""
+    edited = 0
+    for match in matches:
+        node = node_of(match)
+        if node.name in failed:
+            errors.append(failed[node.name])
             continue
         try:
-            apply_slide(slide)
+            edit(match)
         except Exception as error:
-            raise CallError(slide.copy) from error
-        moved += 1
-    return moved
-
-
-def _replace_top_k(gm: GraphModule, failed: Mapping[str, Declined], errors: list[Declined]) -> int:
-    """Replace the top-k's whose picks only attention reads. Returns their number."""
-    replaced = 0
-    for top_k in or_nothing(lambda: find_top_k(gm.graph), errors):
-        if top_k.node.name in failed:
-            errors.append(failed[top_k.node.name])
-            continue
-        try:
-            apply_top_k(top_k)
-        except Exception as error:
-            raise CallError(top_k.node) from error
-        replaced += 1
-    return replaced
+            raise CallError(node) from error
+        edited += 1
+    return edited
