@@ -12,14 +12,13 @@ import torch
 from torch.fx import Graph, Node
 
 from tatten.passes.calls import argument, op_name
-from tatten.passes.op_names import CASTS, COPIES, RESHAPES
+from tatten.passes.distinct import INTEGERS, KEEP_ROWS
+from tatten.passes.op_names import CASTS
 from tatten.passes.replace import Inserter, erase_unused_of
 from tatten.passes.symbolic import FakeTensor, constant, known_equal, known_tensor, tensor_of
 
 LEAST_SCORES = 4096  # of a row; fewer were not measured
-# Of all rows: with more of them `topk(sorted=False)` is faster (`benchmarks/indexer.py`).
-MOST_SCORES = 1 << 19
-KEEP_SETS = CASTS | COPIES | RESHAPES | {"long", "int", "expand", "expand_as", "broadcast_to", "detach"}
+MOST_SCORES = 1 << 19  # of all rows together: `topk(sorted=False)` is faster for more (`benchmarks/indexer.py`)
 
 
 @dataclass(frozen=True)
@@ -84,13 +83,13 @@ def _reads_picks(user: Node, indices: Node) -> bool:
 def _keeps_rows(user: Node, indices: Node) -> bool:
     before, after = tensor_of(indices), tensor_of(user)
     return (
-        op_name(user) in KEEP_SETS
+        op_name(user) in KEEP_ROWS
         and user.args[:1] == (indices,)
         and user.all_input_nodes == [indices]
         and before is not None
         and after is not None
         and after.dim() > 0
-        and after.dtype in (torch.int32, torch.int64)
+        and after.dtype in INTEGERS
         and known_equal(before.shape[-1], after.shape[-1])
     )
 
