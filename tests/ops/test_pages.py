@@ -263,3 +263,16 @@ def test_a_copy_has_no_number_that_no_length_covers() -> None:
     assert not copies.key.isnan().any()
     assert not copies.value.isnan().any()
     assert not copies.key[0, :, 4:8].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}])
+def test_the_backend_leaves_calls_over_pages_as_they_are(options: dict[str, Any]) -> None:
+    inputs = paged(4, [12, 10, 0], 3, "interleaved")
+
+    def step(query: Tensor, **rest: Any) -> Tensor:
+        attended = tatten.decode_attention(query, **rest)
+        return torch.nn.functional.scaled_dot_product_attention(attended, attended, attended)
+
+    with torch.no_grad():
+        compiled = torch.compile(step, backend="tatten", options=options, fullgraph=True)
+        torch.testing.assert_close(compiled(**inputs), step(**inputs))
