@@ -127,7 +127,7 @@ def _decode_kernel(
     # Scores stay unscaled if only a positive factor separates them from their exponents.
     UNSCALED: tl.constexpr = POSITIVE_SCALE and MASK != 2 and not SOFTCAP and not KEY_SCALE
     # With a block list the second loop has few blocks, and long pipelines in both would spill registers of large tiles.
-    # With pages, Triton (3.6 to 3.9) fails to compile 2 stages of it: a block's entries wait for the block's number.
+    # With pages, Triton (3.9) fails to compile 2 stages of it: a block's entries wait for the block's number.
     FEW: tl.constexpr = 1 if BLOCK_M > 64 or PAGED else 2
     STAGES: tl.constexpr = None if not HAS_BLOCK_LIST else FEW if BLOCK_M > 64 or BLOCK_D > 128 else None
     if PDL:
@@ -295,7 +295,7 @@ def _decode_kernel(
             steps = tl.maximum(tl.minimum(stop, run) - first, 0) // (RUN_N // BLOCK_N)
             if PAGED:
                 run_stop = run_start + steps * RUN_N
-                entries = load_entries(table, table_s, run_start, run_stop, RUN_N, PAGE)
+                entries = load_entries(table, table_s, run_start, run_stop, RUN_N, PAGE, BLOCK_N)
             for i in range(steps):
                 start_key = run_start + i * RUN_N
                 keys = (start_key + tl.arange(0, RUN_N)).to(tl.int64)
@@ -328,7 +328,7 @@ def _decode_kernel(
                     v_scale = load_scales(value_scale_base, at, valid if PAGED else None)
                 acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED, v_scale)
                 if PAGED:
-                    entries = load_entries(table, table_s, start_key + RUN_N, run_stop, RUN_N, PAGE)
+                    entries = load_entries(table, table_s, start_key + RUN_N, run_stop, RUN_N, PAGE, BLOCK_N)
             begin = first + steps * (RUN_N // BLOCK_N)
             more = begin < tl.minimum(stop, count)
             block = tl.load(group_blocks + 2 * (begin + 1), mask=more, other=0).to(tl.int32)
@@ -338,7 +338,7 @@ def _decode_kernel(
             if WINDOW:
                 block += tl.maximum(length - q_len - window + 1, 0) // BLOCK_N
         if PAGED:
-            entries = load_entries(table, table_s, block * BLOCK_N, length, BLOCK_N, PAGE)
+            entries = load_entries(table, table_s, block * BLOCK_N, length, BLOCK_N, PAGE, BLOCK_N)
         for i in tl.range(begin, stop, num_stages=STAGES):
             keys = (block * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
             if HAS_BLOCK_LIST:
@@ -393,7 +393,7 @@ def _decode_kernel(
                 block += 1
             if PAGED:
                 stop_key = tl.where(i + 1 < stop, length, 0)
-                entries = load_entries(table, table_s, block * BLOCK_N, stop_key, BLOCK_N, PAGE)
+                entries = load_entries(table, table_s, block * BLOCK_N, stop_key, BLOCK_N, PAGE, BLOCK_N)
         if UNSCALED:
             row_max *= scale
         acc, log_sum = finish_state(acc, row_max, row_sum)

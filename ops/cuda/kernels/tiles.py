@@ -12,9 +12,9 @@ from tatten.ops.cuda.kernels.online_softmax import upcast
 
 
 @triton.jit
-def load_entries(table, stride, start, stop, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
-    """Load the entries of a tile of keys from `start` on; -1 for keys from `stop` on."""
-    if PAGE >= BLOCK_N:
+def load_entries(table, stride, start, stop, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr):
+    """Load the entries of a tile of keys from `start` on, a multiple of `ALIGN`; -1 for keys from `stop` on."""
+    if PAGE >= BLOCK_N and ALIGN >= BLOCK_N:
         return tl.load(table + (start // PAGE).to(tl.int64) * stride, mask=start < stop, other=-1)
     else:
         keys = start + tl.arange(0, BLOCK_N)

@@ -73,6 +73,28 @@ def test_scales_in_pages(dtype: torch.dtype, page: int, masked: bool) -> None:
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
+@interpreted
+@pytest.mark.parametrize("page", [64, 128, 256])
+def test_a_run_of_full_blocks_begins_within_a_page(page: int) -> None:
+    from tatten.ops.cuda.decode import plan_attention
+    from tatten.ops.cuda.heuristics import Tiles
+    from tatten.ops.reference import decode_attention_reference
+
+    key, value = torch.randn(2, 9, page, 2, 8)
+    given = {
+        "query": torch.randn(1, 4, 1, 8),
+        "key": key,
+        "value": value,
+        "block_table": torch.arange(1024 // page - 1, -1, -1, dtype=torch.int32)[None] % 9,
+        "kv_lens": torch.tensor([1000]),
+        "attn_mask": torch.arange(1024) >= 60,  # full from key 64 on
+    }
+    call = decode_call(**given)
+    got = plan_attention(call, tiles=Tiles(16, 128, 4, 2), programs=2)(call)
+    for x, want in zip(got, decode_attention_reference(**given), strict=True):
+        torch.testing.assert_close(x.double(), want, rtol=1e-5, atol=1e-5)
+
+
 def paged(batch: int, page: int = 16, columns: int = 300, device: str = "meta", **options: Any) -> AttentionCall:
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
