@@ -32,6 +32,9 @@ class KeyValue(NamedTuple):
         key_scale, value_scale: as `tatten.decode_attention` takes them.
         rope: `[kv_batch, 1, kv_length, width]`, the columns with rotary positions of keys that are latents.
         indices: `[batch, 1 or kv_heads, q_length, picks]`, the keys that each query attends to; None for all keys.
+        block_table: `[batch, max_pages]`, the pages of each sequence in order; None unless keys are in pages. With it,
+            `key` and `value` are pools `[pages, kv_heads, page, d]`, and scales of keys `[pages, kv_heads, page]`:
+            views of the user's `[pages, page, kv_heads, ...]`.
     """
 
     key: Tensor
@@ -44,6 +47,18 @@ class KeyValue(NamedTuple):
     value_scale: Tensor | None = None
     rope: Tensor | None = None
     indices: Tensor | None = None
+    block_table: Tensor | None = None
+
+    @property
+    def kv_batch(self) -> int:
+        """The number of rows of keys: one for each sequence, if keys are in pages."""
+        return (self.key if self.block_table is None else self.block_table).shape[0]
+
+    @property
+    def kv_len(self) -> int:
+        """The largest number of keys of a sequence."""
+        keys = self.key.shape[2]
+        return keys if self.block_table is None else keys * self.block_table.shape[1]
 
 
 class AttentionCall(NamedTuple):

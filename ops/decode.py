@@ -10,6 +10,7 @@ from torch import Tensor
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
 from tatten.ops.keywords import names_keywords
 from tatten.ops.masks import BlockList, BlockMask, KeySpans, data_of
+from tatten.ops.pages_validation import check_without_picks
 from tatten.ops.picks import picks_options
 from tatten.ops.validation import check_mask_alone, check_tensors
 
@@ -69,6 +70,7 @@ def decode_attention(
     index_block: int = 1,
     distinct_indices: bool = False,
     rest_bias: float | None = None,
+    block_table: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -92,6 +94,7 @@ def decode_attention(
     index_block: int = 1,
     distinct_indices: bool = False,
     rest_bias: float | None = None,
+    block_table: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @names_keywords
@@ -115,6 +118,7 @@ def decode_attention(
     index_block: int = 1,
     distinct_indices: bool = False,
     rest_bias: float | None = None,
+    block_table: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of a few queries per sequence over a long KV, as `F.scaled_dot_product_attention` does.
@@ -171,6 +175,13 @@ def decode_attention(
             excluded by default. It is at most half of float32's `finfo.min`, as models write masks, so that it matters
             only to a query whose own keys all have a bias of at most half of it: such a query attends to all
             keys, as under the dense mask.
+        block_table: int32 `[batch, max_pages]`, any strides, on the device of `query`: keys and values are in pages.
+            `key` and `value` are then pools `[pages, page, kv_heads, head_dim]` of any strides, with 1, 2, 4, ... or
+            256 keys in a page. Key `j` of sequence `b` is `key[block_table[b, j // page], j % page]`. `kv_lens` must be
+            given, at most `max_pages * page`. Entries beyond a length may be anything, and so may keys that no length
+            covers. A key whose entry is outside `[0, pages)` is left out. Masks and windows count keys from the start
+            of their sequence. Scales for each key are `[pages, page, kv_heads]`. A block mask is ignored, and `indices`
+            must be None.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
@@ -191,11 +202,15 @@ def decode_attention(
         torch.Size([2, 8, 1, 64])
     """
     check_tensors(query=query, key=key, value=value)
+    paged = block_table is not None
+    if paged:
+        check_tensors(block_table=block_table)
+        check_without_picks(indices)
     options = {
         "attn_mask": attn_mask,
         "kv_lens": kv_lens,
         "scale": scale,
-        "block_mask": None if block_mask is None else data_of(block_mask, attn_mask, key),
+        "block_mask": None if block_mask is None or paged else data_of(block_mask, attn_mask, key),
         "window": window,
         "softcap": softcap,
         "sinks": sinks,
@@ -203,6 +218,7 @@ def decode_attention(
         "value_scale": value_scale,
         "provider": None if provider == "auto" else provider,
         "batch_invariant": batch_invariant or None,
+        "block_table": block_table,
     }
     options |= picks_options(indices, query, key, index_block, distinct_indices, rest_bias)
     # The dispatcher takes its time for each argument, even for a default.

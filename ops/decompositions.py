@@ -18,6 +18,7 @@ from tatten.ops.cpu.latent import query_and_rope
 from tatten.ops.index_scores_validation import check_index_scores
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.library import block_mask
+from tatten.ops.pages import gather_pages
 from tatten.ops.picks import picked_mask
 from tatten.ops.picks_validation import check_picks
 from tatten.ops.project_heads import project_heads
@@ -25,6 +26,7 @@ from tatten.ops.reach import mask_of_reach, narrow_mask, with_masks_of_window
 from tatten.ops.row_groups import group_size, row_groups_reference, rows_of
 from tatten.ops.states import State, accumulator_dtype, combine_partials, merge
 from tatten.ops.top_picks import top_picks
+from tatten.ops.validation import check_decode_attention
 
 # Inductor asks whether a size of a matrix product is 1. A size that depends on a mask's data has no answer to that.
 LEAST_IN_PRODUCTS = 2
@@ -35,10 +37,10 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
 
     The decomposed program has none of tatten's ops, so that it runs where tatten cannot be imported: packaged by
     AOTInductor, in C++ too. It still reads each key and value that counts once, whatever the mask holds at run time,
-    and does not depend on the machine that made it. Picked keys are copied; with a `rest_bias` all keys are read.
-    `index_scores` reads all keys, and has the products of all heads in memory. Ops on other devices than the CPU stay.
-    Lengths and rows out of range are clamped; in eager mode they are errors. Ops with `batch_invariant=True` have no
-    decomposition: `run_decompositions` raises NotImplementedError.
+    and does not depend on the machine that made it. Picked keys are copied; with a `rest_bias` all keys are read. All
+    pages that a block table has room for are copied. `index_scores` reads all keys, and has the products of all heads
+    in memory. Ops on other devices than the CPU stay. Lengths and rows out of range are clamped; in eager mode they are
+    errors. Ops with `batch_invariant=True` have no decomposition: `run_decompositions` raises NotImplementedError.
 
     Args:
         core_aten: decompose without PyTorch's flash kernel. It is not in core ATen, and PyTorch's own decomposition of
@@ -129,6 +131,9 @@ def _check_decomposes(call: AttentionCall) -> None:
 
 def _decode_attention(call: AttentionCall, *, core_aten: bool) -> State:
     _check_decomposes(call)
+    if call.segments[0].block_table is not None:
+        check_decode_attention(call)
+        call = gather_pages(call)
     query, dtype = call.query, call.query.dtype
     stored = call.segments[0]
     upcasts = stored.key.dtype != dtype

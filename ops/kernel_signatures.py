@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.call import BIFURCATED, DECODE, LATENT, Attend, AttentionCall, KeyValue, check_segments
+from tatten.ops.pages import heads_first
 
 OpKernel = Callable[..., Any]
 _tuple = tuple.__new__  # makes a named tuple in half the time of its own constructor
@@ -40,9 +41,13 @@ def decode_kernel(attend: Attend) -> OpKernel:
         indices: Tensor | None = None,
         index_block: int = 1,
         rest_bias: float | None = None,
+        block_table: Tensor | None = None,
     ) -> Any:
+        if block_table is not None:
+            key, value = heads_first(key), heads_first(value)
+            key_scale, value_scale = (x if x is None else heads_first(x) for x in (key_scale, value_scale))
         masks = attn_mask, kv_lens, block_mask
-        stored = _tuple(KeyValue, (key, value, *masks, None, key_scale, value_scale, None, indices))
+        stored = _tuple(KeyValue, (key, value, *masks, None, key_scale, value_scale, None, indices, block_table))
         softmax, picks = (scale, window, softcap, sinks), (index_block, rest_bias)
         return attend(
             _tuple(AttentionCall, (DECODE, query, (stored,), *softmax, None, None, provider, batch_invariant, *picks))
@@ -79,10 +84,10 @@ def bifurcated_kernel(attend: Attend) -> OpKernel:
         check_segments(keys, values=values, attn_masks=masks, block_masks=blocks, row_groups=groups, indices=picks)
         if not keys:
             raise ValueError("`keys` must hold at least one segment, got none")
-        lens = scales = rope = None
+        lens = scales = rope = table = None
         segments = tuple(
             [
-                _tuple(KeyValue, (*stored, lens, block_mask, rows, scales, scales, rope, own_picks))
+                _tuple(KeyValue, (*stored, lens, block_mask, rows, scales, scales, rope, own_picks, table))
                 for *stored, block_mask, rows, own_picks in zip(keys, values, masks, blocks, groups, picks, strict=True)
             ]
         )
@@ -115,7 +120,7 @@ def latent_kernel(attend: Attend) -> OpKernel:
         rest_bias: float | None = None,
     ) -> Any:
         masks = attn_mask, kv_lens, block_mask
-        stored = _tuple(KeyValue, (latent, latent, *masks, None, None, None, key_rope, indices))
+        stored = _tuple(KeyValue, (latent, latent, *masks, None, None, None, key_rope, indices, None))
         softmax, options = (scale, window, softcap, sinks), ("auto", batch_invariant, index_block, rest_bias)
         return attend(_tuple(AttentionCall, (LATENT, query, (stored,), *softmax, query_rope, out_dtype, *options)))
 

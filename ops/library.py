@@ -41,7 +41,8 @@ for _schema in (
     "decode_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? kv_lens=None, "
     "float? scale=None, Tensor? block_mask=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
     'Tensor? key_scale=None, Tensor? value_scale=None, str provider="auto", bool batch_invariant=False, '
-    "Tensor? indices=None, int index_block=1, float? rest_bias=None) -> (Tensor out, Tensor lse)",
+    "Tensor? indices=None, int index_block=1, float? rest_bias=None, Tensor? block_table=None) "
+    "-> (Tensor out, Tensor lse)",
     "latent_attention(Tensor query, Tensor? query_rope, Tensor latent, Tensor? key_rope, Tensor? attn_mask=None, "
     "Tensor? kv_lens=None, *, float scale, Tensor? block_mask=None, int? window=None, float? softcap=None, "
     "Tensor? sinks=None, ScalarType? out_dtype=None, bool batch_invariant=False, Tensor? indices=None, "

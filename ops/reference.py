@@ -9,6 +9,7 @@ from torch import Tensor
 from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.layout import over_keys
+from tatten.ops.pages import gather_pages
 from tatten.ops.picks import picked_mask
 from tatten.ops.row_groups import rows_of
 from tatten.ops.states import NEG_INF, State
@@ -21,6 +22,8 @@ def attention_reference(call: AttentionCall) -> State:
     it reads. If a key is excluded for all queries that read its kv head, the key and its value may be NaN: they are not
     used.
     """
+    if call.segments[0].block_table is not None:
+        call = gather_pages(call)
     batch, q_heads, q_len, _ = call.query.shape
     query = call.query.double()
     if call.query_rope is not None:

@@ -7,7 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from tatten.ops.call import AttentionCall
+from tatten.ops.call import AttentionCall, KeyValue
+from tatten.ops.pages import heads_first
+from tatten.ops.pages_validation import check_pages
 from tatten.ops.sizes import ceil_div
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -78,17 +80,19 @@ def check_decode_attention(call: AttentionCall) -> None:
 
     It reads no data, so that no device is synchronised, unlike `check_kv_lens`. `check_devices` checks the devices.
     """
-    query, key, value, *_ = call.query, *call.segments[0]
+    query, stored, (key, value, *_) = call.query, call.segments[0], call.segments[0]
     check_call_no_grad(call)
     check_query(query)
     batch, head_dim = query.shape[0], query.shape[3]
-    if key.dim() == 4 and key.shape[0] != batch:
+    if stored.block_table is not None:
+        check_pages(query, stored)
+    elif key.dim() == 4 and key.shape[0] != batch:
         raise ValueError(f"`key` must be [{batch}, kv_heads, kv_length, {head_dim}], got shape {tuple(key.shape)}")
     check_key_value(query, key, value, "key", "value", (query.dtype, *NARROW_DTYPES))
     for name in ("key_scale", "value_scale"):
-        factors = getattr(call.segments[0], name)
+        factors = getattr(stored, name)
         if factors is not None:
-            _check_kv_scale(factors, query, key, name)
+            _check_kv_scale(factors, query, stored, name)
     check_softmax(call, query.dtype)
     check_block_masks(call)
 
@@ -100,7 +104,7 @@ def check_softmax(call: AttentionCall, dtype: torch.dtype) -> None:
     """
     query, stored = call.query, call.segments[0]
     if stored.attn_mask is not None:
-        check_mask(stored.attn_mask, dtype, (*query.shape[:3], stored.key.shape[2]))
+        check_mask(stored.attn_mask, dtype, (*query.shape[:3], stored.kv_len))
     if (kv_lens := stored.kv_lens) is not None:
         if kv_lens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"`kv_lens` must be int32 or int64, got {kv_lens.dtype}")
@@ -160,16 +164,20 @@ def check_kv_heads(query: Tensor, key: Tensor, name: str) -> None:
         raise ValueError(f"`{name}` must have a number of heads that divides `query`'s {q_heads}, got {kv_heads}")
 
 
-def _check_kv_scale(scale: Tensor, query: Tensor, key: Tensor, name: str) -> None:
+def _check_kv_scale(scale: Tensor, query: Tensor, stored: KeyValue, name: str) -> None:
+    key = stored.key
+    per_key, shape = key.shape[:3], scale.shape
+    if stored.block_table is not None:
+        per_key, shape = heads_first(key).shape[:3], heads_first(scale).shape
     if key.dtype not in NARROW_DTYPES:
         narrow = "float8_e4m3fn or int8"
         raise TypeError(f"`{name}` must be None unless `key` and `value` are {narrow}, got `key` in {key.dtype}")
     if scale.dtype not in (torch.float32, query.dtype):
         raise TypeError(f"`{name}` must be {_float32_or(query.dtype)}, got {scale.dtype}")
-    if tuple(scale.shape) not in ((key.shape[1],), tuple(key.shape[:3])):
+    if shape not in ((key.shape[1],), per_key):
         raise ValueError(
-            f"`{name}` must have shape ({key.shape[1]},), one per kv head, or {tuple(key.shape[:3])}, one per key, "
-            f"got {tuple(scale.shape)}"
+            f"`{name}` must have shape ({key.shape[1]},), one per kv head, or {tuple(per_key)}, one per key, "
+            f"got {tuple(shape)}"
         )
 
 
@@ -180,7 +188,7 @@ def _float32_or(dtype: torch.dtype) -> str:
 def check_block_masks(call: AttentionCall) -> None:
     """Raise ValueError unless each block mask can be the result of `tatten::block_mask` on the call's device."""
     for i, stored in enumerate(call.segments):
-        block_mask, (rows, _, kv_len, _) = stored.block_mask, stored.key.shape
+        block_mask, rows, kv_len = stored.block_mask, stored.kv_batch, stored.kv_len
         if block_mask is None:
             continue
         shape = (3,) if call.query.device.type == "cpu" else (ceil_div(kv_len, BLOCK_KEYS) + 1, 2)
@@ -247,11 +255,15 @@ def check_kv_lens(call: AttentionCall) -> list[int] | None:
     stored = call.segments[0]
     if stored.kv_lens is None:
         return None
-    lens, kv_len = stored.kv_lens.tolist(), stored.key.shape[2]
+    lens, kv_len, table = stored.kv_lens.tolist(), stored.kv_len, stored.block_table
     for n in lens:
         if not 0 <= n <= kv_len:
-            name = call.name_of("key")
-            raise ValueError(f"`kv_lens` must lie between 0 and `{name}`'s length {kv_len}, got {n}")
+            most = f"`{call.name_of('key')}`'s length {kv_len}"
+            if table is not None:
+                most = (
+                    f"{kv_len}, which is {stored.key.shape[2]} keys for each of `block_table`'s {table.shape[1]} pages"
+                )
+            raise ValueError(f"`kv_lens` must lie between 0 and {most}, got {n}")
     return lens  # type: ignore[no-any-return]
 
 

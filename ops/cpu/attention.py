@@ -20,6 +20,7 @@ from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.batch_invariant import attend_each
 from tatten.ops.cpu.flash import additive, attend, attend_by_products
 from tatten.ops.cpu.one_call import attend_at_once
+from tatten.ops.cpu.pages import attend_pages
 from tatten.ops.cpu.picked import attend_picks
 from tatten.ops.layout import over_keys, pack_gqa, pack_mask, squeeze_broadcast
 from tatten.ops.masks import Span, key_spans
@@ -34,7 +35,8 @@ Scales = tuple[Tensor | None, Tensor | None]  # of keys and of values, each per 
 
 def decode_attention(call: AttentionCall) -> State:
     query, (stored,) = call.query, call.segments
-    if call.plain and stored.indices is None and stored.kv_lens is None and call.provider in ("auto", "cpu"):
+    alone = stored.indices is None and stored.kv_lens is None and stored.block_table is None
+    if call.plain and alone and call.provider in ("auto", "cpu"):
         state = attend_at_once(query, stored, call.scale)
         if state is not None:
             return state
@@ -42,6 +44,8 @@ def decode_attention(call: AttentionCall) -> State:
     check_decode_attention(call)
     if call.batch_invariant:
         check_batch_invariant(call)
+    if stored.block_table is not None:
+        return attend_pages(call, decode_attention)
     dtype = query.dtype
     if stored.indices is not None:
         out, lse = with_sinks(call, *attend_picks(call))

@@ -40,12 +40,12 @@ class SegmentLaunch:
     sinks: bool
 
     def __call__(self, call: AttentionCall, stored: KeyValue) -> Partials:
-        key, value, attn_mask, kv_lens, block_mask, row_groups, key_scale, value_scale, rope, _ = stored
-        optional = kv_lens, block_mask, row_groups, key_scale, value_scale, call.sinks if self.sinks else None
+        key, value, attn_mask, kv_lens, block_mask, row_groups, key_scale, value_scale, rope, _, table = stored
+        optional = kv_lens, block_mask, row_groups, call.sinks if self.sinks else None
         # The kernels need contiguous tensors here. A copy is one more launch.
-        kv_lens, block_mask, row_groups, key_scale, value_scale, sinks = [
-            x if x is None else x.contiguous() for x in optional
-        ]
+        kv_lens, block_mask, row_groups, sinks = [x if x is None else x.contiguous() for x in optional]
+        if table is None:  # in pages, scales may have any strides
+            key_scale, value_scale = [x if x is None else x.contiguous() for x in (key_scale, value_scale)]
         mask, block_mask = self.mask(attn_mask, kv_lens, block_mask)
         out, lse, partial_out, partial_lse = allocate(call.query, *self.writes)
         self.launch(
@@ -62,6 +62,7 @@ class SegmentLaunch:
             key_scale,
             value_scale,
             () if rope is None else (call.query_rope, rope),
+            () if table is None else (table,),
             out,
             lse,
             partial_out,
@@ -85,6 +86,14 @@ def scale_kind(scale: Tensor | None) -> int:
     return HEAD_SCALE if scale.dim() == 1 else KEY_SCALE
 
 
+def _page_strides(stored: KeyValue) -> tuple[Any, ...]:
+    """Return the strides of a block table, the number of pages, and the strides of scales of keys in pages."""
+    if stored.block_table is None:
+        return ()
+    scales = [x.stride() if x is not None and x.dim() == 3 else () for x in (stored.key_scale, stored.value_scale)]
+    return (*stored.block_table.stride(), stored.key.shape[0], *scales)
+
+
 def plan_segment(
     call: AttentionCall,
     stored: KeyValue,
@@ -106,7 +115,7 @@ def plan_segment(
     """
     query, key, value, rope = call.query, stored.key, stored.value, stored.rope
     batch, q_heads, q_len, head_dim = query.shape
-    kv_heads, kv_len, value_dim = *key.shape[1:3], value.shape[3]
+    kv_heads, kv_len, value_dim, table = key.shape[1], stored.kv_len, value.shape[3], stored.block_table
     # A longer window is the same, and could overflow.
     window = None if call.window is None else min(call.window, kv_len + q_len)
     call = call._replace(window=window)
@@ -115,7 +124,7 @@ def plan_segment(
     mask = plan_mask(query, stored, window)
     copies = any(x is not None and not x.is_contiguous() for x in (stored.block_mask, stored.row_groups))
     beside_previous = place.beside_previous and mask.find_blocks is None and not copies
-    kv_bytes = sum(x.numel() * x.element_size() for x in (key, value))
+    kv_bytes = stored.kv_batch * kv_heads * kv_len * (head_dim + value_dim) * key.element_size()
     chosen = choose_tiles(call, stored, mask) if tiles is None else tiles
     space = plan_tile_space(call, stored, mask, chosen, place, programs)
     if tiles is None and programs is None and place.final and not call.batch_invariant:
@@ -131,7 +140,7 @@ def plan_segment(
     every_key = mask.has_block_list or (stored.kv_lens is None and window is None)
     large = kv_bytes >= gpu_rates(query.device).tma_least_bytes
     tma = not INTERPRETED and has_tma(query.device) and large and not call.batch_invariant
-    tma = tma and every_key and takes_tma(key) and takes_tma(value)
+    tma = tma and every_key and table is None and takes_tma(key) and takes_tma(value)
     if tma and (recording := recorder.get()) is not None and not recording.tma:
         # Kernels that Inductor defines do without TMA: Inductor would make descriptors anew in each call.
         recording.without_tma += kv_bytes
@@ -144,7 +153,7 @@ def plan_segment(
         _decode_kernel,
         (space.programs,),
         {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl},
-        strides=(query.stride(), key.stride(), value.stride(), rope_strides, mask.strides),
+        strides=(query.stride(), key.stride(), value.stride(), rope_strides, mask.strides, _page_strides(stored)),
         block_list_stride=space.block_list_stride,
         scale=call.score_scale,
         softcap=call.softcap or 0.0,
@@ -166,6 +175,7 @@ def plan_segment(
         WINDOW=window is not None,
         SOFTCAP=call.softcap is not None,
         SCALES=(scale_kind(stored.key_scale), scale_kind(stored.value_scale)),
+        PAGE=0 if table is None else key.shape[2],
         LATENT=call.latent,
         FINAL=place.final,
         POSITIVE_SCALE=call.score_scale > 0,

@@ -13,7 +13,6 @@ from tatten.ops.cuda.heuristics import (
     Tiles,
     combining_pays,
     latent_tiles_for,
-    packed_q_rows,
     programs_for,
     seqs_and_rows,
     splitting_pays,
@@ -49,11 +48,21 @@ class Place:
     sinks: bool = True
 
 
+def _seqs_and_rows(query: Tensor, stored: KeyValue) -> tuple[int, int]:
+    if stored.block_table is not None:  # pages that sequences share are read for each of them
+        return 1, query.shape[0]
+    return seqs_and_rows(query, stored.key, stored.row_groups is not None)
+
+
+def _packed_q_rows(query: Tensor, stored: KeyValue) -> int:
+    return query.shape[1] // stored.key.shape[1] * _seqs_and_rows(query, stored)[0] * query.shape[2]
+
+
 def choose_tiles(call: AttentionCall, stored: KeyValue, mask: MaskPlan) -> Tiles:
     """Choose the sizes of tiles; with `batch_invariant` they do not depend on the number of sequences and keys."""
     query, key, value = call.query, stored.key, stored.value
-    kv_batch, _, kv_len, _ = key.shape
-    packed = packed_q_rows(query, key, stored.row_groups is not None)
+    kv_batch, kv_len = stored.kv_batch, stored.kv_len
+    packed = _packed_q_rows(query, stored)
     block_d, block_dv = (max(16, power_of_2(x.shape[3])) for x in (query, value))
     large_shared_memory = has_large_shared_memory(query.device)
     if call.latent:
@@ -75,6 +84,7 @@ def choose_tiles(call: AttentionCall, stored: KeyValue, mask: MaskPlan) -> Tiles
         has_block_list=mask.has_block_list,
         masked=mask.kind != NO_MASK or call.window is not None or (narrow and stored.kv_lens is not None),
         narrow=narrow,
+        paged=stored.block_table is not None,
         large_shared_memory=large_shared_memory,
     )
 
@@ -115,15 +125,15 @@ def plan_tile_space(
 ) -> TileSpace:
     """Cut a launch into work tiles and choose its programs, unless their number is given."""
     batch, q_heads, q_len, head_dim = call.query.shape
-    kv_batch, kv_heads, kv_len, value_dim = *stored.key.shape[:3], stored.value.shape[3]
+    kv_batch, kv_heads, kv_len, value_dim = stored.kv_batch, stored.key.shape[1], stored.kv_len, stored.value.shape[3]
     has_lens, has_row_groups, window = stored.kv_lens is not None, stored.row_groups is not None, call.window
-    seqs_per_kv, most_kv_rows = seqs_and_rows(call.query, stored.key, has_row_groups)
+    seqs_per_kv, most_kv_rows = _seqs_and_rows(call.query, stored)
     groups = mask.groups
     if has_row_groups and groups > 1:
         groups = max(2, most_kv_rows)  # 1 would be one list for all rows
     block_n = BLOCK_KEYS if mask.has_block_list else tiles.block_n
     chunk = LEAST_CHUNK // block_n if call.batch_invariant else 0
-    q_blocks = ceil_div(packed_q_rows(call.query, stored.key, has_row_groups), tiles.block_m)
+    q_blocks = ceil_div(_packed_q_rows(call.query, stored), tiles.block_m)
     work_tiles = (1 if has_row_groups else kv_batch // groups) * kv_heads * q_blocks
     if programs is None:
         most, rates = tiles.per_sm * multiprocessors(call.query.device), gpu_rates(call.query.device)

@@ -46,6 +46,7 @@ def tiles_for(
     has_block_list: bool = False,
     masked: bool = False,
     narrow: bool = False,
+    paged: bool = False,
     large_shared_memory: bool = True,
 ) -> Tiles:
     """Choose the fastest tiles that do not spill registers, as measured on an H200.
@@ -59,16 +60,24 @@ def tiles_for(
         masked: the mask itself is read, or key positions are computed for a window. It is set for 8 bits with lengths
             too, as that saves registers.
         narrow: keys and values are in 8 bits.
+        paged: keys and values are in pages, so that their addresses take registers. Not measured: these tiles spill
+            none.
         large_shared_memory: a program may have 227 KiB.
     """
     at_most = max(16, power_of_2(q_rows))
     if element_size == 4:
-        stages = 3 if has_block_list and dim <= 128 and large_shared_memory else 2  # at 128, 2 spill in Triton 3.9
+        stages = (
+            3 if has_block_list and dim <= 128 and large_shared_memory and not paged else 2
+        )  # at 128, 2 spill in Triton 3.9
         return Tiles(min(at_most, 64, max(16, 2048 // dim)), 32, 8, stages)
     if 128 < dim <= 256 and q_rows <= 16 and large_shared_memory and not narrow:
-        return Tiles(16, 64, 8 if has_block_list and masked else 4, 3)  # 2 stages take up to 1.6 times as long
+        return Tiles(
+            16, 64, 8 if paged or (has_block_list and masked) else 4, 3
+        )  # 2 stages take up to 1.6 times as long
     if dim > 128:
-        return Tiles(min(at_most, 8192 // dim), 64 if dim <= 256 else 32, 8, 2)
+        return Tiles(min(at_most, (4096 if paged else 8192) // dim), 64 if dim <= 256 else 32, 8, 2)
+    if q_rows <= 16 and narrow and paged:
+        return Tiles(16, 64, 8, 4)
     if q_rows <= 16 and narrow:
         per_sm = 3 if dim <= 64 else 2
         return Tiles(16, 64, 4, 4, per_sm) if has_block_list or masked else Tiles(16, 128, 4, 3, per_sm)
@@ -80,6 +89,8 @@ def tiles_for(
         return Tiles(16, 64, 4, 2, 2) if masked and not has_block_list else Tiles(16, 128, 4, stages, 2)
     if masked and not has_block_list:
         return Tiles(min(at_most, 64), 64, 8, 2)
+    if paged:
+        return Tiles(min(at_most, 64), 64, 8, 3)
     if q_rows <= 64:
         return Tiles(64, 64, 8, 3) if has_block_list and q_rows > 32 else Tiles(min(at_most, 64), 64, 4, 3, 2)
     return Tiles(128, 64, 8, 3)

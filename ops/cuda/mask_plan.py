@@ -52,7 +52,7 @@ def plan_mask(query: Tensor, stored: KeyValue, window: int | None = None) -> Mas
     if kv_lens is not None or window is not None or attn_mask is None:
         block_mask = None
     batch, q_heads, q_len, _ = query.shape
-    kv_batch, _, kv_len, _ = stored.key.shape
+    kv_batch, kv_len = stored.kv_batch, stored.kv_len
     groups = block_mask.shape[0] if block_mask is not None else 1 if kv_lens is None else kv_batch
     if attn_mask is None or kv_len == 0:
         return MaskPlan(groups, block_mask is not None)

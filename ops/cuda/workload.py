@@ -89,6 +89,7 @@ def needs_of(call: AttentionCall) -> Needs:
         "window": call.window,
         "soft cap": call.softcap,
         "sinks": call.sinks,
+        "block table": stored.block_table,
     }
     needs = [name for name, x in operands.items() if x is not None]
     if stored.key_scale is not None or stored.value_scale is not None:

@@ -24,6 +24,7 @@ from tatten.ops.cuda.decode_grid import Place
 from tatten.ops.cuda.gpu_rates import GpuRates
 from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 from tatten.ops.masks import block_list
+from tatten.ops.sizes import ceil_div
 
 KV_LEN, BF16 = 333, torch.bfloat16
 LATENT_QUERIES = (16, 1), (128, 1), (128, 3), (128, 16)  # heads, and queries of each: 1 and multiples of 16 are known
@@ -41,10 +42,19 @@ def compile_tests() -> ModuleType:
     return module
 
 
+def in_pages(x: torch.Tensor, page: int, table: torch.Tensor) -> torch.Tensor:
+    """Return a pool with the keys `[batch, kv_heads, length, ...]` where the table says."""
+    room = x.new_zeros((*x.shape[:2], table.shape[1] * page, *x.shape[3:]))
+    room[:, :, : x.shape[2]] = x
+    pool = torch.empty_like(room.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1).transpose(1, 2).contiguous())
+    pool[table.flatten().long()] = room.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1).transpose(1, 2)
+    return pool
+
+
 def attend(
     dtype: Any, dim: int, rows: int, mask: Any = None, lens: bool = False, sinks: bool = False, tiles: str = "",
     sm90: bool = False, float8: bool = False, int8: bool = False, per_key: bool = False, indexed: bool = False,
-    **options: Any,
+    page: int = 0, **options: Any,
 ) -> None:  # fmt: skip
     dtype = getattr(torch, dtype)
     query = torch.randn(2, 2 * rows, 1, dim, device="cuda").to(dtype)
@@ -78,6 +88,14 @@ def attend(
     place = Place(
         **{name: options.pop(name) for name in ("final", "max_and_sum", "beside_previous") if name in options}
     )
+    if page:
+        kv_lens = torch.tensor([KV_LEN, 70], device="cuda")
+        variant["block_table"] = torch.randperm(2 * ceil_div(KV_LEN, page), device="cuda").view(2, -1).int()
+        key, value = (in_pages(x, page, variant["block_table"]) for x in (key, value))
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask, (0, -KV_LEN % page))
+        for name in ("key_scale", "value_scale") if per_key else ():
+            variant[name] = in_pages(variant[name], page, variant["block_table"])
     if tiles:
         options["tiles"] = getattr(segment_launches, tiles)
     call = decode_call(query, key, value, mask, kv_lens, 0.1, blocks, **variant)

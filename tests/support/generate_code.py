@@ -121,6 +121,13 @@ def picks(q, k, v, mask, indices):
     return ops.decode_attention.default(q, k, v, mask, indices=indices, index_block=128)[0] * 2
 
 
+def pages(q, kv, table, lens):
+    key, value = kv.unbind(1)
+    given = {"kv_lens": lens, "block_table": table}
+    a, _ = ops.decode_attention.default(q, key, value, **given)
+    return ops.decode_attention.default(a * 2, key, value, window=100, **given)[0]
+
+
 def picked_latents(q, q_rope, c, k_rope, mask, indices):
     return ops.latent_attention.default(q, q_rope, c, k_rope, mask, scale=0.1, indices=indices)[0] * 2
 
@@ -168,6 +175,7 @@ cases = {
         [((7,), torch.int32), ((7, 8, 1, 64), bf16), *[((3, 8, 500, 64), bf16)] * 2, *[((7, 8, 300, 64), bf16)] * 2],
     ),
     "picks": (picks, [Q, KV, KV, MASK, ((2, 8, 1, 8), torch.int32)]),
+    "pages": (pages, [Q, ((600, 2, 16, 8, 128), bf16), ((2, 256), torch.int32), ((2,), torch.int32)]),
     "picked latents": (
         picked_latents,
         [

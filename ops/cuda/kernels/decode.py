@@ -9,6 +9,9 @@ no program waits for another. `tests/support/stream_k_schedule.py` is the same a
 With `CHUNK`, a work tile is cut into chunks by its own length alone, and programs share out whole chunks. Each chunk of
 a work tile of several leaves a partial state, so that sums do not depend on the rest of the batch.
 
+With `PAGE`, keys are in pages of a pool. A tile's entries of the block table are loaded one tile ahead: an entry loaded
+in the tile that needs it leaves K and V one pipeline stage less.
+
 The schedule is that of Lean Attention (arXiv 2405.10480), and queries are packed as in FlashInfer (arXiv 2501.01005).
 """
 
@@ -19,7 +22,7 @@ import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_tile, halves_of, scores_of, store_lse
 from tatten.ops.cuda.kernels.tile_scheduler import chunks_of, first_tile, sequences_of, tile_space, tiles_of_chunk
-from tatten.ops.cuda.kernels.tiles import load_scales, score_tile
+from tatten.ops.cuda.kernels.tiles import in_named_page, load_entries, load_scales, rows_at, score_tile
 
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
 NO_SCALE, HEAD_SCALE, KEY_SCALE = 0, 1, 2  # a scale for each head, or for each key of each head
@@ -60,6 +63,7 @@ def _decode_kernel(
     key_scale,
     value_scale,
     rope,
+    pages,
     out,
     lse,
     partial_out,
@@ -86,6 +90,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALES: tl.constexpr,
+    PAGE: tl.constexpr,
     LATENT: tl.constexpr,
     FINAL: tl.constexpr,
     POSITIVE_SCALE: tl.constexpr,
@@ -95,7 +100,7 @@ def _decode_kernel(
     PDL: tl.constexpr,
     WAIT_LAST: tl.constexpr,
 ):
-    query_strides, key_strides, value_strides, rope_strides, mask_strides = strides
+    query_strides, key_strides, value_strides, rope_strides, mask_strides, page_strides = strides
     query_b, query_h, query_l, query_d = query_strides
     key_b, key_h, key_s, key_d = key_strides
     value_b, value_h, value_s, value_d = value_strides
@@ -117,11 +122,14 @@ def _decode_kernel(
     HALVES: tl.constexpr = query.dtype != value.dtype if LATENT else False
     HAS_LENS: tl.constexpr = kv_lens is not None
     HAS_BLOCK_LIST: tl.constexpr = block_list is not None
+    PAGED: tl.constexpr = PAGE > 0
     ROWS: tl.constexpr = row_groups is not None
     # Scores stay unscaled if only a positive factor separates them from their exponents.
     UNSCALED: tl.constexpr = POSITIVE_SCALE and MASK != 2 and not SOFTCAP and not KEY_SCALE
     # With a block list the second loop has few blocks, and long pipelines in both would spill registers of large tiles.
-    STAGES: tl.constexpr = None if not HAS_BLOCK_LIST else 1 if BLOCK_M > 64 else 2 if BLOCK_D > 128 else None
+    # With pages, Triton (3.9) fails to compile 2 stages of it: a block's entries wait for the block's number.
+    FEW: tl.constexpr = 1 if BLOCK_M > 64 or PAGED else 2
+    STAGES: tl.constexpr = None if not HAS_BLOCK_LIST else FEW if BLOCK_M > 64 or BLOCK_D > 128 else None
     if PDL:
         if not WAIT_LAST:
             tl.extra.cuda.gdc_wait()
@@ -216,17 +224,29 @@ def _decode_kernel(
             length = tl.minimum(tl.maximum(tl.load(kv_lens + kv_row), 0), kv_len).to(tl.int32)
         last_key = length - q_len + position  # the last key that each query may attend to
         tma_at = (kv_row.to(tl.int32), kv_head.to(tl.int32))
-        key_base = key + kv_row * key_b + kv_head * key_h
-        value_base = value + kv_row * value_b + kv_head * value_h
+        if PAGED:
+            table_b, table_s, n_pages, key_scale_strides, value_scale_strides = page_strides
+            table = pages[0] + kv_row * table_b
+            key_base = key + kv_head * key_h
+            value_base = value + kv_head * value_h
+        else:
+            key_base = key + kv_row * key_b + kv_head * key_h
+            value_base = value + kv_row * value_b + kv_head * value_h
         if MASK:
             mask_base = mask + kv_row * mask_r + (sequence * mask_b + head * mask_h + position * mask_l)[:, None]
         score_scale = scale
         if KEY_SCALE == 1:
             score_scale *= tl.load(key_scale + kv_head).to(tl.float32)
         if KEY_SCALE == 2:
-            key_scale_base = key_scale + (kv_row * kv_heads + kv_head) * kv_len
+            if PAGED:
+                key_scale_base = key_scale + kv_head * key_scale_strides[1]
+            else:
+                key_scale_base = key_scale + (kv_row * kv_heads + kv_head) * kv_len
         if VALUE_SCALE == 2:
-            value_scale_base = value_scale + (kv_row * kv_heads + kv_head) * kv_len
+            if PAGED:
+                value_scale_base = value_scale + kv_head * value_scale_strides[1]
+            else:
+                value_scale_base = value_scale + (kv_row * kv_heads + kv_head) * kv_len
 
         # A part that this variant lacks is another one, which nothing reads.
         queries = (q, q_rest if HALVES else q, q_rope if ROPE_DIM else q)
@@ -246,6 +266,14 @@ def _decode_kernel(
         )
         column_dims = (offset_dims, offset_value_dims, rope_dims if ROPE_DIM else offset_dims)
         operands = (queries, bases, tile_strides, column_dims, tma_at)
+        in_pages = (
+            key_b,
+            value_b,
+            key_scale_strides[0] if PAGED and KEY_SCALE == 2 else key_b,
+            key_scale_strides[2] if PAGED and KEY_SCALE == 2 else 1,
+        )
+        scale_p = value_scale_strides[0] if PAGED and VALUE_SCALE == 2 else key_b
+        scale_s = value_scale_strides[2] if PAGED and VALUE_SCALE == 2 else 1
 
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -265,16 +293,21 @@ def _decode_kernel(
             run = tl.load(group_blocks + 1).to(tl.int32)
             run_start = (tl.load(group_blocks + 2, mask=run > 0, other=0).to(tl.int32) + first) * BLOCK_N
             steps = tl.maximum(tl.minimum(stop, run) - first, 0) // (RUN_N // BLOCK_N)
+            if PAGED:
+                run_stop = run_start + steps * RUN_N
+                entries = load_entries(table, table_s, run_start, run_stop, RUN_N, PAGE, BLOCK_N)
             for i in range(steps):
                 start_key = run_start + i * RUN_N
                 keys = (start_key + tl.arange(0, RUN_N)).to(tl.int64)
+                if PAGED:
+                    valid = in_named_page(keys, run_stop, entries, n_pages)
                 products, v = score_tile(
                     operands,
                     key_tiles,
                     value_tiles,
                     start_key,
                     keys,
-                    None,
+                    valid if PAGED else None,
                     HEAD_DIM,
                     VALUE_DIM,
                     ROPE_DIM,
@@ -282,12 +315,20 @@ def _decode_kernel(
                     HALVES,
                     KEY_SCALE,
                     TMA,
+                    PAGE,
+                    entries if PAGED else None,
+                    in_pages,
                 )
                 scores = scores_of(products, score_scale, softcap, UNSCALED, SOFTCAP)
+                if PAGED:
+                    scores = tl.where(valid[None, :], scores, float("-inf"))
                 v_scale = None
                 if VALUE_SCALE == 2:
-                    v_scale = load_scales(value_scale_base, keys)
+                    at = rows_at(keys, scale_s, entries if PAGED else None, scale_p, PAGE)
+                    v_scale = load_scales(value_scale_base, at, valid if PAGED else None)
                 acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED, v_scale)
+                if PAGED:
+                    entries = load_entries(table, table_s, start_key + RUN_N, run_stop, RUN_N, PAGE, BLOCK_N)
             begin = first + steps * (RUN_N // BLOCK_N)
             more = begin < tl.minimum(stop, count)
             block = tl.load(group_blocks + 2 * (begin + 1), mask=more, other=0).to(tl.int32)
@@ -296,6 +337,8 @@ def _decode_kernel(
             begin = first
             if WINDOW:
                 block += tl.maximum(length - q_len - window + 1, 0) // BLOCK_N
+        if PAGED:
+            entries = load_entries(table, table_s, block * BLOCK_N, length, BLOCK_N, PAGE, BLOCK_N)
         for i in tl.range(begin, stop, num_stages=STAGES):
             keys = (block * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
             if HAS_BLOCK_LIST:
@@ -304,6 +347,8 @@ def _decode_kernel(
                 valid = keys < length
                 if WINDOW:
                     valid = valid & (keys > length - q_len - window)
+            if PAGED:
+                valid = valid & in_named_page(keys, length, entries, n_pages)
             products, v = score_tile(
                 operands,
                 key_tiles,
@@ -318,6 +363,9 @@ def _decode_kernel(
                 HALVES,
                 KEY_SCALE,
                 TMA and not HAS_BLOCK_LIST,
+                PAGE,
+                entries if PAGED else None,
+                in_pages,
             )
             scores = scores_of(products, score_scale, softcap, UNSCALED, SOFTCAP)
             ok = valid[None, :]
@@ -334,7 +382,8 @@ def _decode_kernel(
             scores = tl.where(ok, scores, float("-inf"))
             v_scale = None
             if VALUE_SCALE == 2:
-                v_scale = load_scales(value_scale_base, keys, valid)
+                at = rows_at(keys, scale_s, entries if PAGED else None, scale_p, PAGE)
+                v_scale = load_scales(value_scale_base, at, valid)
             acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED, v_scale)
             if HAS_BLOCK_LIST:  # fetched one tile ahead, so that no load waits for its address
                 more = i + 1 < stop
@@ -342,6 +391,9 @@ def _decode_kernel(
                 bits = tl.load(group_blocks + 2 * (i + 2) + 1, mask=more, other=0)
             else:
                 block += 1
+            if PAGED:
+                stop_key = tl.where(i + 1 < stop, length, 0)
+                entries = load_entries(table, table_s, block * BLOCK_N, stop_key, BLOCK_N, PAGE, BLOCK_N)
         if UNSCALED:
             row_max *= scale
         acc, log_sum = finish_state(acc, row_max, row_sum)

@@ -1,4 +1,7 @@
-"""A tile of keys: its loads, and its products with queries. If `valid` is given, other keys are zero and not read."""
+"""A tile of keys: its loads, and its products with queries. If `valid` is given, other keys are zero and not read.
+
+With pages, `entries` are those of a block table: one for each key, or one for all of them if a page holds whole tiles.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,55 @@ from tatten.ops.cuda.kernels.online_softmax import upcast
 
 
 @triton.jit
-def load_values(base, keys, stride, dims, dim_stride, DIM: tl.constexpr, valid=None):
-    """Load a tile `[keys, dims]`, the right operand of the product with `p`."""
+def load_entries(table, stride, start, stop, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr):
+    """Load the entries of a tile of keys from `start` on, a multiple of `ALIGN`; -1 for keys from `stop` on."""
+    if PAGE >= BLOCK_N and ALIGN >= BLOCK_N:
+        return tl.load(table + (start // PAGE).to(tl.int64) * stride, mask=start < stop, other=-1)
+    else:
+        keys = start + tl.arange(0, BLOCK_N)
+        return tl.load(table + (keys // PAGE).to(tl.int64) * stride, mask=keys < stop, other=-1)
+
+
+@triton.jit
+def in_named_page(keys, stop, entries, n_pages):
+    """Return which keys are before `stop` and have an entry that names a page."""
+    return keys < tl.where((entries >= 0) & (entries < n_pages), stop, 0)
+
+
+@triton.jit
+def rows_at(keys, stride, entries, page_stride, PAGE: tl.constexpr):
+    """Return the offsets at which keys are stored."""
+    if entries is None:
+        return keys * stride
+    else:
+        return entries.to(tl.int64) * page_stride + (keys & (PAGE - 1)) * stride
+
+
+@triton.jit
+def load_values(base, rows, dims, dim_stride, DIM: tl.constexpr, valid=None):
+    """Load a tile `[keys, dims]`, the right operand of the product with `p`, from the offsets `rows` of keys."""
     ok = (dims < DIM)[None, :]
     if valid is not None:
         ok = valid[:, None] & ok
-    return tl.load(base + (keys * stride)[:, None] + (dims * dim_stride)[None, :], mask=ok, other=0.0)
+    return tl.load(base + rows[:, None] + (dims * dim_stride)[None, :], mask=ok, other=0.0)
 
 
 @triton.jit
-def load_keys(base, keys, stride, dims, dim_stride, DIM: tl.constexpr, valid=None):
-    """Load a tile `[dims, keys]`, the right operand of the product with queries."""
+def load_keys(base, rows, dims, dim_stride, DIM: tl.constexpr, valid=None):
+    """Load a tile `[dims, keys]`, the right operand of the product with queries, from the offsets `rows` of keys."""
     ok = (dims < DIM)[:, None]
     if valid is not None:
         ok = valid[None, :] & ok
-    return tl.load(base + (keys * stride)[None, :] + (dims * dim_stride)[:, None], mask=ok, other=0.0)
+    return tl.load(base + rows[None, :] + (dims * dim_stride)[:, None], mask=ok, other=0.0)
 
 
 @triton.jit
-def load_scales(base, keys, valid=None):
+def load_scales(base, rows, valid=None):
     """Load a factor for each key of a tile, in float32."""
     if valid is None:
-        return tl.load(base + keys).to(tl.float32)
+        return tl.load(base + rows).to(tl.float32)
     else:
-        return tl.load(base + keys, mask=valid, other=0.0).to(tl.float32)
+        return tl.load(base + rows, mask=valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -50,17 +78,21 @@ def score_tile(
     HALVES: tl.constexpr,
     KEY_SCALE: tl.constexpr,
     TMA: tl.constexpr,
+    PAGE: tl.constexpr = 0,
+    entries=None,
+    page_strides=(0, 0, 0, 1),
 ):
     """Load a tile of keys and values; return the products of queries and keys, and the values.
 
     `operands` are the same for all tiles of a work tile. If `valid` is given, other keys may be NaN, so they are not
-    read.
+    read. `page_strides` are those of pages of keys, of values and of scales of keys, and that of a key's scale.
     """
     queries, bases, strides, dims, tma_at = operands
     q, q_rest, q_rope = queries
     key_base, value_base, rope_base, key_scale_base = bases
     key_s, key_d, value_s, value_d, rope_s, rope_d = strides
     key_dims, value_dims, rope_dims = dims
+    key_p, value_p, scale_p, scale_s = page_strides
     BLOCK_N: tl.constexpr = keys.shape[0]
     if TMA:
         if not LATENT:
@@ -68,8 +100,9 @@ def score_tile(
         v = value_tiles.load([tma_at[0], tma_at[1], start_key, 0]).reshape([BLOCK_N, value_dims.shape[0]])
     else:
         if not LATENT:
-            k = load_keys(key_base, keys, key_s, key_dims, key_d, HEAD_DIM, valid)
-        v = load_values(value_base, keys, value_s, value_dims, value_d, VALUE_DIM, valid)
+            k = load_keys(key_base, rows_at(keys, key_s, entries, key_p, PAGE), key_dims, key_d, HEAD_DIM, valid)
+        v_rows = rows_at(keys, value_s, entries, value_p, PAGE)
+        v = load_values(value_base, v_rows, value_dims, value_d, VALUE_DIM, valid)
     if LATENT:
         k = v.T
     k, v = upcast(k, q.dtype), upcast(v, q.dtype)
@@ -77,8 +110,9 @@ def score_tile(
     if HALVES:
         products = tl.dot(q_rest, k, products, input_precision="ieee")
     if ROPE_DIM:
-        k = load_keys(rope_base, keys, rope_s, rope_dims, rope_d, ROPE_DIM, valid)
+        k = load_keys(rope_base, keys * rope_s, rope_dims, rope_d, ROPE_DIM, valid)
         products = tl.dot(q_rope, upcast(k, q.dtype), products, input_precision="ieee")
     if KEY_SCALE == 2:
-        products *= load_scales(key_scale_base, keys, valid)[None, :]
+        scale_rows = rows_at(keys, scale_s, entries, scale_p, PAGE)
+        products *= load_scales(key_scale_base, scale_rows, valid)[None, :]
     return products, v

@@ -25,7 +25,7 @@ from tatten.ops.kernel_signatures import bifurcated_call, decode_call
 
 def attend(
     dtype, dim, rows, mask=None, lens=False, sinks=False, tiles=None, sm90=False, float8=False, int8=False,
-    per_key=False, indexed=False, **options
+    per_key=False, indexed=False, page=0, **options
 ):
     dtype, kv_len = getattr(torch, dtype), 4096
     kv_dtype = torch.float8_e4m3fn if float8 else torch.int8 if int8 else dtype
@@ -34,6 +34,11 @@ def attend(
     query = empty(2, 2 * rows, 1, dim)
     key, value = (empty(2, 2, kv_len, dim, dtype=kv_dtype) for _ in "kv")
     scaled = (2, 2, kv_len) if per_key else (2,)
+    pages = {}
+    if page:
+        key, value = (empty(2 * kv_len // page, page, 2, dim, dtype=kv_dtype) for _ in "kv")
+        scaled = key.shape[:3] if per_key else (2,)
+        pages["block_table"], lens = empty(2, kv_len // page, dtype=torch.int32), True
     scales = (empty(*scaled, dtype=torch.float32),) * 2 if float8 or int8 else (None, None)
     groups = empty(4, 3, dtype=torch.int32) if indexed else None
     if sm90:
@@ -55,7 +60,8 @@ def attend(
     if indexed and mask is not None:
         blocks = empty(2, kv_len // 64 + 1, 2, dtype=torch.int64)
     call = decode_call(
-        query, key, value, mask, lens, 0.1, blocks, sinks=sinks, key_scale=scales[0], value_scale=scales[1], **variant
+        query, key, value, mask, lens, 0.1, blocks, sinks=sinks, key_scale=scales[0], value_scale=scales[1], **pages,
+        **variant,
     )
     stored = call.segments[0]._replace(row_groups=groups)
     segment = decode.plan_segment(call, stored, place, **options)
@@ -138,6 +144,23 @@ GROUPS: dict[str, list[Variant]] = {
         *("bfloat16", (128,), (4, 64), *({"batch_invariant": True, **x} for x in ({}, LENS, PER_SEQUENCE, EXTRAS))),
         *({"batch_invariant": True, "indexed": True, "final": False, **x} for x in ({}, PER_SEQUENCE)),
     ),
+    "pages": [
+        *shapes("bfloat16", (128,), (1, 4, 16), *({"page": page} for page in (1, 16, 64, 256))),
+        *shapes("bfloat16", (64, 192, 256), (4,), *({"page": page} for page in (1, 16, 256))),
+        *shapes("float16", (80, 512), (4,), {"page": 16}),
+        *shapes("float32", (64, 128, 256), (4,), {"page": 16}),
+    ],
+    "pages, many rows": shapes("bfloat16", (128,), (32, 64, 128), *({"page": page} for page in (1, 16, 256))),
+    "pages and variants": [
+        *shapes("bfloat16", (128,), (4, 64), *({"page": page, **EXTRAS} for page in (1, 16, 256))),
+        *shapes("bfloat16", (128,), (4, 64), *({"page": page, **PER_SEQUENCE} for page in (16, 256))),
+        *shapes("bfloat16", (64, 128), (4,), *({"page": 16, **FLOAT8, **x} for x in ({}, PER_KEY))),
+        *shapes("bfloat16", (128,), (4,), *({"page": 16, **INT8, **x} for x in ({}, PER_KEY, PER_SEQUENCE))),
+        *shapes("bfloat16", (64, 192, 256), (4,), {"page": 16, **PER_SEQUENCE}),
+        *shapes("float32", (128,), (4,), {"page": 16, **PER_SEQUENCE}),
+        *shapes("float16", (128,), (4,), {"page": 64, **INT8, **PER_KEY, **PER_SEQUENCE}),
+        *shapes("bfloat16", (128,), (4, 64), *({"page": page, "batch_invariant": True} for page in (16, 256))),
+    ],
     "rows": [
         *shapes("bfloat16", (128,), (4, 64), {"indexed": True}, {"indexed": True, **PER_SEQUENCE}),
         *shapes("bfloat16", (128,), (4,), {"indexed": True, "beside_previous": True, "final": False}),

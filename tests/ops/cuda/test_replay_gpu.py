@@ -82,6 +82,31 @@ def masked(dtype: torch.dtype, mask: Tensor, dims: tuple[int, int] = (64, 64), q
     return {"query": query, "key": key, "value": value, "attn_mask": mask, **extras}
 
 
+def pages(page: int, dtype: torch.dtype = torch.bfloat16, q_len: int = 1, **extras: Any) -> Call:
+    """Pages in random order, some of which two sequences share; entries that name none; NaN where nothing is read."""
+    lens, columns = lengths(), 512 // page
+    n_pages = BATCH * columns + 5
+    table = rand(n_pages).argsort()[: BATCH * columns].view(BATCH, columns)
+    places = torch.arange(columns, device="cuda")
+    table = torch.where((places < rand(1) * columns) & (rand(BATCH, 1) < 0.5), table[:1], table)
+    keys = torch.arange(columns * page, device="cuda")
+    slots = table.repeat_interleave(page, dim=1) * page + keys % page
+    read = torch.zeros(n_pages * page, device="cuda")
+    read = read.index_add(0, slots.flatten(), (keys < lens[:, None]).flatten().float()).view(n_pages, page) > 0
+    anything = (rand(BATCH, columns) * 2**31).long() - 1
+    table = torch.where((places * page >= lens[:, None]) | (rand(BATCH, columns) < 0.05), anything, table)
+    pool = randn(n_pages, 2, page, KV_HEADS, 64, dtype=dtype).masked_fill(~read[:, None, :, None, None], NAN)
+    query = randn(BATCH, Q_HEADS, q_len, 64, dtype=dtype)
+    key, value = pool.unbind(1)
+    return {"query": query, "key": key, "value": value, "kv_lens": lens, "block_table": table.int(), **extras}
+
+
+def float8_pages() -> Call:
+    given = pages(16)
+    scales = {f"{name}_scale": rand(*given[name].shape[:3]) for name in ("key", "value")}
+    return {**given, **{name: given[name].to(torch.float8_e4m3fn) for name in ("key", "value")}, **scales}
+
+
 def float8() -> Call:
     given = ragged(torch.bfloat16)
     scales = {"key_scale": rand(KV_HEADS), "value_scale": rand(KV_HEADS)}
@@ -113,6 +138,15 @@ CALLS: dict[str, Callable[[], Call]] = {
         F32, q_len=3, window=70, softcap=5.0, sinks=torch.randn(Q_HEADS, device="cuda")
     ),
     "float8": float8,
+    "pages of 16": lambda: pages(16, q_len=2),
+    "pages of 1": lambda: pages(1),
+    "pages of 64": lambda: pages(64, torch.float32),
+    "pages of 256, window, soft cap, sinks": lambda: pages(
+        256, F32, q_len=3, window=70, softcap=5.0, sinks=torch.randn(Q_HEADS, device="cuda")
+    ),
+    "pages of 16, bool mask": lambda: pages(16, attn_mask=some(BATCH, 1, 1, 512)),
+    "pages of 4, bias of each query": lambda: pages(4, F32, q_len=2, attn_mask=bias(BATCH, 1, 2, 512)),
+    "float8 in pages": float8_pages,
     "bool mask": lambda: masked(BF16, some(BATCH, 1, 1, KV_LEN)),
     "bool mask for each head and query": lambda: masked(F32, some(BATCH, Q_HEADS, 3, KV_LEN), q_len=3),
     "bias": lambda: masked(F32, bias(BATCH, 1, 1, KV_LEN)),

@@ -77,6 +77,7 @@ def refused() -> list[str]:
     query, key, value, latent, query_of_latents, _, indices = tensors()
     sharded = [distribute_tensor(x, mesh, [Shard(2)]) for x in (key, value, latent)]
     picks = distribute_tensor(indices, mesh, [Replicate()])
+    table = distribute_tensor(torch.zeros(len(query), 1, dtype=torch.int32), mesh, [Replicate()])
     messages = []
     for call in (
         lambda: tatten.decode_attention(query, sharded[0], sharded[1], indices=indices),
@@ -86,6 +87,7 @@ def refused() -> list[str]:
         lambda: tatten.latent_attention(query_of_latents, None, latent, None, scale=0.2, indices=picks),
         lambda: tatten.bifurcated_attention(query, [sharded[0]], [value], indices=[indices]),
         lambda: tatten.bifurcated_attention(query, [key], [value], indices=[picks], distinct_indices=True),
+        lambda: tatten.decode_attention(query, key, value, block_table=table),
     ):
         with pytest.raises(TypeError) as error:
             call()
@@ -94,6 +96,6 @@ def refused() -> list[str]:
 
 
 def test_dtensors_are_refused_by_name() -> None:
-    names = ["key", "value", "indices", "latent", "indices", "keys[0]", "indices[0]"]
+    names = ["key", "value", "indices", "latent", "indices", "keys[0]", "indices[0]", "block_table"]
     for messages in run_ranks(2, refused):
         assert [x.split("` must be a plain Tensor, got a DTensor")[0] for x in messages] == [f"`{x}" for x in names]

@@ -50,6 +50,7 @@ LOWERED = (
     "merge",
     "rows",
     "picks",
+    "pages",
     "16 heads",
     "views",
     "project",
@@ -183,6 +184,7 @@ def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
         ("invariant", {"bits", "list", "decode", "combine"}),
         ("rows", {"row_groups", "decode", "combine"}),
         ("capped segments", {"decode", "combine"}),
+        ("pages", {"decode", "combine"}),
         ("16 heads", {"decode", "combine"}),
         ("project", {"project_heads"}),
         ("index scores", {"index_scores"}),
@@ -193,6 +195,15 @@ def test_other_ops(case: str, kernels: set[str]) -> None:
     code, said = generate(case)
     assert not said
     assert set(re.findall(r"^ +(\w+)_kernel_\d+\.run\(", code, re.M)) == kernels
+
+
+def test_pages_are_read_where_the_pool_has_them() -> None:
+    code, _ = generate("pages")
+    launches = re.findall(r"decode_kernel_\d+\.run\((.*)", code)
+    assert len(launches) == 2
+    for given in launches:  # keys begin with the pool, values behind a page of keys
+        assert re.search(r"arg1_1, reinterpret_tensor\(arg1_1, .*, 16384\), arg3_1, arg2_1", given), given
+    assert "index" not in re.sub(r"^#.*$", "", code[code.index("def call(") :], flags=re.M)
 
 
 @functools.cache

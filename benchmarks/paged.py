@@ -1,0 +1,182 @@
+"""Decode attention of keys in pages, beside tatten's dense op on the same numbers in order.
+
+    python benchmarks/paged.py --device cuda                    # the nine decode shapes, and five of ragged lengths
+    python benchmarks/paged.py --device cpu                     # tiny shapes
+
+`dense` is `tatten.decode_attention`, with `kv_lens` where lengths differ; `lens` has them everywhere. `page 16` and the
+others read pages of a pool in random order, K and V apart, by a block table. On a CPU `gathered` is `index_select` of
+pages of 16 and SDPA with a mask of the lengths, as it is written without tatten.
+
+On a GPU each candidate is a captured CUDA graph of several calls, which go round block tables, and copies of K and V,
+that the L2 cannot hold. Before it is timed, it is held to float64 on some sequences. The candidates take turns, and
+medians are shown in microseconds per call. The floor is each key and value and each entry of a table of pages of 16
+once, at the best rate of a plain read or copy in the same run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+import torch.nn.functional as F
+from support import results
+from support.command_line import arguments, machine
+from support.decode_cases import Shape, cpu_shapes, cuda_shapes
+from support.timing import as_graph, in_turns, microseconds, read_rate
+from torch import Tensor
+
+import tatten
+from tatten.ops.reference import decode_attention_reference
+
+PAGES = (16, 64, 256, 1)
+MOST = {1: 1.10}  # times the dense op; other pages: 1.03
+Attend = Callable[[Tensor, int], Tensor]  # of queries, and the number of a copy
+
+
+class Problem:
+    """Queries, and copies of K and V: of each sequence `capacity` keys in order, or pages anywhere in all copies."""
+
+    def __init__(self, shape: Shape, numbers: tuple[Tensor, Tensor]) -> None:
+        self.shape, device = shape, numbers[0].device
+        self.copies = shape.copies(device.type)
+        self.numbers = [x[: self.copies * shape.size] for x in numbers]
+        sizes = self.copies, shape.batch, shape.q_heads, 1, shape.head_dim
+        self.q = torch.randn(sizes, device=device, dtype=torch.bfloat16)
+        self.lens = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
+
+    def in_order(self, copy: int) -> list[Tensor]:
+        s = self.shape
+        return [x.view(self.copies, s.batch, s.kv_heads, s.capacity, s.head_dim)[copy] for x in self.numbers]
+
+    def pools(self, page: int) -> list[Tensor]:
+        s = self.shape
+        width = page * s.kv_heads * s.head_dim
+        return [x[: len(x) // width * width].view(-1, page, s.kv_heads, s.head_dim) for x in self.numbers]
+
+    def tables(self, page: int) -> Tensor:
+        """int32 `[copies, batch, columns]`: pages in random order, each once; -1 beyond the lengths."""
+        s = self.shape
+        columns = -(-s.capacity // page)
+        used = torch.arange(columns) * page < torch.tensor(s.lengths)[:, None]
+        used = used.expand(self.copies, -1, -1)
+        pages = torch.randperm(len(self.pools(page)[0]), generator=torch.Generator().manual_seed(0))
+        tables = torch.full(used.shape, -1, dtype=torch.int32)
+        tables[used] = pages[: int(used.sum())].int()
+        return tables.to(self.q.device)
+
+
+def candidates(p: Problem) -> dict[str, Attend]:
+    """Return the functions that attend, by name."""
+    s = p.shape
+    ragged = {"kv_lens": p.lens} if s.section == "ragged" else {}
+
+    def paged(page: int) -> Attend:
+        tables, pools = p.tables(page), p.pools(page)
+        return lambda q, i: tatten.decode_attention(q, *pools, kv_lens=p.lens, block_table=tables[i])
+
+    found: dict[str, Attend] = {
+        "dense": lambda q, i: tatten.decode_attention(q, *p.in_order(i), **ragged),
+        "lens": lambda q, i: tatten.decode_attention(q, *p.in_order(i), kv_lens=p.lens),
+        **{f"page {page}": paged(page) for page in PAGES},
+    }
+    if not p.q.is_cuda:
+        tables, pools = p.tables(16).clamp(min=0), p.pools(16)
+        mask = torch.arange(tables.shape[2] * 16) < p.lens[:, None, None, None]
+
+        def gathered(q: Tensor, i: int) -> Tensor:
+            key, value = (x.index_select(0, tables[i].flatten()).view(s.batch, -1, *x.shape[2:]) for x in pools)
+            return F.scaled_dot_product_attention(
+                q, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, enable_gqa=True
+            )
+
+        found["gathered"] = gathered
+    return found
+
+
+def error(p: Problem, name: str, out: Tensor, copy: int) -> float:
+    """Return the largest relative error of the first and the longest sequence; NaN if any number of all is."""
+    if out.isnan().any():
+        return math.nan
+    errors = []
+    for b in {0, p.shape.lengths.index(max(p.shape.lengths))}:
+        at = slice(b, b + 1)
+        if name in ("dense", "lens"):
+            kv, table = [x[at] for x in p.in_order(copy)], {}
+        else:
+            page = 16 if name == "gathered" else int(name.split()[1])
+            kv, table = p.pools(page), {"block_table": p.tables(page)[copy, at]}
+        if table:  # a pool of the sequence's own: float64 of all would not fit
+            entries = table["block_table"].clamp(min=0).long().flatten()
+            kv = [x[entries] for x in kv]
+            table = {"block_table": torch.arange(len(entries), device=out.device, dtype=torch.int32)[None]}
+        want, _ = decode_attention_reference(p.q[copy, at], *kv, kv_lens=p.lens[at], **table)
+        errors.append(((out[at].double() - want).norm() / want.norm()).item())
+    return max(errors)
+
+
+def measure(p: Problem, rounds: int) -> dict[str, float]:
+    """Return the microseconds of each candidate; a RuntimeError names one that is wrong."""
+    device, steps = p.q.device.type, {}
+    copies = [*range(p.copies)] * max(1, min(8 // p.copies, (2 << 30) // p.shape.kv_bytes))
+    for name, attend in candidates(p).items():
+
+        def step(attend: Attend = attend) -> list[Tensor]:
+            return [attend(p.q[i], i) for i in copies]
+
+        if p.q.is_cuda:
+            attend(p.q[0], 0)
+            torch.cuda.synchronize()
+            step = as_graph(step)
+        off = error(p, name, step()[0], 0)
+        if not off < 1e-2:
+            raise RuntimeError(f"{name} is wrong: relative error {off:.1e}")
+        steps[name] = step
+    repeats = max(1, min(20, int(5e8 / (len(copies) * p.shape.kv_bytes)))) if p.q.is_cuda else 3
+    return in_turns(steps, rounds, lambda _, step: microseconds(step, device, len(copies), repeats))
+
+
+def bars(rows: list[dict]) -> dict[str, tuple[float, float]]:
+    """Return the figures that are asked of pages, each with its bound."""
+    return {
+        f"largest ratio of pages of {page} to the dense op": (
+            max(row["us"][f"page {page}"] / row["us"]["dense"] for row in rows),
+            MOST.get(page, 1.03),
+        )
+        for page in PAGES
+    }
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--section", nargs="*", default=["nine", "ragged"], choices=["nine", "ragged"])
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    device, rate = args.device, read_rate(args.device)
+    print(f"{machine(device)}, reads {rate / 1e12:.3f} TB/s")
+    shapes = [x for x in (cuda_shapes() if device == "cuda" else cpu_shapes()) if x.section in args.section]
+    most = max(x.size * x.copies(device) for x in shapes)
+    numbers = tuple(torch.randn(most, device=device, dtype=torch.bfloat16) for _ in "kv")
+    rows = []
+    with torch.no_grad():
+        for shape in shapes:
+            us = measure(Problem(shape, numbers), args.rounds)
+            entries = 4 * sum(-(-n // 16) for n in shape.lengths)
+            us["floor"] = (shape.kv_bytes + entries) / rate * 1e6
+            rows.append({**asdict(shape), "us": us})
+            cells = "  ".join(f"{name} {x:.1f}" for name, x in us.items())
+            print(f"{shape.batch:4} {shape.q_heads:3}/{shape.kv_heads:<3} {shape.name:>21}  {cells}", flush=True)
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    asked = bars(rows)
+    for what, (figure, bound) in asked.items():
+        verdict = f", at most {bound:.2f} is asked for: {'yes' if figure <= bound else 'NO'}" * (device == "cuda")
+        print(f"  {what}: {figure:.3f}{verdict}")
+    if args.json:
+        results.write(args.json, device, rows, bytes_per_second=rate, bars=asked)
+
+
+if __name__ == "__main__":
+    main()

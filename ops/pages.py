@@ -1,0 +1,59 @@
+"""Pages: keys and values in a pool, of which a block table names those of each sequence, in order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tatten.ops.call import AttentionCall
+from tatten.ops.reach import narrow_mask
+
+LARGEST_PAGE = 256
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """View a pool `[pages, page, kv_heads, ...]` as `[pages, kv_heads, page, ...]`, and such a view as the pool.
+
+    Tensors of fewer dims are left to the checks.
+    """
+    return x.transpose(1, 2) if x.dim() >= 3 else x
+
+
+def named_pages(entries: Tensor, n_pages: int) -> tuple[Tensor, Tensor]:
+    """Return the pages that entries of a block table name, int64, and which of the entries name one.
+
+    Page 0 stands for an entry that names none.
+    """
+    named = (entries >= 0) & (entries < n_pages)
+    return torch.where(named, entries, 0).to(torch.int64), named
+
+
+def as_filled(x: Tensor) -> Tensor:
+    """View float8 as int8, of which 0 is 0, too: PyTorch fills no float8."""
+    return x.view(torch.int8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def gather_pages(call: AttentionCall) -> AttentionCall:
+    """Return the call over a copy of all pages of each sequence, in order. For graphs too.
+
+    Keys beyond the lengths, and keys of entries that name no page, are 0 in the copy. A mask excludes the latter.
+    """
+    (stored,) = call.segments
+    table, kv_lens = stored.block_table, stored.kv_lens
+    assert table is not None
+    assert kv_lens is not None
+    pages, named = named_pages(table, stored.key.shape[0])
+    named = named.repeat_interleave(stored.key.shape[2], dim=1)
+    unused = ~(named & (torch.arange(stored.kv_len, device=table.device) < kv_lens[:, None]))
+
+    def gathered(x: Tensor) -> Tensor:
+        copy = as_filled(heads_first(x)[pages].flatten(1, 2))
+        blank = unused.view(*unused.shape, *(1,) * (copy.dim() - 2))
+        return heads_first(torch.where(blank, copy.new_zeros(()), copy).view(x.dtype))
+
+    copies = {name: gathered(getattr(stored, name)) for name in ("key", "value")}
+    for name in ("key_scale", "value_scale"):
+        scale = getattr(stored, name)
+        copies[name] = scale if scale is None or scale.dim() == 1 else gathered(scale)
+    mask = narrow_mask(stored.attn_mask, named[:, None, None])
+    return call._replace(segments=(stored._replace(**copies, attn_mask=mask, block_mask=None, block_table=None),))

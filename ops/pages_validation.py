@@ -1,0 +1,40 @@
+"""Checks of keys and values in pages. Each message names the argument, the expected and the actual value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tatten.ops.call import KeyValue
+from tatten.ops.pages import LARGEST_PAGE, heads_first
+
+
+def check_pages(query: Tensor, stored: KeyValue) -> None:
+    """Raise unless a block table, lengths and the shapes of pools fit the queries. Reads no data.
+
+    Dtypes, and the shapes of lengths, masks and scales, are left to `check_decode_attention`.
+    """
+    table, batch, head_dim = stored.block_table, query.shape[0], query.shape[3]
+    assert table is not None
+    check_without_picks(stored.indices)
+    if stored.kv_lens is None:
+        raise ValueError("`kv_lens` must come with `block_table`: it counts the keys of each sequence, got None")
+    if table.dtype != torch.int32:
+        raise TypeError(f"`block_table` must be int32, got {table.dtype}")
+    if table.dim() != 2 or table.shape[0] != batch:
+        raise ValueError(f"`block_table` must be [{batch}, max_pages], got shape {tuple(table.shape)}")
+    key, value = (tuple(heads_first(x).shape) for x in (stored.key, stored.value))
+    if len(key) != 4 or key[3] != head_dim or key[0] == 0:
+        wanted = f"[pages, page, kv_heads, {head_dim}], at least one page"
+        raise ValueError(f"`key` must be {wanted} with `block_table`, got shape {key}")
+    page = key[1]
+    if not (1 <= page <= LARGEST_PAGE and page & (page - 1) == 0):
+        raise ValueError(f"`key` must have pages of a power of two up to {LARGEST_PAGE} keys, got {page} in {key}")
+    if len(value) != 4 or value[:3] != key[:3] or value[3] == 0:
+        wanted = f"[{key[0]}, {page}, {key[2]}, head_dim] like `key`"
+        raise ValueError(f"`value` must be {wanted}, got shape {value}")
+
+
+def check_without_picks(indices: Tensor | None) -> None:
+    if indices is not None:
+        raise ValueError(f"`indices` must be None with `block_table`, got shape {tuple(indices.shape)}")

@@ -1,0 +1,125 @@
+"""The decode kernel over pages, in Triton's interpreter: within a derived bound of float64."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from fuzz import settings
+from hypothesis import given
+from hypothesis import strategies as st
+from op_bounds import assert_within_bound
+from paged_calls import PagedCall, draw_paged_call
+from poison import fresh_memory_is_poison
+from slow import slow_but
+
+from tatten.ops.call import AttentionCall
+from tatten.ops.cuda.providers import unsupported_reason
+from tatten.ops.cuda.workload import Workload, needs_of
+from tatten.ops.kernel_signatures import decode_call
+
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> PagedCall:
+    return draw_paged_call(lambda options: draw(st.sampled_from(options)), tiny=True)
+
+
+@interpreted
+@pytest.mark.parametrize("n", slow_but([12], [12, 200]))
+def test_random_calls(n: int) -> None:
+    @settings(n)
+    @given(calls(), st.integers(1, 9), st.sampled_from([None, 16, 64]))
+    def test(drawn: PagedCall, programs: int, block_n: int | None) -> None:
+        """`block_n`: the keys of a tile, if no mask decides it."""
+        from tatten.ops.cuda.decode import plan_attention
+        from tatten.ops.cuda.heuristics import Tiles
+
+        inputs, dense = drawn.inputs()
+        call = decode_call(**inputs)
+        tiles = None if block_n is None else Tiles(16, block_n, 4, 2)
+        with fresh_memory_is_poison():
+            out, lse = plan_attention(call, programs=programs, tiles=tiles)(call)
+        assert_within_bound(out, lse, dense, parts=programs + 1)
+
+    test()
+
+
+@interpreted
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("page", [4, 64])
+def test_scales_in_pages(dtype: torch.dtype, page: int, masked: bool) -> None:
+    from tatten.ops.cuda.decode import plan_attention
+    from tatten.ops.reference import decode_attention_reference
+
+    key, value = (torch.randn(2, 5, page, 2, 8) * 20).to(dtype)
+    given = {
+        "query": torch.randn(2, 4, 1, 8),
+        "key": key,
+        "value": value,
+        "block_table": torch.tensor([[3, 1, 4], [0, -1, 3]], dtype=torch.int32),
+        "kv_lens": torch.tensor([3 * page, 2 * page + 1]),
+        "key_scale": torch.rand(5, 2, page).mT / 20,  # so that scores are small, and float32 rounds them little
+        "value_scale": torch.rand(5, page, 2) / 20,
+    }
+    if masked:
+        given["attn_mask"] = torch.rand(2, 1, 1, 3 * page) > 0.3
+    call = decode_call(**given)
+    for got, want in zip(plan_attention(call)(call), decode_attention_reference(**given), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("page", [64, 128, 256])
+def test_a_run_of_full_blocks_begins_within_a_page(page: int) -> None:
+    from tatten.ops.cuda.decode import plan_attention
+    from tatten.ops.cuda.heuristics import Tiles
+    from tatten.ops.reference import decode_attention_reference
+
+    key, value = torch.randn(2, 9, page, 2, 8)
+    given = {
+        "query": torch.randn(1, 4, 1, 8),
+        "key": key,
+        "value": value,
+        "block_table": torch.arange(1024 // page - 1, -1, -1, dtype=torch.int32)[None] % 9,
+        "kv_lens": torch.tensor([1000]),
+        "attn_mask": torch.arange(1024) >= 60,  # full from key 64 on
+    }
+    call = decode_call(**given)
+    got = plan_attention(call, tiles=Tiles(16, 128, 4, 2), programs=2)(call)
+    for x, want in zip(got, decode_attention_reference(**given), strict=True):
+        torch.testing.assert_close(x.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def paged(batch: int, page: int = 16, columns: int = 300, device: str = "meta", **options: Any) -> AttentionCall:
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    pool = empty(1000, page, 8, 128)
+    table, lens = empty(batch, columns, dtype=torch.int32), empty(batch, dtype=torch.int32)
+    return decode_call(empty(batch, 32, 1, 128), pool, pool, kv_lens=lens, block_table=table, **options)
+
+
+def test_tiles_do_not_depend_on_the_batch_where_bits_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tatten.ops.cuda import decode, decode_grid
+
+    monkeypatch.setattr(decode_grid, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(decode_grid, "has_large_shared_memory", lambda device: True)
+
+    def chosen(batch: int) -> tuple[object, ...]:
+        call = paged(batch, batch_invariant=True)
+        return decode.plan_segment(call, call.segments[0]).tile_space.constants[:2]
+
+    assert chosen(1) == chosen(2) == chosen(64)
+
+
+@pytest.mark.parametrize("provider", ["cudnn", "flash", "fa3"])
+def test_other_providers_say_that_they_take_no_block_table(provider: str) -> None:
+    call = paged(2)
+    (stored,) = call.segments
+    work = Workload.of(call.query, stored.key, stored.value, needs_of(call))
+    assert "block table" in (unsupported_reason(provider, work) or "")

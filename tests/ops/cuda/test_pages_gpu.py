@@ -1,0 +1,83 @@
+"""On a GPU: random calls with a block table, a pool beyond 2^31 numbers, and bits that other sequences leave alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fuzz import settings
+from hypothesis import given
+from hypothesis import strategies as st
+from op_bounds import assert_within_bound
+from paged_calls import PagedCall, draw_paged_call
+from poison import fresh_memory_is_poison
+from torch import Tensor
+
+import tatten
+from tatten.ops.reference import decode_attention_reference
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Copies with the same strides."""
+
+    def moved(x: Tensor) -> Tensor:
+        reach = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        flat = x.as_strided((reach,), (1,), x.storage_offset()).cuda()
+        return flat.as_strided(x.shape, x.stride())
+
+    return {name: moved(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
+@settings(60)
+@given(st.composite(lambda draw: draw_paged_call(lambda options: draw(st.sampled_from(options))))())
+def test_random_calls(drawn: PagedCall) -> None:
+    inputs, dense = drawn.inputs()
+    with fresh_memory_is_poison():
+        out, lse = tatten.decode_attention(**on_gpu(inputs), return_lse=True)
+    assert_within_bound(out, lse, dense | {"query": dense["query"].cuda()}, drawn.call.most_parts)
+
+
+def random_pages(batch: int, page: int, columns: int, n_pages: int) -> dict[str, Any]:
+    pool = torch.randn(n_pages, 2, page, 8, 128, device="cuda", dtype=torch.bfloat16)
+    return {
+        "query": torch.randn(batch, 32, 1, 128, device="cuda", dtype=torch.bfloat16),
+        "key": pool[:, 0],
+        "value": pool[:, 1],
+        "block_table": torch.randperm(n_pages, device="cuda")[: batch * columns].view(batch, columns).int(),
+        "kv_lens": torch.randint(0, columns * page + 1, (batch,), device="cuda"),
+    }
+
+
+def test_offsets_beyond_32_bits() -> None:
+    inputs = random_pages(4, 16, 64, 1)
+    pool = torch.empty(150_000, 2, 16, 8, 128, device="cuda", dtype=torch.bfloat16)  # 4.9e9 numbers
+    assert pool.numel() > 1 << 32
+    table = 149_999 - torch.arange(4 * 64, device="cuda", dtype=torch.int32).view(4, 64)
+    pool[-256:] = torch.randn(256, 2, 16, 8, 128, device="cuda", dtype=torch.bfloat16)
+    inputs |= {"key": pool[:, 0], "value": pool[:, 1], "block_table": table}
+    inputs["kv_lens"] = torch.tensor([1024, 1000, 1, 0], device="cuda")
+    out, lse = tatten.decode_attention(**inputs, return_lse=True)
+    small = {name: inputs[name][-256:] for name in ("key", "value")} | {"block_table": table - (150_000 - 256)}
+    want, want_lse = decode_attention_reference(**inputs | small)
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("page", [1, 16, 256])
+def test_bits_of_a_sequence_do_not_depend_on_the_others(page: int) -> None:
+    inputs = random_pages(16, page, 4096 // page, 20 * 4096 // page)
+    together = tatten.decode_attention(**inputs, batch_invariant=True, return_lse=True)
+    for b in range(16):
+        own = inputs | {name: inputs[name][b : b + 1] for name in ("query", "block_table", "kv_lens")}
+        alone = tatten.decode_attention(**own, batch_invariant=True, return_lse=True)
+        assert all(torch.equal(x[b : b + 1], y) for x, y in zip(together, alone, strict=True))
+
+
+def test_compiled_with_inductor() -> None:
+    inputs = random_pages(4, 16, 64, 300)
+    compiled = torch.compile(tatten.decode_attention, backend="tatten", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(**inputs), tatten.decode_attention(**inputs))
