@@ -45,7 +45,7 @@ def decode_attention(call: AttentionCall) -> State:
     if call.batch_invariant:
         check_batch_invariant(call)
     if stored.block_table is not None:
-        return attend_pages(call, decode_attention)
+        return with_sinks(call, *attend_pages(call, decode_attention))
     dtype = query.dtype
     if stored.indices is not None:
         out, lse = with_sinks(call, *attend_picks(call))

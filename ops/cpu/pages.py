@@ -1,68 +1,124 @@
-"""Attention over pages on a CPU: each sequence's pages are copied, in order, and its queries attend to the copy.
+"""Attention over pages on a CPU: a tile of a sequence's keys at a time is copied, heads first, and attended to.
 
-One copy is in memory at a time. PyTorch's kernel takes no table, and a call for each page would merge a state for each.
+PyTorch's kernel takes no table. The copy of a tile stays in the cache until the kernel has read it, and the kernel is
+fastest where the keys of a head lie side by side.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from tatten.ops.call import Attend, AttentionCall, KeyValue
+from tatten.ops.cpu import thresholds
 from tatten.ops.layout import squeeze_broadcast
-from tatten.ops.pages import as_filled, heads_first, named_pages
-from tatten.ops.reach import narrow_mask
+from tatten.ops.pages import as_filled, named_pages
+from tatten.ops.reach import mask_of_reach, narrow_mask
 from tatten.ops.sizes import ceil_div
-from tatten.ops.states import State
+from tatten.ops.states import State, combine_partials
 from tatten.ops.validation import check_kv_lens
+
+IN_PAGES = "key", "value", "key_scale", "value_scale"
 
 
 def attend_pages(call: AttentionCall, attend: Attend) -> State:
-    """Return the state of each sequence over its pages; `attend` computes the call over a copy. The call is valid."""
-    (stored,), (batch, _, q_len, _) = call.segments, call.query.shape
-    lens, page = check_kv_lens(call), stored.key.shape[2]
+    """Return the state of each sequence over its pages, without sinks; `attend` computes the calls over copies.
+
+    The call is valid.
+    """
+    (stored,), lens, q_len = call.segments, check_kv_lens(call), call.query.shape[2]
+    table, n_pages, page = stored.block_table, stored.key.shape[0], stored.key.shape[2]
     assert lens is not None
-    first_pages = [0 if call.window is None else max(0, n - q_len - call.window + 1) // page for n in lens]
-    most = max(ceil_div(n, page) - first for n, first in zip(lens, first_pages, strict=True))
-    room = {name: _room_for(getattr(stored, name), most) for name in ("key", "value", "key_scale", "value_scale")}
-    states = [attend(_of_sequence(call, b, first_pages[b], lens[b], room)) for b in range(batch)]
+    assert table is not None
+    starts = [0 if call.window is None else max(0, n - q_len - call.window + 1) for n in lens]
+    columns = [slice(start // page, ceil_div(n, page)) for start, n in zip(starts, lens, strict=True)]
+    pages, named = named_pages(table[:, : max(x.stop for x in columns)], n_pages)
+    most = max(x.stop - x.start for x in columns)
+    if not _at_once(call):
+        most = min(most, _pages_in_the_cache(stored))
+    room = {name: _room_for(getattr(stored, name), most) for name in IN_PAGES}
+    states = []
+    for b, own in enumerate(columns):
+        keys = range(starts[b], lens[b])
+        tiles = _tiles(call, b, keys, pages[b, own], named[b, own], room)
+        outs, lses = zip(*map(attend, tiles), strict=True)
+        states.append(combine_partials(outs, lses))
     out, lse = (torch.cat(x) for x in zip(*states, strict=True))
     return out, lse
 
 
+def _at_once(call: AttentionCall) -> bool:
+    """Return True if all keys of a sequence must be one tile.
+
+    The lse of a tile can't weigh it beside a large bias, and the size of tiles depends on the number of threads.
+    """
+    mask = call.segments[0].attn_mask
+    return call.batch_invariant or (mask is not None and mask.dtype != torch.bool)
+
+
+def _pages_in_the_cache(stored: KeyValue) -> int:
+    _, kv_heads, page, head_dim = stored.key.shape
+    page_bytes = page * kv_heads * (head_dim + stored.value.shape[3]) * stored.key.element_size()
+    return max(1, thresholds.CPU.block_bytes * torch.get_num_threads() // page_bytes)
+
+
 def _room_for(pool: Tensor | None, pages: int) -> Tensor | None:
-    """Return memory for pages of a pool; None for scales that are not in pages."""
+    """Return memory for pages of a pool, heads first; None for scales that are not in pages."""
     if pool is None or pool.dim() == 1:
         return None
-    return pool.new_empty((pages, *heads_first(pool).shape[1:]))
+    return pool.new_empty((pool.shape[1], pages, *pool.shape[2:]))
 
 
-def _of_sequence(call: AttentionCall, b: int, first: int, length: int, room: dict[str, Tensor | None]) -> AttentionCall:
-    """Return the call of one sequence over a copy of its pages from page `first` on; the copy is in `room`."""
-    (stored,) = call.segments
-    table, page = stored.block_table, stored.key.shape[2]
-    assert table is not None
-    pages, named = named_pages(table[b, first : ceil_div(length, page)], stored.key.shape[0])
-    all_named, start = bool(named.all()), first * page
+def _tiles(
+    call: AttentionCall, b: int, keys: range, pages: Tensor, named: Tensor, room: dict[str, Tensor | None]
+) -> Iterator[AttentionCall]:
+    """Cut the keys of a sequence in tiles of about equal size: each a call over a copy in `room`.
 
-    def copied(name: str) -> Any:
-        x, copy = getattr(stored, name), room[name]
-        if copy is None:  # scales of heads, or none
-            return x
-        copy = copy[: len(pages)]
-        torch.index_select(heads_first(x), 0, pages, out=copy)
-        if not all_named:
-            as_filled(copy)[~named] = 0
-        return heads_first(copy.flatten(0, 1)[None, : length - start])
+    A tile is valid until the next one. `pages`, `named`: of the pages with `keys`, as `named_pages` returns them.
+    """
+    (stored,), page = call.segments, call.segments[0].key.shape[2]
+    all_named = bool(named.all())
+    mask = _mask_of(call, b, keys, None if all_named else named.repeat_interleave(page))
+    key_room = room["key"]
+    assert key_room is not None
+    size = _size_of_tiles(len(pages), key_room.shape[1])
+    for i in range(0, max(1, len(pages)), size):
+        some = slice(i, i + size)
+        begin = (keys.start // page + i) * page  # the first key of the tile's first page
+        start, stop = max(begin, keys.start), min(begin + size * page, keys.stop)
+        operands = {}
+        for name, memory in room.items():
+            x = getattr(stored, name)
+            if memory is not None:  # not scales of heads
+                copy = memory[:, : len(pages[some])]
+                torch.index_select(x, 0, pages[some], out=copy.transpose(0, 1))
+                if not all_named:
+                    as_filled(copy)[:, ~named[some]] = 0
+                x = copy.flatten(1, 2)[None, :, start - begin : stop - begin]
+            operands[name] = x
+        own_mask = None if mask is None else mask[..., start - keys.start : stop - keys.start]
+        own = KeyValue(**operands, attn_mask=own_mask)
+        yield call._replace(query=call.query[b : b + 1], segments=(own,), window=None, sinks=None)
 
+
+def _size_of_tiles(n: int, most: int) -> int:
+    return ceil_div(n, ceil_div(n, most)) if n else 1
+
+
+def _mask_of(call: AttentionCall, b: int, keys: range, named: Tensor | None) -> Tensor | None:
+    """Return the mask of a sequence for some of its keys, from the mask of the call, the window and the named pages.
+
+    `named`: bool, for each key of the pages with `keys`.
+    """
+    (stored,), q_len, page = call.segments, call.query.shape[2], call.segments[0].key.shape[2]
     mask = stored.attn_mask
     if mask is not None:
         mask = squeeze_broadcast(mask.expand(*mask.shape[:-1], stored.kv_len))
-        mask = (mask[b : b + 1] if mask.shape[0] > 1 else mask)[..., start:length]
-    if not all_named:
-        mask = narrow_mask(mask, named.repeat_interleave(page)[None, None, None, : length - start])
-    scales = {name: copied(name) for name in ("key_scale", "value_scale")}
-    own = KeyValue(copied("key"), copied("value"), mask, **scales)
-    return call._replace(query=call.query[b : b + 1], segments=(own,))
+        mask = (mask[b : b + 1] if mask.shape[0] > 1 else mask)[..., keys.start : keys.stop]
+    if named is not None:
+        mask = narrow_mask(mask, named[None, None, None, keys.start % page :][..., : len(keys)])
+    if call.window is not None and q_len > 1:
+        mask = narrow_mask(mask, mask_of_reach(torch.tensor([len(keys)]), q_len, len(keys), call.window))
+    return mask
