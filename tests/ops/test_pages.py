@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz import settings, small_shapes
+from fuzz import settings
 from hypothesis import given
 from hypothesis import strategies as st
 from op_bounds import assert_within_bound
@@ -36,12 +36,13 @@ def test_random_calls(n: int) -> None:
     @given(calls())
     def test(drawn: PagedCall) -> None:
         inputs, dense = drawn.inputs()
-        call = drawn.call
-        thresholds = call.thresholds or (1 << 18, 0, 64)
-        with pytest.MonkeyPatch.context() as patch, small_shapes(thresholds[0], call.split_bytes, thresholds[2]):
-            patch.setattr(torch, "get_num_threads", lambda: call.threads)
+        with drawn.small_tiles():
             out, lse = drawn.run(inputs)
-        assert_within_bound(out, lse, dense, call.most_parts)
+            for b in range(drawn.call.batch if drawn.batch_invariant else 0):
+                for x, y in zip((out, lse), drawn.run(drawn.alone(inputs, b)), strict=True):
+                    torch.testing.assert_close(x[b : b + 1], y, rtol=0, atol=0, equal_nan=True)
+        tiles = drawn.most_tiles
+        assert_within_bound(out, lse, dense, drawn.call.most_parts + tiles, roundings=1 if tiles == 1 else 2)
 
     test()
 

@@ -9,7 +9,8 @@ With `u` the rounding of the accumulator (float32, or float64 for float64) and `
 - Weights are then off by a factor of at most exp(2 d), one key as much as its sum; exp, the sum over n keys and merging
   add `(n + 8 parts + 32) u`, and `2 x` with x the error of exp itself.
 - In low precision weights, the `out` of a part and the result are rounded: `3 e`, and `e` more for each further merge
-  in the dtype. What is too small for the dtype is rounded to its smallest number.
+  in the dtype. What is too small for the dtype is rounded to its smallest number. A weight below the accumulator's
+  smallest normal number may be 0, which shows where the keys that weigh more have a value of 0.
 - Queries in float32 beside keys in bfloat16 are read in two halves, which leave 2^-16 of them, and 2^-14 in Triton's
   interpreter, whose conversions cut off.
 
@@ -30,6 +31,7 @@ import torch
 from attention_cases import explicit
 from torch import Tensor
 
+from tatten.ops.layout import over_keys
 from tatten.ops.reference import decode_attention_reference
 
 RESOLVED = 0.25  # the largest d for which the bound says something
@@ -93,7 +95,8 @@ def assert_within_bound(
     spread, _ = decode_attention_reference(**_with_absolute_values(given))
     relative = torch.expm1(2 * d).unsqueeze(-1) + rest + (0.0 if summed_wide else 2 * inner) + roundings * e
     finfo = torch.finfo(out_dtype)
-    smallest = (n + parts + 1) * finfo.smallest_normal * finfo.eps * (1 + value.abs().amax() if value.numel() else 1)
+    smallest = (n + parts + 1) * finfo.smallest_normal * finfo.eps + n * torch.finfo(accumulator).smallest_normal
+    smallest *= 1 + value.abs().amax() if value.numel() else 1
     unresolved = (d > RESOLVED) & ~undefined
     if unresolved.any():
         eager = given | {"key": key.to(accumulator), "value": value.to(accumulator)}
@@ -112,7 +115,7 @@ def _widened(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     wide = []
     for name in ("key", "value"):
         x, factors = inputs[name].double().nan_to_num(0.0), inputs.get(f"{name}_scale")
-        wide.append(x if factors is None else x * factors.double()[:, None, None])
+        wide.append(x if factors is None else x * over_keys(factors.double().nan_to_num(0.0)))
     return wide[0], wide[1]
 
 
