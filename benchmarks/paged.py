@@ -2,10 +2,11 @@
 
     python benchmarks/paged.py --device cuda                    # the nine decode shapes, and five of ragged lengths
     python benchmarks/paged.py --device cpu                     # tiny shapes
+    python benchmarks/paged.py --device cpu --section gathered  # 8 x 4096 keys in both dtypes
 
 `dense` is `tatten.decode_attention`, with `kv_lens` where lengths differ; `lens` has them everywhere. `page 16` and the
-others read pages of a pool in random order, K and V apart, by a block table. On a CPU `gathered` is `index_select` of
-pages of 16 and SDPA with a mask of the lengths, as it is written without tatten.
+others read pages of a pool in random order, K and V apart, by a block table. On a CPU `gathered 16` and `gathered 64`
+are `index_select` of pages and SDPA with a mask of the lengths, as it is written without tatten.
 
 On a GPU each candidate is a captured CUDA graph of several calls, which go round block tables, and copies of K and V,
 that the L2 cannot hold. Before it is timed, it is held to float64 on some sequences. The candidates take turns, and
@@ -15,6 +16,7 @@ once, at the best rate of a plain read or copy in the same run.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from support import results
 from support.command_line import arguments, machine
-from support.decode_cases import Shape, cpu_shapes, cuda_shapes
+from support.decode_cases import Shape, cpu_shapes, cuda_shapes, uniform
 from support.timing import as_graph, in_turns, microseconds, read_rate
 from torch import Tensor
 
@@ -31,6 +33,7 @@ import tatten
 from tatten.ops.reference import decode_attention_reference
 
 PAGES = (16, 64, 256, 1)
+GATHERED, SLOWER = (16, 64), 1.8  # the pages of `gathered`, and how much longer than the op it takes at least
 MOST = {1: 1.10}  # times the dense op; other pages: 1.03
 Attend = Callable[[Tensor, int], Tensor]  # of queries, and the number of a copy
 
@@ -43,7 +46,7 @@ class Problem:
         self.copies = shape.copies(device.type)
         self.numbers = [x[: self.copies * shape.size] for x in numbers]
         sizes = self.copies, shape.batch, shape.q_heads, 1, shape.head_dim
-        self.q = torch.randn(sizes, device=device, dtype=torch.bfloat16)
+        self.q = torch.randn(sizes, device=device, dtype=numbers[0].dtype)
         self.lens = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
 
     def in_order(self, copy: int) -> list[Tensor]:
@@ -82,17 +85,21 @@ def candidates(p: Problem) -> dict[str, Attend]:
         **{f"page {page}": paged(page) for page in PAGES},
     }
     if not p.q.is_cuda:
-        tables, pools = p.tables(16).clamp(min=0), p.pools(16)
-        mask = torch.arange(tables.shape[2] * 16) < p.lens[:, None, None, None]
-
-        def gathered(q: Tensor, i: int) -> Tensor:
-            key, value = (x.index_select(0, tables[i].flatten()).view(s.batch, -1, *x.shape[2:]) for x in pools)
-            return F.scaled_dot_product_attention(
-                q, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, enable_gqa=True
-            )
-
-        found["gathered"] = gathered
+        found |= {f"gathered {page}": _gathered(p, page) for page in GATHERED}
     return found
+
+
+def _gathered(p: Problem, page: int) -> Attend:
+    tables, pools = p.tables(page).clamp(min=0), p.pools(page)
+    mask = torch.arange(tables.shape[2] * page) < p.lens[:, None, None, None]
+
+    def attend(q: Tensor, i: int) -> Tensor:
+        key, value = (x.index_select(0, tables[i].flatten()).view(p.shape.batch, -1, *x.shape[2:]) for x in pools)
+        return F.scaled_dot_product_attention(
+            q, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, enable_gqa=True
+        )
+
+    return attend
 
 
 def error(p: Problem, name: str, out: Tensor, copy: int) -> float:
@@ -105,7 +112,7 @@ def error(p: Problem, name: str, out: Tensor, copy: int) -> float:
         if name in ("dense", "lens"):
             kv, table = [x[at] for x in p.in_order(copy)], {}
         else:
-            page = 16 if name == "gathered" else int(name.split()[1])
+            page = int(name.split()[1])
             kv, table = p.pools(page), {"block_table": p.tables(page)[copy, at]}
         if table:  # a pool of the sequence's own: float64 of all would not fit
             entries = table["block_table"].clamp(min=0).long().flatten()
@@ -119,7 +126,8 @@ def error(p: Problem, name: str, out: Tensor, copy: int) -> float:
 def measure(p: Problem, rounds: int) -> dict[str, float]:
     """Return the microseconds of each candidate; a RuntimeError names one that is wrong."""
     device, steps = p.q.device.type, {}
-    copies = [*range(p.copies)] * max(1, min(8 // p.copies, (2 << 30) // p.shape.kv_bytes))
+    most = (2 << 30 if p.q.is_cuda else 1 << 28) // p.shape.kv_bytes
+    copies = [*range(p.copies)] * max(1, min(8 // p.copies, most))
     for name, attend in candidates(p).items():
 
         def step(attend: Attend = attend) -> list[Tensor]:
@@ -151,29 +159,36 @@ def bars(rows: list[dict]) -> dict[str, tuple[float, float]]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--section", nargs="*", default=["nine", "ragged"], choices=["nine", "ragged"])
+    parser.add_argument("--section", nargs="*", default=["nine", "ragged"], choices=["nine", "ragged", "gathered"])
     args = parser.parse_args()
     torch.manual_seed(0)
     device, rate = args.device, read_rate(args.device)
     print(f"{machine(device)}, reads {rate / 1e12:.3f} TB/s")
-    shapes = [x for x in (cuda_shapes() if device == "cuda" else cpu_shapes()) if x.section in args.section]
-    most = max(x.size * x.copies(device) for x in shapes)
-    numbers = tuple(torch.randn(most, device=device, dtype=torch.bfloat16) for _ in "kv")
+    all_shapes = cuda_shapes() if device == "cuda" else [*cpu_shapes(), uniform("gathered", 8, 32, 8, 4096)]
     rows = []
     with torch.no_grad():
-        for shape in shapes:
-            us = measure(Problem(shape, numbers), args.rounds)
-            entries = 4 * sum(-(-n // 16) for n in shape.lengths)
-            us["floor"] = (shape.kv_bytes + entries) / rate * 1e6
-            rows.append({**asdict(shape), "us": us})
-            cells = "  ".join(f"{name} {x:.1f}" for name, x in us.items())
-            print(f"{shape.batch:4} {shape.q_heads:3}/{shape.kv_heads:<3} {shape.name:>21}  {cells}", flush=True)
-            if device == "cuda":
-                torch.cuda.empty_cache()
+        for dtype in (torch.bfloat16, torch.float32):
+            sections = set(args.section) & ({"gathered"} if dtype == torch.float32 else {*args.section})
+            shapes = [x for x in all_shapes if x.section in sections]
+            most = max((x.size * x.copies(device) for x in shapes), default=0)
+            numbers = tuple(torch.randn(most, device=device, dtype=dtype) for _ in "kv")
+            for shape in shapes:
+                us = measure(Problem(shape, numbers), args.rounds)
+                entries = 4 * sum(-(-n // 16) for n in shape.lengths)
+                us["floor"] = (shape.kv_bytes * dtype.itemsize // 2 + entries) / rate * 1e6
+                rows.append({**asdict(shape), "dtype": str(dtype), "us": us})
+                cells = "  ".join(f"{name} {x:.1f}" for name, x in us.items())
+                print(f"{shape.batch:4} {shape.q_heads:3}/{shape.kv_heads:<3} {shape.name:>21}  {cells}", flush=True)
+                if device == "cuda":
+                    torch.cuda.empty_cache()
     asked = bars(rows)
     for what, (figure, bound) in asked.items():
         verdict = f", at most {bound:.2f} is asked for: {'yes' if figure <= bound else 'NO'}" * (device == "cuda")
         print(f"  {what}: {figure:.3f}{verdict}")
+    for row, page in itertools.product((x for x in rows if x["section"] == "gathered"), GATHERED):
+        times = row["us"][f"gathered {page}"] / row["us"][f"page {page}"]
+        said = f"index_select and SDPA, {row['dtype']}, pages of {page}: {times:.2f} times as long as the op"
+        print(f"  {said}, at least {SLOWER:.2f} is asked for: {'yes' if times >= SLOWER else 'NO'}")
     if args.json:
         results.write(args.json, device, rows, bytes_per_second=rate, bars=asked)
 

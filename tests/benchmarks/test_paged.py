@@ -30,7 +30,7 @@ def test_no_page_is_given_twice(problem: paged.Problem, page: int) -> None:
 
 
 def test_all_candidates_are_timed(problem: paged.Problem) -> None:
-    names = {"dense", "lens", "gathered", *(f"page {page}" for page in paged.PAGES)}
+    names = {"dense", "lens", "gathered 16", "gathered 64", *(f"page {page}" for page in paged.PAGES)}
     assert paged.measure(problem, 1).keys() == names
 
 
