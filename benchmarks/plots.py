@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from support import results
 from support.curves import DARK, LIGHT, Line, Theme, headline, lines, log_axis, thousands
+from support.pages_picture import pages
 from tables import PAGES, fill
 from tables.table import Row, heads
 
@@ -228,6 +229,7 @@ PICTURES = {
     "sparse": sparse,
     "prefill": prefill,
     "rollouts": rollouts,
+    "pages": pages,
 }
 
 
