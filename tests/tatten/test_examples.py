@@ -64,6 +64,45 @@ def test_prefix_tree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.drawn(2, "whole programs")
+def test_paged_decode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    # Inductor takes most of the time, and makes no difference here.
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, example_inputs, **_: gm)
+    out = output(
+        "paged_decode", "--requests 6 --prompt-len 40 --new-tokens 20 --pages 20 --rows 5", monkeypatch, capsys
+    )
+    assert "samples of 6 requests" in out
+    assert "compiled: 1 graph\n" in out
+    assert "tokens: those of a forward of each whole text" in out
+    assert "of 19 in use, 19 free in the end" in out
+
+
+@pytest.mark.parametrize("prompt", [[5], [5] * 16, [5] * 17, [5] * 33])
+def test_paged_decode_shares_full_pages(prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples hold the full pages before the last token of the prompt together, and go on to pages of their own."""
+    example = runpy.run_path(str(EXAMPLES / "paged_decode.py"))
+    engine = example["Engine"](example["Model"](9, 48), 9, 3, 3)
+    monkeypatch.setattr(engine, "step", engine.model.step)
+    engine.queue.append((prompt, [len(prompt) + 3, len(prompt) + 5]))
+    with torch.no_grad():
+        first, second = engine.run()
+        for sample in (first, second):
+            example["check"](sample, engine.model)
+    shared = (len(prompt) - 1) // 16
+    assert first.pages[:shared] == second.pages[:shared]
+    assert not set(first.pages[shared:]) & set(second.pages[shared:])
+    assert sorted(engine.free) == [*range(1, 9)]
+    assert len(second.text) == len(prompt) + 5
+
+
+def test_paged_decode_of_more_than_fits() -> None:
+    example = runpy.run_path(str(EXAMPLES / "paged_decode.py"))
+    engine = example["Engine"](example["Model"](3, 48), 3, 3, 3)
+    engine.queue.append(([5], [20, 20]))
+    with pytest.raises(ValueError, match="2 samples do not fit into the rows or the pages"):
+        engine.run()
+
+
+@pytest.mark.drawn(2, "whole programs")
 def test_rollouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     # Inductor takes most of the time, and makes no difference here.
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, example_inputs, **_: gm)
