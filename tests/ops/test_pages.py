@@ -17,6 +17,7 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tatten
+from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.attention import decode_attention as decode_on_cpu
 from tatten.ops.kernel_signatures import decode_kernel
 from tatten.ops.pages import gather_pages
@@ -196,8 +197,13 @@ def test_bits_of_a_sequence_do_not_depend_on_the_others(dtype: torch.dtype) -> N
         assert all(torch.equal(x[b : b + 1], y) for x, y in zip(together, alone, strict=True))
 
 
-def test_one_sequence_at_a_time_is_copied() -> None:
+@pytest.mark.parametrize(("tile_pages", "copied"), [(100, 20), (20, 20), (19, 19), (3, 3), (1, 1)])
+def test_one_tile_at_a_time_is_copied(tile_pages: int, copied: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most the pages that a sequence uses, or those for which the cache has room."""
     inputs = paged(16, [320, 160, 320, 16], 40)
+    page_bytes = 16 * 2 * (8 + 8) * 8
+    monkeypatch.setattr(thresholds.CPU, "block_bytes", -(-tile_pages * page_bytes // torch.get_num_threads()))
+    want = one_by_one(inputs)
     largest = 0
 
     class Sizes(TorchDispatchMode):
@@ -212,8 +218,9 @@ def test_one_sequence_at_a_time_is_copied() -> None:
     held = {x.untyped_storage().data_ptr() for x in inputs.values()}
     attend = decode_kernel(decode_on_cpu)
     with Sizes():  # the op itself hides the operators that it calls
-        attend(**inputs)
-    assert largest == 320 * 2 * 8 * 8
+        state = attend(**inputs)
+    assert_same(state, want)
+    assert largest == copied * page_bytes // 2
 
 
 def test_opcheck_and_fakes() -> None:
