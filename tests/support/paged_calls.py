@@ -127,5 +127,10 @@ def draw_paged_call(choose: Choose, tiny: bool = False) -> PagedCall:
     float8 = call.float8 or choose(["", "", "plain", "scaled"])
     factors = (call.factors[0], 1.0) if float8 else call.factors
     call = replace(call, segments=(segment,), lens=lens, found=False, float8=float8, factors=factors)
+    return draw_pages(choose, call, tiny)
+
+
+def draw_pages(choose: Choose, call: Call, tiny: bool = False) -> PagedCall:
+    """Draw pages for the keys of a call."""
     page, pools = choose(TINY_PAGES if tiny else PAGES), choose(POOLS)
     return PagedCall(call, page, pools, choose([0, 0, 1, 3]), choose([False, False, True]), choose([False, True]))
