@@ -3,6 +3,7 @@
 from tatten.ops.bifurcated import bifurcated_attention
 from tatten.ops.decode import block_mask, decode_attention
 from tatten.ops.decompositions import decompositions
+from tatten.ops.distributed.sharded_pages import local_lens
 from tatten.ops.distributed.tree_merge import tree_merge
 from tatten.ops.index_scores import index_scores
 from tatten.ops.latent import latent_attention
@@ -17,6 +18,7 @@ __all__ = [
     "decompositions",
     "index_scores",
     "latent_attention",
+    "local_lens",
     "merge_state",
     "merge_states",
     "tree_merge",

@@ -33,8 +33,8 @@ class KeyValue(NamedTuple):
         rope: `[kv_batch, 1, kv_length, width]`, the columns with rotary positions of keys that are latents.
         indices: `[batch, 1 or kv_heads, q_length, picks]`, the keys that each query attends to; None for all keys.
         block_table: `[batch, max_pages]`, the pages of each sequence in order; None unless keys are in pages. With it,
-            `key` and `value` are pools `[pages, kv_heads, page, d]`, and scales of keys `[pages, kv_heads, page]`:
-            views of the user's `[pages, page, kv_heads, ...]`.
+            `key`, `value` and `rope` are pools `[pages, kv_heads, page, d]`, and scales of keys
+            `[pages, kv_heads, page]`: views of the user's `[pages, page, kv_heads, ...]`.
     """
 
     key: Tensor

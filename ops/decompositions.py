@@ -17,6 +17,7 @@ from tatten.ops.cpu.index_scores import scores_of_keys
 from tatten.ops.cpu.latent import query_and_rope
 from tatten.ops.index_scores_validation import check_index_scores
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
+from tatten.ops.latent_validation import check_latent_attention
 from tatten.ops.library import block_mask
 from tatten.ops.pages import gather_pages
 from tatten.ops.picks import picked_mask
@@ -129,11 +130,17 @@ def _check_decomposes(call: AttentionCall) -> None:
         raise NotImplementedError(f"`batch_invariant` must be False where {call.op} is decomposed, got True")
 
 
+def _in_order(call: AttentionCall, check: Callable[[AttentionCall], None]) -> AttentionCall:
+    """Return the call over copies of all pages, if its keys are in pages; `check` checks it first."""
+    if call.segments[0].block_table is None:
+        return call
+    check(call)
+    return gather_pages(call)
+
+
 def _decode_attention(call: AttentionCall, *, core_aten: bool) -> State:
     _check_decomposes(call)
-    if call.segments[0].block_table is not None:
-        check_decode_attention(call)
-        call = gather_pages(call)
+    call = _in_order(call, check_decode_attention)
     query, dtype = call.query, call.query.dtype
     stored = call.segments[0]
     upcasts = stored.key.dtype != dtype
@@ -162,6 +169,7 @@ def _within_reach(call: AttentionCall, stored: KeyValue) -> KeyValue:
 
 def _latent_attention(call: AttentionCall, *, core_aten: bool) -> State:
     _check_decomposes(call)
+    call = _in_order(call, check_latent_attention)
     acc, jointly = accumulator_dtype(call.query.dtype), core_aten or call.softcap is not None
     query, key_rope = query_and_rope(call)
     stored = _within_reach(call, with_mask_in(call.segments[0], acc))._replace(value=key_rope)

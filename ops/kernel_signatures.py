@@ -118,9 +118,12 @@ def latent_kernel(attend: Attend) -> OpKernel:
         indices: Tensor | None = None,
         index_block: int = 1,
         rest_bias: float | None = None,
+        block_table: Tensor | None = None,
     ) -> Any:
+        if block_table is not None:
+            latent, key_rope = heads_first(latent), key_rope if key_rope is None else heads_first(key_rope)
         masks = attn_mask, kv_lens, block_mask
-        stored = _tuple(KeyValue, (latent, latent, *masks, None, None, None, key_rope, indices, None))
+        stored = _tuple(KeyValue, (latent, latent, *masks, None, None, None, key_rope, indices, block_table))
         softmax, options = (scale, window, softcap, sinks), ("auto", batch_invariant, index_block, rest_bias)
         return attend(_tuple(AttentionCall, (LATENT, query, (stored,), *softmax, query_rope, out_dtype, *options)))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 import tatten.ops.library  # noqa: F401  (defines torch.ops.tatten)
 from tatten.ops.keywords import names_keywords
 from tatten.ops.masks import BlockMask, data_of
+from tatten.ops.pages_validation import check_without_picks
 from tatten.ops.picks import picks_options
 from tatten.ops.validation import check_tensors
 
@@ -34,6 +35,7 @@ def latent_attention(
     index_block: int = 1,
     distinct_indices: bool = False,
     rest_bias: float | None = None,
+    block_table: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -56,6 +58,7 @@ def latent_attention(
     index_block: int = 1,
     distinct_indices: bool = False,
     rest_bias: float | None = None,
+    block_table: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @names_keywords
@@ -78,6 +81,7 @@ def latent_attention(
     index_block: int = 1,
     distinct_indices: bool = False,
     rest_bias: float | None = None,
+    block_table: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute the *absorbed* form of multi-head latent attention: all heads attend to one cached latent per token.
@@ -112,6 +116,10 @@ def latent_attention(
         indices: int32 or int64 `[batch, 1, q_length, picks]`: the latents that each query attends to, as in
             `decode_attention`.
         index_block, distinct_indices, rest_bias: as in `decode_attention`.
+        block_table: int32 `[batch, max_pages]`, as in `decode_attention`: latents are in pages. `latent` is then a pool
+            `[pages, page, 1, rank]`, and `key_rope` one of `[pages, page, 1, width]`, of any strides: columns of one
+            pool `[pages, page, 1, rank + width]`, for example. `kv_lens` must be given, and each sequence has entries
+            of its own.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
@@ -137,11 +145,17 @@ def latent_attention(
         >>> torch.allclose(out, tatten.decode_attention(query, key, latent @ w_uv.mT), atol=1e-3)
         True
     """
+    if block_table is not None:
+        check_tensors(block_table=block_table)
+        check_without_picks(indices)
+        block_mask = None
     ropes = {name: x for name, x in (("query_rope", query_rope), ("key_rope", key_rope)) if x is not None}
     check_tensors(query=query, latent=latent, **ropes)
     if scale is None:
         raise TypeError("`scale` must be a number: it follows from the width of the keys, not of latents; got None")
-    picks = picks_options(indices, query, latent, index_block, distinct_indices, rest_bias, "latent")
+    options = picks_options(indices, query, latent, index_block, distinct_indices, rest_bias, "latent")
+    if block_table is not None:
+        options["block_table"] = block_table
     out, lse = torch.ops.tatten.latent_attention.default(
         query,
         query_rope,
@@ -156,6 +170,6 @@ def latent_attention(
         sinks=sinks,
         out_dtype=out_dtype,
         batch_invariant=batch_invariant,
-        **picks,
+        **options,
     )
     return (out, lse) if return_lse else out

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from tatten.ops.call import AttentionCall
+from tatten.ops.pages import heads_first
+from tatten.ops.pages_validation import check_pages
 from tatten.ops.states import accumulator_dtype
 from tatten.ops.validation import (
     check_batch_invariant,
@@ -36,13 +38,19 @@ def check_latent_attention(call: AttentionCall) -> None:
     if (query.dtype, latent.dtype) != (torch.float32, torch.bfloat16):  # float16 has not the range of float32
         _check_dtype("latent", latent, "query", query)
     shape = latent.shape
-    if len(shape) != 4 or 0 in shape or batch % shape[0] or shape[1] != 1 or shape[3] != rank:
+    if stored.block_table is not None:
+        check_pages(call)
+    elif len(shape) != 4 or 0 in shape or batch % shape[0] or shape[1] != 1 or shape[3] != rank:
         wanted = f"[kv_batch, 1, kv_length, {rank}] as `query` is {tuple(query.shape)}, with a kv_length of at least 1"
         raise ValueError(f"`latent` must be {wanted} and a kv_batch that divides {batch}, got shape {tuple(shape)}")
-    if shape[0] != batch and (stored.kv_lens is not None or call.window is not None):
+    if (rows := stored.kv_batch) != batch and (stored.kv_lens is not None or call.window is not None):
         name = "`window`" if stored.kv_lens is None else "`kv_lens`"
-        raise ValueError(f"{name} must be None where sequences share latents: {batch} read {shape[0]}; use `attn_mask`")
-    _check_ropes(query, call.query_rope, latent, stored.rope)
+        raise ValueError(f"{name} must be None where sequences share latents: {batch} read {rows}; use `attn_mask`")
+    if stored.block_table is None:
+        _check_ropes(query, call.query_rope, latent, stored.rope)
+    else:  # as the user has them
+        rope = stored.rope if stored.rope is None else heads_first(stored.rope)
+        _check_ropes(query, call.query_rope, heads_first(latent), rope)
     check_softmax(call, latent.dtype)
     wide, out_dtype = accumulator_dtype(latent.dtype), call.out_dtype or query.dtype
     if out_dtype not in (latent.dtype, wide):
@@ -73,7 +81,7 @@ def _check_ropes(query: Tensor, query_rope: Tensor | None, latent: Tensor, key_r
 def check_latent_batch_invariant(call: AttentionCall) -> None:
     """Raise unless each sequence can be computed as if it were alone."""
     check_batch_invariant(call)
-    batch, rows = call.query.shape[0], call.segments[0].key.shape[0]
+    batch, rows = call.query.shape[0], call.segments[0].kv_batch
     if rows != batch:
         raise ValueError(
             f"`latent` must have `query`'s batch, {batch}, with `batch_invariant`, got {rows}; "

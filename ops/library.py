@@ -46,7 +46,7 @@ for _schema in (
     "latent_attention(Tensor query, Tensor? query_rope, Tensor latent, Tensor? key_rope, Tensor? attn_mask=None, "
     "Tensor? kv_lens=None, *, float scale, Tensor? block_mask=None, int? window=None, float? softcap=None, "
     "Tensor? sinks=None, ScalarType? out_dtype=None, bool batch_invariant=False, Tensor? indices=None, "
-    "int index_block=1, float? rest_bias=None) -> (Tensor out, Tensor lse)",
+    "int index_block=1, float? rest_bias=None, Tensor? block_table=None) -> (Tensor out, Tensor lse)",
     "bifurcated_attention(Tensor query, Tensor[] keys, Tensor[] values, Tensor?[] attn_masks, Tensor?[] block_masks, "
     "float? scale=None, Tensor?[]? row_groups=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
     "bool batch_invariant=False, Tensor?[]? indices=None, int index_block=1) -> (Tensor out, Tensor lse)",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from tatten.ops.call import AttentionCall
+from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.reach import narrow_mask
 
 LARGEST_PAGE = 256
@@ -51,9 +53,26 @@ def gather_pages(call: AttentionCall) -> AttentionCall:
         blank = unused.view(*unused.shape, *(1,) * (copy.dim() - 2))
         return heads_first(torch.where(blank, copy.new_zeros(()), copy).view(x.dtype))
 
-    copies = {name: gathered(getattr(stored, name)) for name in ("key", "value")}
-    for name in ("key_scale", "value_scale"):
-        scale = getattr(stored, name)
-        copies[name] = scale if scale is None or scale.dim() == 1 else gathered(scale)
     mask = narrow_mask(stored.attn_mask, named[:, None, None])
-    return call._replace(segments=(stored._replace(**copies, attn_mask=mask, block_mask=None, block_table=None),))
+    return call._replace(segments=(in_order(stored, gathered)._replace(attn_mask=mask),))
+
+
+def in_order(stored: KeyValue, copied: Callable[[Tensor], Tensor]) -> KeyValue:
+    """Return keys in order in place of those in pages: `copied` of each tensor that is in pages.
+
+    The mask may have to be another one, and a block mask no longer holds.
+    """
+
+    def copy_of(x: Tensor | None) -> Tensor | None:
+        return x if x is None or x.dim() == 1 else copied(x)  # scales may be those of heads
+
+    key = copied(stored.key)
+    return stored._replace(
+        key=key,
+        value=key if stored.value is stored.key else copied(stored.value),
+        key_scale=copy_of(stored.key_scale),
+        value_scale=copy_of(stored.value_scale),
+        rope=copy_of(stored.rope),
+        block_mask=None,
+        block_table=None,
+    )

@@ -85,7 +85,7 @@ def check_decode_attention(call: AttentionCall) -> None:
     check_query(query)
     batch, head_dim = query.shape[0], query.shape[3]
     if stored.block_table is not None:
-        check_pages(query, stored)
+        check_pages(call)
     elif key.dim() == 4 and key.shape[0] != batch:
         raise ValueError(f"`key` must be [{batch}, kv_heads, kv_length, {head_dim}], got shape {tuple(key.shape)}")
     check_key_value(query, key, value, "key", "value", (query.dtype, *NARROW_DTYPES))

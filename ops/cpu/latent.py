@@ -15,6 +15,7 @@ from tatten.ops.call import AttentionCall
 from tatten.ops.cpu import thresholds
 from tatten.ops.cpu.attention import attend_variant, with_sinks
 from tatten.ops.cpu.batch_invariant import attend_each
+from tatten.ops.cpu.pages import attend_pages
 from tatten.ops.cpu.picked import attend_picks
 from tatten.ops.latent_validation import check_latent_attention, check_latent_batch_invariant
 from tatten.ops.layout import fold_mask, fold_sequences, unfold_sequences
@@ -25,10 +26,16 @@ def latent_attention(call: AttentionCall) -> State:
     check_latent_attention(call)
     if call.batch_invariant:
         check_latent_batch_invariant(call)
-    query, (stored,), out_dtype = call.query, call.segments, call.out_dtype or call.query.dtype
+    (stored,) = call.segments
     if stored.indices is not None:
         out, lse = with_sinks(call, *attend_picks(call))
-        return out.to(out_dtype), lse
+        return out.to(call.out_dtype or call.query.dtype), lse
+    return _attend_in_order(call) if stored.block_table is None else attend_pages(call, _attend_in_order)
+
+
+def _attend_in_order(call: AttentionCall) -> State:
+    """Return the state over latents in order; there may be none."""
+    query, (stored,), out_dtype = call.query, call.segments, call.out_dtype or call.query.dtype
     batch, (kv_batch, _, kv_len, _), mask = query.shape[0], stored.key.shape, stored.attn_mask
     if mask is not None and kv_batch < batch:
         mask = fold_mask(mask.expand(*mask.shape[:-1], kv_len), query, kv_batch)

@@ -14,13 +14,11 @@ from torch import Tensor
 from tatten.ops.call import Attend, AttentionCall, KeyValue
 from tatten.ops.cpu import thresholds
 from tatten.ops.layout import squeeze_broadcast
-from tatten.ops.pages import as_filled, named_pages
+from tatten.ops.pages import as_filled, in_order, named_pages
 from tatten.ops.reach import mask_of_reach, narrow_mask
 from tatten.ops.sizes import ceil_div
 from tatten.ops.states import State, combine_partials
 from tatten.ops.validation import check_kv_lens
-
-IN_PAGES = "key", "value", "key_scale", "value_scale"
 
 
 def attend_pages(call: AttentionCall, attend: Attend) -> State:
@@ -38,7 +36,7 @@ def attend_pages(call: AttentionCall, attend: Attend) -> State:
     most = max(x.stop - x.start for x in columns)
     if not _at_once(call):
         most = min(most, _pages_in_the_cache(stored))
-    room = {name: _room_for(getattr(stored, name), most) for name in IN_PAGES}
+    room = _room_for(stored, most)
     states = []
     for b, own in enumerate(columns):
         keys = range(starts[b], lens[b])
@@ -52,10 +50,11 @@ def attend_pages(call: AttentionCall, attend: Attend) -> State:
 def _at_once(call: AttentionCall) -> bool:
     """Return True if all keys of a sequence must be one tile.
 
-    The lse of a tile can't weigh it beside a large bias, and the size of tiles depends on the number of threads.
+    The lse of a tile can't weigh it beside a large bias, and the size of tiles depends on the number of threads. The
+    products with latents take blocks that stay in the cache anyway.
     """
     mask = call.segments[0].attn_mask
-    return call.batch_invariant or (mask is not None and mask.dtype != torch.bool)
+    return call.latent or call.batch_invariant or (mask is not None and mask.dtype != torch.bool)
 
 
 def _pages_in_the_cache(stored: KeyValue) -> int:
@@ -64,43 +63,46 @@ def _pages_in_the_cache(stored: KeyValue) -> int:
     return max(1, thresholds.CPU.block_bytes * torch.get_num_threads() // page_bytes)
 
 
-def _room_for(pool: Tensor | None, pages: int) -> Tensor | None:
-    """Return memory for pages of a pool, heads first; None for scales that are not in pages."""
-    if pool is None or pool.dim() == 1:
-        return None
-    return pool.new_empty((pool.shape[1], pages, *pool.shape[2:]))
+def _room_for(stored: KeyValue, pages: int) -> dict[Tensor, Tensor]:
+    """Return memory for pages of each pool, heads first."""
+    operands = stored.key, stored.value, stored.key_scale, stored.value_scale, stored.rope
+    pools = [x for x in operands if x is not None and x.dim() > 1]  # not scales of heads
+    return {x: x.new_empty((x.shape[1], pages, *x.shape[2:])) for x in pools}
 
 
 def _tiles(
-    call: AttentionCall, b: int, keys: range, pages: Tensor, named: Tensor, room: dict[str, Tensor | None]
+    call: AttentionCall, b: int, keys: range, pages: Tensor, named: Tensor, room: dict[Tensor, Tensor]
 ) -> Iterator[AttentionCall]:
     """Cut the keys of a sequence in tiles of about equal size: each a call over a copy in `room`.
 
     A tile is valid until the next one. `pages`, `named`: of the pages with `keys`, as `named_pages` returns them.
     """
     (stored,), page = call.segments, call.segments[0].key.shape[2]
-    all_named = bool(named.all())
-    mask = _mask_of(call, b, keys, None if all_named else named.repeat_interleave(page))
-    key_room = room["key"]
-    assert key_room is not None
-    size = _size_of_tiles(len(pages), key_room.shape[1])
+    mask = _mask_of(call, b, keys, None if named.all() else named.repeat_interleave(page))
+    rope = None if call.query_rope is None else call.query_rope[b : b + 1]
+    alone = call._replace(query=call.query[b : b + 1], query_rope=rope, window=None, sinks=None)
+    size = _size_of_tiles(len(pages), room[stored.key].shape[1])
     for i in range(0, max(1, len(pages)), size):
         some = slice(i, i + size)
         begin = (keys.start // page + i) * page  # the first key of the tile's first page
         start, stop = max(begin, keys.start), min(begin + size * page, keys.stop)
-        operands = {}
-        for name, memory in room.items():
-            x = getattr(stored, name)
-            if memory is not None:  # not scales of heads
-                copy = memory[:, : len(pages[some])]
-                torch.index_select(x, 0, pages[some], out=copy.transpose(0, 1))
-                if not all_named:
-                    as_filled(copy)[:, ~named[some]] = 0
-                x = copy.flatten(1, 2)[None, :, start - begin : stop - begin]
-            operands[name] = x
+        own = _copied(stored, pages[some], named[some], slice(start - begin, stop - begin), room)
         own_mask = None if mask is None else mask[..., start - keys.start : stop - keys.start]
-        own = KeyValue(**operands, attn_mask=own_mask)
-        yield call._replace(query=call.query[b : b + 1], segments=(own,), window=None, sinks=None)
+        yield alone._replace(segments=(own._replace(attn_mask=own_mask),))
+
+
+def _copied(stored: KeyValue, pages: Tensor, named: Tensor, keys: slice, room: dict[Tensor, Tensor]) -> KeyValue:
+    """Return some of the keys of pages, without a mask: a copy in `room`, with 0 for pages that are not named."""
+    all_named = bool(named.all())
+
+    def copied(pool: Tensor) -> Tensor:
+        copy = room[pool][:, : len(pages)]
+        torch.index_select(pool, 0, pages, out=copy.transpose(0, 1))
+        if not all_named:
+            as_filled(copy)[:, ~named] = 0
+        return copy.flatten(1, 2)[None, :, keys]
+
+    return in_order(stored, copied)._replace(attn_mask=None, kv_lens=None)
 
 
 def _size_of_tiles(n: int, most: int) -> int:

@@ -74,6 +74,7 @@ def choose_tiles(call: AttentionCall, stored: KeyValue, mask: MaskPlan) -> Tiles
             halves=query.dtype != value.dtype,
             has_block_list=mask.has_block_list,
             large_shared_memory=large_shared_memory,
+            paged=stored.block_table is not None,
         )
     narrow = key.element_size() == 1
     return tiles_for(

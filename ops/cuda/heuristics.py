@@ -105,6 +105,7 @@ def latent_tiles_for(
     halves: bool,
     has_block_list: bool,
     large_shared_memory: bool,
+    paged: bool = False,
 ) -> Tiles:
     """Choose tiles for latents, as measured on an H200 at rank 512. A tile of latents is both keys and values.
 
@@ -113,9 +114,12 @@ def latent_tiles_for(
         element_size: the bytes of an element of the latents.
         keys_per_sm: the keys of all sequences, divided by the number of SMs.
         halves: queries are in float32, and read in two halves.
+        paged: latents are in pages, so that their addresses take registers. Not measured: these tiles spill least.
     """
     if element_size == 4 or not large_shared_memory:
         return Tiles(16, 32, 8 if element_size == 4 else 4, 2)
+    if paged:
+        return Tiles(16 if q_rows <= 16 else 32, 64, 8, 3)
     if q_rows > 16:
         if rank > 256 and (has_block_list or halves):
             # 128 heads, 1 x 32768: 62.4 us, and 73.6 with 64 rows, which spill, and whose float32 mask has no room;

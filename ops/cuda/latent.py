@@ -69,6 +69,7 @@ def _takes_sm90(call: AttentionCall, mask: MaskPlan) -> bool:
         and mask.kind == NO_MASK  # the bits of its block list are the whole mask, if there is one
         and mask.groups <= MOST_GROUPS
         and has_wgmma(query.device)
+        and call.segments[0].block_table is None
         and query.shape[0] == latent.shape[0]
         and latent.element_size() == 2
         and (unrounded or mask.has_block_list if few else not unrounded)

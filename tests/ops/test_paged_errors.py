@@ -50,6 +50,39 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], list[str]]] = [
     ("grad", {"key": POOL.clone().requires_grad_()}, NotImplementedError, ["`key`", "requires_grad=True"]),
 ]
 
+LATENTS = torch.randn(PAGES, PAGE, 1, D + 3)
+LATENT, ROPE = LATENTS.split((D, 3), dim=3)
+
+BAD_LATENTS: list[tuple[str, dict[str, Any], type[Exception], list[str]]] = [
+    *(bad for bad in BAD if bad[0] in ("dtype", "rank", "batch", "no lengths", "lengths' shape", "lengths' dtype")),
+    *(bad for bad in BAD if bad[0] in ("too long", "negative", "mask", "indices")),
+    ("page of 3", {"latent": LATENT[:, :3]}, ValueError, ["`latent`", "power of two", "256", "got 3"]),
+    ("no pages", {"latent": LATENT[:0]}, ValueError, ["`latent`", "at least one page", "(0, 4, 1, 8)"]),
+    ("rank of latents", {"latent": LATENT[..., :5]}, ValueError, ["`latent`", "[pages, page, 1, 8]", "(7, 4, 1, 5)"]),
+    ("heads", {"latent": POOL}, ValueError, ["`latent`", "[pages, page, 1, 8]", "(7, 4, 2, 8)"]),
+    ("heads before keys", {"latent": LATENT.mT}, ValueError, ["`latent`", "[pages, page, 1, 8]", "(7, 4, 8, 1)"]),
+    ("no heads", {"latent": LATENT[:, :, 0]}, ValueError, ["`latent`", "[pages, page, 1, 8]", "(7, 4, 8)"]),
+    ("page counts", {"key_rope": ROPE[1:]}, ValueError, ["`key_rope`", "[7, 4, 1, width]", "(6, 4, 1, 3)"]),
+    ("pages differ", {"key_rope": ROPE[:, :2]}, ValueError, ["`key_rope`", "[7, 4, 1, width]", "(7, 2, 1, 3)"]),
+    ("rope's heads", {"key_rope": ROPE[:, :, 0]}, ValueError, ["`key_rope`", "[7, 4, 1, width]", "(7, 4, 3)"]),
+    ("width", {"key_rope": ROPE[..., :2]}, ValueError, ["`key_rope`", "`query_rope`, 3", "got 2"]),
+    ("query's rope", {"query_rope": ROPE}, ValueError, ["`query_rope`", "[2, 4, 1, width]", "(7, 4, 1, 3)"]),
+    ("8 bits", {"latent": LATENT.to(torch.int8)}, TypeError, ["`latent`", "torch.float32", "torch.int8"]),
+    ("grad", {"latent": LATENT.clone().requires_grad_()}, NotImplementedError, ["`latent`", "requires_grad=True"]),
+]
+
+
+@pytest.mark.parametrize("op", [False, True])
+@pytest.mark.parametrize(("change", "error", "says"), [x[1:] for x in BAD_LATENTS], ids=[x[0] for x in BAD_LATENTS])
+def test_bad_latents(op: bool, change: dict[str, Any], error: type[Exception], says: list[str]) -> None:
+    given = {"query": torch.randn(B, HQ, 1, D), "query_rope": torch.randn(B, HQ, 1, 3), "scale": 0.3}
+    given |= {"latent": LATENT, "key_rope": ROPE, "block_table": TABLE, "kv_lens": LENS}
+    function = torch.ops.tatten.latent_attention if op else tatten.latent_attention
+    with pytest.raises(error) as raised:
+        function(**given | change)
+    missing = [text for text in says if text not in str(raised.value)]
+    assert not missing, f"{raised.value} lacks {missing}"
+
 
 @pytest.mark.parametrize("op", [False, True])
 @pytest.mark.parametrize(("change", "error", "says"), [bad[1:] for bad in BAD], ids=[bad[0] for bad in BAD])

@@ -51,6 +51,10 @@ def in_pages(x: torch.Tensor, page: int, table: torch.Tensor) -> torch.Tensor:
     return pool
 
 
+def random_table(page: int) -> torch.Tensor:
+    return torch.randperm(2 * ceil_div(KV_LEN, page), device="cuda").view(2, -1).int()
+
+
 def attend(
     dtype: Any, dim: int, rows: int, mask: Any = None, lens: bool = False, sinks: bool = False, tiles: str = "",
     sm90: bool = False, float8: bool = False, int8: bool = False, per_key: bool = False, indexed: bool = False,
@@ -90,7 +94,7 @@ def attend(
     )
     if page:
         kv_lens = torch.tensor([KV_LEN, 70], device="cuda")
-        variant["block_table"] = torch.randperm(2 * ceil_div(KV_LEN, page), device="cuda").view(2, -1).int()
+        variant["block_table"] = random_table(page)
         key, value = (in_pages(x, page, variant["block_table"]) for x in (key, value))
         if mask is not None:
             mask = torch.nn.functional.pad(mask, (0, -KV_LEN % page))
@@ -106,8 +110,11 @@ def attend(
     combine.plan_combine(query, dim, *[plan.tile_space] * twice, dtype=dtype)(*[partials] * twice)
 
 
-def attend_latents(heads: int, q_len: int, keys: str, dtype: torch.dtype = torch.bfloat16) -> None:
-    """On Hopper more than 16 packed queries take the latent_sm90 kernel, and fewer in float32 latent_few_sm90."""
+def attend_latents(heads: int, q_len: int, keys: str, dtype: torch.dtype = torch.bfloat16, page: int = 0) -> None:
+    """On Hopper more than 16 packed queries take the latent_sm90 kernel, and fewer in float32 latent_few_sm90.
+
+    With pages, all take the decode kernel.
+    """
 
     def randn(heads: int, length: int, width: int) -> torch.Tensor:
         return torch.randn(2, heads, length, width, device="cuda").bfloat16()
@@ -116,7 +123,13 @@ def attend_latents(heads: int, q_len: int, keys: str, dtype: torch.dtype = torch
     kv_lens = torch.tensor([KV_LEN, 70], device="cuda") if keys == "lengths" else None
     query, query_rope = randn(heads, q_len, 512).to(dtype), randn(heads, q_len, 64)
     latent, key_rope = randn(1, KV_LEN, 512), randn(1, KV_LEN, 64)
-    tatten.latent_attention(query, query_rope, latent, key_rope, attn_mask=mask, kv_lens=kv_lens, scale=0.05)
+    table = None
+    if page:
+        kv_lens, table = torch.tensor([KV_LEN, 70], device="cuda"), random_table(page)
+        latent, key_rope = (in_pages(x, page, table) for x in (latent, key_rope))
+        mask = None if mask is None else torch.nn.functional.pad(mask, (0, -KV_LEN % page))
+    given = {"attn_mask": mask, "kv_lens": kv_lens, "block_table": table, "scale": 0.05}
+    tatten.latent_attention(query, query_rope, latent, key_rope, **given)
 
 
 def attend_picks(heads: int, q_len: int, keys: str, latent: bool) -> None:
@@ -175,6 +188,9 @@ def main() -> None:
     for keys in ("all", "lengths", "mask"):
         variants += [(attend_latents, (*queries, keys), {}) for queries in LATENT_QUERIES]
         variants += [(attend_latents, (*queries, keys, torch.float32), {}) for queries in FEW_LATENT_QUERIES]
+        for page in (1, 16, 64, 256):
+            variants += [(attend_latents, (*queries, keys, BF16, page), {}) for queries in LATENT_QUERIES[:2]]
+        variants += [(attend_latents, (*FEW_LATENT_QUERIES[1], keys, torch.float32, 16), {})]
         variants += [(attend_picks, (*queries, keys, latent), {}) for queries in PICKING for latent in (True, False)]
     variants += [(project, shape, {}) for shape in ((3, 128, 512), (70, 128, 512), (33, 40, 77))]
     kinds = [(1, 64, None), (1, 64, "prefix"), (2, 64, "bool"), (4, 64, "bool"), (3, 5, "bias")]

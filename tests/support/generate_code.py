@@ -128,6 +128,12 @@ def pages(q, kv, table, lens):
     return ops.decode_attention.default(a * 2, key, value, window=100, **given)[0]
 
 
+def paged_latents(q, q_rope, pool, table, lens):
+    latent, key_rope = pool.split((512, 64), dim=3)
+    given = {"kv_lens": lens, "scale": 0.1, "block_table": table}
+    return ops.latent_attention.default(q, q_rope, latent, key_rope, **given)[0] * 2
+
+
 def picked_latents(q, q_rope, c, k_rope, mask, indices):
     return ops.latent_attention.default(q, q_rope, c, k_rope, mask, scale=0.1, indices=indices)[0] * 2
 
@@ -176,6 +182,16 @@ cases = {
     ),
     "picks": (picks, [Q, KV, KV, MASK, ((2, 8, 1, 8), torch.int32)]),
     "pages": (pages, [Q, ((600, 2, 16, 8, 128), bf16), ((2, 256), torch.int32), ((2,), torch.int32)]),
+    "paged latents": (
+        paged_latents,
+        [
+            ((2, 128, 1, 512), bf16),
+            ((2, 128, 1, 64), bf16),
+            ((600, 64, 1, 576), bf16),
+            ((2, 64), torch.int32),
+            ((2,), torch.int32),
+        ],
+    ),
     "picked latents": (
         picked_latents,
         [

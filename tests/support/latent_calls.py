@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_calls import KV_LENS, LAYOUTS, Call, Segment
+from op_calls import KV_LENS, LAYOUTS, TINY_KV_LENS, Call, Segment
 from op_masks import Choose, draw_mask
 from torch import Tensor
 
@@ -48,8 +48,12 @@ class LatentCall:
 
     def inputs(self, device: str = "cpu") -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments of `latent_attention`, and those of `decode_attention` with the same answer."""
+        return self.of_latents(self.expanded.inputs(device))
+
+    def of_latents(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """`inputs` of `decode_attention` as arguments of `latent_attention`, and as those with the same answer."""
         rank = self.expanded.value_dim
-        expanded = {name: x for name, x in self.expanded.inputs(device).items() if name in (*SHARED, "key")}
+        expanded = {name: x for name, x in inputs.items() if name in (*SHARED, "key")}
         given = {name: x for name, x in expanded.items() if name in SHARED}
         expanded["value"] = expanded["key"][..., :rank]
         for name, first, rest in (("query", "query", "query_rope"), ("key", "latent", "key_rope")):
@@ -84,20 +88,21 @@ class LatentCall:
             yield
 
 
-def draw_latent_call(choose: Choose) -> LatentCall:
-    dtype = choose([torch.float32, torch.float16, torch.bfloat16, torch.float64])
-    batch, rank = choose([1, 2, 3, 5]), choose([16, 1, 7, 24, 64, 130])
+def draw_latent_call(choose: Choose, tiny: bool = False) -> LatentCall:
+    """A call; `tiny` is for an interpreter."""
+    dtype = choose([torch.float32, torch.float16, torch.bfloat16, *([] if tiny else [torch.float64])])
+    batch, rank = choose([1, 2] if tiny else [1, 2, 3, 5]), choose([16, 7, 24] if tiny else [16, 1, 7, 24, 64, 130])
     mask = draw_mask(choose, dtype, FLOORS, [False, False, True]) if choose([False, True, True]) else None
-    kv_len = choose([n for n in KV_LENS if n])
+    kv_len = choose([n for n in (TINY_KV_LENS if tiny else KV_LENS) if n])
     segment = Segment(batch, kv_len, mask, choose([1, batch]), (choose(LAYOUTS), "dense"))
     expanded = Call(
         dtype,
-        q_heads=choose([1, 2, 3, 16]),
+        q_heads=choose([1, 3] if tiny else [1, 2, 3, 16]),
         kv_heads=1,
         segments=(segment,),
         batch=batch,
-        q_len=choose(range(1, 17)),
-        head_dim=rank + choose([0, 1, 5, 8, 64]),
+        q_len=choose([1, 2] if tiny else range(1, 17)),
+        head_dim=rank + choose([0, 5, 8] if tiny else [0, 1, 5, 8, 64]),
         value_dim=rank,
         scale=choose([0.1, 0.3, 2.0, -1.0, 0.0]),
         layout=choose(LAYOUTS),

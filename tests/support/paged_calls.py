@@ -198,6 +198,18 @@ def draw_paged_call(choose: Choose, tiny: bool = False) -> PagedCall:
         scales = scales or "heads"  # so that scores are of the size of others
     factors = (call.factors[0], 1.0) if narrow else call.factors
     call = replace(call, segments=(segment,), lens=lens, found=False, float8="", factors=factors)
+    batch_invariant = call.softcap is None and choose([False, False, True])
+    return replace(
+        draw_pages(choose, call, tiny),
+        narrow=narrow,
+        scales=scales,
+        tile_pages=choose([None, 1, 2, 3]),
+        batch_invariant=batch_invariant,
+    )
+
+
+def draw_pages(choose: Choose, call: Call, tiny: bool = False) -> PagedCall:
+    """Draw pages for the keys of a call."""
     return PagedCall(
         call,
         choose(TINY_PAGES if tiny else PAGES),
@@ -206,8 +218,4 @@ def draw_paged_call(choose: Choose, tiny: bool = False) -> PagedCall:
         repeated=choose([False, False, True]),
         missing=choose([False, False, True]),
         wide_table=choose([False, True]),
-        narrow=narrow,
-        scales=scales,
-        tile_pages=choose([None, 1, 2, 3]),
-        batch_invariant=call.softcap is None and choose([False, False, True]),
     )

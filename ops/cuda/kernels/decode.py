@@ -217,7 +217,9 @@ def _decode_kernel(
             )
             if INTERPRETED:
                 q_rope = q_rope.to(tl.float32)
-            rope_base = rope[1] + kv_row * rope_strides[1][0]
+            rope_base = rope[1]
+            if not PAGED:
+                rope_base += kv_row * rope_strides[1][0]
 
         length = kv_len
         if HAS_LENS:
@@ -269,6 +271,7 @@ def _decode_kernel(
         in_pages = (
             key_b,
             value_b,
+            rope_strides[1][0] if ROPE_DIM else key_b,
             key_scale_strides[0] if PAGED and KEY_SCALE == 2 else key_b,
             key_scale_strides[2] if PAGED and KEY_SCALE == 2 else 1,
         )

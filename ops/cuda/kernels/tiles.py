@@ -80,19 +80,20 @@ def score_tile(
     TMA: tl.constexpr,
     PAGE: tl.constexpr = 0,
     entries=None,
-    page_strides=(0, 0, 0, 1),
+    page_strides=(0, 0, 0, 0, 1),
 ):
     """Load a tile of keys and values; return the products of queries and keys, and the values.
 
     `operands` are the same for all tiles of a work tile. If `valid` is given, other keys may be NaN, so they are not
-    read. `page_strides` are those of pages of keys, of values and of scales of keys, and that of a key's scale.
+    read. `page_strides` are those of pages of keys, of values, of ropes and of scales of keys, and that of a key's
+    scale.
     """
     queries, bases, strides, dims, tma_at = operands
     q, q_rest, q_rope = queries
     key_base, value_base, rope_base, key_scale_base = bases
     key_s, key_d, value_s, value_d, rope_s, rope_d = strides
     key_dims, value_dims, rope_dims = dims
-    key_p, value_p, scale_p, scale_s = page_strides
+    key_p, value_p, rope_p, scale_p, scale_s = page_strides
     BLOCK_N: tl.constexpr = keys.shape[0]
     if TMA:
         if not LATENT:
@@ -110,7 +111,7 @@ def score_tile(
     if HALVES:
         products = tl.dot(q_rest, k, products, input_precision="ieee")
     if ROPE_DIM:
-        k = load_keys(rope_base, keys * rope_s, rope_dims, rope_d, ROPE_DIM, valid)
+        k = load_keys(rope_base, rows_at(keys, rope_s, entries, rope_p, PAGE), rope_dims, rope_d, ROPE_DIM, valid)
         products = tl.dot(q_rope, upcast(k, q.dtype), products, input_precision="ieee")
     if KEY_SCALE == 2:
         scale_rows = rows_at(keys, scale_s, entries, scale_p, PAGE)

@@ -24,17 +24,22 @@ def empty(*shape, dtype=torch.bfloat16):
 
 built = []
 for kernel, heads, rank, rope, mask, lens, kv_len, *more in json.loads(sys.argv[1]):
-    batch, q_len = more or (2, 1)
+    batch, q_len, page, *_ = *more, *(2, 1, 0)[len(more):]
     launches = []
     q, c = empty(batch, heads, q_len, rank), empty(batch, 1, kv_len, rank)
     if kernel in ("few unrounded", "unrounded"):
         q = empty(*q.shape, dtype=torch.float32)
     ropes = (empty(batch, heads, q_len, rope), empty(batch, 1, kv_len, rope)) if rope else (None, None)
+    pages = {}
+    if page:
+        pool = empty(batch * kv_len // page, page, 1, rank + rope)
+        c, ropes = pool[..., :rank], (ropes[0], pool[..., rank:])
+        pages, lens = {"block_table": empty(batch, kv_len // page, dtype=torch.int32)}, True
     mask = empty(batch, 1, 1, kv_len, dtype=getattr(torch, mask)) if mask else None
     lens = empty(batch, dtype=torch.int32) if lens else None
     hopper = kernel in ("sm90", "few", "few unrounded")
     options = {"out_dtype": torch.float32} if hopper else {"batch_invariant": kernel == "invariant"}
-    call = latent_call(q, ropes[0], c, ropes[1], mask, lens, scale=0.1, **options)
+    call = latent_call(q, ropes[0], c, ropes[1], mask, lens, scale=0.1, **pages, **options)
     if hopper:
         segment = latent_sm90.plan_latent_segment(call, plan_mask(q, call.segments[0]))
     else:
@@ -121,15 +126,24 @@ VARIANTS += [(None, 16, 512, 64, None, False, 4096), (None, 40, 256, 32, "bool",
 VARIANTS += [(None, heads, 512, 64, dtype, False, 4096) for heads in (16, 128) for dtype in ("float32", "bfloat16")]
 VARIANTS += [("unrounded", heads, 512, 64, mask, False, 4096) for heads in (16, 128) for mask in (None, "bool")]
 VARIANTS += [("invariant", heads, 512, 64, "bool", False, 4096) for heads in (16, 128)]
+PAGED = [(None, heads, 512, 64, None, True, 4096, 2, 1, page) for heads in (16, 128) for page in (1, 16, 64, 256)]
+PAGED += [(None, heads, 512, 64, "bool", True, 4096, 2, 1, page) for heads in (16, 128) for page in (16, 256)]
+PAGED += [
+    (kind, heads, 512, 64, None, True, 4096, 2, 1, 64) for kind in ("unrounded", "invariant") for heads in (16, 128)
+]
+PAGED += [(None, 16, 512, 64, "float32", True, 4096, 2, 1, 64), (None, 40, 256, 32, None, True, 4096, 2, 1, 16)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", [*VARIANTS, *PAGED], ids=str)
 def test_the_decode_kernel(variant: tuple) -> None:
     (built,) = compile_in_subprocess(SCRIPT, [variant])
     if variant[0] == "unrounded":  # what another kernel computes for the usual masks
         assert built["stack"] <= 880
     elif variant[1] <= 16 or (variant[2] > 256 and variant[4]):  # 64 x 512 sums leave 256 threads too few registers
         assert built["stack"] <= (256 if variant[4] else 64), "registers spill to local memory"
+    if variant in PAGED:
+        assert variant[0] == "unrounded" or built["stack"] <= 192, "registers spill to local memory"
+        assert "cp.async.cg" in built["ptx"], "no asynchronous copies of 16 bytes: the loop is not pipelined"
     assert built["shared"] <= 227 * 1024
     assert not FUSIBLE.search(built["ptx"])
     assert "mma.sync" in built["ptx"] or "wgmma.mma_async" in built["ptx"]

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from op_bounds import assert_within_bound
 from paged_calls import PagedCall, draw_paged_call
+from paged_latents import PagedLatentCall, draw_paged_latents
 from poison import fresh_memory_is_poison
 from torch import Tensor
 
 import tatten
-from tatten.ops.reference import decode_attention_reference
+from tatten.ops.reference import decode_attention_reference, latent_attention_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +39,63 @@ def test_random_calls(drawn: PagedCall) -> None:
     with fresh_memory_is_poison():
         out, lse = tatten.decode_attention(**on_gpu(inputs), return_lse=True)
     assert_within_bound(out, lse, dense | {"query": dense["query"].cuda()}, drawn.call.most_parts)
+
+
+@settings(60)
+@given(st.composite(lambda draw: draw_paged_latents(lambda options: draw(st.sampled_from(options))))())
+def test_random_calls_over_latents(drawn: PagedLatentCall) -> None:
+    inputs, expanded = drawn.inputs()
+    with fresh_memory_is_poison():
+        out, lse = drawn.run(on_gpu(inputs))
+    expanded |= {"query": expanded["query"].cuda()}
+    parts = drawn.paged.call.most_parts
+    assert_within_bound(out, lse, expanded, parts, out_dtype=drawn.out_dtype)
+
+
+def random_latents(batch: int, heads: int, page: int, columns: int, n_pages: int) -> dict[str, Any]:
+    """Latents and rope are columns of one pool, as FlashMLA has them."""
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    latent, key_rope = randn(n_pages, page, 1, 576).split((512, 64), dim=3)
+    return {
+        "query": randn(batch, heads, 1, 512),
+        "query_rope": randn(batch, heads, 1, 64),
+        "latent": latent,
+        "key_rope": key_rope,
+        "block_table": torch.randperm(n_pages, device="cuda")[: batch * columns].view(batch, columns).int(),
+        "kv_lens": torch.randint(0, columns * page + 1, (batch,), device="cuda"),
+        "scale": 0.05,
+    }
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("page", [1, 16, 64, 256])
+def test_one_graph_over_latents_serves_any_table(page: int, heads: int) -> None:
+    columns, n_pages = 2048 // page, 5 * 2048 // page
+    inputs = random_latents(4, heads, page, columns, n_pages)
+    tatten.latent_attention(**inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = tatten.latent_attention(**inputs, out_dtype=torch.float32, return_lse=True)
+    for _ in range(5):
+        inputs["block_table"].copy_(torch.randperm(n_pages, device="cuda")[: 4 * columns].view(4, columns))
+        inputs["kv_lens"].random_(0, columns * page + 1)
+        graph.replay()
+        want, want_lse = latent_attention_reference(**inputs)
+        torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("page", [1, 64])
+def test_bits_of_latents_do_not_depend_on_the_others(page: int) -> None:
+    inputs = random_latents(8, 16, page, 4096 // page, 10 * 4096 // page)
+    together = tatten.latent_attention(**inputs, batch_invariant=True, return_lse=True)
+    for b in range(8):
+        own = {name: inputs[name][b : b + 1] for name in ("query", "query_rope", "block_table", "kv_lens")}
+        alone = tatten.latent_attention(**inputs | own, batch_invariant=True, return_lse=True)
+        assert all(torch.equal(x[b : b + 1], y) for x, y in zip(together, alone, strict=True))
 
 
 def random_pages(batch: int, page: int, columns: int, n_pages: int) -> dict[str, Any]:

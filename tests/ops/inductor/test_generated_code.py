@@ -51,6 +51,7 @@ LOWERED = (
     "rows",
     "picks",
     "pages",
+    "paged latents",
     "16 heads",
     "views",
     "project",
@@ -185,6 +186,7 @@ def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
         ("rows", {"row_groups", "decode", "combine"}),
         ("capped segments", {"decode", "combine"}),
         ("pages", {"decode", "combine"}),
+        ("paged latents", {"decode", "combine"}),
         ("16 heads", {"decode", "combine"}),
         ("project", {"project_heads"}),
         ("index scores", {"index_scores"}),
@@ -204,6 +206,12 @@ def test_pages_are_read_where_the_pool_has_them() -> None:
     for given in launches:  # keys begin with the pool, values behind a page of keys
         assert re.search(r"arg1_1, reinterpret_tensor\(arg1_1, .*, 16384\), arg3_1, arg2_1", given), given
     assert "index" not in re.sub(r"^#.*$", "", code[code.index("def call(") :], flags=re.M)
+
+
+def test_latents_and_rope_are_read_as_columns_of_a_pool() -> None:
+    code, _ = generate("paged latents")
+    (given,) = re.findall(r"decode_kernel_\d+\.run\((.*)", code)
+    assert re.search(r"arg2_1, .*arg1_1, reinterpret_tensor\(arg2_1, .*, 512\), arg3_1, ", given), given
 
 
 @functools.cache
