@@ -28,6 +28,11 @@ class OneDevice:
         """The mesh and the placements on it; None on one device."""
         return None
 
+    @property
+    def replicated(self) -> OneDevice:
+        """The layout of tokens that each rank stores, all of them."""
+        return self
+
     def own_from(self, start: int) -> slice:
         """Return the slice that selects this rank's tokens from those at positions `start`, `start + 1` ..."""
         return slice((self.rank - start) % self.ranks, None, self.ranks)

@@ -14,10 +14,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tatten.caches import sharded as sharded_cache
 from tatten.caches.arguments import sequence_indices
+from tatten.caches.index_layers import add_index_layers
 from tatten.caches.interleaved import Interleaved
 from tatten.dtensor_sdpa import merged_attention
-from tatten.integrations.transformers.config import caches_latents, check_attention, count_layers
+from tatten.integrations.transformers.config import (
+    caches_latents,
+    check_attention,
+    count_layers,
+    layers_of_index_keys,
+)
 from tatten.integrations.transformers.layer import WrappedCache
+from tatten.integrations.transformers.local import selecting
 from tatten.integrations.transformers.prefill import prefill
 
 
@@ -65,7 +72,9 @@ class ShardedKVCache(WrappedCache):
         check_attention(config)
         num_layers = config if isinstance(config, int) else count_layers(config)
         cache = sharded_cache.ShardedKVCache(num_layers, mesh, capacity, sequence=sequence, heads=heads)
-        super().__init__(cache, latents=not isinstance(config, int) and caches_latents(config))
+        indexed = [] if isinstance(config, int) else layers_of_index_keys(config)
+        add_index_layers(cache, len(indexed))
+        super().__init__(cache, not isinstance(config, int) and caches_latents(config), indexed)
 
     def prefill(self, model: PreTrainedModel, prompt: Tensor, chunk: int | None = None) -> Tensor:
         """Compute the keys and values of a prompt, with each rank running its share of the tokens.
@@ -119,9 +128,13 @@ def attention(
     is_causal: bool | None = None,
     *,
     layout: Interleaved,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention "tatten" of transformers over the DTensors of a sharded cache, laid out as `layout` says."""
+    """Attention "tatten" of transformers over the DTensors of a sharded cache, laid out as `layout` says.
+
+    `indices` name positions, on whatever rank: each rank attends to those of its own.
+    """
     if kwargs.get("s_aux") is not None:
         raise ValueError(
             f'`s_aux` must be None, as attention "tatten" has no sinks, got a {type(kwargs["s_aux"]).__name__}'
@@ -133,6 +146,8 @@ def attention(
         raise ValueError("`output_attentions` must be False over a sharded cache, as no rank has all weights, got True")
     if attention_mask is None:
         raise ValueError("`attention_mask` must exclude the unused slots of a sharded cache, got None")
+    if indices is not None:
+        attention_mask = selecting(indices, attention_mask, attention_mask.shape[-1])
     queries, mask = layout.queries(query), layout.mask(attention_mask[..., layout.local_tokens])
     # Eager PyTorch has no kernel that returns the lse if values have a head_dim of their own (DeepSeek), so its SDPA
     # could not be merged.
