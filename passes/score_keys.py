@@ -36,7 +36,9 @@ def apply_index_scores(scores: IndexerScores) -> Rewritten:
             left = _viewed(insert, mask)
             options["attn_mask"] = insert(operator.invert, left) if scores.masked.inverted else left
         if scores.key_scale is not None:
-            options["key_scale"] = _scale_of_each(insert, scores.key_scale, operands[1], known_tensor(scores.query.node))
+            options["key_scale"] = _scale_of_each(
+                insert, scores.key_scale, operands[1], known_tensor(scores.query.node)
+            )
         made = insert(OP, *operands, **options)
         made = made if scores.masked.dim is None else insert("unsqueeze", made, scores.masked.dim)
     made.meta.update(node.meta)

@@ -119,7 +119,7 @@ def test_a_scale_that_is_an_input() -> None:
         def forward(self, q: Tensor, k: Tensor, w: Tensor, m: Tensor) -> Tensor:
             return deepseek_v4(q, k.float() * self.of_keys, w, m)
 
-    query, _, weights, mask = inputs()
+    query, _, weights, mask = inputs(length=1)
     args, graphs = (query, narrow(torch.int8), weights, mask), []
 
     def backend(gm, _):

@@ -28,7 +28,9 @@ NEW, N = 5, 2
 def build(name: str, attention: str = "tatten") -> transformers.PreTrainedModel:
     """A model with so many index heads that hardly any two keys have the same score."""
     spec = selecting_models.MODELS[name].model
-    model = build_model(dataclasses.replace(spec, config=spec.config | {"index_n_heads": 16, "index_topk": 3}), torch.float64)
+    model = build_model(
+        dataclasses.replace(spec, config=spec.config | {"index_n_heads": 16, "index_topk": 3}), torch.float64
+    )
     model.set_attn_implementation(attention)
     model.generation_config.eos_token_id = None
     return model
@@ -97,7 +99,9 @@ def test_compiled_steps_read_the_picks_of_each_rank(n: int) -> None:
     for reports in run_ranks(n, check_models, ["deepseek_v32"], True):
         for report in reports:
             assert "2 of 2 attention calls rewritten, and the scores of 2 of 2 indexers" in report
-            assert "2 x model.layers.0.self_attn ... model.layers.1.self_attn: tatten.latent_attention.default" in report
+            assert (
+                "2 x model.layers.0.self_attn ... model.layers.1.self_attn: tatten.latent_attention.default" in report
+            )
             assert "local, then merged over mesh dim 'kv'; 3 of " in report
             assert "keys by top-k; keys and values were made of latents" in report
 
