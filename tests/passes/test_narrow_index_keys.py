@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from graphs import capture, listing, run_rewritten
-from index_forms import B, C, D, S, deepseek_v32, deepseek_v4, exact, inputs
+from index_forms import B, C, D, S, deepseek_v4, deepseek_v32, exact, inputs
 from index_graphs import assert_scores, ops, tensor_of
 from torch import Tensor
 

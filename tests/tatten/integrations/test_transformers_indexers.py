@@ -187,7 +187,7 @@ def test_a_layer_without_an_indexer_takes_no_index_keys() -> None:
 
 
 def test_a_number_of_layers_tells_of_no_indexer() -> None:
-    with pytest.raises(ValueError, match="layer 0 must have an indexer .* give the cache the config of the model"):
+    with pytest.raises(ValueError, match=r"layer 0 must have an indexer .* give the cache the config of the model"):
         SharedPrefixCache(2).layers[0].update_indexer(torch.zeros(1, 2, 16))
 
 

@@ -143,7 +143,7 @@ def check_refusals() -> None:
     cache = ShardedKVCache(model.config, mesh, PROMPT)
     with pytest.raises(NotImplementedError, match="keys and values in the cache, and it has latents there"):
         cache.prefill(model, ids)
-    with pytest.raises(ValueError, match='must be of a model with attn_implementation="tatten", got .sdpa.'):
+    with pytest.raises(ValueError, match=r'must be of a model with attn_implementation="tatten", got .sdpa.'):
         ShardedKVCache(build("deepseek_v32", "sdpa").config, mesh, PROMPT)
     sinks = selecting_models.build("hy_v4", torch.float32)
     sinks.set_attn_implementation("tatten")
