@@ -18,6 +18,7 @@ from tatten.passes.eligible import check_q_len, check_transformed
 from tatten.passes.index_cost import IndexCost, index_cost
 from tatten.passes.index_narrow import StoredKeys, narrow_keys
 from tatten.passes.index_operands import KEY, OF_DIM, OF_LENGTH, OF_QUERIES, QUERY, WEIGHTS, operands_of, ways_back
+from tatten.passes.index_segments import KeySegments, find_key_segments
 from tatten.passes.index_steps import ScaleSteps, steps_back
 from tatten.passes.index_sum import Masked, Summed, find_mask, find_sum
 from tatten.passes.literals import rounded
@@ -42,6 +43,7 @@ class IndexerScores:
         masked: the last node of the scores, which the op's result replaces, and its mask.
         path: the nodes that may have no users then.
         cost: the estimate of what a rewrite saves; None if sizes are unknown.
+        segments: the keys as they are stored, where the program concatenates them for the scores alone.
         not_narrow: why keys that were dequantised are not read in 8 bits; empty if they are, or none were.
     """
 
@@ -54,6 +56,7 @@ class IndexerScores:
     masked: Masked
     path: frozenset[Node]
     cost: IndexCost | None
+    segments: KeySegments | None = None
     key_scale: Factor | None = None
     not_narrow: str = ""
 
@@ -130,7 +133,6 @@ def _read(above: ScaleSteps, product: Product, summed: Summed, run: Run) -> Inde
     scale = above.scale * product.scale * summed.steps.scale * masked.scale * stored.number
     if not math.isfinite(rounded(scale, torch.float32)):
         return Decline(Reason.INDEX_SCORES, f"products are multiplied by {scale:g}")
-    cost = index_cost(_tensor(query), _tensor(key), widened=_tensor(key).dtype != wide)
     chain = {*above.path, *summed.steps.path, *summed.path, *masked.path}
     users = _check_users(chain, masked)
     if isinstance(users, Decline):
@@ -138,6 +140,9 @@ def _read(above: ScaleSteps, product: Product, summed: Summed, run: Run) -> Inde
     weight = list(weights.values())[-1]
     operands = tuple(x for x in (query, key, weight, masked.mask, key_scale) if x is not None)
     path = chain | users | {masked.node} | {node for x in operands for node in x.path}
+    segments = find_key_segments(key, _tensor(query), masked.node, frozenset(path)) if in_8_bits is None else None
+    parts = () if segments is None else segments.stored
+    cost = index_cost(_tensor(query), _tensor(key), parts, widened=_tensor(key).dtype != wide)
     writer = mover_of(masked.node, run.moving) or _writer(operands, path, masked.node)
     if writer is not None:
         return Decline(Reason.WRITTEN, f"`{writer}` writes to what the scores of an indexer read")
@@ -150,7 +155,18 @@ def _read(above: ScaleSteps, product: Product, summed: Summed, run: Run) -> Inde
     factors = above.factors + summed.steps.factors + stored.factors
     unread = narrow if isinstance(narrow, str) else ""
     return IndexerScores(
-        product.node, query, key, weight, scale, factors, masked, frozenset(path), cost, key_scale, unread
+        product.node,
+        query,
+        key,
+        weight,
+        scale,
+        factors,
+        masked,
+        frozenset(path.union(*(x.path for x in parts))),
+        cost,
+        segments,
+        key_scale,
+        unread,
     )
 
 

@@ -48,7 +48,7 @@ def ways_back(
     factor: Factor, parts: Sequence[Part], wanted: Sequence[Part], sizes: dict[Part, Size]
 ) -> Iterator[Factor]:
     """The tensors on the way back from a factor, for the arguments of `operands_of`, with views for the wanted dims."""
-    walk: Walk | None = Walk(factor.node, _before_views(factor, parts))
+    walk: Walk | None = Walk(factor.node, before_views(factor, parts))
     while walk is not None and not walk.rows and not any(part[:1] in wanted for part, _ in walk.stretched):
         if not isinstance(tensor_of(walk.here), FakeTensor):
             return
@@ -60,12 +60,14 @@ def ways_back(
         walk = _widened(walk) or step_back(walk)
 
 
-def _before_views(factor: Factor, parts: Sequence[Part]) -> tuple[Part | None, ...]:
+def before_views(factor: Factor, parts: Sequence[Part]) -> tuple[Part | None, ...]:
     """The parts of the dims of a factor's node; None for a dim of size 1."""
-    here: list[Part] = list(parts)
+    here: list[Part | None] = list(parts)
     for name, *args in reversed(factor.views):
         if name == "unsqueeze":
             del here[args[0]]
+        elif name == "squeeze":
+            here.insert(args[0], None)
         else:
             here = [here[args.index(dim)] for dim in range(len(here))]
     shape = known_tensor(factor.node).shape
