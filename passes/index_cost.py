@@ -12,6 +12,7 @@ from tatten.ops.states import accumulator_dtype
 from tatten.passes.cost import Sizes, rates_of
 from tatten.passes.stored import Stored
 from tatten.passes.symbolic import hint
+from tatten.passes.views import Size
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def index_cost(query: Tensor, key: Tensor, segments: Sequence[Stored] = (), *, w
     wide = accumulator_dtype(query.dtype).itemsize
     stored, scores = key.element_size() * batch * keys * dim, wide * batch * q_len * keys
     copied = 2 * wide * batch * keys * dim if widened else 0
-    moved, read, lengths = stored + copied + (2 * heads + 1) * scores, stored + scores, [key.shape[1]]
+    moved, read = stored + copied + (2 * heads + 1) * scores, stored + scores
+    lengths: list[Size] = [key.shape[1]]
     if segments:  # which are read, and written as one tensor; so are their scores
         lengths = [x.size(LENGTH) for x in segments]
         counts = [(sizes.rows(x.size(BATCH)) or batch) * sizes.length(x.size(LENGTH)) for x in segments]

@@ -71,7 +71,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Add the index keys of new tokens, `[batch, q_len, dim]`, and return those of all tokens.
 
-        Sequences that share a prefix get a copy each of its index keys.
+        For sequences that share a prefix, the result has a copy each of its index keys, which are stored once.
         """
         if self.index_keys is None:
             raise ValueError(
@@ -143,7 +143,7 @@ class WrappedCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values on this rank, each prefix once; see `tatten.SharedPrefixCache.nbytes`."""
+        """Bytes of keys, values and index keys on this rank; see `tatten.SharedPrefixCache.nbytes`."""
         return self._cache.nbytes
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -42,20 +42,21 @@ class ShardedKVCache(WrappedCache):
     layer by layer; or with `prefill`, its share of the prompt alone. In a decode step each rank attends to its share,
     and the states of the ranks are merged. The weights are the same on all ranks, or tensor-parallel over a dim of the
     mesh: `heads="tp"`, mesh `("tp", "kv")`. Of models with multi-head latent attention each rank keeps its share of the
-    latents, for all heads, and expands only those.
+    latents, for all heads, and expands only those. Index keys, of which an indexer picks keys, are whole on each rank.
 
     Each rank draws its own tokens. They agree as long as prompts, weights and options do and, with sampling, all ranks
     have the same seed (`torch.manual_seed`). This is not checked: ranks that draw different tokens would attend to a
     mixture of their texts.
 
     Args:
-        config: the config of the model, or its number of layers if it caches no latents. Attention may be full, sliding
-            or chunked; every layer keeps all tokens, and the masks of the model apply windows.
+        config: the config of the model, or its number of layers if it caches no latents and no index keys. Attention
+            may be full, sliding, chunked or indexed; every layer keeps all tokens, and the masks of the model apply
+            windows.
         mesh, capacity, sequence, heads: as for `tatten.ShardedKVCache`.
 
     Raises:
-        ValueError: a layer holds anything other than keys and values, or none of its own; or the model has another
-            `attn_implementation`.
+        ValueError: a layer holds anything other than keys, values and index keys of single tokens, or none of its own;
+            or the model has another `attn_implementation`.
         ValueError, TypeError: as for `tatten.ShardedKVCache`.
     """
 

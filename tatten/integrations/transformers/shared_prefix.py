@@ -41,17 +41,17 @@ class SharedPrefixCache(WrappedCache):
     need room in the suffix.
 
     Args:
-        config: the config of the model, or its number of layers; over a mesh that tells too little of one that
-            caches latents. Attention may be full, sliding or chunked; every layer keeps all tokens, and the masks of
-            the model apply windows.
+        config: the config of the model, or its number of layers; that tells too little of a model with indexers, or
+            over a mesh of one that caches latents. Attention may be full, sliding, chunked or indexed; every layer
+            keeps all tokens, and the masks of the model apply windows.
         mesh, sequence, heads: as for `tatten.SharedPrefixCache`, on every rank, for a model with
             `attn_implementation="tatten"`. Each rank computes the whole prompt and keeps its share of it, or with
             `prefill`, computes no more than that. A cache over a mesh has to be forked before a model is called with
             single tokens.
 
     Raises:
-        ValueError: a layer holds anything other than keys and values, or none of its own; or over a mesh, the model has
-            another `attn_implementation`.
+        ValueError: a layer holds anything other than keys, values and index keys of single tokens, or none of its own;
+            or over a mesh, the model has another `attn_implementation`.
         ValueError, TypeError: as for `tatten.SharedPrefixCache`.
     """
 
