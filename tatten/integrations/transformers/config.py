@@ -91,7 +91,8 @@ def caches_latents(config: PreTrainedConfig) -> bool:
 
     It may cache latents, and expand them to keys and values.
     """
-    return getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
+    # transformers raises an error for the attribute itself where it differs between layers, as in dots3-note.
+    return vars(config.get_text_config(decoder=True)).get("kv_lora_rank") is not None
 
 
 def count_full_layers(config: PreTrainedConfig) -> int:
