@@ -52,7 +52,8 @@ class OneDevice:
         """
         at = length + torch.arange(new[0].shape[2], device=length.device)
         for stored, tensor in zip(storage, new, strict=True):
-            stored.index_copy_(2, at, tensor)
+            if tensor.shape[3]:  # index keys have values of no width, which need no kernel
+                stored.index_copy_(2, at, tensor)
 
     def keys(self, local: Tensor) -> Tensor:
         """Return this rank's keys or values as attention gets them."""

@@ -142,7 +142,7 @@ def test_models_without_a_head(name: str) -> None:
 
 
 def check_refilled() -> None:
-    """A cache that was reset, and a fork in the memory of another: index keys of old tokens are gone."""
+    """A cache that was reset, and a fork in the memory of another: index keys of old tokens are gone; then beams."""
     mesh, (ids, mask), model = one_dim(), prompts(True), build("deepseek_v32")
     cache, fork = ShardedKVCache(model.config, mesh, PROMPT + NEW), None
     for shift in (0, 7):
@@ -152,6 +152,10 @@ def check_refilled() -> None:
             got = generate(model, shifted, mask, **cache_kwargs(past), do_sample=False)
             assert torch.equal(got[0], want[0])
         cache.reset()
+    want = generate(model, ids, mask, do_sample=False, num_beams=2)
+    cache = ShardedKVCache(model.config, mesh, PROMPT + NEW)
+    got = generate(model, ids, mask, **cache_kwargs(cache), do_sample=False, num_beams=2)
+    assert torch.equal(got[0], want[0])
 
 
 def prefilled_into(model: Any, ids: Tensor, mask: Tensor, mesh: DeviceMesh, fork: Any) -> SharedPrefixCache:
