@@ -153,7 +153,6 @@ def _read(above: ScaleSteps, product: Product, summed: Summed, run: Run) -> Inde
             unknown = f"`{factor}`, which multiplies products after relu, isn't known to be above 0"
             return Decline(Reason.INDEX_SCORES, unknown)
     factors = above.factors + summed.steps.factors + stored.factors
-    unread = narrow if isinstance(narrow, str) else ""
     return IndexerScores(
         product.node,
         query,
@@ -164,9 +163,9 @@ def _read(above: ScaleSteps, product: Product, summed: Summed, run: Run) -> Inde
         masked,
         frozenset(path.union(*(x.path for x in parts))),
         cost,
-        segments,
-        key_scale,
-        unread,
+        segments=segments,
+        key_scale=key_scale,
+        not_narrow=narrow if isinstance(narrow, str) else "",
     )
 
 

@@ -23,10 +23,10 @@ from tatten.passes.symbolic import FakeTensor, is_input_number, known_equal, kno
 
 @dataclass(frozen=True)
 class StoredKeys:
-    """Index keys in 8 bits.
+    """Index keys as they are stored: in 8 bits, or with nothing but `key` in another dtype.
 
     Attributes:
-        key: they, with the views of the op's keys.
+        key: their tensor, with the views of the op's keys.
         scale: of keys, `[1 or batch, 1 or kv_length, 1]` with its views; None without a tensor.
         number, factors: numbers that multiply all keys, the latter as inputs of the graph.
     """
