@@ -180,13 +180,13 @@ def _ends(stored: Stored) -> list[tuple[Stored, Dequantised]]:
     ends = []
     for walk in way_back(walk_on(stored, stored.base, stored.path)):
         here = stored_at(walk)
-        dequantised = None if here is None or here.shared else _walk_back(walk.here)
+        dequantised = None if here is None or here.shared else dequantised_at(walk.here)
         if here is not None and dequantised is not None and dequantised.path:
             ends.append((here, dequantised))
     return ends
 
 
-def _walk_back(node: Node, depth: int = 0) -> Dequantised | None:
+def dequantised_at(node: Node, depth: int = 0) -> Dequantised | None:
     """The tensor in 8 bits that `node` was made of by casts, products and other arithmetic; None if there is none."""
     tensor = tensor_of(node)
     if not isinstance(tensor, FakeTensor) or depth > MAX_DEPTH:
@@ -205,7 +205,7 @@ def _walk_back(node: Node, depth: int = 0) -> Dequantised | None:
             continue
         if name not in RESHAPES | REORDERS and not known_shape(before.shape, tensor.shape):
             continue
-        dequantised = _walk_back(operand, depth + 1)
+        dequantised = dequantised_at(operand, depth + 1)
         if dequantised is not None:
             scales, trouble = dequantised.scales, dequantised.trouble
             if name in PRODUCTS:

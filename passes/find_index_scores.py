@@ -16,7 +16,9 @@ from torch.fx import Node
 from tatten.ops.states import accumulator_dtype
 from tatten.passes.eligible import check_q_len, check_transformed
 from tatten.passes.index_cost import IndexCost, index_cost
-from tatten.passes.index_operands import KEY, OF_DIM, OF_LENGTH, OF_QUERIES, QUERY, WEIGHTS, operands_of
+from tatten.passes.index_narrow import StoredKeys, narrow_keys
+from tatten.passes.index_operands import KEY, OF_DIM, OF_LENGTH, OF_QUERIES, QUERY, WEIGHTS, operands_of, ways_back
+from tatten.passes.index_segments import KeySegments, find_key_segments
 from tatten.passes.index_steps import ScaleSteps, steps_back
 from tatten.passes.index_sum import Masked, Summed, find_mask, find_sum
 from tatten.passes.literals import rounded
@@ -36,11 +38,13 @@ class IndexerScores:
 
     Attributes:
         product: the node that multiplies queries and keys.
-        query, key, weights: as `tatten.index_scores` takes them.
+        query, key, weights, key_scale: as `tatten.index_scores` takes them, `key_scale` with dims of size 1.
         scale, factors: what multiplies the products: a number, and numbers that are inputs of the graph.
         masked: the last node of the scores, which the op's result replaces, and its mask.
         path: the nodes that may have no users then.
         cost: the estimate of what a rewrite saves; None if sizes are unknown.
+        segments: the keys as they are stored, where the program concatenates them for the scores alone.
+        not_narrow: why keys that were dequantised are not read in 8 bits; empty if they are, or none were.
     """
 
     product: Node
@@ -52,6 +56,9 @@ class IndexerScores:
     masked: Masked
     path: frozenset[Node]
     cost: IndexCost | None
+    segments: KeySegments | None = None
+    key_scale: Factor | None = None
+    not_narrow: str = ""
 
 
 def find_index_scores(relu: Node, run: Run) -> IndexerScores | Decline | None:
@@ -111,25 +118,31 @@ def _read(above: ScaleSteps, product: Product, summed: Summed, run: Run) -> Inde
     masked, lead = find_mask(summed), summed.parts[:2]
     sizes = summed.sizes | {OF_DIM: known_tensor(product.left.node).shape[-1]}
     queries = operands_of(product.left, (*lead, summed.parts[2], OF_DIM), QUERY, sizes)
-    keys = operands_of(product.right, (*lead, OF_DIM, OF_LENGTH), KEY, sizes)
+    of_keys = product.right, (*lead, OF_DIM, OF_LENGTH), KEY, sizes
+    keys = operands_of(*of_keys)
     weights = operands_of(Factor(summed.weights), summed.of_weights, WEIGHTS, sizes)
     wide = known_tensor(product.node).dtype
-    alike = [x for x in keys if x in queries and accumulator_dtype(x) == wide]
+    narrow = narrow_keys(ways_back(*of_keys), wide)
+    in_8_bits = narrow if isinstance(narrow, StoredKeys) else None
+    alike = [x for x in queries if (in_8_bits is not None or x in keys) and accumulator_dtype(x) == wide]
     if not alike or not weights:
         return Decline(Reason.INDEX_SCORES, _unlike(product, summed))
     dtype = min(alike, key=lambda x: x.itemsize)
-    query, key = queries[dtype], keys[dtype]
-    scale = above.scale * product.scale * summed.steps.scale * masked.scale
+    query, stored = queries[dtype], in_8_bits or StoredKeys(keys[dtype])
+    key, key_scale = stored.key, stored.scale
+    scale = above.scale * product.scale * summed.steps.scale * masked.scale * stored.number
     if not math.isfinite(rounded(scale, torch.float32)):
         return Decline(Reason.INDEX_SCORES, f"products are multiplied by {scale:g}")
-    cost = index_cost(_tensor(query), _tensor(key), widened=dtype != wide)
     chain = {*above.path, *summed.steps.path, *summed.path, *masked.path}
     users = _check_users(chain, masked)
     if isinstance(users, Decline):
         return users
     weight = list(weights.values())[-1]
-    operands = query, key, weight, *([] if masked.mask is None else [masked.mask])
+    operands = tuple(x for x in (query, key, weight, masked.mask, key_scale) if x is not None)
     path = chain | users | {masked.node} | {node for x in operands for node in x.path}
+    segments = find_key_segments(key, _tensor(query), masked.node, frozenset(path)) if in_8_bits is None else None
+    parts = () if segments is None else segments.stored
+    cost = index_cost(_tensor(query), _tensor(key), parts, widened=_tensor(key).dtype != wide)
     writer = mover_of(masked.node, run.moving) or _writer(operands, path, masked.node)
     if writer is not None:
         return Decline(Reason.WRITTEN, f"`{writer}` writes to what the scores of an indexer read")
@@ -139,8 +152,21 @@ def _read(above: ScaleSteps, product: Product, summed: Summed, run: Run) -> Inde
         if not run.may_guard or not guard_between(factor, *SCALES):
             unknown = f"`{factor}`, which multiplies products after relu, isn't known to be above 0"
             return Decline(Reason.INDEX_SCORES, unknown)
-    factors = above.factors + summed.steps.factors
-    return IndexerScores(product.node, query, key, weight, scale, factors, masked, frozenset(path), cost)
+    factors = above.factors + summed.steps.factors + stored.factors
+    return IndexerScores(
+        product.node,
+        query,
+        key,
+        weight,
+        scale,
+        factors,
+        masked,
+        frozenset(path.union(*(x.path for x in parts))),
+        cost,
+        segments=segments,
+        key_scale=key_scale,
+        not_narrow=narrow if isinstance(narrow, str) else "",
+    )
 
 
 def _unlike(product: Product, summed: Summed) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from tatten.ops.layout import BATCH, LENGTH
 from tatten.ops.states import accumulator_dtype
 from tatten.passes.cost import Sizes, rates_of
+from tatten.passes.stored import Stored
 from tatten.passes.symbolic import hint
+from tatten.passes.views import Size
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,12 @@ class IndexCost:
         return f"{saved}, about {self.extra_us:.0f} us more for a call" + f"; {self.assumed}" * bool(self.assumed)
 
 
-def index_cost(query: Tensor, key: Tensor, *, widened: bool) -> IndexCost | None:
+def index_cost(query: Tensor, key: Tensor, segments: Sequence[Stored] = (), *, widened: bool) -> IndexCost | None:
     """Estimate the bytes before and after; None if sizes are unknown.
 
     Args:
         query, key: `[batch, q_length, heads, dim]` and `[batch, kv_length, dim]`.
+        segments: what the program concatenates to the keys, and the op reads one by one.
         widened: whether the program makes a copy of all keys in a wider dtype.
     """
     sizes = Sizes(query.shape[0])
@@ -52,5 +57,12 @@ def index_cost(query: Tensor, key: Tensor, *, widened: bool) -> IndexCost | None
     stored, scores = key.element_size() * batch * keys * dim, wide * batch * q_len * keys
     copied = 2 * wide * batch * keys * dim if widened else 0
     moved, read = stored + copied + (2 * heads + 1) * scores, stored + scores
+    lengths: list[Size] = [key.shape[1]]
+    if segments:  # which are read, and written as one tensor; so are their scores
+        lengths = [x.size(LENGTH) for x in segments]
+        counts = [(sizes.rows(x.size(BATCH)) or batch) * sizes.length(x.size(LENGTH)) for x in segments]
+        in_segments = key.element_size() * dim * sum(counts)
+        moved, read = moved + in_segments + stored, in_segments + 3 * scores
     rates = rates_of(query.device)
-    return IndexCost(moved, read, (moved - read) / rates.bytes_per_us, rates.segment_us, sizes.assumed([key.shape[1]]))
+    extra_us = rates.segment_us * max(1, len(segments))
+    return IndexCost(moved, read, (moved - read) / rates.bytes_per_us, extra_us, sizes.assumed(lengths))

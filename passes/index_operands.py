@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.fx import Node
@@ -40,27 +40,34 @@ def operands_of(
         Operands with views that give them the `wanted` dims, by their dtype, which is one of the op's: for each the one
         that is furthest back.
     """
-    found = dict[torch.dtype, Factor]()
-    walk: Walk | None = Walk(factor.node, _before_views(factor, parts))
+    operands = ((known_tensor(x.node).dtype, x) for x in ways_back(factor, parts, wanted, sizes))
+    return {dtype: x for dtype, x in operands if dtype in FLOAT_DTYPES}
+
+
+def ways_back(
+    factor: Factor, parts: Sequence[Part], wanted: Sequence[Part], sizes: dict[Part, Size]
+) -> Iterator[Factor]:
+    """The tensors on the way back from a factor, for the arguments of `operands_of`, with views for the wanted dims."""
+    walk: Walk | None = Walk(factor.node, before_views(factor, parts))
     while walk is not None and not walk.rows and not any(part[:1] in wanted for part, _ in walk.stretched):
-        tensor, views = tensor_of(walk.here), _views(walk.parts, wanted)
-        if not isinstance(tensor, FakeTensor):
-            break
-        taken = tensor.dtype in FLOAT_DTYPES
-        operand = Factor(walk.here, views, walk.path) if taken and views is not None else None
+        if not isinstance(tensor_of(walk.here), FakeTensor):
+            return
+        views = views_for(walk.parts, wanted)
+        operand = None if views is None else Factor(walk.here, views, walk.path)
         shape = None if operand is None else viewed(operand)
         if operand is not None and shape is not None and known_shape(shape.shape, [sizes[x] for x in wanted]):
-            found[tensor.dtype] = operand
+            yield operand
         walk = _widened(walk) or step_back(walk)
-    return found
 
 
-def _before_views(factor: Factor, parts: Sequence[Part]) -> tuple[Part | None, ...]:
+def before_views(factor: Factor, parts: Sequence[Part]) -> tuple[Part | None, ...]:
     """The parts of the dims of a factor's node; None for a dim of size 1."""
-    here: list[Part] = list(parts)
+    here: list[Part | None] = list(parts)
     for name, *args in reversed(factor.views):
         if name == "unsqueeze":
             del here[args[0]]
+        elif name == "squeeze":
+            here.insert(args[0], None)
         else:
             here = [here[args.index(dim)] for dim in range(len(here))]
     shape = known_tensor(factor.node).shape
@@ -77,7 +84,7 @@ def _widened(walk: Walk) -> Walk | None:
     return walk.step(source, walk.parts) if floats and before.itemsize < after.itemsize else None
 
 
-def _views(parts: Sequence[Part | None], wanted: Sequence[Part]) -> tuple[View, ...] | None:
+def views_for(parts: Sequence[Part | None], wanted: Sequence[Part]) -> tuple[View, ...] | None:
     """Views that put dims in the order that is wanted; None where they count something else."""
     if len(parts) == len(wanted) and all(part in (None, want) for part, want in zip(parts, wanted, strict=True)):
         return ()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from tatten.passes.describe import show
+from tatten.passes.describe import bases, show
 from tatten.passes.find_index_scores import IndexerScores
 from tatten.passes.findings import Rewritten, source_location
-from tatten.passes.products import Factor
+from tatten.passes.index_segments import KeySegments
+from tatten.passes.products import Factor, viewed
 from tatten.passes.replace import Inserter, erase_unused_of
 from tatten.passes.symbolic import known_tensor
 
@@ -21,12 +24,13 @@ def apply_index_scores(scores: IndexerScores) -> Rewritten:
     """Edit the graph, and return the finding for the report."""
     # The report is read off first: nodes may be erased.
     node, mask = scores.masked.node, scores.masked.mask
-    named = ("q", scores.query), ("k", scores.key), ("w", scores.weights), ("mask", mask)
-    shapes = show((name, None if x is None else x.node) for name, x in named)
+    keys = [scores.key.node] if scores.segments is None else bases(scores.segments.stored)
+    others = ("w", scores.weights), ("mask", mask), ("scale", scores.key_scale)
+    named = [("q", scores.query.node), *(("k", x) for x in keys), *((name, x and x.node) for name, x in others)]
+    shapes = show(named)
     location, cost = source_location(scores.product), scores.cost
     insert = Inserter(scores.product)
     with node.graph.inserting_before(node):
-        operands = [_viewed(insert, x) for x in (scores.query, scores.key, scores.weights)]
         scale: object = scores.scale
         for factor in scores.factors:
             scale = factor if scale == 1 else insert(operator.mul, factor, scale)
@@ -34,12 +38,56 @@ def apply_index_scores(scores: IndexerScores) -> Rewritten:
         if mask is not None:
             left = _viewed(insert, mask)
             options["attn_mask"] = insert(operator.invert, left) if scores.masked.inverted else left
-        made = insert(OP, *operands, **options)
+        query, weights = (_viewed(insert, x) for x in (scores.query, scores.weights))
+        if scores.segments is None:
+            made = _of_all_keys(insert, scores, query, weights, options)
+        else:
+            made = _of_segments(insert, scores.segments, mask, query, weights, options)
         made = made if scores.masked.dim is None else insert("unsqueeze", made, scores.masked.dim)
     made.meta.update(node.meta)
     node.replace_all_uses_with(made)
     erase_unused_of(scores.path)
-    return Rewritten(location, str(OP), shapes, cost, "" if cost is None else cost.assumed, attention=False)
+    notes = "" if cost is None else cost.assumed, scores.not_narrow and f"not read in 8 bits: {scores.not_narrow}"
+    return Rewritten(location, str(OP), shapes, cost, "; ".join(filter(None, notes)), attention=False)
+
+
+def _of_all_keys(insert: Inserter, scores: IndexerScores, query: Node, weights: Node, options: dict[str, Any]) -> Node:
+    """Insert the op for keys that are one tensor."""
+    key = _viewed(insert, scores.key)
+    if scores.key_scale is not None:
+        scale = _scale_of_each(insert, scores.key_scale, key, known_tensor(scores.query.node))
+        options = options | {"key_scale": scale}
+    return insert(OP, query, key, weights, **options)
+
+
+def _of_segments(
+    insert: Inserter,
+    segments: KeySegments,
+    mask: Factor | None,
+    query: Node,
+    weights: Node,
+    options: dict[str, Any],
+) -> Node:
+    """Insert the op for each segment of the keys, and what concatenates the scores."""
+    of_all, split = None if mask is None else viewed(mask), None
+    if of_all is not None:
+        split = insert("split_with_sizes", options["attn_mask"], segments.sizes(), 2)
+    made = []
+    for i, (stored, key) in enumerate(zip(segments.stored, segments.keys(insert), strict=True)):
+        rows = [segments.as_rows(insert, stored, x) for x in (query, weights)]
+        if split is not None and of_all is not None:
+            columns = insert(operator.getitem, split, i)
+            options = options | {"attn_mask": segments.mask_as_rows(insert, stored, columns, of_all)}
+        made.append(segments.as_sequences(insert, stored, insert(OP, rows[0], key, rows[1], **options)))
+    return made[0] if len(made) == 1 else insert(torch.cat, made, -1)
+
+
+def _scale_of_each(insert: Inserter, scale: Factor, key: Node, query: Tensor) -> Node:
+    """Insert the scale of each key, in a dtype that the op takes; views alone otherwise."""
+    node, tensor = _viewed(insert, scale), viewed(scale)
+    assert tensor is not None
+    node = node if tensor.dtype in (torch.float32, query.dtype) else insert("float", node)
+    return insert("expand_as", node, insert("narrow", key, -1, 0, 1))
 
 
 def _viewed(insert: Inserter, operand: Factor) -> Node:

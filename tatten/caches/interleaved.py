@@ -49,6 +49,10 @@ class Interleaved(OneDevice):
     def sharding(self) -> object:
         return self.mesh, self.placements
 
+    @property
+    def replicated(self) -> Replicated:
+        return Replicated(self.mesh)
+
     def global_ranks(self, dims: Sequence[int]) -> list[int]:
         """The ranks at all places along these dims of the mesh, and at this rank's along the others, in order.
 
@@ -123,6 +127,13 @@ class Interleaved(OneDevice):
         for name, tensor in (("key", key), ("value", value)):
             if isinstance(tensor, DTensor):
                 raise TypeError(f"`{name}` must be a plain tensor with this rank's heads, got a DTensor")
+
+
+class Replicated(OneDevice):
+    """The layout of tokens that each rank of a mesh stores, all of them, as plain tensors."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
 
 
 def placements(mesh: DeviceMesh, sequence: str | Sequence[str], heads: str | None) -> list[Placement]:

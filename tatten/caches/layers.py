@@ -34,7 +34,9 @@ def used_slots(layers: Layers, name: str) -> int:
 
 
 def fork_layers(layers: Layers, n: int, capacity: int, used: int) -> Layers:
-    """Layers of `n` children of each sequence, without memory for their tokens."""
+    """Layers of `n` children of each sequence, without memory for their tokens; each layer holds as many tokens."""
+    ranks = layers[0].layout.ranks
+    capacity = -(-capacity // ranks) * ranks
     rows = _on_each_device(layers, lambda layer: layer.inherited_rows(n, used))
     return [layer.fork(n, capacity, used, rows[layer.device]) for layer in layers]
 

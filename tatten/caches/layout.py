@@ -28,6 +28,11 @@ class OneDevice:
         """The mesh and the placements on it; None on one device."""
         return None
 
+    @property
+    def replicated(self) -> OneDevice:
+        """The layout of tokens that each rank stores, all of them."""
+        return self
+
     def own_from(self, start: int) -> slice:
         """Return the slice that selects this rank's tokens from those at positions `start`, `start + 1` ..."""
         return slice((self.rank - start) % self.ranks, None, self.ranks)
@@ -47,7 +52,8 @@ class OneDevice:
         """
         at = length + torch.arange(new[0].shape[2], device=length.device)
         for stored, tensor in zip(storage, new, strict=True):
-            stored.index_copy_(2, at, tensor)
+            if tensor.shape[3]:  # index keys have values of no width, which need no kernel
+                stored.index_copy_(2, at, tensor)
 
     def keys(self, local: Tensor) -> Tensor:
         """Return this rank's keys or values as attention gets them."""

@@ -111,8 +111,9 @@ def test_a_model_that_writes_attention_out() -> None:
         assert {x.decline.reason for x in report.declined} == {Reason.NO_GAIN}, str(report)
         return
     assert not report.declined, str(report)
-    assert {x.op for x in report.rewritten} == {"tatten.latent_attention.default"}, str(report)
-    assert all(x.note.startswith("attention written out, with") for x in report.rewritten)
+    attention = [x for x in report.rewritten if x.attention]  # and the scores of an indexer
+    assert {x.op for x in attention} == {"tatten.latent_attention.default"}, str(report)
+    assert all(x.note.startswith("attention written out, with") for x in attention)
 
 
 @pytest.mark.parametrize("name", slow_but(["deepseek_v3"], ["deepseek_v3", "deepseek_v2", "glm4_moe_lite", "minicpm3"]))

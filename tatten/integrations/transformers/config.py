@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from tatten.ops.moved import moved
+
+# Where a config has one of these, its indexer scores pools of keys, and reads more of a cache than index keys.
+_POOLS = ("index_kpool", "indexer_compress_ratio")
 
 
 def count_layers(config: PreTrainedConfig) -> int:
@@ -28,13 +31,37 @@ def count_layers(config: PreTrainedConfig) -> int:
         layers.pop()
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None)
     for index, layer in enumerate(layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer):
             kind = layer_types[index] if layer_types else type(layer).__name__
             raise ValueError(
-                "`config` must have layers of full, sliding or chunked attention only, each with its own keys and "
-                f"values, got {kind!r} in layer {index}"
+                "`config` must have layers of full, sliding, chunked or indexed attention only, each with its own keys "
+                f"and values, got {kind!r} in layer {index}"
             )
     return len(layers)
+
+
+def layers_of_index_keys(config: PreTrainedConfig) -> list[int]:
+    """The layers that cache the keys of an indexer, one for each token; other layers use the picks of those.
+
+    Raises:
+        ValueError: index keys are pooled, or their layers attend to the keys and values of others.
+    """
+    text = config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers
+    indexed = [index for index, layer in enumerate(layers) if type(layer) is DynamicIndexedLayer]
+    if not indexed:
+        return []
+    for name in _POOLS:
+        if (pools := getattr(text, name, None)) is not None:
+            raise ValueError(f"`config` must have index keys of single tokens, got `{name}` {pools}")
+    for index, source in enumerate(getattr(text, "kv_source_layers", None) or ()):
+        if index != source:
+            raise ValueError(
+                "`config` must have keys and values of its own in each layer beside index keys, got those of layer "
+                f"{source} in layer {index}"
+            )
+    kinds = getattr(text, "indexer_types", None) or ["full"] * len(layers)
+    return [index for index in indexed if kinds[index] != "shared"]
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -64,7 +91,8 @@ def caches_latents(config: PreTrainedConfig) -> bool:
 
     It may cache latents, and expand them to keys and values.
     """
-    return getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
+    # transformers raises an error for the attribute itself where it differs between layers, as in dots3-note.
+    return vars(config.get_text_config(decoder=True)).get("kv_lora_rank") is not None
 
 
 def count_full_layers(config: PreTrainedConfig) -> int:

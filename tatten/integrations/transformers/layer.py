@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from tatten.caches.base import BaseCache
 from tatten.caches.layer import Layer
 from tatten.integrations.transformers.handover import LayerShare, hand_over, running_prefill
+from tatten.integrations.transformers.index_keys import IndexKeys
 
 
 class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -22,15 +24,17 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     Attributes:
         index: of the layer in the model.
         latents: whether the model expands what it gets, over a mesh.
+        index_keys: those of the layer's indexer; None for a layer without one of its own.
         repeated: how many tokens that are held already the next update begins with. To transformers that step is one
             of an empty cache.
     """
 
     is_sliding = False
 
-    def __init__(self, kv: Layer, index: int, latents: bool = False):
+    def __init__(self, kv: Layer, index: int, latents: bool = False, index_keys: Layer | None = None):
         super().__init__()
         self.kv, self.index, self.latents = kv, index, latents
+        self.index_keys = None if index_keys is None else IndexKeys(index_keys)
         self.is_initialized = bool(kv.segments)
         self.repeated = 0
 
@@ -64,6 +68,24 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         hand_over(LayerShare(self.kv.layout, self.index, keys.shape[2]) if self.kv.layout.ranks > 1 else None)
         return keys, values
 
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Add the index keys of new tokens, `[batch, q_len, dim]`, and return those of all tokens.
+
+        For sequences that share a prefix, the result has a copy each of its index keys, which are stored once.
+        """
+        if self.index_keys is None:
+            raise ValueError(
+                f"layer {self.index} must have an indexer of its own to store index keys, got none: give the cache the "
+                "config of the model"
+            )
+        return self.index_keys.update(indexer_key_states)
+
+    def expect_again(self, tokens: int) -> None:
+        """Expect that the next update begins with as many tokens that are held already."""
+        self.repeated = tokens
+        if self.index_keys is not None:
+            self.index_keys.repeated = tokens
+
     def get_seq_length(self) -> int | Tensor:
         if self.repeated or not self.is_initialized:
             return 0
@@ -90,14 +112,24 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         self.kv.clear()
         self.is_initialized = False
+        if self.index_keys is not None:
+            self.index_keys.reset()
 
 
 class WrappedCache(Cache):  # type: ignore[misc]
-    """A cache of tatten as one of transformers, with one layer for each of its own."""
+    """A cache of tatten as one of transformers.
 
-    def __init__(self, cache: BaseCache, latents: bool):
-        self._cache, self._latents = cache, latents
-        super().__init__(layers=[CacheLayer(kv, index, latents) for index, kv in enumerate(cache.layers)])
+    Args:
+        cache: has one layer for each of the model, and behind those one for each in `indexed`.
+        latents: as for `CacheLayer`.
+        indexed: the layers of the model with index keys of their own.
+    """
+
+    def __init__(self, cache: BaseCache, latents: bool, indexed: Sequence[int] = ()):
+        self._cache, self._latents, self._indexed = cache, latents, indexed
+        layers = cache.layers[: len(cache.layers) - len(indexed)]
+        index_keys = dict(zip(indexed, cache.layers[len(layers) :], strict=True))
+        super().__init__(layers=[CacheLayer(kv, i, latents, index_keys.get(i)) for i, kv in enumerate(layers)])
 
     @property
     def batch_size(self) -> int:
@@ -111,7 +143,7 @@ class WrappedCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values on this rank, each prefix once; see `tatten.SharedPrefixCache.nbytes`."""
+        """Bytes of keys, values and index keys on this rank; see `tatten.SharedPrefixCache.nbytes`."""
         return self._cache.nbytes
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

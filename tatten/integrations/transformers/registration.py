@@ -40,13 +40,11 @@ def attention(
         layout = Interleaved(key.device_mesh, key.placements)
     elif layout is not None:
         key, value = layout.keys(key), layout.keys(value)
-    for name in ("block_indices", "indices")[: 1 + (layout is not None)]:  # selected keys, which would be missed
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f'`{name}` must be None for attention "tatten"{" over a sharded cache" * (layout is not None)}, got a '
-                f"{type(kwargs[name]).__name__}: {type(module).__name__} makes masks of them with "
-                'attn_implementation="sdpa" or "eager"'
-            )
+    if (blocks := kwargs.get("block_indices")) is not None:  # selected keys, which would be missed
+        raise NotImplementedError(
+            f'`block_indices` must be None for attention "tatten", got a {type(blocks).__name__}: '
+            f'{type(module).__name__} makes masks of them with attn_implementation="sdpa" or "eager"'
+        )
     if layout is not None:
         from tatten.caches.interleaved import Interleaved
         from tatten.integrations.transformers.sharded import attention as over_shards

@@ -14,10 +14,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tatten.caches import sharded as sharded_cache
 from tatten.caches.arguments import sequence_indices
+from tatten.caches.index_layers import add_index_layers
 from tatten.caches.interleaved import Interleaved
 from tatten.dtensor_sdpa import merged_attention
-from tatten.integrations.transformers.config import caches_latents, check_attention, count_layers
+from tatten.integrations.transformers.config import (
+    caches_latents,
+    check_attention,
+    count_layers,
+    layers_of_index_keys,
+)
 from tatten.integrations.transformers.layer import WrappedCache
+from tatten.integrations.transformers.local import selecting
 from tatten.integrations.transformers.prefill import prefill
 
 
@@ -35,20 +42,21 @@ class ShardedKVCache(WrappedCache):
     layer by layer; or with `prefill`, its share of the prompt alone. In a decode step each rank attends to its share,
     and the states of the ranks are merged. The weights are the same on all ranks, or tensor-parallel over a dim of the
     mesh: `heads="tp"`, mesh `("tp", "kv")`. Of models with multi-head latent attention each rank keeps its share of the
-    latents, for all heads, and expands only those.
+    latents, for all heads, and expands only those. Index keys, of which an indexer picks keys, are whole on each rank.
 
     Each rank draws its own tokens. They agree as long as prompts, weights and options do and, with sampling, all ranks
     have the same seed (`torch.manual_seed`). This is not checked: ranks that draw different tokens would attend to a
     mixture of their texts.
 
     Args:
-        config: the config of the model, or its number of layers if it caches no latents. Attention may be full, sliding
-            or chunked; every layer keeps all tokens, and the masks of the model apply windows.
+        config: the config of the model, or its number of layers if it caches no latents and no index keys. Attention
+            may be full, sliding, chunked or indexed; every layer keeps all tokens, and the masks of the model apply
+            windows.
         mesh, capacity, sequence, heads: as for `tatten.ShardedKVCache`.
 
     Raises:
-        ValueError: a layer holds anything other than keys and values, or none of its own; or the model has another
-            `attn_implementation`.
+        ValueError: a layer holds anything other than keys, values and index keys of single tokens, or none of its own;
+            or the model has another `attn_implementation`.
         ValueError, TypeError: as for `tatten.ShardedKVCache`.
     """
 
@@ -65,7 +73,9 @@ class ShardedKVCache(WrappedCache):
         check_attention(config)
         num_layers = config if isinstance(config, int) else count_layers(config)
         cache = sharded_cache.ShardedKVCache(num_layers, mesh, capacity, sequence=sequence, heads=heads)
-        super().__init__(cache, latents=not isinstance(config, int) and caches_latents(config))
+        indexed = [] if isinstance(config, int) else layers_of_index_keys(config)
+        add_index_layers(cache, len(indexed))
+        super().__init__(cache, not isinstance(config, int) and caches_latents(config), indexed)
 
     def prefill(self, model: PreTrainedModel, prompt: Tensor, chunk: int | None = None) -> Tensor:
         """Compute the keys and values of a prompt, with each rank running its share of the tokens.
@@ -119,9 +129,13 @@ def attention(
     is_causal: bool | None = None,
     *,
     layout: Interleaved,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention "tatten" of transformers over the DTensors of a sharded cache, laid out as `layout` says."""
+    """Attention "tatten" of transformers over the DTensors of a sharded cache, laid out as `layout` says.
+
+    `indices` name positions, on whatever rank: each rank attends to those of its own.
+    """
     if kwargs.get("s_aux") is not None:
         raise ValueError(
             f'`s_aux` must be None, as attention "tatten" has no sinks, got a {type(kwargs["s_aux"]).__name__}'
@@ -133,6 +147,8 @@ def attention(
         raise ValueError("`output_attentions` must be False over a sharded cache, as no rank has all weights, got True")
     if attention_mask is None:
         raise ValueError("`attention_mask` must exclude the unused slots of a sharded cache, got None")
+    if indices is not None:
+        attention_mask = selecting(indices, attention_mask, attention_mask.shape[-1])
     queries, mask = layout.queries(query), layout.mask(attention_mask[..., layout.local_tokens])
     # Eager PyTorch has no kernel that returns the lse if values have a head_dim of their own (DeepSeek), so its SDPA
     # could not be merged.

@@ -9,7 +9,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tatten.caches import shared_prefix
-from tatten.integrations.transformers.config import caches_latents, check_attention, count_layers
+from tatten.caches.index_layers import add_index_layers
+from tatten.integrations.transformers.config import (
+    caches_latents,
+    check_attention,
+    count_layers,
+    layers_of_index_keys,
+)
 from tatten.integrations.transformers.layer import WrappedCache
 
 if TYPE_CHECKING:
@@ -35,17 +41,17 @@ class SharedPrefixCache(WrappedCache):
     need room in the suffix.
 
     Args:
-        config: the config of the model, or its number of layers; over a mesh that tells too little of one that
-            caches latents. Attention may be full, sliding or chunked; every layer keeps all tokens, and the masks of
-            the model apply windows.
+        config: the config of the model, or its number of layers; that tells too little of a model with indexers, or
+            over a mesh of one that caches latents. Attention may be full, sliding, chunked or indexed; every layer
+            keeps all tokens, and the masks of the model apply windows.
         mesh, sequence, heads: as for `tatten.SharedPrefixCache`, on every rank, for a model with
             `attn_implementation="tatten"`. Each rank computes the whole prompt and keeps its share of it, or with
             `prefill`, computes no more than that. A cache over a mesh has to be forked before a model is called with
             single tokens.
 
     Raises:
-        ValueError: a layer holds anything other than keys and values, or none of its own; or over a mesh, the model has
-            another `attn_implementation`.
+        ValueError: a layer holds anything other than keys, values and index keys of single tokens, or none of its own;
+            or over a mesh, the model has another `attn_implementation`.
         ValueError, TypeError: as for `tatten.SharedPrefixCache`.
     """
 
@@ -64,7 +70,9 @@ class SharedPrefixCache(WrappedCache):
         latents = mesh is not None and not isinstance(config, int) and caches_latents(config)
         num_layers = config if isinstance(config, int) else count_layers(config)
         cache = shared_prefix.SharedPrefixCache(num_layers, mesh=mesh, sequence=sequence, heads=heads)
-        super().__init__(cache, latents)
+        indexed = [] if isinstance(config, int) else layers_of_index_keys(config)
+        add_index_layers(cache, len(indexed))
+        super().__init__(cache, latents, indexed)
 
     def fork(self, n: int, capacity: int, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
         """Make a cache with `n` children of each sequence, each of which can add `capacity` tokens.
@@ -104,7 +112,7 @@ class SharedPrefixCache(WrappedCache):
         """
         cache_length = self._cache.length
         for layer in self.layers:
-            layer.repeated = cache_length
+            layer.expect_again(cache_length)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forget the last `-tokens_to_remove` tokens, as assisted decoding does with rejected candidates.
@@ -123,7 +131,7 @@ class SharedPrefixCache(WrappedCache):
 
     def _of(self, cache: shared_prefix.SharedPrefixCache) -> SharedPrefixCache:
         new = type(self).__new__(type(self))
-        WrappedCache.__init__(new, cache, self._latents)
+        WrappedCache.__init__(new, cache, self._latents, self._indexed)
         return new
 
 
