@@ -110,8 +110,8 @@ def match_decode(
     """Match a call that `check_call` found eligible, given its key and value before heads were repeated.
 
     The graph stays as it is, and drafts may be made. A guard is added only if the batches of query, key and value can't
-    be proven equal: with dynamic shapes, each DTensor that is an input has a symbol of its own. Without `may_guard` such
-    a call is declined.
+    be proven equal, or pools' numbers of pages: with dynamic shapes, each DTensor that is an input has a symbol of its
+    own. Without `may_guard` such a call is declined, or pages are read as the program gathers them.
     """
     query, key, value = (known_tensor(x) for x in (call.query, call.key, call.value))
     equal = guard_equal if may_guard else known_equal
@@ -127,7 +127,7 @@ def match_decode(
     if isinstance(narrow, tuple):
         peeled_key, peeled_value = (x.stored for x in narrow)
         scales = narrow[0].scale, narrow[1].scale
-    paged = both_in_pages(call, peeled_key, peeled_value, drafts)
+    paged = both_in_pages(call, peeled_key, peeled_value, drafts, may_guard)
     keys, values = paged if isinstance(paged, tuple) else (peeled_key, peeled_value)
     declined = [x if isinstance(x, Decline) else None for x in (narrow, paged)]
     return DecodeMatch(call, (keys,), (values,), False, scales, *declined)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from tatten.ops.layout import BATCH, HEADS, LENGTH
+from tatten.ops.layout import BATCH, LENGTH
 from tatten.ops.pages import LARGEST_PAGE
 from tatten.passes.block_table import BlockTable, integers_cast_by, of_flat_index, of_slots, without_casts
 from tatten.passes.calls import argument, op_name
@@ -27,6 +27,7 @@ from tatten.passes.stored import Stored, stored_at, walk_on
 from tatten.passes.symbolic import (
     FakeTensor,
     constant,
+    guard_equal,
     known_equal,
     known_shape,
     known_tensor,
@@ -56,8 +57,12 @@ class _Selection:
     table: BlockTable
 
 
-def both_in_pages(call: SdpaCall, key: Stored, value: Stored, drafts: Drafts) -> tuple[Stored, Stored] | Decline | None:
-    """Find the pools of pages from which keys and values were gathered. Makes drafts, adds no guards.
+def both_in_pages(
+    call: SdpaCall, key: Stored, value: Stored, drafts: Drafts, may_guard: bool
+) -> tuple[Stored, Stored] | Decline | None:
+    """Find the pools of pages from which keys and values were gathered. Makes drafts.
+
+    With `may_guard`, a guard is added if the pools' numbers of pages can't be proven equal.
 
     Returns:
         Keys and values as pages; why they are read as the program gathers them; None where neither is gathered.
@@ -75,7 +80,7 @@ def both_in_pages(call: SdpaCall, key: Stored, value: Stored, drafts: Drafts) ->
         gathered, other = ("value", "key") if pages_of_key is None else ("key", "value")
         return Decline(Reason.PAGES, f"{gathered} is gathered through a block table, {other} is not")
     pair = pages_of_key, pages_of_value
-    return _check_pair(*pair) or _check_uses(call, pair) or pair
+    return _check_pair(*pair) or _check_uses(call, pair) or _check_numbers_of_pages(*pair, may_guard) or pair
 
 
 def _check_pair(key: Stored, value: Stored) -> Decline | None:
@@ -84,14 +89,19 @@ def _check_pair(key: Stored, value: Stored) -> Decline | None:
     assert value.table is not None
     if key.table.key != value.table.key:
         return Decline(Reason.PAGES, f"key and value have block tables of their own, {key.table} and {value.table}")
-    for name, role in (("pages", BATCH), ("keys in a page", LENGTH), ("heads", HEADS)):
-        sizes = [x.size_in_base(role) for x in (key, value)]
-        if not known_equal(*sizes):
-            return Decline(Reason.PAGES, f"the pool of keys has {sizes[0]} {name}, that of values {sizes[1]}")
-    page = key.size_in_base(LENGTH)
+    page, other = key.size_in_base(LENGTH), value.size_in_base(LENGTH)
+    if not known_equal(page, other):
+        return Decline(Reason.PAGES, f"a page has {page} keys and {other} values")
     if not _is_page(page):
         return Decline(Reason.PAGES, f"a page has {page} keys, no power of two up to {LARGEST_PAGE}")
     return None
+
+
+def _check_numbers_of_pages(key: Stored, value: Stored, may_guard: bool) -> Decline | None:
+    n, other = key.size_in_base(BATCH), value.size_in_base(BATCH)
+    if (guard_equal if may_guard else known_equal)(n, other):
+        return None
+    return Decline(Reason.PAGES, f"the pool of keys has {n} pages, that of values {other}")
 
 
 def _is_page(size: Size) -> bool:

@@ -5,23 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from graphs import run_rewritten
-from page_forms import FORMS, HKV, D, N, P, S, attend, inputs, step
+from page_forms import FORMS, HKV, OP, D, N, P, S, attend, in_order, inputs, paged, step
 
 from tatten.passes import Rewritten
 
-OP = torch.ops.tatten.decode_attention.default
-GATHERS = {"getitem", "index_select", "gather", "take_along_dim"}
 
-
-def paged(fn, *args, **options):
-    """The finding, the op's node and the result of a call that is read in pages."""
-    (finding,), gm, out = run_rewritten(fn, *args, **options)
-    assert isinstance(finding, Rewritten), finding
-    (op,) = gm.graph.find_nodes(op="call_function", target=OP)
-    assert op.kwargs.get("block_table") is not None, finding.note
-    return finding, op, out
-
-
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("q_len", [1, 4])
 @pytest.mark.parametrize("name", FORMS)
 def test_is_read_in_pages(name: str, q_len: int) -> None:
@@ -47,10 +36,6 @@ def left(fn, *args, reason: str = "pages", **options) -> str:
     head = f"not read in pages [{reason}]: "
     assert head in finding.note, finding.note
     return finding.note.partition(head)[2]
-
-
-def in_order(x, t):
-    return x[t].flatten(1, 2).transpose(1, 2)
 
 
 def by(gather_key, gather_value=None):
@@ -183,7 +168,7 @@ def test_pages_that_are_known_but_not_read(name: str) -> None:
 
 def test_a_gathered_tensor_that_is_returned_is_made_anyway() -> None:
     args = inputs(FORMS["pool[table]"])
-    (finding,), gm, out = run_rewritten(returned, *args)
+    (finding,), _, out = run_rewritten(returned, *args)
     assert "[pages_used]: `" in finding.note
     assert "is read by `output`" in finding.note
     for got, want in zip(out, returned(*args), strict=True):
@@ -192,7 +177,7 @@ def test_a_gathered_tensor_that_is_returned_is_made_anyway() -> None:
 
 def test_two_calls_that_share_what_is_gathered() -> None:
     args = inputs(FORMS["pool[table]"])
-    findings, gm, out = run_rewritten(two_calls, *args)
+    findings, _, out = run_rewritten(two_calls, *args)
     assert ["pages_used" in x.note for x in findings] == [True, True]
     torch.testing.assert_close(out, two_calls(*args), rtol=0, atol=1e-12)
 
@@ -200,7 +185,7 @@ def test_two_calls_that_share_what_is_gathered() -> None:
 def test_what_is_no_table_gets_no_remark() -> None:
     args = inputs(FORMS["pool[table]"])
     for fn in (rows_shared, lambda q, k, v, t, m: attend(q, *(x[[2, 0, 1]] for x in (dense(k, t), dense(v, t))), m)):
-        findings, gm, out = run_rewritten(fn, *args)
+        findings, _, out = run_rewritten(fn, *args)
         assert "pages" not in str(findings)
         torch.testing.assert_close(out, fn(*args), rtol=0, atol=1e-12)
 

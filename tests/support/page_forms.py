@@ -8,10 +8,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from graphs import run_rewritten
 from torch import Tensor
+from torch.fx import Node
+
+from tatten.passes import Rewritten
 
 B, HQ, HKV, D, P, PAGE, N = 3, 4, 2, 8, 6, 4, 23
 S = P * PAGE
+
+
+OP = torch.ops.tatten.decode_attention.default
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
@@ -135,3 +142,16 @@ def step(form: Form) -> Callable[..., Tensor]:
         return attend(q, form.gather(k, table), form.gather(v, table), mask)
 
     return fn
+
+
+def in_order(pool: Tensor, table: Tensor) -> Tensor:
+    return FORMS["pool[table]"].gather(pool, table)
+
+
+def paged(fn: Callable[..., Any], *args: Any, **options: Any) -> tuple[Rewritten, Node, Any]:
+    """The finding, the op's node and the result of a call that is read in pages."""
+    (finding,), gm, out = run_rewritten(fn, *args, **options)
+    assert isinstance(finding, Rewritten), finding
+    (op,) = gm.graph.find_nodes(op="call_function", target=OP)
+    assert op.kwargs.get("block_table") is not None, finding.note
+    return finding, op, out
