@@ -7,6 +7,9 @@
 others read pages of a pool in random order, K and V apart, by a block table. On a CPU `gathered` is `index_select` of
 pages of 16 and SDPA with a mask of the lengths, as it is written without tatten.
 
+`--section compiled`, on a CPU, times that program under `torch.compile`, with Inductor and with tatten as its backend:
+8 sequences of 4096 slots, all of them in use or up to a half, 32/8 heads of 128.
+
 On a GPU each candidate is a captured CUDA graph of several calls, which go round block tables, and copies of K and V,
 that the L2 cannot hold. Before it is timed, it is held to float64 on some sequences. The candidates take turns, and
 medians are shown in microseconds per call. The floor is each key and value and each entry of a table of pages of 16
@@ -21,7 +24,7 @@ from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
-from support import results
+from support import compiled_gathers, results
 from support.command_line import arguments, machine
 from support.decode_cases import Shape, cpu_shapes, cuda_shapes
 from support.timing import as_graph, in_turns, microseconds, read_rate
@@ -148,15 +151,34 @@ def bars(rows: list[dict]) -> dict[str, tuple[float, float]]:
     }
 
 
+def measure_compiled(rounds: int) -> list[dict]:
+    """Return a row for each compiled program."""
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for page in (16, 64):
+            for used in (compiled_gathers.CAPACITY, compiled_gathers.CAPACITY // 2):
+                us = compiled_gathers.measure(compiled_gathers.inputs(page, used, dtype), rounds)
+                rows.append({"section": "compiled", "page": page, "dtype": str(dtype)[6:], "used": used, "us": us})
+                times = "  ".join(f"{name} {x:.0f}" for name, x in us.items())
+                print(f"page {page:3} {rows[-1]['dtype']:8} {used:5}  {times}  {us['inductor'] / us['tatten']:.2f} x")
+    return rows
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--section", nargs="*", default=["nine", "ragged"], choices=["nine", "ragged"])
+    parser.add_argument("--section", nargs="*", default=["nine", "ragged"], choices=["nine", "ragged", "compiled"])
     args = parser.parse_args()
     torch.manual_seed(0)
     device, rate = args.device, read_rate(args.device)
     print(f"{machine(device)}, reads {rate / 1e12:.3f} TB/s")
     shapes = [x for x in (cuda_shapes() if device == "cuda" else cpu_shapes()) if x.section in args.section]
+    if "compiled" in args.section and device == "cpu":
+        with torch.no_grad():
+            compiled = measure_compiled(args.rounds)
+        if args.json:
+            results.write(args.json, device, compiled, bytes_per_second=rate)
+        return
     most = max(x.size * x.copies(device) for x in shapes)
     numbers = tuple(torch.randn(most, device=device, dtype=torch.bfloat16) for _ in "kv")
     rows = []

@@ -1,0 +1,46 @@
+"""A step that gathers pages of keys and values and calls SDPA, as it is written without tatten, compiled in two ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from support.timing import in_turns, microseconds
+
+BATCH, Q_HEADS, KV_HEADS, HEAD_DIM, CAPACITY = 8, 32, 8, 128, 4096
+BACKENDS = ("inductor", "tatten")
+
+
+def gathered(query: Tensor, key: Tensor, value: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+    """Attend over pages `[pages, page, kv_heads, head_dim]` that a block table names."""
+    keys, values = (
+        x.index_select(0, table.flatten()).view(len(table), -1, *x.shape[2:]).transpose(1, 2) for x in (key, value)
+    )
+    mask = torch.arange(keys.shape[2]) < lens[:, None, None, None]
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+
+
+def inputs(page: int, used: int, dtype: torch.dtype, capacity: int = CAPACITY) -> tuple[Tensor, ...]:
+    """Pages in random order, each of them in one sequence; the longest sequence has `used` keys, the shortest half."""
+    columns = capacity // page
+    pools = (torch.randn(BATCH * columns, page, KV_HEADS, HEAD_DIM).to(dtype) for _ in "kv")
+    table = torch.randperm(BATCH * columns).view(BATCH, columns).int()
+    lens = torch.linspace(used // 2, used, BATCH).int() if used < capacity else torch.full((BATCH,), used)
+    return torch.randn(BATCH, Q_HEADS, 1, HEAD_DIM).to(dtype), *pools, table, lens
+
+
+def measure(args: tuple[Tensor, ...], rounds: int) -> dict[str, float]:
+    """Return the microseconds of a step under each backend; a RuntimeError names one that is wrong."""
+    steps: dict[str, Callable[[], Tensor]] = {}
+    want = gathered(*args).float()
+    for backend in BACKENDS:
+        torch._dynamo.reset()
+        compiled = torch.compile(gathered, backend=backend)
+        off = ((compiled(*args).float() - want).norm() / want.norm()).item()
+        if not off < 1e-2:
+            raise RuntimeError(f"{backend} is wrong: relative error {off:.1e}")
+        steps[backend] = lambda compiled=compiled: compiled(*args)
+    return in_turns(steps, rounds, lambda _, step: microseconds(step, "cpu"))
