@@ -1,4 +1,4 @@
-"""A step that gathers pages of keys and values and calls SDPA, as it is written without tatten, compiled in two ways."""
+"""A step that gathers pages of keys and values for SDPA, as it is written without tatten, compiled in two ways."""
 
 from __future__ import annotations
 
