@@ -123,7 +123,9 @@ def of_slots(slots: BlockTable) -> Slots | None:
         return None
     batch, columns, page = sizes.shape
     length = constant(page)
-    if length is None or not known_shape(slots.shape, (batch, columns * page)) or writes(total) or total.kwargs:
+    if length is None or not known_shape(slots.shape, (batch, columns * page)) or writes(total):
+        return None
+    if total.kwargs or len(total.args) != 2:  # `alpha`
         return None
     for first, offset in (total.args, total.args[::-1]):
         scaled = _times(first, length)

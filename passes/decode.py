@@ -128,6 +128,8 @@ def match_decode(
         peeled_key, peeled_value = (x.stored for x in narrow)
         scales = narrow[0].scale, narrow[1].scale
     paged = both_in_pages(call, peeled_key, peeled_value, drafts, may_guard)
+    if isinstance(paged, tuple) and any(x is not None and x.per_key for x in scales):
+        paged = Decline(Reason.PAGES, "each key has a scale of its own, which isn't read in pages")
     keys, values = paged if isinstance(paged, tuple) else (peeled_key, peeled_value)
     declined = [x if isinstance(x, Decline) else None for x in (narrow, paged)]
     return DecodeMatch(call, (keys,), (values,), False, scales, *declined)

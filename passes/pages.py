@@ -80,6 +80,8 @@ def both_in_pages(
         gathered, other = ("value", "key") if pages_of_key is None else ("key", "value")
         return Decline(Reason.PAGES, f"{gathered} is gathered through a block table, {other} is not")
     pair = pages_of_key, pages_of_value
+    if call.picks is not None and not call.picks.names_all:
+        return Decline(Reason.PAGES, f"the op reads {call.picks}, and takes no block table beside indices")
     return _check_pair(*pair) or _check_uses(call, pair) or _check_numbers_of_pages(*pair, may_guard) or pair
 
 

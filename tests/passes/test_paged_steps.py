@@ -293,6 +293,24 @@ def test_an_exported_program() -> None:
     ops = [x for x in program.graph.nodes if x.target is OP]
     assert "block_table" in ops[0].kwargs
     torch.testing.assert_close(program.module()(*args), step(form)(*args), rtol=0, atol=1e-12)
+    program = program.run_decompositions(tatten.decompositions())
+    assert not [x for x in program.graph.nodes if "tatten" in str(x.target)]
+    torch.testing.assert_close(program.module()(*args), step(form)(*args), rtol=0, atol=1e-12)
+
+
+def test_sequences_one_after_the_other_in_one_row() -> None:
+    """transformers' continuous batching: keys of all sequences by their numbers, and a mask of a block for each."""
+
+    def fn(q, k, v, index, mask):
+        return attend(q, *(x.index_select(0, index).transpose(0, 1).unsqueeze(0) for x in (k, v)), mask)
+
+    _, k, v, _, _ = inputs(FORMS["slots"])
+    sequences, of_query = torch.arange(12) // 5, torch.tensor([0, 1, 1, 2])
+    mask = torch.where(of_query[:, None] == sequences, 0.0, -torch.inf).double()[None, None]
+    args = torch.randn(1, HQ, 4, D, dtype=torch.float64), k, v, torch.randperm(N)[:12], mask
+    _, op, out = paged(fn, *args)
+    assert op.kwargs["block_table"].meta["example_value"].shape == (1, 12)
+    torch.testing.assert_close(out, fn(*args), rtol=0, atol=1e-12)
 
 
 def test_the_report_of_explain() -> None:

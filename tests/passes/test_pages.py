@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphs import run_rewritten
-from page_forms import FORMS, HKV, OP, D, N, P, S, attend, in_order, inputs, paged, step
+from graphs import capture, run_rewritten
+from page_forms import FORMS, HKV, OP, PAGE, D, N, P, S, attend, in_order, inputs, paged, step
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tatten.passes import Rewritten
+from tatten.passes import Rewritten, rewrite
 
 
 @pytest.mark.drawn(9)
@@ -155,7 +156,7 @@ OTHERS = {
     "page of 512": (a_page_of_512, "pages", "a page has 512 keys"),
     "read twice": (read_twice, "pages_used", "is read by `sum_1`, too"),
     "pool written": (pool_written, "written_between", "the pool or the block table of key is written by `mul_`"),
-    "copy written": (copy_written, "written_between", "of value is written by `setitem`"),
+    "copy written": (copy_written, "pages_used", "`values` is read by `setitem`, too"),
     "table written": (table_written, "written_between", "the pool or the block table of key is written by `zero_`"),
 }
 
@@ -180,6 +181,56 @@ def test_two_calls_that_share_what_is_gathered() -> None:
     findings, _, out = run_rewritten(two_calls, *args)
     assert ["pages_used" in x.note for x in findings] == [True, True]
     torch.testing.assert_close(out, two_calls(*args), rtol=0, atol=1e-12)
+
+
+def test_keys_that_a_top_k_picks() -> None:
+    def fn(q, k, v, t, m):
+        scores = (q.sum(1) @ k.sum((1, 2))[t].transpose(1, 2)).repeat_interleave(PAGE, 2)
+        picked = scores.masked_fill(~m[:, 0], -torch.inf).topk(3, -1).indices
+        mask = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, picked, True)
+        return attend(q, in_order(k, t), in_order(v, t), m & mask[:, None])
+
+    args = inputs(FORMS["pool[table]"])
+    assert "takes no block table beside indices" in left(fn, *args)
+
+
+def test_scales_for_each_key() -> None:
+    def fn(q, k, v, t, m, scale):
+        return attend(q, *((in_order(x, t).to(q.dtype) * in_order(scale, t)) for x in (k, v)), m)
+
+    q, k, v, t, m = inputs(FORMS["pool[table]"])
+    k, v = ((x * 40).round().clamp(-127, 127).to(torch.int8) for x in (k, v))
+    args = q, k, v, t, m, torch.rand(N, PAGE, HKV, 1, dtype=torch.float64) / 20
+    assert "each key has a scale of its own" in left(fn, *args)
+
+
+class OnCuda(torch.fx.Interpreter):
+    """Runs a graph on fake tensors of a GPU and leaves their like with its nodes."""
+
+    def run_node(self, n):
+        result = super().run_node(n)
+        n.meta["example_value"] = result
+        return result
+
+
+def test_a_gpu_finds_the_blocks_of_a_mask_once() -> None:
+    form = FORMS["index_select"]  # a PyTorch without CUDA runs no `x[table]` on fake tensors of a GPU
+    args = inputs(form, dtype=torch.bfloat16)
+
+    def two(q, *others):
+        return step(form)(step(form)(q, *others), *others)
+
+    gm = capture(two, *args)
+    values = [x.meta["example_value"] for x in gm.graph.find_nodes(op="placeholder")]
+    with FakeTensorMode():
+        OnCuda(gm).run(*(torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in values))
+    findings = rewrite(gm).findings
+    assert [x.provider for x in findings] == ["triton"] * 2
+    ops = gm.graph.find_nodes(op="call_function", target=OP)
+    assert len({x.kwargs["block_table"] for x in ops}) == 1
+    (blocks,) = {x.args[6] for x in ops}
+    assert blocks.target is torch.ops.tatten.block_mask.default
+    assert [x.args[4] for x in ops] == [None, None]
 
 
 def test_what_is_no_table_gets_no_remark() -> None:
