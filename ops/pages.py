@@ -43,10 +43,11 @@ def gather_pages(call: AttentionCall) -> AttentionCall:
     (stored,) = call.segments
     table, kv_lens = stored.block_table, stored.kv_lens
     assert table is not None
-    assert kv_lens is not None
     pages, named = named_pages(table, stored.key.shape[0])
-    named = named.repeat_interleave(stored.key.shape[2], dim=1)
-    unused = ~(named & (torch.arange(stored.kv_len, device=table.device) < kv_lens[:, None]))
+    named = used = named.repeat_interleave(stored.key.shape[2], dim=1)
+    if kv_lens is not None:
+        used = named & (torch.arange(stored.kv_len, device=table.device) < kv_lens[:, None])
+    unused = ~used
 
     def gathered(x: Tensor) -> Tensor:
         copy = as_filled(heads_first(x)[pages].flatten(1, 2))

@@ -18,7 +18,7 @@ def check_pages(call: AttentionCall) -> None:
     table = stored.block_table
     assert table is not None
     check_without_picks(stored.indices)
-    if stored.kv_lens is None:
+    if stored.kv_lens is None and stored.block_mask is None:
         raise ValueError("`kv_lens` must come with `block_table`: it counts the keys of each sequence, got None")
     if table.dtype != torch.int32:
         raise TypeError(f"`block_table` must be int32, got {table.dtype}")

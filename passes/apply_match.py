@@ -31,6 +31,7 @@ def apply_match(matched: MatchedCall, masks: Masks) -> Rewritten:
 def _apply_stored(call: SdpaCall, match: DecodeMatch | BifurcatedMatch, note: str, masks: Masks) -> Rewritten:
     # The report is read off first: nodes may be erased.
     location, shapes = source_location(call.shown), shapes_of(call, *(bases(x) for x in (match.keys, match.values)))
+    shapes = " ".join([shapes, *(f"table {x.table}" for x in match.keys if x.table is not None)])
     cost, cost_remark = (match.cost, match.cost_remark or assumptions_of(match.cost)) if match.must_pay else (None, "")
     merged, path, inserted_call = merge_note(match.call), match.path, _operands(match.call, masks)
     keys, values = (tuple(_inserted(x, call, masks) for x in stored) for stored in (match.keys, match.values))

@@ -7,6 +7,7 @@ import dataclasses
 from tatten.ops.layout import BATCH
 from tatten.passes.bifurcated import BifurcatedMatch, correspond, match_bifurcated
 from tatten.passes.decode import DecodeMatch, match_decode
+from tatten.passes.drafts import Drafts
 from tatten.passes.local import Share
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
@@ -22,7 +23,9 @@ def check_invariant(call: SdpaCall) -> Decline | None:
     return None
 
 
-def find_invariant(call: SdpaCall, may_guard: bool) -> tuple[BifurcatedMatch | DecodeMatch, str] | Decline:
+def find_invariant(
+    call: SdpaCall, drafts: Drafts, may_guard: bool
+) -> tuple[BifurcatedMatch | DecodeMatch, str] | Decline:
     """Match a call without changing the graph. Returns the match and a note for the report, or why there is none.
 
     Where keys are cut must not depend on the batch, nor on who shares them: a graph of one sequence has the same cuts.
@@ -35,7 +38,7 @@ def find_invariant(call: SdpaCall, may_guard: bool) -> tuple[BifurcatedMatch | D
     if isinstance(bifurcated, BifurcatedMatch):
         return dataclasses.replace(bifurcated, batch_invariant=True), ""
     key, value = (in_one(x, find_segments(x, rows=False, vanishing=call.vanishing)) for x in (call.key, call.value))
-    match = match_decode(call, key, value, may_guard)
+    match = match_decode(call, key, value, drafts, may_guard)
     if isinstance(match, Decline):
         return match
     return dataclasses.replace(match, batch_invariant=True), match.note

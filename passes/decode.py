@@ -6,22 +6,29 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
+from tatten.ops.layout import LENGTH
 from tatten.passes.cost import Cost, cost_of
 from tatten.passes.dequantised import Scale, both_in_8_bits
-from tatten.passes.drafts import Drafting
+from tatten.passes.drafts import Drafting, Drafts
 from tatten.passes.indices import insert_indices
 from tatten.passes.masks import Masks
 from tatten.passes.match import Match
+from tatten.passes.pages import both_in_pages
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.replace import insert_op, scale_of
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored
-from tatten.passes.symbolic import guard_equal, known_equal, known_tensor, tensor_of
+from tatten.passes.symbolic import guard_equal, hint, known_equal, known_tensor, tensor_of
+from tatten.passes.views import ROLES
+
+Scales = tuple[Scale | None, Scale | None]
+NO_SCALES: Scales = (None, None)
 
 
 @dataclass(frozen=True)
@@ -32,10 +39,13 @@ class DecodeMatch(Match):
         scales: the scales of keys and of values; None if they are not in 8 bits, or have no scale.
         not_narrow: the reason why keys and values that were dequantised are not read in 8 bits; None if they are, or
             if none were dequantised.
+        not_paged: the reason why keys and values that were gathered through a block table are not read in pages; None
+            if they are, or if none were gathered.
     """
 
-    scales: tuple[Scale | None, Scale | None] = (None, None)
+    scales: Scales = NO_SCALES
     not_narrow: Decline | None = None
+    not_paged: Decline | None = None
 
     @functools.cached_property
     def cost(self) -> Cost | None:
@@ -44,8 +54,19 @@ class DecodeMatch(Match):
 
     @property
     def note(self) -> str:
-        declined = self.not_narrow
-        return "" if declined is None else f"not read in 8 bits [{declined.reason.value}]: {declined.detail}"
+        missed = {"not read in 8 bits": self.not_narrow, "not read in pages": self.not_paged}
+        declined = [f"{how} [{x.reason.value}]: {x.detail}" for how, x in missed.items() if x is not None]
+        return "; ".join([*self._pages, *declined])
+
+    @property
+    def _pages(self) -> list[str]:
+        """A remark on pages that are read where the pool has them."""
+        table = self.keys[0].table
+        if table is None:
+            return []
+        page, sizes = self.keys[0].size_in_base(LENGTH), [_bytes_in_order(x) for x in (*self.keys, *self.values)]
+        moved = "" if None in sizes else f"; the gathers moved {2 * sum(x or 0 for x in sizes)} bytes, and are gone"
+        return [f"read by block table {table} in pages of {page} key{'s' * (page != 1)}{moved}"]
 
     @property
     def too_costly(self) -> Decline | None:
@@ -58,7 +79,7 @@ class DecodeMatch(Match):
         selects keys.
         """
         query, key = known_tensor(self.call.query), known_tensor(self.call.key)
-        as_stored = self.scales == (None, None) and self.call.picks is None
+        as_stored = self.scales == NO_SCALES and self.call.picks is None
         if self.call.fused and query.device.type == "cpu" and as_stored:
             # With all keys in use 0.14 to 1.06 of the speed, with an eighth of them 2.8 to 5 times it (2-core Xeon).
             return Decline(Reason.NO_GAIN, "on a CPU Inductor fuses products of a few queries, and may be faster")
@@ -70,7 +91,8 @@ class DecodeMatch(Match):
         one_to_one = known_equal(query.shape[1], key.shape[1])
         stored = tensor_of(self.keys[0].base)
         narrow = stored is not None and stored.dtype != key.dtype
-        if not narrow and self.keys[0].repeats == 1 and (one_to_one or query.device.type == "cuda"):
+        in_place = not narrow and self.keys[0].table is None
+        if in_place and self.keys[0].repeats == 1 and (one_to_one or query.device.type == "cuda"):
             heads = f"{key.shape[1]} kv heads for {query.shape[1]} query heads"
             return Decline(Reason.NO_GAIN, f"no mask, and {heads} as they are")
         return None if self.cost is None or self.cost.pays else Decline(Reason.SMALL, str(self.cost))
@@ -83,12 +105,13 @@ class DecodeMatch(Match):
 
 
 def match_decode(
-    call: SdpaCall, peeled_key: Stored, peeled_value: Stored, may_guard: bool = True
+    call: SdpaCall, peeled_key: Stored, peeled_value: Stored, drafts: Drafts, may_guard: bool = True
 ) -> DecodeMatch | Decline:
     """Match a call that `check_call` found eligible, given its key and value before heads were repeated.
 
-    The graph stays as it is. A guard is added only if the batches of query, key and value can't be proven equal: with
-    dynamic shapes, each DTensor that is an input has a symbol of its own. Without `may_guard` such a call is declined.
+    The graph stays as it is, and drafts may be made. A guard is added only if the batches of query, key and value can't
+    be proven equal, or pools' numbers of pages: with dynamic shapes, each DTensor that is an input has a symbol of its
+    own. Without `may_guard` such a call is declined, or pages are read as the program gathers them.
     """
     query, key, value = (known_tensor(x) for x in (call.query, call.key, call.value))
     equal = guard_equal if may_guard else known_equal
@@ -100,11 +123,22 @@ def match_decode(
         writer = peeled.written_before(call.node)
         if writer is not None:
             return Decline(Reason.WRITTEN, f"{name} is written by `{writer}` after its heads were repeated")
-    narrow = both_in_8_bits(call, peeled_key, peeled_value)
-    if not isinstance(narrow, tuple):
-        return DecodeMatch(call, (peeled_key,), (peeled_value,), not_narrow=narrow)
-    keys, values = narrow
-    return DecodeMatch(call, (keys.stored,), (values.stored,), scales=(keys.scale, values.scale))
+    narrow, scales = both_in_8_bits(call, peeled_key, peeled_value), NO_SCALES
+    if isinstance(narrow, tuple):
+        peeled_key, peeled_value = (x.stored for x in narrow)
+        scales = narrow[0].scale, narrow[1].scale
+    paged = both_in_pages(call, peeled_key, peeled_value, drafts, may_guard)
+    if isinstance(paged, tuple) and any(x is not None and x.per_key for x in scales):
+        paged = Decline(Reason.PAGES, "each key has a scale of its own, which isn't read in pages")
+    keys, values = paged if isinstance(paged, tuple) else (peeled_key, peeled_value)
+    declined = [x if isinstance(x, Decline) else None for x in (narrow, paged)]
+    return DecodeMatch(call, (keys,), (values,), False, scales, *declined)
+
+
+def _bytes_in_order(stored: Stored) -> int | None:
+    """The bytes of keys or values as attention takes them; None if sizes are unknown."""
+    sizes = [hint(stored.size(role)) for role in ROLES]
+    return None if None in sizes else math.prod(n or 0 for n in sizes) * known_tensor(stored.base).element_size()
 
 
 def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
@@ -118,7 +152,11 @@ def apply_decode(match: DecodeMatch, masks: Masks) -> Node:
         if scale is not None:
             draft = scale.as_attention_takes_it(stored, dtype, Drafting(masks.drafts, stored.base))
             scales[name] = masks.drafts.insert(draft, call.node)
-    block_mask = masks.block_mask(call, call.attn_mask)
-    args = (call.query, key, value, call.attn_mask, None, scale_of(call), block_mask)
-    options = match.options | scales | insert_indices(call, match.keys, masks.drafts)[0]
+    block_mask, pages, kv_lens = masks.block_mask(call, call.attn_mask), {}, None
+    if match.keys[0].table is not None:
+        table = masks.block_table(call, match.keys[0])
+        pages = {"block_table": table}
+        kv_lens = masks.all_pages(call, match.keys[0], table) if block_mask is None else None
+    args = (call.query, key, value, call.attn_mask, kv_lens, scale_of(call), block_mask)
+    options = match.options | scales | insert_indices(call, match.keys, masks.drafts)[0] | pages
     return insert_op(call, torch.ops.tatten.decode_attention.default, args, options)

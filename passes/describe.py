@@ -54,7 +54,7 @@ def provider_of(op: Node) -> str:
     if query.device.type != "cuda":
         return ""
     is_decode = op.target is torch.ops.tatten.decode_attention.default
-    if op.kwargs.get("batch_invariant"):
+    if op.kwargs.get("batch_invariant") or op.kwargs.get("block_table") is not None:
         return "triton"
     arguments: Any = op.args, op.kwargs
     needs = needs_of(decode_call(*arguments[0], **arguments[1])) if is_decode else ("segments",)

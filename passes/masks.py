@@ -66,6 +66,24 @@ class Masks:
         """Insert the views that make stored keys or values `[batch, heads, length, head_dim]` before the call."""
         return self.drafts.insert(stored.as_attention_takes_it(Drafting(self.drafts, stored.base)), call.node)
 
+    def block_table(self, call: SdpaCall, pool: Stored) -> Node:
+        """The block table of keys in pages, as the op takes it: made once for all layers."""
+        table, n_pages = pool.table, pool.size_in_base(BATCH)
+        assert table is not None
+        draft, entries = Drafting(self.drafts, call.shown), self._recomputed.first(table.entries, call.node)
+        size = constant(n_pages)
+        pages = draft("size", pool.base, pool.dims[BATCH]) if size is None else size
+        drafted = table.as_attention_takes_it(self.first_view(entries), pages, draft)
+        return self.drafts.insert(drafted, call.node)
+
+    def all_pages(self, call: SdpaCall, pool: Stored, table: Node) -> Node:
+        """The lengths of sequences that fill all pages of a table: made once for all layers."""
+        draft = Drafting(self.drafts, call.shown)
+        batch, length, page = (constant(n) for n in (pool.size(BATCH), pool.size(LENGTH), pool.size_in_base(LENGTH)))
+        rows = draft("size", table, 0) if batch is None else batch
+        keys = draft(operator.mul, draft("size", table, 1), page) if length is None else length
+        return self.drafts.insert(draft("new_full", table, (rows,), keys), call.node)
+
     def columns(self, call: SdpaCall, segments: Sequence[Stored]) -> list[Node | None]:
         """The mask's columns for each segment, or for this rank's part of it if the segments are DTensors.
 

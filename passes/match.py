@@ -61,5 +61,5 @@ class Match:
     def path(self) -> set[Node]:
         """The nodes between the stored tensors and SDPA, which may have no users after a rewrite."""
         segments = (*self.keys, *self.values)
-        views = set[Node]().union(*(stored.rows.views for stored in segments if stored.rows is not None))
-        return views | {node for stored in segments for node in stored.path}
+        indexes = [x for stored in segments for x in (stored.rows, stored.table) if x is not None]
+        return set[Node]().union(*(x.views for x in indexes)) | {node for stored in segments for node in stored.path}

@@ -9,6 +9,7 @@ from tatten.ops.layout import HEADS, LENGTH
 from tatten.passes.batch_invariant import check_invariant, find_invariant
 from tatten.passes.bifurcated import BifurcatedMatch, match_bifurcated
 from tatten.passes.decode import DecodeMatch, match_decode
+from tatten.passes.drafts import Drafts
 from tatten.passes.eligible import check_call, check_plain, check_transformed
 from tatten.passes.find_picks import find_picks
 from tatten.passes.latents import LatentMatch, match_latents
@@ -61,9 +62,8 @@ def match_call(call: SdpaCall, run: Run) -> MatchedCall | Decline:
     latents = None if call.log_sums else _match_latents(call, local_call, run)
     if isinstance(latents, LatentMatch):
         return _checked(MatchedCall(call, latents))
-    matched = (
-        find_invariant(local_call, run.may_guard) if run.batch_invariant else _match_stored(local_call, run.may_guard)
-    )
+    find = find_invariant if run.batch_invariant else _match_stored
+    matched = find(local_call, run.masks.drafts, run.may_guard)
     if isinstance(matched, Decline):
         return latents or matched
     match, note = matched
@@ -120,7 +120,9 @@ def _check_movers(call: SdpaCall, run: Run) -> Decline | None:
     return Decline(Reason.WRITTEN, f"`{mover}` gives a tensor other memory or another shape, in place")
 
 
-def _match_stored(call: SdpaCall, may_guard: bool) -> tuple[DecodeMatch | BifurcatedMatch, str] | Decline:
+def _match_stored(
+    call: SdpaCall, drafts: Drafts, may_guard: bool
+) -> tuple[DecodeMatch | BifurcatedMatch, str] | Decline:
     """Match keys and values as they are stored: as one tensor each, or in segments, some of which sequences share.
 
     Returns:
@@ -140,7 +142,7 @@ def _match_stored(call: SdpaCall, may_guard: bool) -> tuple[DecodeMatch | Bifurc
         return bifurcated, copied
     if bifurcated is not None and call.shares is not None:
         return bifurcated
-    decode = match_decode(call, in_one(call.key, keys), in_one(call.value, values), may_guard)
+    decode = match_decode(call, in_one(call.key, keys), in_one(call.value, values), drafts, may_guard)
     if isinstance(decode, DecodeMatch) and decode.must_pay:
         decode = decode.too_costly or decode
     if isinstance(decode, Decline):

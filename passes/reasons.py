@@ -86,6 +86,17 @@ class Reason(str, Enum):
         "keep keys and values both in float8_e4m3fn or both in int8, with one scale per tensor, head or token, and "
         "pass `x.to(dtype) * scale` to attention as it is",
     )
+    PAGES = (
+        "pages",
+        "gather keys and values by one integer table `[batch, max_pages]` from pools `[pages, page, kv_heads, "
+        "head_dim]` of their dtype, with 1, 2, 4, ... or 256 keys in a page, and flatten the pages: "
+        "`pool[table].flatten(1, 2)`",
+    )
+    PAGES_USED = (
+        "pages_used",
+        "let nothing but one call of attention read keys and values that are gathered through a block table: the op "
+        "never has them in memory",
+    )
     PICKS = (
         "picks",
         "keep the indices of a top-k as they are, scatter one value to them in a new tensor, and join it with other "

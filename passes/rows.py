@@ -67,7 +67,9 @@ class SelectedRows:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for equal rows of as many stored ones: keys, values and layers may each compute their index."""
-        return tuple((type(x), *(_same(v) for name, v in vars(x).items() if name != "views")) for x in self.steps)
+        return tuple(
+            (type(x), *(same_numbers(v) for name, v in vars(x).items() if name != "views")) for x in self.steps
+        )
 
     @property
     def views(self) -> set[Node]:
@@ -77,7 +79,7 @@ class SelectedRows:
     @property
     def read(self) -> set[Node]:
         """The nodes that hold the indexes, and what `key` says that these were computed of."""
-        return self.views.union(*(_made_of(x.index) for x in self.steps if not isinstance(x, Repeat)))
+        return self.views.union(*(made_of(x.index) for x in self.steps if not isinstance(x, Repeat)))
 
     def insert(self, graph: Graph, stored: int | Node) -> Node:
         """Insert what computes the rows, of so many `stored` ones, as a tensor `[batch]` on the device of the index."""
@@ -119,10 +121,10 @@ def selection_of(node: Node, source: Tensor) -> tuple[int, Select | Counts] | No
         case "embedding":
             index, dim = argument(node, 0, "input") if node.target is F.embedding else argument(node, 1, "indices"), 0
         case "getitem":
-            index, dim = _index_among(node.args[1], rank)
+            index, dim = index_among(node.args[1], rank)
         case "index":  # what `x[key]` is in an exported graph
             key = tuple(slice(None) if part is None else part for part in argument(node, 1, "indices", ()))
-            index, dim = _index_among(key, rank)
+            index, dim = index_among(key, rank)
         case "repeat_interleave":
             index, dim = argument(node, 1, "repeats"), argument(node, 2, "dim")
             total = argument(node, 3, "output_size")
@@ -149,7 +151,7 @@ def selection_of(node: Node, source: Tensor) -> tuple[int, Select | Counts] | No
     return dim, Counts(index, total)
 
 
-def _index_among(key: Any, rank: int) -> tuple[Any, int | None]:
+def index_among(key: Any, rank: int) -> tuple[Any, int | None]:
     """The one index of `x[key]` and its dim, if the others take whole dims."""
     parts = list(key) if isinstance(key, tuple) else [key]
     if builtins.Ellipsis in parts:
@@ -170,7 +172,7 @@ def _along(index: Node, dim: int, rank: int) -> tuple[Node, tuple[Node, ...]] | 
         return None
     size, numbers = expanded.shape[dim], expanded
     while not known_equal(numbers.numel(), size) or numbers.dim() != 1:
-        source = _viewed(index)
+        source = viewed_by(index)
         viewed = tensor_of(source)
         if source is None or viewed is None or viewed.dtype != expanded.dtype:
             return None
@@ -187,7 +189,7 @@ def _along(index: Node, dim: int, rank: int) -> tuple[Node, tuple[Node, ...]] | 
     return index, tuple(views)
 
 
-def _viewed(node: Node) -> Node | None:
+def viewed_by(node: Node) -> Node | None:
     """The index that `node` is a view of, its numbers in order."""
     if op_name(node) not in VIEWS or writes(node) or not node.args or not isinstance(node.args[0], Node):
         return None
@@ -211,21 +213,21 @@ def _is_integers(node: Node) -> bool:
     return tensor is not None and tensor.dtype in INTEGERS
 
 
-def _same(value: Any, depth: int = MAX_DEPTH) -> object:
+def same_numbers(value: Any, depth: int = MAX_DEPTH) -> object:
     """Equal for nodes that compute the same of the same nodes, and for equal arguments."""
     if isinstance(value, Node):
         if depth == 0 or not _is_computed(value):
             return value
-        return value.target, _same(value.args, depth - 1), _same(value.kwargs, depth - 1)
+        return value.target, same_numbers(value.args, depth - 1), same_numbers(value.kwargs, depth - 1)
     if isinstance(value, (list, tuple)):
-        return tuple(_same(x, depth) for x in value)
+        return tuple(same_numbers(x, depth) for x in value)
     if isinstance(value, dict):
-        return tuple((name, _same(x, depth)) for name, x in value.items())
+        return tuple((name, same_numbers(x, depth)) for name, x in value.items())
     return repr(value)
 
 
-def _made_of(node: Node, depth: int = MAX_DEPTH) -> Iterator[Node]:
+def made_of(node: Node, depth: int = MAX_DEPTH) -> Iterator[Node]:
     yield node
     if depth and _is_computed(node):
         for x in node.all_input_nodes:
-            yield from _made_of(x, depth - 1)
+            yield from made_of(x, depth - 1)

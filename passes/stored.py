@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from tatten.ops.layout import BATCH, HEAD_DIM, HEADS, LENGTH
+from tatten.passes.block_table import BlockTable
+from tatten.passes.drafts import without_drafts
 from tatten.passes.mutation import written_between
 from tatten.passes.rows import SelectedRows
 from tatten.passes.symbolic import constant, known_equal, known_tensor, tensor_of
@@ -31,6 +33,8 @@ class Stored:
         shared: whether several sequences may read one row of `base`.
         rows: the row that each sequence reads. If None, each row is read by the next n sequences, the same n for all.
         overlaid: whether all rows of `base` are one row in memory, with stride 0.
+        table: the pages of each sequence. `base` then is a pool: its `dims` for the batch and the length are those of
+            pages and of keys in a page. None for keys in order.
         path: the nodes from SDPA's key or value to the one that reads `base`.
     """
 
@@ -40,14 +44,25 @@ class Stored:
     shared: bool = False
     rows: SelectedRows | None = None
     overlaid: bool = False
+    table: BlockTable | None = None
     path: tuple[Node, ...] = ()
 
     def size(self, role: int) -> Size:
+        """The size of keys or values as attention takes them: of all pages that a table has room for."""
+        if self.table is not None and role in (BATCH, LENGTH):
+            batch, columns = self.table.shape
+            return batch if role == BATCH else columns * self.size_in_base(LENGTH)
+        return 1 if role == BATCH and self.overlaid else self.size_in_base(role)
+
+    def size_in_base(self, role: int) -> Size:
+        """The size of the dim of `base` with a role."""
         tensor, dim = known_tensor(self.base), self.dims[role]
-        return 1 if dim is None or (role == BATCH and self.overlaid) else tensor.shape[dim]
+        return 1 if dim is None else tensor.shape[dim]
 
     def as_attention_takes_it(self, insert: Callable[..., Node]) -> Node:
         """Insert the views that make `[batch, heads, length, head_dim]` of `base`; `base` itself if none is needed.
+
+        Pools become `[pages, page, heads, head_dim]`.
 
         Args:
             insert: inserts or drafts a call of a method, given its name, the node that it is called on, and arguments.
@@ -61,12 +76,13 @@ class Stored:
             dims = [d if d is None or d < dim else d - 1 for d in dims]
         if self.overlaid:
             node = insert("narrow", node, dims[BATCH], 0, 1)
+        dims = dims if self.table is None else [dims[role] for role in (BATCH, LENGTH, HEADS, HEAD_DIM)]
         order = [d for d in dims if d is not None]
         if order != list(range(len(order))):
             node = insert("permute", node, *order)
-        for role in ROLES:
-            if dims[role] is None:
-                node = insert("unsqueeze", node, role)
+        for place, kept in enumerate(dims):
+            if kept is None:
+                node = insert("unsqueeze", node, place)
         return node
 
     def written_before(self, call: Node) -> Node | None:
@@ -77,9 +93,18 @@ class Stored:
         if not self.path:
             return None
         read = {*self.path, *(self.rows.read if self.rows is not None else ())}
-        tensors = [tensor for tensor in map(tensor_of, (self.base, *read)) if tensor is not None]
-        first = min(node for node in read if node.op != "placeholder")
-        return written_between(tensors, first, call)
+        if self.table is not None:  # which may be read long before the pages that it names are
+            writer = _written_since(self.table.read, {*self.path, *self.table.read}, call)
+            if writer is not None:
+                return writer
+        return _written_since({self.base, *read}, read, call)
+
+
+def _written_since(nodes: Iterable[Node], readers: Iterable[Node], call: Node) -> Node | None:
+    """The first node after the first of `readers` and before `call` that may write to a tensor of `nodes`."""
+    tensors = [tensor for tensor in map(tensor_of, nodes) if tensor is not None]
+    first = min(node for node in without_drafts(readers) if node.op != "placeholder")
+    return written_between(tensors, first, call)
 
 
 def stored_at(walk: Walk) -> Stored | None:

@@ -107,7 +107,7 @@ def step_back(walk: Walk) -> Walk | None:
         return _interleave(walk, source, before.shape, after.shape)
     if name in SELECTS and not (name == "getitem" and only_adds_dims(walk.here.args[1])):
         return None
-    return _reshape(walk, source, before.shape, after.shape) or _flattened(walk, source)
+    return undo_reshape(walk, source, before.shape, after.shape) or _flattened(walk, source)
 
 
 def _is_batch(part: Part | None) -> bool:
@@ -269,7 +269,7 @@ def _flattened(walk: Walk, selected: Node) -> Walk | None:
     return _select(walk, path, source, shape, after.shape, selection)
 
 
-def _reshape(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
+def undo_reshape(walk: Walk, source: Node, before: Sequence[Size], after: Sequence[Size]) -> Walk | None:
     """Undo a reshape: neighbours merged into a dim are its parts, major to minor; dims of size 1 come and go."""
     parts: list[Part | None] = [None] * len(before)
     dim = 0

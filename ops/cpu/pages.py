@@ -14,6 +14,7 @@ from torch import Tensor
 from tatten.ops.call import Attend, AttentionCall, KeyValue
 from tatten.ops.cpu import thresholds
 from tatten.ops.layout import squeeze_broadcast
+from tatten.ops.masks import Span
 from tatten.ops.pages import as_filled, in_order, named_pages
 from tatten.ops.reach import mask_of_reach, narrow_mask
 from tatten.ops.sizes import ceil_div
@@ -26,25 +27,34 @@ def attend_pages(call: AttentionCall, attend: Attend) -> State:
 
     The call is valid.
     """
-    (stored,), lens, q_len = call.segments, check_kv_lens(call), call.query.shape[2]
+    (stored,), spans = call.segments, _spans(call)
     table, n_pages, page = stored.block_table, stored.key.shape[0], stored.key.shape[2]
-    assert lens is not None
     assert table is not None
-    starts = [0 if call.window is None else max(0, n - q_len - call.window + 1) for n in lens]
-    columns = [slice(start // page, ceil_div(n, page)) for start, n in zip(starts, lens, strict=True)]
+    columns = [slice(span.start // page, ceil_div(span.stop, page)) for span in spans]
     pages, named = named_pages(table[:, : max(x.stop for x in columns)], n_pages)
     most = max(x.stop - x.start for x in columns)
     if not _at_once(call):
         most = min(most, _pages_in_the_cache(stored))
     room = _room_for(stored, most)
     states = []
-    for b, own in enumerate(columns):
-        keys = range(starts[b], lens[b])
-        tiles = _tiles(call, b, keys, pages[b, own], named[b, own], room)
+    for b, (span, of_span) in enumerate(zip(spans, columns, strict=True)):
+        tiles = _tiles(call, b, span, pages[b, of_span], named[b, of_span], room)
         outs, lses = zip(*map(attend, tiles), strict=True)
         states.append(combine_partials(outs, lses))
     out, lse = (torch.cat(x) for x in zip(*states, strict=True))
     return out, lse
+
+
+def _spans(call: AttentionCall) -> list[Span]:
+    """Return the keys of each sequence that its length and the window leave, or a block mask where neither counts."""
+    (stored,), (batch, _, q_len, _), window = call.segments, call.query.shape, call.window
+    lens = check_kv_lens(call)
+    if lens is None and window is None and stored.block_mask is not None:
+        spans = [Span(start, stop, bool(full)) for start, stop, full in stored.block_mask.tolist()]
+        return spans if len(spans) == batch else spans * batch
+    lens = [stored.kv_len] * batch if lens is None else lens
+    starts = [0 if window is None else max(0, n - q_len - window + 1) for n in lens]
+    return [Span(start, n, full=False) for start, n in zip(starts, lens, strict=True)]
 
 
 def _at_once(call: AttentionCall) -> bool:
@@ -71,23 +81,23 @@ def _room_for(stored: KeyValue, pages: int) -> dict[Tensor, Tensor]:
 
 
 def _tiles(
-    call: AttentionCall, b: int, keys: range, pages: Tensor, named: Tensor, room: dict[Tensor, Tensor]
+    call: AttentionCall, b: int, span: Span, pages: Tensor, named: Tensor, room: dict[Tensor, Tensor]
 ) -> Iterator[AttentionCall]:
     """Cut the keys of a sequence in tiles of about equal size: each a call over a copy in `room`.
 
-    A tile is valid until the next one. `pages`, `named`: of the pages with `keys`, as `named_pages` returns them.
+    A tile is valid until the next one. `pages`, `named`: of the pages with the span, as `named_pages` returns them.
     """
     (stored,), page = call.segments, call.segments[0].key.shape[2]
-    mask = _mask_of(call, b, keys, None if named.all() else named.repeat_interleave(page))
+    mask = _mask_of(call, b, span, None if named.all() else named.repeat_interleave(page))
     rope = None if call.query_rope is None else call.query_rope[b : b + 1]
     alone = call._replace(query=call.query[b : b + 1], query_rope=rope, window=None, sinks=None)
     size = _size_of_tiles(len(pages), room[stored.key].shape[1])
     for i in range(0, max(1, len(pages)), size):
         some = slice(i, i + size)
-        begin = (keys.start // page + i) * page  # the first key of the tile's first page
-        start, stop = max(begin, keys.start), min(begin + size * page, keys.stop)
+        begin = (span.start // page + i) * page  # the first key of the tile's first page
+        start, stop = max(begin, span.start), min(begin + size * page, span.stop)
         own = _copied(stored, pages[some], named[some], slice(start - begin, stop - begin), room)
-        own_mask = None if mask is None else mask[..., start - keys.start : stop - keys.start]
+        own_mask = None if mask is None else mask[..., start - span.start : stop - span.start]
         yield alone._replace(segments=(own._replace(attn_mask=own_mask),))
 
 
@@ -109,18 +119,18 @@ def _size_of_tiles(n: int, most: int) -> int:
     return ceil_div(n, ceil_div(n, most)) if n else 1
 
 
-def _mask_of(call: AttentionCall, b: int, keys: range, named: Tensor | None) -> Tensor | None:
-    """Return the mask of a sequence for some of its keys, from the mask of the call, the window and the named pages.
+def _mask_of(call: AttentionCall, b: int, span: Span, named: Tensor | None) -> Tensor | None:
+    """Return the mask of a sequence for its span of keys, from the mask of the call, the window and the named pages.
 
-    `named`: bool, for each key of the pages with `keys`.
+    `named`: bool, for each key of the pages with the span.
     """
     (stored,), q_len, page = call.segments, call.query.shape[2], call.segments[0].key.shape[2]
-    mask = stored.attn_mask
+    n, mask = span.stop - span.start, None if span.full else stored.attn_mask
     if mask is not None:
         mask = squeeze_broadcast(mask.expand(*mask.shape[:-1], stored.kv_len))
-        mask = (mask[b : b + 1] if mask.shape[0] > 1 else mask)[..., keys.start : keys.stop]
+        mask = (mask[b : b + 1] if mask.shape[0] > 1 else mask)[..., span.start : span.stop]
     if named is not None:
-        mask = narrow_mask(mask, named[None, None, None, keys.start % page :][..., : len(keys)])
+        mask = narrow_mask(mask, named[None, None, None, span.start % page :][..., :n])
     if call.window is not None and q_len > 1:
-        mask = narrow_mask(mask, mask_of_reach(torch.tensor([len(keys)]), q_len, len(keys), call.window))
+        mask = narrow_mask(mask, mask_of_reach(torch.tensor([n]), q_len, n, call.window))
     return mask

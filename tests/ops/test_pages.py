@@ -223,6 +223,39 @@ def test_one_tile_at_a_time_is_copied(tile_pages: int, copied: int, monkeypatch:
     assert largest == copied * page_bytes // 2
 
 
+MASKS = {
+    "lengths": lambda keys: keys < torch.tensor([[[[10]]], [[[24]]], [[[0]]]]),
+    "holes": lambda keys: (keys % 5 > 1) & (keys >= torch.tensor([[[[6]]], [[[0]]], [[[23]]]])),
+    "one row": lambda keys: ((keys >= 5) & (keys < 14))[None, None, None],
+    "queries": lambda keys: keys <= torch.tensor([[3], [17]]),
+    "bias": lambda keys: torch.where(keys < 15, torch.randn(3, 1, 2, 24, dtype=torch.float64), -torch.inf),
+    "lowest": lambda keys: torch.full((3, 4, 1, 24), torch.finfo(torch.float32).min),
+}
+
+
+@pytest.mark.parametrize("page", [1, 4, 8])
+@pytest.mark.parametrize("kind", MASKS)
+def test_the_op_takes_a_block_mask_in_place_of_lengths(kind: str, page: int) -> None:
+    mask = MASKS[kind](torch.arange(24))
+    inputs = paged(page, [24] * 3, 24 // page, "interleaved", q_len=2)
+    inputs["block_mask"] = torch.ops.tatten.block_mask(mask)
+    keys, values = (
+        torch.cat([keys_of(inputs[name], inputs["block_table"], b, 24) for b in range(3)]) for name in ("key", "value")
+    )
+    want = decode_attention_reference(inputs["query"], keys, values, attn_mask=mask)
+    start, stop, _ = inputs["block_mask"].expand(3, -1).unbind(1)
+    pages = torch.arange(24 // page)
+    unread = (pages < start[:, None] // page) | (pages * page >= stop[:, None])
+    for name in ("key", "value"):
+        inputs[name][inputs["block_table"][unread]] = torch.nan
+    inputs["block_table"][unread] = torch.tensor([-1, 2**31 - 1, 0])[torch.arange(int(unread.sum())) % 3].int()
+    del inputs["kv_lens"]
+    got = torch.ops.tatten.decode_attention(**inputs, attn_mask=mask)
+    assert_same(got, want)
+    copies = decode_kernel(gather_pages)(**inputs, attn_mask=mask)
+    assert copies.segments[0].kv_lens is None
+
+
 def test_opcheck_and_fakes() -> None:
     inputs = paged(4, [12, 10, 0], 3, "interleaved", q_len=2)
     variant = {"window": 5, "attn_mask": torch.rand(3, 1, 2, 12) > 0.3}

@@ -49,6 +49,35 @@ def test_random_calls(n: int) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("page", [4, 64])
+@pytest.mark.parametrize("kind", ["one row", "ragged", "bias", "queries"])
+def test_a_block_mask_in_place_of_lengths(kind: str, page: int) -> None:
+    from tatten.ops.cuda.decode import plan_attention
+    from tatten.ops.masks import block_list
+    from tatten.ops.reference import decode_attention_reference
+
+    keys = torch.arange(192)
+    mask = {
+        "one row": keys[None, None, None] < 130,
+        "ragged": (keys < torch.tensor([70, 192])[:, None, None, None]) & (keys % 90 > 2),
+        "bias": torch.where(keys < 100, torch.randn(2, 1, 1, 192), -torch.inf),
+        "queries": keys <= torch.tensor([[90], [150]]),
+    }[kind]
+    pool = torch.randn(2, 2 * 192 // page + 1, page, 2, 8)
+    table = torch.randperm(pool.shape[1])[:-1].view(2, -1).int()
+    query = torch.randn(2, 4, 2, 8)
+    want = decode_attention_reference(query, *(x[table].flatten(1, 2).transpose(1, 2) for x in pool), attn_mask=mask)
+    allowed = mask if mask.dtype == torch.bool else mask > -torch.inf
+    unread = ~allowed.expand(2, 1, -1, 192).any(dim=2).view(2, -1, page).any(dim=2)
+    pool[:, table[unread]] = torch.nan
+    call = decode_call(query, *pool, mask, block_table=table, block_mask=block_list(mask, 2))
+    with fresh_memory_is_poison():
+        got = plan_attention(call, programs=3)(call)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("page", [4, 64])
