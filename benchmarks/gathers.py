@@ -8,6 +8,7 @@ take turns, and medians are shown in microseconds per step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -61,15 +62,13 @@ def main() -> None:
     print(machine("cpu"))
     rows = []
     with torch.no_grad():
-        for dtype in (torch.float32, torch.bfloat16):
-            for page in (16, 64):
-                for used in (CAPACITY, CAPACITY // 2):
-                    us = measure(inputs(page, used, dtype), args.rounds)
-                    rows.append({"page": page, "dtype": str(dtype)[6:], "used": used, "us": us})
-                    times = "  ".join(f"{name} {x:.0f}" for name, x in us.items())
-                    print(
-                        f"page {page:3} {rows[-1]['dtype']:8} {used:5}  {times}  {us['inductor'] / us['tatten']:.2f} x"
-                    )
+        for dtype, page, used in itertools.product(
+            (torch.float32, torch.bfloat16), (16, 64), (CAPACITY, CAPACITY // 2)
+        ):
+            us = measure(inputs(page, used, dtype), args.rounds)
+            rows.append({"page": page, "dtype": str(dtype)[6:], "used": used, "us": us})
+            times = "  ".join(f"{name} {x:.0f}" for name, x in us.items())
+            print(f"page {page:3} {rows[-1]['dtype']:8} {used:5}  {times}  {us['inductor'] / us['tatten']:.2f} x")
     if args.json:
         results.write(args.json, "cpu", rows)
 
