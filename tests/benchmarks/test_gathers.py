@@ -17,6 +17,7 @@ import tatten
 @pytest.mark.parametrize("page", [16, 64])
 @torch.no_grad()
 def test_the_gathers_become_pages(page: int) -> None:
+    torch._dynamo.reset()  # or else the second page size is a dynamic one
     report = tatten.explain(gathers.gathered, *gathers.inputs(page, 256, torch.float32, capacity=512))
     (finding,) = report.rewritten
     assert f"read by block table int32[8, {512 // page}] in pages of {page} keys" in finding.note
