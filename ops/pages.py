@@ -33,6 +33,17 @@ def as_filled(x: Tensor) -> Tensor:
     return x.view(torch.int8) if x.dtype == torch.float8_e4m3fn else x
 
 
+def sharing(call: AttentionCall) -> Tensor | None:
+    """Return the shared pages that a call makes use of.
+
+    A window lets entries before it be anything, a mask may exclude keys of some sequences, and with `batch_invariant`
+    no sum may depend on the other sequences.
+    """
+    (stored,) = call.segments
+    alone = call.window is not None or stored.attn_mask is not None or call.batch_invariant
+    return None if alone else stored.shared_pages
+
+
 def gather_pages(call: AttentionCall) -> AttentionCall:
     """Return the call over a copy of all pages of each sequence, in order. For graphs too.
 
@@ -56,4 +67,5 @@ def gather_pages(call: AttentionCall) -> AttentionCall:
         scale = getattr(stored, name)
         copies[name] = scale if scale is None or scale.dim() == 1 else gathered(scale)
     mask = narrow_mask(stored.attn_mask, named[:, None, None])
-    return call._replace(segments=(stored._replace(**copies, attn_mask=mask, block_mask=None, block_table=None),))
+    pages = {"block_table": None, "shared_pages": None}
+    return call._replace(segments=(stored._replace(**copies, attn_mask=mask, block_mask=None, **pages),))

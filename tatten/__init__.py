@@ -8,6 +8,7 @@ from tatten.explain import explain
 from tatten.export import rewrite
 from tatten.ops import (
     BlockMask,
+    SharedPages,
     bifurcated_attention,
     block_mask,
     decode_attention,
@@ -16,6 +17,7 @@ from tatten.ops import (
     latent_attention,
     merge_state,
     merge_states,
+    shared_pages,
     tree_merge,
 )
 from tatten.report import Report, recording
@@ -31,6 +33,7 @@ __all__ = [
     "QuantizedStaticCache",
     "Report",
     "ShardedKVCache",
+    "SharedPages",
     "SharedPrefixCache",
     "bifurcated_attention",
     "block_mask",
@@ -45,6 +48,7 @@ __all__ = [
     "merge_states",
     "recording",
     "rewrite",
+    "shared_pages",
     "tree_merge",
 ]
 

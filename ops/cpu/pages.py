@@ -1,6 +1,6 @@
 """Attention over pages on a CPU: each sequence's pages are copied, in order, and its queries attend to the copy.
 
-One copy is in memory at a time. PyTorch's kernel takes no table, and a call for each page would merge a state for each.
+Pages that sequences share are copied once for all of them. One copy is in memory at a time. PyTorch's kernel takes no table, and a call for each page would merge a state for each.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from tatten.ops.call import Attend, AttentionCall, KeyValue
+from tatten.ops.cpu.shared_pages import groups_of, merge_groups
 from tatten.ops.layout import squeeze_broadcast
-from tatten.ops.pages import as_filled, heads_first, named_pages
+from tatten.ops.page_runs import OWN
+from tatten.ops.pages import as_filled, heads_first, named_pages, sharing
 from tatten.ops.reach import narrow_mask
 from tatten.ops.sizes import ceil_div
 from tatten.ops.states import State
@@ -25,10 +27,21 @@ def attend_pages(call: AttentionCall, attend: Attend) -> State:
     lens, page = check_kv_lens(call), stored.key.shape[2]
     assert lens is not None
     first_pages = [0 if call.window is None else max(0, n - q_len - call.window + 1) // page for n in lens]
-    most = max(ceil_div(n, page) - first for n, first in zip(lens, first_pages, strict=True))
+    shared = sharing(call)
+    groups = [] if shared is None else groups_of(shared, stored.kv_len)
+    if shared is not None:
+        first_pages = [min(key, n) // page for key, n in zip(shared[OWN, :batch].tolist(), lens, strict=True)]
+    spans = [*zip(first_pages, lens, strict=True), *((x.start // page, x.stop) for x in groups)]
+    most = max(ceil_div(n, page) - first for first, n in spans)
     room = {name: _room_for(getattr(stored, name), most) for name in ("key", "value", "key_scale", "value_scale")}
-    states = [attend(_of_sequence(call, b, first_pages[b], lens[b], room)) for b in range(batch)]
+    states = []
+    for b in range(batch):
+        own = _copied_keys(call, b, first_pages[b], lens[b], room)
+        states.append(attend(call._replace(query=call.query[b : b + 1], segments=(own,))))
     out, lse = (torch.cat(x) for x in zip(*states, strict=True))
+    if groups:
+        copies = ((x, _copied_keys(call, x.leader, x.start // page, x.stop, room)) for x in groups)
+        out, lse = merge_groups(call, out, lse, copies, attend)
     return out, lse
 
 
@@ -39,8 +52,8 @@ def _room_for(pool: Tensor | None, pages: int) -> Tensor | None:
     return pool.new_empty((pages, *heads_first(pool).shape[1:]))
 
 
-def _of_sequence(call: AttentionCall, b: int, first: int, length: int, room: dict[str, Tensor | None]) -> AttentionCall:
-    """Return the call of one sequence over a copy of its pages from page `first` on; the copy is in `room`."""
+def _copied_keys(call: AttentionCall, b: int, first: int, length: int, room: dict[str, Tensor | None]) -> KeyValue:
+    """Return the keys of sequence b from page `first` on, up to `length`; the copy is in `room`."""
     (stored,) = call.segments
     table, page = stored.block_table, stored.key.shape[2]
     assert table is not None
@@ -64,5 +77,4 @@ def _of_sequence(call: AttentionCall, b: int, first: int, length: int, room: dic
     if not all_named:
         mask = narrow_mask(mask, named.repeat_interleave(page)[None, None, None, : length - start])
     scales = {name: copied(name) for name in ("key_scale", "value_scale")}
-    own = KeyValue(copied("key"), copied("value"), mask, **scales)
-    return call._replace(query=call.query[b : b + 1], segments=(own,))
+    return KeyValue(copied("key"), copied("value"), mask, **scales)

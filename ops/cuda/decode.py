@@ -40,7 +40,7 @@ class SegmentLaunch:
     sinks: bool
 
     def __call__(self, call: AttentionCall, stored: KeyValue) -> Partials:
-        key, value, attn_mask, kv_lens, block_mask, row_groups, key_scale, value_scale, rope, _, table = stored
+        key, value, attn_mask, kv_lens, block_mask, row_groups, key_scale, value_scale, rope, _, table, _ = stored
         optional = kv_lens, block_mask, row_groups, call.sinks if self.sinks else None
         # The kernels need contiguous tensors here. A copy is one more launch.
         kv_lens, block_mask, row_groups, sinks = [x if x is None else x.contiguous() for x in optional]
