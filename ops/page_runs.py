@@ -105,7 +105,8 @@ def _cut(leaders: Tensor, starts: Tensor, stops: Tensor, own: Tensor, n_units: i
     starts, stops, leaders = starts.flatten(), stops.flatten(), leaders.flatten()
     active = stops > starts
     group = torch.where(active, group, n)
-    order = torch.argsort(group * (n_units + 1) + n_units - stops, stable=True)
+    longest_first = torch.where(active, n_units - stops, 0)
+    order = torch.argsort(group * (n_units + 1) + longest_first, stable=True)
     group, each = group[order], torch.arange(n, device=own.device)
     opens = torch.cat((torch.ones_like(active[:1]), group[1:] != group[:-1]))
     rank = each - torch.where(opens, each, 0).cummax(dim=0).values

@@ -23,7 +23,6 @@ from tatten.ops.latent_validation import (
     check_latent_batch_invariant,
     check_latent_widths_on_cuda,
 )
-from tatten.ops.page_runs import shared_pages_reference
 from tatten.ops.pages_validation import check_table_alone
 from tatten.ops.picks_validation import check_picks
 from tatten.ops.reach import within_window
@@ -197,7 +196,9 @@ def _plan_shared_pages(
     block_table: Tensor, kv_lens: Tensor, n_pages: int, page_size: int, q_length: int
 ) -> Callable[[Tensor, Tensor], Tensor]:
     check_table_alone(block_table, kv_lens, n_pages, page_size, q_length)
-    return lambda table, lens: shared_pages_reference(table, lens, n_pages, page_size, q_length)
+    from tatten.ops.cuda.shared_pages import plan_shared_pages
+
+    return plan_shared_pages(block_table, n_pages, page_size, q_length)
 
 
 def block_list(attn_mask: Tensor, kv_batch: int, every_block: bool = False) -> Tensor:
