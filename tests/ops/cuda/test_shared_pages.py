@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import os
 import random
+import re
 
 import pytest
 import torch
-from poison import fresh_memory_is_poison
+from compiled import compile_in_subprocess
 from shared_tables import drawn, tree
 from slow import slow_but
 
 from tatten.ops.page_runs import shared_pages_reference
+
+SCRIPT = """
+import json, torch
+from compiled import Recorder, compile_launch
+from tatten.ops.cuda import shared_pages
+launches = []
+for name in ("_free_pages_kernel", "_own_pages_kernel", "_runs_kernel", "_cut_runs_kernel"):
+    setattr(shared_pages, name, Recorder(getattr(shared_pages, name), launches))
+shared_pages.has_early_launches = lambda device: True
+for batch, columns, page, lens in ((256, 512, 16, torch.int32), (1024, 4096, 64, torch.int64), (2, 4096, 1, torch.int32)):
+    table = torch.empty(batch, columns, dtype=torch.int32, device="meta")
+    find = shared_pages.plan_shared_pages(table, 100_000, page, 1)
+    find(table, torch.empty(batch, dtype=lens, device="meta"))
+print(json.dumps([compile_launch(*x) for x in launches]))
+"""
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 
 
 @interpreted
 @pytest.mark.parametrize("n", slow_but([25], [25, 600]))
-def test_finds_what_plain_pytorch_finds(n: int) -> None:
+def test_finds_what_plain_pytorch_finds(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tatten.ops.cuda import shared_pages
     from tatten.ops.cuda.shared_pages import plan_shared_pages
 
+    allocate = shared_pages.allocate
+    monkeypatch.setattr(shared_pages, "allocate", lambda *args: [x.fill_(-12345) for x in allocate(*args)])
     rng = random.Random(n)
     for _ in range(n):
         tables, q_length = drawn(rng), rng.choice((1, 1, 2, 5))
@@ -28,8 +47,7 @@ def test_finds_what_plain_pytorch_finds(n: int) -> None:
         if rng.random() < 0.3:
             table = torch.stack((table, table + 1), dim=2).transpose(0, 1).contiguous()[..., 0].T
         given = tables.n_pages, tables.page, q_length
-        with fresh_memory_is_poison():
-            got = plan_shared_pages(table, *given)(table, lens)
+        got = plan_shared_pages(table, *given)(table, lens)
         assert torch.equal(got, shared_pages_reference(table, lens, *given))
 
 
@@ -54,3 +72,15 @@ def test_many_sequences() -> None:
     given = tables.n_pages, tables.page, 1
     got = plan_shared_pages(tables.table, *given)(tables.table, tables.lens)
     assert torch.equal(got, shared_pages_reference(tables.table, tables.lens, *given))
+
+
+@pytest.mark.drawn(3, "compiled for Hopper")
+def test_finding_compiles_for_sm_90() -> None:
+    kernels = compile_in_subprocess(SCRIPT)
+    assert len(kernels) == 12
+    for kernel in kernels:
+        assert kernel["stack"] == 0, kernel["kernel"]
+        wait, release = (kernel["ptx"].find(x) for x in ("griddepcontrol.wait", "griddepcontrol.launch"))
+        memory = re.search(r"(ld|st|atom|red)\.(relaxed\.gpu\.)?global", kernel["ptx"])
+        assert memory is not None
+        assert -1 < wait < release < memory.start(), kernel["kernel"]
