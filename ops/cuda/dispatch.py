@@ -23,6 +23,7 @@ from tatten.ops.latent_validation import (
     check_latent_batch_invariant,
     check_latent_widths_on_cuda,
 )
+from tatten.ops.pages import sharing
 from tatten.ops.pages_validation import check_table_alone
 from tatten.ops.picks_validation import check_picks
 from tatten.ops.reach import within_window
@@ -122,6 +123,10 @@ def _plan_decode(call: AttentionCall) -> Attend:
     if provider != "triton":
         return {"cudnn": cudnn_attention, "flash": flash_attention}[provider]
 
+    if sharing(call) is not None and query.shape[0] > 1:
+        from tatten.ops.cuda.shared_attention import plan_shared_attention
+
+        return plan_shared_attention(call)
     from tatten.ops.cuda.decode import plan_attention
 
     return plan_attention(call)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from paged_calls import POOLS, make_pools
-from shared_tables import Tables, drawn, made, tree
+from paged_calls import POOLS
+from shared_tables import Tables, drawn, inputs_of, made, shared_of, tree
 from slow import slow_but
 from torch import Tensor
 from torch.library import opcheck
@@ -17,34 +17,6 @@ import tatten
 from tatten.ops.cpu import pages as pages_on_cpu
 from tatten.ops.page_runs import OWN
 from tatten.ops.reference import decode_attention_reference
-
-
-def inputs_of(tables: Tables, layout: str = "apart", dtype: torch.dtype = torch.float64, **shape: int) -> dict[str, Any]:
-    """Arguments of a call over random pools, with NaN in all keys that no length covers."""
-    q_len, heads, kv_heads, dim = (
-        shape.get(x, y) for x, y in (("q_len", 1), ("heads", 4), ("kv_heads", 2), ("dim", 8))
-    )
-    pools = make_pools(layout, tables.n_pages, tables.page, kv_heads, (dim, dim), dtype)
-    read = torch.zeros(tables.n_pages, tables.page, dtype=torch.bool)
-    for row, n in zip(tables.table, tables.lens.tolist(), strict=True):
-        at = torch.arange(n)
-        page = row[at // tables.page].long()
-        named = (page >= 0) & (page < tables.n_pages)
-        read[page[named], (at % tables.page)[named]] = True
-    for pool in pools:
-        pool.copy_(torch.where(read[..., None, None], torch.randn(pool.shape, dtype=torch.float64), torch.nan))
-    return {
-        "query": torch.randn(len(tables.lens), heads, q_len, dim, dtype=dtype),
-        "key": pools[0],
-        "value": pools[1],
-        "block_table": tables.table,
-        "kv_lens": tables.lens,
-    }
-
-
-def shared_of(tables: Tables, q_length: int = 1) -> tatten.SharedPages:
-    given = {"n_pages": tables.n_pages, "page_size": tables.page, "q_length": q_length}
-    return tatten.shared_pages(tables.table, tables.lens, **given)
 
 
 def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], tolerance: float = 1e-12) -> None:

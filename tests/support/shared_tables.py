@@ -6,10 +6,13 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from paged_calls import make_pools
 from torch import Tensor
 
+import tatten
 from tatten.ops.page_runs import (
     BEGINS,
     ENTRY_STOPS,
@@ -97,6 +100,34 @@ def drawn(rng: random.Random, most: int = 24) -> Tables:
     if rng.random() < 0.4:
         return scrambled(rng, batch)
     return tree(rng, batch, rng.randint(1, 4), exits=rng.random() < 0.7)
+
+
+def inputs_of(tables: Tables, layout: str = "apart", dtype: torch.dtype = torch.float64, **shape: int) -> dict[str, Any]:
+    """Arguments of a call over random pools, with NaN in all keys that no length covers."""
+    q_len, heads, kv_heads, dim = (
+        shape.get(x, y) for x, y in (("q_len", 1), ("heads", 4), ("kv_heads", 2), ("dim", 8))
+    )
+    pools = make_pools(layout, tables.n_pages, tables.page, kv_heads, (dim, dim), dtype)
+    read = torch.zeros(tables.n_pages, tables.page, dtype=torch.bool)
+    for row, n in zip(tables.table, tables.lens.tolist(), strict=True):
+        at = torch.arange(n)
+        page = row[at // tables.page].long()
+        named = (page >= 0) & (page < tables.n_pages)
+        read[page[named], (at % tables.page)[named]] = True
+    for pool in pools:
+        pool.copy_(torch.where(read[..., None, None], torch.randn(pool.shape, dtype=torch.float64), torch.nan))
+    return {
+        "query": torch.randn(len(tables.lens), heads, q_len, dim, dtype=dtype),
+        "key": pools[0],
+        "value": pools[1],
+        "block_table": tables.table,
+        "kv_lens": tables.lens,
+    }
+
+
+def shared_of(tables: Tables, q_length: int = 1) -> tatten.SharedPages:
+    given = {"n_pages": tables.n_pages, "page_size": tables.page, "q_length": q_length}
+    return tatten.shared_pages(tables.table, tables.lens, **given)
 
 
 Run = tuple[int, int, int, int]  # level, leader, first key, one past the last key

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import random
 import re
+from typing import Any
 
 import pytest
 import torch
 from compiled import compile_in_subprocess
-from shared_tables import drawn, tree
+from paged_calls import POOLS
+from poison import fresh_memory_is_poison
+from shared_tables import Tables, drawn, inputs_of, made, shared_of, tree
 from slow import slow_but
 
-from tatten.ops.page_runs import shared_pages_reference
+from tatten.ops.kernel_signatures import decode_call
+from tatten.ops.page_runs import OWN, shared_pages_reference
+from tatten.ops.reference import decode_attention_reference
 
 SCRIPT = """
 import json, torch
@@ -72,6 +77,77 @@ def test_many_sequences() -> None:
     given = tables.n_pages, tables.page, 1
     got = plan_shared_pages(tables.table, *given)(tables.table, tables.lens)
     assert torch.equal(got, shared_pages_reference(tables.table, tables.lens, *given))
+
+
+def assert_attends(tables: Tables, dtype: torch.dtype = torch.float32, **variant: Any) -> None:
+    """Attention by the launches that are planned, in numbers of programs that cut work tiles, is that of float64."""
+    from tatten.ops.cuda.shared_attention import plan_shared_attention
+
+    programs, shape = variant.pop("programs", None), variant.pop("shape", {})
+    inputs = inputs_of(tables, variant.pop("layout", "apart"), dtype, **shape)
+    call = decode_call(**inputs, **variant, shared_pages=shared_of(tables).data)
+    with fresh_memory_is_poison():
+        got = plan_shared_attention(call, programs=programs)(call)
+    assert got[0].dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for x, want in zip(got, decode_attention_reference(**inputs, **variant), strict=True):
+        torch.testing.assert_close(x.double(), want, rtol=tolerance, atol=tolerance)
+
+
+@interpreted
+@pytest.mark.parametrize("n", slow_but([8], [8, 150]))
+def test_attends_as_float64_does(n: int) -> None:
+    rng, shared = random.Random(n), 0
+    for seed in range(n):
+        torch.manual_seed(seed)
+        tables = drawn(rng, most=8)
+        while len(tables.lens) < 2:
+            tables = drawn(rng, most=8)
+        variant: dict[str, Any] = {"layout": rng.choice(POOLS), "shape": {"q_len": rng.choice((1, 1, 2))}}
+        if rng.random() < 0.3:
+            variant["sinks"] = torch.randn(4)
+        if rng.random() < 0.3:
+            variant["softcap"] = 3.0
+        assert_attends(tables, programs=rng.choice((None, 1, 2, 3, 7, 30)), **variant)
+        shared += int(shared_of(tables).data[OWN].any())
+    assert shared > n // 4
+
+
+@interpreted
+@pytest.mark.parametrize("programs", [1, 5, 40])
+def test_attends_where_nothing_is_shared(programs: int) -> None:
+    rows = [[3 * b, 3 * b + 1, 3 * b + 2] for b in range(3)]
+    tables = made(random.Random(0), rows, [150, 192, 0], 64, 9)
+    assert not shared_of(tables).data[OWN].any()
+    assert_attends(tables, programs=programs)
+
+
+@interpreted
+@pytest.mark.parametrize("lens", [[192, 192, 192], [192, 192, 195]])
+def test_attends_where_all_is_shared(lens: list[int]) -> None:
+    tables = made(random.Random(0), [[0, 1, 2], [0, 1, 2], [0, 1, 2, 3]], lens, 64, 9)
+    assert shared_of(tables).data[OWN, :3].tolist() == [192] * 3
+    assert_attends(tables, sinks=torch.randn(4))
+
+
+@interpreted
+def test_attends_with_full_row_groups_and_many_heads() -> None:
+    tables = tree(random.Random(1), 40)
+    assert_attends(tables, torch.bfloat16, programs=9, shape={"heads": 8, "kv_heads": 1, "dim": 16})
+
+
+@interpreted
+def test_a_value_that_is_nan_spoils_no_other_sequence() -> None:
+    from tatten.ops.cuda.shared_attention import plan_shared_attention
+
+    tables = made(random.Random(0), [[0, 1, 2, 3], [0, 4, 5, 6], [0, 1, 2, 7]], [256, 256, 256], 64, 8)
+    inputs = inputs_of(tables, dtype=torch.float32)
+    inputs["value"][inputs["block_table"][0, 2].long()] = torch.nan
+    call = decode_call(**inputs, shared_pages=shared_of(tables).data)
+    out, _ = plan_shared_attention(call)(call)
+    assert out[0].isnan().all()
+    assert out[2].isnan().all()
+    assert not out[1].isnan().any()
 
 
 @pytest.mark.drawn(3, "compiled for Hopper")
