@@ -128,6 +128,13 @@ def pages(q, kv, table, lens):
     return ops.decode_attention.default(a * 2, key, value, window=100, **given)[0]
 
 
+def shared_pages(q, kv, table, lens):
+    key, value = kv.unbind(1)
+    given = {"kv_lens": lens, "block_table": table, "shared_pages": ops.shared_pages.default(table, lens, 600, 16, 1)}
+    a, _ = ops.decode_attention.default(q, key, value, **given)
+    return ops.decode_attention.default(a * 2, key, value, **given)[0]
+
+
 def picked_latents(q, q_rope, c, k_rope, mask, indices):
     return ops.latent_attention.default(q, q_rope, c, k_rope, mask, scale=0.1, indices=indices)[0] * 2
 
@@ -176,6 +183,15 @@ cases = {
     ),
     "picks": (picks, [Q, KV, KV, MASK, ((2, 8, 1, 8), torch.int32)]),
     "pages": (pages, [Q, ((600, 2, 16, 8, 128), bf16), ((2, 256), torch.int32), ((2,), torch.int32)]),
+    "shared pages": (
+        shared_pages,
+        [
+            ((8, 32, 1, 128), bf16),
+            ((600, 2, 16, 8, 128), bf16),
+            ((8, 256), torch.int32),
+            ((8,), torch.int32),
+        ],
+    ),
     "picked latents": (
         picked_latents,
         [

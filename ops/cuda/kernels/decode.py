@@ -413,8 +413,8 @@ def _decode_kernel(
                     ok = ok & (bias != float("-inf"))
                     scores += bias
             if PART == SHARED_PART:
-                shares = start_key < its_stop
-                ok = ok & shares[:, None]
+                takes_part = start_key < its_stop
+                ok = ok & takes_part[:, None]
             scores = tl.where(ok, scores, float("-inf"))
             v_scale = None
             if VALUE_SCALE == 2:
@@ -424,7 +424,7 @@ def _decode_kernel(
                 before = acc
             acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED, v_scale)
             if PART == SHARED_PART:  # a value of another sequence may be NaN, and 0 * NaN is NaN
-                acc = tl.where(shares[:, None], acc, before)
+                acc = tl.where(takes_part[:, None], acc, before)
             if HAS_BLOCK_LIST:  # fetched one tile ahead, so that no load waits for its address
                 more = i + 1 < stop
                 block = tl.load(group_blocks + 2 * (i + 2), mask=more, other=0).to(tl.int32)

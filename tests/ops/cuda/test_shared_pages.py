@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import compile_in_subprocess
+from compiled import FUSIBLE, compile_in_subprocess
 from paged_calls import POOLS
 from poison import fresh_memory_is_poison
 from shared_tables import Tables, drawn, inputs_of, made, shared_of, tree
@@ -33,6 +33,45 @@ for batch, columns, page, lens in ((256, 512, 16, torch.int32), (1024, 4096, 64,
     find(table, torch.empty(batch, dtype=lens, device="meta"))
 print(json.dumps([compile_launch(*x) for x in launches]))
 """
+
+ATTEND = """
+import json, sys, torch, triton
+from compiled import Recorder, compile_launch
+from tatten.ops.cuda import combine, decode, decode_grid, shared_attention
+from tatten.ops.kernel_signatures import decode_call
+launches, found = [], []
+decode_grid.multiprocessors = lambda device: 132
+for module in (decode, combine):
+    for name, x in list(vars(module).items()):
+        if isinstance(x, triton.JITFunction) and name.endswith("_kernel"):
+            setattr(module, name, Recorder(x, launches))
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+for dtype, dim, heads, page, kv_dtype in json.loads(sys.argv[1]):
+    dtype, kv_dtype, batch, columns = getattr(torch, dtype), getattr(torch, kv_dtype), 64, 8192 // page
+    pool = empty(batch * columns, page, 8, dim, dtype=kv_dtype)
+    given = {
+        "kv_lens": empty(batch, dtype=torch.int32),
+        "block_table": empty(batch, columns, dtype=torch.int32),
+        "shared_pages": empty(8, 2 * batch + 1, dtype=torch.int32),
+    }
+    if kv_dtype.itemsize == 1:
+        scale = empty(batch * columns, page, 8, dtype=torch.float32)
+        given |= {"key_scale": scale, "value_scale": scale}
+    call = decode_call(empty(batch, heads, 1, dim, dtype=dtype), pool, pool, **given)
+    launches.clear()
+    shared_attention.plan_shared_attention(call)(call)
+    found.append([compile_launch(*x) for x in launches])
+print(json.dumps(found))
+"""
+VARIANTS = [
+    ("bfloat16", 128, 32, 16, "bfloat16"),
+    ("bfloat16", 128, 8, 64, "bfloat16"),
+    ("bfloat16", 64, 64, 1, "bfloat16"),
+    ("bfloat16", 256, 32, 256, "bfloat16"),
+    ("float32", 128, 32, 16, "float32"),
+    ("bfloat16", 128, 32, 16, "int8"),
+]
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 
@@ -160,3 +199,22 @@ def test_finding_compiles_for_sm_90() -> None:
         memory = re.search(r"(ld|st|atom|red)\.(relaxed\.gpu\.)?global", kernel["ptx"])
         assert memory is not None
         assert -1 < wait < release < memory.start(), kernel["kernel"]
+
+
+@pytest.mark.drawn(3, "compiled for Hopper")
+@pytest.mark.parametrize("variants", slow_but([VARIANTS[:1]], [VARIANTS[:1], VARIANTS[1:]]))
+def test_attention_compiles_for_sm_90(variants: list[tuple[str, int, int, int, str]]) -> None:
+    for variant, kernels in zip(variants, compile_in_subprocess(ATTEND, variants), strict=True):
+        assert [x["kernel"] for x in kernels] == ["_decode_kernel", "_decode_kernel", "_combine_kernel"]
+        for i, kernel in enumerate(kernels):
+            ptx, what = kernel["ptx"], f"{variant}, launch {i}"
+            assert kernel["stack"] <= 16, what
+            assert kernel["shared"] <= 227 << 10, what
+            assert not FUSIBLE.search(ptx), what
+            wait, release, load = (ptx.find(x) for x in ("griddepcontrol.wait", "griddepcontrol.launch", "ld.global"))
+            if i == 1:  # it runs beside the first one
+                assert -1 < release < load < ptx.rfind("st.global") < wait, what
+            elif i == 0:
+                assert -1 < wait < release < load, what
+            assert i == 2 or "cp.async.cg" in ptx, what
+            assert i == 2 or variant[0] == "float32" or "mma" in ptx, what
