@@ -118,7 +118,10 @@ class Problem:
         given = {"kv_lens": self.lens}
         shuffled = self.q[self.order]
         segments = [
-            [[x[rows[i].flatten()].view(rows.shape[1], -1, *x.shape[2:]).transpose(1, 2) for rows in self.rows] for x in self.pools]
+            [
+                [x[rows[i].flatten()].view(rows.shape[1], -1, *x.shape[2:]).transpose(1, 2) for rows in self.rows]
+                for x in self.pools
+            ]
             for i in range(self.copies)
         ]
 

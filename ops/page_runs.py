@@ -4,8 +4,8 @@ Tables are compared 64 keys at a time: a *unit* is 64 keys, or a page if that is
 that some sequences of a group attend to and others don't.
 
 The *leader* of a sequence at a unit is the lowest sequence with the same pages there, which may be itself. A *run* is a
-stretch of units with one leader. A sequence's first runs are shared as long as each is, up to `LEVELS` of them; all that
-follows is its *own part*. Sequences whose runs have one leader and one start are a group, and read the leader's pages.
+stretch of units with one leader. A sequence's first runs are shared as long as each is, up to `LEVELS` of them. All
+that follows is its *own part*. Sequences whose runs have one leader and one start are a group, and read the leader's pages.
 Each stops where its own run does, so exits from a prefix at different depths are lengths, and no further groups.
 
 Nothing has to be a tree: entries of a run are equal to the leader's, one by one.
@@ -26,7 +26,7 @@ GROUP_SIZE = 32  # sequences of a row group: with 4 query heads for each kv head
 # much as the states of 16 query heads.
 LEAST_KEYS = 64
 
-# The rows of the result. With n = LEVELS * batch, entry `level * batch + b` is sequence b at a level. The first four are
+# The rows of the result. With n = LEVELS * batch, entry `level * batch + b` is sequence b at a level. The first 4 are
 # those of `tatten::row_groups` for n sequences, of which only entries with a run take part.
 (
     LEADERS,  # [:n] the leader of each row group, [n] the number of row groups
@@ -80,7 +80,9 @@ def shared_pages_reference(block_table: Tensor, kv_lens: Tensor, n_pages: int, p
     places = torch.arange(n_units + 1, device=each.device)
 
     start, own, reading = torch.zeros_like(each), torch.zeros_like(each), torch.ones_like(each, dtype=torch.bool)
-    leaders, starts, stops = [], [], []
+    leaders: list[Tensor] = []
+    starts: list[Tensor] = []
+    stops: list[Tensor] = []
     for _ in range(LEVELS):
         of = leader.gather(1, start[:, None])[:, 0]
         ends_here = (places >= start[:, None]) & (leader != of[:, None])
@@ -90,7 +92,8 @@ def shared_pages_reference(block_table: Tensor, kv_lens: Tensor, n_pages: int, p
         longest = torch.zeros_like(each).scatter_reduce(0, of, torch.where(follows, end, 0), "amax")
         leads = reading & (of == each) & (longest > start)
         stop = torch.where(follows, end, torch.where(leads, longest, start))
-        leaders.append(of), starts.append(start), stops.append(stop)
+        for found, x in ((leaders, of), (starts, start), (stops, stop)):
+            found.append(x)
         own = torch.where(stop > start, stop, own)
         reading = (stop > start) & (stop == end)  # or else keys between this run and the next would be left out
         start = end

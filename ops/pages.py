@@ -67,5 +67,5 @@ def gather_pages(call: AttentionCall) -> AttentionCall:
         scale = getattr(stored, name)
         copies[name] = scale if scale is None or scale.dim() == 1 else gathered(scale)
     mask = narrow_mask(stored.attn_mask, named[:, None, None])
-    pages = {"block_table": None, "shared_pages": None}
-    return call._replace(segments=(stored._replace(**copies, attn_mask=mask, block_mask=None, **pages),))
+    in_order = stored._replace(**copies, attn_mask=mask, block_mask=None, block_table=None, shared_pages=None)
+    return call._replace(segments=(in_order,))

@@ -60,7 +60,8 @@ def check_table_alone(block_table: Tensor, kv_lens: Tensor, n_pages: int, page_s
     if tuple(kv_lens.shape) != (block_table.shape[0],):
         raise ValueError(f"`kv_lens` must have shape ({block_table.shape[0]},), got {tuple(kv_lens.shape)}")
     if kv_lens.device != block_table.device:
-        raise ValueError(f"`kv_lens` must be on the device of `block_table`, {block_table.device}, got {kv_lens.device}")
+        wanted = f"on the device of `block_table`, {block_table.device}"
+        raise ValueError(f"`kv_lens` must be {wanted}, got {kv_lens.device}")
     if n_pages < 1:
         raise ValueError(f"`n_pages` must be at least 1, got {n_pages}")
     if not is_page_size(page_size):

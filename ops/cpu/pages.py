@@ -1,6 +1,7 @@
 """Attention over pages on a CPU: each sequence's pages are copied, in order, and its queries attend to the copy.
 
-Pages that sequences share are copied once for all of them. One copy is in memory at a time. PyTorch's kernel takes no table, and a call for each page would merge a state for each.
+Pages that sequences share are copied once for all of them. One copy is in memory at a time. PyTorch's kernel takes no
+table, and a call for each page would merge a state for each.
 """
 
 from __future__ import annotations

@@ -199,7 +199,9 @@ def plan_segment(
         space,
         launch,
         writes=(
-            Dense.of((states, q_heads, q_len, value_dim), (call.out_dtype or query.dtype) if place.final else acc_dtype),
+            Dense.of(
+                (states, q_heads, q_len, value_dim), (call.out_dtype or query.dtype) if place.final else acc_dtype
+            ),
             Dense.of((states, q_heads, q_len, *(() if place.final else pair)), acc_dtype),
             Dense.of((space.slots, tiles.block_m, value_dim), acc_dtype),
             Dense.of((space.slots, tiles.block_m, *pair), acc_dtype),

@@ -43,4 +43,6 @@ def plan_shared_attention(
     place = Place(final=False, beside_previous=True)
     own = plan_segment(call, stored, place, tiles=tiles, programs=programs, part=OWN_PART)
     spaces = own.tile_space, shared.tile_space
-    return SharedAttention(shared, own, plan_combine(query, stored.value.shape[3], *spaces, dtype=query.dtype, shared=True))
+    return SharedAttention(
+        shared, own, plan_combine(query, stored.value.shape[3], *spaces, dtype=query.dtype, shared=True)
+    )

@@ -59,9 +59,7 @@ def plan_shared_pages(
         return {"num_warps": min(8, max(1, lanes // 128)), "launch_pdl": pdl}
 
     return FindSharedPages(
-        Launch(
-            _free_pages_kernel, (ceil_div(n_pages, BLOCK),), options(BLOCK), n_pages=n_pages, BLOCK=BLOCK, PDL=pdl
-        ),
+        Launch(_free_pages_kernel, (ceil_div(n_pages, BLOCK),), options(BLOCK), n_pages=n_pages, BLOCK=BLOCK, PDL=pdl),
         Launch(
             _own_pages_kernel,
             (batch * ceil_div(n_units, block),),

@@ -102,7 +102,9 @@ def drawn(rng: random.Random, most: int = 24) -> Tables:
     return tree(rng, batch, rng.randint(1, 4), exits=rng.random() < 0.7)
 
 
-def inputs_of(tables: Tables, layout: str = "apart", dtype: torch.dtype = torch.float64, **shape: int) -> dict[str, Any]:
+def inputs_of(
+    tables: Tables, layout: str = "apart", dtype: torch.dtype = torch.float64, **shape: int
+) -> dict[str, Any]:
     """Arguments of a call over random pools, with NaN in all keys that no length covers."""
     q_len, heads, kv_heads, dim = (
         shape.get(x, y) for x, y in (("q_len", 1), ("heads", 4), ("kv_heads", 2), ("dim", 8))

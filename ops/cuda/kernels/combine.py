@@ -1,8 +1,10 @@
 """The combine kernel: adds up the states that launches of the decode or prefix kernel left for segments.
 
 It takes the partial states of up to two segments, and whole states of any number of others. Each output state finds its
-own partial states: the schedule is arithmetic, so only the lengths have to be read. With `SHARED`, the second segment is
-the launch over pages that sequences share: an output state finds its states there, and none is read if it has none.
+own partial states: the schedule is arithmetic, so only the lengths have to be read.
+
+With `SHARED`, the second segment is the launch over pages that sequences share. An output state has up to one state
+there for each level, and none is read if it has none.
 """
 
 from __future__ import annotations

@@ -69,7 +69,19 @@ def _own_pages_kernel(
 
 @triton.jit
 def _leaders(
-    table, kv_lens, owners, sequence, units, seen, table_b, table_s, n_pages, n_units, q_length, UNIT, PAGE: tl.constexpr
+    table,
+    kv_lens,
+    owners,
+    sequence,
+    units,
+    seen,
+    table_b,
+    table_s,
+    n_pages,
+    n_units,
+    q_length,
+    UNIT,
+    PAGE: tl.constexpr,
 ):
     """Return the leader of each unit: the owner of its last page if it has the same pages there."""
     row = sequence.to(tl.int64)
