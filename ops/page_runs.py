@@ -5,8 +5,8 @@ that some sequences of a group attend to and others don't.
 
 The *leader* of a sequence at a unit is the lowest sequence with the same pages there, which may be itself. A *run* is a
 stretch of units with one leader. A sequence's first runs are shared as long as each is, up to `LEVELS` of them. All
-that follows is its *own part*. Sequences whose runs have one leader and one start are a group, and read the leader's pages.
-Each stops where its own run does, so exits from a prefix at different depths are lengths, and no further groups.
+that follows is its *own part*. Sequences whose runs have one leader and one start are a group, and read the leader's
+pages. Each stops where its own run does, so exits from a prefix at different depths are lengths, and no more groups.
 
 Nothing has to be a tree: entries of a run are equal to the leader's, one by one.
 """
