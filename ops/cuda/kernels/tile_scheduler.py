@@ -15,14 +15,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tatten.ops import page_runs
+from tatten.ops.page_runs import ENTRY_STOPS, OWN, STARTS, STOPS
+from tatten.ops.page_runs import LEVELS as _LEVELS
 
 MOST_CHUNKS = tl.constexpr(32)  # per work tile
 # The part of a launch over pages that sequences share: none, each sequence's own keys, or those of row groups.
 OWN_PART, SHARED_PART = tl.constexpr(1), tl.constexpr(2)
-LEVELS = tl.constexpr(page_runs.LEVELS)
-_STARTS, _STOPS = tl.constexpr(page_runs.STARTS), tl.constexpr(page_runs.STOPS)
-_ENTRY_STOPS, _OWN = tl.constexpr(page_runs.ENTRY_STOPS), tl.constexpr(page_runs.OWN)
+LEVELS = tl.constexpr(_LEVELS)
+_STARTS, _STOPS, _ENTRY_STOPS, _OWN = (tl.constexpr(row) for row in (STARTS, STOPS, ENTRY_STOPS, OWN))
 
 
 @triton.jit
