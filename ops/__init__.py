@@ -9,9 +9,11 @@ from tatten.ops.index_scores import index_scores
 from tatten.ops.latent import latent_attention
 from tatten.ops.masks import BlockMask
 from tatten.ops.merge import merge_state, merge_states
+from tatten.ops.shared_pages import SharedPages, shared_pages
 
 __all__ = [
     "BlockMask",
+    "SharedPages",
     "bifurcated_attention",
     "block_mask",
     "decode_attention",
@@ -21,5 +23,6 @@ __all__ = [
     "local_lens",
     "merge_state",
     "merge_states",
+    "shared_pages",
     "tree_merge",
 ]

@@ -35,6 +35,7 @@ class KeyValue(NamedTuple):
         block_table: `[batch, max_pages]`, the pages of each sequence in order; None unless keys are in pages. With it,
             `key`, `value` and `rope` are pools `[pages, kv_heads, page, d]`, and scales of keys
             `[pages, kv_heads, page]`: views of the user's `[pages, page, kv_heads, ...]`.
+        shared_pages: the result of `tatten::shared_pages` for `block_table`, or None. It changes no result.
     """
 
     key: Tensor
@@ -48,6 +49,7 @@ class KeyValue(NamedTuple):
     rope: Tensor | None = None
     indices: Tensor | None = None
     block_table: Tensor | None = None
+    shared_pages: Tensor | None = None
 
     @property
     def kv_batch(self) -> int:

@@ -12,6 +12,7 @@ from tatten.ops.keywords import names_keywords
 from tatten.ops.masks import BlockList, BlockMask, KeySpans, data_of
 from tatten.ops.pages_validation import check_without_picks
 from tatten.ops.picks import picks_options
+from tatten.ops.shared_pages import SharedPages, data_of_pages
 from tatten.ops.validation import check_mask_alone, check_tensors
 
 
@@ -71,6 +72,7 @@ def decode_attention(
     distinct_indices: bool = False,
     rest_bias: float | None = None,
     block_table: Tensor | None = None,
+    shared_pages: SharedPages | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -95,6 +97,7 @@ def decode_attention(
     distinct_indices: bool = False,
     rest_bias: float | None = None,
     block_table: Tensor | None = None,
+    shared_pages: SharedPages | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @names_keywords
@@ -119,6 +122,7 @@ def decode_attention(
     distinct_indices: bool = False,
     rest_bias: float | None = None,
     block_table: Tensor | None = None,
+    shared_pages: SharedPages | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of a few queries per sequence over a long KV, as `F.scaled_dot_product_attention` does.
@@ -182,6 +186,9 @@ def decode_attention(
             covers. A key whose entry is outside `[0, pages)` is left out. Masks and windows count keys from the start
             of their sequence. Scales for each key are `[pages, page, kv_heads]`. A block mask is ignored, and `indices`
             must be None.
+        shared_pages: the result of `tatten.shared_pages` for `block_table` and `kv_lens`, so that pages that sequences
+            share are read once. Results are the same up to rounding. It stays valid while sequences grow, but not if
+            entries that it counts on change. Ignored with `attn_mask`, `window` or `batch_invariant`.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
     Returns:
@@ -219,6 +226,7 @@ def decode_attention(
         "provider": None if provider == "auto" else provider,
         "batch_invariant": batch_invariant or None,
         "block_table": block_table,
+        "shared_pages": None if shared_pages is None else data_of_pages(shared_pages, block_table, key),
     }
     options |= picks_options(indices, query, key, index_block, distinct_indices, rest_bias)
     # The dispatcher takes its time for each argument, even for a default.

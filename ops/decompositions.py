@@ -15,6 +15,7 @@ from tatten.ops.cpu.attend_used import UsedKeys, attend_jointly, attend_used, us
 from tatten.ops.cpu.attention import merge_sinks, upcast, with_mask_in
 from tatten.ops.cpu.index_scores import scores_of_keys
 from tatten.ops.cpu.latent import query_and_rope
+from tatten.ops.cpu.shared_pages import shared_pages
 from tatten.ops.index_scores_validation import check_index_scores
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.latent_validation import check_latent_attention
@@ -76,6 +77,7 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
         ),
         ops.merge_states.default: _merge_states,
         ops.row_groups.default: _row_groups,
+        ops.shared_pages.default: shared_pages,
         ops.project_heads.default: project_heads,
         ops.index_scores.default: _index_scores,
         ops.top_picks.default: top_picks,

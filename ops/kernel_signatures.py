@@ -42,12 +42,14 @@ def decode_kernel(attend: Attend) -> OpKernel:
         index_block: int = 1,
         rest_bias: float | None = None,
         block_table: Tensor | None = None,
+        shared_pages: Tensor | None = None,
     ) -> Any:
         if block_table is not None:
             key, value = heads_first(key), heads_first(value)
             key_scale, value_scale = (x if x is None else heads_first(x) for x in (key_scale, value_scale))
         masks = attn_mask, kv_lens, block_mask
-        stored = _tuple(KeyValue, (key, value, *masks, None, key_scale, value_scale, None, indices, block_table))
+        pages = block_table, shared_pages
+        stored = _tuple(KeyValue, (key, value, *masks, None, key_scale, value_scale, None, indices, *pages))
         softmax, picks = (scale, window, softcap, sinks), (index_block, rest_bias)
         return attend(
             _tuple(AttentionCall, (DECODE, query, (stored,), *softmax, None, None, provider, batch_invariant, *picks))
@@ -84,10 +86,10 @@ def bifurcated_kernel(attend: Attend) -> OpKernel:
         check_segments(keys, values=values, attn_masks=masks, block_masks=blocks, row_groups=groups, indices=picks)
         if not keys:
             raise ValueError("`keys` must hold at least one segment, got none")
-        lens = scales = rope = table = None
+        lens = scales = rope = table = shared = None
         segments = tuple(
             [
-                _tuple(KeyValue, (*stored, lens, block_mask, rows, scales, scales, rope, own_picks, table))
+                _tuple(KeyValue, (*stored, lens, block_mask, rows, scales, scales, rope, own_picks, table, shared))
                 for *stored, block_mask, rows, own_picks in zip(keys, values, masks, blocks, groups, picks, strict=True)
             ]
         )
@@ -123,7 +125,7 @@ def latent_kernel(attend: Attend) -> OpKernel:
         if block_table is not None:
             latent, key_rope = heads_first(latent), key_rope if key_rope is None else heads_first(key_rope)
         masks = attn_mask, kv_lens, block_mask
-        stored = _tuple(KeyValue, (latent, latent, *masks, None, None, None, key_rope, indices, block_table))
+        stored = _tuple(KeyValue, (latent, latent, *masks, None, None, None, key_rope, indices, block_table, None))
         softmax, options = (scale, window, softcap, sinks), ("auto", batch_invariant, index_block, rest_bias)
         return attend(_tuple(AttentionCall, (LATENT, query, (stored,), *softmax, query_rope, out_dtype, *options)))
 

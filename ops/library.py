@@ -19,6 +19,7 @@ from tatten.ops.cpu.bifurcated import bifurcated_attention as bifurcated_on_cpu
 from tatten.ops.cpu.index_scores import index_scores as index_scores_on_cpu
 from tatten.ops.cpu.latent import latent_attention as latent_on_cpu
 from tatten.ops.cpu.rows import row_groups as row_groups_on_cpu
+from tatten.ops.cpu.shared_pages import shared_pages as shared_pages_on_cpu
 from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.cuda.index_scores import index_scores as index_scores_on_cuda
 from tatten.ops.cuda.project_heads import project_heads as project_heads_on_cuda
@@ -28,6 +29,8 @@ from tatten.ops.distributed.tree_merge import tree_merge_op
 from tatten.ops.index_scores_validation import fake_index_scores
 from tatten.ops.kernel_signatures import OpKernel, bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.masks import block_list, key_spans, mask_of_rows, mask_rows
+from tatten.ops.page_runs import LEVELS, ROWS
+from tatten.ops.pages_validation import check_table_alone
 from tatten.ops.project_heads import fake_project_heads, project_heads
 from tatten.ops.sizes import ceil_div
 from tatten.ops.slide import check_slide, slide_
@@ -41,8 +44,8 @@ for _schema in (
     "decode_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? kv_lens=None, "
     "float? scale=None, Tensor? block_mask=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
     'Tensor? key_scale=None, Tensor? value_scale=None, str provider="auto", bool batch_invariant=False, '
-    "Tensor? indices=None, int index_block=1, float? rest_bias=None, Tensor? block_table=None) "
-    "-> (Tensor out, Tensor lse)",
+    "Tensor? indices=None, int index_block=1, float? rest_bias=None, Tensor? block_table=None, "
+    "Tensor? shared_pages=None) -> (Tensor out, Tensor lse)",
     "latent_attention(Tensor query, Tensor? query_rope, Tensor latent, Tensor? key_rope, Tensor? attn_mask=None, "
     "Tensor? kv_lens=None, *, float scale, Tensor? block_mask=None, int? window=None, float? softcap=None, "
     "Tensor? sinks=None, ScalarType? out_dtype=None, bool batch_invariant=False, Tensor? indices=None, "
@@ -53,6 +56,7 @@ for _schema in (
     "row_groups(Tensor rows, SymInt kv_batch, SymInt queries) -> Tensor",
     "block_mask(Tensor attn_mask, SymInt? kv_batch=None, Tensor? rows=None, bool every_block=False) -> Tensor",
     "block_list(Tensor attn_mask, SymInt kv_batch, bool every_block=False) -> Tensor",
+    "shared_pages(Tensor block_table, Tensor kv_lens, SymInt n_pages, SymInt page_size, SymInt q_length=1) -> Tensor",
     "merge_states(Tensor out, Tensor lse, *, bool batch_invariant=False) -> (Tensor out, Tensor lse)",
     "tree_merge(Tensor out, Tensor lse, str group, int n, int rank, str strategy, bool scatter_heads=False, "
     "bool batch_invariant=False) -> (Tensor out, Tensor lse)",
@@ -85,6 +89,12 @@ torch.library.register_fake("tatten::slide_", check_slide, lib=_library)
 @torch.library.register_fake("tatten::row_groups", lib=_library)
 def _(rows: Tensor, kv_batch: int, queries: int) -> Tensor:
     return rows.new_empty((4, rows.shape[0] + 1), dtype=torch.int32)
+
+
+@torch.library.register_fake("tatten::shared_pages", lib=_library)
+def _(block_table: Tensor, kv_lens: Tensor, n_pages: int, page_size: int, q_length: int = 1) -> Tensor:
+    check_table_alone(block_table, kv_lens, n_pages, page_size, q_length)
+    return block_table.new_empty((ROWS, LEVELS * block_table.shape[0] + 1))
 
 
 @torch.library.register_fake("tatten::block_list", lib=_library)
@@ -129,6 +139,8 @@ _library.impl("block_mask", block_mask, "CompositeImplicitAutograd")
 _library.impl("tree_merge", tree_merge_op, "CompositeImplicitAutograd")
 _library.impl("row_groups", row_groups_on_cpu, "CPU")
 _library.impl("row_groups", cuda.row_groups, "CUDA")
+_library.impl("shared_pages", shared_pages_on_cpu, "CPU")
+_library.impl("shared_pages", cuda.shared_pages, "CUDA")
 _library.impl("block_list", block_list, "CPU")
 _library.impl("block_list", cuda.block_list, "CUDA")
 _KERNELS: dict[str, dict[str, OpKernel]] = {
@@ -146,7 +158,11 @@ _KERNELS: dict[str, dict[str, OpKernel]] = {
 
 def cuda_implementations() -> dict[Any, OpKernel]:
     """Return the ops that launch kernels on a GPU without waiting for other GPUs, with their implementations."""
-    kernels: dict[str, OpKernel] = {"row_groups": cuda.row_groups, "block_list": cuda.block_list}
+    kernels: dict[str, OpKernel] = {
+        "row_groups": cuda.row_groups,
+        "block_list": cuda.block_list,
+        "shared_pages": cuda.shared_pages,
+    }
     attention = "decode_attention", "latent_attention", "bifurcated_attention"
     others = "merge_states", "index_scores", "project_heads", "top_picks"
     kernels |= {name: _KERNELS[name]["CUDA"] for name in (*attention, *others)}

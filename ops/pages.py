@@ -35,6 +35,17 @@ def as_filled(x: Tensor) -> Tensor:
     return x.view(torch.int8) if x.dtype == torch.float8_e4m3fn else x
 
 
+def sharing(call: AttentionCall) -> Tensor | None:
+    """Return the shared pages that a call makes use of.
+
+    A window lets entries before it be anything, a mask may exclude keys of some sequences, and with `batch_invariant`
+    no sum may depend on the other sequences.
+    """
+    (stored,) = call.segments
+    alone = call.window is not None or stored.attn_mask is not None or call.batch_invariant
+    return None if alone else stored.shared_pages
+
+
 def gather_pages(call: AttentionCall) -> AttentionCall:
     """Return the call over a copy of all pages of each sequence, in order. For graphs too.
 
@@ -76,4 +87,5 @@ def in_order(stored: KeyValue, copied: Callable[[Tensor], Tensor]) -> KeyValue:
         rope=copy_of(stored.rope),
         block_mask=None,
         block_table=None,
+        shared_pages=None,
     )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.call import AttentionCall
+from tatten.ops.page_runs import LEVELS, ROWS
 from tatten.ops.pages import LARGEST_PAGE, heads_first
 
 
@@ -29,13 +30,42 @@ def check_pages(call: AttentionCall) -> None:
         wanted = f"[pages, page, {1 if call.latent else 'kv_heads'}, {head_dim}], at least one page"
         raise ValueError(f"`{name}` must be {wanted} with `block_table`, got shape {key}")
     page = key[1]
-    if not (1 <= page <= LARGEST_PAGE and page & (page - 1) == 0):
+    if not is_page_size(page):
         raise ValueError(f"`{name}` must have pages of a power of two up to {LARGEST_PAGE} keys, got {page} in {key}")
     if len(value) != 4 or value[:3] != key[:3] or value[3] == 0:
         wanted = f"[{key[0]}, {page}, {key[2]}, head_dim] like `key`"
         raise ValueError(f"`value` must be {wanted}, got shape {value}")
+    shared, shape = stored.shared_pages, (ROWS, LEVELS * batch + 1)
+    if shared is not None and (shared.dtype != torch.int32 or shared.shape != shape):
+        wanted = f"int32 of shape {shape} for {batch} sequences"
+        raise ValueError(f"`shared_pages` must be {wanted}, got {shared.dtype} of shape {tuple(shared.shape)}")
+
+
+def is_page_size(keys: int) -> bool:
+    return 1 <= keys <= LARGEST_PAGE and keys & (keys - 1) == 0
 
 
 def check_without_picks(indices: Tensor | None) -> None:
     if indices is not None:
         raise ValueError(f"`indices` must be None with `block_table`, got shape {tuple(indices.shape)}")
+
+
+def check_table_alone(block_table: Tensor, kv_lens: Tensor, n_pages: int, page_size: int, q_length: int) -> None:
+    """Raise unless `tatten::shared_pages` takes these. Reads no data."""
+    if block_table.dtype != torch.int32:
+        raise TypeError(f"`block_table` must be int32, got {block_table.dtype}")
+    if block_table.dim() != 2 or block_table.shape[0] == 0:
+        raise ValueError(f"`block_table` must be [batch, max_pages], got shape {tuple(block_table.shape)}")
+    if kv_lens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"`kv_lens` must be int32 or int64, got {kv_lens.dtype}")
+    if tuple(kv_lens.shape) != (block_table.shape[0],):
+        raise ValueError(f"`kv_lens` must have shape ({block_table.shape[0]},), got {tuple(kv_lens.shape)}")
+    if kv_lens.device != block_table.device:
+        wanted = f"on the device of `block_table`, {block_table.device}"
+        raise ValueError(f"`kv_lens` must be {wanted}, got {kv_lens.device}")
+    if n_pages < 1:
+        raise ValueError(f"`n_pages` must be at least 1, got {n_pages}")
+    if not is_page_size(page_size):
+        raise ValueError(f"`page_size` must be a power of two up to {LARGEST_PAGE}, got {page_size}")
+    if q_length < 1:
+        raise ValueError(f"`q_length` must be at least 1, got {q_length}")

@@ -8,6 +8,7 @@ from tatten.explain import explain
 from tatten.export import rewrite
 from tatten.ops import (
     BlockMask,
+    SharedPages,
     bifurcated_attention,
     block_mask,
     decode_attention,
@@ -17,6 +18,7 @@ from tatten.ops import (
     local_lens,
     merge_state,
     merge_states,
+    shared_pages,
     tree_merge,
 )
 from tatten.report import Report, recording
@@ -32,6 +34,7 @@ __all__ = [
     "QuantizedStaticCache",
     "Report",
     "ShardedKVCache",
+    "SharedPages",
     "SharedPrefixCache",
     "bifurcated_attention",
     "block_mask",
@@ -47,6 +50,7 @@ __all__ = [
     "merge_states",
     "recording",
     "rewrite",
+    "shared_pages",
     "tree_merge",
 ]
 

@@ -26,11 +26,15 @@ def latent_attention(call: AttentionCall) -> State:
     check_latent_attention(call)
     if call.batch_invariant:
         check_latent_batch_invariant(call)
-    (stored,) = call.segments
+    (stored,), dtype = call.segments, call.query.dtype
     if stored.indices is not None:
-        out, lse = with_sinks(call, *attend_picks(call))
-        return out.to(call.out_dtype or call.query.dtype), lse
-    return _attend_in_order(call) if stored.block_table is None else attend_pages(call, _attend_in_order)
+        state = attend_picks(call)
+    elif stored.block_table is not None:
+        state = attend_pages(call._replace(out_dtype=accumulator_dtype(dtype)), _attend_in_order)
+    else:
+        return _attend_in_order(call)
+    out, lse = with_sinks(call, *state)
+    return out.to(call.out_dtype or dtype), lse
 
 
 def _attend_in_order(call: AttentionCall) -> State:

@@ -1,7 +1,7 @@
 """Attention over pages on a CPU: a tile of a sequence's keys at a time is copied, heads first, and attended to.
 
 PyTorch's kernel takes no table. The copy of a tile stays in the cache until the kernel has read it, and the kernel is
-fastest where the keys of a head lie side by side.
+fastest where the keys of a head lie side by side. Pages that sequences share are copied once for all of them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from tatten.ops.call import Attend, AttentionCall, KeyValue
 from tatten.ops.cpu import thresholds
+from tatten.ops.cpu.shared_pages import groups_of, merge_groups
 from tatten.ops.layout import squeeze_broadcast
 from tatten.ops.masks import Span
-from tatten.ops.pages import as_filled, in_order, named_pages
+from tatten.ops.page_runs import OWN
+from tatten.ops.pages import as_filled, in_order, named_pages, sharing
 from tatten.ops.reach import mask_of_reach, narrow_mask
 from tatten.ops.sizes import ceil_div
 from tatten.ops.states import State, combine_partials
@@ -27,22 +29,30 @@ def attend_pages(call: AttentionCall, attend: Attend) -> State:
 
     The call is valid.
     """
-    (stored,), spans = call.segments, _spans(call)
-    table, n_pages, page = stored.block_table, stored.key.shape[0], stored.key.shape[2]
-    assert table is not None
-    columns = [slice(span.start // page, ceil_div(span.stop, page)) for span in spans]
-    pages, named = named_pages(table[:, : max(x.stop for x in columns)], n_pages)
-    most = max(x.stop - x.start for x in columns)
+    (stored,), spans, shared = call.segments, _spans(call), sharing(call)
+    page, groups = stored.key.shape[2], []
+    if shared is not None:
+        groups = groups_of(shared, stored.kv_len)
+        firsts = shared[OWN, : len(spans)].tolist()
+        spans = [span._replace(start=min(first, span.stop)) for span, first in zip(spans, firsts, strict=True)]
+    of_groups = [Span(x.start, x.stop, full=False) for x in groups]
+    tile = max(_n_pages(span, page) for span in spans)
     if not _at_once(call):
-        most = min(most, _pages_in_the_cache(stored))
-    room = _room_for(stored, most)
+        tile = min(tile, _pages_in_the_cache(stored))
+    room = _room_for(stored, max([tile, *(_n_pages(span, page) for span in of_groups)]))
     states = []
-    for b, (span, of_span) in enumerate(zip(spans, columns, strict=True)):
-        tiles = _tiles(call, b, span, pages[b, of_span], named[b, of_span], room)
-        outs, lses = zip(*map(attend, tiles), strict=True)
-        states.append(combine_partials(outs, lses))
+    for b, span in enumerate(spans):
+        alone = _sequence(call, b)
+        parts = [attend(alone._replace(segments=(keys,))) for keys in _tiles(call, b, span, tile, room)]
+        states.append(combine_partials(*zip(*parts, strict=True)))
     out, lse = (torch.cat(x) for x in zip(*states, strict=True))
-    return out, lse
+    if not groups:
+        return out, lse
+    shared_keys = (
+        (x, next(_tiles(call, x.leader, span, _n_pages(span, page), room)))
+        for x, span in zip(groups, of_groups, strict=True)
+    )
+    return merge_groups(call, out, lse, shared_keys, attend)
 
 
 def _spans(call: AttentionCall) -> list[Span]:
@@ -55,6 +65,16 @@ def _spans(call: AttentionCall) -> list[Span]:
     lens = [stored.kv_len] * batch if lens is None else lens
     starts = [0 if window is None else max(0, n - q_len - window + 1) for n in lens]
     return [Span(start, n, full=False) for start, n in zip(starts, lens, strict=True)]
+
+
+def _n_pages(span: Span, page: int) -> int:
+    return ceil_div(span.stop, page) - span.start // page
+
+
+def _sequence(call: AttentionCall, b: int) -> AttentionCall:
+    """Return the call with the queries of one sequence, for keys that the window and the sinks don't change."""
+    rope = None if call.query_rope is None else call.query_rope[b : b + 1]
+    return call._replace(query=call.query[b : b + 1], query_rope=rope, window=None, sinks=None)
 
 
 def _at_once(call: AttentionCall) -> bool:
@@ -80,25 +100,23 @@ def _room_for(stored: KeyValue, pages: int) -> dict[Tensor, Tensor]:
     return {x: x.new_empty((x.shape[1], pages, *x.shape[2:])) for x in pools}
 
 
-def _tiles(
-    call: AttentionCall, b: int, span: Span, pages: Tensor, named: Tensor, room: dict[Tensor, Tensor]
-) -> Iterator[AttentionCall]:
-    """Cut the keys of a sequence in tiles of about equal size: each a call over a copy in `room`.
+def _tiles(call: AttentionCall, b: int, span: Span, most: int, room: dict[Tensor, Tensor]) -> Iterator[KeyValue]:
+    """Cut the keys of a sequence in tiles of about equal size, of at most `most` pages each, copied to `room`.
 
-    A tile is valid until the next one. `pages`, `named`: of the pages with the span, as `named_pages` returns them.
+    A tile is valid until the next one.
     """
     (stored,), page = call.segments, call.segments[0].key.shape[2]
+    table, first = stored.block_table, span.start // page
+    assert table is not None
+    pages, named = named_pages(table[b, first : ceil_div(span.stop, page)], stored.key.shape[0])
     mask = _mask_of(call, b, span, None if named.all() else named.repeat_interleave(page))
-    rope = None if call.query_rope is None else call.query_rope[b : b + 1]
-    alone = call._replace(query=call.query[b : b + 1], query_rope=rope, window=None, sinks=None)
-    size = _size_of_tiles(len(pages), room[stored.key].shape[1])
+    size = ceil_div(len(pages), ceil_div(len(pages), most)) if len(pages) else 1
     for i in range(0, max(1, len(pages)), size):
         some = slice(i, i + size)
-        begin = (span.start // page + i) * page  # the first key of the tile's first page
+        begin = (first + i) * page  # the first key of the tile's first page
         start, stop = max(begin, span.start), min(begin + size * page, span.stop)
-        own = _copied(stored, pages[some], named[some], slice(start - begin, stop - begin), room)
-        own_mask = None if mask is None else mask[..., start - span.start : stop - span.start]
-        yield alone._replace(segments=(own._replace(attn_mask=own_mask),))
+        keys = _copied(stored, pages[some], named[some], slice(start - begin, stop - begin), room)
+        yield keys._replace(attn_mask=None if mask is None else mask[..., start - span.start : stop - span.start])
 
 
 def _copied(stored: KeyValue, pages: Tensor, named: Tensor, keys: slice, room: dict[Tensor, Tensor]) -> KeyValue:
@@ -113,10 +131,6 @@ def _copied(stored: KeyValue, pages: Tensor, named: Tensor, keys: slice, room: d
         return copy.flatten(1, 2)[None, :, keys]
 
     return in_order(stored, copied)._replace(attn_mask=None, kv_lens=None)
-
-
-def _size_of_tiles(n: int, most: int) -> int:
-    return ceil_div(n, ceil_div(n, most)) if n else 1
 
 
 def _mask_of(call: AttentionCall, b: int, span: Span, named: Tensor | None) -> Tensor | None:

@@ -34,6 +34,7 @@ class Partials(NamedTuple):
     kv_lens: Tensor | None = None
     block_list: Tensor | None = None
     row_groups: Tensor | None = None
+    shared_pages: Tensor | None = None
 
 
 _NOTHING = TileSpace(1, 1, 0, 1, 1, 1, 1, 16, 16)
@@ -87,12 +88,13 @@ def plan_combine(
     wholes: Sequence[bool] = (),
     dtype: torch.dtype | None = None,
     max_and_sum: bool = False,
+    shared: bool = False,
     pdl: bool = True,
 ) -> Combine:
     """Plan the combine of launches on `spaces`, two at most, and of whole states, for values of head_dim `value_dim`.
 
     `wholes` has an entry for each set of whole states: True if it has maximum and sum instead of the lse. `dtype`
-    defaults to that of the partials.
+    defaults to that of the partials. `shared`: the second launch is over pages that sequences of the first one share.
     """
     batch, q_heads, q_len, _ = query.shape
     writes = None
@@ -132,6 +134,7 @@ def plan_combine(
         MAX_AND_SUM_OUT=max_and_sum,
         PARTIALS=partials,
         BLOCK_STATES=states,
+        SHARED=shared,
         PDL=pdl,
     )
     return Combine(launch, writes)

@@ -14,6 +14,7 @@ from tatten.ops.cuda.combine import INTERPRETED, Combine, Partials, plan_combine
 from tatten.ops.cuda.decode_grid import Place, choose_tiles, deepened, plan_tile_space, shortened
 from tatten.ops.cuda.gpu import has_early_launches, has_tma
 from tatten.ops.cuda.heuristics import Tiles
+from tatten.ops.cuda.kernels import tile_scheduler
 from tatten.ops.cuda.kernels.decode import HEAD_SCALE, KEY_SCALE, NO_SCALE, _decode_kernel
 from tatten.ops.cuda.launcher import Launch
 from tatten.ops.cuda.mask_plan import MaskPlan, plan_mask
@@ -21,10 +22,12 @@ from tatten.ops.cuda.recording import recorder
 from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tma import Tiling, key_tiling, takes_tma
 from tatten.ops.cuda.tuning import gpu_rates
+from tatten.ops.page_runs import LEVELS
 from tatten.ops.sizes import power_of_2
 from tatten.ops.states import State, accumulator_dtype
 
 ALONE = Place()
+WHOLE, OWN_PART, SHARED_PART = 0, tile_scheduler.OWN_PART.value, tile_scheduler.SHARED_PART.value
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,13 @@ class SegmentLaunch:
     key_tiles: Tiling | None
     value_tiles: Tiling | None
     sinks: bool
+    part: int
 
     def __call__(self, call: AttentionCall, stored: KeyValue) -> Partials:
-        key, value, attn_mask, kv_lens, block_mask, row_groups, key_scale, value_scale, rope, _, table = stored
-        optional = kv_lens, block_mask, row_groups, call.sinks if self.sinks else None
+        key, value, attn_mask, kv_lens, block_mask, row_groups, key_scale, value_scale, rope, _, table, shared = stored
+        optional = kv_lens, block_mask, row_groups, call.sinks if self.sinks else None, shared if self.part else None
         # The kernels need contiguous tensors here. A copy is one more launch.
-        kv_lens, block_mask, row_groups, sinks = [x if x is None else x.contiguous() for x in optional]
+        kv_lens, block_mask, row_groups, sinks, shared = [x if x is None else x.contiguous() for x in optional]
         if table is None:  # in pages, scales may have any strides
             key_scale, value_scale = [x if x is None else x.contiguous() for x in (key_scale, value_scale)]
         mask, block_mask = self.mask(attn_mask, kv_lens, block_mask)
@@ -62,14 +66,14 @@ class SegmentLaunch:
             key_scale,
             value_scale,
             () if rope is None else (call.query_rope, rope),
-            () if table is None else (table,),
+            () if table is None else (table,) if shared is None else (table, shared),
             out,
             lse,
             partial_out,
             partial_lse,
         )
         lens = kv_lens if self.tile_space.has_lens else None
-        return Partials(out, lse, partial_out, partial_lse, lens, block_mask, row_groups)
+        return Partials(out, lse, partial_out, partial_lse, lens, block_mask, row_groups, shared)
 
 
 def _constant_stride(x: Tensor) -> int:
@@ -101,6 +105,7 @@ def plan_segment(
     *,
     tiles: Tiles | None = None,
     programs: int | None = None,
+    part: int = WHOLE,
     pdl: bool = True,
 ) -> SegmentLaunch:
     """Plan one launch of the kernel for a segment of a checked call.
@@ -111,10 +116,13 @@ def plan_segment(
         stored: the segment. With row groups, its mask comes with a block mask.
         place: the place of the launch among others.
         tiles, programs: default: the choice of `tatten.ops.cuda.heuristics`.
+        part: the part of keys in pages that is computed, if shared pages are used: that of each sequence alone, or
+            that of row groups. These are in the place of `row_groups` then.
         pdl: let this launch begin before the one before ends (programmatic dependent launch), if the GPU can.
     """
     query, key, value, rope = call.query, stored.key, stored.value, stored.rope
     batch, q_heads, q_len, head_dim = query.shape
+    states = LEVELS * batch if part == SHARED_PART else batch  # an entry has its own
     kv_heads, kv_len, value_dim, table = key.shape[1], stored.kv_len, value.shape[3], stored.block_table
     # A longer window is the same, and could overflow.
     window = None if call.window is None else min(call.window, kv_len + q_len)
@@ -122,7 +130,8 @@ def plan_segment(
     sinks = place.sinks and call.sinks is not None
 
     mask = plan_mask(query, stored, window)
-    copies = any(x is not None and not x.is_contiguous() for x in (stored.block_mask, stored.row_groups))
+    read = (stored.block_mask, stored.row_groups, stored.kv_lens if part else None)
+    copies = any(x is not None and not x.is_contiguous() for x in read)
     beside_previous = place.beside_previous and mask.find_blocks is None and not copies
     kv_bytes = stored.kv_batch * kv_heads * kv_len * (head_dim + value_dim) * key.element_size()
     chosen = choose_tiles(call, stored, mask) if tiles is None else tiles
@@ -167,7 +176,7 @@ def plan_segment(
         q_len=q_len,
         q_blocks=space.q_blocks,
         programs=space.programs,
-        batch=batch,
+        batch=states,
         KV_S=(_constant_stride(key), _constant_stride(value)),
         DIMS=(head_dim, value_dim, rope_dim),
         SPACE=space.constants,
@@ -176,6 +185,7 @@ def plan_segment(
         SOFTCAP=call.softcap is not None,
         SCALES=(scale_kind(stored.key_scale), scale_kind(stored.value_scale)),
         PAGE=0 if table is None else key.shape[2],
+        PART=part,
         LATENT=call.latent,
         FINAL=place.final,
         POSITIVE_SCALE=call.score_scale > 0,
@@ -189,8 +199,10 @@ def plan_segment(
         space,
         launch,
         writes=(
-            Dense.of((batch, q_heads, q_len, value_dim), (call.out_dtype or query.dtype) if place.final else acc_dtype),
-            Dense.of((batch, q_heads, q_len, *(() if place.final else pair)), acc_dtype),
+            Dense.of(
+                (states, q_heads, q_len, value_dim), (call.out_dtype or query.dtype) if place.final else acc_dtype
+            ),
+            Dense.of((states, q_heads, q_len, *(() if place.final else pair)), acc_dtype),
             Dense.of((space.slots, tiles.block_m, value_dim), acc_dtype),
             Dense.of((space.slots, tiles.block_m, *pair), acc_dtype),
         ),
@@ -198,6 +210,7 @@ def plan_segment(
         key_tiles=key_tiling(key, run_n, block_d) if tma else None,
         value_tiles=key_tiling(value, run_n, block_dv) if tma else None,
         sinks=sinks,
+        part=part,
     )
 
 

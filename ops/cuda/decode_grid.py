@@ -24,6 +24,7 @@ from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
 from tatten.ops.cuda.mask_plan import MaskPlan
 from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tuning import gpu_rates
+from tatten.ops.page_runs import GROUP_SIZE
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.validation import BLOCK_KEYS
 
@@ -49,8 +50,8 @@ class Place:
 
 
 def _seqs_and_rows(query: Tensor, stored: KeyValue) -> tuple[int, int]:
-    if stored.block_table is not None:  # pages that sequences share are read for each of them
-        return 1, query.shape[0]
+    if stored.block_table is not None:
+        return (1 if stored.row_groups is None else GROUP_SIZE), query.shape[0]
     return seqs_and_rows(query, stored.key, stored.row_groups is not None)
 
 
@@ -83,7 +84,11 @@ def choose_tiles(call: AttentionCall, stored: KeyValue, mask: MaskPlan) -> Tiles
         query.element_size(),
         MANY_KEYS if call.batch_invariant else kv_len,
         has_block_list=mask.has_block_list,
-        masked=mask.kind != NO_MASK or call.window is not None or (narrow and stored.kv_lens is not None),
+        # Row groups of pages take registers for where each sequence stops.
+        masked=mask.kind != NO_MASK
+        or call.window is not None
+        or (narrow and stored.kv_lens is not None)
+        or (stored.block_table is not None and stored.row_groups is not None),
         narrow=narrow,
         paged=stored.block_table is not None,
         large_shared_memory=large_shared_memory,
@@ -130,7 +135,7 @@ def plan_tile_space(
     has_lens, has_row_groups, window = stored.kv_lens is not None, stored.row_groups is not None, call.window
     seqs_per_kv, most_kv_rows = _seqs_and_rows(call.query, stored)
     groups = mask.groups
-    if has_row_groups and groups > 1:
+    if has_row_groups and (groups > 1 or stored.block_table is not None):
         groups = max(2, most_kv_rows)  # 1 would be one list for all rows
     block_n = BLOCK_KEYS if mask.has_block_list else tiles.block_n
     chunk = LEAST_CHUNK // block_n if call.batch_invariant else 0

@@ -23,6 +23,8 @@ from tatten.ops.latent_validation import (
     check_latent_batch_invariant,
     check_latent_widths_on_cuda,
 )
+from tatten.ops.pages import sharing
+from tatten.ops.pages_validation import check_table_alone
 from tatten.ops.picks_validation import check_picks
 from tatten.ops.reach import within_window
 from tatten.ops.reference import attention_reference
@@ -121,6 +123,10 @@ def _plan_decode(call: AttentionCall) -> Attend:
     if provider != "triton":
         return {"cudnn": cudnn_attention, "flash": flash_attention}[provider]
 
+    if sharing(call) is not None and query.shape[0] > 1:
+        from tatten.ops.cuda.shared_attention import plan_shared_attention
+
+        return plan_shared_attention(call)
     from tatten.ops.cuda.decode import plan_attention
 
     return plan_attention(call)
@@ -183,6 +189,21 @@ def _plan_row_groups(rows: Tensor, kv_batch: int, queries: int) -> Callable[[Ten
     from tatten.ops.cuda.row_groups import plan_row_groups
 
     return plan_row_groups(rows, kv_batch, queries)
+
+
+def shared_pages(block_table: Tensor, kv_lens: Tensor, n_pages: int, page_size: int, q_length: int = 1) -> Tensor:
+    find = _plan_shared_pages(block_table, kv_lens, n_pages, page_size, q_length)
+    return on_device_of(block_table, find, block_table, kv_lens)
+
+
+@by_layout
+def _plan_shared_pages(
+    block_table: Tensor, kv_lens: Tensor, n_pages: int, page_size: int, q_length: int
+) -> Callable[[Tensor, Tensor], Tensor]:
+    check_table_alone(block_table, kv_lens, n_pages, page_size, q_length)
+    from tatten.ops.cuda.shared_pages import plan_shared_pages
+
+    return plan_shared_pages(block_table, n_pages, page_size, q_length)
 
 
 def block_list(attn_mask: Tensor, kv_batch: int, every_block: bool = False) -> Tensor:

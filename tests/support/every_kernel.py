@@ -4,7 +4,7 @@
     compute-sanitizer --tool racecheck python tests/support/every_kernel.py 0 8    # every eighth one, from the first
 
 The variants are those of tests/ops/cuda/test_compiles.py, latent attention with each kind of keys, picked keys,
-`top_picks`, `project_heads` in blocks of each size, `index_scores` with each kind of mask, and `slide_`.
+shared pages, `top_picks`, `project_heads` in blocks of each size, `index_scores` with each kind of mask, and `slide_`.
 """
 
 from __future__ import annotations
@@ -157,6 +157,19 @@ def attend_picks(heads: int, q_len: int, keys: str, latent: bool) -> None:
     tatten.decode_attention(query, key, value, indices=indices, index_block=128, **options)
 
 
+def share(batch: int, page: int, heads: int) -> None:
+    """Sequences that share a prefix of half of the keys, and one that shares nothing."""
+    columns = ceil_div(KV_LEN, page)
+    table = torch.randperm(batch * columns, device="cuda").view(batch, columns).int()
+    table[1:-1, : columns // 2] = table[0, : columns // 2]
+    key, value = torch.randn(2, batch * columns, page, 2, 128, device="cuda", dtype=BF16)
+    given = {"block_table": table, "kv_lens": torch.full((batch,), KV_LEN, device="cuda")}
+    shared = tatten.shared_pages(**given, n_pages=len(key), page_size=page)
+    query = torch.randn(batch, heads, 1, 128, device="cuda", dtype=BF16)
+    out = tatten.decode_attention(query, key, value, **given, shared_pages=shared)
+    torch.testing.assert_close(out, tatten.decode_attention(query, key, value, **given), rtol=2e-2, atol=1e-2)
+
+
 def select(rows: int, n: int, k: int) -> None:
     scores = torch.randn(rows, n, device="cuda").round(decimals=1)
     want = torch.ops.tatten.top_picks(scores.cpu(), k)
@@ -196,6 +209,7 @@ def main() -> None:
     kinds = [(1, 64, None), (1, 64, "prefix"), (2, 64, "bool"), (4, 64, "bool"), (3, 5, "bias")]
     for dtypes in ((BF16, BF16), (torch.int8, BF16), (torch.float8_e4m3fn, BF16), (torch.float32, torch.float32)):
         variants += [(index_scores, (*kind, *dtypes), {}) for kind in kinds]
+    variants += [(share, shape, {}) for shape in ((3, 16, 8), (40, 1, 2), (5, 128, 32))]
     variants += [(select, shape, {}) for shape in ((3, 5000, 77), (2, 300_000, 2048))]
     variants += [(slide, shape, {}) for shape in ((KV_LEN, 80), (2000, 128))]
     variants = variants[first::step]

@@ -134,6 +134,13 @@ def paged_latents(q, q_rope, pool, table, lens):
     return ops.latent_attention.default(q, q_rope, latent, key_rope, **given)[0] * 2
 
 
+def shared_pages(q, kv, table, lens):
+    key, value = kv.unbind(1)
+    given = {"kv_lens": lens, "block_table": table, "shared_pages": ops.shared_pages.default(table, lens, 600, 16, 1)}
+    a, _ = ops.decode_attention.default(q, key, value, **given)
+    return ops.decode_attention.default(a * 2, key, value, **given)[0]
+
+
 def picked_latents(q, q_rope, c, k_rope, mask, indices):
     return ops.latent_attention.default(q, q_rope, c, k_rope, mask, scale=0.1, indices=indices)[0] * 2
 
@@ -190,6 +197,15 @@ cases = {
             ((600, 64, 1, 576), bf16),
             ((2, 64), torch.int32),
             ((2,), torch.int32),
+        ],
+    ),
+    "shared pages": (
+        shared_pages,
+        [
+            ((8, 32, 1, 128), bf16),
+            ((600, 2, 16, 8, 128), bf16),
+            ((8, 256), torch.int32),
+            ((8,), torch.int32),
         ],
     ),
     "picked latents": (

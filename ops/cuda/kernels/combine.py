@@ -2,6 +2,9 @@
 
 It takes the partial states of up to two segments, and whole states of any number of others. Each output state finds its
 own partial states: the schedule is arithmetic, so only the lengths have to be read.
+
+With `SHARED`, the second segment is the launch over pages that sequences share. An output state has up to one state
+there for each level, and none is read if it has none.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_states, store_lse
 from tatten.ops.cuda.kernels.partials import find_partials, fold_partials
+from tatten.ops.cuda.kernels.tile_scheduler import LEVELS, OWN_PART, SHARED_PART
 
 _SIZES = ["block_list_stride", "n_groups", "work_tiles", "kv_len", "kv_heads", "seqs_per_kv", "q_blocks", "programs"]
 
@@ -63,6 +67,7 @@ def _combine_kernel(
     MAX_AND_SUM_OUT: tl.constexpr,
     PARTIALS: tl.constexpr,
     BLOCK_STATES: tl.constexpr,
+    SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Whole states of a single segment are in place already.
@@ -102,6 +107,7 @@ def _combine_kernel(
             WINDOW,
             INT64_TILES,
             Q_BLOCKS_FIRST,
+            OWN_PART if SHARED else 0,
         )
         if not FOLD_WHOLE:
             ok = ok & (found_a[2] > 1)
@@ -126,10 +132,29 @@ def _combine_kernel(
             q_heads,
             q_len,
             window,
-            batch,
+            LEVELS * batch if SHARED else batch,
             SPACE_B,
             False,
             INT64_TILES,
+            False,
+            SHARED_PART if SHARED else 0,
+        )
+    if SHARED:  # the same launch has the states of both levels
+        found_c = find_partials(
+            sequence + batch,
+            head,
+            position,
+            partials_b,
+            sizes_b,
+            q_heads,
+            q_len,
+            window,
+            LEVELS * batch,
+            SPACE_B,
+            False,
+            INT64_TILES,
+            False,
+            SHARED_PART,
         )
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -162,6 +187,21 @@ def _combine_kernel(
             ok,
             partials_b,
             found_b,
+            dims,
+            VALUE_DIM,
+            SPACE_B,
+            PARTIALS,
+            FOLD_WHOLE,
+        )
+    if SHARED:
+        acc, row_max, row_sum = fold_partials(
+            acc,
+            row_max,
+            row_sum,
+            state + n_states,
+            ok,
+            partials_b,
+            found_c,
             dims,
             VALUE_DIM,
             SPACE_B,

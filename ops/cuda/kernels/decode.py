@@ -12,6 +12,10 @@ a work tile of several leaves a partial state, so that sums do not depend on the
 With `PAGE`, keys are in pages of a pool. A tile's entries of the block table are loaded one tile ahead: an entry loaded
 in the tile that needs it leaves K and V one pipeline stage less.
 
+With `PART`, `pages` has what `tatten::shared_pages` found, too. A launch of `OWN_PART` begins at the first key of each
+sequence's own part. One of `SHARED_PART` reads the pages of row groups; a state then is that of an entry, a sequence at
+a level. No tile has keys that only some queries of a row group attend to among the others that do.
+
 The schedule is that of Lean Attention (arXiv 2405.10480), and queries are packed as in FlashInfer (arXiv 2501.01005).
 """
 
@@ -21,8 +25,20 @@ import triton
 import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_tile, halves_of, scores_of, store_lse
-from tatten.ops.cuda.kernels.tile_scheduler import chunks_of, first_tile, sequences_of, tile_space, tiles_of_chunk
-from tatten.ops.cuda.kernels.tiles import in_named_page, load_entries, load_scales, rows_at, score_tile
+from tatten.ops.cuda.kernels.tile_scheduler import (
+    LEVELS,
+    OWN_PART,
+    SHARED_PART,
+    chunks_of,
+    entry_stop,
+    first_tile,
+    own_start,
+    sequences_of,
+    shared_span,
+    tile_space,
+    tiles_of_chunk,
+)
+from tatten.ops.cuda.kernels.tiles import in_named_page, key_of_tile, load_entries, load_scales, rows_at, score_tile
 
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = 0, 1, 2
 NO_SCALE, HEAD_SCALE, KEY_SCALE = 0, 1, 2  # a scale for each head, or for each key of each head
@@ -91,6 +107,7 @@ def _decode_kernel(
     SOFTCAP: tl.constexpr,
     SCALES: tl.constexpr,
     PAGE: tl.constexpr,
+    PART: tl.constexpr,
     LATENT: tl.constexpr,
     FINAL: tl.constexpr,
     POSITIVE_SCALE: tl.constexpr,
@@ -147,11 +164,15 @@ def _decode_kernel(
         batch,
         SPACE,
         WINDOW,
+        pages[1] if PART else None,
+        PART,
     )
     groups = tl.arange(0, GROUPS)
     program = tl.program_id(0)
     total_tiles = tl.max(ends, axis=0)
     active_programs = tl.minimum(programs, total_tiles)
+    if PART == SHARED_PART:
+        active_programs = tl.maximum(active_programs, 1)  # there may be no row group
     program_start = first_tile(program, total_tiles, active_programs, INT64_TILES)
     program_end = first_tile(program + 1, total_tiles, active_programs, INT64_TILES)
 
@@ -187,9 +208,17 @@ def _decode_kernel(
         if ROWS:
             # Here `kv_row` is still a row group, which may have fewer sequences than there is room for.
             sequence, q_ok = sequences_of(row_groups, batch, kv_row, q_row // q_len % seqs_per_kv, q_ok)
+            if PART == SHARED_PART:
+                first_key, shared_stop = shared_span(pages[1], batch, kv_row, True, kv_len)
+                its_stop = entry_stop(pages[1], batch, sequence, q_ok)
             kv_row = tl.load(row_groups + kv_row).to(tl.int64)
         else:
             sequence = kv_row * seqs_per_kv + q_row // q_len % seqs_per_kv
+        entry = sequence  # of a state
+        if PART == SHARED_PART:
+            sequence = sequence % (batch // LEVELS)
+        if PART == OWN_PART:
+            first_key = own_start(pages[1], batch, kv_row, True)
         head = kv_head * heads_per_kv + q_row // (q_len * seqs_per_kv)
         q = tl.load(
             query
@@ -224,6 +253,8 @@ def _decode_kernel(
         length = kv_len
         if HAS_LENS:
             length = tl.minimum(tl.maximum(tl.load(kv_lens + kv_row), 0), kv_len).to(tl.int32)
+        if PART == SHARED_PART:
+            length = shared_stop
         last_key = length - q_len + position  # the last key that each query may attend to
         tma_at = (kv_row.to(tl.int32), kv_head.to(tl.int32))
         if PAGED:
@@ -341,9 +372,11 @@ def _decode_kernel(
             if WINDOW:
                 block += tl.maximum(length - q_len - window + 1, 0) // BLOCK_N
         if PAGED:
-            entries = load_entries(table, table_s, block * BLOCK_N, length, BLOCK_N, PAGE, BLOCK_N)
+            start_key = key_of_tile(block, first_key if PART else None, BLOCK_N)
+            entries = load_entries(table, table_s, start_key, length, BLOCK_N, PAGE, BLOCK_N)
         for i in tl.range(begin, stop, num_stages=STAGES):
-            keys = (block * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+            start_key = key_of_tile(block, first_key if PART else None, BLOCK_N)
+            keys = (start_key + tl.arange(0, BLOCK_N)).to(tl.int64)
             if HAS_BLOCK_LIST:
                 valid = ((bits >> tl.arange(0, BLOCK_N)) & 1) != 0
             else:
@@ -356,7 +389,7 @@ def _decode_kernel(
                 operands,
                 key_tiles,
                 value_tiles,
-                block * BLOCK_N,
+                start_key,
                 keys,
                 valid,
                 HEAD_DIM,
@@ -382,12 +415,19 @@ def _decode_kernel(
                     bias = bias.to(tl.float32)
                     ok = ok & (bias != float("-inf"))
                     scores += bias
+            if PART == SHARED_PART:
+                takes_part = start_key < its_stop
+                ok = ok & takes_part[:, None]
             scores = tl.where(ok, scores, float("-inf"))
             v_scale = None
             if VALUE_SCALE == 2:
                 at = rows_at(keys, scale_s, entries if PAGED else None, scale_p, PAGE)
                 v_scale = load_scales(value_scale_base, at, valid)
+            if PART == SHARED_PART:
+                before = acc
             acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED, v_scale)
+            if PART == SHARED_PART:  # a value of another sequence may be NaN, and 0 * NaN is NaN
+                acc = tl.where(takes_part[:, None], acc, before)
             if HAS_BLOCK_LIST:  # fetched one tile ahead, so that no load waits for its address
                 more = i + 1 < stop
                 block = tl.load(group_blocks + 2 * (i + 2), mask=more, other=0).to(tl.int32)
@@ -396,7 +436,8 @@ def _decode_kernel(
                 block += 1
             if PAGED:
                 stop_key = tl.where(i + 1 < stop, length, 0)
-                entries = load_entries(table, table_s, block * BLOCK_N, stop_key, BLOCK_N, PAGE, BLOCK_N)
+                start_key = key_of_tile(block, first_key if PART else None, BLOCK_N)
+                entries = load_entries(table, table_s, start_key, stop_key, BLOCK_N, PAGE, BLOCK_N)
         if UNSCALED:
             row_max *= scale
         acc, log_sum = finish_state(acc, row_max, row_sum)
@@ -405,7 +446,7 @@ def _decode_kernel(
 
         value_ok = q_ok[:, None] & (value_dims < VALUE_DIM)[None, :]
         work_tile_start = tile - first
-        state = (sequence * (kv_heads * heads_per_kv) + head) * q_len + position
+        state = (entry * (kv_heads * heads_per_kv) + head) * q_len + position
         if stop - first == n_tiles:
             store_lse(lse, state, log_sum, row_max, row_sum, q_ok, MAX_AND_SUM and not FINAL)
             tl.store(

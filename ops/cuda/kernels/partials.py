@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import fold_states
-from tatten.ops.cuda.kernels.tile_scheduler import chunks_of, first_tile, program_of, tile_space
+from tatten.ops.cuda.kernels.tile_scheduler import SHARED_PART, chunks_of, first_tile, program_of, tile_space
 
 
 @triton.jit
@@ -24,15 +24,23 @@ def find_partials(
     WINDOW: tl.constexpr,
     INT64_TILES: tl.constexpr,
     Q_BLOCKS_FIRST: tl.constexpr = False,
+    PART: tl.constexpr = 0,
 ):
-    """Find the slots of the partial states of some output states: the first, the others, and their number."""
+    """Find the slots of the partial states of some output states: the first, the others, and their number.
+
+    With row groups over shared pages, `sequence` is an entry and `batch` their number. The number of partial states is
+    0 for an entry that shares nothing.
+    """
     BLOCK_M: tl.constexpr = SPACE[0]
     GROUPS: tl.constexpr = SPACE[2]
     CHUNK: tl.constexpr = SPACE[3]
     block_list_stride, n_groups, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs = sizes
-    _, _, _, _, kv_lens, block_list, row_groups = partials
+    _, _, _, _, kv_lens, block_list, row_groups, shared = partials
     if row_groups is not None:
         sequence = tl.load(row_groups + 3 * (batch + 1) + sequence)  # its place
+    if PART == SHARED_PART:
+        shares = sequence >= 0
+        sequence = tl.maximum(sequence, 0)
     tiles, ends, work_tiles = tile_space(
         kv_lens,
         block_list,
@@ -46,9 +54,13 @@ def find_partials(
         batch,
         SPACE,
         WINDOW,
+        shared,
+        PART,
     )
     tiles = chunks_of(tiles, CHUNK)
     total_tiles = tl.max(ends, axis=0)
+    if PART == SHARED_PART:
+        total_tiles = tl.maximum(total_tiles, 1)  # there may be no row group
     active_programs = tl.minimum(programs, total_tiles)
     heads_per_kv = q_heads // kv_heads
     q_row = (head % heads_per_kv * seqs_per_kv + sequence % seqs_per_kv) * q_len + position
@@ -74,6 +86,8 @@ def find_partials(
         return slot, slot, n_tiles + 0 * start
     first = program_of(start, total_tiles, active_programs, INT64_TILES)
     owners = program_of(start + n_tiles - 1, total_tiles, active_programs, INT64_TILES) - first + 1
+    if PART == SHARED_PART:
+        owners = tl.where(shares, owners, 0)
     # If the first owner began in another work tile, this is its second slot. The others began in this one.
     later = (start > first_tile(first, total_tiles, active_programs, INT64_TILES)).to(tl.int32)
     at = q_row % BLOCK_M
@@ -100,7 +114,7 @@ def fold_partials(
     MAX_AND_SUM: tl.constexpr = SPACE[4]
     SLOTS: tl.constexpr = 1 if SPACE[3] else 2  # from one partial state of an output state to the next: chunks have one
     first_slot, other_slots, owners = found
-    out, lse, partial_out, partial_lse, _, _, _ = partials
+    out, lse, partial_out, partial_lse, _, _, _, _ = partials
     if FOLD_WHOLE:
         is_whole = ok & (owners == 1)
         if tl.max(is_whole.to(tl.int32), axis=0) > 0:

@@ -15,7 +15,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tatten.ops.page_runs import ENTRY_STOPS, OWN, STARTS, STOPS
+from tatten.ops.page_runs import LEVELS as _LEVELS
+
 MOST_CHUNKS = tl.constexpr(32)  # per work tile
+# The part of a launch over pages that sequences share: none, each sequence's own keys, or those of row groups.
+OWN_PART, SHARED_PART = tl.constexpr(1), tl.constexpr(2)
+LEVELS = tl.constexpr(_LEVELS)
+_STARTS, _STOPS, _ENTRY_STOPS, _OWN = (tl.constexpr(row) for row in (STARTS, STOPS, ENTRY_STOPS, OWN))
 
 
 @triton.jit
@@ -32,6 +39,8 @@ def tile_space(
     batch,
     SPACE: tl.constexpr,
     WINDOW: tl.constexpr,
+    shared=None,
+    PART: tl.constexpr = 0,
 ):
     """Count the tiles of a work tile of each group, and find where the group ends in the tile space.
 
@@ -60,11 +69,36 @@ def tile_space(
         if kv_lens is not None:
             lens = tl.load(kv_lens + groups, mask=groups < n_groups, other=0)
             lens = tl.minimum(tl.maximum(lens, 0), kv_len).to(tl.int32)
+        if PART == OWN_PART:
+            lens = tl.maximum(lens - own_start(shared, batch, groups, groups < n_groups), 0)
+        if PART == SHARED_PART:
+            start, stop = shared_span(shared, batch, groups, groups < n_groups, kv_len)
+            lens = stop - start
         tiles = (lens + BLOCK_N - 1) // BLOCK_N
         if WINDOW:
             tiles -= tl.maximum(lens - q_len - window + 1, 0) // BLOCK_N
     tiles = tl.where(groups < n_groups, tl.maximum(tiles, 1), 0)  # the output of an empty kv_row is written too
     return tiles, tl.cumsum(chunks_of(tiles, CHUNK) * work_tiles, axis=0), work_tiles
+
+
+@triton.jit
+def own_start(shared, batch, sequence, ok):
+    """Return the first key of a sequence's own part."""
+    return tl.load(shared + _OWN * (LEVELS * batch + 1) + sequence, mask=ok, other=0)
+
+
+@triton.jit
+def shared_span(shared, entries, group, ok, kv_len):
+    """Return the first key of a row group over shared pages, and one past the last; `entries`: of all levels."""
+    start = tl.load(shared + _STARTS * (entries + 1) + group, mask=ok, other=0)
+    stop = tl.load(shared + _STOPS * (entries + 1) + group, mask=ok, other=0)
+    return start, tl.maximum(tl.minimum(stop, kv_len), start)  # a longer table's pages would be beyond the row
+
+
+@triton.jit
+def entry_stop(shared, entries, entry, ok):
+    """Return one past the last key that an entry shares; 0 if it is not `ok`."""
+    return tl.load(shared + _ENTRY_STOPS * (entries + 1) + entry, mask=ok, other=0)
 
 
 @triton.jit

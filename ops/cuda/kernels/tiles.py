@@ -12,6 +12,15 @@ from tatten.ops.cuda.kernels.online_softmax import upcast
 
 
 @triton.jit
+def key_of_tile(tile, first_key, BLOCK_N: tl.constexpr):
+    """Return the first key of a tile; tiles begin at `first_key`, if that is given."""
+    if first_key is None:
+        return tile * BLOCK_N
+    else:
+        return first_key + tile * BLOCK_N
+
+
+@triton.jit
 def load_entries(table, stride, start, stop, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr):
     """Load the entries of a tile of keys from `start` on, a multiple of `ALIGN`; -1 for keys from `stop` on."""
     if PAGE >= BLOCK_N and ALIGN >= BLOCK_N:

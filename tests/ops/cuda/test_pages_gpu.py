@@ -1,7 +1,9 @@
-"""On a GPU: random calls with a block table, a pool beyond 2^31 numbers, and bits that other sequences leave alone."""
+"""On a GPU: random calls with a block table, a pool beyond 2^31 numbers, bits that other sequences leave alone, and
+shared pages."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from op_bounds import assert_within_bound
 from paged_calls import PagedCall, draw_paged_call
 from paged_latents import PagedLatentCall, draw_paged_latents
 from poison import fresh_memory_is_poison
+from shared_tables import drawn, inputs_of, tree
 from torch import Tensor
 
 import tatten
+from tatten.ops.page_runs import OWN, shared_pages_reference
 from tatten.ops.reference import decode_attention_reference, latent_attention_reference
 
 pytestmark = pytest.mark.gpu
@@ -132,6 +136,28 @@ def test_bits_of_a_sequence_do_not_depend_on_the_others(page: int) -> None:
         own = inputs | {name: inputs[name][b : b + 1] for name in ("query", "block_table", "kv_lens")}
         alone = tatten.decode_attention(**own, batch_invariant=True, return_lse=True)
         assert all(torch.equal(x[b : b + 1], y) for x, y in zip(together, alone, strict=True))
+
+
+def test_shared_pages_are_those_that_plain_pytorch_finds() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        tables, q_length = drawn(rng, most=100), rng.choice((1, 2))
+        given = tables.table.cuda(), tables.lens.cuda(), tables.n_pages, tables.page, q_length
+        assert torch.equal(torch.ops.tatten.shared_pages(*given), shared_pages_reference(*given))
+
+
+@pytest.mark.parametrize("batch", [2, 1000, 1030])
+def test_attention_to_shared_pages(batch: int) -> None:
+    tables = tree(random.Random(batch), batch)
+    inputs = on_gpu(inputs_of(tables, dtype=torch.bfloat16, dim=64))
+    given = {name: inputs[name] for name in ("block_table", "kv_lens")}
+    shared = tatten.shared_pages(**given, n_pages=tables.n_pages, page_size=tables.page)
+    assert shared.data[OWN].any()
+    with fresh_memory_is_poison():
+        out, lse = tatten.decode_attention(**inputs, shared_pages=shared, return_lse=True)
+    want, want_lse = decode_attention_reference(**inputs)
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
 
 
 def test_compiled_with_inductor() -> None:

@@ -101,6 +101,31 @@ def pages(page: int, dtype: torch.dtype = torch.bfloat16, q_len: int = 1, **extr
     return {"query": query, "key": key, "value": value, "kv_lens": lens, "block_table": table.int(), **extras}
 
 
+def shared_pages(page: int, dtype: torch.dtype = torch.bfloat16, q_len: int = 1, **extras: Any) -> Call:
+    """Sequences in a random tree of two levels, or none: pages that they share, and those found to be shared."""
+    batch, room = 16, 1024
+    columns = room // page
+    lens = (rand(batch) * (room + 1)).long() * (rand(batch) < 0.9)
+    n_pages = batch * columns + 5
+    table = rand(n_pages).argsort()[: batch * columns].view(batch, columns)
+    places = torch.arange(columns, device="cuda")
+    for groups in (4, 1):  # those that share the second level, and the first one
+        of = (rand(batch) * groups).long()
+        span = rand(1) * columns * groups / 4 * (rand(1) < 0.8)
+        table = torch.where((places < span) & (rand(batch, 1) < 0.9), table[of], table)
+    keys = torch.arange(room, device="cuda")
+    slots = table.repeat_interleave(page, dim=1) * page + keys % page
+    read = torch.zeros(n_pages * page, device="cuda")
+    read = read.index_add(0, slots.flatten(), (keys < lens[:, None]).flatten().float()).view(n_pages, page) > 0
+    anything = (rand(batch, columns) * 2**31).long() - 1
+    table = torch.where((places * page >= lens[:, None]) | (rand(batch, columns) < 0.01), anything, table).int()
+    pool = randn(n_pages, 2, page, KV_HEADS, 64, dtype=dtype).masked_fill(~read[:, None, :, None, None], NAN)
+    found = torch.ops.tatten.shared_pages(table, lens, n_pages, page, q_len)
+    given = {"kv_lens": lens, "block_table": table, "shared_pages": found}
+    query = randn(batch, Q_HEADS, q_len, 64, dtype=dtype)
+    return {"query": query, "key": pool[:, 0], "value": pool[:, 1], **given, **extras}
+
+
 def float8_pages() -> Call:
     given = pages(16)
     scales = {f"{name}_scale": rand(*given[name].shape[:3]) for name in ("key", "value")}
@@ -147,6 +172,11 @@ CALLS: dict[str, Callable[[], Call]] = {
     "pages of 16, bool mask": lambda: pages(16, attn_mask=some(BATCH, 1, 1, 512)),
     "pages of 4, bias of each query": lambda: pages(4, F32, q_len=2, attn_mask=bias(BATCH, 1, 2, 512)),
     "float8 in pages": float8_pages,
+    "shared pages of 16": lambda: shared_pages(16),
+    "shared pages of 1, two queries": lambda: shared_pages(1, q_len=2),
+    "shared pages of 128, soft cap, sinks": lambda: shared_pages(
+        128, F32, softcap=5.0, sinks=torch.randn(Q_HEADS, device="cuda")
+    ),
     "bool mask": lambda: masked(BF16, some(BATCH, 1, 1, KV_LEN)),
     "bool mask for each head and query": lambda: masked(F32, some(BATCH, Q_HEADS, 3, KV_LEN), q_len=3),
     "bias": lambda: masked(F32, bias(BATCH, 1, 1, KV_LEN)),

@@ -108,6 +108,11 @@ def find_rows() -> tuple:
     return ops.row_groups.default, (torch.randint(5, (40,), device="cuda", dtype=torch.int32), 5, 4), {}
 
 
+def find_shared_pages() -> tuple:
+    table, lens = torch.randint(3, (9, 40), device="cuda").int(), torch.randint(640, (9,), device="cuda")
+    return ops.shared_pages.default, (table, lens, 3, 16, 1), {}
+
+
 def find_blocks() -> tuple:
     return ops.block_mask.default, (torch.rand(2, 1, 1, 4096, device="cuda") < 0.01,), {}
 
@@ -161,7 +166,7 @@ IN_GLUON = [many_latent_queries, chunk_of_latent_queries, few_latent_queries, lo
 CASES = [
     *IN_GLUON, large,
     plain, short_and_whole, odd_dims, lengths, bool_mask, bool_mask_of_queries, bias, variant, float8, three_segments,
-    capped_segments, masked_segments, rows, find_rows, find_blocks, merge,
+    capped_segments, masked_segments, rows, find_rows, find_shared_pages, find_blocks, merge,
     project, index_scores,
 ]  # fmt: skip
 

@@ -1,0 +1,243 @@
+"""Decode attention to pages that sequences share, beside the same keys in dense segments; and the time to find them.
+
+    python benchmarks/shared_pages.py --device cuda
+    python benchmarks/shared_pages.py --device cpu            # small shapes
+    python benchmarks/shared_pages.py --section finding
+
+    shared      a prefix that all sequences share, and trees of two levels. `shared` reads block tables of sequences in
+                shuffled order with `shared_pages`, found beforehand; `paged` reads the same without; `segments` is
+                `tatten.bifurcated_attention` on dense copies, sequences in order. `find` is `tatten.shared_pages`,
+                once for all layers
+    finding     `tatten.shared_pages` alone, for tables with a shared first half and for tables that share nothing; and
+                attention to tables that share nothing, with `shared_pages` and without
+
+On a GPU each candidate is a captured CUDA graph of several calls, which go round pages that the L2 cannot hold. Before
+it is timed, it is held to float64 on two sequences. The candidates take turns, and medians are shown in microseconds
+per call. Ratios count a 32nd of the time to find the pages, as for 32 layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from support import results
+from support.command_line import arguments, machine
+from support.decode_cases import L2
+from support.timing import as_graph, in_turns, microseconds, read_rate
+from torch import Tensor
+
+import tatten
+from tatten.ops.reference import decode_attention_reference
+
+LAYERS = 32
+MOST = {"shared": 1.10, "find": 20.0, "nothing shared": 3.0}  # ratio to segments; microseconds; microseconds more
+Level = tuple[int, int]  # its rows, and the keys of each
+Attend = Callable[[int], Tensor]  # of the number of a copy
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Levels from coarse to fine; the last one has a row for each sequence."""
+
+    q_heads: int
+    kv_heads: int
+    levels: tuple[Level, ...]
+    page: int = 16
+    head_dim: int = 128
+
+    @property
+    def batch(self) -> int:
+        return self.levels[-1][0]
+
+    @property
+    def name(self) -> str:
+        return f"{self.q_heads}/{self.kv_heads} " + ", ".join(f"{rows} x {keys}" for rows, keys in self.levels)
+
+    @property
+    def pages(self) -> int:
+        return sum(rows * -(-keys // self.page) for rows, keys in self.levels)
+
+    @property
+    def kv_bytes(self) -> int:
+        return 4 * self.pages * self.page * self.kv_heads * self.head_dim
+
+
+def prefix(batch: int, q_heads: int, kv_heads: int, shared: int, own: int, page: int = 16) -> Tree:
+    return Tree(q_heads, kv_heads, ((1, shared), (batch, own)), page)
+
+
+def trees(device: str) -> list[Tree]:
+    if device == "cpu":
+        return [prefix(16, 32, 8, 2048, 128), Tree(8, 2, ((1, 256), (3, 128), (12, 64)))]
+    return [
+        prefix(4, 32, 8, 4096, 256),
+        prefix(16, 32, 8, 8192, 256),
+        prefix(64, 32, 8, 32768, 256),
+        prefix(256, 32, 8, 8192, 256),
+        prefix(8, 32, 8, 65536, 256),
+        prefix(32, 32, 8, 131072, 512),
+        prefix(16, 64, 8, 32768, 1024),
+        prefix(128, 20, 20, 10240, 256),
+        prefix(64, 32, 32, 8192, 256),
+        Tree(32, 8, ((1, 4096), (8, 1024), (64, 256))),
+        Tree(32, 8, ((1, 1024), (16, 2048), (256, 256))),
+        Tree(32, 8, ((4, 8192), (32, 512), (128, 128))),
+    ]
+
+
+class Problem:
+    """Queries, pools, and for each of several copies a table of sequences in order and one in shuffled order."""
+
+    def __init__(self, tree: Tree, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.tree, self.device = tree, device
+        self.copies = -(-L2[device] // tree.kv_bytes)
+        shape = self.copies * tree.pages, tree.page, tree.kv_heads, tree.head_dim
+        self.pools = [torch.randn(shape, device=device, dtype=dtype) for _ in "kv"]
+        self.q = torch.randn(tree.batch, tree.q_heads, 1, tree.head_dim, device=device, dtype=dtype)
+        self.order = torch.randperm(tree.batch).to(device)
+        pages = torch.randperm(shape[0]).view(self.copies, -1)
+        splits = [rows * -(-keys // tree.page) for rows, keys in tree.levels]
+        self.rows = [  # of each level: the pages of each row, for each copy
+            x.view(self.copies, rows, -1).to(device)
+            for x, (rows, _) in zip(pages.split(splits, dim=1), tree.levels, strict=True)
+        ]
+        each = torch.arange(tree.batch, device=device)
+        columns = [x[:, each * x.shape[1] // tree.batch] for x in self.rows]
+        self.in_order = torch.cat(columns, dim=2).int()
+        self.tables = self.in_order[:, self.order].contiguous()
+        self.lens = torch.full((tree.batch,), sum(keys for _, keys in tree.levels), device=device, dtype=torch.int32)
+
+    def find(self, copy: int) -> tatten.SharedPages:
+        given = {"n_pages": len(self.pools[0]), "page_size": self.tree.page}
+        return tatten.shared_pages(self.tables[copy], self.lens, **given)
+
+    def candidates(self) -> dict[str, Attend]:
+        found = [self.find(i) for i in range(self.copies)]
+        given = {"kv_lens": self.lens}
+        shuffled = self.q[self.order]
+        segments = [
+            [
+                [x[rows[i].flatten()].view(rows.shape[1], -1, *x.shape[2:]).transpose(1, 2) for rows in self.rows]
+                for x in self.pools
+            ]
+            for i in range(self.copies)
+        ]
+
+        def shared(i: int) -> Tensor:
+            return tatten.decode_attention(
+                shuffled, *self.pools, block_table=self.tables[i], **given, shared_pages=found[i]
+            )
+
+        return {
+            "shared": shared,
+            "paged": lambda i: tatten.decode_attention(shuffled, *self.pools, block_table=self.tables[i], **given),
+            "segments": lambda i: tatten.bifurcated_attention(self.q, *segments[i]),
+            "find": lambda i: self.find(i).data,
+        }
+
+    def error(self, name: str, out: Tensor) -> float:
+        """Return the largest relative error of two sequences of copy 0."""
+        if name == "segments":
+            out = out[self.order]
+        errors = []
+        for b in (0, len(out) - 1):
+            pools = [x[self.tables[0, b].long()] for x in self.pools]  # float64 of all would not fit
+            own = torch.arange(len(pools[0]), device=out.device, dtype=torch.int32)[None]
+            query = self.q[self.order[b : b + 1]]
+            want, _ = decode_attention_reference(query, *pools, kv_lens=self.lens[:1], block_table=own)
+            errors.append(((out[b : b + 1].double() - want).norm() / want.norm()).item())
+        return max(errors)
+
+
+def measure(problem: Problem, rounds: int, names: tuple[str, ...] = ()) -> dict[str, float]:
+    """Return the microseconds of each candidate; a RuntimeError names one that is wrong."""
+    steps, copies = {}, [*range(problem.copies)]
+    for name, attend in problem.candidates().items():
+        if names and name not in names:
+            continue
+
+        def step(attend: Attend = attend) -> list[Tensor]:
+            return [attend(i) for i in copies]
+
+        if problem.device == "cuda":
+            attend(0)
+            torch.cuda.synchronize()
+            step = as_graph(step)
+        if name != "find" and not (off := problem.error(name, step()[0])) < 1e-2:
+            raise RuntimeError(f"{name} is wrong: relative error {off:.1e}")
+        steps[name] = step
+    repeats = 5 if problem.device == "cuda" else 1
+    return in_turns(steps, rounds, lambda _, step: microseconds(step, problem.device, len(copies), repeats))
+
+
+def measure_shared(device: str, rounds: int) -> list[dict]:
+    rows = []
+    for tree in trees(device):
+        us = measure(Problem(tree, device), rounds)
+        ratio = (us["shared"] + us["find"] / LAYERS) / us["segments"]
+        rows.append({"section": "shared", "name": tree.name, **asdict(tree), "us": us, "ratio": ratio})
+        cells = "  ".join(f"{name} {x:.1f}" for name, x in us.items())
+        print(f"{tree.name:>45}  {cells}  {ratio:.3f} of segments", flush=True)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def measure_finding(device: str, rounds: int) -> list[dict]:
+    """Keys of each sequence: `columns` pages, of which all sequences share the first half, or none any."""
+    sizes = [(32, 512), (256, 64), (256, 512), (1024, 512)] if device == "cuda" else [(8, 16)]
+    rows = []
+    for batch, columns in sizes:
+        keys = 16 * columns
+        for kind, levels in (
+            ("half shared", ((1, keys // 2), (batch, keys // 2))),
+            ("nothing shared", ((batch, keys),)),
+        ):
+            problem = Problem(Tree(8, 1, levels), device)
+            us = measure(problem, rounds, ("shared", "paged", "find"))
+            rows.append({"section": "finding", "name": kind, "batch": batch, "columns": columns, "us": us})
+            cells = "  ".join(f"{name} {x:.1f}" for name, x in us.items())
+            print(f"{batch:5} x {columns:4} {kind:>15}  {cells}", flush=True)
+            del problem
+    return rows
+
+
+def bars(rows: list[dict]) -> dict[str, tuple[float, float]]:
+    """Return the figures that are asked of shared pages, each with its bound."""
+    asked = {}
+    if ratios := [row["ratio"] for row in rows if row["section"] == "shared"]:
+        asked["largest ratio of shared pages to segments"] = max(ratios), MOST["shared"]
+    at_256 = [r for r in rows if r["section"] == "finding" and (r["batch"], r["columns"]) == (256, 512)]
+    if at_256:
+        asked["microseconds to find, 256 x 512"] = max(r["us"]["find"] for r in at_256), MOST["find"]
+        more = [r["us"]["shared"] - r["us"]["paged"] for r in at_256 if r["name"] == "nothing shared"]
+        asked["microseconds more where nothing is shared"] = max(more), MOST["nothing shared"]
+    return asked
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--section", nargs="*", default=["shared", "finding"], choices=["shared", "finding"])
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    rate = read_rate(args.device)
+    print(f"{machine(args.device)}, reads {rate / 1e12:.3f} TB/s")
+    rows = []
+    with torch.no_grad():
+        if "shared" in args.section:
+            rows += measure_shared(args.device, args.rounds)
+        if "finding" in args.section:
+            rows += measure_finding(args.device, args.rounds)
+    asked = bars(rows)
+    for what, (figure, bound) in asked.items():
+        verdict = f", at most {bound:.2f} is asked for: {'yes' if figure <= bound else 'NO'}" * (args.device == "cuda")
+        print(f"  {what}: {figure:.3f}{verdict}")
+    if args.json:
+        results.write(args.json, args.device, rows, bytes_per_second=rate, bars=asked)
+
+
+if __name__ == "__main__":
+    main()

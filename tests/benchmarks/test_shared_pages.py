@@ -1,0 +1,47 @@
+"""`benchmarks/shared_pages.py` shares the pages that it says, and times no candidate that is wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import shared_pages
+
+from tatten.ops.page_runs import OWN
+
+TREE = shared_pages.Tree(4, 2, ((1, 128), (2, 64), (4, 32)), head_dim=32)
+
+
+@pytest.fixture
+def problem(monkeypatch: pytest.MonkeyPatch) -> shared_pages.Problem:
+    monkeypatch.setitem(shared_pages.L2, "cpu", 2 * TREE.kv_bytes)
+    return shared_pages.Problem(TREE, "cpu")
+
+
+def test_no_page_is_used_twice_but_those_of_a_level(problem: shared_pages.Problem) -> None:
+    pages = torch.cat([x.flatten() for x in problem.rows])
+    assert problem.copies == 2
+    assert len(pages.unique()) == len(pages) == problem.copies * TREE.pages == len(problem.pools[0])
+    assert problem.find(1).data[OWN, :4].tolist() == [192] * 4
+
+
+def test_all_candidates_are_timed(problem: shared_pages.Problem) -> None:
+    assert shared_pages.measure(problem, 1).keys() == {"shared", "paged", "segments", "find"}
+
+
+def test_a_wrong_candidate_is_not_timed(problem: shared_pages.Problem) -> None:
+    problem.tables = problem.tables.roll(1, dims=1)
+    with pytest.raises(RuntimeError, match="segments is wrong"):
+        shared_pages.measure(problem, 1, ("segments",))
+
+
+def test_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shared_pages.L2, "cpu", 1)
+    rows = shared_pages.measure_finding("cpu", 1)
+    assert [row["name"] for row in rows] == ["half shared", "nothing shared"]
+    (what,) = shared_pages.bars([{"section": "shared", "ratio": 1.2}])
+    assert "segments" in what

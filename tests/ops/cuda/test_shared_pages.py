@@ -1,0 +1,223 @@
+"""The kernels for shared pages in Triton's interpreter: they find what plain PyTorch finds, and attend to it."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from compiled import FUSIBLE, compile_in_subprocess
+from paged_calls import POOLS
+from poison import fresh_memory_is_poison
+from shared_tables import Tables, drawn, inputs_of, made, shared_of, tree
+from slow import slow_but
+
+from tatten.ops.kernel_signatures import decode_call
+from tatten.ops.page_runs import OWN, shared_pages_reference
+from tatten.ops.reference import decode_attention_reference
+
+SCRIPT = """
+import json, torch
+from compiled import Recorder, compile_launch
+from tatten.ops.cuda import shared_pages
+launches = []
+for name in ("_free_pages_kernel", "_own_pages_kernel", "_runs_kernel", "_cut_runs_kernel"):
+    setattr(shared_pages, name, Recorder(getattr(shared_pages, name), launches))
+shared_pages.has_early_launches = lambda device: True
+sizes = (256, 512, 16, torch.int32), (1024, 4096, 64, torch.int64), (2, 4096, 1, torch.int32)
+for batch, columns, page, lens in sizes:
+    table = torch.empty(batch, columns, dtype=torch.int32, device="meta")
+    find = shared_pages.plan_shared_pages(table, 100_000, page, 1)
+    find(table, torch.empty(batch, dtype=lens, device="meta"))
+print(json.dumps([compile_launch(*x) for x in launches]))
+"""
+
+ATTEND = """
+import json, sys, torch, triton
+from compiled import Recorder, compile_launch
+from tatten.ops.cuda import combine, decode, decode_grid, shared_attention
+from tatten.ops.kernel_signatures import decode_call
+launches, found = [], []
+decode_grid.multiprocessors = lambda device: 132
+for module in (decode, combine):
+    for name, x in list(vars(module).items()):
+        if isinstance(x, triton.JITFunction) and name.endswith("_kernel"):
+            setattr(module, name, Recorder(x, launches))
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+for dtype, dim, heads, page, kv_dtype in json.loads(sys.argv[1]):
+    dtype, kv_dtype, batch, columns = getattr(torch, dtype), getattr(torch, kv_dtype), 64, 8192 // page
+    pool = empty(batch * columns, page, 8, dim, dtype=kv_dtype)
+    given = {
+        "kv_lens": empty(batch, dtype=torch.int32),
+        "block_table": empty(batch, columns, dtype=torch.int32),
+        "shared_pages": empty(8, 2 * batch + 1, dtype=torch.int32),
+    }
+    if kv_dtype.itemsize == 1:
+        scale = empty(batch * columns, page, 8, dtype=torch.float32)
+        given |= {"key_scale": scale, "value_scale": scale}
+    call = decode_call(empty(batch, heads, 1, dim, dtype=dtype), pool, pool, **given)
+    launches.clear()
+    shared_attention.plan_shared_attention(call)(call)
+    found.append([compile_launch(*x) for x in launches])
+print(json.dumps(found))
+"""
+VARIANTS = [
+    ("bfloat16", 128, 32, 16, "bfloat16"),
+    ("bfloat16", 128, 8, 64, "bfloat16"),
+    ("bfloat16", 64, 64, 1, "bfloat16"),
+    ("bfloat16", 256, 32, 256, "bfloat16"),
+    ("float32", 128, 32, 16, "float32"),
+    ("bfloat16", 128, 32, 16, "int8"),
+]
+
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
+
+
+@interpreted
+@pytest.mark.parametrize("n", slow_but([25], [25, 600]))
+def test_finds_what_plain_pytorch_finds(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tatten.ops.cuda import shared_pages
+    from tatten.ops.cuda.shared_pages import plan_shared_pages
+
+    allocate = shared_pages.allocate
+    monkeypatch.setattr(shared_pages, "allocate", lambda *args: [x.fill_(-12345) for x in allocate(*args)])
+    rng = random.Random(n)
+    for _ in range(n):
+        tables, q_length = drawn(rng), rng.choice((1, 1, 2, 5))
+        table, lens = tables.table, tables.lens.to(rng.choice((torch.int32, torch.int64)))
+        if rng.random() < 0.3:
+            table = torch.stack((table, table + 1), dim=2).transpose(0, 1).contiguous()[..., 0].T
+        given = tables.n_pages, tables.page, q_length
+        got = plan_shared_pages(table, *given)(table, lens)
+        assert torch.equal(got, shared_pages_reference(table, lens, *given))
+
+
+@interpreted
+def test_rows_longer_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tatten.ops.cuda import shared_pages
+
+    monkeypatch.setattr(shared_pages, "MOST_UNITS", 16)
+    table = torch.arange(70, dtype=torch.int32).repeat(5, 1)
+    table[3, 40:] += 100
+    table[4, 50:] += 200
+    lens = torch.tensor([70 * 64, 69 * 64, 33 * 64 + 5, 70 * 64, 16 * 64])
+    got = shared_pages.plan_shared_pages(table, 300, 64, 1)(table, lens)
+    assert torch.equal(got, shared_pages_reference(table, lens, 300, 64, 1))
+
+
+@interpreted
+def test_many_sequences() -> None:
+    from tatten.ops.cuda.shared_pages import plan_shared_pages
+
+    tables = tree(random.Random(0), 300)
+    given = tables.n_pages, tables.page, 1
+    got = plan_shared_pages(tables.table, *given)(tables.table, tables.lens)
+    assert torch.equal(got, shared_pages_reference(tables.table, tables.lens, *given))
+
+
+def assert_attends(tables: Tables, dtype: torch.dtype = torch.float32, **variant: Any) -> None:
+    """Attention by the launches that are planned, in numbers of programs that cut work tiles, is that of float64."""
+    from tatten.ops.cuda.shared_attention import plan_shared_attention
+
+    programs, shape = variant.pop("programs", None), variant.pop("shape", {})
+    inputs = inputs_of(tables, variant.pop("layout", "apart"), dtype, **shape)
+    call = decode_call(**inputs, **variant, shared_pages=shared_of(tables).data)
+    with fresh_memory_is_poison():
+        got = plan_shared_attention(call, programs=programs)(call)
+    assert got[0].dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for x, want in zip(got, decode_attention_reference(**inputs, **variant), strict=True):
+        torch.testing.assert_close(x.double(), want, rtol=tolerance, atol=tolerance)
+
+
+@interpreted
+@pytest.mark.parametrize("n", slow_but([6], [6, 150]))
+def test_attends_as_float64_does(n: int) -> None:
+    rng, shared = random.Random(n), 0
+    for seed in range(n):
+        torch.manual_seed(seed)
+        tables = drawn(rng, most=5)
+        while len(tables.lens) < 2:
+            tables = drawn(rng, most=5)
+        variant: dict[str, Any] = {"layout": rng.choice(POOLS), "shape": {"q_len": rng.choice((1, 1, 2))}}
+        if rng.random() < 0.3:
+            variant["sinks"] = torch.randn(4)
+        if rng.random() < 0.3:
+            variant["softcap"] = 3.0
+        assert_attends(tables, programs=rng.choice((None, 1, 2, 3, 7, 30)), **variant)
+        shared += int(shared_of(tables).data[OWN].any())
+    assert shared > n // 4
+
+
+@interpreted
+@pytest.mark.parametrize("programs", [1, 5, 40])
+def test_attends_where_nothing_is_shared(programs: int) -> None:
+    rows = [[3 * b, 3 * b + 1, 3 * b + 2] for b in range(3)]
+    tables = made(random.Random(0), rows, [150, 192, 0], 64, 9)
+    assert not shared_of(tables).data[OWN].any()
+    assert_attends(tables, programs=programs)
+
+
+@interpreted
+@pytest.mark.parametrize("lens", [[192, 192, 192], [192, 192, 195]])
+def test_attends_where_all_is_shared(lens: list[int]) -> None:
+    tables = made(random.Random(0), [[0, 1, 2], [0, 1, 2], [0, 1, 2, 3]], lens, 64, 9)
+    assert shared_of(tables).data[OWN, :3].tolist() == [192] * 3
+    assert_attends(tables, sinks=torch.randn(4))
+
+
+@interpreted
+@pytest.mark.slow
+def test_attends_with_full_row_groups_and_many_heads() -> None:
+    tables = made(random.Random(0), [[0, 1 + b] for b in range(35)], [65 + b for b in range(35)], 64, 36)
+    assert shared_of(tables).data[0, -1] == 2
+    assert_attends(tables, torch.bfloat16, programs=3, shape={"heads": 4, "kv_heads": 1, "dim": 16})
+
+
+@interpreted
+def test_a_value_that_is_nan_spoils_no_other_sequence() -> None:
+    from tatten.ops.cuda.shared_attention import plan_shared_attention
+
+    tables = made(random.Random(0), [[0, 1, 2, 3], [0, 4, 5, 6], [0, 1, 2, 7]], [256, 256, 256], 64, 8)
+    inputs = inputs_of(tables, dtype=torch.float32)
+    inputs["value"][inputs["block_table"][0, 2].long()] = torch.nan
+    call = decode_call(**inputs, shared_pages=shared_of(tables).data)
+    out, _ = plan_shared_attention(call)(call)
+    assert out[0].isnan().all()
+    assert out[2].isnan().all()
+    assert not out[1].isnan().any()
+
+
+@pytest.mark.drawn(3, "compiled for Hopper")
+def test_finding_compiles_for_sm_90() -> None:
+    kernels = compile_in_subprocess(SCRIPT)
+    assert len(kernels) == 12
+    for kernel in kernels:
+        assert kernel["stack"] == 0, kernel["kernel"]
+        wait, release = (kernel["ptx"].find(x) for x in ("griddepcontrol.wait", "griddepcontrol.launch"))
+        memory = re.search(r"(ld|st|atom|red)\.(relaxed\.gpu\.)?global", kernel["ptx"])
+        assert memory is not None
+        assert -1 < wait < release < memory.start(), kernel["kernel"]
+
+
+@pytest.mark.drawn(3, "compiled for Hopper")
+@pytest.mark.parametrize("variants", slow_but([VARIANTS[:1]], [[x] for x in VARIANTS]))
+def test_attention_compiles_for_sm_90(variants: list[tuple[str, int, int, int, str]]) -> None:
+    for variant, kernels in zip(variants, compile_in_subprocess(ATTEND, variants), strict=True):
+        assert [x["kernel"] for x in kernels] == ["_decode_kernel", "_decode_kernel", "_combine_kernel"]
+        for i, kernel in enumerate(kernels):
+            ptx, what = kernel["ptx"], f"{variant}, launch {i}"
+            assert kernel["stack"] <= 16, what
+            assert kernel["shared"] <= 227 << 10, what
+            assert not FUSIBLE.search(ptx), what
+            wait, release, load = (ptx.find(x) for x in ("griddepcontrol.wait", "griddepcontrol.launch", "ld.global"))
+            if i == 1:  # it runs beside the first one
+                assert -1 < release < load < ptx.rfind("st.global") < wait, what
+            elif i == 0:
+                assert -1 < wait < release < load, what
+            assert i == 2 or "cp.async.cg" in ptx, what
+            assert i == 2 or variant[0] == "float32" or "mma" in ptx, what

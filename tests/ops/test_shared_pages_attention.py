@@ -1,0 +1,198 @@
+"""Attention with `shared_pages`: the same results as without, for any tables."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from paged_calls import POOLS
+from shared_tables import Tables, drawn, inputs_of, made, shared_of, tree
+from slow import slow_but
+from torch import Tensor
+from torch.library import opcheck
+
+import tatten
+from tatten.ops.cpu import pages as pages_on_cpu
+from tatten.ops.page_runs import OWN
+from tatten.ops.reference import decode_attention_reference
+
+
+def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], tolerance: float = 1e-12) -> None:
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("n", slow_but([150], [150, 2000]))
+def test_random_tables(n: int) -> None:
+    rng, shared = random.Random(n), 0
+    for seed in range(n):
+        torch.manual_seed(seed)
+        tables, q_len = drawn(rng, most=12), rng.choice((1, 1, 2, 3))
+        inputs = inputs_of(tables, rng.choice(POOLS), q_len=q_len)
+        variant: dict[str, Any] = {}
+        if rng.random() < 0.3:
+            variant["sinks"] = torch.randn(4, dtype=torch.float64)
+        if rng.random() < 0.3:
+            variant["softcap"] = 3.0
+        if rng.random() < 0.3:
+            variant["scale"] = -0.3
+        found = shared_of(tables, rng.choice((1, q_len)))
+        got = tatten.decode_attention(**inputs, **variant, shared_pages=found, return_lse=True)
+        assert_same(got, decode_attention_reference(**inputs, **variant))
+        shared += int(found.data[OWN].any())
+    assert shared > n // 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    inputs = inputs_of(tables := tree(random.Random(1), 12), dtype=dtype)
+    got = tatten.decode_attention(**inputs, shared_pages=shared_of(tables), return_lse=True)
+    assert got[0].dtype == dtype
+    assert got[1].dtype == torch.float32
+    assert all(x.is_contiguous() for x in got)
+    assert_same(got, decode_attention_reference(**inputs), 2e-6 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("per_key", [False, True])
+def test_scales_of_keys_in_8_bits(per_key: bool) -> None:
+    inputs = inputs_of(tables := tree(random.Random(2), 12))
+    for name in ("key", "value"):
+        pool = inputs[name].nan_to_num(0.0).mul(20).to(torch.int8)
+        inputs |= {name: pool, f"{name}_scale": torch.rand(pool.shape[:3] if per_key else pool.shape[2:3])}
+    got = tatten.decode_attention(**inputs, shared_pages=shared_of(tables), return_lse=True)
+    assert_same(got, decode_attention_reference(**inputs))
+
+
+def seen_keys(inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **variant: Any) -> int:
+    """The keys that are copied."""
+    copied = 0
+    copy = pages_on_cpu._copied
+
+    def counted(stored: Any, pages: Tensor, named: Tensor, keys: slice, room: Any) -> Any:
+        nonlocal copied
+        copied += keys.stop
+        return copy(stored, pages, named, keys, room)
+
+    monkeypatch.setattr(pages_on_cpu, "_copied", counted)
+    tatten.decode_attention(**inputs, **variant)
+    return copied
+
+
+def test_a_shared_page_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [[0, 1, 2, 3 + b] for b in range(40)]
+    tables = made(random.Random(0), rows, [200 + b for b in range(40)], 64, 50)
+    inputs = inputs_of(tables)
+    shared = shared_of(tables)
+    assert seen_keys(inputs, monkeypatch, shared_pages=shared) == 192 + sum(8 + b for b in range(40))
+    assert seen_keys(inputs, monkeypatch) == sum(200 + b for b in range(40))
+
+
+@pytest.mark.parametrize("variant", [{"window": 100}, {"attn_mask": None}, {"batch_invariant": True}])
+def test_calls_without_a_use_for_it_ignore_it(variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = made(random.Random(0), [[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 2, 6]], [256, 256, 250], 64, 7)
+    inputs = inputs_of(tables)
+    if "attn_mask" in variant:
+        variant = {"attn_mask": torch.rand(3, 1, 1, 64 * tables.table.shape[1]) > 0.3}
+    given = variant | {"return_lse": True}
+    with_it = tatten.decode_attention(**inputs, **given, shared_pages=shared_of(tables))
+    assert all(torch.equal(x, y) for x, y in zip(with_it, tatten.decode_attention(**inputs, **given), strict=True))
+    assert_same(with_it, decode_attention_reference(**inputs, **variant))
+    without = seen_keys(inputs, monkeypatch, **given)
+    assert seen_keys(inputs, monkeypatch, **given, shared_pages=shared_of(tables)) == without
+
+
+def test_nan_of_a_sequence_that_goes_on_stays_its_own() -> None:
+    tables = made(random.Random(0), [[0, 1, 2, 3], [0, 4, 5, 6], [0, 1, 2, 7]], [256, 256, 256], 64, 8)
+    inputs = inputs_of(tables)
+    inputs["value"][inputs["block_table"][0, 2].long()] = torch.nan
+    out = tatten.decode_attention(**inputs, shared_pages=shared_of(tables))
+    assert out[0].isnan().all()
+    assert out[2].isnan().all()
+    torch.testing.assert_close(out[1], decode_attention_reference(**inputs)[0][1])
+
+
+def test_sequences_may_grow() -> None:
+    tables = made(random.Random(0), [[0, 1, 2, 3], [0, 1, 4, 5]], [140, 160], 64, 6)
+    shared, later = shared_of(tables), Tables(tables.table, tables.lens + 80, tables.n_pages, 64)
+    inputs = inputs_of(later)
+    got = tatten.decode_attention(**inputs, shared_pages=shared, return_lse=True)
+    assert_same(got, decode_attention_reference(**inputs))
+
+
+def test_pages_of_another_table_are_no_reason_to_read_beyond() -> None:
+    rng = random.Random(3)
+    for _ in range(30):
+        tables = drawn(rng)
+        inputs = inputs_of(tables) | {"key": torch.zeros(tables.n_pages, tables.page, 2, 8, dtype=torch.float64)}
+        inputs["value"] = inputs["key"] + 1
+        batch, columns = inputs["block_table"].shape
+        rows = [list(range(columns * 2))] * batch
+        lens = [columns * tables.page * 2] * batch
+        data = shared_of(made(rng, rows, lens, tables.page, columns * 2)).data
+        shared = tatten.SharedPages(data, columns, tables.page)
+        out = tatten.decode_attention(**inputs, shared_pages=shared)
+        assert ((out == 0) | ((out - 1).abs() < 1e-12)).all()
+
+
+def test_bad_input() -> None:
+    tables = made(random.Random(0), [[0, 1, 2, 3], [0, 1, 4, 5]], [140, 160], 64, 6)
+    inputs, shared = inputs_of(tables), shared_of(tables)
+
+    def says(error: type[Exception], *texts: str, **changed: Any) -> None:
+        with pytest.raises(error) as raised:
+            tatten.decode_attention(**inputs | {"shared_pages": shared} | changed)
+        assert not [x for x in ("`shared_pages`", *texts) if x not in str(raised.value)]
+
+    says(TypeError, "tatten.shared_pages", "got Tensor", shared_pages=shared.data)
+    says(ValueError, "`block_table`", "got None", block_table=None)
+    columns = tables.table.shape[1]
+    narrow = tables.table[:, :3]
+    says(ValueError, "3 pages", f"got one of {columns}", block_table=narrow, kv_lens=torch.tensor([1, 1]))
+    pools = {name: inputs[name].view(-1, 32, 2, 8) for name in ("key", "value")}
+    says(ValueError, "32 keys", "got one of 64", **pools)
+    data = shared.data
+    says(ValueError, "int32", "(8, 5)", "(8, 4)", shared_pages=tatten.SharedPages(data[:, :4], columns, 64))
+    says(ValueError, "int32", "torch.int64", shared_pages=tatten.SharedPages(data.long(), columns, 64))
+
+
+def test_opcheck() -> None:
+    tables = tree(random.Random(5), 5)
+    inputs = inputs_of(tables)
+    query, key, value = (inputs.pop(name) for name in ("query", "key", "value"))
+    given = inputs | {"shared_pages": shared_of(tables).data}
+    opcheck(torch.ops.tatten.decode_attention.default, (query, key, value), given)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor", "tatten"])
+def test_compiles(backend: str) -> None:
+    def layers(n_pages: int, page: int, **inputs: Any) -> Tensor:
+        given = {name: inputs[name] for name in ("block_table", "kv_lens")}
+        shared = tatten.shared_pages(**given, n_pages=n_pages, page_size=page)
+        inputs["query"] = tatten.decode_attention(**inputs, shared_pages=shared)
+        return tatten.decode_attention(**inputs, shared_pages=shared)
+
+    tables = tree(random.Random(6), 5)
+    inputs = inputs_of(tables)
+    with torch.no_grad():
+        got = torch.compile(layers, backend=backend, fullgraph=True)(tables.n_pages, tables.page, **inputs)
+    torch.testing.assert_close(got, layers(tables.n_pages, tables.page, **inputs))
+
+
+def test_decomposes() -> None:
+    tables = tree(random.Random(8), 5)
+    inputs = inputs_of(tables)
+
+    class Step(torch.nn.Module):
+        def forward(self, inputs: dict[str, Any]) -> Any:
+            given = {name: inputs[name] for name in ("block_table", "kv_lens")}
+            shared = tatten.shared_pages(**given, n_pages=tables.n_pages, page_size=tables.page)
+            return tatten.decode_attention(**inputs, shared_pages=shared, return_lse=True), shared.data
+
+    with torch.no_grad():
+        program = torch.export.export(Step(), (inputs,)).run_decompositions(tatten.decompositions())
+    assert not [node for node in program.graph.nodes if "tatten" in str(node.target)]
+    state, data = program.module()(inputs)
+    assert_same(state, decode_attention_reference(**inputs))
+    assert torch.equal(data, shared_of(tables).data)
