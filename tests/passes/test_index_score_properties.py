@@ -50,6 +50,16 @@ RELUS = [
     lambda x: x.clamp_min(0.0),
     torch.nn.functional.relu,
 ]
+KEYS = [  # concatenated, shared by sequences, and dequantised
+    lambda k: k,
+    lambda k: k,
+    lambda k: torch.cat((k[:, :50], k[:, 50:]), 1),
+    lambda k: torch.cat((k[:1, :50].expand(k.shape[0], -1, -1), k[:, 50:]), 1),
+    lambda k: torch.cat((k[:1].expand(k.shape[0], -1, -1)[:, :96], k[:, 96:]), dim=-2),
+    lambda k: (k * 20).round().clamp(-127, 127).to(torch.int8).float() * 0.05,
+    lambda k: (k / 4).to(torch.float8_e4m3fn).float() * (k[..., :1].float().abs() + 1),
+    lambda k: (k * 20).clamp(-127, 127).to(torch.int8).float() * 0.05 + 0.5,
+]
 OTHER_RELUS = [torch.abs, lambda x: x.clamp(min=0, max=2), lambda x: x.clamp(min=0.5), lambda x: x]
 MASKS = [
     lambda x, m: x.masked_fill(~m, -torch.inf),
@@ -98,11 +108,11 @@ def _program(draw: Draw) -> Callable[..., object]:
     relu = draw(st.sampled_from(RELUS * 3 + OTHER_RELUS))
     before, after, last = _steps(draw), _steps(draw), _steps(draw)
     sum_over_heads, mask = draw(st.sampled_from(_sums(heads))), draw(st.sampled_from(MASKS))
-    read, written = draw(st.integers(0, 19)), draw(st.integers(0, 19))
+    read, written, stored = draw(st.integers(0, 19)), draw(st.integers(0, 19)), draw(st.sampled_from(KEYS))
 
     def program(q: Tensor, k: Tensor, w: Tensor, m: Tensor) -> object:
         k, m = k.clone(), m.clone()
-        wide = k.float()
+        wide = stored(k).float()
         products = product(q.float(), wide)
         if written in (16, 17):
             (k, wide)[written - 16][:, 0] = 2

@@ -146,7 +146,7 @@ def main() -> None:
             print(shown, f"not run: {error!r:.120}", flush=True)
             continue
         left = sorted({f"{x.decline.reason.value}: {x.decline.detail}" for x in report.declined})
-        found = f"{len(report.rewritten)} rewritten {sorted(forms(report))}, {len(report.declined)} left {left}"
+        found = f"{len(attentions(report))} rewritten {sorted(forms(report))}, {len(report.declined)} left {left}"
         print(shown, f"{(got - want).abs().max():.1e} from eager, {found}", flush=True)
 
 
