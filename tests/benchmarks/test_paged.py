@@ -52,6 +52,7 @@ def test_a_wrong_candidate_is_not_timed(problem: paged.Problem, monkeypatch: pyt
 
 @pytest.mark.parametrize("page", [16, 64])
 def test_the_compiled_program_is_read_in_pages(page: int) -> None:
+    torch._dynamo.reset()  # another page makes its size dynamic
     args = compiled_gathers.inputs(page, 1024, torch.float32, capacity=2048)
     with torch.no_grad():
         report = paged.tatten.explain(compiled_gathers.gathered, *args)
