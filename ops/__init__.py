@@ -8,6 +8,7 @@ from tatten.ops.index_scores import index_scores
 from tatten.ops.latent import latent_attention
 from tatten.ops.masks import BlockMask
 from tatten.ops.merge import merge_state, merge_states
+from tatten.ops.paged_attention import paged_attention
 
 __all__ = [
     "BlockMask",
@@ -19,5 +20,6 @@ __all__ = [
     "latent_attention",
     "merge_state",
     "merge_states",
+    "paged_attention",
     "tree_merge",
 ]

@@ -16,6 +16,7 @@ from tatten.ops import (
     latent_attention,
     merge_state,
     merge_states,
+    paged_attention,
     tree_merge,
 )
 from tatten.report import Report, recording
@@ -43,6 +44,7 @@ __all__ = [
     "latent_attention",
     "merge_state",
     "merge_states",
+    "paged_attention",
     "recording",
     "rewrite",
     "tree_merge",
