@@ -9,6 +9,7 @@ from tatten.ops.index_scores import index_scores
 from tatten.ops.latent import latent_attention
 from tatten.ops.masks import BlockMask
 from tatten.ops.merge import merge_state, merge_states
+from tatten.ops.paged_attention import paged_attention
 from tatten.ops.shared_pages import SharedPages, shared_pages
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "local_lens",
     "merge_state",
     "merge_states",
+    "paged_attention",
     "shared_pages",
     "tree_merge",
 ]

@@ -20,6 +20,7 @@ from tatten.ops.index_scores_validation import check_index_scores
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.latent_validation import check_latent_attention
 from tatten.ops.library import block_mask
+from tatten.ops.mixed_batch import MixedCall, as_decode, check_mixed, mixed_kernel, of_tokens
 from tatten.ops.pages import gather_pages
 from tatten.ops.picks import picked_mask
 from tatten.ops.picks_validation import check_picks
@@ -40,9 +41,10 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
     The decomposed program has none of tatten's ops, so that it runs where tatten cannot be imported: packaged by
     AOTInductor, in C++ too. It still reads each key and value that counts once, whatever the mask holds at run time,
     and does not depend on the machine that made it. Picked keys are copied; with a `rest_bias` all keys are read. All
-    pages that a block table has room for are copied. `index_scores` reads all keys, and has the products of all heads
-    in memory. Ops on other devices than the CPU stay. Lengths and rows out of range are clamped; in eager mode they are
-    errors. Ops with `batch_invariant=True` have no decomposition: `run_decompositions` raises NotImplementedError.
+    pages that a block table has room for are copied, by `paged_attention` for each token. `index_scores` reads all
+    keys, and has the products of all heads in memory. Ops on other devices than the CPU stay. Lengths and rows out of
+    range are clamped; in eager mode they are errors. Ops with `batch_invariant=True` have no decomposition:
+    `run_decompositions` raises NotImplementedError.
 
     Args:
         core_aten: decompose without PyTorch's flash kernel. It is not in core ATen, and PyTorch's own decomposition of
@@ -75,6 +77,7 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
         ops.bifurcated_attention.default: bifurcated_kernel(
             _picks_gathered(functools.partial(_bifurcated_attention, core_aten=core_aten))
         ),
+        ops.paged_attention.default: mixed_kernel(functools.partial(_paged_attention, core_aten=core_aten)),
         ops.merge_states.default: _merge_states,
         ops.row_groups.default: _row_groups,
         ops.shared_pages.default: shared_pages,
@@ -209,6 +212,12 @@ def _attend(call: AttentionCall, query: Tensor, segments: Sequence[UsedKeys], jo
     else:
         out, lse = combine_partials(*zip(*(attend_used(query, used, scale) for used in segments), strict=True))
     return (out, lse) if call.sinks is None else merge_sinks(out, lse, call.sinks)
+
+
+def _paged_attention(call: MixedCall, *, core_aten: bool) -> State:
+    check_mixed(call)
+    tokens, padding = as_decode(call)
+    return of_tokens(_decode_attention(tokens, core_aten=core_aten), padding)
 
 
 def _merge_states(out: Tensor, lse: Tensor, *, batch_invariant: bool = False) -> State:

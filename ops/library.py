@@ -18,10 +18,12 @@ from tatten.ops.cpu import attention as cpu
 from tatten.ops.cpu.bifurcated import bifurcated_attention as bifurcated_on_cpu
 from tatten.ops.cpu.index_scores import index_scores as index_scores_on_cpu
 from tatten.ops.cpu.latent import latent_attention as latent_on_cpu
+from tatten.ops.cpu.mixed import paged_attention as paged_on_cpu
 from tatten.ops.cpu.rows import row_groups as row_groups_on_cpu
 from tatten.ops.cpu.shared_pages import shared_pages as shared_pages_on_cpu
 from tatten.ops.cuda import dispatch as cuda
 from tatten.ops.cuda.index_scores import index_scores as index_scores_on_cuda
+from tatten.ops.cuda.mixed import paged_attention as paged_on_cuda
 from tatten.ops.cuda.project_heads import project_heads as project_heads_on_cuda
 from tatten.ops.cuda.top_picks import top_picks as top_picks_on_cuda
 from tatten.ops.distributed.collectives import group_of
@@ -29,6 +31,7 @@ from tatten.ops.distributed.tree_merge import tree_merge_op
 from tatten.ops.index_scores_validation import fake_index_scores
 from tatten.ops.kernel_signatures import OpKernel, bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.masks import block_list, key_spans, mask_of_rows, mask_rows
+from tatten.ops.mixed_batch import fake_mixed, mixed_kernel
 from tatten.ops.page_runs import LEVELS, ROWS
 from tatten.ops.pages_validation import check_table_alone
 from tatten.ops.project_heads import fake_project_heads, project_heads
@@ -53,6 +56,9 @@ for _schema in (
     "bifurcated_attention(Tensor query, Tensor[] keys, Tensor[] values, Tensor?[] attn_masks, Tensor?[] block_masks, "
     "float? scale=None, Tensor?[]? row_groups=None, *, int? window=None, float? softcap=None, Tensor? sinks=None, "
     "bool batch_invariant=False, Tensor?[]? indices=None, int index_block=1) -> (Tensor out, Tensor lse)",
+    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor cu_seqlens_q, Tensor kv_lens, "
+    "*, float? scale=None, int? window=None, float? softcap=None, Tensor? sinks=None, Tensor? key_scale=None, "
+    "Tensor? value_scale=None, bool batch_invariant=False) -> (Tensor out, Tensor lse)",
     "row_groups(Tensor rows, SymInt kv_batch, SymInt queries) -> Tensor",
     "block_mask(Tensor attn_mask, SymInt? kv_batch=None, Tensor? rows=None, bool every_block=False) -> Tensor",
     "block_list(Tensor attn_mask, SymInt kv_batch, bool every_block=False) -> Tensor",
@@ -80,6 +86,7 @@ def _fake_attention(call: AttentionCall) -> State:
 torch.library.register_fake("tatten::decode_attention", decode_kernel(_fake_attention), lib=_library)
 torch.library.register_fake("tatten::latent_attention", latent_kernel(_fake_attention), lib=_library)
 torch.library.register_fake("tatten::bifurcated_attention", bifurcated_kernel(_fake_attention), lib=_library)
+torch.library.register_fake("tatten::paged_attention", mixed_kernel(fake_mixed), lib=_library)
 torch.library.register_fake("tatten::index_scores", fake_index_scores, lib=_library)
 torch.library.register_fake("tatten::project_heads", fake_project_heads, lib=_library)
 torch.library.register_fake("tatten::top_picks", fake_top_picks, lib=_library)
@@ -147,6 +154,7 @@ _KERNELS: dict[str, dict[str, OpKernel]] = {
     "decode_attention": {"CPU": decode_kernel(cpu.decode_attention), "CUDA": decode_kernel(cuda.attention)},
     "latent_attention": {"CPU": latent_kernel(latent_on_cpu), "CUDA": latent_kernel(cuda.attention)},
     "bifurcated_attention": {"CPU": bifurcated_kernel(bifurcated_on_cpu), "CUDA": bifurcated_kernel(cuda.attention)},
+    "paged_attention": {"CPU": mixed_kernel(paged_on_cpu), "CUDA": mixed_kernel(paged_on_cuda)},
     "merge_states": {"CPU": cpu.merge_states, "CUDA": cuda.merge_states},
     "push_merge": {"CUDA": _push_merge},
     "index_scores": {"CPU": index_scores_on_cpu, "CUDA": index_scores_on_cuda},
@@ -163,7 +171,7 @@ def cuda_implementations() -> dict[Any, OpKernel]:
         "block_list": cuda.block_list,
         "shared_pages": cuda.shared_pages,
     }
-    attention = "decode_attention", "latent_attention", "bifurcated_attention"
+    attention = "decode_attention", "latent_attention", "bifurcated_attention", "paged_attention"
     others = "merge_states", "index_scores", "project_heads", "top_picks"
     kernels |= {name: _KERNELS[name]["CUDA"] for name in (*attention, *others)}
     return {getattr(torch.ops.tatten, name).default: kernel for name, kernel in kernels.items()}

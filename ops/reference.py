@@ -9,6 +9,7 @@ from torch import Tensor
 from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.kernel_signatures import bifurcated_kernel, decode_kernel, latent_kernel
 from tatten.ops.layout import over_keys
+from tatten.ops.mixed_batch import MixedCall, as_decode, mixed_kernel, of_tokens
 from tatten.ops.pages import gather_pages
 from tatten.ops.picks import picked_mask
 from tatten.ops.row_groups import rows_of
@@ -107,6 +108,15 @@ def _lengths(call: AttentionCall, stored: KeyValue) -> Tensor:
 decode_attention_reference = decode_kernel(attention_reference)
 bifurcated_attention_reference = bifurcated_kernel(attention_reference)
 latent_attention_reference = latent_kernel(attention_reference)
+
+
+def mixed_reference(call: MixedCall) -> State:
+    """Return the state of a mixed batch in float64, on the device of the inputs: each token is a sequence."""
+    tokens, padding = as_decode(call)
+    return of_tokens(attention_reference(tokens), padding)
+
+
+paged_attention_reference = mixed_kernel(mixed_reference)
 
 
 def index_scores_reference(

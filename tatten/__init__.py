@@ -18,6 +18,7 @@ from tatten.ops import (
     local_lens,
     merge_state,
     merge_states,
+    paged_attention,
     shared_pages,
     tree_merge,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "local_lens",
     "merge_state",
     "merge_states",
+    "paged_attention",
     "recording",
     "rewrite",
     "shared_pages",

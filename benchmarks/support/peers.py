@@ -73,14 +73,16 @@ def fa3() -> Callable[..., tuple[Tensor, Tensor]] | None:
         num_splits: int = 0,
         seqused_k: Tensor | None = None,
         block_table: Tensor | None = None,
+        causal: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """`q` `[tokens, q_heads, d]`, `k` and `v` `[tokens, kv_heads, d]` to `out` and `lse` `[q_heads, tokens]`.
 
         Or, with `seqused_k` instead of `cu_k`, `k` and `v` are `[batch, length, kv_heads, d]`, and with `block_table`
         `[batch, pages]` also they are `[pages, page, kv_heads, d]`. 0 splits: as many as FlashAttention-3 sees fit.
+        `causal`: the last query sees all keys.
         """
         lengths = cu_q, cu_k, None, None, seqused_k, max_q, max_k, block_table
-        window = False, -1, -1, 0.0, True  # causal, left, right, soft cap, interleaved rotary embedding
+        window = causal, -1, -1, 0.0, True  # causal, left, right, soft cap, interleaved rotary embedding
         out, lse = ops.fwd(
             *(q, k, v, *[None] * 4, *lengths, *[None] * 8, q.shape[2] ** -0.5, *window),
             *(None, num_splits, None, 0, None, 1, 0, None),

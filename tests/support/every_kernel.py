@@ -3,8 +3,9 @@
     compute-sanitizer --tool memcheck python tests/support/every_kernel.py
     compute-sanitizer --tool racecheck python tests/support/every_kernel.py 0 8    # every eighth one, from the first
 
-The variants are those of tests/ops/cuda/test_compiles.py, latent attention with each kind of keys, picked keys,
-shared pages, `top_picks`, `project_heads` in blocks of each size, `index_scores` with each kind of mask, and `slide_`.
+The variants are those of tests/ops/cuda/test_compiles.py and test_ragged_compiles.py, latent attention with each kind
+of keys, picked keys, shared pages, `top_picks`, `project_heads` in blocks of each size, `index_scores` with each kind of mask, and
+`slide_`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ PICKING = (5, 1), (16, 1), (128, 1), (20, 3)
 FEW_LATENT_QUERIES = (16, 1), (5, 3)  # in float32, as they stay where they are few
 
 
-def compile_tests() -> ModuleType:
-    path = Path(__file__).parents[1] / "ops/cuda/test_compiles.py"
-    spec = importlib.util.spec_from_file_location("test_compiles", path)
+def compile_tests(name: str = "test_compiles") -> ModuleType:
+    path = Path(__file__).parents[1] / f"ops/cuda/{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -170,6 +171,26 @@ def share(batch: int, page: int, heads: int) -> None:
     torch.testing.assert_close(out, tatten.decode_attention(query, key, value, **given), rtol=2e-2, atol=1e-2)
 
 
+def mix(
+    dtype: Any, dim: int, tokens: int, heads: tuple[int, int] = (32, 8), page: int = 16, narrow: str = "",
+    per_key: bool = False, sinks: bool = False, **variant: Any,
+) -> None:  # fmt: skip
+    """Decode steps, and chunks of many queries: sequence 3 has the rest of the tokens but for 5, which are padding."""
+    dtype, columns = getattr(torch, dtype), ceil_div(KV_LEN, page)
+    table = torch.randperm(4 * columns, device="cuda").view(4, columns).int()
+    key, value = (torch.randn(4 * columns, page, heads[1], dim, device="cuda").to(dtype) for _ in "kv")
+    if narrow:
+        key, value = ((4 * x).round().clamp(-99, 99).to(getattr(torch, narrow)) for x in (key, value))
+        scaled = key.shape[:3] if per_key else (heads[1],)
+        variant |= {name: torch.rand(scaled, device="cuda") for name in ("key_scale", "value_scale")}
+    if sinks:
+        variant["sinks"] = torch.randn(heads[0], device="cuda").to(dtype)
+    starts = torch.tensor([0, 1, 2, 42, min(tokens, 342) - 5], device="cuda").int()
+    lens = torch.tensor([KV_LEN, 70, 60, KV_LEN], device="cuda")
+    query = torch.randn(tokens, heads[0], dim, device="cuda").to(dtype)
+    tatten.paged_attention(query, key, value, table, starts, lens, **variant)
+
+
 def select(rows: int, n: int, k: int) -> None:
     scores = torch.randn(rows, n, device="cuda").round(decimals=1)
     want = torch.ops.tatten.top_picks(scores.cpu(), k)
@@ -198,6 +219,8 @@ def main() -> None:
     decode.gpu_rates = lambda device: GpuRates(tma_least_bytes=0)
     first, step = (int(x) for x in sys.argv[1:3]) if len(sys.argv) > 2 else (0, 1)
     variants: list[Any] = [(attend, *variant) for group in compile_tests().GROUPS.values() for variant in group]
+    mixed = compile_tests("test_ragged_compiles").GROUPS
+    variants += [(mix, *variant) for group in mixed.values() for variant in group]
     for keys in ("all", "lengths", "mask"):
         variants += [(attend_latents, (*queries, keys), {}) for queries in LATENT_QUERIES]
         variants += [(attend_latents, (*queries, keys, torch.float32), {}) for queries in FEW_LATENT_QUERIES]

@@ -128,6 +128,12 @@ def pages(q, kv, table, lens):
     return ops.decode_attention.default(a * 2, key, value, window=100, **given)[0]
 
 
+def mixed(q, kv, table, starts, lens):
+    key, value = kv.unbind(1)
+    a, _ = ops.paged_attention.default(q, key, value, table, starts, lens)
+    return ops.paged_attention.default(a * 2, key, value, table, starts, lens, window=100)[0]
+
+
 def paged_latents(q, q_rope, pool, table, lens):
     latent, key_rope = pool.split((512, 64), dim=3)
     given = {"kv_lens": lens, "scale": 0.1, "block_table": table}
@@ -188,6 +194,14 @@ cases = {
         [((7,), torch.int32), ((7, 8, 1, 64), bf16), *[((3, 8, 500, 64), bf16)] * 2, *[((7, 8, 300, 64), bf16)] * 2],
     ),
     "picks": (picks, [Q, KV, KV, MASK, ((2, 8, 1, 8), torch.int32)]),
+    "mixed": (
+        mixed,
+        [
+            ((300, 32, 128), bf16),
+            ((600, 2, 16, 8, 128), bf16),
+            *[(shape, torch.int32) for shape in ((2, 256), (3,), (2,))],
+        ],
+    ),
     "pages": (pages, [Q, ((600, 2, 16, 8, 128), bf16), ((2, 256), torch.int32), ((2,), torch.int32)]),
     "paged latents": (
         paged_latents,

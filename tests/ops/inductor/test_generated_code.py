@@ -51,6 +51,7 @@ LOWERED = (
     "rows",
     "picks",
     "pages",
+    "mixed",
     "paged latents",
     "shared pages",
     "16 heads",
@@ -65,7 +66,10 @@ RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *([(case, True, {"cpp_wrapper": True}) for case in ("128 heads", "large")] if NATIVE else []),
     *((case, True, {}) for case in (*IN_GLUON, "large")),
     *((case, lowered, {}) for case, lowered, _ in STAY_OPAQUE),
-    *((case, True, {"package": True}) for case in ("prefix", "128 heads", "unrounded", "project", "index scores")),
+    *(
+        (case, True, {"package": True})
+        for case in ("prefix", "128 heads", "unrounded", "project", "index scores", "mixed")
+    ),
 ]
 
 
@@ -170,6 +174,7 @@ def test_cpp_wrapper_launches_natively() -> None:
         *((case, "decode_kernel") for case in ("prefix", "128 heads", "unrounded")),
         ("project", "project_heads_kernel"),
         ("index scores", "index_scores_kernel"),
+        ("mixed", "ragged_kernel"),
     ],
 )
 def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
@@ -187,6 +192,7 @@ def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
         ("rows", {"row_groups", "decode", "combine"}),
         ("capped segments", {"decode", "combine"}),
         ("pages", {"decode", "combine"}),
+        ("mixed", {"list_blocks", "ragged", "combine_blocks"}),
         ("paged latents", {"decode", "combine"}),
         ("shared pages", {"free_pages", "own_pages", "runs", "cut_runs", "decode", "combine"}),
         ("16 heads", {"decode", "combine"}),

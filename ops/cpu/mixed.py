@@ -1,0 +1,115 @@
+"""Mixed batches on a CPU: one sequence after the other, over a copy of its pages.
+
+Few queries attend as in a decode step. Many queries without a window take PyTorch's kernel twice: once over the keys
+before the new tokens, which all of them see, and once over the new tokens, with its causal flag. All other calls go
+through blocks of queries, so that no mask has all queries and all keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from tatten.ops.call import DECODE, AttentionCall, KeyValue
+from tatten.ops.cpu.attention import decode_attention, merge_sinks, upcast
+from tatten.ops.many_queries import attend_many, unsupported_reason
+from tatten.ops.mixed_batch import MixedCall, check_mixed, read_lengths
+from tatten.ops.pages import as_filled, named_pages
+from tatten.ops.sizes import ceil_div
+from tatten.ops.states import NEG_INF, State, accumulator_dtype, combine_partials
+from tatten.ops.validation import check_batch_invariant
+
+FEW, BLOCK = 16, 64  # queries of a decode step, and of a block of many
+
+
+def paged_attention(call: MixedCall) -> State:
+    check_mixed(call)
+    if call.batch_invariant:
+        check_batch_invariant(call.one_query_each())
+    starts, lens = read_lengths(call)
+    n_tokens, q_heads, _ = call.query.shape
+    out = call.query.new_zeros((n_tokens, q_heads, call.value.shape[3]))
+    lse = call.query.new_full((n_tokens, q_heads), NEG_INF, dtype=accumulator_dtype(call.query.dtype))
+    for b, (start, stop) in enumerate(itertools.pairwise(starts)):
+        if start < stop:
+            own_out, own_lse = _attend_sequence(call, b, call.query[start:stop], lens[b])
+            out[start:stop], lse[start:stop] = own_out[0].transpose(0, 1), own_lse[0].T
+    return out, lse
+
+
+def _attend_sequence(call: MixedCall, b: int, query: Tensor, length: int) -> State:
+    """Return the state `[1, q_heads, queries, value_dim]` of a sequence's queries."""
+    query = query.transpose(0, 1)[None]
+    q_len = query.shape[2]
+    first = 0 if call.window is None else max(0, length - q_len - call.window + 1) // call.key.shape[1]
+    stored = _copied(call, b, first, length)
+    kv_len = stored.key.shape[2]
+    keyless = max(0, q_len - kv_len)  # the first queries, of negative positions
+    window = kv_len if call.window is None else min(call.window, kv_len)
+    causal = call if q_len == 1 else call._replace(window=max(1, window))
+    if q_len - keyless <= FEW or not _takes_flash(call, query[:, :, keyless:], stored, window):
+        step = FEW if q_len <= FEW else BLOCK
+        blocks = [_attend_block(causal, query[:, :, i : i + step], stored, q_len - i) for i in range(0, q_len, step)]
+        return torch.cat([x for x, _ in blocks], dim=2), torch.cat([x for _, x in blocks], dim=2)
+    out, lse = _attend_chunk(call, query[:, :, keyless:], stored)
+    if keyless:
+        out = torch.cat((out.new_zeros(1, out.shape[1], keyless, out.shape[3]), out), dim=2)
+        lse = torch.cat((lse.new_full((1, lse.shape[1], keyless), NEG_INF), lse), dim=2)
+    return (out, lse) if call.sinks is None else merge_sinks(out, lse, call.sinks)
+
+
+def _copied(call: MixedCall, b: int, first: int, length: int) -> KeyValue:
+    """Copy the pages of a sequence from page `first` on; keys of entries that name no page are 0, and masked."""
+    page = call.key.shape[1]
+    pages, named = named_pages(call.block_table[b, first : ceil_div(length, page)], call.key.shape[0])
+    all_named, n = bool(named.all()), length - first * page
+
+    def copied(pool: Tensor) -> Tensor:
+        copy = pool.index_select(0, pages)
+        if not all_named:
+            as_filled(copy)[~named] = 0
+        return copy.flatten(0, 1)[None, :n].transpose(1, 2)
+
+    scales = [x if x is None or x.dim() == 1 else copied(x) for x in (call.key_scale, call.value_scale)]
+    mask = None if all_named else named.repeat_interleave(page)[None, None, None, :n]
+    return KeyValue(copied(call.key), copied(call.value), mask, key_scale=scales[0], value_scale=scales[1])
+
+
+def _takes_flash(call: MixedCall, query: Tensor, stored: KeyValue, window: int) -> bool:
+    """Return True if PyTorch's kernel computes a causal chunk: it takes neither a window nor a soft cap.
+
+    It scales scores after its causal flag has made some of them -inf.
+    """
+    whole = window == stored.key.shape[2] and stored.attn_mask is None
+    plain = call.softcap is None and not call.batch_invariant and call.score_scale > 0
+    return whole and plain and query.shape[3] == stored.value.shape[3] and unsupported_reason(query, query) is None
+
+
+def _attend_block(call: MixedCall, query: Tensor, stored: KeyValue, left: int) -> State:
+    """Return the state of some queries, of which the first one is followed by `left - 1` others of the sequence."""
+    stop = max(0, stored.key.shape[2] - left + query.shape[2])
+    keys = slice(stop)
+    key_scale, value_scale = (
+        x if x is None or x.dim() == 1 else x[:, :, keys] for x in (stored.key_scale, stored.value_scale)
+    )
+    mask = None if stored.attn_mask is None else stored.attn_mask[..., keys]
+    own = KeyValue(stored.key[:, :, keys], stored.value[:, :, keys], mask, key_scale=key_scale, value_scale=value_scale)
+    softmax = call.scale, call.window, call.softcap, call.sinks
+    return decode_attention(AttentionCall(DECODE, query, (own,), *softmax, batch_invariant=call.batch_invariant))
+
+
+def _attend_chunk(call: MixedCall, query: Tensor, stored: KeyValue) -> State:
+    """Return the state of at most as many queries as keys, without sinks: the past for all, then the new tokens."""
+    dtype, key, value = call.query.dtype, stored.key, stored.value
+    if key.dtype != dtype:  # PyTorch has no products in 8 bits
+        query = query.to(accumulator_dtype(dtype))
+        key, value = upcast(key, stored.key_scale, query.dtype), upcast(value, stored.value_scale, query.dtype)
+    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+    past = key.shape[2] - query.shape[2]
+    parts = [attend_many(query, key[:, :, past:], value[:, :, past:], True, call.score_scale)]
+    if past:
+        parts.insert(0, attend_many(query, key[:, :, :past], value[:, :, :past], False, call.score_scale))
+    out, lse = combine_partials(*zip(*parts, strict=True))
+    return out.to(dtype), lse

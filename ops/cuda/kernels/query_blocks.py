@@ -1,0 +1,234 @@
+"""The blocks of queries of a mixed batch: their list, made on the device, and the combine of the partials they leave.
+
+Packed queries of a sequence, `token * heads_per_kv + head`, are cut into blocks. Sequences of at most `FEW_ROWS` packed
+queries have one small block each; the others have blocks of `many_m`. Each class has a list of its own, with room for
+as many blocks as the shapes allow, and a tile space: the key tiles of all blocks and kv heads, one after the other.
+`ends` says where the blocks end in it. With chunks, it counts chunks of tiles instead, which depend on their block
+alone.
+
+Padding tokens are a sequence without keys, after the others.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_states
+from tatten.ops.cuda.kernels.tile_scheduler import chunks_of
+
+FEW_ROWS = 16
+COLUMNS = 7  # of a block: see `load_block`
+_FEW_ROWS, _COLUMNS = tl.constexpr(FEW_ROWS), tl.constexpr(COLUMNS)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _starts(cu_seqlens_q, sequences, n_tokens, batch):
+    """Return the first token of each sequence, the padding included; others begin after all tokens."""
+    starts = tl.load(cu_seqlens_q + sequences, mask=(sequences > 0) & (sequences <= batch), other=0)
+    starts = tl.minimum(tl.maximum(starts, 0), n_tokens)
+    return tl.associative_scan(tl.where(sequences > batch, n_tokens, starts), 0, _larger)
+
+
+@triton.jit(do_not_specialize=["n_tokens", "batch", "kv_len", "window", "kv_heads", "heads_per_kv", "few", "many"])
+def _list_blocks_kernel(
+    cu_seqlens_q,
+    kv_lens,
+    scratch,
+    blocks,
+    ends,
+    n_tokens,
+    batch,
+    kv_len,
+    window,
+    kv_heads,
+    heads_per_kv,
+    few,
+    many,
+    SEQUENCES: tl.constexpr,
+    TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """List the blocks of one class in each of two programs. `few`, `many`: the room for them; 0 without a launch."""
+    is_many = tl.program_id(0)
+    block_m = tl.where(is_many == 1, TILES[1][0], TILES[0][0])
+    block_n = tl.where(is_many == 1, TILES[1][1], TILES[0][1])
+    room = tl.where(is_many == 1, many, few)
+    scratch += is_many * 2 * SEQUENCES
+    blocks += is_many * few * _COLUMNS
+    ends += is_many * few
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    sequences = tl.arange(0, SEQUENCES)
+    starts = _starts(cu_seqlens_q, sequences, n_tokens, batch)
+    stops = tl.load(cu_seqlens_q + 1 + sequences, mask=sequences < batch, other=n_tokens)
+    stops = tl.maximum(starts, tl.minimum(stops, n_tokens))
+    rows = (stops - starts) * heads_per_kv
+    padding = (is_many == 1) == (many > 0)  # where padding goes
+    own = tl.where(sequences == batch, padding, (rows > _FEW_ROWS) == (is_many == 1))
+    n_blocks = tl.where(own, (rows + block_m - 1) // block_m, 0)
+    block_ends = tl.cumsum(n_blocks, axis=0)
+    used = tl.sum(n_blocks, axis=0)
+    # Blocks find their sequence in memory.
+    tl.store(scratch + sequences, block_ends)
+    tl.store(scratch + SEQUENCES + sequences, starts)
+    tl.debug_barrier()
+
+    total = tl.zeros([], tl.int64)
+    for i in range(0, room, BLOCK):
+        block = i + tl.arange(0, BLOCK)
+        ok = block < used
+        sequence = tl.zeros([BLOCK], tl.int32)
+        step = SEQUENCES // 2
+        while step > 0:  # the first sequence that ends after the block
+            before = tl.load(scratch + sequence + step - 1)
+            sequence = tl.where(before <= block, sequence + step, sequence)
+            step = step // 2
+        first_block = tl.load(scratch + sequence - 1, mask=sequence > 0, other=0)
+        start = tl.load(scratch + SEQUENCES + sequence)
+        stop = tl.load(scratch + SEQUENCES + sequence + 1, mask=sequence < batch, other=n_tokens)
+        length = tl.load(kv_lens + sequence, mask=ok & (sequence < batch), other=0)
+        length = tl.minimum(tl.maximum(length, 0), kv_len).to(tl.int32)
+        row, q_len = (block - first_block) * block_m, stop - start
+        last_row = tl.minimum(row + block_m, q_len * heads_per_kv) - 1
+        keys = tl.maximum(length - q_len + last_row // heads_per_kv + 1, 0)
+        skipped = tl.zeros([BLOCK], tl.int32)
+        if WINDOW:
+            skipped = tl.maximum(length - q_len + row // heads_per_kv - window + 1, 0) // block_n
+        tiles = tl.maximum((keys + block_n - 1) // block_n - skipped, 1)  # the output of a block without keys, too
+        shares = tl.where(is_many == 1, 1, chunks_of(tiles, CHUNK)) if CHUNK else tiles
+        each = tl.where(ok, shares.to(tl.int64) * kv_heads, 0)
+        tl.store(ends + block, total + tl.cumsum(each, axis=0), mask=block < room)
+        total += tl.sum(each, axis=0)
+        at = blocks + block * _COLUMNS
+        tl.store(at, sequence, mask=ok)
+        tl.store(at + 1, row, mask=ok)
+        tl.store(at + 2, start, mask=ok)
+        tl.store(at + 3, q_len, mask=ok)
+        tl.store(at + 4, length, mask=ok)
+        tl.store(at + 5, skipped, mask=ok)
+        tl.store(at + 6, tiles, mask=ok)
+
+
+@triton.jit
+def load_block(blocks, block):
+    """Return a block's sequence, first row, first token, queries and keys of the sequence, first tile and tiles."""
+    at = blocks + block * _COLUMNS
+    return (
+        tl.load(at),
+        tl.load(at + 1),
+        tl.load(at + 2),
+        tl.load(at + 3),
+        tl.load(at + 4),
+        tl.load(at + 5),
+        tl.load(at + 6),
+    )
+
+
+@triton.jit
+def share_of(program, ends, room, programs):
+    """Return the part of a tile space that a program has: its begin and end; and the tile space's end."""
+    total = tl.load(ends + room - 1)
+    active = tl.maximum(tl.minimum(programs, total), 1)
+    program = tl.minimum(program, active).to(tl.int64)
+    return total * program // active, total * tl.minimum(program + 1, active) // active
+
+
+@triton.jit
+def block_at(ends, room, place, BLOCK: tl.constexpr):
+    """Return the block that has a place of the tile space."""
+    block = 0
+    for i in range(0, room, BLOCK):
+        at = i + tl.arange(0, BLOCK)
+        end = tl.load(ends + at, mask=at < room, other=place + 1)
+        block += tl.sum((end <= place).to(tl.int32), axis=0)
+    return block
+
+
+@triton.jit(do_not_specialize=["few", "many", "few_programs", "many_programs", "kv_heads", "heads_per_kv"])
+def _combine_blocks_kernel(
+    blocks,
+    ends,
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    few,
+    many,
+    few_programs,
+    many_programs,
+    few_slots,
+    kv_heads,
+    heads_per_kv,
+    MANY_M: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Combine the partials of `FEW_ROWS` rows of a block and kv head, for some columns. Whole states are in place."""
+    column_blocks: tl.constexpr = (VALUE_DIM + BLOCK_DV - 1) // BLOCK_DV
+    dims = tl.program_id(0) % column_blocks * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    program = tl.program_id(0) // column_blocks
+    is_many = program >= few * kv_heads
+    parts = tl.where(is_many, MANY_M // _FEW_ROWS, 1)
+    program -= tl.where(is_many, few * kv_heads, 0)
+    head = program // parts % kv_heads
+    block = program // parts // kv_heads
+    room, programs = tl.where(is_many, many, few), tl.where(is_many, many_programs, few_programs)
+    block_m = tl.where(is_many, MANY_M, _FEW_ROWS)
+    blocks += tl.where(is_many, few, 0) * _COLUMNS
+    ends += tl.where(is_many, few, 0)
+    first_row = tl.where(is_many, few_slots * _FEW_ROWS, 0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    end = tl.load(ends + block)
+    begin = tl.load(ends + block - 1, mask=block > 0, other=0)
+    shares = (end - begin) // kv_heads
+    if shares > 0:
+        total = tl.load(ends + room - 1)
+        active = tl.minimum(programs, total)
+        start = begin + head * shares
+        if CHUNK:
+            first_slot, other_slots, owners = start, start, shares.to(tl.int32)
+        else:
+            first = ((start + 1) * active - 1) // total
+            owners = (((start + shares) * active - 1) // total - first + 1).to(tl.int32)
+            later = (start > total * first // active).to(tl.int64)
+            first_slot, other_slots = 2 * first + later, 2 * first
+        if owners > 1:
+            _, row, start_token, q_len, _, _, _ = load_block(blocks, block)
+            at = program % parts * _FEW_ROWS + tl.arange(0, _FEW_ROWS)
+            row += at
+            ok = row < q_len * heads_per_kv
+            row_max = tl.full([_FEW_ROWS], float("-inf"), tl.float32)
+            row_sum = tl.zeros([_FEW_ROWS], tl.float32)
+            acc = tl.zeros([_FEW_ROWS, BLOCK_DV], tl.float32)
+            for i in range(0, owners, PARTIALS):
+                nth = (i + tl.arange(0, PARTIALS))[:, None]
+                slot = tl.where(nth == 0, first_slot, other_slots + (1 if CHUNK else 2) * nth)
+                place = first_row + slot * block_m + at[None, :]
+                here = ok[None, :] & (nth < owners)
+                acc, row_max, row_sum = fold_states(
+                    acc, row_max, row_sum, partial_out, partial_lse, place, here, dims, VALUE_DIM, False
+                )
+            acc, log_sum = finish_state(acc, row_max, row_sum)
+            token, q_head = start_token + row // heads_per_kv, head * heads_per_kv + row % heads_per_kv
+            state = token.to(tl.int64) * (kv_heads * heads_per_kv) + q_head
+            tl.store(lse + state, log_sum, mask=ok)
+            tl.store(
+                out + state[:, None] * VALUE_DIM + dims[None, :],
+                acc.to(out.dtype.element_ty),
+                mask=ok[:, None] & (dims < VALUE_DIM)[None, :],
+            )

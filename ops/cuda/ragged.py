@@ -1,0 +1,252 @@
+"""Plan mixed batches: a list of blocks of queries, a launch for each class of blocks, and a combine of their partials.
+
+All sizes follow from shapes: one captured CUDA graph serves any lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tatten.ops.cuda.allocation import Dense, allocate
+from tatten.ops.cuda.combine import INTERPRETED
+from tatten.ops.cuda.decode import scale_kind
+from tatten.ops.cuda.decode_grid import LEAST_CHUNK
+from tatten.ops.cuda.gpu import has_early_launches, has_large_shared_memory, multiprocessors
+from tatten.ops.cuda.heuristics import Tiles, tiles_for
+from tatten.ops.cuda.kernels.decode import KEY_SCALE
+from tatten.ops.cuda.kernels.query_blocks import COLUMNS, FEW_ROWS, _combine_blocks_kernel, _list_blocks_kernel
+from tatten.ops.cuda.kernels.ragged import _ragged_kernel
+from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
+from tatten.ops.cuda.launcher import Launch
+from tatten.ops.mixed_batch import MixedCall
+from tatten.ops.sizes import ceil_div, power_of_2
+from tatten.ops.states import State, accumulator_dtype
+
+MANY_ROWS = 64  # packed queries of a sequence on average, above which blocks are large
+WIDEST_COMBINE = 128  # columns of a program that combines
+
+
+@dataclass(frozen=True)
+class BlockClass:
+    """A launch of the ragged kernel for the blocks of one size.
+
+    Attributes:
+        tiles: the sizes of a tile.
+        room: the most blocks that the shapes allow; 0 if there are none, and no launch.
+        programs: the programs that share the tile space.
+        slots: the partial states that they leave at most, each of `tiles.block_m` rows.
+        chunk: the `CHUNK` of the kernel.
+    """
+
+    tiles: Tiles
+    room: int
+    programs: int
+    slots: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class AttendRagged:
+    """Computes mixed batches of the layout that it was planned for."""
+
+    list_blocks: Launch
+    launches: tuple[Launch, ...]
+    combine: Launch | None
+    writes: tuple[Dense, ...]
+
+    def __call__(self, call: MixedCall) -> State:
+        out, lse, scratch, blocks, ends, partial_out, partial_lse = allocate(call.query, *self.writes)
+        self.list_blocks(call.cu_seqlens_q.contiguous(), call.kv_lens.contiguous(), scratch, blocks, ends)
+        sinks = None if call.sinks is None else call.sinks.contiguous()
+        for launch in self.launches:
+            launch(
+                call.query,
+                call.key,
+                call.value,
+                call.block_table,
+                blocks,
+                ends,
+                sinks,
+                call.key_scale,
+                call.value_scale,
+                out,
+                lse,
+                partial_out,
+                partial_lse,
+            )
+        if self.combine is not None:
+            self.combine(blocks, ends, out, lse, partial_out, partial_lse)
+        return out, lse
+
+
+def ragged_tiles(call: MixedCall) -> tuple[Tiles, Tiles]:
+    """Choose the tiles for few and for many packed queries. Not measured: they spill few registers or none.
+
+    With `batch_invariant` they depend on neither the tokens nor the number of sequences.
+    """
+    query, narrow = call.query, call.key.element_size() == 1
+    dim = max(16, power_of_2(max(query.shape[2], call.value.shape[3])))
+    large = has_large_shared_memory(query.device)
+    few = tiles_for(
+        FEW_ROWS,
+        dim,
+        query.element_size(),
+        masked=call.window is not None or narrow,
+        narrow=narrow,
+        paged=True,
+        large_shared_memory=large,
+    )
+    few = Tiles(FEW_ROWS, few.block_n, few.num_warps, few.num_stages, few.per_sm)
+    rows = query.shape[0] * _heads_per_kv(call) // call.batch
+    if query.element_size() == 4 or dim > 256 or not large:
+        return few, Tiles(max(16, min(64, 2048 // dim)), 32, 8, 2)
+    if dim > 128:
+        return few, Tiles(32, 64, 8, 2)  # 64 spill
+    per_key = KEY_SCALE in (scale_kind(call.key_scale), scale_kind(call.value_scale))  # these take registers
+    if rows > MANY_ROWS and not call.batch_invariant and not per_key:
+        return few, Tiles(128, 64, 8, 3)
+    return few, Tiles(64, 64, 8, 3)
+
+
+def _heads_per_kv(call: MixedCall) -> int:
+    return call.query.shape[1] // call.key.shape[2]
+
+
+def _classes(call: MixedCall, tiles: tuple[Tiles, Tiles], programs: int | None) -> tuple[BlockClass, BlockClass]:
+    """Size the launches for few and for many packed queries. Padding takes one block more than its rows fill."""
+    few, many = tiles
+    rows, kv_heads = call.query.shape[0] * _heads_per_kv(call), call.key.shape[2]
+    has_many = rows > FEW_ROWS
+    rooms = (
+        0 if _heads_per_kv(call) > FEW_ROWS else call.batch + (not has_many),
+        rows // many.block_m + call.batch + 1 if has_many else 0,
+    )
+    classes = []
+    for chosen, room, is_many in zip((few, many), rooms, (False, True), strict=True):
+        n_tiles = max(1, ceil_div(call.kv_len, chosen.block_n))
+        chunk = 0 if not call.batch_invariant else -1 if is_many else LEAST_CHUNK // chosen.block_n
+        chunks = min(ceil_div(n_tiles, chunk), MOST_CHUNKS.value) if chunk > 0 else n_tiles if chunk == 0 else 1
+        n = min(room * kv_heads * chunks, programs or chosen.per_sm * multiprocessors(call.query.device))
+        slots = 2 * n if chunk == 0 else room * kv_heads * chunks if chunk > 0 else 0
+        classes.append(BlockClass(chosen, room, n, slots, chunk))
+    return classes[0], classes[1]
+
+
+def plan_ragged(call: MixedCall, tiles: tuple[Tiles, Tiles] | None = None, programs: int | None = None) -> AttendRagged:
+    """Plan a valid call in any dtype but float64.
+
+    `tiles`, of few and of many packed queries, and `programs` replace what is chosen, for tests and sweeps.
+    """
+    query, (n_tokens, q_heads, head_dim) = call.query, call.query.shape
+    kv_heads, value_dim, batch = call.key.shape[2], call.value.shape[3], call.batch
+    few, many = _classes(call, tiles or ragged_tiles(call), programs)
+    pdl = not INTERPRETED and has_early_launches(query.device)
+    # A longer window is the same, and could overflow.
+    window = None if call.window is None else min(call.window, call.kv_len)
+    sizes = {"window": window or 0, "kv_heads": kv_heads, "heads_per_kv": _heads_per_kv(call)}
+    sequences = power_of_2(batch + 1)
+    list_blocks = Launch(
+        _list_blocks_kernel,
+        (2,),
+        {"num_warps": 8, "launch_pdl": pdl},
+        n_tokens=n_tokens,
+        batch=batch,
+        kv_len=call.kv_len,
+        **sizes,
+        few=few.room,
+        many=many.room,
+        SEQUENCES=sequences,
+        TILES=tuple((x.tiles.block_m, x.tiles.block_n) for x in (few, many)),
+        CHUNK=few.chunk,
+        WINDOW=window is not None,
+        BLOCK=256,
+        PDL=pdl,
+    )
+    launches: list[Launch] = []
+    for part, first_block, first_slot_row in ((few, 0, 0), (many, few.room, few.slots * FEW_ROWS)):
+        if part.room == 0:
+            continue
+        launches.append(
+            Launch(
+                _ragged_kernel,
+                (part.programs,),
+                {"num_warps": part.tiles.num_warps, "num_stages": part.tiles.num_stages, "launch_pdl": pdl},
+                strides=(
+                    query.stride(),
+                    call.key.stride(),
+                    call.value.stride(),
+                    call.block_table.stride(),
+                    *[() if x is None else x.stride() for x in (call.key_scale, call.value_scale)],
+                ),
+                scale=call.score_scale,
+                softcap=call.softcap or 0.0,
+                n_pages=call.key.shape[0],
+                batch=batch,
+                **sizes,
+                first_block=first_block,
+                room=part.room,
+                programs=part.programs,
+                first_slot_row=first_slot_row,
+                KV_S=(_constant_stride(call.key), _constant_stride(call.value)),
+                DIMS=(head_dim, value_dim),
+                TILE=(part.tiles.block_m, part.tiles.block_n),
+                CHUNK=part.chunk,
+                WINDOW=window is not None,
+                SOFTCAP=call.softcap is not None,
+                SCALES=(scale_kind(call.key_scale), scale_kind(call.value_scale)),
+                PAGE=call.key.shape[1],
+                POSITIVE_SCALE=call.score_scale > 0,
+                INT64_OFFSETS=max(x.stride(-1) * x.shape[-1] for x in (query, call.key, call.value)) >= 1 << 31,
+                PDL=pdl,
+                # The list is complete once the launch before has begun; this one writes nothing that it reads.
+                WAIT_LAST=bool(launches),
+            )
+        )
+    acc = accumulator_dtype(query.dtype)
+    slot_rows = few.slots * FEW_ROWS + many.slots * many.tiles.block_m
+    return AttendRagged(
+        list_blocks,
+        tuple(launches),
+        _plan_combine(call, few, many, pdl) if slot_rows else None,
+        (
+            Dense.of((n_tokens, q_heads, value_dim), query.dtype),
+            Dense.of((n_tokens, q_heads), acc),
+            Dense.of((2, 2, sequences), torch.int32),
+            Dense.of((few.room + many.room, COLUMNS), torch.int32),
+            Dense.of((few.room + many.room,), torch.int64),
+            Dense.of((slot_rows, value_dim), acc),
+            Dense.of((slot_rows,), acc),
+        ),
+    )
+
+
+def _constant_stride(pool: Tensor) -> int:
+    """Return the stride from a key to the next to compile for, which saves registers, or 0 to pass it at run time."""
+    return pool.stride(1) if pool.stride(1) < 1 << 14 else 0
+
+
+def _plan_combine(call: MixedCall, few: BlockClass, many: BlockClass, pdl: bool) -> Launch:
+    kv_heads, value_dim = call.key.shape[2], call.value.shape[3]
+    block_dv = min(WIDEST_COMBINE, max(16, power_of_2(value_dim)))
+    programs = few.room * kv_heads + many.room * kv_heads * (many.tiles.block_m // FEW_ROWS)
+    return Launch(
+        _combine_blocks_kernel,
+        (programs * ceil_div(value_dim, block_dv),),
+        {"num_warps": 4, "launch_pdl": pdl},
+        few=few.room,
+        many=many.room,
+        few_programs=few.programs,
+        many_programs=many.programs,
+        few_slots=few.slots,
+        kv_heads=kv_heads,
+        heads_per_kv=_heads_per_kv(call),
+        MANY_M=many.tiles.block_m,
+        VALUE_DIM=value_dim,
+        BLOCK_DV=block_dv,
+        PARTIALS=4,
+        CHUNK=few.chunk,
+        PDL=pdl,
+    )

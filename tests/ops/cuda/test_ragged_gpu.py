@@ -1,0 +1,110 @@
+"""Mixed batches on a GPU: random calls, one captured graph for any lengths, and offsets beyond 32 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fuzz import settings
+from hypothesis import given
+from hypothesis import strategies as st
+from mixed_calls import MixedBatch, draw_mixed_batch
+from poison import fresh_memory_is_poison
+from torch import Tensor
+
+import tatten
+from tatten.ops.reference import paged_attention_reference
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Copies with the same strides."""
+
+    def moved(x: Tensor) -> Tensor:
+        reach = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        flat = x.as_strided((reach,), (1,), x.storage_offset()).cuda()
+        return flat.as_strided(x.shape, x.stride())
+
+    return {name: moved(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
+@settings(80)
+@given(st.composite(lambda draw: draw_mixed_batch(lambda options: draw(st.sampled_from(options))))(), st.booleans())
+def test_random_calls(drawn: MixedBatch, invariant: bool) -> None:
+    inputs, dense = drawn.inputs()
+    invariant = invariant and drawn.dtype != torch.float64
+    with fresh_memory_is_poison():
+        out, lse = tatten.paged_attention(**on_gpu(inputs), batch_invariant=invariant, return_lse=True)
+    drawn.check(out, lse, dense | {"query": dense["query"].cuda()}, parts=300)
+
+
+def pages(n_tokens: int, batch: int, page: int, columns: int, n_pages: int) -> dict[str, Any]:
+    pool = torch.randn(n_pages, 2, page, 8, 128, device="cuda", dtype=torch.bfloat16)
+    return {
+        "query": torch.randn(n_tokens, 32, 128, device="cuda", dtype=torch.bfloat16),
+        "key": pool[:, 0],
+        "value": pool[:, 1],
+        "block_table": torch.zeros(batch, columns, device="cuda", dtype=torch.int32),
+        "cu_seqlens_q": torch.zeros(batch + 1, device="cuda", dtype=torch.int32),
+        "kv_lens": torch.zeros(batch, device="cuda", dtype=torch.int32),
+    }
+
+
+def refill(inputs: dict[str, Any], generator: torch.Generator) -> None:
+    """Other lengths and tables, in place: decode steps, chunks, sequences without queries, padding."""
+    n_tokens, (batch, columns) = len(inputs["query"]), inputs["block_table"].shape
+    page, n_pages = inputs["key"].shape[1], inputs["key"].shape[0]
+    choices = torch.tensor([0, 1, 1, 1, 1, 5, 40, 300])
+    q_lens = choices[torch.randint(len(choices), (batch,), generator=generator)]
+    starts = torch.cat((torch.zeros(1), q_lens.cumsum(0))).clamp(max=n_tokens).int()
+    lens = torch.randint(0, columns * page + 1, (batch,), generator=generator)
+    table = torch.randint(n_pages, (batch, columns), generator=generator)
+    table[torch.arange(columns) * page >= lens[:, None]] = -1
+    for name, x in (("cu_seqlens_q", starts), ("kv_lens", lens), ("block_table", table)):
+        inputs[name].copy_(x)
+
+
+@pytest.mark.parametrize("variant", [{}, {"window": 200}, {"batch_invariant": True}])
+@pytest.mark.parametrize("page", [1, 16, 128])
+def test_one_captured_graph_serves_any_lengths(page: int, variant: dict[str, Any]) -> None:
+    inputs, generator = pages(700, 12, page, 1024 // page, 3000 // page), torch.Generator().manual_seed(page)
+    refill(inputs, generator)
+    tatten.paged_attention(**inputs, **variant)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = tatten.paged_attention(**inputs, **variant, return_lse=True)
+    for _ in range(40):
+        refill(inputs, generator)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        want, want_lse = paged_attention_reference(**inputs, **variant)
+        torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_offsets_beyond_32_bits() -> None:
+    inputs = pages(301, 2, 16, 64, 1)
+    pool = torch.empty(150_000, 2, 16, 8, 128, device="cuda", dtype=torch.bfloat16)  # 4.9e9 numbers
+    pool[-128:] = torch.randn(128, 2, 16, 8, 128, device="cuda", dtype=torch.bfloat16)
+    inputs |= {"key": pool[:, 0], "value": pool[:, 1]}
+    inputs["block_table"] = 149_999 - torch.arange(2 * 64, device="cuda", dtype=torch.int32).view(2, 64)
+    inputs["cu_seqlens_q"].copy_(torch.tensor([0, 1, 301]))
+    inputs["kv_lens"].copy_(torch.tensor([1024, 1000]))
+    out, lse = tatten.paged_attention(**inputs, return_lse=True)
+    small = {name: inputs[name][-128:] for name in ("key", "value")}
+    small["block_table"] = inputs["block_table"] - (150_000 - 128)
+    want, want_lse = paged_attention_reference(**inputs | small)
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_with_inductor() -> None:
+    inputs = pages(700, 12, 16, 64, 300)
+    refill(inputs, torch.Generator().manual_seed(0))
+    compiled = torch.compile(tatten.paged_attention, backend="tatten", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(**inputs), tatten.paged_attention(**inputs))
