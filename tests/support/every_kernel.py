@@ -4,8 +4,8 @@
     compute-sanitizer --tool racecheck python tests/support/every_kernel.py 0 8    # every eighth one, from the first
 
 The variants are those of tests/ops/cuda/test_compiles.py and test_ragged_compiles.py, latent attention with each kind
-of keys, picked keys, shared pages, `top_picks`, `project_heads` in blocks of each size, `index_scores` with each kind of
-mask, and `slide_`.
+of keys, picked keys, shared pages, `top_picks`, `project_heads` in blocks of each size, `index_scores` with each kind
+of mask, and `slide_`.
 """
 
 from __future__ import annotations
