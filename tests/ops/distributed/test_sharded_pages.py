@@ -18,20 +18,20 @@ LENS = [0, 1, 3, 4, 5, 8, 13, 24, 37, 47, 48]  # of up to 12 pages
 ROOM = 48
 
 
-def places_of(rank: int, ranks: int, run: int, n: int) -> Tensor:
+def places_of(rank: int, ranks: int, interleave: int, n: int) -> Tensor:
     """The tokens among n that a rank holds, in order, one by one."""
-    return torch.tensor([t for t in range(n) if t // run % ranks == rank], dtype=torch.int64)
+    return torch.tensor([t for t in range(n) if t // interleave % ranks == rank], dtype=torch.int64)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("run", [1, 2, 3, 16])
+@pytest.mark.parametrize("interleave", [1, 2, 3, 16])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_local_lens(ranks: int, run: int, dtype: torch.dtype) -> None:
-    lens = torch.arange(4 * ranks * run + 2, dtype=dtype)
-    local = [tatten.local_lens(lens, run, rank, ranks) for rank in range(ranks)]
-    for rank, own in enumerate(local):
-        assert own.dtype == dtype
-        assert own.tolist() == [len(places_of(rank, ranks, run, n)) for n in lens.tolist()]
+def test_local_lens(ranks: int, interleave: int, dtype: torch.dtype) -> None:
+    lens = torch.arange(4 * ranks * interleave + 2, dtype=dtype)
+    local = [tatten.local_lens(lens, interleave, rank, ranks) for rank in range(ranks)]
+    for rank, rank_lens in enumerate(local):
+        assert rank_lens.dtype == dtype
+        assert rank_lens.tolist() == [len(places_of(rank, ranks, interleave, n)) for n in lens.tolist()]
     assert torch.equal(torch.stack(local).sum(0).to(dtype), lens)
 
 
@@ -45,7 +45,7 @@ def test_local_lens_reads_no_data() -> None:
 BAD: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     (([3], 4, 0, 2), TypeError, "`kv_lens` must be a Tensor, got list"),
     ((torch.ones(2), 4, 0, 2), TypeError, "`kv_lens` must be int32 or int64, got torch.float32"),
-    ((torch.tensor([3]), 0, 0, 2), ValueError, "`page` must be at least 1, got 0"),
+    ((torch.tensor([3]), 0, 0, 2), ValueError, "`interleave` must be at least 1, got 0"),
     ((torch.tensor([3]), 4, 2, 2), ValueError, "`rank` must lie between 0 and 1, as there are 2 ranks, got 2"),
     ((torch.tensor([3]), 4, -1, 2), ValueError, "`rank` must lie between 0 and 1, as there are 2 ranks, got -1"),
     ((torch.tensor([3]), 4, 0, 0), ValueError, "`ranks` must be at least 1, got 0"),
@@ -85,25 +85,25 @@ def in_local_pages(keys: Tensor, places: Tensor, table: Tensor, n_pages: int) ->
     return pool
 
 
-def merged(op: str, run: int, variant: str) -> float:
+def merged(op: str, interleave: int, variant: str) -> float:
     given, lens = inputs(op), torch.tensor(LENS, dtype=torch.int32)
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    places = places_of(rank, ranks, run, ROOM)
+    places = places_of(rank, ranks, interleave, ROOM)
     columns = -(-len(places) // PAGE)
     n_pages = len(LENS) * columns + 2
     rng = torch.Generator().manual_seed(rank)
     table = torch.randperm(n_pages, generator=rng)[: len(LENS) * columns].view(-1, columns).int()
     local = {name: in_local_pages(x, places, table, n_pages) for name, x in given.items() if "query" not in name}
-    own_lens = tatten.local_lens(lens, run, rank, ranks)
-    for b, n in enumerate(own_lens.tolist()):
+    rank_lens = tatten.local_lens(lens, interleave, rank, ranks)
+    for b, n in enumerate(rank_lens.tolist()):
         table[b, -(-n // PAGE) :] = -1
-    assert (own_lens == 0).sum() > (rank > 0)
+    assert (rank_lens == 0).sum() > (rank > 0)
 
     options: dict[str, Any] = {} if op == "decode_attention" else {"scale": 0.2}
     own: dict[str, Any] = {}
     if variant == "mask":  # among others a window, as one over local keys would count other ones
         keys = torch.arange(columns * PAGE)
-        positions = (keys // run * ranks + rank) * run + keys % run  # as docs/paged.md has it
+        positions = (keys // interleave * ranks + rank) * interleave + keys % interleave  # as docs/paged.md has it
         assert torch.equal(positions[: len(places)], places)
         mask = torch.rand(len(LENS), H, L, ROOM, generator=torch.Generator().manual_seed(3)) < 0.8
         mask &= torch.arange(ROOM) > lens[:, None, None, None] - 20
@@ -115,7 +115,7 @@ def merged(op: str, run: int, variant: str) -> float:
     queries = {name: x for name, x in given.items() if "query" in name}
     attend = getattr(tatten, op)
     state = attend(
-        **queries, **local, kv_lens=own_lens, block_table=table, batch_invariant=invariant, return_lse=True,
+        **queries, **local, kv_lens=rank_lens, block_table=table, batch_invariant=invariant, return_lse=True,
         **options | own,
     )  # fmt: skip
     assert (state[1][:2, :, 0] == -torch.inf).all() == (rank > 0)  # it has none of their keys
@@ -127,8 +127,8 @@ def merged(op: str, run: int, variant: str) -> float:
 
 
 @pytest.mark.parametrize("variant", ["plain", "mask", "sinks", "batch_invariant"])
-@pytest.mark.parametrize("run", [PAGE, 1], ids=["pages", "tokens"])
+@pytest.mark.parametrize("interleave", [PAGE, 1], ids=["pages", "tokens"])
 @pytest.mark.parametrize("op", ["decode_attention", "latent_attention"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_each_rank_attends_to_its_own_pages(ranks: int, op: str, run: int, variant: str) -> None:
-    assert max(run_ranks(ranks, merged, op, run, variant)) < 1e-12
+def test_each_rank_attends_to_its_own_pages(ranks: int, op: str, interleave: int, variant: str) -> None:
+    assert max(run_ranks(ranks, merged, op, interleave, variant)) < 1e-12
