@@ -40,9 +40,10 @@ def without_times(text: str) -> str:
     return re.sub(r"[\d.]+ ms", "0 ms", text)
 
 
-def test_the_readme_prints_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    block = r"^```python\n(import torch\n.*?)^```\n\n((?:    [^\n]*\n)+)"
-    [(code, said)] = re.findall(block, (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "paged.md"], ids=lambda page: page.stem)
+def test_a_page_prints_the_report_that_it_says(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    block = r"^```python\n(import torch\n(?:(?!^```).)*tatten\.explain.*?)^```\n\n((?:    [^\n]*\n)+)"
+    [(code, said)] = re.findall(block, page.read_text(), re.MULTILINE | re.DOTALL)
     script = tmp_path / "attend.py"
     script.write_text(code)
     runpy.run_path(str(script))
