@@ -14,9 +14,10 @@ from torch import Tensor
 
 from tatten.ops.call import DECODE, AttentionCall, KeyValue
 from tatten.ops.cpu.attention import decode_attention, merge_sinks, upcast
+from tatten.ops.cpu.page_copies import Room, copy_pages, keys_between, room_for
 from tatten.ops.many_queries import attend_many, unsupported_reason
 from tatten.ops.mixed_batch import MixedCall, check_mixed, read_lengths
-from tatten.ops.pages import as_filled, named_pages
+from tatten.ops.pages import named_pages
 from tatten.ops.sizes import ceil_div
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, combine_partials
 from tatten.ops.validation import check_batch_invariant
@@ -26,25 +27,32 @@ FEW, BLOCK = 16, 64  # queries of a decode step, and of a block of many
 
 def paged_attention(call: MixedCall) -> State:
     check_mixed(call)
+    each = call.one_query_each()
     if call.batch_invariant:
-        check_batch_invariant(call.one_query_each())
-    starts, lens = read_lengths(call)
+        check_batch_invariant(each)
+    (stored,), (starts, lens) = each.segments, read_lengths(call)
+    firsts = [_first_page(call, stop - start, n) for start, stop, n in zip(starts, starts[1:], lens, strict=False)]
+    room = room_for(stored, max(ceil_div(n, call.key.shape[1]) - x for n, x in zip(lens, firsts, strict=True)))
     n_tokens, q_heads, _ = call.query.shape
     out = call.query.new_zeros((n_tokens, q_heads, call.value.shape[3]))
     lse = call.query.new_full((n_tokens, q_heads), NEG_INF, dtype=accumulator_dtype(call.query.dtype))
     for b, (start, stop) in enumerate(itertools.pairwise(starts)):
         if start < stop:
-            own_out, own_lse = _attend_sequence(call, b, call.query[start:stop], lens[b])
-            out[start:stop], lse[start:stop] = own_out[0].transpose(0, 1), own_lse[0].T
+            keys = _in_order(stored, b, firsts[b], lens[b], room)
+            state = _attend_sequence(call, call.query[start:stop], keys)
+            out[start:stop], lse[start:stop] = state[0][0].transpose(0, 1), state[1][0].T
     return out, lse
 
 
-def _attend_sequence(call: MixedCall, b: int, query: Tensor, length: int) -> State:
+def _first_page(call: MixedCall, q_len: int, length: int) -> int:
+    """Return the first page of a sequence that the window of a query reaches."""
+    return 0 if call.window is None else max(0, length - q_len - call.window + 1) // call.key.shape[1]
+
+
+def _attend_sequence(call: MixedCall, query: Tensor, stored: KeyValue) -> State:
     """Return the state `[1, q_heads, queries, value_dim]` of a sequence's queries."""
     query = query.transpose(0, 1)[None]
     q_len = query.shape[2]
-    first = 0 if call.window is None else max(0, length - q_len - call.window + 1) // call.key.shape[1]
-    stored = _copied(call, b, first, length)
     kv_len = stored.key.shape[2]
     keyless = max(0, q_len - kv_len)  # the first queries, of negative positions
     window = kv_len if call.window is None else min(call.window, kv_len)
@@ -60,21 +68,14 @@ def _attend_sequence(call: MixedCall, b: int, query: Tensor, length: int) -> Sta
     return (out, lse) if call.sinks is None else merge_sinks(out, lse, call.sinks)
 
 
-def _copied(call: MixedCall, b: int, first: int, length: int) -> KeyValue:
-    """Copy the pages of a sequence from page `first` on; keys of entries that name no page are 0, and masked."""
-    page = call.key.shape[1]
-    pages, named = named_pages(call.block_table[b, first : ceil_div(length, page)], call.key.shape[0])
-    all_named, n = bool(named.all()), length - first * page
-
-    def copied(pool: Tensor) -> Tensor:
-        copy = pool.index_select(0, pages)
-        if not all_named:
-            as_filled(copy)[~named] = 0
-        return copy.flatten(0, 1)[None, :n].transpose(1, 2)
-
-    scales = [x if x is None or x.dim() == 1 else copied(x) for x in (call.key_scale, call.value_scale)]
-    mask = None if all_named else named.repeat_interleave(page)[None, None, None, :n]
-    return KeyValue(copied(call.key), copied(call.value), mask, key_scale=scales[0], value_scale=scales[1])
+def _in_order(stored: KeyValue, b: int, first: int, length: int, room: Room) -> KeyValue:
+    """Copy the pages of a sequence from page `first` on; keys of entries that name no page are masked."""
+    assert stored.block_table is not None
+    n_pages, _, page, _ = stored.key.shape
+    pages, named = named_pages(stored.block_table[b, first : ceil_div(length, page)], n_pages)
+    n = length - first * page
+    mask = None if named.all() else named.repeat_interleave(page)[None, None, None, :n]
+    return copy_pages(stored, pages, named, slice(n), room)._replace(attn_mask=mask)
 
 
 def _takes_flash(call: MixedCall, query: Tensor, stored: KeyValue, window: int) -> bool:
@@ -82,22 +83,16 @@ def _takes_flash(call: MixedCall, query: Tensor, stored: KeyValue, window: int) 
 
     It scales scores after its causal flag has made some of them -inf.
     """
-    whole = window == stored.key.shape[2] and stored.attn_mask is None
+    every_key = window == stored.key.shape[2] and stored.attn_mask is None
     plain = call.softcap is None and not call.batch_invariant and call.score_scale > 0
-    return whole and plain and query.shape[3] == stored.value.shape[3] and unsupported_reason(query, query) is None
+    return every_key and plain and query.shape[3] == stored.value.shape[3] and unsupported_reason(query, query) is None
 
 
 def _attend_block(call: MixedCall, query: Tensor, stored: KeyValue, left: int) -> State:
     """Return the state of some queries, of which the first one is followed by `left - 1` others of the sequence."""
-    stop = max(0, stored.key.shape[2] - left + query.shape[2])
-    keys = slice(stop)
-    key_scale, value_scale = (
-        x if x is None or x.dim() == 1 else x[:, :, keys] for x in (stored.key_scale, stored.value_scale)
-    )
-    mask = None if stored.attn_mask is None else stored.attn_mask[..., keys]
-    own = KeyValue(stored.key[:, :, keys], stored.value[:, :, keys], mask, key_scale=key_scale, value_scale=value_scale)
+    seen = keys_between(stored, 0, max(0, stored.key.shape[2] - left + query.shape[2]))
     softmax = call.scale, call.window, call.softcap, call.sinks
-    return decode_attention(AttentionCall(DECODE, query, (own,), *softmax, batch_invariant=call.batch_invariant))
+    return decode_attention(AttentionCall(DECODE, query, (seen,), *softmax, batch_invariant=call.batch_invariant))
 
 
 def _attend_chunk(call: MixedCall, query: Tensor, stored: KeyValue) -> State:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from tatten.ops.call import Attend, AttentionCall, KeyValue
 from tatten.ops.cpu import thresholds
+from tatten.ops.cpu.page_copies import Room, copy_pages, room_for
 from tatten.ops.cpu.shared_pages import groups_of, merge_groups
 from tatten.ops.layout import squeeze_broadcast
 from tatten.ops.masks import Span
 from tatten.ops.page_runs import OWN
-from tatten.ops.pages import as_filled, in_order, named_pages, sharing
+from tatten.ops.pages import named_pages, sharing
 from tatten.ops.reach import mask_of_reach, narrow_mask
 from tatten.ops.sizes import ceil_div
 from tatten.ops.states import State, combine_partials
@@ -39,7 +40,7 @@ def attend_pages(call: AttentionCall, attend: Attend) -> State:
     tile = max(_n_pages(span, page) for span in spans)
     if not _at_once(call):
         tile = min(tile, _pages_in_the_cache(stored))
-    room = _room_for(stored, max([tile, *(_n_pages(span, page) for span in of_groups)]))
+    room = room_for(stored, max([tile, *(_n_pages(span, page) for span in of_groups)]))
     states = []
     for b, span in enumerate(spans):
         alone = _sequence(call, b)
@@ -93,14 +94,7 @@ def _pages_in_the_cache(stored: KeyValue) -> int:
     return max(1, thresholds.CPU.block_bytes * torch.get_num_threads() // page_bytes)
 
 
-def _room_for(stored: KeyValue, pages: int) -> dict[Tensor, Tensor]:
-    """Return memory for pages of each pool, heads first."""
-    operands = stored.key, stored.value, stored.key_scale, stored.value_scale, stored.rope
-    pools = [x for x in operands if x is not None and x.dim() > 1]  # not scales of heads
-    return {x: x.new_empty((x.shape[1], pages, *x.shape[2:])) for x in pools}
-
-
-def _tiles(call: AttentionCall, b: int, span: Span, most: int, room: dict[Tensor, Tensor]) -> Iterator[KeyValue]:
+def _tiles(call: AttentionCall, b: int, span: Span, most: int, room: Room) -> Iterator[KeyValue]:
     """Cut the keys of a sequence in tiles of about equal size, of at most `most` pages each, copied to `room`.
 
     A tile is valid until the next one.
@@ -115,22 +109,8 @@ def _tiles(call: AttentionCall, b: int, span: Span, most: int, room: dict[Tensor
         some = slice(i, i + size)
         begin = (first + i) * page  # the first key of the tile's first page
         start, stop = max(begin, span.start), min(begin + size * page, span.stop)
-        keys = _copied(stored, pages[some], named[some], slice(start - begin, stop - begin), room)
+        keys = copy_pages(stored, pages[some], named[some], slice(start - begin, stop - begin), room)
         yield keys._replace(attn_mask=None if mask is None else mask[..., start - span.start : stop - span.start])
-
-
-def _copied(stored: KeyValue, pages: Tensor, named: Tensor, keys: slice, room: dict[Tensor, Tensor]) -> KeyValue:
-    """Return some of the keys of pages, without a mask: a copy in `room`, with 0 for pages that are not named."""
-    all_named = bool(named.all())
-
-    def copied(pool: Tensor) -> Tensor:
-        copy = room[pool][:, : len(pages)]
-        torch.index_select(pool, 0, pages, out=copy.transpose(0, 1))
-        if not all_named:
-            as_filled(copy)[:, ~named] = 0
-        return copy.flatten(1, 2)[None, :, keys]
-
-    return in_order(stored, copied)._replace(attn_mask=None, kv_lens=None)
 
 
 def _mask_of(call: AttentionCall, b: int, span: Span, named: Tensor | None) -> Tensor | None:

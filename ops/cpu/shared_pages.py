@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tatten.ops.call import Attend, AttentionCall, KeyValue
+from tatten.ops.cpu.page_copies import keys_between
 from tatten.ops.layout import fold_sequences, unfold_sequences
 from tatten.ops.page_runs import BEGINS, ENTRY_STOPS, LEADERS, LEVELS, ORDER, STARTS, STOPS, shared_pages_reference
 from tatten.ops.pages_validation import check_table_alone
@@ -70,20 +71,11 @@ def merge_groups(
         start = group.start
         for stop in sorted(set(group.stops)):
             members = torch.tensor([b for b, end in zip(group.members, group.stops, strict=True) if end >= stop])
-            part = _keys_between(keys, start - group.start, stop - group.start)
+            part = keys_between(keys, start - group.start, stop - group.start)
             query = fold_sequences(call.query.index_select(0, members), 1)
             state = attend(call._replace(query=query, segments=(part,)))
-            found = [unfold_sequences(x, len(members)) for x in state]
-            merged = combine_partials((out[members], found[0]), (lse[members], found[1]))
+            shared_out, shared_lse = (unfold_sequences(x, len(members)) for x in state)
+            merged = combine_partials((out[members], shared_out), (lse[members], shared_lse))
             out[members], lse[members] = merged
             start = stop
     return out.to(dtype), lse
-
-
-def _keys_between(stored: KeyValue, start: int, stop: int) -> KeyValue:
-    def between(x: Tensor | None, dim: int) -> Tensor | None:
-        return x if x is None or x.dim() == 1 else x.narrow(dim, start, stop - start)
-
-    key, value = stored.key.narrow(2, start, stop - start), stored.value.narrow(2, start, stop - start)
-    mask, scales = between(stored.attn_mask, 3), (between(stored.key_scale, 2), between(stored.value_scale, 2))
-    return KeyValue(key, value, mask, key_scale=scales[0], value_scale=scales[1])

@@ -1,0 +1,50 @@
+"""Copies of pages on a CPU: heads first, as PyTorch's kernel is fastest, in memory that the next copy uses again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tatten.ops.call import KeyValue
+from tatten.ops.pages import as_filled, in_order
+
+Room = dict[Tensor, Tensor]  # of each pool: memory for a copy of its pages
+
+
+def room_for(stored: KeyValue, pages: int) -> Room:
+    """Return memory for as many pages of each pool."""
+    operands = stored.key, stored.value, stored.key_scale, stored.value_scale, stored.rope
+    pools = [x for x in operands if x is not None and x.dim() > 1]  # not scales of heads
+    return {x: x.new_empty((x.shape[1], pages, *x.shape[2:])) for x in pools}
+
+
+def copy_pages(stored: KeyValue, pages: Tensor, named: Tensor, keys: slice, room: Room) -> KeyValue:
+    """Copy pages to `room`, and return some of their keys, without a mask. It is valid until the next copy.
+
+    Args:
+        stored: keys in pages.
+        pages, named: the pages, and which entries name one, as `named_pages` returns them. Keys of others are 0.
+        keys: those to return, counted from the first page's first one.
+        room: memory for at least as many pages.
+    """
+    all_named = bool(named.all())
+
+    def copied(pool: Tensor) -> Tensor:
+        copy = room[pool][:, : len(pages)]
+        torch.index_select(pool, 0, pages, out=copy.transpose(0, 1))
+        if not all_named:
+            as_filled(copy)[:, ~named] = 0
+        return copy.flatten(1, 2)[None, :, keys]
+
+    return in_order(stored, copied)._replace(attn_mask=None, kv_lens=None)
+
+
+def keys_between(stored: KeyValue, start: int, stop: int) -> KeyValue:
+    """Return keys `start` to `stop - 1` of keys in order, with their columns of the mask and their scales."""
+
+    def between(x: Tensor | None, dim: int) -> Tensor | None:
+        return x if x is None or x.dim() == 1 else x.narrow(dim, start, stop - start)
+
+    key, value = stored.key.narrow(2, start, stop - start), stored.value.narrow(2, start, stop - start)
+    mask, scales = between(stored.attn_mask, 3), (between(stored.key_scale, 2), between(stored.value_scale, 2))
+    return KeyValue(key, value, mask, key_scale=scales[0], value_scale=scales[1])
