@@ -106,12 +106,12 @@ class Engine:
         """Give rows and pages to the first request of the queue, if there are enough for all of its samples."""
         prompt, lengths = self.queue[0]
         shared = (len(prompt) - 1) // PAGE  # pages; each sample reads the last token of the prompt itself
-        own, rows = [-(-n // PAGE) - shared for n in lengths], [i for i, x in enumerate(self.rows) if x is None]
-        if len(rows) < len(lengths) or len(self.free) < shared + sum(own):
+        more, rows = [-(-n // PAGE) - shared for n in lengths], [i for i, x in enumerate(self.rows) if x is None]
+        if len(rows) < len(lengths) or len(self.free) < shared + sum(more):
             return False
         self.queue.popleft()
         prefix, samples = [self.free.pop() for _ in range(shared)], []
-        for length, n in zip(lengths, own, strict=True):
+        for length, n in zip(lengths, more, strict=True):
             pages = prefix + [self.free.pop() for _ in range(n)]
             self.holders.update(pages)
             samples.append(Sample(next(self.seeds), len(prompt), list(prompt), length, pages, waits=bool(samples)))

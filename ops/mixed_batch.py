@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tatten.ops.call import AttentionCall, KeyValue
 from tatten.ops.pages import heads_first
+from tatten.ops.pages_validation import check_block_table
 from tatten.ops.states import NEG_INF, State, accumulator_dtype
 from tatten.ops.validation import check_decode_attention, check_kv_lens, check_no_grad
 
@@ -113,9 +114,7 @@ def check_mixed(call: MixedCall) -> None:
         raise ValueError(f"`query` must be [tokens, q_heads, head_dim], got shape {tuple(query.shape)}")
     if 0 in query.shape:
         raise ValueError(f"`query` must have no dimension of size 0, got shape {tuple(query.shape)}")
-    if call.block_table.dim() != 2 or call.batch == 0:
-        wanted = "[batch, max_pages], at least one sequence"
-        raise ValueError(f"`block_table` must be {wanted}, got shape {tuple(call.block_table.shape)}")
+    check_block_table(call.block_table)
     if cu.dtype != torch.int32:
         raise TypeError(f"`cu_seqlens_q` must be int32, got {cu.dtype}")
     if tuple(cu.shape) != (call.batch + 1,):

@@ -92,8 +92,9 @@ def shared_pages_reference(block_table: Tensor, kv_lens: Tensor, n_pages: int, p
         longest = torch.zeros_like(each).scatter_reduce(0, of, torch.where(follows, end, 0), "amax")
         leads = reading & (of == each) & (longest > start)
         stop = torch.where(follows, end, torch.where(leads, longest, start))
-        for found, x in ((leaders, of), (starts, start), (stops, stop)):
-            found.append(x)
+        leaders.append(of)
+        starts.append(start)
+        stops.append(stop)
         own = torch.where(stop > start, stop, own)
         reading = (stop > start) & (stop == end)  # or else keys between this run and the next would be left out
         start = end

@@ -13,6 +13,11 @@ from tatten.ops.reach import narrow_mask
 LARGEST_PAGE = 256
 
 
+def is_page_size(keys: int) -> bool:
+    """Return True if a page may have so many keys."""
+    return 1 <= keys <= LARGEST_PAGE and keys & (keys - 1) == 0
+
+
 def heads_first(x: Tensor) -> Tensor:
     """View a pool `[pages, page, kv_heads, ...]` as `[pages, kv_heads, page, ...]`, and such a view as the pool.
 

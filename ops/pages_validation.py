@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tatten.ops.call import AttentionCall
 from tatten.ops.page_runs import LEVELS, ROWS
-from tatten.ops.pages import LARGEST_PAGE, heads_first
+from tatten.ops.pages import LARGEST_PAGE, heads_first, is_page_size
 
 
 def check_pages(call: AttentionCall) -> None:
@@ -21,10 +21,7 @@ def check_pages(call: AttentionCall) -> None:
     check_without_picks(stored.indices)
     if stored.kv_lens is None and stored.block_mask is None:
         raise ValueError("`kv_lens` must come with `block_table`: it counts the keys of each sequence, got None")
-    if table.dtype != torch.int32:
-        raise TypeError(f"`block_table` must be int32, got {table.dtype}")
-    if table.dim() != 2 or table.shape[0] != batch:
-        raise ValueError(f"`block_table` must be [{batch}, max_pages], got shape {tuple(table.shape)}")
+    check_block_table(table, batch)
     key, value = (tuple(heads_first(x).shape) for x in (stored.key, stored.value))
     if len(key) != 4 or key[3] != head_dim or key[0] == 0 or (call.latent and key[2] != 1):
         wanted = f"[pages, page, {1 if call.latent else 'kv_heads'}, {head_dim}], at least one page"
@@ -41,8 +38,13 @@ def check_pages(call: AttentionCall) -> None:
         raise ValueError(f"`shared_pages` must be {wanted}, got {shared.dtype} of shape {tuple(shared.shape)}")
 
 
-def is_page_size(keys: int) -> bool:
-    return 1 <= keys <= LARGEST_PAGE and keys & (keys - 1) == 0
+def check_block_table(table: Tensor, batch: int | None = None) -> None:
+    """Raise unless a table is int32 `[batch, max_pages]`; without `batch`, of any number of sequences but 0."""
+    if table.dtype != torch.int32:
+        raise TypeError(f"`block_table` must be int32, got {table.dtype}")
+    if table.dim() != 2 or table.shape[0] == 0 or batch not in (None, table.shape[0]):
+        wanted = "[batch, max_pages], at least one sequence" if batch is None else f"[{batch}, max_pages]"
+        raise ValueError(f"`block_table` must be {wanted}, got shape {tuple(table.shape)}")
 
 
 def check_without_picks(indices: Tensor | None) -> None:
@@ -52,10 +54,7 @@ def check_without_picks(indices: Tensor | None) -> None:
 
 def check_table_alone(block_table: Tensor, kv_lens: Tensor, n_pages: int, page_size: int, q_length: int) -> None:
     """Raise unless `tatten::shared_pages` takes these. Reads no data."""
-    if block_table.dtype != torch.int32:
-        raise TypeError(f"`block_table` must be int32, got {block_table.dtype}")
-    if block_table.dim() != 2 or block_table.shape[0] == 0:
-        raise ValueError(f"`block_table` must be [batch, max_pages], got shape {tuple(block_table.shape)}")
+    check_block_table(block_table)
     if kv_lens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"`kv_lens` must be int32 or int64, got {kv_lens.dtype}")
     if tuple(kv_lens.shape) != (block_table.shape[0],):

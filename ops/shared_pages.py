@@ -46,8 +46,8 @@ def shared_pages(
         kv_lens: int32 or int64 `[batch]`, as `decode_attention` takes it. Entries beyond a length are not looked at.
         n_pages: the number of pages of the pool. Entries outside `[0, n_pages)` are shared by no sequences.
         page_size: the number of keys of a page.
-        q_length: the number of queries of each sequence. Pages count that each of them attends to in full even if they
-            are causal; more queries need longer runs of pages to gain from them.
+        q_length: the number of queries of each sequence. Pages count if each of them attends to all of their keys,
+            even under a causal rule; more queries need longer runs of pages to gain from them.
 
     Returns:
         A `SharedPages` on the device of the table.
@@ -59,11 +59,12 @@ def shared_pages(
         >>> import torch, tatten
         >>> key, value = torch.randn(2, 10, 64, 2, 32)  # pools of 10 pages of 64 keys
         >>> table = torch.tensor([[3, 1, 4], [3, 1, 5]], dtype=torch.int32)
-        >>> given = {"block_table": table, "kv_lens": torch.tensor([150, 129])}
-        >>> shared = tatten.shared_pages(**given, n_pages=10, page_size=64)
+        >>> lens = torch.tensor([150, 129])
+        >>> shared = tatten.shared_pages(table, lens, n_pages=10, page_size=64)
         >>> query = torch.randn(2, 8, 1, 32)
-        >>> out = tatten.decode_attention(query, key, value, **given, shared_pages=shared)
-        >>> torch.allclose(out, tatten.decode_attention(query, key, value, **given), atol=1e-5)
+        >>> out = tatten.decode_attention(query, key, value, block_table=table, kv_lens=lens, shared_pages=shared)
+        >>> without = tatten.decode_attention(query, key, value, block_table=table, kv_lens=lens)
+        >>> torch.allclose(out, without, atol=1e-5)
         True
     """
     check_tensors(block_table=block_table, kv_lens=kv_lens)

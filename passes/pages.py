@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from tatten.ops.layout import BATCH, LENGTH
-from tatten.ops.pages import LARGEST_PAGE
+from tatten.ops.pages import LARGEST_PAGE, is_page_size
 from tatten.passes.block_table import BlockTable, of_flat_index, of_slots, without_casts
 from tatten.passes.calls import op_name
 from tatten.passes.drafts import Drafting, Drafts, dtensor_behind
@@ -82,7 +82,7 @@ def _check_numbers_of_pages(key: Stored, value: Stored, may_guard: bool) -> Decl
 def _is_page(size: Size) -> bool:
     """Return True if the op takes pages of so many keys."""
     known = constant(size)
-    return known is not None and 1 <= known <= LARGEST_PAGE and known & (known - 1) == 0
+    return known is not None and is_page_size(known)
 
 
 def _check_uses(call: SdpaCall, pair: tuple[Stored, Stored]) -> Decline | None:
@@ -140,7 +140,7 @@ def _pages_of(selection: Selection, draft: Drafting) -> Stored | str:
     parts = [(BATCH,) if d == dim else (LENGTH,) if d in minor else part for d, part in enumerate(walk.parts)]
     here = walk.here
     slots = of_slots(table) if not minor else None
-    if slots is not None and _is_page(slots.page) and known_equal(pool.shape[dim] % slots.page, 0):
+    if slots is not None and is_page_size(slots.page) and known_equal(pool.shape[dim] % slots.page, 0):
         here = draft("unflatten", here, dim, (-1, slots.page))
         parts[dim : dim + 1] = [(BATCH,), (LENGTH,)]
         table = slots.table

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from op_bounds import assert_within_bound
 from op_masks import Choose
-from paged_calls import INT32, PAGES, POOLS, TINY_PAGES, make_pools
+from paged_calls import PAGES, POOLS, TINY_PAGES, entries_with_stale_ones, make_pools, part_of_a_wide_table
 from torch import Tensor
 
 Q_LENS, PASTS = (1, 0, 2, 3, 5, 16, 17, 33, 64, 70), (0, 1, 7, 63, 64, 100, -1, -3, -1000)
@@ -89,13 +89,9 @@ class MixedBatch:
         scales: dict[str, Any] = {}
         in_order = []
         for pool, name in zip(pools, ("key", "value"), strict=True):
-            size = (
-                20 if self.scaled else 3
-            )  # larger numbers without scales would leave weights that float32 flushes to 0
+            size = 20 if self.scaled else 3  # larger ones without scales would leave weights that float32 flushes to 0
             numbers = randn(*pool.shape) * (size if self.narrow == "int8" else 1)
-            pool.copy_(
-                torch.where(read[..., None, None], numbers, torch.nan).nan_to_num(97 if self.narrow else torch.nan)
-            )
+            pool.copy_(torch.where(read[..., None, None], numbers, 97 if self.narrow else torch.nan))
             x = pool[of_key, keys % self.page]
             if self.scaled:
                 shape = (n_pages, self.page, kv_heads) if self.scaled == "key" else (kv_heads,)
@@ -118,14 +114,10 @@ class MixedBatch:
         elif self.layout == "sliced":
             query = torch.cat((query, query, query), dim=1)[:, q_heads : 2 * q_heads]
         starts = torch.tensor([0, *(q for q, _ in self.sequences)]).cumsum(0).int()
-        stale = torch.tensor([-1, INT32.max, INT32.min, n_pages, 0, n_pages - 1])
-        stale = stale[torch.randint(len(stale), table.shape, generator=generator)]
-        no_page = torch.tensor([-1, INT32.max, INT32.min, n_pages])
-        no_page = no_page[torch.randint(len(no_page), table.shape, generator=generator)]
         beyond = torch.arange(columns) * self.page >= torch.tensor(lengths)[:, None]
-        entries = torch.where(beyond, stale, torch.where(named, table, no_page)).int()
+        entries = entries_with_stale_ones(table, beyond, named, n_pages, generator)
         if self.wide_table:
-            entries = torch.stack((entries, entries + 1, entries), dim=2).transpose(0, 1).contiguous()[:, :, 0].T
+            entries = part_of_a_wide_table(entries)
         variant: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap, **scales}
         if self.sinks:
             sinks = 3 * torch.randn(q_heads, generator=generator)

@@ -40,6 +40,21 @@ def make_pools(layout: str, n_pages: int, page: int, heads: int, dims: tuple[int
     return tuple(torch.empty(n_pages, page, heads, dim, dtype=dtype) for dim in dims)
 
 
+def part_of_a_wide_table(table: Tensor) -> Tensor:
+    """The same entries as a part of a larger table, transposed."""
+    return torch.stack((table, table + 1, table), dim=2).transpose(0, 1).contiguous()[:, :, 0].T
+
+
+def entries_with_stale_ones(
+    table: Tensor, unread: Tensor, named: Tensor, n_pages: int, generator: torch.Generator
+) -> Tensor:
+    """A block table, int32, with anything where it is unread, and with no page where it is read and not `named`."""
+    stale = torch.tensor([-1, INT32.max, INT32.min, n_pages, 0, n_pages - 1])
+    anything = stale[torch.randint(len(stale), table.shape, generator=generator)]
+    no_page = stale[torch.randint(4, table.shape, generator=generator)]
+    return torch.where(unread, anything, torch.where(named, table, no_page)).int()
+
+
 @dataclass(frozen=True)
 class PagedCall:
     """A call of `decode_attention` whose keys are in pages.
@@ -134,17 +149,12 @@ class PagedCall:
         self, dense: dict[str, Any], table: Tensor, named: Tensor, n_pages: int, generator: torch.Generator
     ) -> Tensor:
         """The block table, with anything in the entries that are not followed."""
-        stale = torch.tensor([-1, INT32.max, INT32.min, n_pages, 0, n_pages - 1])
-        anything = stale[torch.randint(len(stale), table.shape, generator=generator)]
-        no_page = stale[torch.randint(4, table.shape, generator=generator)]
         lens, first_keys = dense["kv_lens"][:, None], torch.arange(table.shape[1]) * self.page
         unread = first_keys >= lens
         if self.call.window is not None:
             unread |= first_keys + self.page <= lens - self.call.q_len - self.call.window + 1
-        table = torch.where(unread, anything, torch.where(named, table, no_page)).int()
-        if self.wide_table:
-            table = torch.stack((table, table + 1, table), dim=2).transpose(0, 1).contiguous()[:, :, 0].T
-        return table
+        table = entries_with_stale_ones(table, unread, named, n_pages, generator)
+        return part_of_a_wide_table(table) if self.wide_table else table
 
     def _used(self, dense: dict[str, Any]) -> Tensor:
         """bool `[batch, kv_len]`: keys between the first and the last that any query of a sequence attends to."""
