@@ -144,6 +144,7 @@ def _ragged_kernel(
         in_pages = (
             key_p,
             value_p,
+            key_p,
             key_scale_strides[0] if KEY_SCALE == 2 else key_p,
             key_scale_strides[1] if KEY_SCALE == 2 else 1,
         )
