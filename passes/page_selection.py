@@ -23,7 +23,7 @@ BY_INDEX = {"getitem", "index", "index_select"}
 
 
 @dataclass(frozen=True)
-class Selection:
+class PageSelection:
     """The selection of pages, or of keys, that a node makes.
 
     Attributes:
@@ -39,7 +39,7 @@ class Selection:
     table: BlockTable
 
 
-def selection_at(walk: Walk, draft: Drafting) -> Selection | None:
+def selection_at(walk: Walk, draft: Drafting) -> PageSelection | None:
     """The selection that the node makes that a walk has reached."""
     node, name = walk.here, op_name(walk.here)
     source = source_of(node)
@@ -71,12 +71,12 @@ def selection_at(walk: Walk, draft: Drafting) -> Selection | None:
 
 def _selected(
     walk: Walk, parts: Sequence[Part | None], path: Sequence[Node], source: Node, dim: int, table: BlockTable
-) -> Selection:
+) -> PageSelection:
     """The selection along `dim` of `source` by a table: `parts` are those of the result, whose dims are two there."""
     of_source = (*parts[:dim], None, *parts[dim + 2 :])
     path = (*walk.path, *path)
     back = dataclasses.replace(walk, here=source, parts=of_source, path=path)
-    return Selection(back, dim, (parts[dim], parts[dim + 1]), table)
+    return PageSelection(back, dim, (parts[dim], parts[dim + 1]), table)
 
 
 def index_of(node: Node, rank: int) -> tuple[int, Node, bool] | None:
@@ -100,7 +100,7 @@ def index_of(node: Node, rank: int) -> tuple[int, Node, bool] | None:
     return dim % rank, index, op_name(node) != "index_select"
 
 
-def _split_after(walk: Walk, selected: Node, draft: Drafting) -> Selection | None:
+def _split_after(walk: Walk, selected: Node, draft: Drafting) -> PageSelection | None:
     """The selection by a flattened table, whose result `walk.here` splits: `x[table.flatten()].view(batch, ...)`."""
     source, after, chosen = source_of(selected), known_tensor(walk.here), known_tensor(selected)
     before = tensor_of(source)
@@ -120,7 +120,7 @@ def _split_after(walk: Walk, selected: Node, draft: Drafting) -> Selection | Non
     return _selected(walk, split.parts, (walk.here, selected), source, dim, table)
 
 
-def _along_keys(walk: Walk, source: Node) -> Selection | None:
+def _along_keys(walk: Walk, source: Node) -> PageSelection | None:
     """The selection of keys of one sequence for each of several: `x.expand(batch, ...).gather(2, index)`."""
     node = walk.here
     index, dim = argument(node, 2, "index"), argument(node, 1, "dim")
@@ -147,7 +147,7 @@ def _along_keys(walk: Walk, source: Node) -> Selection | None:
         parts = tuple(None if part is None or part[0] in (BATCH, LENGTH) else part for part in back.parts)
         grown = tuple((part, n) for part, n in back.stretched if part[0] != BATCH)
         back = dataclasses.replace(back, parts=parts, stretched=(*walk.stretched, *grown))
-        return Selection(back, keys[0], ((BATCH,), walk.parts[dim]), table)
+        return PageSelection(back, keys[0], ((BATCH,), walk.parts[dim]), table)
     return None
 
 

@@ -15,7 +15,7 @@ from tatten.passes.calls import op_name
 from tatten.passes.drafts import Drafting, Drafts, dtensor_behind
 from tatten.passes.metadata import reads_values
 from tatten.passes.op_names import CASTS, REORDERS, RESHAPES
-from tatten.passes.page_selection import BY_INDEX, Selection, index_of, selection_at
+from tatten.passes.page_selection import BY_INDEX, PageSelection, index_of, selection_at
 from tatten.passes.reasons import Decline, Reason
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.stored import Stored, stored_at, walk_on
@@ -122,7 +122,7 @@ def _in_pages(stored: Stored, draft: Drafting) -> Stored | str | None:
     return _unread(last)
 
 
-def _pages_of(selection: Selection, draft: Drafting) -> Stored | str:
+def _pages_of(selection: PageSelection, draft: Drafting) -> Stored | str:
     """The pool of a selection, as pages; or why it can't be read."""
     walk, dim, table = selection.walk, selection.dim, without_casts(selection.table)
     pool = known_tensor(walk.here)
