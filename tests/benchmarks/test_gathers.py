@@ -18,8 +18,10 @@ import tatten
 @torch.no_grad()
 def test_the_gathers_become_pages(page: int) -> None:
     torch._dynamo.reset()  # or else the second page size is a dynamic one
-    report = tatten.explain(gathers.gathered, *gathers.inputs(page, 256, torch.float32, capacity=512))
-    (finding,) = report.rewritten
+    args = gathers.inputs(page, 256, torch.float32, capacity=512)
+    assert args[4].tolist() == sorted(args[4].tolist())
+    assert (args[4][0], args[4][-1]) == (128, 256)
+    (finding,) = tatten.explain(gathers.gathered, *args).rewritten
     assert f"read by block table int32[8, {512 // page}] in pages of {page} keys" in finding.note
 
 

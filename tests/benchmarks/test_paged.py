@@ -10,7 +10,6 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import paged
-from support import compiled_gathers
 from support.decode_cases import Shape
 
 
@@ -48,14 +47,3 @@ def test_a_wrong_candidate_is_not_timed(problem: paged.Problem, monkeypatch: pyt
     )
     with pytest.raises(RuntimeError, match="page 64 is wrong"):
         paged.measure(problem, 1)
-
-
-@pytest.mark.parametrize("page", [16, 64])
-def test_the_compiled_program_is_read_in_pages(page: int) -> None:
-    torch._dynamo.reset()  # another page makes its size dynamic
-    args = compiled_gathers.inputs(page, 1024, torch.float32, capacity=2048)
-    with torch.no_grad():
-        report = paged.tatten.explain(compiled_gathers.gathered, *args)
-    assert f"in pages of {page} keys" in report.rewritten[0].note
-    assert args[4].tolist() == sorted(args[4].tolist())
-    assert (args[4][0], args[4][-1]) == (512, 1024)
