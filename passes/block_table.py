@@ -29,7 +29,8 @@ class BlockTable:
 
     Attributes:
         entries: integers `[batch, max_pages]`, a node or a draft.
-        wraps: whether a negative entry counts from the last page, as in `pool[entries]`.
+        wraps: whether entries count modulo the number of pages: negative ones of `pool[entries]` do, and all those of
+            `take_along_dim`.
         views: the nodes between the entries and the op that selects by them.
     """
 
@@ -61,7 +62,7 @@ class BlockTable:
             draft: makes the drafts.
         """
         if self.wraps:
-            entries = draft(torch.where, draft("lt", entries, 0), draft("add", entries, n_pages), entries)
+            entries = draft("remainder", entries, n_pages)
         return draft.cast(entries, torch.int32)
 
     def __str__(self) -> str:

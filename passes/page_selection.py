@@ -135,7 +135,7 @@ def _along_keys(walk: Walk, source: Node) -> PageSelection | None:
         return None
     if not known_shape(numbers.shape, after.shape) or walk.parts[dim] not in (None, (LENGTH,)):
         return None
-    table = _table_along(index, walk.parts, dim)
+    table = _table_along(index, walk.parts, dim, op_name(node) == "take_along_dim")
     if table is None:
         return None
     for back in way_back(dataclasses.replace(walk, here=source, stretched=(), path=(*walk.path, node))):
@@ -151,7 +151,7 @@ def _along_keys(walk: Walk, source: Node) -> PageSelection | None:
     return None
 
 
-def _table_along(index: Node, parts: tuple[Part | None, ...], dim: int) -> BlockTable | None:
+def _table_along(index: Node, parts: tuple[Part | None, ...], dim: int, wraps: bool) -> BlockTable | None:
     """The table `[batch, keys]` that an index was expanded from, whose dims have these parts; keys are along `dim`."""
     walk: Walk | None = Walk(index, parts)
     while walk is not None and known_tensor(walk.here).dim() != 2:
@@ -161,4 +161,4 @@ def _table_along(index: Node, parts: tuple[Part | None, ...], dim: int) -> Block
         return None
     batch, keys = walk.parts
     in_order = (batch == (BATCH,) or known_equal(known_tensor(walk.here).shape[0], 1)) and keys == parts[dim]
-    return BlockTable(walk.here, False, walk.path) if in_order else None
+    return BlockTable(walk.here, wraps, walk.path) if in_order else None

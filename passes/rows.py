@@ -145,7 +145,7 @@ def selection_of(node: Node, source: Tensor) -> tuple[int, Select | Counts] | No
     if numbers.dim() != 1 or numbers.dtype not in INTEGERS or numbers.device != source.device:
         return None
     if op_name(node) != "repeat_interleave":
-        return dim, Select(index, op_name(node) in ("getitem", "index"), views)
+        return dim, Select(index, op_name(node) in ("getitem", "index", "take_along_dim"), views)
     if total is None or not known_equal(numbers.shape[0], source.shape[dim]):
         return None  # one count is for all rows
     return dim, Counts(index, total)

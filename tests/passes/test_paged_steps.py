@@ -33,16 +33,14 @@ index_copy_ = index_copy_(view, 0, l_where_, l_new_)
 view_1 = view(l_v_, -1, 2, 8)
 index_copy__1 = index_copy_(view_1, 0, l_where_, l_new_)
 block_mask_default = block_mask.default(l_mask_)
-lt = lt(l_table_, 0)
-add = add(l_table_, 23)
-where = where(lt, add, l_table_)
-decode_attention_default = decode_attention.default(l_q_, l_k_, l_v_, l_mask_, None, None, block_mask_default, block_table=where)
+remainder = remainder(l_table_, 23)
+decode_attention_default = decode_attention.default(l_q_, l_k_, l_v_, l_mask_, None, None, block_mask_default, block_table=remainder)
 getitem_4 = getitem(decode_attention_default, 0)
 view_2 = view(l_k_, -1, 2, 8)
 index_copy__2 = index_copy_(view_2, 0, l_where_, l_new_)
 view_3 = view(l_v_, -1, 2, 8)
 index_copy__3 = index_copy_(view_3, 0, l_where_, l_new_)
-decode_attention_default_1 = decode_attention.default(getitem_4, l_k_, l_v_, l_mask_, None, None, block_mask_default, block_table=where)
+decode_attention_default_1 = decode_attention.default(getitem_4, l_k_, l_v_, l_mask_, None, None, block_mask_default, block_table=remainder)
 getitem_5 = getitem(decode_attention_default_1, 0)
 return (getitem_5)""",
         )
@@ -57,11 +55,9 @@ view = view(l_k_, -1, 2, 8)
 view_1 = view(l_v_, -1, 2, 8)
 unflatten = unflatten(view, 0, (-1, 4))
 unflatten_1 = unflatten(view_1, 0, (-1, 4))
-lt = lt(l_table_, 0)
-add_2 = add(l_table_, 23)
-where = where(lt, add_2, l_table_)
-new_full = new_full(where, (3), 24)
-decode_attention_default = decode_attention.default(l_q_, unflatten, unflatten_1, None, new_full, None, None, block_table=where)
+remainder = remainder(l_table_, 23)
+new_full = new_full(remainder, (3), 24)
+decode_attention_default = decode_attention.default(l_q_, unflatten, unflatten_1, None, new_full, None, None, block_table=remainder)
 getitem_4 = getitem(decode_attention_default, 0)
 return (getitem_4)""",
         )
@@ -76,6 +72,14 @@ def test_negative_entries_count_from_the_last_page(name: str, masked: bool) -> N
     mask = torch.rand(mask.shape) > 0.3 if masked else None
     _, _, out = paged(step(FORMS[name]), q, k, v, table, mask)
     torch.testing.assert_close(out, step(FORMS[name])(q, k, v, table, mask), rtol=0, atol=1e-12)
+
+
+def test_numbers_of_take_along_dim_count_modulo_the_keys() -> None:
+    form = FORMS["take_along_dim"]
+    q, k, v, table, mask = inputs(form)
+    table += torch.tensor([-2 * N, -N, 3 * N], dtype=torch.int32)[:, None]
+    _, _, out = paged(step(form), q, k, v, table, mask)
+    torch.testing.assert_close(out, step(form)(q, k, v, table, mask), rtol=0, atol=1e-12)
 
 
 def test_a_query_whose_keys_are_all_excluded_by_a_finite_bias() -> None:

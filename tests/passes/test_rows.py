@@ -159,6 +159,11 @@ def test_one_segment(form: str) -> None:
     assert_selects(forked(BY_INDEX[form]), *args, stored=(R,), by_rows=(True,))
 
 
+@pytest.mark.parametrize("form", ["indexed", "take_along_dim"])
+def test_negative_rows_count_from_the_last_one(form: str) -> None:
+    assert_selects(forked(BY_INDEX[form]), *inputs(), ROWS - R)
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("form", ["index_select", "indexed", "embedding", "take_along_dim"])
 def test_int32(form: str) -> None:

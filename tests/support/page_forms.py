@@ -97,7 +97,6 @@ FORMS = {
         ),
         1,
         "one row",
-        False,
     ),
     "repeat_kv": Form(lambda x, t: x[t].flatten(1, 2).transpose(1, 2).repeat_interleave(HQ // HKV, dim=1)),
     "repeat_kv by expand": Form(
