@@ -41,7 +41,7 @@ test-all: $(VENV)/installed-test
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal --durations=30 $(ARGS)
 
 # Twice as many of the tests marked `drawn` as `make test` runs, and a share of the slow tests.
-test-ci: SHARE ?= 0.1
+test-ci: SHARE ?= 0.05
 test-ci:
 	@echo "SHARE=$(SHARE) SEED=$(SEED)"
 	$(MAKE) test-all ARGS="--draw 2 --slow-share $(SHARE) --seed '$(SEED)' $(ARGS)"

@@ -20,6 +20,13 @@ class SharedPages:
         data: int32, on the device of the table. `tatten.ops.page_runs` describes its rows.
         max_pages: the number of columns of the table.
         page_size: the number of keys of a page.
+
+    Examples:
+        >>> import torch, tatten
+        >>> table = torch.tensor([[3, 1, 4], [3, 1, 5]], dtype=torch.int32)
+        >>> shared = tatten.shared_pages(table, torch.tensor([150, 129]), n_pages=10, page_size=64)
+        >>> shared.max_pages, shared.page_size
+        (3, 64)
     """
 
     data: Tensor
