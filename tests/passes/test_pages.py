@@ -8,7 +8,7 @@ from graphs import capture, run_rewritten
 from page_forms import FORMS, HKV, OP, PAGE, D, N, P, S, attend, in_order, inputs, paged, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tatten.passes import Rewritten, rewrite
+from tatten.passes import Rewritten, pages, rewrite
 
 
 @pytest.mark.drawn(9)
@@ -213,7 +213,7 @@ class OnCuda(torch.fx.Interpreter):
         return result
 
 
-def test_a_gpu_finds_the_blocks_of_a_mask_once() -> None:
+def two_layers_on_a_gpu() -> torch.fx.GraphModule:
     form = FORMS["index_select"]  # a PyTorch without CUDA runs no `x[table]` on fake tensors of a GPU
     args = inputs(form, dtype=torch.bfloat16)
 
@@ -224,6 +224,12 @@ def test_a_gpu_finds_the_blocks_of_a_mask_once() -> None:
     values = [x.meta["example_value"] for x in gm.graph.find_nodes(op="placeholder")]
     with FakeTensorMode():
         OnCuda(gm).run(*(torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in values))
+    return gm
+
+
+def test_a_gpu_finds_the_blocks_of_a_mask_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "DEVICES", {"cuda"})
+    gm = two_layers_on_a_gpu()
     findings = rewrite(gm).findings
     assert [x.provider for x in findings] == ["triton"] * 2
     ops = gm.graph.find_nodes(op="call_function", target=OP)
@@ -231,6 +237,14 @@ def test_a_gpu_finds_the_blocks_of_a_mask_once() -> None:
     (blocks,) = {x.args[6] for x in ops}
     assert blocks.target is torch.ops.tatten.block_mask.default
     assert [x.args[4] for x in ops] == [None, None]
+
+
+def test_a_gpu_keeps_the_gather_until_the_kernel_is_measured() -> None:
+    gm = two_layers_on_a_gpu()
+    findings = rewrite(gm).findings
+    assert ["the kernel for pages has not been measured on cuda" in str(x) for x in findings] == [True] * 2
+    assert all("block_table" not in x.kwargs for x in gm.graph.find_nodes(op="call_function", target=OP))
+    assert len([x for x in gm.graph.nodes if x.target == "index_select"]) == 4
 
 
 def test_what_is_no_table_gets_no_remark() -> None:
