@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 import tatten
+from tatten.ops.cpu import page_copies
 from tatten.ops.cpu import pages as pages_on_cpu
 from tatten.ops.page_runs import OWN
 from tatten.ops.reference import decode_attention_reference
@@ -68,14 +69,14 @@ def test_scales_of_keys_in_8_bits(per_key: bool) -> None:
 def seen_keys(inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **variant: Any) -> int:
     """The keys that are copied."""
     copied = 0
-    copy = pages_on_cpu._copied
+    copy = page_copies.copy_pages
 
     def counted(stored: Any, pages: Tensor, named: Tensor, keys: slice, room: Any) -> Any:
         nonlocal copied
-        copied += keys.stop
+        copied += keys.stop  # from the first page's first key
         return copy(stored, pages, named, keys, room)
 
-    monkeypatch.setattr(pages_on_cpu, "_copied", counted)
+    monkeypatch.setattr(pages_on_cpu, "copy_pages", counted)
     tatten.decode_attention(**inputs, **variant)
     return copied
 
