@@ -32,7 +32,7 @@ def wide(k: Tensor, s: Tensor) -> Tensor:
     return k.float() * s
 
 
-# What makes keys of 8 bits and a scale, and the scale.
+# Functions that dequantise keys of 8 bits by a scale, each with its scale.
 TAKEN: dict[str, tuple[Dequantise, Tensor]] = {
     "each key": (wide, scale()),
     "each key, rounded": (lambda k, s: (k.float() * s).to(bf16), scale()),
@@ -135,7 +135,7 @@ def test_a_scale_that_is_an_input() -> None:
     assert all(tensor_of(ops(gm)[0].args[1]).dtype == torch.int8 for gm, _ in graphs)
 
 
-# What isn't read in 8 bits, the scale, and why.
+# Functions whose keys are not read in 8 bits, each with its scale and the reason.
 LEFT: dict[str, tuple[Dequantise, Tensor, str]] = {
     "zero point": (lambda k, s: (k.float() - 3) * s, scale(), "changed by `sub` (sub)"),
     "two scales": (lambda k, s: k.float() * s * 0.5, scale(), "times 2 factors"),

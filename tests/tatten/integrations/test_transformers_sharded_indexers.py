@@ -8,21 +8,19 @@ from typing import Any
 import pytest
 import selecting_models
 import torch
-import torch.distributed as dist
 import transformers
 from latent_models import build_model
 from ranks import run_ranks
+from sharded_generate import NEW, N, forked, generate, one_dim
 from slow import slow_but
 from tiny_models import PROMPT, prompts
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import CompileConfig
 
 import tatten
 from tatten.integrations.transformers import ShardedKVCache, SharedPrefixCache, cache_kwargs
 from tatten.passes import cost
-
-NEW, N = 5, 2
 
 
 def build(name: str, attention: str = "tatten") -> transformers.PreTrainedModel:
@@ -35,28 +33,6 @@ def build(name: str, attention: str = "tatten") -> transformers.PreTrainedModel:
     if hasattr(model, "generation_config"):  # of those with a head
         model.generation_config.eos_token_id = None
     return model
-
-
-def generate(model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Tokens, and the logits of all steps."""
-    torch.manual_seed(0)
-    kwargs = {"max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True} | kwargs
-    out = model.generate(ids, attention_mask=mask, **kwargs)
-    return out.sequences, torch.stack(out.logits)
-
-
-def one_dim() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("kv",))
-
-
-def forked(model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor, mesh: DeviceMesh) -> SharedPrefixCache:
-    """Samples of prompts that were prefilled in two parts."""
-    cache = SharedPrefixCache(model.config, mesh=mesh)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    for part in (slice(0, 7), slice(7, PROMPT - 1)):
-        seen = mask[:, : part.stop]
-        model(ids[:, part], attention_mask=seen, position_ids=positions[:, part], **cache_kwargs(cache))
-    return cache.fork(N, NEW)
 
 
 def check_models(names: list[str], compiled: bool) -> list[str]:

@@ -8,23 +8,22 @@ from typing import Any
 import latent_models
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from ranks import run_ranks
+from sharded_generate import NEW, N, forked, generate, one_dim
 from slow import slow_but
 from tiny_models import PROMPT, prompts
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import CompileConfig
 
 import tatten
-from tatten.integrations.transformers import ShardedKVCache, SharedPrefixCache, cache_kwargs
+from tatten.integrations.transformers import ShardedKVCache, cache_kwargs
 from tatten.integrations.transformers.handover import LayerShare, hand_over, take_over
 from tatten.integrations.transformers.registration import attention
 from tatten.passes import cost
 
-NEW, N = 5, 2
 NAMES = ["deepseek_v3", "deepseek_v2", "glm4_moe_lite", "minicpm3", "mistral4", "youtu", "axk1", "longcat_flash"]
 
 
@@ -33,28 +32,6 @@ def build(name: str) -> transformers.PreTrainedModel:
     model.set_attn_implementation("tatten")
     model.generation_config.eos_token_id = None
     return model
-
-
-def generate(model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Tokens, and the logits of all steps."""
-    torch.manual_seed(0)
-    kwargs = {"max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True} | kwargs
-    out = model.generate(ids, attention_mask=mask, **kwargs)
-    return out.sequences, torch.stack(out.logits)
-
-
-def one_dim() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("kv",))
-
-
-def forked(model: transformers.PreTrainedModel, ids: Tensor, mask: Tensor, mesh: DeviceMesh) -> SharedPrefixCache:
-    """Samples of prompts that were prefilled in two parts."""
-    cache = SharedPrefixCache(model.config, mesh=mesh)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    for part in (slice(0, 7), slice(7, PROMPT - 1)):
-        seen = mask[:, : part.stop]
-        model(ids[:, part], attention_mask=seen, position_ids=positions[:, part], **cache_kwargs(cache))
-    return cache.fork(N, NEW)
 
 
 def check_models(names: list[str], padded: bool, compiled: bool) -> list[str]:
