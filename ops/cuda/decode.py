@@ -56,8 +56,8 @@ class SegmentLaunch:
             call.query,
             key,
             value,
-            key if self.key_tiles is None else self.key_tiles(key),
-            value if self.value_tiles is None else self.value_tiles(value),
+            key if self.key_tiles is None else self.key_tiles(_tiled(key, table)),
+            value if self.value_tiles is None else self.value_tiles(_tiled(value, table)),
             mask,
             kv_lens,
             block_mask,
@@ -74,6 +74,11 @@ class SegmentLaunch:
         )
         lens = kv_lens if self.tile_space.has_lens else None
         return Partials(out, lse, partial_out, partial_lse, lens, block_mask, row_groups, shared)
+
+
+def _tiled(x: Tensor, table: Tensor | None) -> Tensor:
+    """Return keys or values as TMA reads them: pools as the user has them, with heads last."""
+    return x if table is None else x.transpose(1, 2)
 
 
 def _constant_stride(x: Tensor) -> int:
@@ -146,10 +151,17 @@ def plan_segment(
     rope_dim = 0 if rope is None else rope.shape[3]
     rope_strides = () if rope is None or call.query_rope is None else (call.query_rope.stride(), rope.stride())
     # TMA reads whole tiles, so it is used if every key counts: without a mask, or in its run of full blocks.
-    every_key = mask.has_block_list or (stored.kv_lens is None and window is None)
+    # With lengths these are the tiles before that of the last key.
+    every_key = mask.has_block_list or (window is None and stored.attn_mask is None and part != SHARED_PART)
     large = kv_bytes >= gpu_rates(query.device).tma_least_bytes
     tma = not INTERPRETED and has_tma(query.device) and large and not call.batch_invariant
-    tma = tma and every_key and table is None and takes_tma(key) and takes_tma(value)
+    tma = (
+        tma
+        and every_key
+        and (table is None or (key.shape[2] >= tiles.block_n and not part))
+        and takes_tma(key)
+        and takes_tma(value)
+    )
     if tma and (recording := recorder.get()) is not None and not recording.tma:
         # Kernels that Inductor defines do without TMA: Inductor would make descriptors anew in each call.
         recording.without_tma += kv_bytes
@@ -207,8 +219,8 @@ def plan_segment(
             Dense.of((space.slots, tiles.block_m, *pair), acc_dtype),
         ),
         mask=mask,
-        key_tiles=key_tiling(key, run_n, block_d) if tma else None,
-        value_tiles=key_tiling(value, run_n, block_dv) if tma else None,
+        key_tiles=key_tiling(_tiled(key, table), run_n, block_d, table is not None) if tma else None,
+        value_tiles=key_tiling(_tiled(value, table), run_n, block_dv, table is not None) if tma else None,
         sinks=sinks,
         part=part,
     )

@@ -24,7 +24,7 @@ from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
 from tatten.ops.cuda.mask_plan import MaskPlan
 from tatten.ops.cuda.tile_space import TileSpace
 from tatten.ops.cuda.tuning import gpu_rates
-from tatten.ops.page_runs import GROUP_SIZE
+from tatten.ops.page_runs import most_members
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.validation import BLOCK_KEYS
 
@@ -51,7 +51,7 @@ class Place:
 
 def _seqs_and_rows(query: Tensor, stored: KeyValue) -> tuple[int, int]:
     if stored.block_table is not None:
-        return (1 if stored.row_groups is None else GROUP_SIZE), query.shape[0]
+        return (1 if stored.row_groups is None else most_members(query.shape[0])), query.shape[0]
     return seqs_and_rows(query, stored.key, stored.row_groups is not None)
 
 
@@ -90,7 +90,7 @@ def choose_tiles(call: AttentionCall, stored: KeyValue, mask: MaskPlan) -> Tiles
         or (narrow and stored.kv_lens is not None)
         or (stored.block_table is not None and stored.row_groups is not None),
         narrow=narrow,
-        paged=stored.block_table is not None,
+        page=0 if stored.block_table is None else key.shape[2],
         large_shared_memory=large_shared_memory,
     )
 
@@ -145,8 +145,6 @@ def plan_tile_space(
         most, rates = tiles.per_sm * multiprocessors(call.query.device), gpu_rates(call.query.device)
         n_tiles = max(1, ceil_div(kv_len, block_n))
         tile_us = most * block_n * (head_dim + value_dim) * stored.key.element_size() / rates.read_bytes_per_us
-        # Ragged lengths have no even shares; the block lists of a mask are often equally long.
-        uneven = has_row_groups or (has_lens and groups > 1)
         short = 1 < n_tiles <= rates.most_whole_tiles and not has_row_groups and (mask.has_block_list or has_lens)
         if call.batch_invariant:
             most_groups = most_kv_rows if has_row_groups else groups
@@ -155,7 +153,7 @@ def plan_tile_space(
             )
         elif place.final and short and not combining_pays(groups * work_tiles, n_tiles, tile_us, most, rates):
             chunk, programs = power_of_2(n_tiles), groups * work_tiles  # one chunk holds a whole work tile
-        elif uneven:
+        elif has_row_groups:
             programs = most
         elif (
             place.final

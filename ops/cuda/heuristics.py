@@ -46,7 +46,7 @@ def tiles_for(
     has_block_list: bool = False,
     masked: bool = False,
     narrow: bool = False,
-    paged: bool = False,
+    page: int = 0,
     large_shared_memory: bool = True,
 ) -> Tiles:
     """Choose the fastest tiles that do not spill registers, as measured on an H200.
@@ -60,11 +60,10 @@ def tiles_for(
         masked: the mask itself is read, or key positions are computed for a window. It is set for 8 bits with lengths
             too, as that saves registers.
         narrow: keys and values are in 8 bits.
-        paged: keys and values are in pages, so that their addresses take registers. Not measured: these tiles spill
-            none.
+        page: the keys of a page, or 0 if keys are in order. Addresses of pages take registers.
         large_shared_memory: a program may have 227 KiB.
     """
-    at_most = max(16, power_of_2(q_rows))
+    at_most, paged = max(16, power_of_2(q_rows)), page > 0
     if element_size == 4:
         stages = (
             3 if has_block_list and dim <= 128 and large_shared_memory and not paged else 2
@@ -77,7 +76,9 @@ def tiles_for(
     if dim > 128:
         return Tiles(min(at_most, (4096 if paged else 8192) // dim), 64 if dim <= 256 else 32, 8, 2)
     if q_rows <= 16 and narrow and paged:
-        return Tiles(16, 64, 8, 4)
+        return Tiles(16, 128, 4, 3, 2)
+    if q_rows <= 16 and paged and (masked or (page < 128 and dim > 64)):
+        return Tiles(16, 64, 4, 3, 2)
     if q_rows <= 16 and narrow:
         per_sm = 3 if dim <= 64 else 2
         return Tiles(16, 64, 4, 4, per_sm) if has_block_list or masked else Tiles(16, 128, 4, 3, per_sm)
@@ -90,7 +91,7 @@ def tiles_for(
     if masked and not has_block_list:
         return Tiles(min(at_most, 64), 64, 8, 2)
     if paged:
-        return Tiles(min(at_most, 64), 64, 8, 3)
+        return Tiles(min(at_most, 64), 64, 4, 3, 2)
     if q_rows <= 64:
         return Tiles(64, 64, 8, 3) if has_block_list and q_rows > 32 else Tiles(min(at_most, 64), 64, 4, 3, 2)
     return Tiles(128, 64, 8, 3)

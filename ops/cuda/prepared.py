@@ -28,10 +28,12 @@ class TmaTiles:
     Attributes:
         tensor: the number of the tensor.
         block: the keys and the columns of a tile.
+        heads_last: the tensor has heads behind keys, as pages have.
     """
 
     tensor: int
     block: tuple[int, int]
+    heads_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def _taking(x: Any, tensors: tuple[Tensor, ...], kernel: Any) -> Callable[[tuple
         parts = [_taking(y, tensors, kernel) for y in x]
         return lambda call_tensors: tuple([part(call_tensors) for part in parts])
     if isinstance(x, TmaTiles):
-        tiling, number = _described(kernel).key_tiling(tensors[x.tensor], *x.block), x.tensor
+        tiling, number = _described(kernel).key_tiling(tensors[x.tensor], *x.block, x.heads_last), x.tensor
         return lambda call_tensors: tiling(_aligned(call_tensors[number]))
     if isinstance(x, Bytes):
         number = x.tensor
@@ -135,8 +137,8 @@ def prepare(recording: Recorder) -> tuple[PreparedCall, list[Tensor]]:
 
     def number(x: Tensor) -> int:
         base = recording.base(x)
-        if (x.shape, x.stride(), x.element_size()) != (base.shape, base.stride(), base.element_size()):
-            raise NotRecordableError(f"takes a view, {tuple(x.shape)} of {tuple(base.shape)}")
+        if x.element_size() != base.element_size():
+            raise NotRecordableError(f"reads {base.dtype} as {x.dtype}")
         for i, other in enumerate(tensors):
             if base is other:
                 return i
@@ -159,9 +161,12 @@ def prepare(recording: Recorder) -> tuple[PreparedCall, list[Tensor]]:
 
     def tiles(descriptor: Any, kernel: Any) -> TmaTiles:
         at = number(descriptor.base)
+        if (descriptor.base.shape, descriptor.base.stride()) != (tensors[at].shape, tensors[at].stride()):
+            raise NotRecordableError(f"takes tiles of a view, {tuple(descriptor.base.shape)}")
         if not _described(kernel).are_tiles_of(descriptor, tensors[at]):
             raise NotRecordableError(f"takes tiles of another kind, {descriptor}")
-        return TmaTiles(at, tuple(descriptor.block_shape[2:]))
+        _, first, second, columns = descriptor.block_shape
+        return TmaTiles(at, (first * second, columns), first > 1)
 
     launches = []
     for launch, launch_tensors in recording.launches:

@@ -7,26 +7,30 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tatten.ops.cuda.tma import Tiling, tma_strides
+from tatten.ops.cuda.tma import Tiling, tile_block, tma_strides
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def key_tiling(x: Tensor, block_n: int, columns: int) -> Tiling:
+def key_tiling(x: Tensor, block_n: int, columns: int, heads_last: bool = False) -> Tiling:
     """Make descriptors of tiles of `block_n` keys, as wgmma reads them from shared memory."""
-    return Tiling(TensorDescriptor, x, *_tile(x.dtype, block_n, columns))
+    return Tiling(TensorDescriptor, x, *_tile(x.dtype, block_n, columns, heads_last))
 
 
 def are_tiles_of(descriptor: TensorDescriptor, x: Tensor) -> bool:
     """Return True if `key_tiling` of `x` makes such a descriptor."""
-    block, layout = _tile(x.dtype, *descriptor.block_shape[2:]) if x.dtype in DTYPES else (None, None)
+    _, first, second, columns = descriptor.block_shape
+    tile = first * second, columns, first > 1
+    block, layout = _tile(x.dtype, *tile) if x.dtype in DTYPES else (None, None)
     same = descriptor.shape == list(x.shape) and descriptor.strides == tma_strides(x)
     return same and descriptor.base.dtype == x.dtype and (descriptor.block_shape, descriptor.layout) == (block, layout)
 
 
-def _tile(dtype: torch.dtype, block_n: int, columns: int) -> tuple[list[int], gl.NVMMASharedLayout]:
+def _tile(
+    dtype: torch.dtype, block_n: int, columns: int, heads_last: bool = False
+) -> tuple[list[int], gl.NVMMASharedLayout]:
     """The block of a tile, and its layout in shared memory."""
-    block = [1, 1, block_n, columns]
+    block = tile_block(block_n, columns, heads_last)
     return block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
 
 

@@ -62,15 +62,22 @@ class Tiling:
         return descriptor
 
 
-def key_tiling(x: Tensor, block_n: int, columns: int) -> Tiling:
+def tile_block(keys: int, columns: int, heads_last: bool) -> list[int]:
+    """Return the shape of a tile of keys `[batch, heads, length, d]`, or of pages `[pages, page, heads, d]`."""
+    return [1, keys, 1, columns] if heads_last else [1, 1, keys, columns]
+
+
+def key_tiling(x: Tensor, block_n: int, columns: int, heads_last: bool = False) -> Tiling:
     """Make descriptors of tiles of `block_n` keys for kernels in Triton."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return Tiling(TensorDescriptor, x, [1, 1, block_n, columns])
+    return Tiling(TensorDescriptor, x, tile_block(block_n, columns, heads_last))
 
 
 def are_tiles_of(descriptor: Any, x: Tensor) -> bool:
     """Tell whether `key_tiling` of `x` makes such a descriptor."""
     layout = descriptor.shape, descriptor.strides, descriptor.base.dtype
     same: bool = layout == (list(x.shape), tma_strides(x), x.dtype)
-    return same and descriptor.block_shape[:2] == [1, 1] and descriptor.padding == "zero"
+    _, first, second, columns = descriptor.block_shape
+    block = tile_block(first * second, columns, first > 1)
+    return same and descriptor.block_shape == block and descriptor.padding == "zero"

@@ -141,12 +141,13 @@ def _decode_kernel(
     HAS_BLOCK_LIST: tl.constexpr = block_list is not None
     PAGED: tl.constexpr = PAGE > 0
     ROWS: tl.constexpr = row_groups is not None
+    RUN: tl.constexpr = HAS_LENS and not HAS_BLOCK_LIST and not WINDOW and MASK == 0 and PART != SHARED_PART
     # Scores stay unscaled if only a positive factor separates them from their exponents.
     UNSCALED: tl.constexpr = POSITIVE_SCALE and MASK != 2 and not SOFTCAP and not KEY_SCALE
     # With a block list the second loop has few blocks, and long pipelines in both would spill registers of large tiles.
     # With pages, Triton (3.9) fails to compile 2 stages of it: a block's entries wait for the block's number.
     FEW: tl.constexpr = 1 if BLOCK_M > 64 or PAGED else 2
-    STAGES: tl.constexpr = None if not HAS_BLOCK_LIST else FEW if BLOCK_M > 64 or BLOCK_D > 128 else None
+    STAGES: tl.constexpr = 1 if RUN else None if not HAS_BLOCK_LIST else FEW if BLOCK_M > 64 or BLOCK_D > 128 else None
     if PDL:
         if not WAIT_LAST:
             tl.extra.cuda.gdc_wait()
@@ -327,6 +328,10 @@ def _decode_kernel(
             run = tl.load(group_blocks + 1).to(tl.int32)
             run_start = (tl.load(group_blocks + 2, mask=run > 0, other=0).to(tl.int32) + first) * BLOCK_N
             steps = tl.maximum(tl.minimum(stop, run) - first, 0) // (RUN_N // BLOCK_N)
+        elif RUN:
+            run_start = key_of_tile(first, first_key if PART else None, BLOCK_N)
+            steps = tl.minimum(stop - first, tl.maximum(length - run_start, 0) // BLOCK_N)
+        if HAS_BLOCK_LIST or RUN:
             if PAGED:
                 run_stop = run_start + steps * RUN_N
                 entries = load_entries(table, table_s, run_start, run_stop, RUN_N, PAGE, BLOCK_N)
@@ -363,14 +368,17 @@ def _decode_kernel(
                 acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED, v_scale)
                 if PAGED:
                     entries = load_entries(table, table_s, start_key + RUN_N, run_stop, RUN_N, PAGE, BLOCK_N)
-            begin = first + steps * (RUN_N // BLOCK_N)
+        begin = first
+        if HAS_BLOCK_LIST:
+            begin += steps * (RUN_N // BLOCK_N)
             more = begin < tl.minimum(stop, count)
             block = tl.load(group_blocks + 2 * (begin + 1), mask=more, other=0).to(tl.int32)
             bits = tl.load(group_blocks + 2 * (begin + 1) + 1, mask=more, other=0)
-        else:
-            begin = first
-            if WINDOW:
-                block += tl.maximum(length - q_len - window + 1, 0) // BLOCK_N
+        elif RUN:
+            begin += steps
+            block = begin
+        elif WINDOW:
+            block += tl.maximum(length - q_len - window + 1, 0) // BLOCK_N
         if PAGED:
             start_key = key_of_tile(block, first_key if PART else None, BLOCK_N)
             entries = load_entries(table, table_s, start_key, length, BLOCK_N, PAGE, BLOCK_N)
@@ -398,7 +406,7 @@ def _decode_kernel(
                 LATENT,
                 HALVES,
                 KEY_SCALE,
-                TMA and not HAS_BLOCK_LIST,
+                TMA and not HAS_BLOCK_LIST and not RUN,
                 PAGE,
                 entries if PAGED else None,
                 in_pages,

@@ -105,9 +105,14 @@ def score_tile(
     key_p, value_p, rope_p, scale_p, scale_s = page_strides
     BLOCK_N: tl.constexpr = keys.shape[0]
     if TMA:
+        kv_row, head = tma_at
+        if entries is None:  # noqa: SIM108 (known when this is compiled)
+            first = [kv_row, head, start_key, 0]
+        else:
+            first = [entries, start_key & (PAGE - 1), head, 0]
         if not LATENT:
-            k = key_tiles.load([tma_at[0], tma_at[1], start_key, 0]).reshape([BLOCK_N, key_dims.shape[0]]).T
-        v = value_tiles.load([tma_at[0], tma_at[1], start_key, 0]).reshape([BLOCK_N, value_dims.shape[0]])
+            k = key_tiles.load(first).reshape([BLOCK_N, key_dims.shape[0]]).T
+        v = value_tiles.load(first).reshape([BLOCK_N, value_dims.shape[0]])
     else:
         if not LATENT:
             k = load_keys(key_base, rows_at(keys, key_s, entries, key_p, PAGE), key_dims, key_d, HEAD_DIM, valid)
