@@ -1,7 +1,7 @@
 """Runs of pages that sequences share, found from a block table without a host sync, in plain PyTorch.
 
-Tables are compared 64 keys at a time: a *unit* is 64 keys, or a page if that is larger. So no tile of a kernel has keys
-that some sequences of a group attend to and others don't.
+Tables are compared 128 keys at a time: a *unit* is 128 keys, or a page if that is larger. So no tile of a kernel has
+keys that some sequences of a group attend to and others don't.
 
 The *leader* of a sequence at a unit is the lowest sequence with the same pages there, which may be itself. A *run* is a
 stretch of units with one leader. A sequence's first runs are shared as long as each is, up to `LEVELS` of them. All
@@ -16,11 +16,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tatten.ops.sizes import ceil_div
+from tatten.ops.sizes import ceil_div, power_of_2
 
 LEVELS = 2  # a system prompt and a question, or a question and its samples
-UNIT_KEYS = 64  # the keys of the widest tile of kernels over shared pages
-GROUP_SIZE = 32  # sequences of a row group: with 4 query heads for each kv head they fill a tile of 128 packed queries
+UNIT_KEYS = 128  # the keys of the widest tile of kernels over shared pages
+GROUP_SIZE = (
+    32  # sequences of a row group at most: with 4 query heads for each kv head they fill a tile of 128 packed queries
+)
 # A run of fewer keys for each query is not shared. Its float32 states, the leader's included, are written and read:
 # 16 bytes for each column of a query head. A key and its value in 16 bits have 4 for each kv head, so 64 keys weigh as
 # much as the states of 16 query heads.
@@ -32,13 +34,19 @@ LEAST_KEYS = 64
     LEADERS,  # [:n] the leader of each row group, [n] the number of row groups
     BEGINS,  # the position in ORDER where each row group begins, and from the last one on the number of entries in it
     ORDER,  # entries with a run, by level and leader, the longest first; then the others
-    PLACES,  # of each entry: row group times GROUP_SIZE plus slot, or -1
+    PLACES,  # of each entry: row group times `most_members` plus slot, or -1
     STARTS,  # the first key of each row group
     STOPS,  # one past the last key of its longest run
     ENTRY_STOPS,  # of each entry: one past the last key of its run, or 0
     OWN,  # [:batch] the first key of each sequence's own part
-) = range(8)
-ROWS = 8
+    TILE_ENDS,  # tiles of UNIT_KEYS keys in the row groups up to each, and from the last one on in all of them
+) = range(9)
+ROWS = 9
+
+
+def most_members(batch: int) -> int:
+    """Return the most sequences of a row group, a power of two, for a batch of this size."""
+    return min(GROUP_SIZE, power_of_2(batch))
 
 
 def unit_pages(page_size: int) -> int:
@@ -104,7 +112,7 @@ def shared_pages_reference(block_table: Tensor, kv_lens: Tensor, n_pages: int, p
 def _cut(leaders: Tensor, starts: Tensor, stops: Tensor, own: Tensor, n_units: int, keys: int) -> Tensor:
     """Sort the entries of all levels into row groups; arguments are `[LEVELS, batch]`, in units of `keys`."""
     levels, batch = leaders.shape
-    n = levels * batch
+    n, size = levels * batch, most_members(batch)
     group = (torch.arange(levels, device=own.device)[:, None] * batch + leaders).flatten()
     starts, stops, leaders = starts.flatten(), stops.flatten(), leaders.flatten()
     active = stops > starts
@@ -114,7 +122,7 @@ def _cut(leaders: Tensor, starts: Tensor, stops: Tensor, own: Tensor, n_units: i
     group, each = group[order], torch.arange(n, device=own.device)
     opens = torch.cat((torch.ones_like(active[:1]), group[1:] != group[:-1]))
     rank = each - torch.where(opens, each, 0).cummax(dim=0).values
-    begins = (rank % GROUP_SIZE == 0) & (group < n)
+    begins = (rank % size == 0) & (group < n)
     number = begins.cumsum(0) - 1
     to = torch.where(begins, number, n)  # entries that begin no row group write to a column that is cut off
     none, entries = own.new_zeros(1), active.sum()[None]
@@ -122,7 +130,8 @@ def _cut(leaders: Tensor, starts: Tensor, stops: Tensor, own: Tensor, n_units: i
     def of_groups(x: Tensor, rest: Tensor, last: Tensor) -> Tensor:
         return torch.cat((rest.expand(n + 1).index_copy(0, to, x)[:n], last))
 
-    place = torch.where(group < n, number * GROUP_SIZE + rank % GROUP_SIZE, -1)
+    place = torch.where(group < n, number * size + rank % size, -1)
+    tiles = torch.where(begins, (stops - starts)[order] * keys // UNIT_KEYS, 0).cumsum(0)
     rows = {
         LEADERS: of_groups(leaders[order], none, begins.sum()[None]),
         BEGINS: of_groups(each, entries, entries),
@@ -132,5 +141,6 @@ def _cut(leaders: Tensor, starts: Tensor, stops: Tensor, own: Tensor, n_units: i
         STOPS: of_groups(stops[order] * keys, none, none),
         ENTRY_STOPS: torch.cat((torch.where(active, stops * keys, 0), none)),
         OWN: torch.cat((own * keys, own.new_zeros(n + 1 - batch))),
+        TILE_ENDS: of_groups(tiles, tiles[-1:], tiles[-1:]),
     }
     return torch.stack([rows[row] for row in range(ROWS)]).to(torch.int32)

@@ -13,7 +13,7 @@ from tatten.ops.cuda.combine import INTERPRETED
 from tatten.ops.cuda.gpu import has_early_launches
 from tatten.ops.cuda.kernels.shared_pages import _cut_runs_kernel, _free_pages_kernel, _own_pages_kernel, _runs_kernel
 from tatten.ops.cuda.launcher import Launch
-from tatten.ops.page_runs import GROUP_SIZE, LEVELS, ROWS, least_units, shared_pages_reference, unit_pages
+from tatten.ops.page_runs import LEVELS, ROWS, UNIT_KEYS, least_units, most_members, shared_pages_reference, unit_pages
 from tatten.ops.sizes import ceil_div, power_of_2
 
 MOST_SORTED = 1024  # sequences that one program sorts
@@ -93,7 +93,8 @@ def plan_shared_pages(
             least=least_units(page_size, q_length),
             LEVELS=LEVELS,
             KEYS=unit * page_size,
-            GROUP_SIZE=GROUP_SIZE,
+            GROUP_SIZE=most_members(batch),
+            TILE=UNIT_KEYS,
             SEQUENCES=max(16, power_of_2(batch)),
             ENTRIES=entries,
             PDL=pdl,

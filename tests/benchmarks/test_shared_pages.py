@@ -26,7 +26,7 @@ def test_no_page_is_used_twice_but_those_of_a_level(problem: shared_pages.Proble
     pages = torch.cat([x.flatten() for x in problem.rows])
     assert problem.copies == 2
     assert len(pages.unique()) == len(pages) == problem.copies * TREE.pages == len(problem.pools[0])
-    assert problem.find(1).data[OWN, :4].tolist() == [192] * 4
+    assert problem.find(1).data[OWN, :4].tolist() == [128] * 4
 
 
 def test_all_candidates_are_timed(problem: shared_pages.Problem) -> None:

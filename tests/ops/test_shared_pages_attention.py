@@ -86,7 +86,7 @@ def test_a_shared_page_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = made(random.Random(0), rows, [200 + b for b in range(40)], 64, 50)
     inputs = inputs_of(tables)
     shared = shared_of(tables)
-    assert seen_keys(inputs, monkeypatch, shared_pages=shared) == 192 + sum(8 + b for b in range(40))
+    assert seen_keys(inputs, monkeypatch, shared_pages=shared) == 128 + sum(72 + b for b in range(40))
     assert seen_keys(inputs, monkeypatch) == sum(200 + b for b in range(40))
 
 
@@ -154,7 +154,7 @@ def test_bad_input() -> None:
     pools = {name: inputs[name].view(-1, 32, 2, 8) for name in ("key", "value")}
     says(ValueError, "32 keys", "got one of 64", **pools)
     data = shared.data
-    says(ValueError, "int32", "(8, 5)", "(8, 4)", shared_pages=tatten.SharedPages(data[:, :4], columns, 64))
+    says(ValueError, "int32", "(9, 5)", "(9, 4)", shared_pages=tatten.SharedPages(data[:, :4], columns, 64))
     says(ValueError, "int32", "torch.int64", shared_pages=tatten.SharedPages(data.long(), columns, 64))
 
 

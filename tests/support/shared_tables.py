@@ -16,14 +16,17 @@ import tatten
 from tatten.ops.page_runs import (
     BEGINS,
     ENTRY_STOPS,
-    GROUP_SIZE,
     LEADERS,
     LEVELS,
     ORDER,
     OWN,
     PLACES,
+    ROWS,
     STARTS,
     STOPS,
+    TILE_ENDS,
+    UNIT_KEYS,
+    most_members,
 )
 
 STALE = (-1, 2**31 - 1, -(2**31), 0, 1)
@@ -38,8 +41,8 @@ class Tables:
 
     @property
     def unit(self) -> int:
-        """Pages of 64 keys, or one."""
-        return max(1, 64 // self.page)
+        """Pages of a unit, one at least."""
+        return max(1, UNIT_KEYS // self.page)
 
     def units(self, q_length: int = 1) -> list[list[tuple[int, ...]]]:
         """The pages of each unit that all causal queries of a sequence attend to in full."""
@@ -53,7 +56,7 @@ class Tables:
 def tree(rng: random.Random, batch: int, depth: int = 2, exits: bool = False) -> Tables:
     """A tree of prefixes of random lengths, in any order. With `exits` some sequences leave it early, or end in it."""
     page = rng.choice((1, 16, 32, 64, 128))
-    unit = max(1, 64 // page)
+    unit = max(1, UNIT_KEYS // page)
     numbers = iter(range(1 << 30))
     paths: list[list[int]] = [[]]
     for _ in range(depth):
@@ -140,24 +143,27 @@ def runs_of(data: Tensor, batch: int) -> Iterator[tuple[int, Run]]:
     n = LEVELS * batch
     rows = data.tolist()
     assert data.dtype == torch.int32
-    assert data.shape == (8, n + 1)
+    assert data.shape == (ROWS, n + 1)
     assert sorted(rows[ORDER][:n]) == list(range(n))
-    n_groups, seen = rows[LEADERS][n], 0
+    n_groups, seen, tiles = rows[LEADERS][n], 0, 0
     assert n_groups <= batch
     for i in range(n_groups):
         begin, end = rows[BEGINS][i : i + 2]
         assert begin == seen
-        assert 0 < end - begin <= GROUP_SIZE
+        assert 0 < end - begin <= most_members(batch)
         seen = end
         entries = rows[ORDER][begin:end]
         stops = [rows[ENTRY_STOPS][e] for e in entries]
         assert stops == sorted(stops, reverse=True)
         assert stops[0] == rows[STOPS][i]
+        tiles += (stops[0] - rows[STARTS][i]) // UNIT_KEYS
+        assert rows[TILE_ENDS][i] == tiles
         assert len({e // batch for e in entries}) == 1
         for slot, (e, stop) in enumerate(zip(entries, stops, strict=True)):
-            assert rows[PLACES][e] == i * GROUP_SIZE + slot
+            assert rows[PLACES][e] == i * most_members(batch) + slot
             yield e % batch, (e // batch, rows[LEADERS][i], rows[STARTS][i], stop)
     assert all(x == seen for x in rows[BEGINS][n_groups : n + 1])
+    assert all(x == tiles for x in rows[TILE_ENDS][n_groups : n + 1])
     others = rows[ORDER][seen:n]
     assert all(rows[PLACES][e] == -1 and rows[ENTRY_STOPS][e] == 0 for e in others)
     assert not any(rows[OWN][batch:])

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_states, store_lse
-from tatten.ops.cuda.kernels.partials import find_partials, fold_partials
-from tatten.ops.cuda.kernels.tile_scheduler import LEVELS, OWN_PART, SHARED_PART
+from tatten.ops.cuda.kernels.partials import find_partials, find_shared_partials, fold_partials
+from tatten.ops.cuda.kernels.tile_scheduler import LEVELS, OWN_PART
 
 _SIZES = ["block_list_stride", "n_groups", "work_tiles", "kv_len", "kv_heads", "seqs_per_kv", "q_blocks", "programs"]
 
@@ -123,39 +123,29 @@ def _combine_kernel(
             q_blocks_b,
             programs_b,
         )
-        found_b = find_partials(
-            sequence,
-            head,
-            position,
-            partials_b,
-            sizes_b,
-            q_heads,
-            q_len,
-            window,
-            LEVELS * batch if SHARED else batch,
-            SPACE_B,
-            False,
-            INT64_TILES,
-            False,
-            SHARED_PART if SHARED else 0,
-        )
-    if SHARED:  # the same launch has the states of both levels
-        found_c = find_partials(
-            sequence + batch,
-            head,
-            position,
-            partials_b,
-            sizes_b,
-            q_heads,
-            q_len,
-            window,
-            LEVELS * batch,
-            SPACE_B,
-            False,
-            INT64_TILES,
-            False,
-            SHARED_PART,
-        )
+        if SHARED:  # the same launch has the states of both levels
+            entries = LEVELS * batch
+            found_b = find_shared_partials(
+                sequence, head, position, partials_b, sizes_b, q_heads, q_len, entries, SPACE_B, INT64_TILES
+            )
+            found_c = find_shared_partials(
+                sequence + batch, head, position, partials_b, sizes_b, q_heads, q_len, entries, SPACE_B, INT64_TILES
+            )
+        else:
+            found_b = find_partials(
+                sequence,
+                head,
+                position,
+                partials_b,
+                sizes_b,
+                q_heads,
+                q_len,
+                window,
+                batch,
+                SPACE_B,
+                False,
+                INT64_TILES,
+            )
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

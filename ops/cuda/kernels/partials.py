@@ -6,7 +6,10 @@ import triton
 import triton.language as tl
 
 from tatten.ops.cuda.kernels.online_softmax import fold_states
-from tatten.ops.cuda.kernels.tile_scheduler import SHARED_PART, chunks_of, first_tile, program_of, tile_space
+from tatten.ops.cuda.kernels.tile_scheduler import chunks_of, first_tile, program_of, tile_space
+from tatten.ops.page_runs import PLACES, TILE_ENDS, UNIT_KEYS
+
+_PLACES, _TILE_ENDS, _UNIT_KEYS = tl.constexpr(PLACES), tl.constexpr(TILE_ENDS), tl.constexpr(UNIT_KEYS)
 
 
 @triton.jit
@@ -26,11 +29,7 @@ def find_partials(
     Q_BLOCKS_FIRST: tl.constexpr = False,
     PART: tl.constexpr = 0,
 ):
-    """Find the slots of the partial states of some output states: the first, the others, and their number.
-
-    With row groups over shared pages, `sequence` is an entry and `batch` their number. The number of partial states is
-    0 for an entry that shares nothing.
-    """
+    """Find the slots of the partial states of some output states: the first, the others, and their number."""
     BLOCK_M: tl.constexpr = SPACE[0]
     GROUPS: tl.constexpr = SPACE[2]
     CHUNK: tl.constexpr = SPACE[3]
@@ -38,9 +37,6 @@ def find_partials(
     _, _, _, _, kv_lens, block_list, row_groups, shared = partials
     if row_groups is not None:
         sequence = tl.load(row_groups + 3 * (batch + 1) + sequence)  # its place
-    if PART == SHARED_PART:
-        shares = sequence >= 0
-        sequence = tl.maximum(sequence, 0)
     tiles, ends, work_tiles = tile_space(
         kv_lens,
         block_list,
@@ -59,9 +55,6 @@ def find_partials(
     )
     tiles = chunks_of(tiles, CHUNK)
     total_tiles = tl.max(ends, axis=0)
-    if PART == SHARED_PART:
-        total_tiles = tl.maximum(total_tiles, 1)  # there may be no row group
-    active_programs = tl.minimum(programs, total_tiles)
     heads_per_kv = q_heads // kv_heads
     q_row = (head % heads_per_kv * seqs_per_kv + sequence % seqs_per_kv) * q_len + position
     kv_tile = sequence // seqs_per_kv * kv_heads + head // heads_per_kv
@@ -77,21 +70,53 @@ def find_partials(
         in_group = tl.arange(0, GROUPS)[None, :] == group[:, None]
         n_tiles = tl.sum(tl.where(in_group, tiles[None, :], 0), axis=1)
         group_end = tl.sum(tl.where(in_group, ends[None, :], 0), axis=1)
-        if Q_BLOCKS_FIRST:  # one block of queries after the other, each for all groups; here a kv_row has one kv head
+        if Q_BLOCKS_FIRST:  # one block of queries after the other, each for all groups; a kv_row has one kv head
             start = q_row // BLOCK_M * (total_tiles // q_blocks) + group_end // q_blocks - n_tiles
         else:
             start = group_end - (work_tiles - work_tile % work_tiles) * n_tiles
     if CHUNK:  # each has its own slot
         slot = start * BLOCK_M + q_row % BLOCK_M
         return slot, slot, n_tiles + 0 * start
+    return _slots(start, n_tiles, q_row % BLOCK_M, total_tiles, programs, BLOCK_M, INT64_TILES)
+
+
+@triton.jit
+def find_shared_partials(
+    entry, head, position, partials, sizes, q_heads, q_len, entries, SPACE: tl.constexpr, INT64_TILES: tl.constexpr
+):
+    """Find the slots of partial states over shared pages, as `find_partials` does; an entry without a run has none.
+
+    The tiles of the row groups are counted in `TILE_ENDS`, so that no program adds them up.
+    """
+    BLOCK_M: tl.constexpr = SPACE[0]
+    _, _, work_tiles, _, kv_heads, seqs_per_kv, q_blocks, programs = sizes
+    shared = partials[7]
+    place = tl.load(shared + _PLACES * (entries + 1) + entry)
+    shares = place >= 0
+    place = tl.maximum(place, 0)
+    heads_per_kv = q_heads // kv_heads
+    q_row = (head % heads_per_kv * seqs_per_kv + place % seqs_per_kv) * q_len + position
+    tile_ends, tiles = shared + _TILE_ENDS * (entries + 1), _UNIT_KEYS // SPACE[1]  # of a unit
+    group = place // seqs_per_kv
+    end = tl.load(tile_ends + group, mask=shares, other=1) * tiles
+    n_tiles = end - tl.load(tile_ends + group - 1, mask=shares & (group > 0), other=0) * tiles
+    start = end * work_tiles - (work_tiles - head // heads_per_kv * q_blocks - q_row // BLOCK_M) * n_tiles
+    total_tiles = tl.maximum(tl.load(tile_ends + entries) * tiles * work_tiles, 1)
+    first_slot, other_slots, owners = _slots(
+        start, n_tiles, q_row % BLOCK_M, total_tiles, programs, BLOCK_M, INT64_TILES
+    )
+    return first_slot, other_slots, tl.where(shares, owners, 0)
+
+
+@triton.jit
+def _slots(start, n_tiles, row, total_tiles, programs, BLOCK_M: tl.constexpr, INT64_TILES: tl.constexpr):
+    """Return the slots of a row of work tiles of `n_tiles` from `start` on: the first, the others, and their number."""
+    active_programs = tl.minimum(programs, total_tiles)
     first = program_of(start, total_tiles, active_programs, INT64_TILES)
     owners = program_of(start + n_tiles - 1, total_tiles, active_programs, INT64_TILES) - first + 1
-    if PART == SHARED_PART:
-        owners = tl.where(shares, owners, 0)
     # If the first owner began in another work tile, this is its second slot. The others began in this one.
     later = (start > first_tile(first, total_tiles, active_programs, INT64_TILES)).to(tl.int32)
-    at = q_row % BLOCK_M
-    return (2 * first + later) * BLOCK_M + at, 2 * first * BLOCK_M + at, owners
+    return (2 * first + later) * BLOCK_M + row, 2 * first * BLOCK_M + row, owners
 
 
 @triton.jit

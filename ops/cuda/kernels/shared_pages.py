@@ -149,6 +149,7 @@ def _cut_runs_kernel(
     LEVELS: tl.constexpr,
     KEYS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
     SEQUENCES: tl.constexpr,
     ENTRIES: tl.constexpr,
     PDL: tl.constexpr,
@@ -164,7 +165,7 @@ def _cut_runs_kernel(
     leaders, begins = shared, shared + (n + 1)
     order, places = shared + 2 * (n + 1), shared + 3 * (n + 1)
     starts, stops = shared + 4 * (n + 1), shared + 5 * (n + 1)
-    entry_stops, own = shared + 6 * (n + 1), shared + 7 * (n + 1)
+    entry_stops, own, tile_ends = shared + 6 * (n + 1), shared + 7 * (n + 1), shared + 8 * (n + 1)
     ends, longest, complete = runs + n, runs + 2 * n, runs + 3 * n
 
     b = tl.arange(0, SEQUENCES)
@@ -218,16 +219,20 @@ def _cut_runs_kernel(
     its_start = tl.load(ends + entry - batch, mask=active & (entry >= batch), other=0)
     its_stop = tl.load(entry_stops + entry, mask=active, other=0)
     tl.debug_barrier()  # all reads come before the writes
+    tiles = tl.where(opens, (its_stop - its_start * KEYS) // TILE, 0)
+    tiles_so_far, all_tiles = tl.cumsum(tiles, axis=0), tl.sum(tiles, axis=0)
 
     rest, zeros = ok & (at >= n_groups), tl.zeros([ENTRIES], tl.int32)
     tl.store(leaders + number, group % batch, mask=opens)
     tl.store(begins + number, at, mask=opens)
     tl.store(starts + number, its_start * KEYS, mask=opens)
     tl.store(stops + number, its_stop, mask=opens)
+    tl.store(tile_ends + number, tiles_so_far, mask=opens)
     tl.store(leaders + at, zeros, mask=rest)
     tl.store(begins + at, n_active + zeros, mask=rest)
     tl.store(starts + at, zeros, mask=rest)
     tl.store(stops + at, zeros, mask=rest)
+    tl.store(tile_ends + at, all_tiles + zeros, mask=rest)
     tl.store(order + at, entry, mask=ok)
     tl.store(places + entry, tl.where(active, number * GROUP_SIZE + rank % GROUP_SIZE, -1), mask=ok)
     tl.store(own + at, zeros, mask=(at >= batch) & (at <= n))
@@ -239,3 +244,4 @@ def _cut_runs_kernel(
     tl.store(stops + n, 0)
     tl.store(entry_stops + n, 0)
     tl.store(own + n, 0)
+    tl.store(tile_ends + n, all_tiles)

@@ -163,10 +163,10 @@ def test_attends_where_nothing_is_shared(programs: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("lens", [[192, 192, 192], [192, 192, 195]])
+@pytest.mark.parametrize("lens", [[256, 256, 256], [256, 256, 259]])
 def test_attends_where_all_is_shared(lens: list[int]) -> None:
-    tables = made(random.Random(0), [[0, 1, 2], [0, 1, 2], [0, 1, 2, 3]], lens, 64, 9)
-    assert shared_of(tables).data[OWN, :3].tolist() == [192] * 3
+    tables = made(random.Random(0), [[0, 1, 2, 4], [0, 1, 2, 4], [0, 1, 2, 4, 3]], lens, 64, 9)
+    assert shared_of(tables).data[OWN, :3].tolist() == [256] * 3
     assert_attends(tables, sinks=torch.randn(4))
 
 
