@@ -6,6 +6,7 @@ All sizes follow from shapes: one captured CUDA graph serves any lengths.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,13 @@ from tatten.ops.cuda.decode_grid import LEAST_CHUNK
 from tatten.ops.cuda.gpu import has_early_launches, has_large_shared_memory, multiprocessors
 from tatten.ops.cuda.heuristics import Tiles, tiles_for
 from tatten.ops.cuda.kernels.decode import KEY_SCALE
-from tatten.ops.cuda.kernels.query_blocks import COLUMNS, FEW_ROWS, _combine_blocks_kernel, _list_blocks_kernel
+from tatten.ops.cuda.kernels.query_blocks import (
+    COLUMNS,
+    FEW_ROWS,
+    _combine_chunks_kernel,
+    _combine_shares_kernel,
+    _list_blocks_kernel,
+)
 from tatten.ops.cuda.kernels.ragged import _ragged_kernel
 from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
 from tatten.ops.cuda.launcher import Launch
@@ -26,6 +33,7 @@ from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import State, accumulator_dtype
 
 MANY_ROWS = 64  # packed queries of a sequence on average, above which blocks are large
+HOPPER_M, HOPPER_N = 128, 128  # the largest tile of the pages kernel
 WIDEST_COMBINE = 128  # columns of a program that combines
 
 
@@ -48,12 +56,33 @@ class BlockClass:
     chunk: int
 
 
+class AttendBlocks(Protocol):
+    """A launch that attends to listed blocks, and writes their states, or partial ones if programs share them."""
+
+    def __call__(
+        self, call: MixedCall, blocks: Tensor, ends: Tensor, sinks: Tensor | None, outputs: tuple[Tensor, ...]
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class RaggedLaunch:
+    """A launch of the ragged kernel."""
+
+    launch: Launch
+
+    def __call__(
+        self, call: MixedCall, blocks: Tensor, ends: Tensor, sinks: Tensor | None, outputs: tuple[Tensor, ...]
+    ) -> None:
+        keys = call.key, call.value, call.block_table
+        self.launch(call.query, *keys, blocks, ends, sinks, call.key_scale, call.value_scale, *outputs)
+
+
 @dataclass(frozen=True)
 class AttendRagged:
     """Computes mixed batches of the layout that it was planned for."""
 
     list_blocks: Launch
-    launches: tuple[Launch, ...]
+    launches: tuple[AttendBlocks, ...]
     combine: Launch | None
     writes: tuple[Dense, ...]
 
@@ -61,22 +90,8 @@ class AttendRagged:
         out, lse, scratch, blocks, ends, partial_out, partial_lse = allocate(call.query, *self.writes)
         self.list_blocks(call.cu_seqlens_q.contiguous(), call.kv_lens.contiguous(), scratch, blocks, ends)
         sinks = None if call.sinks is None else call.sinks.contiguous()
-        for launch in self.launches:
-            launch(
-                call.query,
-                call.key,
-                call.value,
-                call.block_table,
-                blocks,
-                ends,
-                sinks,
-                call.key_scale,
-                call.value_scale,
-                out,
-                lse,
-                partial_out,
-                partial_lse,
-            )
+        for attend in self.launches:
+            attend(call, blocks, ends, sinks, (out, lse, partial_out, partial_lse))
         if self.combine is not None:
             self.combine(blocks, ends, out, lse, partial_out, partial_lse)
         return out, lse
@@ -96,7 +111,7 @@ def ragged_tiles(call: MixedCall) -> tuple[Tiles, Tiles]:
         query.element_size(),
         masked=call.window is not None or narrow,
         narrow=narrow,
-        paged=True,
+        page=call.key.shape[1],
         large_shared_memory=large,
     )
     few = Tiles(FEW_ROWS, few.block_n, few.num_warps, few.num_stages, few.per_sm)
@@ -115,13 +130,18 @@ def _heads_per_kv(call: MixedCall) -> int:
     return call.query.shape[1] // call.key.shape[2]
 
 
-def _classes(call: MixedCall, tiles: tuple[Tiles, Tiles], programs: int | None) -> tuple[BlockClass, BlockClass]:
-    """Size the launches for few and for many packed queries. Padding takes one block more than its rows fill."""
+def _classes(
+    call: MixedCall, tiles: tuple[Tiles, Tiles], programs: int | None, together: bool
+) -> tuple[BlockClass, BlockClass]:
+    """Size the launches for few and for many packed queries. Padding takes one block more than its rows fill.
+
+    `together`: all blocks are large.
+    """
     few, many = tiles
     rows, kv_heads = call.query.shape[0] * _heads_per_kv(call), call.key.shape[2]
-    has_many = rows > FEW_ROWS
+    has_many = together or rows > FEW_ROWS
     rooms = (
-        0 if _heads_per_kv(call) > FEW_ROWS else call.batch + (not has_many),
+        0 if together or _heads_per_kv(call) > FEW_ROWS else call.batch + (not has_many),
         rows // many.block_m + call.batch + 1 if has_many else 0,
     )
     classes = []
@@ -142,7 +162,10 @@ def plan_ragged(call: MixedCall, tiles: tuple[Tiles, Tiles] | None = None, progr
     """
     query, (n_tokens, q_heads, head_dim) = call.query, call.query.shape
     kv_heads, value_dim, batch = call.key.shape[2], call.value.shape[3], call.batch
-    few, many = _classes(call, tiles or ragged_tiles(call), programs)
+    on_hopper = tiles is None and _takes_pages_kernel(call)
+    few, many = _classes(
+        call, (hopper_tiles(call),) * 2 if on_hopper else tiles or ragged_tiles(call), programs, on_hopper
+    )
     pdl = not INTERPRETED and has_early_launches(query.device)
     # A longer window is the same, and could overflow.
     window = None if call.window is None else min(call.window, call.kv_len)
@@ -165,44 +188,51 @@ def plan_ragged(call: MixedCall, tiles: tuple[Tiles, Tiles] | None = None, progr
         BLOCK=256,
         PDL=pdl,
     )
-    launches: list[Launch] = []
+    launches: list[AttendBlocks] = []
     for part, first_block, first_slot_row in ((few, 0, 0), (many, few.room, few.slots * FEW_ROWS)):
         if part.room == 0:
             continue
+        if on_hopper:
+            from tatten.ops.cuda.pages_sm90 import plan_blocks
+
+            launches.append(plan_blocks(call, window, part.tiles.block_m, part.room, part.programs))
+            continue
         launches.append(
-            Launch(
-                _ragged_kernel,
-                (part.programs,),
-                {"num_warps": part.tiles.num_warps, "num_stages": part.tiles.num_stages, "launch_pdl": pdl},
-                strides=(
-                    query.stride(),
-                    call.key.stride(),
-                    call.value.stride(),
-                    call.block_table.stride(),
-                    *[() if x is None else x.stride() for x in (call.key_scale, call.value_scale)],
-                ),
-                scale=call.score_scale,
-                softcap=call.softcap or 0.0,
-                n_pages=call.key.shape[0],
-                batch=batch,
-                **sizes,
-                first_block=first_block,
-                room=part.room,
-                programs=part.programs,
-                first_slot_row=first_slot_row,
-                KV_S=(_constant_stride(call.key), _constant_stride(call.value)),
-                DIMS=(head_dim, value_dim),
-                TILE=(part.tiles.block_m, part.tiles.block_n),
-                CHUNK=part.chunk,
-                WINDOW=window is not None,
-                SOFTCAP=call.softcap is not None,
-                SCALES=(scale_kind(call.key_scale), scale_kind(call.value_scale)),
-                PAGE=call.key.shape[1],
-                POSITIVE_SCALE=call.score_scale > 0,
-                INT64_OFFSETS=max(x.stride(-1) * x.shape[-1] for x in (query, call.key, call.value)) >= 1 << 31,
-                PDL=pdl,
-                # The list is complete once the launch before has begun; this one writes nothing that it reads.
-                WAIT_LAST=bool(launches),
+            RaggedLaunch(
+                Launch(
+                    _ragged_kernel,
+                    (part.programs,),
+                    {"num_warps": part.tiles.num_warps, "num_stages": part.tiles.num_stages, "launch_pdl": pdl},
+                    strides=(
+                        query.stride(),
+                        call.key.stride(),
+                        call.value.stride(),
+                        call.block_table.stride(),
+                        *[() if x is None else x.stride() for x in (call.key_scale, call.value_scale)],
+                    ),
+                    scale=call.score_scale,
+                    softcap=call.softcap or 0.0,
+                    n_pages=call.key.shape[0],
+                    batch=batch,
+                    **sizes,
+                    first_block=first_block,
+                    room=part.room,
+                    programs=part.programs,
+                    first_slot_row=first_slot_row,
+                    KV_S=(_constant_stride(call.key), _constant_stride(call.value)),
+                    DIMS=(head_dim, value_dim),
+                    TILE=(part.tiles.block_m, part.tiles.block_n),
+                    CHUNK=part.chunk,
+                    WINDOW=window is not None,
+                    SOFTCAP=call.softcap is not None,
+                    SCALES=(scale_kind(call.key_scale), scale_kind(call.value_scale)),
+                    PAGE=call.key.shape[1],
+                    POSITIVE_SCALE=call.score_scale > 0,
+                    INT64_OFFSETS=max(x.stride(-1) * x.shape[-1] for x in (query, call.key, call.value)) >= 1 << 31,
+                    PDL=pdl,
+                    # The list is complete once the launch before has begun; this one writes nothing that it reads.
+                    WAIT_LAST=bool(launches),
+                )
             )
         )
     acc = accumulator_dtype(query.dtype)
@@ -223,6 +253,23 @@ def plan_ragged(call: MixedCall, tiles: tuple[Tiles, Tiles] | None = None, progr
     )
 
 
+def hopper_tiles(call: MixedCall) -> Tiles:
+    """Choose the tiles of the pages kernel, which takes all blocks."""
+    few = call.query.shape[0] * _heads_per_kv(call) <= MANY_ROWS * call.batch
+    return Tiles(HOPPER_M // 2 if few else HOPPER_M, HOPPER_N, 8 if few else 12, 2)
+
+
+def _takes_pages_kernel(call: MixedCall) -> bool:
+    """Return True if the kernel for Hopper computes this. Its tile space has 32 bits."""
+    if call.softcap is not None or call.key_scale is not None or call.value_scale is not None or call.batch_invariant:
+        return False
+    from tatten.ops.cuda.pages_sm90 import takes_pages_kernel
+
+    rows, kv_heads = call.query.shape[0] * _heads_per_kv(call), call.key.shape[2]
+    tiles = (2 * rows // HOPPER_M + call.batch + 1) * kv_heads * ceil_div(call.kv_len, HOPPER_N)
+    return tiles < 1 << 31 and takes_pages_kernel(call.query, call.key, call.value, call.score_scale)
+
+
 def _constant_stride(pool: Tensor) -> int:
     """Return the stride from a key to the next to compile for, which saves registers, or 0 to pass it at run time."""
     return pool.stride(1) if pool.stride(1) < 1 << 14 else 0
@@ -231,22 +278,23 @@ def _constant_stride(pool: Tensor) -> int:
 def _plan_combine(call: MixedCall, few: BlockClass, many: BlockClass, pdl: bool) -> Launch:
     kv_heads, value_dim = call.key.shape[2], call.value.shape[3]
     block_dv = min(WIDEST_COMBINE, max(16, power_of_2(value_dim)))
-    programs = few.room * kv_heads + many.room * kv_heads * (many.tiles.block_m // FEW_ROWS)
-    return Launch(
-        _combine_blocks_kernel,
-        (programs * ceil_div(value_dim, block_dv),),
-        {"num_warps": 4, "launch_pdl": pdl},
-        few=few.room,
-        many=many.room,
-        few_programs=few.programs,
-        many_programs=many.programs,
-        few_slots=few.slots,
-        kv_heads=kv_heads,
-        heads_per_kv=_heads_per_kv(call),
-        MANY_M=many.tiles.block_m,
-        VALUE_DIM=value_dim,
-        BLOCK_DV=block_dv,
-        PARTIALS=4,
-        CHUNK=few.chunk,
-        PDL=pdl,
-    )
+    parts = many.tiles.block_m // FEW_ROWS
+    sizes = {
+        "few": few.room,
+        "many": many.room,
+        "few_slots": few.slots,
+        "kv_heads": kv_heads,
+        "heads_per_kv": _heads_per_kv(call),
+        "MANY_M": many.tiles.block_m,
+        "VALUE_DIM": value_dim,
+        "BLOCK_DV": block_dv,
+        "PARTIALS": 4,
+        "PDL": pdl,
+    }
+    if few.chunk or many.chunk:
+        kernel, programs = _combine_chunks_kernel, kv_heads * (few.room + many.room * parts)
+    else:
+        kernel, programs = _combine_shares_kernel, few.programs + many.programs * parts
+        sizes |= {"few_programs": few.programs, "many_programs": many.programs}
+    options = {"num_warps": 4, "launch_pdl": pdl}
+    return Launch(kernel, (programs * ceil_div(value_dim, block_dv),), options, **sizes)

@@ -128,10 +128,18 @@ def pages(q, kv, table, lens):
     return ops.decode_attention.default(a * 2, key, value, window=100, **given)[0]
 
 
-def mixed(q, kv, table, starts, lens):
+def attend_to_mixed(softcap, q, kv, table, starts, lens):
     key, value = kv.unbind(1)
-    a, _ = ops.paged_attention.default(q, key, value, table, starts, lens)
-    return ops.paged_attention.default(a * 2, key, value, table, starts, lens, window=100)[0]
+    a, _ = ops.paged_attention.default(q, key, value, table, starts, lens, softcap=softcap)
+    return ops.paged_attention.default(a * 2, key, value, table, starts, lens, window=100, softcap=softcap)[0]
+
+
+def mixed(q, kv, table, starts, lens):
+    return attend_to_mixed(5.0, q, kv, table, starts, lens)  # no kernel in Gluon takes a soft cap
+
+
+def mixed_on_hopper(q, kv, table, starts, lens):
+    return attend_to_mixed(None, q, kv, table, starts, lens)
 
 
 def paged_latents(q, q_rope, pool, table, lens):
@@ -140,11 +148,20 @@ def paged_latents(q, q_rope, pool, table, lens):
     return ops.latent_attention.default(q, q_rope, latent, key_rope, **given)[0] * 2
 
 
-def shared_pages(q, kv, table, lens):
+def attend_to_shared(softcap, q, kv, table, lens):
     key, value = kv.unbind(1)
     given = {"kv_lens": lens, "block_table": table, "shared_pages": ops.shared_pages.default(table, lens, 600, 16, 1)}
+    given["softcap"] = softcap
     a, _ = ops.decode_attention.default(q, key, value, **given)
     return ops.decode_attention.default(a * 2, key, value, **given)[0]
+
+
+def shared_pages(q, kv, table, lens):
+    return attend_to_shared(5.0, q, kv, table, lens)
+
+
+def shared_pages_on_hopper(q, kv, table, lens):
+    return attend_to_shared(None, q, kv, table, lens)
 
 
 def picked_latents(q, q_rope, c, k_rope, mask, indices):
@@ -202,6 +219,14 @@ cases = {
             *[(shape, torch.int32) for shape in ((2, 256), (3,), (2,))],
         ],
     ),
+    "mixed on Hopper": (
+        mixed_on_hopper,
+        [
+            ((300, 32, 128), bf16),
+            ((600, 2, 16, 8, 128), bf16),
+            *[(shape, torch.int32) for shape in ((2, 256), (3,), (2,))],
+        ],
+    ),
     "pages": (pages, [Q, ((600, 2, 16, 8, 128), bf16), ((2, 256), torch.int32), ((2,), torch.int32)]),
     "paged latents": (
         paged_latents,
@@ -215,6 +240,15 @@ cases = {
     ),
     "shared pages": (
         shared_pages,
+        [
+            ((8, 32, 1, 128), bf16),
+            ((600, 2, 16, 8, 128), bf16),
+            ((8, 256), torch.int32),
+            ((8,), torch.int32),
+        ],
+    ),
+    "shared pages on Hopper": (
+        shared_pages_on_hopper,
         [
             ((8, 32, 1, 128), bf16),
             ((600, 2, 16, 8, 128), bf16),

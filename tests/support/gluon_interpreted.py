@@ -105,6 +105,8 @@ def _language(machine: Machine, program: Callable[[], int]) -> dict[str, Any]:
         fma=lambda a, b, c: a * b + c,
         sum=torch.sum,
         max=_max,
+        min=torch.amin,
+        zeros_like=torch.zeros_like,
         expand_dims=torch.unsqueeze,
         associative_scan=lambda x, dim, _: x.cumsum(dim),
         convert_layout=lambda x, layout: x,

@@ -141,7 +141,9 @@ class Machine:
         if not pred:
             return
         to.by_async_proxy().fill_(float("nan"))
-        tile = tuple(slice(int(x), int(x) + n) for x, n in zip(at, descriptor.block_shape, strict=True))
+        tile = tuple(
+            slice(int(x), int(x) + n if x >= 0 else 0) for x, n in zip(at, descriptor.block_shape, strict=True)
+        )
         part = descriptor.base[tile]
 
         def copy() -> None:

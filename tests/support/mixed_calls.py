@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,4 +189,25 @@ def draw_mixed_batch(choose: Choose, tiny: bool = False) -> MixedBatch:
         choose((False, False, True)),
         choose((False, True)),
         choose((0, 1, 2, 3)),
+    )
+
+
+def batch_for_hopper(rng: random.Random, dims: tuple[int, ...] = (64,)) -> MixedBatch:
+    """Draw a call that the pages kernel for Hopper takes."""
+    sequences = tuple(
+        (q_len, rng.choice((0, 1, -1, 128 - q_len, rng.randint(0, 300))))
+        for q_len in rng.choices((0, 1, 1, 2, 5, 40), k=rng.randint(1, 4))
+    )
+    dim = rng.choice(dims)
+    return MixedBatch(
+        sequences if any(q_len for q_len, _ in sequences) else ((3, 130),),
+        padding=rng.choice((0, 3)),
+        page=rng.choice((8, 16, 64, 128, 256)),
+        heads=rng.choice(((4, 2), (5, 1), (2, 2))),
+        dims=(dim, dim),
+        dtype=torch.bfloat16,
+        window=rng.choice((None, None, 1, 70, 200)),
+        sinks=rng.choice(("", "finite")),
+        missing=rng.random() < 0.3,
+        seed=rng.randrange(1 << 30),
     )

@@ -1,10 +1,10 @@
 """The blocks of queries of a mixed batch: their list, made on the device, and the combine of the partials they leave.
 
 Packed queries of a sequence, `token * heads_per_kv + head`, are cut into blocks. Sequences of at most `FEW_ROWS` packed
-queries have one small block each; the others have blocks of `many_m`. Each class has a list of its own, with room for
-as many blocks as the shapes allow, and a tile space: the key tiles of all blocks and kv heads, one after the other.
-`ends` says where the blocks end in it. With chunks, it counts chunks of tiles instead, which depend on their block
-alone.
+queries have one small block each, unless there is no room for these; the others have blocks of `many_m`. Each class has
+a list of its own, with room for as many blocks as the shapes allow, and a tile space: the key tiles of all blocks and
+kv heads, one after the other. `ends` says where the blocks end in it. With chunks, it counts chunks of tiles instead,
+which depend on their block alone.
 
 Padding tokens are a sequence without keys, after the others.
 """
@@ -74,7 +74,7 @@ def _list_blocks_kernel(
     stops = tl.maximum(starts, tl.minimum(stops, n_tokens))
     rows = (stops - starts) * heads_per_kv
     padding = (is_many == 1) == (many > 0)  # where padding goes
-    own = tl.where(sequences == batch, padding, (rows > _FEW_ROWS) == (is_many == 1))
+    own = tl.where(sequences == batch, padding, ((rows > _FEW_ROWS) | (few == 0)) == (is_many == 1))
     n_blocks = tl.where(own, (rows + block_m - 1) // block_m, 0)
     block_ends = tl.cumsum(n_blocks, axis=0)
     used = tl.sum(n_blocks, axis=0)
@@ -155,7 +155,7 @@ def block_at(ends, room, place, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["few", "many", "few_programs", "many_programs", "kv_heads", "heads_per_kv"])
-def _combine_blocks_kernel(
+def _combine_shares_kernel(
     blocks,
     ends,
     out,
@@ -173,10 +173,77 @@ def _combine_blocks_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     PARTIALS: tl.constexpr,
-    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Combine the partials of `FEW_ROWS` rows of a block and kv head, for some columns. Whole states are in place."""
+    """Combine the partials of a block and kv head that several programs share, for `FEW_ROWS` rows and some columns.
+
+    Whole states are in place. The second of those programs is what a program here stands for: no more are launched
+    than attended.
+    """
+    column_blocks: tl.constexpr = (VALUE_DIM + BLOCK_DV - 1) // BLOCK_DV
+    dims = tl.program_id(0) % column_blocks * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    program = tl.program_id(0) // column_blocks
+    is_many = program >= few_programs
+    program -= tl.where(is_many, few_programs, 0)
+    parts = tl.where(is_many, MANY_M // _FEW_ROWS, 1)
+    part = program % parts
+    program = (program // parts).to(tl.int64)
+    room, programs = tl.where(is_many, many, few), tl.where(is_many, many_programs, few_programs)
+    blocks += tl.where(is_many, few, 0) * _COLUMNS
+    ends += tl.where(is_many, few, 0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.load(ends + room - 1)
+    active = tl.maximum(tl.minimum(programs, total), 1)
+    place = total * program // active  # where this program began to attend
+    if (program > 0) & (program < active):
+        block = block_at(ends, room, place, 1024)
+        _, row, start_token, q_len, _, _, n_tiles = load_block(blocks, block)
+        in_block = place - (tl.load(ends + block) - n_tiles.to(tl.int64) * kv_heads)
+        head = (in_block // n_tiles).to(tl.int32)
+        start = place - in_block % n_tiles
+        before = total * (program - 1) // active
+        if (start < place) & (before <= start):  # the program before is the first one
+            owners = (((start + n_tiles) * active - 1) // total - program + 2).to(tl.int32)
+            slots = 2 * (program - 1), (start > before).to(tl.int64)
+            first_row = tl.where(is_many, few_slots * _FEW_ROWS, 0).to(tl.int64)
+            block_m = tl.where(is_many, MANY_M, _FEW_ROWS)
+            _combine_rows(
+                (out, lse, partial_out, partial_lse),
+                (slots[0] + slots[1], slots[0], 2, owners),
+                first_row,
+                block_m,
+                part,
+                (row, start_token, q_len, head),
+                kv_heads,
+                heads_per_kv,
+                dims,
+                VALUE_DIM,
+                PARTIALS,
+            )
+
+
+@triton.jit(do_not_specialize=["few", "many", "few_slots", "kv_heads", "heads_per_kv"])
+def _combine_chunks_kernel(
+    blocks,
+    ends,
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    few,
+    many,
+    few_slots,
+    kv_heads,
+    heads_per_kv,
+    MANY_M: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Combine the chunks of `FEW_ROWS` rows of a block and kv head, for some columns. Whole states are in place."""
     column_blocks: tl.constexpr = (VALUE_DIM + BLOCK_DV - 1) // BLOCK_DV
     dims = tl.program_id(0) % column_blocks * BLOCK_DV + tl.arange(0, BLOCK_DV)
     program = tl.program_id(0) // column_blocks
@@ -185,7 +252,6 @@ def _combine_blocks_kernel(
     program -= tl.where(is_many, few * kv_heads, 0)
     head = program // parts % kv_heads
     block = program // parts // kv_heads
-    room, programs = tl.where(is_many, many, few), tl.where(is_many, many_programs, few_programs)
     block_m = tl.where(is_many, MANY_M, _FEW_ROWS)
     blocks += tl.where(is_many, few, 0) * _COLUMNS
     ends += tl.where(is_many, few, 0)
@@ -193,42 +259,64 @@ def _combine_blocks_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    end = tl.load(ends + block)
     begin = tl.load(ends + block - 1, mask=block > 0, other=0)
-    shares = (end - begin) // kv_heads
-    if shares > 0:
-        total = tl.load(ends + room - 1)
-        active = tl.minimum(programs, total)
-        start = begin + head * shares
-        if CHUNK:
-            first_slot, other_slots, owners = start, start, shares.to(tl.int32)
-        else:
-            first = ((start + 1) * active - 1) // total
-            owners = (((start + shares) * active - 1) // total - first + 1).to(tl.int32)
-            later = (start > total * first // active).to(tl.int64)
-            first_slot, other_slots = 2 * first + later, 2 * first
-        if owners > 1:
-            _, row, start_token, q_len, _, _, _ = load_block(blocks, block)
-            at = program % parts * _FEW_ROWS + tl.arange(0, _FEW_ROWS)
-            row += at
-            ok = row < q_len * heads_per_kv
-            row_max = tl.full([_FEW_ROWS], float("-inf"), tl.float32)
-            row_sum = tl.zeros([_FEW_ROWS], tl.float32)
-            acc = tl.zeros([_FEW_ROWS, BLOCK_DV], tl.float32)
-            for i in range(0, owners, PARTIALS):
-                nth = (i + tl.arange(0, PARTIALS))[:, None]
-                slot = tl.where(nth == 0, first_slot, other_slots + (1 if CHUNK else 2) * nth)
-                place = first_row + slot * block_m + at[None, :]
-                here = ok[None, :] & (nth < owners)
-                acc, row_max, row_sum = fold_states(
-                    acc, row_max, row_sum, partial_out, partial_lse, place, here, dims, VALUE_DIM, False
-                )
-            acc, log_sum = finish_state(acc, row_max, row_sum)
-            token, q_head = start_token + row // heads_per_kv, head * heads_per_kv + row % heads_per_kv
-            state = token.to(tl.int64) * (kv_heads * heads_per_kv) + q_head
-            tl.store(lse + state, log_sum, mask=ok)
-            tl.store(
-                out + state[:, None] * VALUE_DIM + dims[None, :],
-                acc.to(out.dtype.element_ty),
-                mask=ok[:, None] & (dims < VALUE_DIM)[None, :],
-            )
+    chunks = (tl.load(ends + block) - begin) // kv_heads
+    if chunks > 1:
+        _, row, start_token, q_len, _, _, _ = load_block(blocks, block)
+        start = begin + head * chunks
+        _combine_rows(
+            (out, lse, partial_out, partial_lse),
+            (start, start, 1, chunks.to(tl.int32)),
+            first_row,
+            block_m,
+            program % parts,
+            (row, start_token, q_len, head),
+            kv_heads,
+            heads_per_kv,
+            dims,
+            VALUE_DIM,
+            PARTIALS,
+        )
+
+
+@triton.jit
+def _combine_rows(
+    tensors,
+    slots,
+    first_row,
+    block_m,
+    part,
+    rows,
+    kv_heads,
+    heads_per_kv,
+    dims,
+    VALUE_DIM: tl.constexpr,
+    PARTIALS: tl.constexpr,
+):
+    """Combine the partials of `FEW_ROWS` rows. `slots`: the first, where the others begin, their distance, and all."""
+    out, lse, partial_out, partial_lse = tensors
+    first_slot, other_slots, distance, owners = slots
+    row, start_token, q_len, head = rows
+    at = part * _FEW_ROWS + tl.arange(0, _FEW_ROWS)
+    row += at
+    ok = row < q_len * heads_per_kv
+    row_max = tl.full([_FEW_ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([_FEW_ROWS], tl.float32)
+    acc = tl.zeros([_FEW_ROWS, dims.shape[0]], tl.float32)
+    for i in range(0, owners, PARTIALS):
+        nth = (i + tl.arange(0, PARTIALS))[:, None]
+        slot = tl.where(nth == 0, first_slot, other_slots + distance * nth)
+        place = first_row + slot * block_m + at[None, :]
+        here = ok[None, :] & (nth < owners)
+        acc, row_max, row_sum = fold_states(
+            acc, row_max, row_sum, partial_out, partial_lse, place, here, dims, VALUE_DIM, False
+        )
+    acc, log_sum = finish_state(acc, row_max, row_sum)
+    token, q_head = start_token + row // heads_per_kv, head * heads_per_kv + row % heads_per_kv
+    state = token.to(tl.int64) * (kv_heads * heads_per_kv) + q_head
+    tl.store(lse + state, log_sum, mask=ok)
+    tl.store(
+        out + state[:, None] * VALUE_DIM + dims[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=ok[:, None] & (dims < VALUE_DIM)[None, :],
+    )

@@ -114,7 +114,7 @@ def random_pages(batch: int, page: int, columns: int, n_pages: int) -> dict[str,
 
 
 def test_offsets_beyond_32_bits() -> None:
-    inputs = random_pages(4, 16, 64, 1)
+    inputs = random_pages(4, 16, 64, 256)
     pool = torch.empty(150_000, 2, 16, 8, 128, device="cuda", dtype=torch.bfloat16)  # 4.9e9 numbers
     assert pool.numel() > 1 << 32
     table = 149_999 - torch.arange(4 * 64, device="cuda", dtype=torch.int32).view(4, 64)
@@ -146,7 +146,7 @@ def test_shared_pages_are_those_that_plain_pytorch_finds() -> None:
         assert torch.equal(torch.ops.tatten.shared_pages(*given), shared_pages_reference(*given))
 
 
-@pytest.mark.parametrize("batch", [2, 1000, 1030])
+@pytest.mark.parametrize("batch", [4, 1000, 1030])
 def test_attention_to_shared_pages(batch: int) -> None:
     tables = tree(random.Random(batch), batch)
     inputs = on_gpu(inputs_of(tables, dtype=torch.bfloat16, dim=64))
@@ -158,6 +158,24 @@ def test_attention_to_shared_pages(batch: int) -> None:
     want, want_lse = decode_attention_reference(**inputs)
     torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_tables_with_shared_pages(seed: int) -> None:
+    rng, heads = random.Random(seed), ((8, 2), (4, 4), (16, 2), (5, 1))
+    for _ in range(30):
+        tables, q_len, dim, (q_heads, kv_heads) = (
+            drawn(rng, most=40), rng.choice((1, 1, 2)), rng.choice((64, 128)), rng.choice(heads)
+        )  # fmt: skip
+        shape = {"dim": dim, "q_len": q_len, "heads": q_heads, "kv_heads": kv_heads}
+        inputs = on_gpu(inputs_of(tables, dtype=torch.bfloat16, **shape))
+        given = {"n_pages": tables.n_pages, "page_size": tables.page, "q_length": q_len}
+        shared = tatten.shared_pages(inputs["block_table"], inputs["kv_lens"], **given)
+        with fresh_memory_is_poison():
+            out, lse = tatten.decode_attention(**inputs, shared_pages=shared, return_lse=True)
+        want, want_lse = decode_attention_reference(**inputs)
+        torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-3)
 
 
 def test_compiled_with_inductor() -> None:

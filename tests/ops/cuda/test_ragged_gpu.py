@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from fuzz import settings
 from hypothesis import given
 from hypothesis import strategies as st
-from mixed_calls import MixedBatch, draw_mixed_batch
+from mixed_calls import MixedBatch, batch_for_hopper, draw_mixed_batch
 from poison import fresh_memory_is_poison
 from torch import Tensor
 
 import tatten
+from tatten.ops.cuda.ragged import _takes_pages_kernel, plan_ragged
+from tatten.ops.mixed_batch import MixedCall
 from tatten.ops.reference import paged_attention_reference
 
 pytestmark = pytest.mark.gpu
@@ -38,6 +41,35 @@ def test_random_calls(drawn: MixedBatch, invariant: bool) -> None:
     with fresh_memory_is_poison():
         out, lse = tatten.paged_attention(**on_gpu(inputs), batch_invariant=invariant, return_lse=True)
     drawn.check(out, lse, dense | {"query": dense["query"].cuda()}, parts=300)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_calls_of_the_pages_kernel(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(20):
+        drawn, programs = batch_for_hopper(rng, (64, 128)), rng.choice((None, 1, 7, 300))
+        inputs, dense = drawn.inputs()
+        call = MixedCall(**on_gpu(inputs))
+        assert _takes_pages_kernel(call) == (torch.cuda.get_device_capability()[0] == 9)
+        with fresh_memory_is_poison():
+            out, lse = plan_ragged(call, programs=programs)(call)
+        drawn.check(out, lse, dense | {"query": dense["query"].cuda()}, parts=300)
+
+
+def reference(inputs: dict[str, Any], **variant: Any) -> tuple[Tensor, Tensor]:
+    """`paged_attention_reference` of a few tokens at a time: it copies the keys of each."""
+    starts, table, lens = (inputs[x] for x in ("cu_seqlens_q", "block_table", "kv_lens"))
+    outs, lses, n_tokens, step = [], [], len(inputs["query"]), 32
+    for first in range(0, n_tokens, step):
+        stop = min(first + step, n_tokens)
+        # The last of these queries sees as many keys less as there are queries behind it.
+        cut = starts.clamp(first, stop)
+        behind = starts[1:] - torch.maximum(cut[1:], starts[:-1])
+        own = {"cu_seqlens_q": cut - first, "kv_lens": (lens - behind).clamp(min=0), "block_table": table}
+        out, lse = paged_attention_reference(**inputs | own | {"query": inputs["query"][first:stop]}, **variant)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
 
 
 def pages(n_tokens: int, batch: int, page: int, columns: int, n_pages: int) -> dict[str, Any]:
@@ -81,7 +113,7 @@ def test_one_captured_graph_serves_any_lengths(page: int, variant: dict[str, Any
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
         graph.replay()
-        want, want_lse = paged_attention_reference(**inputs, **variant)
+        want, want_lse = reference(inputs, **variant)
         torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
         torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
 
@@ -97,7 +129,7 @@ def test_offsets_beyond_32_bits() -> None:
     out, lse = tatten.paged_attention(**inputs, return_lse=True)
     small = {name: inputs[name][-128:] for name in ("key", "value")}
     small["block_table"] = inputs["block_table"] - (150_000 - 128)
-    want, want_lse = paged_attention_reference(**inputs | small)
+    want, want_lse = reference(inputs | small)
     torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
 

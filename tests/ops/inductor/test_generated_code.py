@@ -38,6 +38,8 @@ IN_GLUON = (
     "latents within",
     "latent layers",
     "views of latents",
+    "mixed on Hopper",
+    "shared pages on Hopper",
 )
 NATIVE = torch.__version__ >= "2.12"  # PyTorch 2.11 runs the Python code first, for which there is no GPU
 NATIVE_PDL = torch.__version__ >= "2.15"  # before, PyTorch's C++ launches without programmatic dependent launch
@@ -68,7 +70,7 @@ RUNS: list[tuple[str, bool, dict[str, bool]]] = [
     *((case, lowered, {}) for case, lowered, _ in STAY_OPAQUE),
     *(
         (case, True, {"package": True})
-        for case in ("prefix", "128 heads", "unrounded", "project", "index scores", "mixed")
+        for case in ("prefix", "128 heads", "unrounded", "project", "index scores", "mixed on Hopper")
     ),
 ]
 
@@ -174,7 +176,7 @@ def test_cpp_wrapper_launches_natively() -> None:
         *((case, "decode_kernel") for case in ("prefix", "128 heads", "unrounded")),
         ("project", "project_heads_kernel"),
         ("index scores", "index_scores_kernel"),
-        ("mixed", "ragged_kernel"),
+        ("mixed on Hopper", "ragged_kernel"),
     ],
 )
 def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
@@ -191,8 +193,8 @@ def test_a_package_does_without_gluon(case: str, kernel: str) -> None:
         ("invariant", {"bits", "list", "decode", "combine"}),
         ("rows", {"row_groups", "decode", "combine"}),
         ("capped segments", {"decode", "combine"}),
+        ("mixed", {"list_blocks", "ragged", "combine_shares"}),
         ("pages", {"decode", "combine"}),
-        ("mixed", {"list_blocks", "ragged", "combine_blocks"}),
         ("paged latents", {"decode", "combine"}),
         ("shared pages", {"free_pages", "own_pages", "runs", "cut_runs", "decode", "combine"}),
         ("16 heads", {"decode", "combine"}),
@@ -257,6 +259,25 @@ def test_kernels_in_gluon_are_launched_by_python(case: str, kernels: list[str]) 
         assert tiles == [("arg1_1", (128, 128)), ("arg2_1", (128, 128))]
     else:  # picked rows are gathered without TMA
         assert tiles == ([] if case == "picked latents" else [("arg2_1", (64, 256)), ("arg3_1", (64, 64))])
+
+
+@pytest.mark.parametrize(
+    "case, kernels",
+    [
+        ("mixed on Hopper", ["_list_blocks_kernel", "_pages_kernel", "_combine_shares_kernel"]),
+        ("shared pages on Hopper", ["_pages_kernel", "_decode_kernel", "_combine_kernel"]),
+    ],
+)
+def test_boxes_of_pages_are_those_of_the_pool(case: str, kernels: list[str]) -> None:
+    defined, calls, said = python_calls(case)
+    assert not said
+    assert len(calls) == 2
+    for name, _ in calls:
+        launches = defined[name].launches
+        assert [launch.kernel for launch in launches] == kernels
+        key, value = [x for launch in launches for x in launch.tensors if isinstance(x, TmaTiles)]
+        assert (key.block, key.heads_last) == (value.block, value.heads_last) == ((16, 128), True)
+        assert key.tensor != value.tensor
 
 
 def leaves(x: Any) -> Iterator[int]:

@@ -1,0 +1,540 @@
+"""The pages kernel: stream-K attention of many packed queries to keys in pages, in Gluon, for Hopper.
+
+A producer warp keeps rings of K and V tiles filled by TMA, a box for each page. One or two warpgroups take them from
+there, for 64 packed queries each, as in the prefix kernel. A *block* is the packed queries that read one row of the
+block table:
+
+- of a mixed batch, those of a sequence that `tatten.ops.cuda.kernels.query_blocks` lists;
+- with `SHARED`, those of a row group over shared pages, which `tatten.ops.page_runs` describes.
+
+A visit goes through its tiles backwards. Only tiles near the ends of a block have keys that some queries do not attend
+to, and pages that the table does not name are rare, so that the loop computes masks in a branch.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tatten.ops.cuda.kernels.query_blocks import COLUMNS
+from tatten.ops.page_runs import BEGINS, ENTRY_STOPS, ORDER, STARTS, STOPS, TILE_ENDS
+from tatten.ops.page_runs import LEVELS as LEVELS_
+
+HALF_M, BLOCK_N = 64, 128
+_HALF_M = gl.constexpr(HALF_M)  # queries of each consumer: a warpgroup, whose wgmma has 64 rows
+_BLOCK_N = gl.constexpr(BLOCK_N)
+_COLUMNS, _LEVELS = gl.constexpr(COLUMNS), gl.constexpr(LEVELS_)
+_BEGINS, _ORDER, _STARTS = gl.constexpr(BEGINS), gl.constexpr(ORDER), gl.constexpr(STARTS)
+_STOPS, _ENTRY_STOPS, _TILE_ENDS = gl.constexpr(STOPS), gl.constexpr(ENTRY_STOPS), gl.constexpr(TILE_ENDS)
+
+# The sum of the registers of the three warpgroups must not exceed that at the start, or setmaxnreg hangs:
+# 2 * 224 + 56 = 3 * 168, and 168 is 65536 / 384 rounded down to a multiple of 8.
+START_REGS = {1: 144, 2: 168}  # by the number of consumers
+_CONSUMER_REGS, _PRODUCER_REGS = gl.constexpr(224), gl.constexpr(56)
+
+# Renamed after Triton 3.6.
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _share(ends, each, room, programs):
+    """Return the part of the tile space that this program has, the block that it begins in, and that block's end.
+
+    `ends` say where blocks end, in units of `each` tiles.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    total = gl.load(ends + (room - 1)).to(gl.int32) * each
+    active = gl.maximum(gl.minimum(programs, total), 1)
+    program = gl.program_id(0).to(gl.int64)
+    begin = gl.minimum(total * program // active, total).to(gl.int32)
+    end = gl.minimum(total * (program + 1) // active, total).to(gl.int32)
+    block = 0
+    for i in range(0, room, 1024):
+        at = i + gl.arange(0, 1024, layout=layout)
+        its_end = gl.load(ends + at, mask=at < room, other=0).to(gl.int32) * each
+        block += gl.sum(((its_end <= begin) & (at < room)).to(gl.int32), axis=0)
+    block = gl.minimum(block, room - 1)
+    return begin, end, block, gl.load(ends + block).to(gl.int32) * each
+
+
+@gluon.jit
+def _keys_of(lists, block, kv_len, batch, SHARED: gl.constexpr):
+    """Return a block's row of the block table, first key, one past its last key, and number of tiles."""
+    if SHARED:
+        width = _LEVELS * batch + 1
+        row = gl.load(lists + block)
+        start = gl.load(lists + _STARTS * width + block)
+        stop = gl.maximum(gl.minimum(gl.load(lists + _STOPS * width + block), kv_len), start)
+        return row, start, stop, gl.maximum((stop - start + _BLOCK_N - 1) // _BLOCK_N, 1)
+    else:
+        at = lists + block * _COLUMNS
+        return gl.load(at), gl.load(at + 5) * _BLOCK_N, gl.load(at + 4), gl.load(at + 6)
+
+
+@gluon.jit
+def _visit(place, end, block_end, n_tiles, kv_heads, q_blocks):
+    """Return kv head, block of packed queries, first tile and one past the last one."""
+    in_block = place - (block_end - n_tiles * (kv_heads * q_blocks))
+    work_tile = in_block // n_tiles
+    first = in_block - work_tile * n_tiles
+    return work_tile // q_blocks, work_tile % q_blocks, first, gl.minimum(n_tiles, first + end - place)
+
+
+@gluon.jit
+def _copy_tile(pool, entries, head, first_key, barrier, tile, PAGE: gl.constexpr):
+    """Begin to copy a tile of keys, a box for each page; a box of a page that the pool does not have is zero."""
+    BOX: gl.constexpr = PAGE if PAGE < _BLOCK_N else _BLOCK_N
+    for j in gl.static_range(_BLOCK_N // BOX):
+        _load(pool, [entries[j], first_key & (PAGE - 1), head, 0], barrier, tile.slice(j * BOX, BOX, 1))
+
+
+@gluon.jit
+def _entries_of(table, table_s, first_key, stop, n_pages, PAGE: gl.constexpr):
+    """Load a tile's entries of the block table, -1 for pages from `stop` on; and a bit for each that names no page."""
+    BOX: gl.constexpr = PAGE if PAGE < _BLOCK_N else _BLOCK_N
+    entries = ()
+    unnamed = first_key * 0
+    for j in gl.static_range(_BLOCK_N // BOX):
+        key = first_key + j * BOX
+        entry = gl.load(table + (key // PAGE).to(gl.int64) * table_s, mask=key < stop, other=-1)
+        unnamed |= ((key < stop) & ((entry < 0) | (entry >= n_pages))).to(gl.int32) << j
+        entries = entries + (entry,)  # type: ignore[assignment]  # noqa: RUF005 (Triton's tuples)
+    return entries, unnamed
+
+
+@gluon.jit
+def _produce(pools, lists, table, buffers, sizes, SHARED: gl.constexpr, PAGE: gl.constexpr):
+    """Load K of each tile of all visits, and then V of the tile before it."""
+    key, value = pools
+    keys, values, unnamed, full, empty = buffers
+    place, end, block, block_end, kv_heads, q_blocks, kv_len, batch, n_pages, table_b, table_s = sizes
+    STAGES: gl.constexpr = keys.shape[0]
+    TILE_BYTES: gl.constexpr = _BLOCK_N * keys.shape[4] * 2
+    flag_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    n = 0
+    last_head, last_key = 0, 0
+    last_entries, bits = _entries_of(table, table_s, 0 * place, 0 * place, n_pages, PAGE)
+    row, begin, stop_key, n_tiles = _keys_of(lists, block, kv_len, batch, SHARED)
+    while place < end:
+        head, _q_block, first, stop = _visit(place, end, block_end, n_tiles, kv_heads, q_blocks)
+        its_table = table + row.to(gl.int64) * table_b
+        first_key = begin + (stop - 1) * _BLOCK_N
+        entries, bits = _entries_of(its_table, table_s, first_key, stop_key, n_pages, PAGE)
+        for i in range(first, stop):
+            stage = n % STAGES
+            # Entries of the next tile are on their way while the stage is in use.
+            next_key = first_key - _BLOCK_N
+            next_stop = gl.where(i + 1 < stop, stop_key, -_BLOCK_N)
+            next_entries, next_bits = _entries_of(its_table, table_s, next_key, next_stop, n_pages, PAGE)
+            mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+            unnamed.index(stage).store(gl.full([1], 0, gl.int32, layout=flag_layout) + bits)
+            mbarrier.expect(full.index(stage), TILE_BYTES)
+            _copy_tile(key, entries, head, first_key, full.index(stage), keys.index(stage), PAGE)
+            if n > 0:
+                stage = (n - 1) % STAGES
+                mbarrier.wait(empty.index(STAGES + stage), (((n - 1) // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(STAGES + stage), TILE_BYTES)
+                _copy_tile(
+                    value, last_entries, last_head, last_key, full.index(STAGES + stage), values.index(stage), PAGE
+                )
+            last_entries, last_head, last_key = entries, head, first_key
+            entries, bits, first_key = next_entries, next_bits, next_key
+            n += 1
+        place += stop - first
+        if (place >= block_end) & (place < end):
+            block += 1
+            row, begin, stop_key, n_tiles = _keys_of(lists, block, kv_len, batch, SHARED)
+            block_end += n_tiles * (kv_heads * q_blocks)
+    if n > 0:
+        stage = (n - 1) % STAGES
+        mbarrier.wait(empty.index(STAGES + stage), (((n - 1) // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(STAGES + stage), TILE_BYTES)
+        _copy_tile(value, last_entries, last_head, last_key, full.index(STAGES + stage), values.index(stage), PAGE)
+
+
+@gluon.jit
+def _queries_of(lists, block, q_row, kv_head, heads_per_kv, members, q_len, batch, SHARED: gl.constexpr):
+    """Return for packed queries: batch or token, head, position, the number of the state, which there are, and a limit.
+
+    The limit is the last key that a query attends to; with `SHARED` one past it.
+    """
+    if SHARED:
+        width = _LEVELS * batch + 1
+        position = q_row % q_len
+        nth = gl.load(lists + _BEGINS * width + block) + q_row // q_len % members
+        head = kv_head * heads_per_kv + q_row // (q_len * members)
+        ok = (q_row < heads_per_kv * members * q_len) & (nth < gl.load(lists + _BEGINS * width + block + 1))
+        entry = gl.load(lists + _ORDER * width + nth, mask=ok, other=0)
+        limit = gl.load(lists + _ENTRY_STOPS * width + entry, mask=ok, other=0)
+        return entry % batch, head, position, entry, ok, limit
+    else:
+        at = lists + block * _COLUMNS
+        row = gl.load(at + 1) + q_row
+        q_len = gl.load(at + 3)
+        ok = row < q_len * heads_per_kv
+        position = row // heads_per_kv
+        token = gl.load(at + 2) + position
+        return (
+            token,
+            kv_head * heads_per_kv + row % heads_per_kv,
+            position * 0,
+            token,
+            ok,
+            (gl.load(at + 4) - q_len + position),
+        )
+
+
+@gluon.jit
+def _zero_others(
+    tile, start, stop, zeroed, n_zeroed, HALF: gl.constexpr, CONSUMERS: gl.constexpr, layout: gl.constexpr
+):
+    """Zero the rows of a tile of V outside `[start, stop)`: they may be NaN, and 0 * NaN is NaN.
+
+    Each consumer zeroes its share, and waits for the other's. Returns the number of tiles that were zeroed so far.
+    """
+    ROWS: gl.constexpr = 32
+    PARTS: gl.constexpr = _BLOCK_N // ROWS // CONSUMERS
+    if (start > 0) | (stop < _BLOCK_N):
+        for j in gl.static_range(HALF * PARTS, (HALF + 1) * PARTS):
+            if (start > j * ROWS) | (stop < (j + 1) * ROWS):
+                some = tile.slice(j * ROWS, ROWS, 0)
+                row = j * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+                x = some.load(layout)
+                some.store(gl.where(((row >= start) & (row < stop))[:, None], x, gl.zeros_like(x)))
+        fence_async_shared()
+        _barrier()
+        mbarrier.arrive(zeroed)
+        mbarrier.wait(zeroed, n_zeroed & 1)
+        n_zeroed += 1
+    return n_zeroed
+
+
+@gluon.jit
+def _consume(
+    tensors,
+    lists,
+    queries,
+    buffers,
+    strides,
+    scale,
+    sizes,
+    HALF: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    SHARED: gl.constexpr,
+    PAGE: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
+    """Attend to the tiles of all visits with the packed queries `[HALF * 64, (HALF + 1) * 64)` of each work tile."""
+    query, sinks, out, lse, partial_out, partial_lse = tensors
+    keys, values, unnamed, full, empty, zeroed = buffers
+    query_b, query_h, query_l = strides
+    program_start, end, block, block_end, kv_heads, q_blocks, kv_len, batch, heads_per_kv, members, q_len, window = (
+        sizes
+    )
+    STAGES: gl.constexpr = keys.shape[0]
+    BLOCK_M: gl.constexpr = queries.shape[0] * _HALF_M
+    DIM: gl.constexpr = queries.shape[2]
+    DTYPE: gl.constexpr = queries.dtype
+    BOX: gl.constexpr = PAGE if PAGE < _BLOCK_N else _BLOCK_N
+    LOG2E: gl.constexpr = 1.4426950408889634
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    acc_row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    row_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    flag_layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+
+    no_scores = gl.zeros([_HALF_M, _BLOCK_N], gl.float32, layout=scores_layout)
+    to_exponent = scale * LOG2E
+    q_shared = queries.index(HALF)
+    q_heads = kv_heads * heads_per_kv
+    place = program_start
+    n = 0  # the tile at hand
+    n_zeroed = 0
+    table_row, begin, stop_key, n_tiles = _keys_of(lists, block, kv_len, batch, SHARED)
+    while place < end:
+        kv_head, q_block, first, stop = _visit(place, end, block_end, n_tiles, kv_heads, q_blocks)
+        q_start = q_block * BLOCK_M + HALF * _HALF_M
+
+        rows = gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, load_layout))
+        at_b, head, at_l, state, ok, limit = _queries_of(
+            lists, block, q_start + rows, kv_head, heads_per_kv, members, q_len, batch, SHARED
+        )
+        dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, load_layout))
+        at = (at_b.to(gl.int64) * query_b + head * query_h + at_l * query_l) * ALIGNED
+        q = gl.load(query + at[:, None] + dims[None, :], mask=ok[:, None], other=0.0)
+        _barrier()  # all warps are done with the queries of the visit before
+        q_shared.store(q)
+        fence_async_shared()
+        _barrier()
+
+        rows = gl.arange(0, _HALF_M, layout=row_layout)
+        at_b, head, at_l, state, ok, limit = _queries_of(
+            lists, block, q_start + rows, kv_head, heads_per_kv, members, q_len, batch, SHARED
+        )
+        # Of the queries that there are: the one that attends to the fewest keys, and the one that does to the most.
+        least = gl.min(gl.where(ok, limit, 1 << 30), axis=0)
+        most = gl.max(gl.where(ok, limit, -1), axis=0)
+        seen_from = begin  # the first key that any query of the block attends to
+        if WINDOW:
+            at_block = lists + block * _COLUMNS
+            first_query = gl.load(at_block + 1) // heads_per_kv
+            seen_from = gl.load(at_block + 4) - gl.load(at_block + 3) + first_query - window + 1
+        row_max = gl.full([_HALF_M], float("-inf"), gl.float32, layout=row_layout)
+        row_sum = gl.zeros([_HALF_M], gl.float32, layout=row_layout)
+        if sinks is not None:  # noqa: SIM102 (known when this is compiled)
+            if first == 0:
+                # Padding is a sequence without keys, after the others, and has no sink.
+                sink = gl.load(sinks + head, mask=ok & (table_row < batch), other=float("-inf")).to(gl.float32)
+                row_sum = gl.where(sink == float("-inf"), 0.0, 1.0)
+                row_max = sink / scale
+
+        stage = n % STAGES
+        mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+        first_key = begin + (stop - 1) * _BLOCK_N
+        k = keys.index(stage).reshape([_BLOCK_N, DIM]).permute([1, 0])
+        scores = warpgroup_mma(q_shared, k, no_scores, use_acc=False, is_async=True)
+        bits = gl.max(unnamed.index(stage).load(flag_layout), axis=0)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(empty.index(stage))
+        scores = _masked(scores, first_key, stop_key, limit, bits, window, BOX, SHARED, WINDOW)
+        new_row_max = gl.maximum(row_max, gl.max(scores, axis=1))
+        base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max) * to_exponent
+        exponents = gl.exp2(gl.fma(scores, to_exponent, -base[:, None]))
+        row_sum = row_sum * gl.exp2(gl.fma(row_max, to_exponent, -base)) + gl.sum(exponents, axis=1)
+        row_max = new_row_max
+        p = gl.convert_layout(exponents.to(DTYPE), p_layout)
+        acc = gl.zeros([_HALF_M, DIM], gl.float32, layout=acc_layout)
+        mbarrier.wait(full.index(STAGES + stage), (n // STAGES) & 1)
+        if not SHARED:
+            tile = values.index(stage).reshape([_BLOCK_N, DIM])
+            n_zeroed = _zero_others(
+                tile, seen_from - first_key, stop_key - first_key, zeroed, n_zeroed, HALF, queries.shape[0], load_layout
+            )
+
+        for i in range(first + 1, stop):
+            last_stage = n % STAGES
+            n += 1
+            stage = n % STAGES
+            mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+            k = keys.index(stage).reshape([_BLOCK_N, DIM]).permute([1, 0])
+            scores = warpgroup_mma(q_shared, k, no_scores, use_acc=False, is_async=True)
+            acc = warpgroup_mma(p, values.index(last_stage).reshape([_BLOCK_N, DIM]), acc, is_async=True)
+            bits = gl.max(unnamed.index(stage).load(flag_layout), axis=0)
+            scores = warpgroup_mma_wait(1, deps=[scores])
+            mbarrier.arrive(empty.index(stage))
+            first_key = begin + (first + stop - 1 - i) * _BLOCK_N
+            some_not = (first_key + _BLOCK_N > least + (0 if SHARED else 1)) | (bits != 0)
+            if WINDOW:
+                some_not = some_not | (first_key <= most - window)
+            if some_not:
+                scores = _masked(scores, first_key, stop_key, limit, bits, window, BOX, SHARED, WINDOW)
+            new_row_max = gl.maximum(row_max, gl.max(scores, axis=1))
+            base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max) * to_exponent
+            alpha = gl.exp2(gl.fma(row_max, to_exponent, -base))
+            exponents = gl.exp2(gl.fma(scores, to_exponent, -base[:, None]))
+            row_sum = row_sum * alpha + gl.sum(exponents, axis=1)
+            empty_before = row_max == float("-inf")
+            row_max = new_row_max
+            # The wait for the next V is here and not at the top, because its branch keeps ptxas from moving the softmax
+            # behind the wait for P@V, which would then overlap with nothing. It needs at least two stages.
+            mbarrier.wait(full.index(STAGES + stage), (n // STAGES) & 1)
+            # `deps` orders LLVM only; for ptxas the wait has no operands. The old p is among them so that its registers
+            # are not reused while P@V reads them.
+            acc, exponents, p = warpgroup_mma_wait(0, deps=[acc, exponents, p])
+            mbarrier.arrive(empty.index(STAGES + last_stage))
+            p = gl.convert_layout(exponents.to(DTYPE), p_layout)
+            acc = acc * gl.convert_layout(alpha, acc_row_layout)[:, None]
+            if SHARED:  # noqa: SIM102 (known when this is compiled)
+                # The values of a tile that a sequence does not have may be NaN, and 0 * NaN is NaN.
+                if first_key + 2 * _BLOCK_N > least:
+                    acc = gl.where(gl.convert_layout(empty_before, acc_row_layout)[:, None], 0.0, acc)
+
+        if WINDOW:  # noqa: SIM102 (known when this is compiled)
+            if stop - first > 1:
+                tile = values.index(n % STAGES).reshape([_BLOCK_N, DIM])
+                n_zeroed = _zero_others(
+                    tile, seen_from - first_key, _BLOCK_N, zeroed, n_zeroed, HALF, queries.shape[0], load_layout
+                )
+        acc = warpgroup_mma(p, values.index(n % STAGES).reshape([_BLOCK_N, DIM]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(STAGES + n % STAGES))
+        n += 1
+
+        filled = row_sum != 0.0  # true for NaN, which must be propagated
+        divisor = gl.where(filled, row_sum, 1.0)
+        log_sum = gl.where(filled, row_max * scale + gl.log(divisor), float("-inf"))
+        factor = gl.convert_layout(1.0 / divisor, acc_row_layout)[:, None]
+        acc = gl.where(gl.convert_layout(filled, acc_row_layout)[:, None], acc * factor, 0.0)
+        log_sum = gl.convert_layout(log_sum, acc_row_layout)
+
+        rows = gl.arange(0, _HALF_M, layout=acc_row_layout)
+        out_dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, acc_layout))
+        at_b, head, position, state, ok, limit = _queries_of(
+            lists, block, q_start + rows, kv_head, heads_per_kv, members, q_len, batch, SHARED
+        )
+        state = state.to(gl.int64) * q_heads + head
+        if SHARED:
+            state = state * q_len + position
+        if stop - first == n_tiles:
+            gl.store(lse + state, log_sum, mask=ok)
+            gl.store(out + (state * DIM)[:, None] + out_dims[None, :], acc.to(out.dtype.element_ty), mask=ok[:, None])
+        else:
+            slot = 2 * gl.program_id(0) + (place - first > program_start).to(gl.int32)
+            slots = slot.to(gl.int64) * BLOCK_M + HALF * _HALF_M + rows
+            gl.store(partial_lse + slots, log_sum, mask=ok)
+            gl.store(partial_out + (slots * DIM)[:, None] + out_dims[None, :], acc, mask=ok[:, None])
+        place += stop - first
+        if (place >= block_end) & (place < end):
+            block += 1
+            table_row, begin, stop_key, n_tiles = _keys_of(lists, block, kv_len, batch, SHARED)
+            block_end += n_tiles * (kv_heads * q_blocks)
+
+
+@gluon.jit
+def _masked(
+    scores, first_key, stop_key, limit, bits, window, BOX: gl.constexpr, SHARED: gl.constexpr, WINDOW: gl.constexpr
+):
+    """Set the scores of keys that a query does not attend to to -inf."""
+    layout: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 16]))
+    nth = gl.arange(0, _BLOCK_N, layout=layout)
+    key = first_key + nth
+    if SHARED:  # no tile has keys that only some queries of a row group attend to among the others that do
+        ok = key[None, :] < limit[:, None]
+    else:
+        named = ((bits >> (nth // BOX)) & 1) == 0
+        ok = (named & (key < stop_key))[None, :] & (key[None, :] <= limit[:, None])
+        if WINDOW:
+            ok = ok & (key[None, :] > (limit - window)[:, None])
+    return gl.where(ok, scores, float("-inf"))
+
+
+@gluon.jit(
+    do_not_specialize=[
+        *(
+            "query_b",
+            "query_h",
+            "query_l",
+            "table_b",
+            "table_s",
+            "kv_len",
+            "window",
+            "room",
+            "kv_heads",
+            "heads_per_kv",
+        ),
+        *("members", "q_len", "q_blocks", "programs", "batch", "n_pages"),
+    ]
+)
+def _pages_kernel(
+    query,
+    key,
+    value,
+    table,
+    lists,
+    ends,
+    sinks,
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    query_b,
+    query_h,
+    query_l,
+    table_b,
+    table_s,
+    scale,
+    window,
+    kv_len,
+    n_pages,
+    room,
+    kv_heads,
+    heads_per_kv,
+    members,
+    q_len,
+    q_blocks,
+    programs,
+    batch,
+    DIM: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    PAGE: gl.constexpr,
+    SHARED: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):
+    """Attend to all blocks. Strides of `query` are in units of `ALIGNED` elements, to make their alignment known."""
+    DTYPE: gl.constexpr = query.dtype.element_ty
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    # 128 KiB of K and V, and 192 where blocks have few queries, so that more is on its way.
+    STAGES: gl.constexpr = (256 if CONSUMERS == 2 else 384) // DIM
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, _BLOCK_N, 1, DIM], DTYPE)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_HALF_M, DIM], DTYPE)
+    flag_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    queries = gl.allocate_shared_memory(DTYPE, [CONSUMERS, _HALF_M, DIM], q_layout)
+    keys = gl.allocate_shared_memory(DTYPE, [STAGES, 1, _BLOCK_N, 1, DIM], tile_layout)
+    values = gl.allocate_shared_memory(DTYPE, [STAGES, 1, _BLOCK_N, 1, DIM], tile_layout)
+    unnamed = gl.allocate_shared_memory(gl.int32, [STAGES, 1], flag_layout)
+    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())  # of K, and of V
+    empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    zeroed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(zeroed, count=CONSUMERS)
+    for i in gl.static_range(2 * STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+
+    # The wait comes first: the next kernel may not wait for this one, and may read the data that this one waited for.
+    # The other warps are behind the wait too, as they start at `warp_specialize`.
+    gdc_wait()
+    gdc_launch_dependents()
+    if SHARED:
+        place, end, block, block_end = _share(
+            lists + _TILE_ENDS * (_LEVELS * batch + 1), kv_heads * q_blocks, room, programs
+        )
+    else:
+        place, end, block, block_end = _share(ends, 1, room, programs)
+    tensors = (query, sinks, out, lse, partial_out, partial_lse)
+    buffers = (keys, values, unnamed, full, empty, zeroed)
+    strides = (query_b, query_h, query_l)
+    sizes = (place, end, block, block_end, kv_heads, q_blocks, kv_len, batch, heads_per_kv, members, q_len, window)
+    loads = (place, end, block, block_end, kv_heads, q_blocks, kv_len, batch, n_pages, table_b, table_s)
+    # Constants are passed directly: in a tuple that a variable holds they would become tensors.
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (tensors, lists, queries, buffers, strides, scale, sizes, FIRST, ALIGNED, SHARED, PAGE, WINDOW),
+                ),
+                (_produce, ((key, value), lists, table, buffers[:5], loads, SHARED, PAGE)),
+            ],
+            [1],
+            [_PRODUCER_REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (tensors, lists, queries, buffers, strides, scale, sizes, FIRST, ALIGNED, SHARED, PAGE, WINDOW),
+                ),
+                (
+                    _consume,
+                    (tensors, lists, queries, buffers, strides, scale, sizes, SECOND, ALIGNED, SHARED, PAGE, WINDOW),
+                ),
+                (_produce, ((key, value), lists, table, buffers[:5], loads, SHARED, PAGE)),
+            ],
+            [4, 1],
+            [_CONSUMER_REGS, _PRODUCER_REGS],
+        )

@@ -1,0 +1,169 @@
+"""The pages kernel for Hopper: run on a CPU in many orders of its partitions, compiled, and what it is chosen for."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from compiled import TRITON_3_6, compile_in_subprocess
+from gluon_interpreted import Interpreted
+from mixed_calls import batch_for_hopper
+from poison import fresh_memory_is_poison
+from shared_tables import Tables, drawn, inputs_of, made, shared_of
+from slow import slow_but
+
+from tatten.ops.kernel_signatures import decode_call
+from tatten.ops.mixed_batch import MixedCall
+from tatten.ops.page_runs import OWN
+from tatten.ops.reference import decode_attention_reference
+
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
+HEADS = ((4, 2), (5, 1), (2, 2))
+
+
+def install(patch: pytest.MonkeyPatch, seed: int) -> None:
+    """Let plans take the kernel on a CPU, where its code runs."""
+    from tatten.ops.cuda import pages_sm90
+    from tatten.ops.cuda.kernels import pages_sm90 as kernels
+
+    patch.setattr(pages_sm90, "_pages_kernel", Interpreted(patch, seed, "_pages_kernel", kernels))
+    patch.setattr(pages_sm90, "takes_pages_kernel", lambda *_: True)
+
+
+@interpreted
+@pytest.mark.parametrize("n", slow_but([4], [4, 60]))
+def test_mixed_batches(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(n)
+    for seed in range(n):
+        batch, programs = batch_for_hopper(rng), rng.choice((1, 2, 3, 7, 30))
+        inputs, dense = batch.inputs()
+        with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
+            install(patch, seed)
+            from tatten.ops.cuda.ragged import plan_ragged
+
+            out, lse = plan_ragged(MixedCall(**inputs), programs=programs)(MixedCall(**inputs))
+        batch.check(out, lse, dense, parts=12)
+
+
+def assert_attends(tables: Tables, seed: int, programs: int, **shape: int) -> None:
+    inputs = inputs_of(tables, dtype=torch.bfloat16, **shape)
+    keys = inputs.pop("query"), inputs.pop("key"), inputs.pop("value"), None, inputs.pop("kv_lens"), None, None
+    call = decode_call(*keys, **inputs, shared_pages=shared_of(tables, shape.get("q_len", 1)).data)
+    with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
+        install(patch, seed)
+        from tatten.ops.cuda.pages_sm90 import SharedSegment
+        from tatten.ops.cuda.shared_attention import plan_shared_attention
+
+        plan = plan_shared_attention(call, programs=programs)
+        assert isinstance(plan.shared, SharedSegment)
+        out, lse = plan(call)
+    want, want_lse = decode_attention_reference(keys[0], keys[1], keys[2], kv_lens=keys[4], **inputs)
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-3)
+
+
+@interpreted
+@pytest.mark.parametrize("n", slow_but([5], [5, 60]))
+def test_shared_pages(n: int) -> None:
+    rng, shared = random.Random(n), 0
+    while shared < n:
+        tables, (heads, kv_heads), q_len = drawn(rng, most=12), rng.choice(HEADS), rng.choice((1, 1, 2))
+        if len(tables.lens) < 2 or tables.page < 8 or not shared_of(tables, q_len).data[OWN].any():
+            continue
+        assert_attends(tables, shared, rng.choice((1, 2, 5, 30)), heads=heads, kv_heads=kv_heads, dim=64, q_len=q_len)
+        shared += 1
+
+
+@interpreted
+def test_values_of_keys_that_others_have_do_not_leak() -> None:
+    """A sequence that leaves a prefix early reads nothing of what the others go on with, which is NaN here."""
+    tables = made(random.Random(0), [[0, 1, 2, 3], [0, 1, 2, 4], [0, 5]], [400, 401, 200], 128, 6)
+    shared = shared_of(tables).data
+    assert shared[OWN, :3].tolist() == [384, 384, 128]
+    inputs = inputs_of(tables, dtype=torch.bfloat16, dim=64)
+    last = tables.table[0, 2].long()
+    for name in ("key", "value"):
+        inputs[name][last] = torch.nan
+    call = decode_call(
+        *(inputs[name] for name in ("query", "key", "value")), None, inputs["kv_lens"], None, None,
+        block_table=inputs["block_table"], shared_pages=shared,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch, fresh_memory_is_poison():
+        install(patch, 0)
+        from tatten.ops.cuda.shared_attention import plan_shared_attention
+
+        out, _ = plan_shared_attention(call, programs=1)(call)
+    assert out[:2].isnan().all()
+    assert not out[2].isnan().any()
+
+
+SCRIPT = """
+import json, sys
+import torch
+from compiled import Recorder, compile_launch
+from tatten.ops.cuda import pages_sm90
+from tatten.ops.kernel_signatures import decode_call
+from tatten.ops.mixed_batch import MixedCall
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+launches = []
+pages_sm90._pages_kernel = Recorder(pages_sm90._pages_kernel, launches)
+dim, page, variant = map(json.loads, sys.argv[1:])
+i32, f32 = torch.int32, torch.float32
+pool = empty(100, page, 8, dim)
+few = 1 if "few" in variant else 32
+if "shared" in variant:
+    query, lens, table = empty(few, 32, 1, dim), empty(few, dtype=torch.int64), empty(few, 64, dtype=i32)
+    call = decode_call(query, pool, pool, None, lens, 0.1, None, block_table=table)
+    stored = call.segments[0]._replace(kv_lens=None, row_groups=empty(9, 2 * few + 1, dtype=i32))
+    pages_sm90.plan_shared_segment(call, stored, 132)(call, stored)
+else:
+    given = {"window": 100} if "window" in variant else {}
+    tensors = empty(700, 32, dim), pool, pool, empty(16, 64, dtype=i32), empty(17, dtype=i32), empty(16, dtype=i32)
+    call = MixedCall(*tensors, sinks=empty(32), **given)
+    outputs = tensors[0], empty(700, 32, dtype=f32), empty(264 * 128, dim, dtype=f32), empty(264 * 128, dtype=f32)
+    attend = pages_sm90.plan_blocks(call, call.window, 64 if "few" in variant else 128, 30, 132)
+    attend(call, empty(30, 7, dtype=i32), empty(30, dtype=torch.int64), call.sinks, outputs)
+print(json.dumps(compile_launch(*launches[-1])))
+"""
+VARIANTS = [(d, page, x) for d in (64, 128) for page in (8, 16, 256) for x in ("shared", "mixed window", "mixed few")]
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_compiles_for_sm_90(variant: tuple[int, int, str]) -> None:
+    built = compile_in_subprocess(SCRIPT, *variant)
+    # Words at the ends of a visit; with Triton 3.9 many, of which boxes of pages of 8 have up to 8 in the loop.
+    assert built["stack"] <= (48 if TRITON_3_6 else 320), "registers spill to local memory"
+    assert built["shared"] <= 227 * 1024
+    assert built["launch_pdl"], "griddepcontrol.wait would not wait"
+    assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16", built["ptx"])
+    page = variant[1]
+    # K and V in the loop, and V of the last tile; of boxes of 128 columns the halves are copied apart.
+    copies = 3 * (128 // min(page, 128)) * variant[0] // 64
+    assert built["ptx"].count("cp.async.bulk.tensor.4d.shared") >= copies
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"softcap": 5.0}, {"batch_invariant": True}, {"scale": -0.1}, {"page": 4}, {"dim": 96}, {"dtype": torch.float32}],
+    ids=str,
+)
+def test_what_it_is_not_chosen_for(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the change it is chosen on Hopper."""
+    from tatten.ops.cuda import pages_sm90, ragged
+
+    monkeypatch.setattr(pages_sm90, "_on_hopper", lambda x: True)
+    for given, chosen in (({}, True), (change, False)):
+        options = dict(given)
+        page, dim, dtype = (options.pop(x, y) for x, y in (("page", 16), ("dim", 64), ("dtype", torch.bfloat16)))
+        pool, query = torch.zeros(9, page, 2, dim, dtype=dtype), torch.zeros(5, 4, dim, dtype=dtype)
+        table, starts = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+        call = MixedCall(query, pool, pool, table, starts, starts[:2], **options)
+        assert ragged._takes_pages_kernel(call) == chosen
