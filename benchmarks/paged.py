@@ -5,8 +5,10 @@
     python benchmarks/paged.py --device cpu --section gathered  # 8 x 4096 keys in both dtypes
 
 `dense` is `tatten.decode_attention`, with `kv_lens` where lengths differ; `lens` has them everywhere. `page 16` and the
-others read pages of a pool in random order, K and V apart, by a block table. On a CPU `gathered 16` and `gathered 64`
-are `index_select` of pages and SDPA with a mask of the lengths, as it is written without tatten.
+others read pages of a pool in random order, K and V apart, by a block table. `fa3 16` and the others are
+FlashAttention-3 on the same pages, from vLLM's wheel (benchmarks/support/peers.py), with as many splits as it sees fit.
+On a CPU `gathered 16` and `gathered 64` are `index_select` of pages and SDPA with a mask of the lengths, as it is
+written without tatten.
 
 On a GPU each candidate is a captured CUDA graph of several calls, which go round block tables, and copies of K and V,
 that the L2 cannot hold. Before it is timed, it is held to float64 on some sequences. The candidates take turns, and
@@ -23,7 +25,7 @@ from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
-from support import results
+from support import peers, results
 from support.command_line import arguments, machine
 from support.decode_cases import Shape, cpu_shapes, cuda_shapes, uniform
 from support.timing import as_graph, in_turns, microseconds, read_rate
@@ -35,6 +37,7 @@ from tatten.ops.reference import decode_attention_reference
 PAGES = (16, 64, 256, 1)
 GATHERED, SLOWER = (16, 64), 1.8  # the pages of `gathered`, and how much longer than the op it takes at least
 MOST = {1: 1.10}  # times the dense op; other pages: 1.03
+BESIDE_FA3 = {"nine": 1.0, "ragged": 0.95}  # times its time
 Attend = Callable[[Tensor, int], Tensor]  # of queries, and the number of a copy
 
 
@@ -84,9 +87,22 @@ def candidates(p: Problem) -> dict[str, Attend]:
         "lens": lambda q, i: tatten.decode_attention(q, *p.in_order(i), kv_lens=p.lens),
         **{f"page {page}": paged(page) for page in PAGES},
     }
+    if p.q.is_cuda and peers.fa3() is not None:
+        found |= {f"fa3 {page}": _fa3(p, page) for page in PAGES}
     if not p.q.is_cuda:
         found |= {f"gathered {page}": _gathered(p, page) for page in GATHERED}
     return found
+
+
+def _fa3(p: Problem, page: int) -> Attend:
+    tables, (key, value), kernel = p.tables(page).clamp(min=0), p.pools(page), peers.fa3()
+    starts = torch.arange(p.shape.batch + 1, device=p.q.device, dtype=torch.int32)
+
+    def attend(q: Tensor, i: int) -> Tensor:
+        given = {"seqused_k": p.lens, "block_table": tables[i]}
+        return kernel(q.squeeze(2), key, value, starts, None, 1, max(p.shape.lengths), **given)[0].unsqueeze(2)
+
+    return attend
 
 
 def _gathered(p: Problem, page: int) -> Attend:
@@ -147,13 +163,20 @@ def measure(p: Problem, rounds: int) -> dict[str, float]:
 
 def bars(rows: list[dict]) -> dict[str, tuple[float, float]]:
     """Return the figures that are asked of pages, each with its bound."""
-    return {
-        f"largest ratio of pages of {page} to the dense op": (
-            max(row["us"][f"page {page}"] / row["us"]["dense"] for row in rows),
-            MOST.get(page, 1.03),
-        )
+
+    def largest(page: int, other: str, sections: tuple[str, ...] = ()) -> float:
+        chosen = [row["us"] for row in rows if not sections or row["section"] in sections]
+        return max((us[f"page {page}"] / us[other] for us in chosen if other in us), default=math.nan)
+
+    asked = {
+        f"largest ratio of pages of {page} to the dense op": (largest(page, "dense"), MOST.get(page, 1.03))
         for page in PAGES
     }
+    for (section, bound), page in itertools.product(BESIDE_FA3.items(), PAGES):
+        ratio = largest(page, f"fa3 {page}", (section,))
+        if not math.isnan(ratio):
+            asked[f"{section}: largest ratio of pages of {page} to FlashAttention-3 on them"] = ratio, bound
+    return asked
 
 
 def main() -> None:
