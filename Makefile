@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # torch is installed first and by version where a plain request would bring several GB of CUDA packages: TORCH=torch for those.
 TORCH ?= torch==2.13.0
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Byte code is compiled at the first import: pip would compile all modules, most of which no test imports.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test test-all test-ci test-oldest test-newest test-gpu fuzz mutants lint docs bench bench-latent bench-verify plots clean
+.PHONY: demo test test-all test-ci test-oldest test-newest env env-oldest env-newest test-gpu fuzz mutants lint docs bench bench-latent bench-verify plots clean
 
 $(VENV)/installed: pyproject.toml
 	@echo "making $(VENV): PyTorch and transformers, about a minute"
@@ -24,6 +25,8 @@ $(VENV)/installed-docs: $(VENV)/installed
 	@echo "adding what the docs are built with"
 	@$(PIP) -e ".[docs]"
 	@touch $@
+
+env: $(VENV)/installed-test
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/static_cache.py
@@ -54,12 +57,15 @@ NEWEST ?= torch==2.15.0 triton==3.9.0
 BY_VERSION = $$(echo $$(find tests -name test_private_api.py) $$(grep -rl compile_in_subprocess tests --include='test_*.py')) \
 	tests/ops/inductor tests/tatten/test_moved_apis.py tests/tatten/test_backend.py tests/tatten/test_dtensor_sdpa.py tests/tatten/test_models.py
 
-test-oldest test-newest: export PIP_CONSTRAINT := /dev/null
-test-oldest:
-	$(MAKE) test VENV=.venv-oldest TORCH="$(OLDEST)" ARGS="$(BY_VERSION) --draw 2 $(ARGS)"
+env-oldest env-newest test-oldest test-newest: export PIP_CONSTRAINT := /dev/null
+env-oldest test-oldest: IN = VENV=.venv-oldest TORCH="$(OLDEST)"
+env-newest test-newest: IN = VENV=.venv-newest TORCH="$(NEWEST)"
 
-test-newest:
-	$(MAKE) test VENV=.venv-newest TORCH="$(NEWEST)" ARGS="$(BY_VERSION) --draw 2 $(ARGS)"
+env-oldest env-newest:
+	$(MAKE) env $(IN)
+
+test-oldest test-newest:
+	$(MAKE) test $(IN) ARGS="$(BY_VERSION) --draw 2 $(ARGS)"
 
 # Every kernel, provider and mode, and the backend from end to end, on one GPU; about 6 minutes with 16 cores. PYTHON is that
 # of an environment with a CUDA build of PyTorch and with `tatten[test]`.
