@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 # torch is installed first and by version where a plain request would bring several GB of CUDA packages: TORCH=torch for those.
 TORCH ?= torch==2.13.0
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Byte code is made at the first import, and kept: pip would make that of all modules, most of which nobody imports.
+export PYTHONDONTWRITEBYTECODE :=
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test test-all test-ci test-oldest test-newest test-gpu fuzz mutants lint docs bench bench-latent bench-verify plots clean
+.PHONY: demo test test-all test-ci test-oldest test-newest env env-oldest env-newest test-gpu fuzz mutants lint docs bench bench-latent bench-verify plots clean
 
 $(VENV)/installed: pyproject.toml
 	@echo "making $(VENV): PyTorch and transformers, about a minute"
@@ -25,8 +27,10 @@ $(VENV)/installed-docs: $(VENV)/installed
 	@$(PIP) -e ".[docs]"
 	@touch $@
 
+env: $(VENV)/installed-test
+
 demo: $(VENV)/installed
-	$(BIN)/python examples/static_cache.py
+	$(BIN)/python examples/static_cache.py $(ARGS)
 
 # Each op, pass, cache and kernel in a few of its cases, in about 5 minutes on 2 cores. Tests marked `slow` are left out,
 # and of those marked `drawn(n)` n run: each commit draws others. Plain `pytest` runs whatever it is pointed at.
@@ -40,11 +44,11 @@ test: $(VENV)/installed-test
 test-all: $(VENV)/installed-test
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal --durations=30 $(ARGS)
 
-# Twice as many of the tests marked `drawn` as `make test` runs, and a share of the slow tests.
+# The tests of `make test`, with as many threads as those of `make test-all`, and a share of the slow tests.
 test-ci: SHARE ?= 0.05
 test-ci:
 	@echo "SHARE=$(SHARE) SEED=$(SEED)"
-	$(MAKE) test-all ARGS="--draw 2 --slow-share $(SHARE) --seed '$(SEED)' $(ARGS)"
+	$(MAKE) test-all ARGS="--draw 1 --slow-share $(SHARE) --seed '$(SEED)' $(ARGS)"
 
 # The oldest and the newest PyTorch that are tested, each with its Triton in an environment of its own: the tests that rest
 # on private APIs, on generated code and on Triton's compiler. PIP_CONSTRAINT keeps a machine's own pins out.
@@ -54,12 +58,15 @@ NEWEST ?= torch==2.15.0 triton==3.9.0
 BY_VERSION = $$(echo $$(find tests -name test_private_api.py) $$(grep -rl compile_in_subprocess tests --include='test_*.py')) \
 	tests/ops/inductor tests/tatten/test_moved_apis.py tests/tatten/test_backend.py tests/tatten/test_dtensor_sdpa.py tests/tatten/test_models.py
 
-test-oldest test-newest: export PIP_CONSTRAINT := /dev/null
-test-oldest:
-	$(MAKE) test VENV=.venv-oldest TORCH="$(OLDEST)" ARGS="$(BY_VERSION) --draw 2 $(ARGS)"
+env-oldest env-newest test-oldest test-newest: export PIP_CONSTRAINT := /dev/null
+env-oldest test-oldest: IN = VENV=.venv-oldest TORCH="$(OLDEST)"
+env-newest test-newest: IN = VENV=.venv-newest TORCH="$(NEWEST)"
 
-test-newest:
-	$(MAKE) test VENV=.venv-newest TORCH="$(NEWEST)" ARGS="$(BY_VERSION) --draw 2 $(ARGS)"
+env-oldest env-newest:
+	$(MAKE) env $(IN)
+
+test-oldest test-newest:
+	$(MAKE) test $(IN) ARGS="$(BY_VERSION) $(ARGS)"
 
 # Every kernel, provider and mode, and the backend from end to end, on one GPU; about 6 minutes with 16 cores. PYTHON is that
 # of an environment with a CUDA build of PyTorch and with `tatten[test]`.

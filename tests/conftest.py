@@ -8,13 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from interpreted import remember_builtins
+from interpreted import make_fast
 from slow import is_drawn, left_undrawn
 
 from tatten.passes import cost, internal
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Dynamo empties the processor's caches after each graph to time the graph's guards: 30 ms for a line in a log.
+torch._C._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,5 +73,5 @@ def unused_gpu_memory_is_returned() -> Iterator[None]:
 def fast_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("TRITON_INTERPRET") == "1":
-            remember_builtins(patch)
+            make_fast(patch)
         yield

@@ -108,7 +108,7 @@ torch.testing.assert_close(compiled(q, kv, kv)[0], tatten.decode_attention(q, kv
 """
 
 
-@pytest.mark.drawn(2, "imports of a fresh interpreter")
+@pytest.mark.drawn(1, "imports of a fresh interpreter")
 def test_a_cpu_needs_neither_triton_nor_transformers() -> None:
     run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr

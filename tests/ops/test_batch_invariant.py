@@ -39,7 +39,7 @@ def latents(**call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return tatten.latent_attention(**call, batch_invariant=True, return_lse=True)
 
 
-@pytest.mark.drawn(2, "bits in every batch")
+@pytest.mark.drawn(1, "bits in every batch")
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_a_sequence_has_the_same_bits_in_every_batch(call: Sequences) -> None:
     want = None
@@ -59,7 +59,7 @@ LATENTS = [
 ]
 
 
-@pytest.mark.drawn(2, "bits in every batch")
+@pytest.mark.drawn(1, "bits in every batch")
 @pytest.mark.parametrize("call, rank", slow_after(1, LATENTS), ids=str)
 def test_so_has_one_that_attends_to_latents(call: Sequences, rank: int) -> None:
     want = None
@@ -91,7 +91,7 @@ SHARED = [
 ]
 
 
-@pytest.mark.drawn(2, "bits in every batch")
+@pytest.mark.drawn(1, "bits in every batch")
 @pytest.mark.parametrize("call", slow_after(2, SHARED), ids=str)
 def test_so_has_one_that_shares_keys(call: SharedSequences) -> None:
     want = None

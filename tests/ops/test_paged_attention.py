@@ -189,6 +189,7 @@ def test_the_backend_leaves_the_op_as_it_is(options: dict[str, Any]) -> None:
         torch.testing.assert_close(compiled(**inputs), tatten.paged_attention(**inputs))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("core_aten", [False, True])
 @pytest.mark.parametrize("narrow", ["", "int8"])
 def test_decomposes(core_aten: bool, narrow: str) -> None:

@@ -218,6 +218,7 @@ def test_compiles_with_dynamic_shapes() -> None:
         assert_same(compiled(**inputs, return_lse=True), one_by_one(inputs))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("core_aten", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_decomposes(core_aten: bool, masked: bool) -> None:

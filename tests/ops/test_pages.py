@@ -270,6 +270,7 @@ def test_compiles_with_dynamic_shapes() -> None:
         assert_same(compiled(**inputs, return_lse=True), one_by_one(inputs))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("core_aten", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
 @pytest.mark.parametrize("masked", [False, True])

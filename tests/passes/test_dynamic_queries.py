@@ -19,7 +19,7 @@ import tatten
 from tatten.passes import Declined, Rewritten, cost
 from tatten.passes.reasons import Reason
 
-pytestmark = pytest.mark.drawn(12)
+pytestmark = pytest.mark.drawn(6)
 
 MOST = 6
 B, HQ, HKV, S, D = 4, 4, 2, 40, 16

@@ -117,7 +117,7 @@ def test_no_rope() -> None:
     assert (compiled(attend, args) - attend(*args)).abs().max() < 1e-12
 
 
-@pytest.mark.drawn(3, "dynamic shapes")
+@pytest.mark.drawn(2, "dynamic shapes")
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 def test_dynamic_shapes(assign: bool) -> None:
     """One graph serves all sizes, and nothing is guarded but what Dynamo guards."""
@@ -161,7 +161,7 @@ class Step(torch.nn.Module):
         return sdpa(query, copied(own, self.rope), values, (torch.arange(S) <= position)[None, None, None])
 
 
-@pytest.mark.drawn(2, "exported programs")
+@pytest.mark.drawn(1, "exported programs")
 @pytest.mark.parametrize(("strict", "loaded"), [(False, False), (True, False), (True, True)])
 def test_exported_programs(strict: bool, loaded: bool) -> None:
     """In a functional graph `slice_scatter` puts keys together."""
@@ -185,7 +185,7 @@ def test_exported_programs(strict: bool, loaded: bool) -> None:
             assert (module(*step) - eager(*step)).abs().max() < 1e-12
 
 
-@pytest.mark.drawn(2, "exported programs")
+@pytest.mark.drawn(1, "exported programs")
 @pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize("name", ["assigned", "assigned_with_heads_last", "weight_of_heads"])
 def test_exported_forms(name: str, functional: bool) -> None:

@@ -253,6 +253,7 @@ def test_keys_in_8_bits_with_a_scale_per_head() -> None:
     torch.testing.assert_close(out, fn(*args), rtol=0, atol=1e-12)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_steps_of_a_compiled_model(inner: str) -> None:
     """Tables and lengths change between steps; stale entries, poison in unused pages."""

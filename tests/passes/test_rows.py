@@ -256,7 +256,7 @@ DYNAMIC = {
 }
 
 
-@pytest.mark.drawn(3, "dynamic shapes")
+@pytest.mark.drawn(2, "dynamic shapes")
 @pytest.mark.parametrize("form", ["indexed", "index_select", "gather", "embedding"])
 @pytest.mark.parametrize("dynamic", DYNAMIC)
 def test_dynamic_shapes(dynamic: str, form: str) -> None:

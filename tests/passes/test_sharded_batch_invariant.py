@@ -22,7 +22,7 @@ import tatten
 from tatten.passes.findings import Declined
 from tatten.passes.rewrite import rewrite
 
-pytestmark = pytest.mark.drawn(4, "DTensors")
+pytestmark = pytest.mark.drawn(2, "DTensors")
 
 
 def attend(mesh: DeviceMesh) -> Callable[..., Tensor]:

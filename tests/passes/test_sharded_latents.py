@@ -22,7 +22,7 @@ from tatten.passes import cost
 from tatten.passes.reasons import Reason
 from tatten.passes.rewrite import rewrite
 
-pytestmark = pytest.mark.drawn(4, "DTensors")
+pytestmark = pytest.mark.drawn(2, "DTensors")
 
 B, H, S, RANK, NOPE, ROPE, V = 3, 4, 22, 24, 12, 8, 20  # of other widths PyTorch traces no SDPA on a mesh of two dims
 COLUMNS = Shard(3)

@@ -25,7 +25,7 @@ from tatten.ops.picks import without_duplicates
 from tatten.passes import cost
 from tatten.passes.rewrite import rewrite
 
-pytestmark = pytest.mark.drawn(4, "DTensors")
+pytestmark = pytest.mark.drawn(2, "DTensors")
 
 REMARK = "not read by indices [picks]: "
 COLUMNS = Shard(3)

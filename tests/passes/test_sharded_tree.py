@@ -41,7 +41,7 @@ from tatten.passes import Declined, Rewritten, cost
 from tatten.passes.reasons import Reason
 from tatten.passes.rewrite import rewrite
 
-pytestmark = pytest.mark.drawn(4, "DTensors")
+pytestmark = pytest.mark.drawn(2, "DTensors")
 
 # With keys that PyTorch has gathered, Dynamo asks PyTorch's rules for SDPA on a CPU, of which torch 2.11 has none.
 traced = pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch has no rule for SDPA over DTensors on a CPU")

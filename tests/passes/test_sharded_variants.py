@@ -24,7 +24,7 @@ from tatten.passes.reasons import Decline
 from tatten.passes.sdpa import SdpaCall
 from tatten.passes.tree import find_local
 
-pytestmark = pytest.mark.drawn(4, "DTensors")
+pytestmark = pytest.mark.drawn(2, "DTensors")
 
 B, HQ, HKV, D, S = 2, 4, 2, 16, 22
 

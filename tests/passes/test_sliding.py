@@ -308,7 +308,7 @@ def test_the_op_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert torch.equal(cache.view(torch.uint8), want)
 
 
-@pytest.mark.drawn(3, "dynamic shapes")
+@pytest.mark.drawn(2, "dynamic shapes")
 @pytest.mark.parametrize("fixed", [True, False])
 def test_dynamic_shapes(fixed: bool) -> None:
     """A cache is moved where something else in the graph fixes its sizes, and left where they may change."""

@@ -24,7 +24,7 @@ from tatten.passes.masks import same_view
 from tatten.passes.reasons import Reason
 from tatten.passes.rewrite import Declined, Rewritten, rewrite
 
-pytestmark = pytest.mark.drawn(4, "DTensors")
+pytestmark = pytest.mark.drawn(2, "DTensors")
 
 R, S0, S1, S2, S3 = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
 B, HQ, HKV, S, D = 2, 4, 2, 8, 16

@@ -421,7 +421,7 @@ def test_layers_share_what_is_made_of_their_mask() -> None:
     assert names.count("masked_fill") == names.count("all") == 1
 
 
-@pytest.mark.drawn(2, "exported programs")
+@pytest.mark.drawn(1, "exported programs")
 @pytest.mark.parametrize("fn", [llama, gemma, gpt_oss, trocr, granite], ids=lambda fn: fn.__name__)
 def test_exported_programs(fn) -> None:
     class Module(torch.nn.Module):

@@ -169,7 +169,7 @@ def test_warm_caches_hit_and_the_report_is_still_filled(tmp_path) -> None:
     assert runs[1] == {"fxgraph_cache_hit": 1, "autograd_cache_hit": 1, "rewritten": 1, "reported": 1}
 
 
-@pytest.mark.drawn(2, "imports of a fresh interpreter")
+@pytest.mark.drawn(1, "imports of a fresh interpreter")
 def test_import_is_light() -> None:
     """`import tatten` loads neither Triton, transformers nor Inductor, and queries no device."""
     heavy = ["triton", "transformers", "torch._inductor.compile_fx"]

@@ -23,7 +23,7 @@ import tatten
 from tatten import dtensor_sdpa
 from tatten.ops.distributed.placement import find_sharding
 
-pytestmark = pytest.mark.drawn(4, "DTensors")
+pytestmark = pytest.mark.drawn(2, "DTensors")
 
 R, S0, S1, S2, S3 = Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)
 B, HQ, HKV, L, S, D = 2, 8, 4, 3, 21, 16

@@ -23,7 +23,7 @@ from tatten.passes import internal
 from tatten.passes.reasons import Reason
 from tatten.report import Report
 
-pytestmark = pytest.mark.drawn(10)
+pytestmark = pytest.mark.drawn(6)
 
 SLOTS = 64
 Args = tuple[Tensor, ...]

@@ -167,7 +167,7 @@ def check_all_rewritten(report: tatten.Report, *others: Reason) -> None:
     assert found >= LAYERS
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name, cache", slow_but(KINDS, dict.fromkeys(CASES)))
 def test_decoder(name: str, cache: str) -> None:
     if name == "falcon_alibi" and cache != "dynamic":

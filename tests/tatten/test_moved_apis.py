@@ -416,7 +416,7 @@ assert all(name in str(report) for name in names), str(report)
 """
 
 
-@pytest.mark.drawn(2, "imports of a fresh interpreter")
+@pytest.mark.drawn(1, "imports of a fresh interpreter")
 def test_names_that_are_imported_first() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORTS], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

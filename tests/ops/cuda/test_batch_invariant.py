@@ -52,7 +52,7 @@ def assert_same_bits(
             assert torch.equal(got[at], x[0])
 
 
-@pytest.mark.drawn(2, "bits in every batch")
+@pytest.mark.drawn(1, "bits in every batch")
 @pytest.mark.parametrize("call", slow_after(1, CALLS), ids=str)
 def test_a_sequence_has_the_same_bits_in_every_batch(call: Sequences) -> None:
     assert_same_bits(attend, call, 20)
@@ -77,7 +77,7 @@ LATENTS = [
 ]
 
 
-@pytest.mark.drawn(2, "bits in every batch")
+@pytest.mark.drawn(1, "bits in every batch")
 @pytest.mark.parametrize("call", slow_after(1, LATENTS), ids=str)
 def test_so_has_one_that_attends_to_latents(call: Sequences) -> None:
     assert_same_bits(attend_latents, call, 8)
@@ -128,7 +128,7 @@ SHARED = [
 ]
 
 
-@pytest.mark.drawn(2, "bits in every batch")
+@pytest.mark.drawn(1, "bits in every batch")
 @pytest.mark.parametrize("call", slow_after(2, SHARED), ids=str)
 def test_so_has_one_that_shares_keys(call: SharedSequences) -> None:
     assert_same_bits(attend_segments, call, 8 if call.shared < 2000 else 2)
@@ -157,7 +157,7 @@ def test_latents_have_tiles_for_their_widths_alone() -> None:
         plan_latents(latent_call(query, None, latent, None, scale=0.1, batch_invariant=True))
 
 
-@pytest.mark.drawn(2, "bits in every batch")
+@pytest.mark.drawn(1, "bits in every batch")
 @pytest.mark.parametrize("programs", [1, 3, 50])
 def test_the_bits_do_not_depend_on_the_programs(programs: int) -> None:
     inputs = Case(batch=3, kv_len=700, head_dim=16, lens=True).inputs()
@@ -188,7 +188,7 @@ def test_against_float64(case: Case) -> None:
     assert_state(*attend(inputs), inputs)
 
 
-@pytest.mark.drawn(2, "bits in every batch")
+@pytest.mark.drawn(1, "bits in every batch")
 def test_a_long_sequence_has_larger_chunks_but_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """5,000 keys are 40 times 128, more than 32 chunks: they make 20 chunks of 256. 300 keys make 3 of 128."""
     from tatten.ops.cuda import decode_grid

@@ -107,7 +107,7 @@ CASES = [
 ]
 
 
-@pytest.mark.drawn(3, "compiled for Hopper")
+@pytest.mark.drawn(2, "compiled for Hopper")
 @pytest.mark.parametrize("case", CASES)
 def test_compiles_for_sm_90(case: str) -> None:
     built = compile_in_subprocess(SCRIPT, case)

@@ -219,7 +219,7 @@ def faults(kernel: dict, per_sm: int, variant: Variant) -> list[str]:
     return [f"{name}: {fault}" for fault in found]
 
 
-@pytest.mark.drawn(3, "compiled for Hopper")
+@pytest.mark.drawn(2, "compiled for Hopper")
 @pytest.mark.parametrize("group", slow_but(["float16"], GROUPS))
 def test_compiles_for_sm_90(group: str) -> None:
     compiled = compile_in_subprocess(SCRIPT, GROUPS[group])

@@ -41,6 +41,7 @@ def test_random_calls(device: str) -> None:
     test()
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(*EITHER)
 @pytest.mark.parametrize("mask", [None, "bool", "prefix", "bias"])
 @pytest.mark.parametrize("programs", [1, 3, 1000])
@@ -181,7 +182,7 @@ COMPILED = [
 SM_BYTES, RESERVED = 233472, 1024  # of an SM's shared memory, and of each program's
 
 
-@pytest.mark.drawn(3, "compiled for Hopper")
+@pytest.mark.drawn(2, "compiled for Hopper")
 @pytest.mark.parametrize("variant", COMPILED, ids=str)
 def test_compiles_for_hopper(variant: tuple[Any, ...]) -> None:
     """Without spills, two programs to an SM, and with tiles of keys in flight while others are multiplied."""

@@ -24,7 +24,7 @@ from tatten.ops.reference import bifurcated_attention_reference
 from tatten.ops.states import combine_partials, merge
 
 pytestmark = [
-    pytest.mark.drawn(22),
+    pytest.mark.drawn(16),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is"),
 ]
 

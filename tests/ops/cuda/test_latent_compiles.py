@@ -7,7 +7,7 @@ import re
 import pytest
 from compiled import FUSIBLE, TRITON_3_6, compile_in_subprocess
 
-pytestmark = pytest.mark.drawn(3, "compiled for Hopper")
+pytestmark = pytest.mark.drawn(2, "compiled for Hopper")
 
 SCRIPT = """
 import json, sys

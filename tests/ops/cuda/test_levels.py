@@ -138,7 +138,7 @@ print(json.dumps([compile_launch(*launch) for launch in launches]))
 """
 
 
-@pytest.mark.drawn(3, "compiled for Hopper")
+@pytest.mark.drawn(2, "compiled for Hopper")
 @pytest.mark.parametrize("dim", [64, 128])
 def test_compiles_for_sm_90(dim: int) -> None:
     tiles = TILES[0], TILES[0], TILES[1]

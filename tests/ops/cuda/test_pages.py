@@ -48,6 +48,7 @@ def test_random_calls(n: int) -> None:
     test()
 
 
+@pytest.mark.drawn(3)
 @interpreted
 @pytest.mark.parametrize("page", [4, 64])
 @pytest.mark.parametrize("kind", ["one row", "ragged", "bias", "queries"])
@@ -77,6 +78,7 @@ def test_a_block_mask_in_place_of_lengths(kind: str, page: int) -> None:
         torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.drawn(3)
 @interpreted
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

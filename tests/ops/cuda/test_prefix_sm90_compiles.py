@@ -29,7 +29,7 @@ print(json.dumps([compile_launch(*launch, sass=True) for launch in launches]))
 """
 
 
-@pytest.mark.drawn(3, "compiled for Hopper")
+@pytest.mark.drawn(2, "compiled for Hopper")
 @pytest.mark.parametrize("dtype", slow_but(["bfloat16"], ["bfloat16", "float16"]))
 @pytest.mark.parametrize("dim", slow_but([64], [64, 128]))
 def test_compiles_for_sm_90(dtype: str, dim: int) -> None:

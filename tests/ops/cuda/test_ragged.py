@@ -107,6 +107,7 @@ def test_the_list_has_each_row_once_and_the_tiles_that_it_sees(window: int | Non
         assert own_ends == each + [each[-1]] * (len(own_ends) - len(each))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("tokens", [1, 2, 50])
 @pytest.mark.parametrize("heads", [(4, 2), (20, 1), (1, 1)])
 def test_there_is_room_for_all_lengths_of_a_shape(tokens: int, heads: tuple[int, int]) -> None:

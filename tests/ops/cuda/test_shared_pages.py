@@ -192,7 +192,7 @@ def test_a_value_that_is_nan_spoils_no_other_sequence() -> None:
     assert not out[1].isnan().any()
 
 
-@pytest.mark.drawn(3, "compiled for Hopper")
+@pytest.mark.drawn(2, "compiled for Hopper")
 def test_finding_compiles_for_sm_90() -> None:
     kernels = compile_in_subprocess(SCRIPT)
     assert len(kernels) == 12
@@ -204,7 +204,7 @@ def test_finding_compiles_for_sm_90() -> None:
         assert -1 < wait < release < memory.start(), kernel["kernel"]
 
 
-@pytest.mark.drawn(3, "compiled for Hopper")
+@pytest.mark.drawn(2, "compiled for Hopper")
 @pytest.mark.parametrize("variants", slow_but([VARIANTS[:1]], [[x] for x in VARIANTS]))
 def test_attention_compiles_for_sm_90(variants: list[tuple[str, int, int, int, str]]) -> None:
     for variant, kernels in zip(variants, compile_in_subprocess(ATTEND, variants), strict=True):

@@ -76,6 +76,7 @@ def test_cpu(shape: tuple[int, ...], k: int, kind: str) -> None:
     assert torch.equal(picks, expected(scores, k))
 
 
+@pytest.mark.drawn(12)
 @interpreted
 @pytest.mark.parametrize(
     ("kind", "most_chunks"), [*((kind, 64) for kind in KINDS), ("normal", 3), ("ties", 3), ("special", 3)]

@@ -41,7 +41,7 @@ def differences(call: Sequences, shape: tuple[int, ...]) -> int:
     return found
 
 
-@pytest.mark.drawn(2, "bits in every batch")
+@pytest.mark.drawn(1, "bits in every batch")
 @pytest.mark.parametrize("mesh", slow_but(["2"], ["2", "4", "2 x 2"]))
 def test_a_sequence_has_the_same_bits_in_every_batch(mesh: str) -> None:
     shape = tuple(map(int, mesh.split(" x ")))

@@ -272,7 +272,7 @@ def check_compiles_once(mesh: str, inner: str | None) -> int:
     return len(graphs)
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 @pytest.mark.parametrize("inner", slow_but(["aot_eager"], [None, "eager", "aot_eager"]))
 @pytest.mark.parametrize("mesh", slow_but(["2"], ["2", "heads outside"]))
 def test_compiles_once(mesh: str, inner: str | None) -> None:

@@ -215,7 +215,7 @@ def check_compiles_once() -> None:
     assert len(graphs) == 1
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 def test_compiles_once() -> None:
     run_ranks(2, check_compiles_once)
 
@@ -246,7 +246,7 @@ def check_rewritten() -> str:
     return str(report)
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 def test_the_backend_reads_each_share_once() -> None:
     for rank, report in enumerate(run_ranks(2, check_rewritten)):
         assert "total: 2 of 2 attention calls rewritten in 2 graphs" in report

@@ -22,7 +22,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache, TextIteratorS
 from tatten.integrations.transformers import DecodeLoop, QuantizedStaticCache, SharedPrefixCache, cache_kwargs
 from tatten.integrations.transformers.loop import fingerprint, generate_call, prepared
 
-pytestmark = pytest.mark.drawn(12)
+pytestmark = pytest.mark.drawn(8)
 
 EAGER = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"})
 PROMPT = 20

@@ -22,7 +22,7 @@ from tatten.integrations.transformers import DecodeLoop
 from tatten.passes import cost
 from tatten.passes.reasons import Reason
 
-pytestmark = pytest.mark.drawn(12)
+pytestmark = pytest.mark.drawn(6)
 
 EAGER = CompileConfig(backend="tatten", mode=None, options={"inner": "eager"})
 SIZES = {
@@ -94,7 +94,7 @@ def assert_same_tokens(
     assert [*chain(*streamer.tokens)] == [*chain(*plain.tokens)]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("ends", [[1], list(range(1, 20)), None], ids=["one", "many", "none"])
 @pytest.mark.parametrize("drafts", [1, 3, 7])

@@ -102,7 +102,7 @@ def test_generate(name: str, kind: str) -> None:
         assert torch.equal(generate(model, given, **cache_kwargs(cache), **kwargs), want)
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 @pytest.mark.parametrize("name", slow_but(["whisper"], ZOO))
 def test_compiled_sampling(name: str) -> None:
     """`generate` compiles the step after the first one, and both kinds of attention are rewritten."""
@@ -120,7 +120,7 @@ def test_compiled_sampling(name: str) -> None:
     ] * 2
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 @pytest.mark.parametrize("kind", slow_but(["static"], ["dynamic", "static"]))
 @pytest.mark.parametrize("name", slow_but(["t5"], ZOO))
 def test_compiled_beams(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_compiled_beams(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -
 SELF_ATTENTION_IS_MASKED = torch.__version__ < "2.12"
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 def test_plain_caches() -> None:
     """Without copies to save, cross attention is rewritten where a mask leaves keys, and SDPA is kept without one."""
     for name, ops, reasons in [("bart", 2, ["no_gain"] * 2), ("whisper", 0, ["no_gain"] * 4), ("t5", 4, [])]:

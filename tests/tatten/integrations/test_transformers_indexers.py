@@ -125,7 +125,7 @@ def test_assisted_decoding(start: str) -> None:
     assert torch.equal(got, generate(model, ids, mask, **kwargs))
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 @pytest.mark.parametrize("backend", slow_but(["tatten"], ["tatten", "inductor"]))
 def test_compiled_generate(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention reads what the indexer picks of the prompt's latents, which are stored once, and of each sample's."""

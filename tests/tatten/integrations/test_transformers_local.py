@@ -250,7 +250,7 @@ def test_blocks_that_are_selected_by_index_are_refused() -> None:
         registration.attention(torch.nn.Identity(), query, query, query, None, block_indices=torch.zeros(1))
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 @pytest.mark.parametrize("backend", slow_but(["tatten"], ["tatten", "aot_eager"]))
 @pytest.mark.parametrize("name", slow_but(["gpt_oss"], ["gpt_oss", "llama"]))
 def test_compiled(name: str, backend: str) -> None:

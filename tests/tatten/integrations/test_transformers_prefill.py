@@ -260,6 +260,6 @@ def check_compiled() -> list[int]:
     return found
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 def test_compiled() -> None:
     assert run_ranks(2, check_compiled) == [[1, 0]] * 2

@@ -34,7 +34,7 @@ def compiled(backend: str) -> dict[str, object]:
     return {"compile_config": config}
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 @pytest.mark.parametrize("dtype", slow_but([torch.float8_e4m3fn], DTYPES))
 def test_a_compiled_step_reads_8_bits_and_gives_the_tokens_of_eager_mode(dtype: torch.dtype) -> None:
     model, (ids, mask) = build(), prompts(padded=True)

@@ -71,7 +71,7 @@ def check_generate(names: list[str], padded: bool) -> None:
             assert int(cache.get_seq_length()) == PROMPT + NEW - 1
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
 @pytest.mark.parametrize("n", slow_but([2], [1, 2, 3, 4]))
 def test_generate(n: int, padded: bool) -> None:
@@ -141,7 +141,7 @@ def check_compiled(name: str, options: dict[str, Any] | None, padded: bool) -> i
     return len(graphs)
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 @pytest.mark.parametrize(
     "options", slow_but([{"inner": "eager"}], [None, {"inner": "eager"}]), ids=["dynamo", "tatten"]
 )

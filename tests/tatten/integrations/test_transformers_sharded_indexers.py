@@ -72,7 +72,7 @@ def check_bytes(cache: ShardedKVCache, config: Any, mesh: DeviceMesh, batch: int
         assert share == batch * cache.capacity // mesh.size() * of_a_token * 8
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 @pytest.mark.parametrize("n", slow_but([2], [2, 3]))
 def test_compiled_steps_read_the_picks_of_each_rank(n: int) -> None:
     pytest.importorskip("transformers.models.deepseek_v32")

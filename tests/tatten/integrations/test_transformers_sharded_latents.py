@@ -68,7 +68,7 @@ def check_models(names: list[str], padded: bool, compiled: bool) -> list[str]:
     return reports
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 @pytest.mark.parametrize("n", slow_but([2], [2, 4]))
 def test_compiled_steps_attend_to_latents(n: int) -> None:
     for whole, of_samples in run_ranks(n, check_models, ["deepseek_v3"], True, True):

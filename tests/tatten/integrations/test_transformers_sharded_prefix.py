@@ -76,7 +76,7 @@ def check_generate(names: list[str], padded: bool) -> None:
             assert root.nbytes == prefix
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
 @pytest.mark.parametrize("n", slow_but([2], [2, 3, 4]))
 def test_generate(n: int, padded: bool) -> None:
@@ -142,7 +142,7 @@ def check_compiled(options: dict[str, Any] | None, padded: bool) -> tuple[int, s
 AOT = {"inner": "aot_eager"}
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 @pytest.mark.parametrize(
     "options, padded",
     slow_but(
@@ -180,7 +180,7 @@ def check_meshes() -> None:
         assert torch.equal(got, generate(model, ids, mask, **options))
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 def test_meshes() -> None:
     run_ranks(4, check_meshes)
 

@@ -65,7 +65,7 @@ def test_generate(name: str, padded: bool) -> None:
     assert cache.nbytes == prefix
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 @pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "gemma3", "gpt2"]))
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "padded"])
 def test_compiled_generate(name: str, padded: bool) -> None:
@@ -317,7 +317,7 @@ def test_layers_that_hold_more_than_keys_and_values(name: str, config: dict, fou
         SharedPrefixCache(getattr(transformers, f"{name}Config")(**config))
 
 
-@pytest.mark.drawn(2, "imports of a fresh interpreter")
+@pytest.mark.drawn(1, "imports of a fresh interpreter")
 def test_tatten_imports_no_transformers() -> None:
     code = "import sys, tatten, tatten.caches.shared_prefix; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -95,7 +95,7 @@ def test_generate() -> None:
     torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=0)
 
 
-@pytest.mark.drawn(3, "compiled decoding with transformers")
+@pytest.mark.drawn(2, "compiled decoding with transformers")
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_compiled(name: str) -> None:
     """The weights are outputs of the graph, and the calls are left as they are."""
