@@ -1,0 +1,118 @@
+"""The cache of continuous batching, which hands out pages in place of copies."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+from tatten.integrations.transformers.continuous_batching.attention import KEYWORD, LayerPages
+from tatten.integrations.transformers.continuous_batching.layout import check_layout
+from tatten.integrations.transformers.continuous_batching.steps import Step, chunk_step, decode_step, ring_step
+from tatten.integrations.transformers.continuous_batching.tables import STATE, Group, group_of
+from tatten.ops.sizes import ceil_div
+
+
+class PagedCache(PagedAttentionCache):  # type: ignore[misc]
+    """transformers' cache of pages, with attention that reads them where they are.
+
+    transformers decides which tokens are in which page. The cache writes numbers of pages in place of numbers of keys,
+    and gives decode steps to layers with a sliding window, too. Copies of keys are made nowhere.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for allocator in self.cache_allocators.values():
+            check_layout(allocator)
+        self.groups: dict[str, Group] = {name: group_of(x) for name, x in self.cache_allocators.items()}
+        # The step that layers share, and the place in a group of the layer that is next.
+        self._steps: dict[int, tuple[Step, int]] = {}
+        self._open_decode_steps()
+
+    def _open_decode_steps(self) -> None:
+        """Let transformers' scheduler and its tables know which requests may take a decode step: it asks the cache."""
+        columns = self.max_blocks_per_request
+        if columns == 0:
+            return
+        full = [group for group in self.groups.values() if group.window is None]
+        rings = [ceil_div(group.window, group.page_size) for group in self.groups.values() if group.window is not None]
+        if full:
+            columns = min(columns, max(x.num_blocks for x in self.cache_allocators.values()))
+            self.max_decode_fast_path_length = columns * full[0].page_size
+        else:
+            columns = max(rings)
+            self.max_decode_fast_path_length = sys.maxsize
+        self.max_blocks_per_request = columns + STATE
+
+    # The host, for each request of a step.
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
+        if query_length != 1:
+            raise RuntimeError(f"a decode step must have one token of request {request_id}, got {query_length}")
+        for name, allocator in self.cache_allocators.items():
+            row = block_table[allocator.index]
+            self.groups[name].fill_row(row, allocator.block_table[request_id], past_length)
+
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: list[list[int]] | None,
+        write_index: list[list[int]],
+    ) -> None:
+        super().extend_read_and_write_indices(request_id, past_length, query_length, None, write_index)
+        if read_index is None:
+            return
+        for (name, allocator), reads in zip(self.cache_allocators.items(), read_index, strict=True):
+            self.groups[name].extend_reads(reads, allocator.block_table[request_id], past_length, query_length)
+
+    # The device, for each layer of a step.
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Pass the pages of a layer to its attention, which writes the new keys and values."""
+        allocator = self.layer_to_allocator[layer_idx]
+        key, value = allocator._kv_page_views[layer_idx]
+        for name, new, pool in (("key_states", key_states, key), ("value_states", value_states, value)):
+            if (new.shape[0], new.shape[1], new.shape[3]) != (1, *pool.shape[2:]):
+                raise NotImplementedError(
+                    f"`{name}` of layer {layer_idx} must be [1, {pool.shape[2]}, tokens, {pool.shape[3]}], as the cache "
+                    f"has one width for all layers, got {tuple(new.shape)}"
+                )
+        kwargs[KEYWORD] = LayerPages(key, value, self._step(allocator, layer_idx, kwargs))
+        return key_states, value_states
+
+    def _step(self, allocator: Any, layer_idx: int, kwargs: dict[str, Any]) -> Step:
+        """Return the step of a layer's group, which its first layer makes in each forward pass.
+
+        A CUDA graph computes it anew at each replay, from tables at the same address. So it can't be told from
+        tensors whether it is that of an earlier step; the order of layers tells.
+        """
+        layers = allocator.layer_indices
+        if layer_idx == layers[0]:
+            self._steps[allocator.index] = self._make_step(allocator, kwargs), 0
+        step, place = self._steps.get(allocator.index, (None, 0))
+        if step is None or layers[place] != layer_idx:
+            raise RuntimeError(
+                f"layer {layer_idx} must follow its predecessors among {layers} in a forward pass of continuous "
+                f"batching, got it in the place of layer {layers[place]}"
+            )
+        self._steps[allocator.index] = step, (place + 1) % len(layers)
+        return step
+
+    def _make_step(self, allocator: Any, kwargs: dict[str, Any]) -> Step:
+        group, index = self.groups[allocator.layer_type], allocator.index
+        if (rows := kwargs.get("block_table")) is not None:
+            return decode_step(rows[index], group)
+        reads, slots = kwargs["read_index"][index], kwargs["write_index"][index]
+        starts, key_starts = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"][allocator.layer_type]
+        longest = kwargs["max_length_k"][allocator.layer_type]
+        if group.window is None:
+            return chunk_step(reads, slots, starts, key_starts, longest, group)
+        return ring_step(reads, slots, starts, key_starts, kwargs["max_length_q"], longest, group)
