@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tatten.integrations.transformers import continuous_batching, registration
+from tatten.integrations.transformers import continuous_batching, registration  # noqa: F401
 from tatten.integrations.transformers.config import cache_kwargs
 from tatten.integrations.transformers.cross_attention import CrossAttentionCache
 from tatten.integrations.transformers.loop.decode_loop import DecodeLoop, decode_loop

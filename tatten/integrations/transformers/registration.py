@@ -29,7 +29,10 @@ def attention(
     """
     if OF_A_BATCH in kwargs:
         pages = kwargs.pop(KEYWORD, None)
-        return over_pages(module, query, key, value, attention_mask, *args, pages=pages, **kwargs)
+        batched: tuple[Tensor, None] = over_pages(
+            module, query, key, value, attention_mask, *args, pages=pages, **kwargs
+        )
+        return batched
     if weights_collected():
         kwargs["output_attentions"] = True
     if (prefill := running_prefill()) is not None:

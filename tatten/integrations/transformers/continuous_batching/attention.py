@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tatten.integrations.transformers.continuous_batching.steps import ChunkStep, DecodeStep, RingStep, Step
+from tatten.integrations.transformers.continuous_batching.steps import ChunkStep, RingStep, Step
 from tatten.ops.decode import decode_attention
 from tatten.ops.merge import merge_state
 from tatten.ops.paged_attention import paged_attention
@@ -72,7 +72,7 @@ def attention(
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if s_aux is not None and s_aux.dtype != query.dtype:
         s_aux = s_aux.float()
-    softmax = {"scale": scaling, "softcap": softcap}
+    softmax: dict[str, Any] = {"scale": scaling, "softcap": softcap}
     step = pages.step
     if isinstance(step, RingStep):
         # New keys take the places of old ones that the chunk attends to.

@@ -23,6 +23,8 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
     and gives decode steps to layers with a sliding window, too. Copies of keys are made nowhere.
     """
 
+    max_blocks_per_request: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for allocator in self.cache_allocators.values():
@@ -82,8 +84,8 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         for name, new, pool in (("key_states", key_states, key), ("value_states", value_states, value)):
             if (new.shape[0], new.shape[1], new.shape[3]) != (1, *pool.shape[2:]):
                 raise NotImplementedError(
-                    f"`{name}` of layer {layer_idx} must be [1, {pool.shape[2]}, tokens, {pool.shape[3]}], as the cache "
-                    f"has one width for all layers, got {tuple(new.shape)}"
+                    f"`{name}` of layer {layer_idx} must be [1, {pool.shape[2]}, tokens, {pool.shape[3]}], as the "
+                    f"cache has one width for all layers, got {tuple(new.shape)}"
                 )
         kwargs[KEYWORD] = LayerPages(key, value, self._step(allocator, layer_idx, kwargs))
         return key_states, value_states

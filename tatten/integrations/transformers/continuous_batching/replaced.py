@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from transformers.generation.continuous_batching import cache as cb_cache
 from transformers.generation.continuous_batching import continuous_api, initialization
 
-from tatten.integrations.transformers.continuous_batching.supported import check_config, check_model
+from tatten.integrations.transformers.continuous_batching.supported import check_model, check_page_size
 from tatten.ops.moved import moved
 
 NAME = "tatten"
@@ -50,7 +50,7 @@ def _keeps_tatten(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _like_flash(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Attention "tatten" takes no masks and is captured in CUDA graphs, as FlashAttention; but it is no version of it."""
+    """Attention "tatten" takes no masks and is captured in CUDA graphs, like FlashAttention. It is no version of it."""
 
     @functools.wraps(original)
     def is_flash_attention_requested(
@@ -73,7 +73,7 @@ def _with_decode_steps(original: Callable[..., None]) -> Callable[..., None]:
         if not uses_tatten(config):
             original(config, cb_config, user_requested, *args, **kwargs)
             return
-        check_config(config, cb_config)
+        check_page_size(cb_config)
         if not user_requested:
             kinds = len(set(getattr(config, "layer_types", None) or [None]))
             most = TABLE_BYTES // (4 * kinds * cb_config.max_requests_per_batch)
