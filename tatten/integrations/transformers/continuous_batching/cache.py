@@ -13,6 +13,7 @@ from tatten.integrations.transformers.continuous_batching.attention import KEYWO
 from tatten.integrations.transformers.continuous_batching.layout import check_layout
 from tatten.integrations.transformers.continuous_batching.steps import Step, chunk_step, decode_step, ring_step
 from tatten.integrations.transformers.continuous_batching.tables import STATE, Group, group_of
+from tatten.ops.moved import log
 from tatten.ops.sizes import ceil_div
 
 
@@ -32,6 +33,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         self.groups: dict[str, Group] = {name: group_of(x) for name, x in self.cache_allocators.items()}
         # The step that layers share, and the place in a group of the layer that is next.
         self._steps: dict[int, tuple[Step, int]] = {}
+        self._too_long: set[str] = set()
         self._open_decode_steps()
 
     def _open_decode_steps(self) -> None:
@@ -48,6 +50,25 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
             columns = max(rings)
             self.max_decode_fast_path_length = sys.maxsize
         self.max_blocks_per_request = columns + STATE
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        """Say why a request that not even an empty cache has room for will fail: transformers does not."""
+        stored: bool = super().can_store_request_tokens(state, request_len, dry_run)
+        tokens = state.current_len() + request_len
+        if not stored and not dry_run and state.request_id not in self._too_long and not self._has_room(tokens):
+            self._too_long.add(state.request_id)
+            log.warning(
+                "request %s has %d tokens in continuous batching, and the cache has no room for so many: %d pages of "
+                "%d tokens in all",
+                *(state.request_id, tokens, self.num_blocks, next(iter(self.groups.values())).page_size),
+            )
+        return stored
+
+    def _has_room(self, tokens: int) -> bool:
+        """Return True if an empty cache has room for a request of so many tokens."""
+        allocators = self.cache_allocators.values()
+        sectors = [ceil_div(x._compute_blocks_needed(0, 0, tokens), x.blocks_per_sector) for x in allocators]
+        return sum(sectors) <= self.num_sectors
 
     # The host, for each request of a step.
 

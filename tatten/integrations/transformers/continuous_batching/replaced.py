@@ -15,6 +15,8 @@ from tatten.ops.moved import moved
 NAME = "tatten"
 # A table of so many bytes is copied to the device at each step, if no workload is known that needs less or more.
 TABLE_BYTES = 1 << 20
+# Graphs are captured for each multiple of keys, but no work on tables of pages depends on how many keys there are.
+ONE_SIZE = 1 << 40
 
 
 def uses_tatten(config: Any) -> bool:
@@ -74,6 +76,7 @@ def _with_decode_steps(original: Callable[..., None]) -> Callable[..., None]:
             original(config, cb_config, user_requested, *args, **kwargs)
             return
         check_page_size(cb_config)
+        cb_config.kv_padding_interval_size = ONE_SIZE
         if not user_requested:
             kinds = len(set(getattr(config, "layer_types", None) or [None]))
             most = TABLE_BYTES // (4 * kinds * cb_config.max_requests_per_batch)

@@ -84,9 +84,10 @@ Step = DecodeStep | ChunkStep | RingStep
 def decode_step(rows: Tensor, group: Group) -> DecodeStep:
     """Make the step of a group's rows `[batch, columns + STATE]` of the block table."""
     past, slots = rows[:, -2], rows[:, -1]  # both -1 in rows that pad the batch
-    table, lens = rows[:, :-STATE], past + 1
+    blocks, lens = rows[:, :-STATE], past + 1
     if group.window is not None:
-        table, lens = table[:, : ceil_div(group.window, group.page_size)], lens.clamp(max=group.window)
+        blocks, lens = blocks[:, : ceil_div(group.window, group.page_size)], lens.clamp(max=group.window)
+    table = blocks * group.stride
     shared = None
     if group.shares and rows.shape[0] > 1:
         shared = shared_pages(table, lens, n_pages=group.n_pages, page_size=group.page_size)
@@ -97,7 +98,7 @@ def chunk_step(reads: Tensor, slots: Tensor, starts: Tensor, key_starts: Tensor,
     """Make the step of a batch in which requests have any number of tokens.
 
     Args:
-        reads: the pages of all requests; empty if no request has keys from before.
+        reads: the group's read index; empty if no request has keys from before.
         slots: int64 `[tokens]`, of a pool.
         starts, key_starts: int32 `[batch + 1]`: where the tokens and the keys of each request begin.
         longest: the most keys that a request has, or more.
@@ -109,7 +110,7 @@ def chunk_step(reads: Tensor, slots: Tensor, starts: Tensor, key_starts: Tensor,
     if reads.numel():
         own = (lens + group.page_size - 1) // group.page_size
         at = (own.cumsum(0) - own)[:, None] + columns
-        table = reads[at.clamp(max=reads.shape[0] - 1)]
+        table = reads[at.clamp(max=reads.shape[0] - 1)] * group.stride
     else:  # each page is that of the first of its tokens
         at = starts[:-1, None] + columns * group.page_size
         table = slots[at.clamp(max=slots.shape[0] - 1)] // group.page_size
@@ -143,14 +144,14 @@ def _newest_first(reads: Tensor, held: Tensor, columns: int, group: Group) -> tu
     """Return the slots of the keys that each ring holds, int32 `[batch, columns]`, the newest first, and how many."""
     window, page = group.window, group.page_size
     assert window is not None
-    n_pages = torch.where(held == window - 1, ceil_div(window, page), (held + page - 1) // page)
-    n_pages = torch.where(held > 0, n_pages, 0)
-    first = (n_pages + 1).cumsum(0) - (n_pages + 1)
+    n_blocks = torch.where(held == window - 1, ceil_div(window, page), (held + page - 1) // page)
+    n_blocks = torch.where(held > 0, n_blocks, 0)
+    first = (n_blocks + 1).cumsum(0) - (n_blocks + 1)
     last = reads.shape[0] - 1
     past = reads[first.clamp(max=last)]
     age = torch.arange(columns, device=reads.device)
     place = (past[:, None] - 1 - age) % window
-    pages = reads[(first[:, None] + 1 + place // page).clamp(max=last)]
+    pages = reads[(first[:, None] + 1 + place // page).clamp(max=last)] * group.stride
     return torch.where(age < held[:, None], pages * page + place % page, -1).to(torch.int32), held
 
 

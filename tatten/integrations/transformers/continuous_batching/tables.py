@@ -1,15 +1,19 @@
 """The tables that the host writes for a step: numbers of pages, in the memory that transformers moves to the device.
 
-Decode steps use transformers' block table, int32 `[groups, batch, columns + STATE]`: the pages of a request, from -1 on
-unused, then how many tokens it has before the step, and the slot that the new one is written to.
+A block is a page of each layer of a group, and a table has the numbers of blocks: `Group.stride` times that is the first
+page.
 
-Other steps use its read index, which has an integer for each key there, and one for each page here. Layers of full
-attention have the pages of all requests one after the other. Layers with a sliding window have for each request the
-number of tokens before the step, then the pages of its ring that hold any.
+Decode steps use transformers' block table, int32 `[groups, batch, columns + STATE]`: the blocks of a request, then -1
+for those that it does not have, how many tokens it has before the step, and the slot that the new one is written to.
+
+Other steps use its read index, which has an integer for each key there, and one for each block here. Layers of full
+attention have the blocks of all requests one after the other. Layers with a sliding window have for each request the
+number of tokens before the step, then the blocks of its ring that hold any.
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +32,7 @@ class Group:
     Attributes:
         page_size: the tokens of a page.
         n_pages: the pages of a layer's pool. It spans the pages of all layers.
-        stride: the number of pages from a block to the next.
+        stride: the pages of the pool from the first one of a block to that of the next block.
         window: the tokens that a ring holds, or None. Token p is in place `p % window` of the ring.
         trash: the slot that padding is written to.
         shares: whether requests may have blocks in common.
@@ -41,16 +45,13 @@ class Group:
     trash: int
     shares: bool
 
-    def pages(self, blocks: list[int]) -> list[int]:
-        return [block * self.stride for block in blocks]
-
     def slot(self, blocks: list[int], position: int) -> int:
         """Return the slot of the token at a position of a request."""
         place = position if self.window is None else position % self.window
         return blocks[place // self.page_size] * self.stride * self.page_size + place % self.page_size
 
-    def ring_pages(self, past: int) -> int:
-        """Return how many pages of a ring the read index has; `steps.py` counts the same on the device."""
+    def ring_blocks(self, past: int) -> int:
+        """Return how many blocks of a ring the read index has; `steps.py` counts the same on the device."""
         assert self.window is not None
         held = min(past, self.window - 1)
         if held == 0:
@@ -59,20 +60,25 @@ class Group:
 
     def fill_row(self, row: Tensor, blocks: list[int], past: int) -> None:
         """Write the row of a request with `past` tokens and a new one to the block table."""
-        row[: len(blocks)].copy_(torch.tensor(self.pages(blocks), dtype=row.dtype), non_blocking=True)
-        state = torch.tensor([past, self.slot(blocks, past)], dtype=row.dtype)
-        row[-STATE:].copy_(state, non_blocking=True)
+        numbers = array("i", blocks)
+        state = array("i", (past, self.slot(blocks, past)))
+        if row.device.type == "cpu":  # an array of NumPy takes a fraction of the time of a tensor
+            memory = row.numpy()
+            memory[: len(numbers)], memory[-STATE:] = numbers, state
+        else:
+            row[: len(numbers)].copy_(torch.tensor(numbers, dtype=row.dtype), non_blocking=True)
+            row[-STATE:].copy_(torch.tensor(state, dtype=row.dtype), non_blocking=True)
 
     def extend_reads(self, reads: list[int], blocks: list[int], past: int, new: int) -> None:
-        """Append the pages of a request with `past` tokens and `new` ones to the read index."""
+        """Append the blocks of a request with `past` tokens and `new` ones to the read index."""
         if self.window is None:
             n = ceil_div(past + new, self.page_size)
         else:
-            n = self.ring_pages(past)
+            n = self.ring_blocks(past)
             reads.append(past)
         if len(blocks) < n:
             raise RuntimeError(f"a request of {past + new} tokens must have {n} blocks, got {len(blocks)}")
-        reads.extend(self.pages(blocks[:n]))
+        reads.extend(blocks[:n])
 
 
 def group_of(allocator: Any) -> Group:
