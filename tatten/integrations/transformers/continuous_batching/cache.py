@@ -68,7 +68,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         """Return True if an empty cache has room for a request of so many tokens."""
         allocators = self.cache_allocators.values()
         sectors = [ceil_div(x._compute_blocks_needed(0, 0, tokens), x.blocks_per_sector) for x in allocators]
-        return sum(sectors) <= self.num_sectors
+        return bool(sum(sectors) <= self.num_sectors)
 
     # The host, for each request of a step.
 

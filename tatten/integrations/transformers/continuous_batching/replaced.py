@@ -11,6 +11,7 @@ from transformers.generation.continuous_batching import continuous_api, initiali
 
 from tatten.integrations.transformers.continuous_batching.supported import check_model, check_page_size
 from tatten.ops.moved import moved
+from tatten.ops.sizes import ceil_div
 
 NAME = "tatten"
 # A table of so many bytes is copied to the device at each step, if no workload is known that needs less or more.
@@ -80,8 +81,9 @@ def _with_decode_steps(original: Callable[..., None]) -> Callable[..., None]:
         if not user_requested:
             kinds = len(set(getattr(config, "layer_types", None) or [None]))
             most = TABLE_BYTES // (4 * kinds * cb_config.max_requests_per_batch)
-            needed = -(-config.max_position_embeddings // cb_config.page_size)
-            cb_config.max_blocks_per_request = max(cb_config.max_blocks_per_request, min(most, needed))
+            longest = getattr(config, "max_position_embeddings", None) or TABLE_BYTES
+            needed = min(most, ceil_div(longest, cb_config.page_size))
+            cb_config.max_blocks_per_request = max(cb_config.max_blocks_per_request, needed)
 
     return ensure_decode_fast_path_is_available
 

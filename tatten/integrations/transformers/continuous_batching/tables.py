@@ -1,7 +1,7 @@
-"""The tables that the host writes for a step: numbers of pages, in the memory that transformers moves to the device.
+"""The tables that the host writes for a step, in the memory that transformers moves to the device.
 
-A block is a page of each layer of a group, and a table has the numbers of blocks: `Group.stride` times that is the first
-page.
+A block is a page of each layer of a group. Tables have the numbers of blocks; `Group.stride` times that is the number
+of a page.
 
 Decode steps use transformers' block table, int32 `[groups, batch, columns + STATE]`: the blocks of a request, then -1
 for those that it does not have, how many tokens it has before the step, and the slot that the new one is written to.
