@@ -1,4 +1,4 @@
-"""What continuous batching replaces in transformers: undone, moved, and asked for more than it does."""
+"""The replacements in transformers for continuous batching: undone, moved, and asked for more than they do."""
 
 from __future__ import annotations
 

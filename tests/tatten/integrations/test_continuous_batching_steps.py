@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tatten.integrations.transformers.continuous_batching.attention import LayerPages, attention
 from tatten.integrations.transformers.continuous_batching.steps import Step, chunk_step, decode_step, ring_step
-from tatten.integrations.transformers.continuous_batching.tables import STATE, Group
+from tatten.integrations.transformers.continuous_batching.tables import STATE, LayerGroup
 
 STRIDE, KV_HEADS, Q_HEADS, DIM = 3, 2, 4, 8
 MODULE = SimpleNamespace()
@@ -39,7 +39,7 @@ class Batch:
         free = torch.randperm(sum(counts) + 4).add(1).tolist()
         self.blocks = [[free.pop() for _ in range(n)] for n in counts]
         n_pages = (sum(counts) + 6) * STRIDE
-        self.group = Group(page, n_pages, STRIDE, window, trash=(n_pages - 1) * page, shares=window is None)
+        self.group = LayerGroup(page, n_pages, STRIDE, window, trash=(n_pages - 1) * page, shares=window is None)
         self.pools = [torch.full((n_pages, page, KV_HEADS, DIM), 9.0) for _ in range(2)]
         for request, blocks, *stored in zip(requests, self.blocks, self.keys, self.values, strict=True):
             for pool, x in zip(self.pools, stored, strict=True):

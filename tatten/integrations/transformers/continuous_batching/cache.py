@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from tatten.integrations.transformers.continuous_batching.attention import KEYWORD, LayerPages
 from tatten.integrations.transformers.continuous_batching.layout import check_layout
 from tatten.integrations.transformers.continuous_batching.steps import Step, chunk_step, decode_step, ring_step
-from tatten.integrations.transformers.continuous_batching.tables import STATE, Group, group_of
+from tatten.integrations.transformers.continuous_batching.tables import STATE, LayerGroup, group_of
 from tatten.ops.moved import log
 from tatten.ops.sizes import ceil_div
 
@@ -30,7 +30,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         for allocator in self.cache_allocators.values():
             check_layout(allocator)
-        self.groups: dict[str, Group] = {name: group_of(x) for name, x in self.cache_allocators.items()}
+        self.groups: dict[str, LayerGroup] = {name: group_of(x) for name, x in self.cache_allocators.items()}
         # The step that layers share, and the place in a group of the layer that is next.
         self._steps: dict[int, tuple[Step, int]] = {}
         self._too_long: set[str] = set()

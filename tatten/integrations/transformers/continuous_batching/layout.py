@@ -11,7 +11,7 @@ PROBE = "__tatten__"
 
 
 def check_layout(allocator: Any) -> None:
-    """Raise RuntimeError unless the pools and the slots of an allocator are those that `Group` computes."""
+    """Raise RuntimeError unless the pools and the slots of an allocator are those that `LayerGroup` computes."""
     kind, page = type(allocator).__name__, allocator.tokens_per_page
     for layer in allocator.layer_indices:
         for pool, slots in zip(allocator._kv_page_views[layer], allocator._kv_token_views[layer], strict=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tatten.integrations.transformers.continuous_batching.tables import STATE, Group
+from tatten.integrations.transformers.continuous_batching.tables import STATE, LayerGroup
 from tatten.ops.shared_pages import SharedPages, shared_pages
 from tatten.ops.sizes import ceil_div
 
@@ -81,7 +81,7 @@ class RingStep:
 Step = DecodeStep | ChunkStep | RingStep
 
 
-def decode_step(rows: Tensor, group: Group) -> DecodeStep:
+def decode_step(rows: Tensor, group: LayerGroup) -> DecodeStep:
     """Make the step of a group's rows `[batch, columns + STATE]` of the block table."""
     past, slots = rows[:, -2], rows[:, -1]  # both -1 in rows that pad the batch
     blocks, lens = rows[:, :-STATE], past + 1
@@ -94,7 +94,9 @@ def decode_step(rows: Tensor, group: Group) -> DecodeStep:
     return DecodeStep(torch.where(slots < 0, group.trash, slots).to(torch.int64), table, lens, shared, group.window)
 
 
-def chunk_step(reads: Tensor, slots: Tensor, starts: Tensor, key_starts: Tensor, longest: int, group: Group) -> Step:
+def chunk_step(
+    reads: Tensor, slots: Tensor, starts: Tensor, key_starts: Tensor, longest: int, group: LayerGroup
+) -> Step:
     """Make the step of a batch in which requests have any number of tokens.
 
     Args:
@@ -118,7 +120,7 @@ def chunk_step(reads: Tensor, slots: Tensor, starts: Tensor, key_starts: Tensor,
 
 
 def ring_step(
-    reads: Tensor, slots: Tensor, starts: Tensor, key_starts: Tensor, most_new: int, longest: int, group: Group
+    reads: Tensor, slots: Tensor, starts: Tensor, key_starts: Tensor, most_new: int, longest: int, group: LayerGroup
 ) -> RingStep:
     """Make the step of a batch in which requests have any number of tokens, in layers with a sliding window.
 
@@ -140,7 +142,7 @@ def ring_step(
     return RingStep(slots, starts, group.window, new_table, new_lens, old_table, old_lens, backwards)
 
 
-def _newest_first(reads: Tensor, held: Tensor, columns: int, group: Group) -> tuple[Tensor, Tensor]:
+def _newest_first(reads: Tensor, held: Tensor, columns: int, group: LayerGroup) -> tuple[Tensor, Tensor]:
     """Return the slots of the keys that each ring holds, int32 `[batch, columns]`, the newest first, and how many."""
     window, page = group.window, group.page_size
     assert window is not None

@@ -1,7 +1,7 @@
 """The tables that the host writes for a step, in the memory that transformers moves to the device.
 
-A block is a page of each layer of a group. Tables have the numbers of blocks; `Group.stride` times that is the number
-of a page.
+A block is a page of each layer of a group. Tables have the numbers of blocks: times `LayerGroup.stride`, those are numbers
+of pages.
 
 Decode steps use transformers' block table, int32 `[groups, batch, columns + STATE]`: the blocks of a request, then -1
 for those that it does not have, how many tokens it has before the step, and the slot that the new one is written to.
@@ -26,7 +26,7 @@ STATE = 2  # columns of a row after its pages
 
 
 @dataclass(frozen=True)
-class Group:
+class LayerGroup:
     """The layers of one kind of attention, which have one table. A slot is a place for one token in a layer's pool.
 
     Attributes:
@@ -81,9 +81,9 @@ class Group:
         reads.extend(blocks[:n])
 
 
-def group_of(allocator: Any) -> Group:
+def group_of(allocator: Any) -> LayerGroup:
     """Describe the layers of an allocator of transformers' cache, whose pages are known."""
-    return Group(
+    return LayerGroup(
         page_size=allocator.tokens_per_page,
         n_pages=min(pool.shape[0] for pools in allocator._kv_page_views.values() for pool in pools),
         stride=allocator.block_physical_stride // allocator.tokens_per_page,
