@@ -53,7 +53,7 @@ def build(name: str, attention: str = "tatten", seed: int = 0, **config: Any) ->
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1 or "sinks" in parameter_name:
-                parameter.normal_(0, 0.3)
+                parameter.normal_(0, 1.7 / made.hidden_size**0.5)  # so that few logits are close to the largest
     return model
 
 

@@ -1,7 +1,7 @@
 """The tables that the host writes for a step, in the memory that transformers moves to the device.
 
-A block is a page of each layer of a group. Tables have the numbers of blocks: times `LayerGroup.stride`, those are numbers
-of pages.
+A block is a page of each layer of a group. Tables have the numbers of blocks, which the device multiplies by
+`LayerGroup.stride` to get those of pages.
 
 Decode steps use transformers' block table, int32 `[groups, batch, columns + STATE]`: the blocks of a request, then -1
 for those that it does not have, how many tokens it has before the step, and the slot that the new one is written to.
