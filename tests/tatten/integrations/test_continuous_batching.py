@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import re
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from batched_models import (
     run,
 )
 from batched_models import batching as batching_config
+from caused_warnings import no_warnings
 from transformers import CompileConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
 
@@ -233,6 +236,17 @@ def test_flash_attention_does_not_take_over(monkeypatch: pytest.MonkeyPatch, cal
     assert calls["decode"] > 0
 
 
+def test_the_code_of_the_page() -> None:
+    page = Path(__file__).parents[3] / "docs/continuous_batching.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for code in blocks:
+        names: dict[str, Any] = {}
+        with no_warnings(), quick():
+            exec(code, names)
+        assert [len(x) > 0 for x in names.get("tokens", [])] == [True] * 12 * ("tokens" in names)
+
+
 def test_the_model_still_generates() -> None:
     model, ids = build("gemma3"), prompts((30,))
     want = expected(model, ids, NEW)
@@ -241,12 +255,12 @@ def test_the_model_still_generates() -> None:
     assert out[0, 30:].tolist() == want[0]
 
 
-def test_tables_of_a_step_without_numbers() -> None:
-    """The widths of tables: a ring has no more blocks than its window, and a request no more than it may have."""
-    model = build("gemma3")
+@pytest.mark.parametrize("name, columns", [("llama", 64), ("gemma3", 64), ("mistral", 3)])
+def test_tables_without_hints(name: str, columns: int) -> None:
+    """A request may have all positions of a model, and a ring has no more pages than its window."""
     options = {"generation_config": greedy(NEW), "continuous_batching_config": batching_config(page_size=4)}
-    with quick(), model.continuous_batching_context_manager(**options) as manager:
+    with quick(), build(name).continuous_batching_context_manager(**options) as manager:
         cache = manager.batch_processor.cache
-        blocks = min(cache.num_blocks, math.ceil(model.config.max_position_embeddings / 4))
-        assert blocks <= cache.max_decode_fast_path_length / 4 < 2 * blocks
-        assert cache.groups["sliding_attention"].window == WINDOW
+        assert cache.max_blocks_per_request == columns + 2
+        assert cache.max_decode_fast_path_length == (sys.maxsize if name == "mistral" else 4 * columns)
+        assert {x.window for x in cache.groups.values()} <= {None, WINDOW}

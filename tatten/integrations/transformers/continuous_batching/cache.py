@@ -31,7 +31,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         for allocator in self.cache_allocators.values():
             check_layout(allocator)
         self.groups: dict[str, LayerGroup] = {name: group_of(x) for name, x in self.cache_allocators.items()}
-        # The step that layers share, and the place in a group of the layer that is next.
+        # In a forward pass: the step that the layers of a group share, and the place in the group of the next layer.
         self._steps: dict[int, tuple[Step, int]] = {}
         self._too_long: set[str] = set()
         self._open_decode_steps()
@@ -117,16 +117,17 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         A CUDA graph computes it anew at each replay, from tables at the same address. So it can't be told from
         tensors whether it is that of an earlier step; the order of layers tells.
         """
-        layers = allocator.layer_indices
+        layers, index = allocator.layer_indices, allocator.index
         if layer_idx == layers[0]:
-            self._steps[allocator.index] = self._make_step(allocator, kwargs), 0
-        step, place = self._steps.get(allocator.index, (None, 0))
+            self._steps[index] = self._make_step(allocator, kwargs), 0
+        step, place = self._steps.pop(index, (None, 0))
         if step is None or layers[place] != layer_idx:
             raise RuntimeError(
                 f"layer {layer_idx} must follow its predecessors among {layers} in a forward pass of continuous "
                 f"batching, got it in the place of layer {layers[place]}"
             )
-        self._steps[allocator.index] = step, (place + 1) % len(layers)
+        if place + 1 < len(layers):
+            self._steps[index] = step, place + 1
         return step
 
     def _make_step(self, allocator: Any, kwargs: dict[str, Any]) -> Step:

@@ -14,7 +14,7 @@ from tatten.ops.moved import moved
 from tatten.ops.sizes import ceil_div
 
 NAME = "tatten"
-# A table of so many bytes is copied to the device at each step, if no workload is known that needs less or more.
+# A table of so many bytes is copied to the device at each step, if transformers does not know how long requests get.
 TABLE_BYTES = 1 << 20
 # Graphs are captured for each multiple of keys, but no work on tables of pages depends on how many keys there are.
 ONE_SIZE = 1 << 40
@@ -78,12 +78,13 @@ def _with_decode_steps(original: Callable[..., None]) -> Callable[..., None]:
             return
         check_page_size(cb_config)
         cb_config.kv_padding_interval_size = ONE_SIZE
-        if not user_requested:
+        without_hints = initialization.FALLBACK_DEFAULTS["max_blocks_per_request"]
+        if not user_requested and cb_config.max_blocks_per_request == without_hints:
             kinds = len(set(getattr(config, "layer_types", None) or [None]))
             most = TABLE_BYTES // (4 * kinds * cb_config.max_requests_per_batch)
             longest = getattr(config, "max_position_embeddings", None) or TABLE_BYTES
             needed = min(most, ceil_div(longest, cb_config.page_size))
-            cb_config.max_blocks_per_request = max(cb_config.max_blocks_per_request, needed)
+            cb_config.max_blocks_per_request = max(without_hints, needed)
 
     return ensure_decode_fast_path_is_available
 
