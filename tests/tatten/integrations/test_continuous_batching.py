@@ -200,6 +200,21 @@ def test_requests_too_long_for_the_table(name: str, calls: Counter[str]) -> None
     assert calls["decode"] == 0
 
 
+@pytest.mark.parametrize("page_size", [4, 64, 256])
+def test_a_window_as_large_as_the_model(page_size: int, calls: Counter[str]) -> None:
+    """No key ever leaves it, so it is a sequence of pages like any other, until a request is longer."""
+    model, ids = build("mistral", max_position_embeddings=70, sliding_window=70), prompts()
+    options = {"page_size": page_size, "max_batch_tokens": 32}
+    assert run(model, ids, greedy(NEW), **options) == expected(model, ids, NEW)
+    assert calls["merged"] == 0
+    with quick():
+        results = model.generate_batch(
+            ids, generation_config=greedy(40), continuous_batching_config=batching_config(**options)
+        )
+    errors = {x.error for x in results.values()}
+    assert "a request must have at most 70 tokens, the window of the model, got 71" in errors
+
+
 def test_a_persistent_manager() -> None:
     model, ids = build("gemma2"), prompts()
     want = expected(model, ids, NEW)

@@ -39,7 +39,9 @@ class Batch:
         free = torch.randperm(sum(counts) + 4).add(1).tolist()
         self.blocks = [[free.pop() for _ in range(n)] for n in counts]
         n_pages = (sum(counts) + 6) * STRIDE
-        self.group = LayerGroup(page, n_pages, STRIDE, window, trash=(n_pages - 1) * page, shares=window is None)
+        self.group = LayerGroup(
+            page, n_pages, STRIDE, window, most=None, trash=(n_pages - 1) * page, shares=window is None
+        )
         self.pools = [torch.full((n_pages, page, KV_HEADS, DIM), 9.0) for _ in range(2)]
         for request, blocks, *stored in zip(requests, self.blocks, self.keys, self.values, strict=True):
             for pool, x in zip(self.pools, stored, strict=True):

@@ -28,9 +28,11 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for allocator in self.cache_allocators.values():
-            check_layout(allocator)
-        self.groups: dict[str, LayerGroup] = {name: group_of(x) for name, x in self.cache_allocators.items()}
+        positions = getattr(self.config, "max_position_embeddings", None)
+        self.groups: dict[str, LayerGroup] = {}
+        for name, allocator in self.cache_allocators.items():
+            self.groups[name] = group_of(allocator, positions)
+            check_layout(allocator, self.groups[name])
         # In a forward pass: the step that the layers of a group share, and the place in the group of the next layer.
         self._steps: dict[int, tuple[Step, int]] = {}
         self._too_long: set[str] = set()

@@ -146,15 +146,17 @@ def _newest_first(reads: Tensor, held: Tensor, columns: int, group: LayerGroup) 
     """Return the slots of the keys that each ring holds, int32 `[batch, columns]`, the newest first, and how many."""
     window, page = group.window, group.page_size
     assert window is not None
+    reads = reads.to(torch.int32)  # the tables of large windows are large
     n_blocks = torch.where(held == window - 1, ceil_div(window, page), (held + page - 1) // page)
     n_blocks = torch.where(held > 0, n_blocks, 0)
-    first = (n_blocks + 1).cumsum(0) - (n_blocks + 1)
+    first = n_blocks.add(1).cumsum(0, dtype=torch.int32) - (n_blocks + 1)
     last = reads.shape[0] - 1
     past = reads[first.clamp(max=last)]
-    age = torch.arange(columns, device=reads.device)
+    age = torch.arange(columns, device=reads.device, dtype=torch.int32)
     place = (past[:, None] - 1 - age) % window
-    pages = reads[(first[:, None] + 1 + place // page).clamp(max=last)] * group.stride
-    return torch.where(age < held[:, None], pages * page + place % page, -1).to(torch.int32), held
+    blocks = reads[(first[:, None] + 1 + place // page).clamp(max=last)]
+    slots = blocks * (group.stride * page) + place % page
+    return torch.where(age < held[:, None], slots, -1), held
 
 
 def _backwards(starts: Tensor, n_tokens: int) -> Tensor:
