@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import sys
 from collections import Counter
@@ -198,6 +199,41 @@ def test_requests_too_long_for_the_table(name: str, calls: Counter[str]) -> None
     calls.clear()
     assert run(model, ids, greedy(NEW), max_blocks_per_request=0) == want
     assert calls["decode"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_requests_that_come_and_go(name: str) -> None:
+    """Requests arrive and are cancelled at random, in a cache that is too small for all: no page is lost."""
+    draw = random.Random(0)
+    model, ids = build(name), prompts([draw.randint(2, 60) for _ in range(30)])
+    want = expected(model, ids, NEW)
+    options = {
+        "generation_config": greedy(NEW),
+        "continuous_batching_config": batching_config(page_size=4, num_blocks=60, max_batch_tokens=32),
+    }
+    with quick(), model.continuous_batching_context_manager(**options) as manager:
+        waiting: dict[str, int] = {}
+        finished = 0
+        for i in range(150):
+            request = manager.add_request(ids[i % 30], request_id=f"{i}", streaming=draw.random() < 0.5)
+            waiting[request] = i % 30
+            if draw.random() < 0.3:
+                cancelled = draw.choice(list(waiting))
+                manager.cancel_request(cancelled)
+                del waiting[cancelled]
+            while len(waiting) > draw.randint(1, 12):
+                result = manager.get_result(timeout=60)
+                if result.is_finished() and result.request_id in waiting:
+                    assert result.generated_tokens == want[waiting.pop(result.request_id)]
+                    finished += 1
+        while manager.batch_processor.has_pending_requests():
+            manager.get_result(timeout=0.1)
+        cache = manager.batch_processor.cache
+        cache.evict_cached_blocks()
+        cache.pool.try_to_free_sectors()
+        assert cache.compute_free_capacity() == 1
+    assert finished > 50
 
 
 @pytest.mark.parametrize("page_size", [4, 64, 256])
