@@ -39,9 +39,7 @@ class Batch:
         free = torch.randperm(sum(counts) + 4).add(1).tolist()
         self.blocks = [[free.pop() for _ in range(n)] for n in counts]
         n_pages = (sum(counts) + 6) * STRIDE
-        self.group = LayerGroup(
-            page, n_pages, STRIDE, window, most=None, trash=(n_pages - 1) * page, shares=window is None
-        )
+        self.group = LayerGroup(page, n_pages, STRIDE, window, trash=(n_pages - 1) * page, shares=window is None)
         self.pools = [torch.full((n_pages, page, KV_HEADS, DIM), 9.0) for _ in range(2)]
         for request, blocks, *stored in zip(requests, self.blocks, self.keys, self.values, strict=True):
             for pool, x in zip(self.pools, stored, strict=True):
@@ -117,14 +115,14 @@ PASTS_AND_NEW = {
     "boundaries": [(n, 3) for n in (7, 8, 9, 10, 15, 16, 17)],
     "prompts": [(0, 3), (0, 33), (0, 8), (0, 1)],
 }
-WINDOWS = [None, 2, 8, 9, 10, 16, 17, 64]
+WINDOWS = [None, 2, 8, 9, 10, 16, 17, 45, 64]
 
 
 def make(batch: Batch, padding: int, empty: bool = False) -> tuple[Callable[..., Step], tuple[Tensor, ...]]:
     """The function that makes the step of chunks, and the tensors that it takes."""
     most_new, past = max(x.new for x in batch.requests), max(x.past for x in batch.requests)
-    if batch.window is None:
-        longest = max(x.past + x.new for x in batch.requests) + padding
+    longest = max(x.past + x.new for x in batch.requests) + padding
+    if batch.window is None or longest <= batch.window:
         return lambda *tables: chunk_step(*tables, longest, batch.group), batch.tables(padding, empty)
     longest = most_new + min(past, batch.window - 1) + padding
     return lambda *tables: ring_step(*tables, most_new, longest, batch.group), batch.tables(padding, empty)

@@ -81,7 +81,7 @@ def attention(
         return out[None], None
     pages.write(key, value)
     if isinstance(step, ChunkStep):
-        options = softmax | {"window": sliding_window, "sinks": s_aux}
+        options = softmax | {"window": None if step.window else sliding_window, "sinks": s_aux}
         out = paged_attention(query, pages.key, pages.value, step.table, step.starts, step.lens, **options)
         return out[None], None
     # The key that the new one replaced in a ring has left the window, so all keys of the ring count.

@@ -28,10 +28,9 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        positions = getattr(self.config, "max_position_embeddings", None)
         self.groups: dict[str, LayerGroup] = {}
         for name, allocator in self.cache_allocators.items():
-            self.groups[name] = group_of(allocator, positions)
+            self.groups[name] = group_of(allocator)
             check_layout(allocator, self.groups[name])
         # In a forward pass: the step that the layers of a group share, and the place in the group of the next layer.
         self._steps: dict[int, tuple[Step, int]] = {}
@@ -139,6 +138,6 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         reads, slots = kwargs["read_index"][index], kwargs["write_index"][index]
         starts, key_starts = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"][allocator.layer_type]
         longest = kwargs["max_length_k"][allocator.layer_type]
-        if group.window is None:
+        if group.window is None or longest <= group.window:  # no key leaves the window, so none is overwritten
             return chunk_step(reads, slots, starts, key_starts, longest, group)
         return ring_step(reads, slots, starts, key_starts, kwargs["max_length_q"], longest, group)

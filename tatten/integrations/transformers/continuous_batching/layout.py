@@ -24,12 +24,12 @@ def check_layout(allocator: Any, group: LayerGroup) -> None:
     if group.n_pages * page >= 1 << 31:
         raise RuntimeError(f"the slots of a pool must be less than 2^31, got {group.n_pages} pages of {page} tokens")
     # Positions around the end of a page and of a ring, in blocks that are in no order.
-    last = group.window or min(2 * page, group.most or 2 * page)
+    last = group.window or 2 * page
     blocks = [5, 3, *range(7, 7 + ceil_div(last, page))]
     allocator.block_table[PROBE] = blocks
     try:
         for past, new in ((0, 1), (max(0, last - 2), 4)):
-            new = min(new, group.window or (group.most or past + new) - past)
+            new = min(new, group.window or new)
             got = allocator.get_write_indices(PROBE, past, new)
             want = [group.slot(blocks, past + i) for i in range(new)]
             if got != want:

@@ -37,19 +37,19 @@ class DecodeStep:
 
 @dataclass(frozen=True)
 class ChunkStep:
-    """Any number of tokens for each request, in layers of full attention.
+    """Any number of tokens for each request, in layers that see all keys of the pages.
 
     Attributes:
         slots: int64 `[tokens]`, as in `DecodeStep`.
         starts: int32 `[batch + 1]`: where the tokens of each request begin.
-        table, lens: as in `DecodeStep`.
+        table, lens, window: as in `DecodeStep`.
     """
 
     slots: Tensor
     starts: Tensor
     table: Tensor
     lens: Tensor
-    window: None = None
+    window: int | None
 
 
 @dataclass(frozen=True)
@@ -107,16 +107,14 @@ def chunk_step(
         group: the layers.
     """
     lens = key_starts[1:] - key_starts[:-1]
-    n_pages = ceil_div(longest, group.page_size)
-    columns = torch.arange(n_pages, device=slots.device)
+    columns = torch.arange(ceil_div(longest, group.page_size), device=slots.device)
     if reads.numel():
-        own = (lens + group.page_size - 1) // group.page_size
-        at = (own.cumsum(0) - own)[:, None] + columns
+        at = _first_blocks(lens, group)[:, None] + columns
         table = reads[at.clamp(max=reads.shape[0] - 1)] * group.stride
     else:  # each page is that of the first of its tokens
         at = starts[:-1, None] + columns * group.page_size
         table = slots[at.clamp(max=slots.shape[0] - 1)] // group.page_size
-    return ChunkStep(slots, starts, table.to(torch.int32), lens)
+    return ChunkStep(slots, starts, table.to(torch.int32), lens, group.window)
 
 
 def ring_step(
@@ -136,27 +134,34 @@ def ring_step(
     if columns < 1 or not reads.numel():
         return RingStep(slots, starts, group.window, new_table, new_lens, None, None, backwards)
     all_lens = key_starts[1:] - key_starts[:-1]
-    old_table, held = _newest_first(reads, all_lens - new_lens, columns, group)
+    held = all_lens - new_lens
+    old_table = _newest_first(reads, all_lens, held, columns, group)
     # The first token sees `held` keys, and each one after it loses one as soon as all of them exceed the window.
     old_lens = torch.where(held > 0, (all_lens - 1).clamp(max=group.window - 1), 0)
     return RingStep(slots, starts, group.window, new_table, new_lens, old_table, old_lens, backwards)
 
 
-def _newest_first(reads: Tensor, held: Tensor, columns: int, group: LayerGroup) -> tuple[Tensor, Tensor]:
-    """Return the slots of the keys that each ring holds, int32 `[batch, columns]`, the newest first, and how many."""
+def _first_blocks(lens: Tensor, group: LayerGroup) -> Tensor:
+    """Return where in the read index the blocks of each request begin, given its keys with the new ones."""
+    before = 0 if group.window is None else 1  # the number of tokens
+    kept = lens if group.window is None else lens.clamp(max=group.window)
+    entries = (kept + group.page_size - 1) // group.page_size + before
+    return entries.cumsum(0, dtype=torch.int32) - entries + before
+
+
+def _newest_first(reads: Tensor, lens: Tensor, held: Tensor, columns: int, group: LayerGroup) -> Tensor:
+    """Return the slots of the keys that each ring holds, int32 `[batch, columns]`, the newest first."""
     window, page = group.window, group.page_size
     assert window is not None
     reads = reads.to(torch.int32)  # the tables of large windows are large
-    n_blocks = torch.where(held == window - 1, ceil_div(window, page), (held + page - 1) // page)
-    n_blocks = torch.where(held > 0, n_blocks, 0)
-    first = n_blocks.add(1).cumsum(0, dtype=torch.int32) - (n_blocks + 1)
+    first = _first_blocks(lens, group)
     last = reads.shape[0] - 1
-    past = reads[first.clamp(max=last)]
+    past = reads[(first - 1).clamp(max=last)]
     age = torch.arange(columns, device=reads.device, dtype=torch.int32)
     place = (past[:, None] - 1 - age) % window
-    blocks = reads[(first[:, None] + 1 + place // page).clamp(max=last)]
+    blocks = reads[(first[:, None] + place // page).clamp(max=last)]
     slots = blocks * (group.stride * page) + place % page
-    return torch.where(age < held[:, None], slots, -1), held
+    return torch.where(age < held[:, None], slots, -1)
 
 
 def _backwards(starts: Tensor, n_tokens: int) -> Tensor:

@@ -8,7 +8,7 @@ for those that it does not have, how many tokens it has before the step, and the
 
 Other steps use its read index, which has an integer for each key there, and one for each block here. Layers of full
 attention have the blocks of all requests one after the other. Layers with a sliding window have for each request the
-number of tokens before the step, then the blocks of its ring that hold any.
+number of tokens before the step, then the blocks of its ring.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ class LayerGroup:
         page_size: the tokens of a page.
         n_pages: the pages of a layer's pool. It spans the pages of all layers.
         stride: the pages of the pool from the first one of a block to that of the next block.
-        window: the tokens that a ring holds, or None. Token p is in place `p % window` of the ring. A ring that holds
-            as many tokens as the model has positions is none.
-        most: the tokens that a request may have, or None: those of such a ring.
+        window: the tokens that a ring holds, or None. Token p is in place `p % window` of the ring.
         trash: the slot that padding is written to.
         shares: whether requests may have blocks in common.
     """
@@ -44,7 +42,6 @@ class LayerGroup:
     n_pages: int
     stride: int
     window: int | None
-    most: int | None
     trash: int
     shares: bool
 
@@ -53,17 +50,8 @@ class LayerGroup:
         place = position if self.window is None else position % self.window
         return blocks[place // self.page_size] * self.stride * self.page_size + place % self.page_size
 
-    def ring_blocks(self, past: int) -> int:
-        """Return how many blocks of a ring the read index has; `steps.py` counts the same on the device."""
-        assert self.window is not None
-        held = min(past, self.window - 1)
-        if held == 0:
-            return 0
-        return ceil_div(self.window if held == self.window - 1 else held, self.page_size)
-
     def fill_row(self, row: Tensor, blocks: list[int], past: int) -> None:
         """Write the row of a request with `past` tokens and a new one to the block table."""
-        self._check(past + 1)
         numbers = array("i", blocks)
         state = array("i", (past, self.slot(blocks, past)))
         if row.device.type == "cpu":  # an array of NumPy takes a fraction of the time of a tensor
@@ -75,31 +63,23 @@ class LayerGroup:
 
     def extend_reads(self, reads: list[int], blocks: list[int], past: int, new: int) -> None:
         """Append the blocks of a request with `past` tokens and `new` ones to the read index."""
-        self._check(past + new)
-        if self.window is None:
-            n = ceil_div(past + new, self.page_size)
-        else:
-            n = self.ring_blocks(past)
+        tokens = past + new
+        if self.window is not None:
+            tokens = min(tokens, self.window)
             reads.append(past)
+        n = ceil_div(tokens, self.page_size)
         if len(blocks) < n:
             raise RuntimeError(f"a request of {past + new} tokens must have {n} blocks, got {len(blocks)}")
         reads.extend(blocks[:n])
 
-    def _check(self, tokens: int) -> None:
-        if self.most is not None and tokens > self.most:
-            raise RuntimeError(f"a request must have at most {self.most} tokens, the window of the model, got {tokens}")
 
-
-def group_of(allocator: Any, positions: int | None) -> LayerGroup:
-    """Describe the layers of an allocator of transformers' cache, for a model with so many positions."""
-    window = getattr(allocator, "sliding_window", None)
-    unused = window is not None and positions is not None and window >= positions
+def group_of(allocator: Any) -> LayerGroup:
+    """Describe the layers of an allocator of transformers' cache, whose pages are known."""
     return LayerGroup(
         page_size=allocator.tokens_per_page,
         n_pages=min(pool.shape[0] for pools in allocator._kv_page_views.values() for pool in pools),
         stride=allocator.block_physical_stride // allocator.tokens_per_page,
-        window=None if unused else window,
-        most=window if unused else None,
+        window=getattr(allocator, "sliding_window", None),
         trash=allocator.write_trash_index,
         shares=allocator.use_block_sharing,
     )
