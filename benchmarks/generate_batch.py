@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 from support import models, peers, results
-from support.batch_settings import HOST, SETTINGS, Setting, setting
+from support.batch_settings import HOST, SETTINGS, Setting, check_version, setting
 from support.command_line import arguments, first_line, machine
 from transformers import PreTrainedModel
 
@@ -242,6 +242,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    check_version()
     if args.row:
         write_row(args)
     elif args.section == "host":

@@ -5,7 +5,7 @@
     python benchmarks/record.py eight                 # the merge on the eight GPUs of a node, in at most 2 minutes
     python benchmarks/record.py h100                  # what is said of an H100, in at most 4 minutes
     python benchmarks/record.py batches               # generate_batch on an H100, in at most 40 minutes
-    python benchmarks/record.py cpu                   # what is said of a CPU; about 15 minutes of an idle machine
+    python benchmarks/record.py cpu                   # what is said of a CPU; about 30 minutes of an idle machine
     python benchmarks/record.py one --steps lean_paper decode_grid --out folder
     python benchmarks/record.py two --quick           # the same on a CPU with tiny shapes, to try the plumbing
 
@@ -241,9 +241,16 @@ STEPS = {
             3,
             "generate_batch.py --section host --only sdpa",
         ),
+        Step("soak", "soak.py", 12, "soak.py --requests 20 --minutes 0.05"),
+        Step(
+            "soak_rings",
+            "soak.py --model gemma3_text --samples 2 --requests 500 --minutes 5",
+            8,
+            "soak.py --model gemma3_text --samples 2 --requests 20 --minutes 0.05",
+        ),
     ],
 }
-MINUTES = {"one": 55.0, "two": 25.0, "eight": 2.0, "h100": 9.0, "batches": 40.0, "cpu": 64.0}
+MINUTES = {"one": 55.0, "two": 25.0, "eight": 2.0, "h100": 9.0, "batches": 40.0, "cpu": 84.0}
 
 
 def line(step: Step, quick: bool, path: Path) -> list[str]:

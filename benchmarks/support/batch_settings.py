@@ -5,6 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+import transformers
+from packaging.version import Version
+
+OLDEST = "5.24"  # transformers with pages by those names
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -62,6 +67,12 @@ HOST = {  # tokens that a stub makes up, so that only lengths matter
     "cuda": Setting("llama", 64, 4096, 4096, 64),
     "cpu": Setting("llama", 64, 4096, 4096, 64),
 }
+
+
+def check_version() -> None:
+    """Exit unless transformers has the continuous batching that these benchmarks look into."""
+    if Version(transformers.__version__) < Version(OLDEST):
+        raise SystemExit(f"needs transformers {OLDEST} or later, got {transformers.__version__}")
 
 
 def setting(device: str, name: str, prompts: int | None = None, new: int | None = None) -> Setting:
