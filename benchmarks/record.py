@@ -209,7 +209,7 @@ STEPS = {
             10,
             f"generate_batch.py --settings {which} --only sdpa --rounds 1",
         )
-        for which, limit in (("a", 190), ("b", 145), ("gemma3", 190), ("gpt_oss", 190))
+        for which, limit in (("a", 260), ("b", 145), ("gemma3", 190), ("gpt_oss", 190))
     ],
     "cpu": [
         Step(
