@@ -4,7 +4,8 @@
     python benchmarks/record.py two                   # what two GPUs measure, in at most 25 minutes
     python benchmarks/record.py eight                 # the merge on the eight GPUs of a node, in at most 2 minutes
     python benchmarks/record.py h100                  # what is said of an H100, in at most 4 minutes
-    python benchmarks/record.py cpu                   # what is said of a CPU; about 15 minutes of an idle machine
+    python benchmarks/record.py batches               # generate_batch on an H100, in at most 40 minutes
+    python benchmarks/record.py cpu                   # what is said of a CPU; about 30 minutes of an idle machine
     python benchmarks/record.py one --steps lean_paper decode_grid --out folder
     python benchmarks/record.py two --quick           # the same on a CPU with tiny shapes, to try the plumbing
 
@@ -201,6 +202,15 @@ STEPS = {
         Step("sparse_layer", "sparse_layer.py --device cuda", 4, "sparse_layer.py --rounds 1"),
         Step("indexer", "indexer.py --device cuda", 2, "indexer.py --rounds 1"),
     ],
+    "batches": [
+        Step(
+            f"generate_batch_{which}",
+            f"generate_batch.py --device cuda --settings {which} --rounds 1 --limit {limit}",
+            10,
+            f"generate_batch.py --settings {which} --only sdpa --rounds 1",
+        )
+        for which, limit in (("a", 260), ("b", 145), ("gemma3", 190), ("gpt_oss", 190))
+    ],
     "cpu": [
         Step(
             "static_cache_cpu",
@@ -225,9 +235,22 @@ STEPS = {
         Step("aoti", "aoti.py", 8, "aoti.py --rows 1 --repeats 1"),
         Step("paged_cpu", "paged.py --device cpu --section gathered", 3, "paged.py --section nine --rounds 1"),
         Step("gathers", "gathers.py", 2, "gathers.py --rounds 1"),
+        Step(
+            "generate_batch_host",
+            "generate_batch.py --section host",
+            3,
+            "generate_batch.py --section host --only sdpa",
+        ),
+        Step("soak", "soak.py", 12, "soak.py --requests 20 --minutes 0.05"),
+        Step(
+            "soak_rings",
+            "soak.py --model gemma3_text --samples 2 --requests 500 --minutes 5",
+            8,
+            "soak.py --model gemma3_text --samples 2 --requests 20 --minutes 0.05",
+        ),
     ],
 }
-MINUTES = {"one": 55.0, "two": 25.0, "eight": 2.0, "h100": 9.0, "cpu": 61.0}
+MINUTES = {"one": 55.0, "two": 25.0, "eight": 2.0, "h100": 9.0, "batches": 40.0, "cpu": 84.0}
 
 
 def line(step: Step, quick: bool, path: Path) -> list[str]:

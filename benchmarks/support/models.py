@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-# By transformers' model types: Llama-3.1-8B, Gemma-2-9b, gpt-oss-20b, and DeepSeek-V3 with small dense MLPs in place of
-# its experts. Llama and DeepSeek-V3 have the vocabulary of Llama 2, beside which a few layers still weigh.
+# By transformers' model types: Llama-3.1-8B, Gemma-2-9b, the text of Gemma-3-12b, gpt-oss-20b, and DeepSeek-V3 with
+# small dense MLPs in place of its experts. Llama and DeepSeek-V3 have the vocabulary of Llama 2, beside which a few
+# layers still weigh.
 SHAPES: dict[str, dict[str, int]] = {
     "llama": {
         "hidden_size": 4096,
@@ -25,6 +26,17 @@ SHAPES: dict[str, dict[str, int]] = {
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
     },
+    "gemma3_text": {
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 1024,
+        "vocab_size": 262208,
+    },
     "gpt_oss": {"num_hidden_layers": 24, "num_local_experts": 32},
     "deepseek_v3": {"intermediate_size": 2048, "first_k_dense_replace": 61, "vocab_size": 32000},
 }
@@ -40,6 +52,7 @@ _TINY = {
 TINY: dict[str, dict[str, int]] = {
     "llama": _TINY,
     "gemma2": {**_TINY, "query_pre_attn_scalar": 32, "sliding_window": 64},
+    "gemma3_text": {**_TINY, "query_pre_attn_scalar": 32, "sliding_window": 64, "sliding_window_pattern": 2},
     "gpt_oss": {**_TINY, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
     "deepseek_v3": {
         **_TINY,

@@ -74,18 +74,23 @@ def fa3() -> Callable[..., tuple[Tensor, Tensor]] | None:
         seqused_k: Tensor | None = None,
         block_table: Tensor | None = None,
         causal: bool = False,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`q` `[tokens, q_heads, d]`, `k` and `v` `[tokens, kv_heads, d]` to `out` and `lse` `[q_heads, tokens]`.
 
         Or, with `seqused_k` instead of `cu_k`, `k` and `v` are `[batch, length, kv_heads, d]`, and with `block_table`
         `[batch, pages]` also they are `[pages, page, kv_heads, d]`. 0 splits: as many as FlashAttention-3 sees fit.
-        `causal`: the last query sees all keys.
+        `causal`: the last query sees all keys, of which a `window` leaves the last ones.
         """
         lengths = cu_q, cu_k, None, None, seqused_k, max_q, max_k, block_table
-        window = causal, -1, -1, 0.0, True  # causal, left, right, soft cap, interleaved rotary embedding
+        before, after = (-1, -1) if window is None else (window - 1, 0)
+        seen = causal, before, after, softcap, True  # and an interleaved rotary embedding
         out, lse = ops.fwd(
-            *(q, k, v, *[None] * 4, *lengths, *[None] * 8, q.shape[2] ** -0.5, *window),
-            *(None, num_splits, None, 0, None, 1, 0, None),
+            *(q, k, v, *[None] * 4, *lengths, *[None] * 8, q.shape[2] ** -0.5 if scale is None else scale, *seen),
+            *(None, num_splits, None, 0, sinks, 1, 0, None),
         )[:2]
         return out, lse
 

@@ -21,10 +21,11 @@ RUNS_MODELS = {
         "eager_step",
         "encoder_decoder",
         "generate",
+        "generate_batch",
         "latent",
         "prefill",
     ),
-    *("quantised", "rollouts", "sparse_layer", "static_cache", "tree_vs_ring", "written_out"),
+    *("quantised", "rollouts", "soak", "sparse_layer", "static_cache", "tree_vs_ring", "written_out"),
 }
 
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tatten.integrations.transformers import registration  # noqa: F401
+from tatten.integrations.transformers import continuous_batching, registration  # noqa: F401
 from tatten.integrations.transformers.config import cache_kwargs
 from tatten.integrations.transformers.cross_attention import CrossAttentionCache
 from tatten.integrations.transformers.loop.decode_loop import DecodeLoop, decode_loop
@@ -12,6 +12,8 @@ from tatten.integrations.transformers.shared_prefix import SharedPrefixCache
 if TYPE_CHECKING:
     from tatten.integrations.transformers.sharded import ShardedKVCache
 
+continuous_batching.install()
+
 __all__ = [
     "CrossAttentionCache",
     "DecodeLoop",
@@ -19,6 +21,7 @@ __all__ = [
     "ShardedKVCache",
     "SharedPrefixCache",
     "cache_kwargs",
+    "continuous_batching",
     "decode_loop",
 ]
 

@@ -1,4 +1,7 @@
-"""Facts about a model, from its config or its code. All use of private parts of transformers is in this file."""
+"""Facts about a model, from its config or its code.
+
+All use of private parts of transformers is in this file, except for those of continuous batching.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tatten.integrations.transformers.config import weights_collected
+from tatten.integrations.transformers.continuous_batching.attention import KEYWORD, OF_A_BATCH
+from tatten.integrations.transformers.continuous_batching.attention import attention as over_pages
 from tatten.integrations.transformers.handover import running_prefill, take_over
 from tatten.integrations.transformers.masks import mask
 
@@ -21,10 +23,16 @@ def attention(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention "tatten" of transformers: over a sharded cache, or on one device.
+    """Attention "tatten" of transformers: over pages in continuous batching, over a sharded cache, or on one device.
 
     Keys and values of a sharded cache are DTensors, or what the model has expanded from this rank's latents.
     """
+    if OF_A_BATCH in kwargs:
+        pages = kwargs.pop(KEYWORD, None)
+        batched: tuple[Tensor, None] = over_pages(
+            module, query, key, value, attention_mask, *args, pages=pages, **kwargs
+        )
+        return batched
     if weights_collected():
         kwargs["output_attentions"] = True
     if (prefill := running_prefill()) is not None:

@@ -1,0 +1,5 @@
+"""transformers' continuous batching (`generate_batch`) on attention that reads pages in place."""
+
+from tatten.integrations.transformers.continuous_batching.replaced import install, uninstall
+
+__all__ = ["install", "uninstall"]

@@ -1,0 +1,143 @@
+"""The cache of continuous batching, which hands out pages in place of copies."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+from tatten.integrations.transformers.continuous_batching.attention import KEYWORD, LayerPages
+from tatten.integrations.transformers.continuous_batching.layout import check_layout
+from tatten.integrations.transformers.continuous_batching.steps import Step, chunk_step, decode_step, ring_step
+from tatten.integrations.transformers.continuous_batching.tables import STATE, LayerGroup, group_of
+from tatten.ops.moved import log
+from tatten.ops.sizes import ceil_div
+
+
+class PagedCache(PagedAttentionCache):  # type: ignore[misc]
+    """transformers' cache of pages, with attention that reads them where they are.
+
+    transformers decides which tokens are in which page. The cache writes numbers of pages in place of numbers of keys,
+    and gives decode steps to layers with a sliding window, too. Copies of keys are made nowhere.
+    """
+
+    max_blocks_per_request: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.groups: dict[str, LayerGroup] = {}
+        for name, allocator in self.cache_allocators.items():
+            self.groups[name] = group_of(allocator)
+            check_layout(allocator, self.groups[name])
+        # In a forward pass: the step that the layers of a group share, and the place in the group of the next layer.
+        self._steps: dict[int, tuple[Step, int]] = {}
+        self._too_long: set[str] = set()
+        self._open_decode_steps()
+
+    def _open_decode_steps(self) -> None:
+        """Let transformers' scheduler and its tables know which requests may take a decode step: it asks the cache."""
+        columns = self.max_blocks_per_request
+        if columns == 0:
+            return
+        full = [group for group in self.groups.values() if group.window is None]
+        rings = [ceil_div(group.window, group.page_size) for group in self.groups.values() if group.window is not None]
+        if full:
+            columns = min(columns, max(x.num_blocks for x in self.cache_allocators.values()))
+            self.max_decode_fast_path_length = columns * full[0].page_size
+        else:
+            columns = max(rings)
+            self.max_decode_fast_path_length = sys.maxsize
+        self.max_blocks_per_request = columns + STATE
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        """Say why a request that not even an empty cache has room for will fail: transformers does not."""
+        stored: bool = super().can_store_request_tokens(state, request_len, dry_run)
+        tokens = state.current_len() + request_len
+        if not stored and not dry_run and state.request_id not in self._too_long and not self._has_room(tokens):
+            self._too_long.add(state.request_id)
+            log.warning(
+                "request %s has %d tokens in continuous batching, and the cache has no room for so many: %d pages of "
+                "%d tokens in all",
+                *(state.request_id, tokens, self.num_blocks, next(iter(self.groups.values())).page_size),
+            )
+        return stored
+
+    def _has_room(self, tokens: int) -> bool:
+        """Return True if an empty cache has room for a request of so many tokens."""
+        allocators = self.cache_allocators.values()
+        sectors = [ceil_div(x._compute_blocks_needed(0, 0, tokens), x.blocks_per_sector) for x in allocators]
+        return bool(sum(sectors) <= self.num_sectors)
+
+    # The host, for each request of a step.
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
+        if query_length != 1:
+            raise RuntimeError(f"a decode step must have one token of request {request_id}, got {query_length}")
+        for name, allocator in self.cache_allocators.items():
+            row = block_table[allocator.index]
+            self.groups[name].fill_row(row, allocator.block_table[request_id], past_length)
+
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: list[list[int]] | None,
+        write_index: list[list[int]],
+    ) -> None:
+        super().extend_read_and_write_indices(request_id, past_length, query_length, None, write_index)
+        if read_index is None:
+            return
+        for (name, allocator), reads in zip(self.cache_allocators.items(), read_index, strict=True):
+            self.groups[name].extend_reads(reads, allocator.block_table[request_id], past_length, query_length)
+
+    # The device, for each layer of a step.
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Pass the pages of a layer to its attention, which writes the new keys and values."""
+        allocator = self.layer_to_allocator[layer_idx]
+        key, value = allocator._kv_page_views[layer_idx]
+        for name, new, pool in (("key_states", key_states, key), ("value_states", value_states, value)):
+            if (new.shape[0], new.shape[1], new.shape[3]) != (1, *pool.shape[2:]):
+                raise NotImplementedError(
+                    f"`{name}` of layer {layer_idx} must be [1, {pool.shape[2]}, tokens, {pool.shape[3]}], as the "
+                    f"cache has one width for all layers, got {tuple(new.shape)}"
+                )
+        kwargs[KEYWORD] = LayerPages(key, value, self._step(allocator, layer_idx, kwargs))
+        return key_states, value_states
+
+    def _step(self, allocator: Any, layer_idx: int, kwargs: dict[str, Any]) -> Step:
+        """Return the step of a layer's group, which its first layer makes in each forward pass.
+
+        A CUDA graph computes it anew at each replay, from tables at the same address. So it can't be told from
+        tensors whether it is that of an earlier step; the order of layers tells.
+        """
+        layers, index = allocator.layer_indices, allocator.index
+        if layer_idx == layers[0]:
+            self._steps[index] = self._make_step(allocator, kwargs), 0
+        step, place = self._steps.pop(index, (None, 0))
+        if step is None or layers[place] != layer_idx:
+            raise RuntimeError(
+                f"layer {layer_idx} must follow its predecessors among {layers} in a forward pass of continuous "
+                f"batching, got it in the place of layer {layers[place]}"
+            )
+        if place + 1 < len(layers):
+            self._steps[index] = step, place + 1
+        return step
+
+    def _make_step(self, allocator: Any, kwargs: dict[str, Any]) -> Step:
+        group, index = self.groups[allocator.layer_type], allocator.index
+        if (rows := kwargs.get("block_table")) is not None:
+            return decode_step(rows[index], group)
+        reads, slots = kwargs["read_index"][index], kwargs["write_index"][index]
+        starts, key_starts = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"][allocator.layer_type]
+        longest = kwargs["max_length_k"][allocator.layer_type]
+        if group.window is None or longest <= group.window:  # no key leaves the window, so none is overwritten
+            return chunk_step(reads, slots, starts, key_starts, longest, group)
+        return ring_step(reads, slots, starts, key_starts, kwargs["max_length_q"], longest, group)

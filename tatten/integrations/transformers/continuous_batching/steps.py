@@ -1,0 +1,173 @@
+"""The tables of a step on the device, made from what the host has written for it; for graphs too.
+
+`tables.py` has the formats. Nothing here reads the contents of a tensor on the host, and all sizes follow from shapes
+and from numbers that transformers keeps constant for a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tatten.integrations.transformers.continuous_batching.tables import STATE, LayerGroup
+from tatten.ops.shared_pages import SharedPages, shared_pages
+from tatten.ops.sizes import ceil_div
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One token for each request.
+
+    Attributes:
+        slots: int64 `[batch]`: the slot of the pool that each new token is written to.
+        table: int32 `[batch, columns]`: the pages of each request.
+        lens: int32 `[batch]`: the keys of each request with the new one; 0 for padding.
+        shared: the pages that requests share, or None where they can't.
+        window: the number of keys that a ring holds; None for layers of full attention.
+    """
+
+    slots: Tensor
+    table: Tensor
+    lens: Tensor
+    shared: SharedPages | None
+    window: int | None
+
+
+@dataclass(frozen=True)
+class ChunkStep:
+    """Any number of tokens for each request, in layers that see all keys of the pages.
+
+    Attributes:
+        slots: int64 `[tokens]`, as in `DecodeStep`.
+        starts: int32 `[batch + 1]`: where the tokens of each request begin.
+        table, lens, window: as in `DecodeStep`.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    table: Tensor
+    lens: Tensor
+    window: int | None
+
+
+@dataclass(frozen=True)
+class RingStep:
+    """Any number of tokens for each request, in layers with a sliding window.
+
+    New keys overwrite keys that earlier tokens of the chunk still attend to, so there are two states: over the keys
+    that the ring holds before the step, and over the new ones.
+
+    Attributes:
+        slots, starts: as in `ChunkStep`.
+        window: the number of keys that a token attends to.
+        new_table, new_lens: the new keys of each request, as a pool of `tokens` pages of one key.
+        old_table, old_lens: the keys that the ring holds, the newest first, as pages of one key. None if it is empty.
+        backwards: int64 `[tokens]`: the tokens of each request in reverse, or None if each has one. Reversed queries
+            are causal over reversed keys: each sees one key more than the one before it.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    window: int
+    new_table: Tensor
+    new_lens: Tensor
+    old_table: Tensor | None
+    old_lens: Tensor | None
+    backwards: Tensor | None
+
+
+Step = DecodeStep | ChunkStep | RingStep
+
+
+def decode_step(rows: Tensor, group: LayerGroup) -> DecodeStep:
+    """Make the step of a group's rows `[batch, columns + STATE]` of the block table."""
+    past, slots = rows[:, -2], rows[:, -1]  # both -1 in rows that pad the batch
+    blocks, lens = rows[:, :-STATE], past + 1
+    if group.window is not None:
+        blocks, lens = blocks[:, : ceil_div(group.window, group.page_size)], lens.clamp(max=group.window)
+    table = blocks * group.stride
+    shared = None
+    if group.shares and rows.shape[0] > 1:
+        shared = shared_pages(table, lens, n_pages=group.n_pages, page_size=group.page_size)
+    return DecodeStep(torch.where(slots < 0, group.trash, slots).to(torch.int64), table, lens, shared, group.window)
+
+
+def chunk_step(
+    reads: Tensor, slots: Tensor, starts: Tensor, key_starts: Tensor, longest: int, group: LayerGroup
+) -> Step:
+    """Make the step of a batch in which requests have any number of tokens.
+
+    Args:
+        reads: the group's read index; empty if no request has keys from before.
+        slots: int64 `[tokens]`, of a pool.
+        starts, key_starts: int32 `[batch + 1]`: where the tokens and the keys of each request begin.
+        longest: the most keys that a request has, or more.
+        group: the layers.
+    """
+    lens = key_starts[1:] - key_starts[:-1]
+    columns = torch.arange(ceil_div(longest, group.page_size), device=slots.device)
+    if reads.numel():
+        at = _first_blocks(lens, group)[:, None] + columns
+        table = reads[at.clamp(max=reads.shape[0] - 1)] * group.stride
+    else:  # each page is that of the first of its tokens
+        at = starts[:-1, None] + columns * group.page_size
+        table = slots[at.clamp(max=slots.shape[0] - 1)] // group.page_size
+    return ChunkStep(slots, starts, table.to(torch.int32), lens, group.window)
+
+
+def ring_step(
+    reads: Tensor, slots: Tensor, starts: Tensor, key_starts: Tensor, most_new: int, longest: int, group: LayerGroup
+) -> RingStep:
+    """Make the step of a batch in which requests have any number of tokens, in layers with a sliding window.
+
+    Args:
+        reads, slots, starts, key_starts, longest, group: as in `chunk_step`.
+        most_new: the most tokens that a request has, or more.
+    """
+    assert group.window is not None
+    new_lens = starts[1:] - starts[:-1]
+    new_table = starts[:-1, None] + torch.arange(most_new, device=slots.device, dtype=torch.int32)
+    backwards = _backwards(starts, slots.shape[0]) if most_new > 1 else None
+    columns = min(group.window, longest) - 1
+    if columns < 1 or not reads.numel():
+        return RingStep(slots, starts, group.window, new_table, new_lens, None, None, backwards)
+    all_lens = key_starts[1:] - key_starts[:-1]
+    held = all_lens - new_lens
+    old_table = _newest_first(reads, all_lens, held, columns, group)
+    # The first token sees `held` keys, and each one after it loses one as soon as all of them exceed the window.
+    old_lens = torch.where(held > 0, (all_lens - 1).clamp(max=group.window - 1), 0)
+    return RingStep(slots, starts, group.window, new_table, new_lens, old_table, old_lens, backwards)
+
+
+def _first_blocks(lens: Tensor, group: LayerGroup) -> Tensor:
+    """Return where in the read index the blocks of each request begin, given its keys with the new ones."""
+    before = 0 if group.window is None else 1  # the number of tokens
+    kept = lens if group.window is None else lens.clamp(max=group.window)
+    entries = (kept + group.page_size - 1) // group.page_size + before
+    return entries.cumsum(0, dtype=torch.int32) - entries + before
+
+
+def _newest_first(reads: Tensor, lens: Tensor, held: Tensor, columns: int, group: LayerGroup) -> Tensor:
+    """Return the slots of the keys that each ring holds, int32 `[batch, columns]`, the newest first."""
+    window, page = group.window, group.page_size
+    assert window is not None
+    reads = reads.to(torch.int32)  # the tables of large windows are large
+    first = _first_blocks(lens, group)
+    last = reads.shape[0] - 1
+    past = reads[(first - 1).clamp(max=last)]
+    age = torch.arange(columns, device=reads.device, dtype=torch.int32)
+    place = (past[:, None] - 1 - age) % window
+    blocks = reads[(first[:, None] + place // page).clamp(max=last)]
+    slots = blocks * (group.stride * page) + place % page
+    return torch.where(age < held[:, None], slots, -1)
+
+
+def _backwards(starts: Tensor, n_tokens: int) -> Tensor:
+    """Return for each token the one in its place if the tokens of each request are reversed; padding stays."""
+    tokens = torch.arange(n_tokens, device=starts.device, dtype=torch.int32)
+    after = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)  # the requests that end before a token
+    sequence = after.clamp(max=starts.shape[0] - 2)
+    reversed_tokens = starts[sequence] + starts[sequence + 1] - 1 - tokens
+    return torch.where(tokens < starts[-1], reversed_tokens, tokens).to(torch.int64)
