@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -53,14 +54,7 @@ class SharedPrefixRollouts:
         """
         _check(trainer)
         prompt_ids = _tokenize(prompts, trainer)
-        unwrapped = unwrap_model_for_generation(
-            trainer.model_wrapped,
-            trainer.accelerator,
-            gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
-            generation_kwargs=trainer.generation_kwargs,
-            gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
-        )
-        with unwrapped as model, _without_gradient_hooks(model), torch.no_grad():
+        with _unwrapped(trainer) as model, _without_gradient_hooks(model), torch.no_grad():
             completions = self._generate(model, prompt_ids, trainer)
         return {"prompt_ids": prompt_ids, "completion_ids": _cut(completions, trainer.eos_token_ids), "logprobs": None}
 
@@ -93,6 +87,82 @@ class SharedPrefixRollouts:
         config.use_cache = True
         config.compile_config = self.compile_config
         return config
+
+
+class ForkedRollouts:
+    """A `rollout_func` for `GRPOTrainer` with `use_transformers_continuous_batching`, which reads each prompt once.
+
+    The trainer passes each prompt `num_generations` times, and its own batches prefill each copy. These prefill a
+    prompt once, and fork its samples from it. On attention "tatten" each decode step reads the shared pages once.
+
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tatten")
+        config = GRPOConfig(..., use_transformers_continuous_batching=True)
+        trainer = GRPOTrainer(model, rewards, args=config, train_dataset=prompts, rollout_func=ForkedRollouts())
+
+    A process may have any part of a prompt's samples. Prompts of which it has equally many are one batch.
+    """
+
+    def __call__(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> dict[str, Tokens | None]:
+        """Draw a completion of each prompt.
+
+        Returns:
+            As `SharedPrefixRollouts` does.
+
+        Raises:
+            ValueError: the trainer has no continuous batching, or is one that `SharedPrefixRollouts` refuses.
+            RuntimeError: transformers returned no completion of some prompt.
+        """
+        _check(trainer)
+        if not trainer.use_transformers_continuous_batching:
+            raise ValueError("`trainer` must have use_transformers_continuous_batching=True, got False")
+        prompt_ids = _tokenize(prompts, trainer)
+        completions: Tokens = [[] for _ in prompt_ids]
+        with _unwrapped(trainer) as model, torch.no_grad():
+            training = model.training
+            for n, requests in sorted(_by_samples(prompt_ids).items()):
+                drawn = iter(self._generate(model, [ids for ids, _ in requests], n, trainer))
+                for place in itertools.chain(*(places for _, places in requests)):
+                    completions[place] = next(drawn)
+            model.train(training)
+        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None}
+
+    def _generate(self, model: PreTrainedModel, prompt_ids: Tokens, n: int, trainer: GRPOTrainer) -> Tokens:
+        """Draw `n` completions of each prompt, one prompt after the other."""
+        config = copy.deepcopy(trainer.generation_config)
+        config.num_return_sequences = n
+        batches = copy.deepcopy(trainer.continuous_batching_config)
+        done = model.generate_batch(prompt_ids, generation_config=config, continuous_batching_config=batches).values()
+        errors = [x.error for x in done if x.error is not None]
+        if errors or len(done) != n * len(prompt_ids):
+            why = errors[0] if errors else "its log says why"
+            missing = n * len(prompt_ids) - len(done) + len(errors)
+            raise RuntimeError(f"`generate_batch` returned no completion for {missing} samples: {why}")
+        return [x.generated_tokens for x in done]
+
+
+def _by_samples(prompt_ids: Tokens) -> dict[int, list[tuple[list[int], list[int]]]]:
+    """Prompts by the number of their samples, each with the places of these."""
+    places: dict[tuple[int, ...], list[int]] = {}
+    for place, ids in enumerate(prompt_ids):
+        places.setdefault(tuple(ids), []).append(place)
+    found: dict[int, list[tuple[list[int], list[int]]]] = {}
+    for prompt, of in places.items():
+        # transformers (5.24) forks a prompt of which all but the last token are computed, so there must be one.
+        for samples in [of] if len(prompt) > 1 else [[place] for place in of]:
+            found.setdefault(len(samples), []).append((list(prompt), samples))
+    return found
+
+
+def _unwrapped(trainer: GRPOTrainer) -> AbstractContextManager[PreTrainedModel]:
+    """The model as its own rollouts have it."""
+    unwrapped: AbstractContextManager[PreTrainedModel] = unwrap_model_for_generation(
+        trainer.model_wrapped,
+        trainer.accelerator,
+        gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
+        generation_kwargs=trainer.generation_kwargs,
+        gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+    )
+    return unwrapped
 
 
 def _check(trainer: GRPOTrainer) -> None:

@@ -425,7 +425,8 @@ def test_names_that_are_imported_first() -> None:
 
 # The APIs that the tests above break in another way, and those that need none.
 OTHERS = {
-    # broken by the tests beside `BREAKS`
+    # broken by the tests beside `BREAKS`, or in `test_serve.py`
+    "_validate_args",
     *("torch._subclasses.fake_tensor", "torch.utils._python_dispatch.TorchDispatchMode", "torch._disable_dynamo"),
     *("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast", "torch._C"),
     *("torch._dynamo.backends", "torch._dynamo.exc", "torch._inductor.cudagraph_trees", "torch._dynamo.config"),
@@ -436,7 +437,7 @@ OTHERS = {
     # documented in spite of their names
     *("torch._check", "torch._inductor.compile", "torch._inductor.list_mode_options", "torch._inductor.list_options"),
     # only recognised: where they move, calls are declined or an attribute has its default
-    *("_can_compile_fullgraph", "_is_user_defined"),
+    *("_can_compile_fullgraph", "_is_user_defined", "_generation_state"),
     *("torch._dynamo.variables", "_dynamo_marked_constant", "_timeout", "_torchdynamo_orig_callable", "_orig_mod"),
     # imported for types alone
     *("torch._ops.OpOverload", "torch._ops.OpOverloadPacket"),

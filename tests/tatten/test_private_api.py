@@ -85,6 +85,19 @@ def test_integrations_trl() -> None:
     assert [hook.__name__ for hook in hooks.values()] == ["make_inputs_require_grads"]
 
 
+def test_tatten_serve() -> None:
+    """The method that refuses names, and the state whose thread has to be stopped."""
+    from transformers.cli.serve import Serve
+    from transformers.cli.serving import model_manager, utils
+
+    manager = object.__new__(model_manager.ModelManager)
+    manager.quantization, manager.attn_implementation = None, "tatten"
+    with pytest.raises(ValueError, match="Unsupported attention implementation: 'tatten'"):
+        manager._validate_args()
+    assert "self._generation_state = GenerationState(" in inspect.getsource(Serve.__init__)
+    assert callable(utils.GenerationState.shutdown)
+
+
 def test_integrations_transformers_config() -> None:
     from transformers import DynamicCache, LlamaConfig
     from transformers.cache_utils import DynamicLayer

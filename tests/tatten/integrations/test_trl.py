@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, PreTrainedTokenizerFast
@@ -15,17 +16,24 @@ from transformers import CompileConfig, PreTrainedTokenizerFast
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 datasets = pytest.importorskip("datasets")  # comes with it
 
-from tatten.integrations.trl import SharedPrefixRollouts  # noqa: E402
+from tatten.integrations.transformers.continuous_batching import supported  # noqa: E402
+from tatten.integrations.trl import ForkedRollouts, SharedPrefixRollouts  # noqa: E402
 
 N, NEW, VOCABULARY = 4, 6, 99
 TEXTS = ["11 12 13 14 15 16 17", "21 22 23", "31 32 33 34 35", "41"]
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
 ENDS = list(range(1, 9))  # tokens that end a completion: about one in twelve
+BATCHES: dict[str, Any] = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"page_size": 4, "num_blocks": 200, "max_batch_tokens": 64},
+}
+TESTED = transformers.__version__.startswith(supported.VERSIONS)
+batching = pytest.mark.skipif(not TESTED, reason="transformers is not a version that batches were tested with")
 
 
-def trainer(folder: Path, prompts: list[Any], rollouts: SharedPrefixRollouts | None, **options: Any) -> Any:
+def trainer(folder: Path, prompts: list[Any], rollouts: Any, attention: str = "sdpa", **options: Any) -> Any:
     """A trainer of a tiny model, the same each time, that records what it is rewarded for as `completions`."""
-    model = tiny_models.build("llama", "sdpa").train()
+    model = tiny_models.build("llama", attention).train()
     model.generation_config.eos_token_id = ENDS
     special = {"pad_token": "PAD", "eos_token": "END", "unk_token": "UNK"}
     vocabulary = {word: i for i, word in enumerate([*special.values(), *map(str, range(3, VOCABULARY))])}
@@ -112,7 +120,12 @@ def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("of", [[0] * N + [1] * N, [3, 3, 0, 2, 2, 2, 0], [3, 3]], ids=["groups", "parts", "one token"])
+parts_of_batches = pytest.mark.parametrize(
+    "of", [[0] * N + [1] * N, [3, 3, 0, 2, 2, 2, 0], [3, 3]], ids=["groups", "parts", "one token"]
+)
+
+
+@parts_of_batches
 @pytest.mark.parametrize("prompts", [TEXTS, CHATS], ids=["text", "chat"])
 def test_completions(prompts: list[Any], of: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches have whole groups, as in one process, or parts of them, as in processes that share a group."""
@@ -172,3 +185,75 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     made.processing_class.model_input_names = ["input_ids", "attention_mask", "token_type_ids"]
     with pytest.raises(ValueError, match=r"`prompts` must be text .*, got \['token_type_ids'\] as well"):
         rollouts(TEXTS, made)
+
+
+def completions(made: Any, batch: list[Any]) -> list[list[int]]:
+    """Those that a trainer draws, by its rollouts or by itself."""
+    torch.manual_seed(1)
+    if made.rollout_func is not None:
+        drawn: list[list[int]] = made.rollout_func(batch, made)["completion_ids"]
+    else:
+        drawn, _ = made._generate_single_turn(*made._tokenize_prompts(batch), N)
+    assert made.model.training
+    return drawn
+
+
+@batching
+@pytest.mark.drawn(2)
+@parts_of_batches
+@pytest.mark.parametrize("prompts", [TEXTS, CHATS], ids=["text", "chat"])
+def test_forks(prompts: list[Any], of: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without chance, completions are those without forks. From one seed, they are those of forks on eager."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    batch = [prompts[i] for i in of]
+    drawn, prefilled = {}, {}
+    for name, rollouts, attention in (
+        ("own", None, "sdpa"),
+        ("own on tatten", None, "tatten"),
+        ("forked", ForkedRollouts(), "tatten"),
+        ("forked on eager", ForkedRollouts(), "eager"),
+    ):
+        made = trainer(tmp_path, prompts, rollouts, attention, **BATCHES)
+        tokens = Prefilled(made.model)
+        for made.generation_config.top_k in (1, 20):
+            drawn[name, made.generation_config.top_k] = completions(made, batch)
+            prefilled.setdefault(name, sum(tokens.tokens))
+    assert drawn["own on tatten", 1] == drawn["forked", 1] == drawn["forked on eager", 1] == drawn["own", 1]
+    assert drawn["own on tatten", 20] == drawn["own", 20]
+    assert drawn["forked", 20] == drawn["forked on eager", 20]
+
+    ids = {i: made._tokenize_prompts([prompts[i]])[0][0] for i in of}
+    saved = sum((of.count(i) - 1) * (len(x) - 1) for i, x in ids.items())  # each sample reads the last token itself
+    assert prefilled["own on tatten"] - prefilled["forked"] == saved
+    assert saved or max(map(len, ids.values())) == 1
+
+
+@batching
+def test_training_on_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps on completions without chance: losses and weights as without forks, on SDPA."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    greedy = {"top_k": 1}
+    own = trainer(tmp_path, TEXTS, None, generation_kwargs=greedy, **BATCHES)
+    forked = trainer(tmp_path, TEXTS, ForkedRollouts(), "tatten", generation_kwargs=greedy, **BATCHES)
+    for made in (own, forked):
+        made.train()
+    assert len(own.completions) == 3 * 2 * N
+    assert forked.completions == own.completions
+    for theirs, ours in zip(own.model.parameters(), forked.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@batching
+def test_what_forks_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    made = trainer(tmp_path, TEXTS, ForkedRollouts())
+    with pytest.raises(ValueError, match="`trainer` must have use_transformers_continuous_batching=True, got False"):
+        made.rollout_func(TEXTS, made)
+    made = trainer(tmp_path, TEXTS, ForkedRollouts(), **BATCHES)
+    monkeypatch.setattr(made, "use_vllm", True)
+    with pytest.raises(ValueError, match="`trainer` must generate with transformers"):
+        made.rollout_func(TEXTS, made)
+    monkeypatch.setattr(made, "use_vllm", False)
+    monkeypatch.setattr(made.model, "generate_batch", lambda *args, **kwargs: {})
+    with pytest.raises(RuntimeError, match="`generate_batch` returned no completion for 4 samples: its log says why"):
+        made.rollout_func(TEXTS, made)
