@@ -444,6 +444,8 @@ OTHERS = {
     # looked for at import: those that are missing are left out
     *(f"torch.ops.aten._scaled_dot_product_{x}_attention" for x in ("flash", "efficient", "cudnn")),
     *("_safe_softmax", "_special", "_nn", "_linalg", "_fft"),
+    # of transformers' allocators, whose code is compared with the tested one: test_continuous_batching_replaced.py
+    *("_kv_page_views", "_kv_token_views", "_compute_blocks_needed"),
     # not PyTorch's
     *("_make", "_value_", "_replace", "_asdict", "_fields"),
     # prefixes in names that `moved` is given
