@@ -70,13 +70,15 @@ def with_kvcache(
     else:
         _write_plainly(k_cache, v_cache, k, v, cache_seqlens, block_table)
     attention = peers.fa3() if q.is_cuda else _plain
-    out: Tensor = attention(q[:, 0], k_cache, v_cache, _one_each(batch, q.device), None, 1, longest, **given)[0]
+    out: Tensor = attention(q[:, 0], k_cache, v_cache, _starts(q.device)[: batch + 1], None, 1, longest, **given)[0]
     return out[:, None]
 
 
 @functools.cache
-def _one_each(batch: int, device: torch.device) -> Tensor:
-    return torch.arange(batch + 1, dtype=torch.int32, device=device)
+def _starts(device: torch.device) -> Tensor:
+    """Starts of up to 4096 sequences of one token. They are made outside of graphs, whose memory others may take."""
+    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
+    return torch.arange(4097, dtype=torch.int32, device=device)
 
 
 def _plain(
@@ -136,6 +138,8 @@ def install() -> None:
             return None, varlen, with_kvcache, flash_utils._pad_input, flash_utils._unpad_input
         return load(implementation, *args, **kwargs)
 
+    if torch.cuda.is_available():
+        _starts(torch.device("cuda", torch.cuda.current_device()))
     flash_utils._lazy_imports = lazy_imports
     AttentionInterface.register(NAME, flash_attention_forward)
 

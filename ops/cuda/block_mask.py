@@ -27,10 +27,12 @@ class FindBlockList:
     find_bits: Launch
     make_list: Launch
 
-    def __call__(self, attn_mask: Tensor, kv_lens: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, attn_mask: Tensor, kv_lens: Tensor | None = None, block_table: Tensor | None = None
+    ) -> Tensor:
         mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
         bits, block_list = allocate(mask, *self.writes)
-        self.find_bits(mask, kv_lens, bits)
+        self.find_bits(mask, kv_lens, block_table, bits)
         self.make_list(bits, block_list)
         return block_list
 
@@ -43,9 +45,12 @@ def plan_block_list(
     kv_lens: Tensor | None = None,
     q_len: int = 1,
     window: int | None = None,
+    pages: tuple[Tensor, int, int] | None = None,
     every_block: bool = False,
 ) -> FindBlockList:
-    """Plan for a mask, which `kv_lens` and `window` may narrow.
+    """Plan for a mask, which `kv_lens` and `window` may narrow, and entries that name no page.
+
+    `pages` are the block table, the number of pages and their size, if keys are in pages.
 
     `kv_len` is for a mask that broadcasts over keys. `q_len` is needed only for a window, which ends at each query. If
     `every_block` is set, empty blocks are listed too, and all blocks are in order.
@@ -66,6 +71,8 @@ def plan_block_list(
         (kv_rows, ceil_div(n_blocks, blocks_at_once)),
         {},
         mask_strides=(0 if mask.shape[0] == 1 else mask.stride(0), *mask.stride()[1:]),
+        table_strides=() if pages is None else pages[0].stride(),
+        n_pages=0 if pages is None else pages[1],
         seqs_per_kv=seqs_per_kv,
         mask_heads=mask.shape[1],
         mask_q_len=mask.shape[2],
@@ -75,6 +82,7 @@ def plan_block_list(
         n_blocks=n_blocks,
         ADDITIVE=additive,
         HAS_LENS=kv_lens is not None,
+        PAGE=0 if pages is None else pages[2],
         WINDOW=window is not None,
         BLOCK_KEYS=BLOCK_KEYS,
         BLOCKS_AT_ONCE=blocks_at_once,

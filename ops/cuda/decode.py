@@ -50,7 +50,7 @@ class SegmentLaunch:
         kv_lens, block_mask, row_groups, sinks, shared = [x if x is None else x.contiguous() for x in optional]
         if table is None:  # in pages, scales may have any strides
             key_scale, value_scale = [x if x is None else x.contiguous() for x in (key_scale, value_scale)]
-        mask, block_mask = self.mask(attn_mask, kv_lens, block_mask)
+        mask, block_mask = self.mask(attn_mask, kv_lens, block_mask, table)
         out, lse, partial_out, partial_lse = allocate(call.query, *self.writes)
         self.launch(
             call.query,

@@ -32,11 +32,15 @@ class MaskPlan:
     strides: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
 
     def __call__(
-        self, attn_mask: Tensor | None, kv_lens: Tensor | None, block_mask: Tensor | None
+        self,
+        attn_mask: Tensor | None,
+        kv_lens: Tensor | None,
+        block_mask: Tensor | None,
+        block_table: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the mask as the kernel reads it, or None, and its block list."""
         if attn_mask is not None and self.find_blocks is not None:
-            block_mask = self.find_blocks(attn_mask, kv_lens)
+            block_mask = self.find_blocks(attn_mask, kv_lens, block_table)
         listed = block_mask if self.has_block_list else None
         if attn_mask is None or self.kind == NO_MASK:
             return None, listed
@@ -59,7 +63,16 @@ def plan_mask(query: Tensor, stored: KeyValue, window: int | None = None) -> Mas
     mask = squeeze_broadcast(attn_mask)
     find_blocks = None
     if block_mask is None:
-        find_blocks = plan_block_list(mask, kv_batch, kv_len=kv_len, kv_lens=kv_lens, q_len=q_len, window=window)
+        table, key = stored.block_table, stored.key
+        find_blocks = plan_block_list(
+            mask,
+            kv_batch,
+            kv_len=kv_len,
+            kv_lens=kv_lens,
+            q_len=q_len,
+            window=window,
+            pages=None if table is None else (table, key.shape[0], key.shape[2]),
+        )
         groups = find_blocks.kv_rows
     per_sequence = mask.shape[0] == batch and (stored.row_groups is not None or batch != kv_batch)
     one_for_all = mask.shape[0] == 1 or not per_sequence  # for the sequences that share a kv_row

@@ -14,12 +14,18 @@ from tatten.ops.masks import EXCLUDING_BIAS
 _EXCLUDING = tl.constexpr(EXCLUDING_BIAS)
 
 
-@triton.jit(do_not_specialize=["seqs_per_kv", "mask_heads", "mask_q_len", "q_len", "kv_len", "window", "n_blocks"])
+_SIZES = ["n_pages", "seqs_per_kv", "mask_heads", "mask_q_len", "q_len", "kv_len", "window", "n_blocks"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def _bits_kernel(
     mask,
     kv_lens,
+    block_table,
     bits,
     mask_strides,
+    table_strides,
+    n_pages,
     seqs_per_kv,
     mask_heads,
     mask_q_len,
@@ -29,6 +35,7 @@ def _bits_kernel(
     n_blocks,
     ADDITIVE: tl.constexpr,
     HAS_LENS: tl.constexpr,
+    PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCKS_AT_ONCE: tl.constexpr,
@@ -48,9 +55,14 @@ def _bits_kernel(
     length = kv_len
     if HAS_LENS:
         length = tl.minimum(tl.maximum(tl.load(kv_lens + kv_row), 0), kv_len).to(tl.int32)
+    there = keys < length
+    if PAGE:  # a key without a page does not count, whatever its bias is
+        table_b, table_s = table_strides
+        entries = tl.load(block_table + kv_row * table_b + keys // PAGE * table_s, mask=there, other=-1)
+        there = there & (entries >= 0) & (entries < n_pages)
     n_q_rows = seqs_per_kv * mask_heads * mask_q_len
     used = tl.zeros([BLOCKS_AT_ONCE, BLOCK_KEYS], tl.int32)
-    full = (keys < length).to(tl.int32).reshape([BLOCKS_AT_ONCE, BLOCK_KEYS])
+    full = there.to(tl.int32).reshape([BLOCKS_AT_ONCE, BLOCK_KEYS])
     if ADDITIVE:
         above_any = tl.zeros([BLOCKS_AT_ONCE, BLOCK_KEYS], tl.int32)
         queries = tl.zeros([BLOCKS_AT_ONCE], tl.int64)
@@ -60,7 +72,7 @@ def _bits_kernel(
         position = q_row % mask_q_len
         start = (kv_row * seqs_per_kv + q_row // (mask_heads * mask_q_len)) * mask_b
         start += q_row // mask_q_len % mask_heads * mask_h + position * mask_l
-        within = q_ok & (keys < length)
+        within = q_ok & there
         plain = within
         if WINDOW:
             # A mask with one query stands for all; their windows reach from the first one's to the last one's.

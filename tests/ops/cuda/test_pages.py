@@ -19,6 +19,7 @@ from tatten.ops.call import AttentionCall
 from tatten.ops.cuda.providers import unsupported_reason
 from tatten.ops.cuda.workload import Workload, needs_of
 from tatten.ops.kernel_signatures import decode_call
+from tatten.ops.reference import decode_attention_reference
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs where no GPU is")
 
@@ -154,3 +155,21 @@ def test_other_providers_say_that_they_take_no_block_table(provider: str) -> Non
     (stored,) = call.segments
     work = Workload.of(call.query, stored.key, stored.value, needs_of(call))
     assert "block table" in (unsupported_reason(provider, work) or "")
+
+
+@interpreted
+def test_a_bias_of_keys_without_pages_does_not_count() -> None:
+    """All that is left of a query has the lowest bias, which excludes keys only beside others."""
+    low = torch.finfo(torch.float32).min
+    mask = torch.full((1, 1, 2, 20), low)
+    mask[0, 0, 0, :4], mask[0, 0, 1, 5] = 0.0, 1.0  # the first page has no entry
+    key, value = torch.randn(2, 6, 4, 1, 16)
+    tensors = torch.randn(1, 2, 2, 16), key, value, mask, torch.tensor([14])
+    table = torch.tensor([[-1, 1, 2, 9, 3]], dtype=torch.int32)
+    from tatten.ops.cuda.decode import plan_attention
+
+    call = decode_call(*tensors, None, None, block_table=table)
+    out, lse = plan_attention(call)(call)
+    want, want_lse = decode_attention_reference(*tensors, block_table=table)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse)
