@@ -5,13 +5,14 @@ A claim that a new run does not support is mended in the page and here together:
 
 from __future__ import annotations
 
-from claims import attention, batches, model_steps, several_gpus, shared_prefixes, sparse
+from claims import attention, batches, model_steps, pages, several_gpus, shared_prefixes, sparse
 
 CLAIMS = [
     *model_steps.CLAIMS,
     *attention.CLAIMS,
     *sparse.CLAIMS,
     *shared_prefixes.CLAIMS,
+    *pages.CLAIMS,
     *batches.CLAIMS,
     *several_gpus.CLAIMS,
 ]

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tables import attention, batches, model_steps, several_gpus, shared_prefixes
+from tables import attention, batches, model_steps, pages, several_gpus, shared_prefixes
 from tables.headlines import HEADLINES
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / "benchmarks.md", *sorted((DOCS / "benchmarks").glob("*.md"))]
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-TABLES = HEADLINES | model_steps.TABLES | attention.TABLES | batches.TABLES
+TABLES = HEADLINES | model_steps.TABLES | attention.TABLES | batches.TABLES | pages.TABLES
 TABLES |= shared_prefixes.TABLES | several_gpus.TABLES
 
 

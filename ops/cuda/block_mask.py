@@ -27,9 +27,7 @@ class FindBlockList:
     find_bits: Launch
     make_list: Launch
 
-    def __call__(
-        self, attn_mask: Tensor, kv_lens: Tensor | None = None, block_table: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, attn_mask: Tensor, kv_lens: Tensor | None = None, block_table: Tensor | None = None) -> Tensor:
         mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
         bits, block_list = allocate(mask, *self.writes)
         self.find_bits(mask, kv_lens, block_table, bits)

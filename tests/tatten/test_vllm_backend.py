@@ -20,7 +20,7 @@ from tatten.ops.page_runs import ENTRY_STOPS
 
 EXAMPLE = Path(__file__).parents[2] / "examples/vllm_backend.py"
 CONTRACT = vllm_contract.stored()
-HEADS, KV_HEADS, D, PAGE, BLOCKS, COLUMNS = 4, 2, 16, 16, 60, 8
+HEADS, KV_HEADS, D, PAGE, BLOCKS, COLUMNS = 4, 2, 16, 16, 60, 12
 WINDOW = 20
 
 
@@ -237,9 +237,9 @@ def test_shared_pages_once_a_step(example: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tatten, "decode_attention", attending)
     engine = Engine(example, torch.float32, True, None)
     first = engine.admit()
-    engine.step({first: 100})
+    engine.step({first: 140})
     assert not finds
-    second, third = engine.admit(first, shared=6), engine.admit()
+    second, third = engine.admit(first, shared=8), engine.admit()
     engine.step({second: 7, third: 20})
     kept = [engine.step(dict.fromkeys(rows, 1)).shared for rows in ([first, second], [third, first], [second, first])]
     assert len(finds) == len(used) == 3

@@ -26,6 +26,7 @@ needs_tested = pytest.mark.skipif(not TESTED, reason="no other transformers was 
 @pytest.fixture(autouse=True)
 def _installed() -> Iterator[None]:
     contract.digest.cache_clear()
+    continuous_batching.install()  # other tests run code that undoes it
     yield
     contract.digest.cache_clear()
     continuous_batching.uninstall()

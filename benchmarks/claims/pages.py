@@ -1,0 +1,74 @@
+"""Claims about keys and values in pages on a GPU."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from claims.claim import Claim, Row
+
+
+def of_ratios(
+    reduce: Callable[[list[float]], float], a: str, b: str, only: Callable[[Row], bool] = lambda r: True
+) -> Callable[[list[Row]], float]:
+    """Return a function of rows: that of the ratios of two candidates' times."""
+    return lambda rows: reduce([r["us"][a] / r["us"][b] for r in rows if only(r)])
+
+
+def _at_256(rows: list[Row], name: str) -> Row:
+    wanted = "finding", 256, 512, name
+    return next(r for r in rows if (r["section"], r.get("batch"), r.get("columns"), r["name"]) == wanted)
+
+
+CLAIMS = [
+    *(
+        Claim(
+            f"pages of {page} beside FlashAttention-3",
+            "paged",
+            14,
+            of_ratios(statistics.geometric_mean, f"page {page}", f"fa3 {page}"),
+            said,
+            at_most=most,
+            within=0.02,
+        )
+        for page, most, said in (
+            (256, 0.96, "0.96 times as long as FlashAttention-3 in geometric mean for pages of 256 and 64"),
+            (64, 0.97, "0.96 times as long as FlashAttention-3 in geometric mean for pages of 256 and 64"),
+            (16, 0.99, "0.99 for pages of 16"),
+            (1, 1.01, "1.01 for pages of 1"),
+        )
+    ),
+    Claim(
+        "pages of 256 beside keys in order, ragged",
+        "paged",
+        14,
+        of_ratios(max, "page 256", "dense", lambda r: r["section"] == "ragged"),
+        "at most 1.02 of keys in order",
+        at_most=1.02,
+        within=0.02,
+    ),
+    Claim(
+        "shared pages beside segments",
+        "shared_pages",
+        18,
+        lambda rows: max(r["ratio"] for r in rows if r["section"] == "shared"),
+        "1.07 to 1.51 times",
+        at_most=1.51,
+    ),
+    Claim(
+        "finding shared pages",
+        "shared_pages",
+        18,
+        lambda rows: max(_at_256(rows, name)["us"]["find"] for name in ("half shared", "nothing shared")),
+        "takes at most 20 us",
+        at_most=20,
+    ),
+    Claim(
+        "mixed batches beside FlashAttention-3",
+        "mixed",
+        9,
+        of_ratios(max, "tatten", "fa3"),
+        "1.02 to 1.34 times",
+        at_most=1.34,
+    ),
+]

@@ -1,0 +1,54 @@
+"""Tables of keys and values in pages: beside keys in order, pages that sequences share, and mixed batches."""
+
+from __future__ import annotations
+
+from tables.table import Cell, Row, Table, heads, number, us
+
+
+def ratio(a: str, b: str) -> Cell:
+    return lambda r: number(r["us"][a] / r["us"][b] if {a, b} <= r["us"].keys() else None, 2)
+
+
+def _lengths(r: Row) -> str:
+    return f"{r['name']} keys" if r["section"] == "nine" else str(r["name"])
+
+
+PAGED: dict[str, Cell | str] = {
+    "heads": heads,
+    "batch": lambda r: len(r["lengths"]),
+    "lengths": _lengths,
+    "floor": us("floor"),
+    "in order": us("dense"),
+    **{f"pages of {n}": us(f"page {n}") for n in (256, 64, 16, 1)},
+    **{f"FA3, {n}": us(f"fa3 {n}") for n in (256, 64, 16, 1)},
+}
+SHARED: dict[str, Cell | str] = {
+    "heads, and keys of each level": "name",
+    "pages apart": us("paged"),
+    "shared": us("shared"),
+    "finding them": us("find"),
+    "dense segments": us("segments"),
+    "shared, with 1/32 of finding, to segments": lambda r: number(r["ratio"], 2),
+}
+FINDING: dict[str, Cell | str] = {
+    "sequences": "batch",
+    "pages of each": "columns",
+    "tables": "name",
+    "finding": us("find"),
+    "attention, pages apart": us("paged"),
+    "with what was found": us("shared"),
+}
+MIXED: dict[str, Cell | str] = {
+    "batch": "name",
+    "page": "page",
+    "floor": us("floor", 0),
+    "FA3": us("fa3", 0),
+    "tatten": us("tatten", 0),
+    "tatten to FA3": ratio("tatten", "fa3"),
+}
+TABLES = {
+    "paged": Table("paged", PAGED),
+    "shared_pages": Table("shared_pages", SHARED, lambda r: r["section"] == "shared"),
+    "finding_pages": Table("shared_pages", FINDING, lambda r: r["section"] == "finding"),
+    "mixed": Table("mixed", MIXED),
+}
