@@ -44,9 +44,9 @@ def shared_pages(
     results without it, but reads a shared page for each sequence that has it. On a GPU the tables stay there: the host
     reads nothing, and a captured CUDA graph serves tables of any contents.
 
-    Sequences share what lies before the first 128 keys, or the first page if that is larger, that differ. They may share
-    it with one group of sequences, and what follows with another: a system prompt and a question, or a question and its
-    samples.
+    Sequences share what lies before the first 128 keys, or the first page if that is larger, that differ. They may
+    share it with one group of sequences, and what follows with another: a system prompt and a question, or a question
+    and its samples.
 
     Args:
         block_table: int32 `[batch, max_pages]`, as `decode_attention` takes it.
