@@ -281,3 +281,14 @@ def test_what_forks_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(made.model, "generate_batch", lambda *args, **kwargs: {})
     with pytest.raises(RuntimeError, match="`generate_batch` returned no completion for 4 samples: its log says why"):
         made.rollout_func(TEXTS, made)
+
+
+@batching
+def test_a_failed_rollout_leaves_the_model_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate_batch` puts the model into evaluation."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    made = trainer(tmp_path, TEXTS, ForkedRollouts(), **BATCHES)
+    monkeypatch.setattr(made.model, "generate_batch", lambda *args, **kwargs: made.model.eval() and {})
+    with pytest.raises(RuntimeError, match="`generate_batch` returned no completion"):
+        made.rollout_func(TEXTS, made)
+    assert made.model.training
