@@ -55,7 +55,7 @@ def check_server() -> None:
     except ImportError as error:
         raise SystemExit(f"tatten-serve needs transformers: {INSTALL} ({error})") from error
     if not is_serve_available():
-        raise SystemExit(f"tatten-serve needs FastAPI, Uvicorn and what else `transformers serve` needs: {INSTALL}")
+        raise SystemExit(f"tatten-serve needs FastAPI, Uvicorn and all else of `transformers serve`: {INSTALL}")
     from tatten.integrations.transformers.continuous_batching.supported import check_transformers
 
     try:

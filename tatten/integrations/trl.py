@@ -119,11 +119,13 @@ class ForkedRollouts:
         completions: Tokens = [[] for _ in prompt_ids]
         with _unwrapped(trainer) as model, torch.no_grad():
             training = model.training
-            for n, requests in sorted(_by_samples(prompt_ids).items()):
-                drawn = iter(self._generate(model, [ids for ids, _ in requests], n, trainer))
-                for place in itertools.chain(*(places for _, places in requests)):
-                    completions[place] = next(drawn)
-            model.train(training)
+            try:
+                for n, requests in sorted(_by_samples(prompt_ids).items()):
+                    drawn = iter(self._generate(model, [ids for ids, _ in requests], n, trainer))
+                    for place in itertools.chain(*(places for _, places in requests)):
+                        completions[place] = next(drawn)
+            finally:
+                model.train(training)
         return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None}
 
     def _generate(self, model: PreTrainedModel, prompt_ids: Tokens, n: int, trainer: GRPOTrainer) -> Tokens:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedTokenizerFast
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 datasets = pytest.importorskip("datasets")  # comes with it
@@ -187,6 +189,28 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         rollouts(TEXTS, made)
 
 
+@pytest.mark.parametrize("page", ["caches", pytest.param("continuous_batching", marks=batching)])
+def test_the_code_of_pages(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainers of the pages are made, of a tiny model, on a CPU."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trl, "GRPOConfig", functools.partial(trl.GRPOConfig, use_cpu=True, bf16=False))
+    made = trainer(tmp_path, TEXTS, None)
+    made.model.save_pretrained("model")
+    made.processing_class.save_pretrained("model")
+    names = {
+        "name": "model",
+        "model": AutoModelForCausalLM.from_pretrained("model"),
+        "dataset": made.train_dataset,
+        "reward_func": lambda completions, **kwargs: [1.0] * len(completions),
+    }
+    text = (Path(__file__).parents[3] / f"docs/{page}.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    [code] = [code for code in blocks if "from trl import" in code]
+    exec(code, names)
+    assert names["trainer"].rollout_func is not None
+
+
 def completions(made: Any, batch: list[Any]) -> list[list[int]]:
     """Those that a trainer draws, by its rollouts or by itself."""
     torch.manual_seed(1)
@@ -257,3 +281,14 @@ def test_what_forks_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(made.model, "generate_batch", lambda *args, **kwargs: {})
     with pytest.raises(RuntimeError, match="`generate_batch` returned no completion for 4 samples: its log says why"):
         made.rollout_func(TEXTS, made)
+
+
+@batching
+def test_a_failed_rollout_leaves_the_model_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate_batch` puts the model into evaluation."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    made = trainer(tmp_path, TEXTS, ForkedRollouts(), **BATCHES)
+    monkeypatch.setattr(made.model, "generate_batch", lambda *args, **kwargs: made.model.eval() and {})
+    with pytest.raises(RuntimeError, match="`generate_batch` returned no completion"):
+        made.rollout_func(TEXTS, made)
+    assert made.model.training
