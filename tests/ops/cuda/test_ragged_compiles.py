@@ -55,6 +55,7 @@ def variants(dtype: str, dims: tuple[int, ...], tokens: tuple[int, ...], *option
     return [((dtype, dim, n), given) for dim in dims for n in tokens for given in options]
 
 
+COMBINES = "_combine_shares_kernel", "_combine_chunks_kernel"
 GROUPS: dict[str, list[Variant]] = {
     "pages": variants("bfloat16", (128,), (FEW, MANY), *({"page": page} for page in (1, 16, 64, 256))),
     "head_dim": [
@@ -101,7 +102,7 @@ def faults(kernel: dict, per_sm: list[int], dtype: str) -> list[str]:
         found.append("programs do not overlap")
     if FUSIBLE.search(ptx):
         found.append("products and sums that ptxas may fuse or not")
-    if name == "_combine_blocks_kernel" and not -1 < ptx.find("griddepcontrol.wait") < ptx.find("ld.global"):
+    if name in COMBINES and not -1 < ptx.find("griddepcontrol.wait") < ptx.find("ld.global"):
         found.append("loads before the launch before is done")
     tile = "" if kernel["tile"] is None else f" {kernel['tile']}"
     return [f"{name}{tile}: {fault}" for fault in found]
