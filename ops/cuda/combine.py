@@ -109,7 +109,6 @@ def plan_combine(
     pdl = pdl and not INTERPRETED and has_early_launches(query.device)
     dim = max(16, power_of_2(value_dim))
     partials = min(64, power_of_2(max([x.most_partials(batch, dim > WIDE) for x in spaces] or [1])))
-
     if shared:  # few of many states have more, and room for them costs more than another pass
         partials = min(partials, 8)
     few = n_states < gpu_rates(query.device).many_states

@@ -155,13 +155,8 @@ def plan_segment(
     every_key = mask.has_block_list or (window is None and stored.attn_mask is None and part != SHARED_PART)
     large = kv_bytes >= gpu_rates(query.device).tma_least_bytes
     tma = not INTERPRETED and has_tma(query.device) and large and not call.batch_invariant
-    tma = (
-        tma
-        and every_key
-        and (table is None or (key.shape[2] >= tiles.block_n and not part))
-        and takes_tma(key)
-        and takes_tma(value)
-    )
+    one_box = table is None or (key.shape[2] >= tiles.block_n and not part)  # for a tile
+    tma = tma and every_key and one_box and takes_tma(key) and takes_tma(value)
     if tma and (recording := recorder.get()) is not None and not recording.tma:
         # Kernels that Inductor defines do without TMA: Inductor would make descriptors anew in each call.
         recording.without_tma += kv_bytes

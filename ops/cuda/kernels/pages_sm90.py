@@ -282,7 +282,7 @@ def _consume(
         at_b, head, at_l, state, ok, limit = _queries_of(
             lists, block, q_start + rows, kv_head, heads_per_kv, members, q_len, batch, SHARED
         )
-        # Of the queries that there are: the one that attends to the fewest keys, and the one that does to the most.
+        # The smallest and the largest limit of the queries that there are.
         least = gl.min(gl.where(ok, limit, 1 << 30), axis=0)
         most = gl.max(gl.where(ok, limit, -1), axis=0)
         seen_from = begin  # the first key that any query of the block attends to
@@ -419,23 +419,13 @@ def _masked(
     return gl.where(ok, scores, float("-inf"))
 
 
-@gluon.jit(
-    do_not_specialize=[
-        *(
-            "query_b",
-            "query_h",
-            "query_l",
-            "table_b",
-            "table_s",
-            "kv_len",
-            "window",
-            "room",
-            "kv_heads",
-            "heads_per_kv",
-        ),
-        *("members", "q_len", "q_blocks", "programs", "batch", "n_pages"),
-    ]
-)
+_SIZES = [
+    *("query_b", "query_h", "query_l", "table_b", "table_s", "window", "kv_len", "n_pages", "room", "kv_heads"),
+    *("heads_per_kv", "members", "q_len", "q_blocks", "programs", "batch"),
+]
+
+
+@gluon.jit(do_not_specialize=_SIZES)
 def _pages_kernel(
     query,
     key,
