@@ -151,8 +151,9 @@ def plan_segment(
     rope_dim = 0 if rope is None else rope.shape[3]
     rope_strides = () if rope is None or call.query_rope is None else (call.query_rope.stride(), rope.stride())
     # TMA reads whole tiles, so it is used if every key counts: without a mask, or in its run of full blocks.
-    # With lengths these are the tiles before that of the last key.
-    every_key = mask.has_block_list or (window is None and stored.attn_mask is None and part != SHARED_PART)
+    # With lengths these are the tiles before that of the last key; for latents this was not measured.
+    narrowed = (window, stored.attn_mask, stored.kv_lens if call.latent else None)
+    every_key = mask.has_block_list or (part != SHARED_PART and all(x is None for x in narrowed))
     large = kv_bytes >= gpu_rates(query.device).tma_least_bytes
     tma = not INTERPRETED and has_tma(query.device) and large and not call.batch_invariant
     one_box = table is None or (key.shape[2] >= tiles.block_n and not part)  # for a tile
