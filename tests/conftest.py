@@ -11,6 +11,7 @@ import torch
 from interpreted import make_fast
 from slow import is_drawn, left_undrawn
 
+from tatten.ops import moved
 from tatten.passes import cost, internal
 
 if not torch.cuda.is_available():
@@ -58,6 +59,12 @@ def extra_kernels_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
 def errors_of_passes_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Users get a report of an error inside a pass; here it fails the test."""
     monkeypatch.setattr(internal, "RAISES", True)
+
+
+@pytest.fixture(autouse=True)
+def notes_of_moved_names_end_with_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later reports would have them."""
+    monkeypatch.setattr(moved, "_found", dict(moved._found))
 
 
 @pytest.fixture(autouse=True)
