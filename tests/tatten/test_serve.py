@@ -178,7 +178,7 @@ def test_without_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not import_utils.is_serve_available(), reason="the server of transformers is not installed")
 def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_utils, "is_serve_available", lambda: True)
-    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    monkeypatch.setattr(supported.transformers, "__version__", "5.17.0")
     with pytest.raises(
         SystemExit, match=r"tatten-serve: continuous batching .* does not run, as transformers 5\.17\.0 was not tested"
     ):
