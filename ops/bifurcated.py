@@ -82,7 +82,8 @@ def bifurcated_attention(
     any sizes. One matrix product holds all queries that share a row, so that the row is read once. The result is that
     of attention over the concatenated segments, each repeated for its sequences.
 
-    Bifurcated Attention (arXiv 2403.08845), with any number of levels as in FlashInfer's cascade (arXiv 2501.01005).
+    This is Bifurcated Attention (arXiv 2403.08845), with any number of levels as in FlashInfer's cascade
+    (arXiv 2501.01005).
 
     Args:
         query: `[B, q_heads, q_length, head_dim]`, float16, bfloat16, float32 or float64, any strides.
@@ -111,8 +112,8 @@ def bifurcated_attention(
             reads. Block masks of all but the last segment are ignored.
         indices: for each segment None, which stands for all of its keys, or the keys of the segment that each query
             attends to: int32 or int64 `[B, 1 or kv_heads, q_length, picks]`, counted from the segment's first key;
-            else as in `decode_attention`. So the number of a key among those of all segments, less the keys before the
-            segment, is skipped in all segments but its own.
+            else as in `decode_attention`. To get them from the index of a key among all segments, subtract the number
+            of keys before the segment: a segment skips the indices of other segments' keys.
         index_block, distinct_indices: as in `decode_attention`, for all segments.
         return_lse: return the attention state `(out, lse)` instead of `out`.
 
@@ -149,7 +150,7 @@ def bifurcated_attention(
             data[i] = None if block_mask is None else data_of(block_mask, mask, key, i)
     groups = None if rows is None else _row_groups(query, keys, rows)
     op = torch.ops.tatten.bifurcated_attention.default
-    if batch_invariant and data:  # they depend on who shares the segment
+    if batch_invariant and data:  # a block mask depends on all sequences that share the segment
         data[:-1] = [None] * (len(data) - 1)
     segments = list(keys), list(values), masks, data
     options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks, "batch_invariant": batch_invariant}
@@ -174,7 +175,7 @@ def _distinct_picks(
 
 
 def _row_groups(query: Tensor, keys: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Check the rows of each segment and arrange the sequences by them."""
+    """Check the rows of each segment, and return the row groups that they make."""
     if isinstance(rows, Tensor):
         raise TypeError(f"`rows` must be a sequence of Tensors, got {type(rows).__name__}")
     check_segments(keys, rows=rows)

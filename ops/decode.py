@@ -28,7 +28,7 @@ def block_mask(attn_mask: Tensor, *, kv_batch: int | None = None, rows: Tensor |
             last dimension must be kv_length, not 1.
         kv_batch: the batch of the segment, for `bifurcated_attention`; it divides the batch of the mask. Default: the
             batch of the mask.
-        rows: the `rows` of the segment, if it has them; `kv_batch` then is any number.
+        rows: the `rows` of the segment, if it has them; `kv_batch` may then be any number.
 
     Returns:
         A `BlockMask` on the device of the mask.
@@ -157,10 +157,10 @@ def decode_attention(
             they represent `key * key_scale[..., None]`. Keys are upcast as they are read. Scales of keys that are not
             read may be anything. Default: 1.
         value_scale: the same for the values.
-        provider: the implementation that computes: "auto"; "cpu" on a CPU; on CUDA "triton" (tatten's own kernel),
-            "cudnn", "flash" (PyTorch's), or, if installed, "fa2", "fa3" and "fa4" (FlashAttention 2 to 4). A named
-            provider that cannot compute the call raises; there is no fallback. FlashAttention's packages read whole
-            tiles: values around the lengths and windows must be finite for them.
+        provider: the kernel library that computes attention: "auto"; "cpu" on a CPU; on CUDA "triton" (tatten's own
+            kernel), "cudnn", "flash" (PyTorch's), or, if installed, "fa2", "fa3" and "fa4" (FlashAttention 2 to 4). A
+            named provider that cannot compute the call raises; there is no fallback. FlashAttention's packages read
+            whole tiles: values around the lengths and windows must be finite for them.
         batch_invariant: make each sequence's result bitwise equal to that of a call without the other sequences,
             whatever they are and however many. The chunks in which keys are added up then depend on the sequence's own
             length and mask only. On CUDA this uses tatten's own kernel, and on a CPU `softcap` is not supported with
@@ -177,7 +177,7 @@ def decode_attention(
             GPU it counts as often as it is listed.
         rest_bias: with `indices` and an additive mask or none: the bias of the keys that no entry names, which are
             excluded by default. It is at most half of float32's `finfo.min`, as models write masks, so that it matters
-            only to a query whose own keys all have a bias of at most half of it: such a query attends to all
+            only to a query whose picked keys all have a bias of at most half of it: such a query attends to all
             keys, as under the dense mask.
         block_table: int32 `[batch, max_pages]`, any strides, on the device of `query`: keys and values are in pages.
             `key` and `value` are then pools `[pages, page, kv_heads, head_dim]` of any strides, with 1, 2, 4, ... or
@@ -229,7 +229,7 @@ def decode_attention(
         "shared_pages": None if shared_pages is None else data_of_pages(shared_pages, block_table, key),
     }
     options |= picks_options(indices, query, key, index_block, distinct_indices, rest_bias)
-    # The dispatcher takes its time for each argument, even for a default.
+    # The dispatcher spends time on each argument, even on a default.
     arguments = {name: x for name, x in options.items() if x is not None}
     out, lse = torch.ops.tatten.decode_attention.default(query, key, value, **arguments)
     return (out, lse) if return_lse else out

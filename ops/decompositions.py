@@ -31,7 +31,7 @@ from tatten.ops.states import State, accumulator_dtype, combine_partials, merge
 from tatten.ops.top_picks import top_picks
 from tatten.ops.validation import check_decode_attention
 
-# Inductor asks whether a size of a matrix product is 1. A size that depends on a mask's data has no answer to that.
+# Inductor asks whether a size of a matrix product is 1, and can't tell for a size that depends on a mask's data.
 LEAST_IN_PRODUCTS = 2
 
 
@@ -39,12 +39,12 @@ def decompositions(*, core_aten: bool = False) -> dict[Any, Callable[..., Any]]:
     """Return the decompositions of tatten's ops into aten on a CPU, for `ExportedProgram.run_decompositions`.
 
     The decomposed program has none of tatten's ops, so that it runs where tatten cannot be imported: packaged by
-    AOTInductor, in C++ too. It still reads each key and value that counts once, whatever the mask holds at run time,
-    and does not depend on the machine that made it. Picked keys are copied; with a `rest_bias` all keys are read. All
-    pages that a block table has room for are copied, by `paged_attention` for each token. `index_scores` reads all
-    keys, and has the products of all heads in memory. Ops on other devices than the CPU stay. Lengths and rows out of
-    range are clamped; in eager mode they are errors. Ops with `batch_invariant=True` have no decomposition:
-    `run_decompositions` raises NotImplementedError.
+    AOTInductor, in C++ too. It still reads only keys and values that count, each once, whatever the mask holds at run
+    time, and does not depend on the machine that made it. Picked keys are copied; with a `rest_bias` all keys are read.
+    All pages that a block table has room for are copied; `paged_attention` copies them for each token. `index_scores`
+    reads all keys, and has the products of all heads in memory. Ops on other devices than the CPU stay. Lengths and
+    rows out of range are clamped; in eager mode they are errors. Ops with `batch_invariant=True` have no
+    decomposition: `run_decompositions` raises NotImplementedError.
 
     Args:
         core_aten: decompose without PyTorch's flash kernel. It is not in core ATen, and PyTorch's own decomposition of
@@ -100,7 +100,7 @@ def _on_a_cpu(decomposition: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _picks_gathered(attend: Attend) -> Attend:
-    """Wrap a decomposition so that calls with picks copy these keys alone.
+    """Wrap a decomposition so that a call with picks copies the picked keys alone.
 
     With a `rest_bias` the graph can't know whether a query attends to all keys, so it gets the dense mask.
     """
@@ -136,7 +136,7 @@ def _check_decomposes(call: AttentionCall) -> None:
 
 
 def _in_order(call: AttentionCall, check: Callable[[AttentionCall], None]) -> AttentionCall:
-    """Return the call over copies of all pages, if its keys are in pages; `check` checks it first."""
+    """Return the call with its pages, if it has any, copied in order; `check` checks a call with pages first."""
     if call.segments[0].block_table is None:
         return call
     check(call)
@@ -179,7 +179,7 @@ def _latent_attention(call: AttentionCall, *, core_aten: bool) -> State:
     query, key_rope = query_and_rope(call)
     stored = _within_reach(call, with_mask_in(call.segments[0], acc))._replace(value=key_rope)
     used = used_in_blocks(query, stored, LEAST_IN_PRODUCTS if jointly else 1)
-    # A graph has no loop over a number of blocks that the mask decides: the used latents and their rope are joined.
+    # A graph can't loop over a number of blocks that depends on the mask: the used latents are joined with their rope.
     keys = torch.cat((used.key, used.value), dim=3).to(acc)
     used = UsedKeys(keys, used.key.to(acc), used.mask, used.inside)
     out, lse = _attend(call, query.to(acc), [used], jointly)

@@ -12,7 +12,7 @@ from tatten.ops.validation import FLOAT_DTYPES, NARROW_DTYPES, check_devices, ch
 def check_index_scores(
     query: Tensor, key: Tensor, weights: Tensor, attn_mask: Tensor | None, key_scale: Tensor | None
 ) -> None:
-    """Raise TypeError, ValueError or NotImplementedError unless `index_scores` takes these."""
+    """Raise TypeError, ValueError or NotImplementedError unless `index_scores` supports the arguments."""
     others = {"key": key, "weights": weights, "attn_mask": attn_mask, "key_scale": key_scale}
     check_no_grad("index_scores", query=query, **others)
     check_devices(query, **others)
@@ -56,10 +56,12 @@ def _check_key_scale(key_scale: Tensor, query: Tensor, key: Tensor) -> None:
         raise ValueError(f"`key_scale` must have shape {shape} or {(*shape, 1)}, got {tuple(key_scale.shape)}")
 
 
-def _check_dtype(name: str, x: Tensor, also: str, query: Tensor) -> None:
+def _check_dtype(name: str, x: Tensor, other_dtypes: str, query: Tensor) -> None:
     dtypes = [*dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, query.dtype))]
     if x.dtype not in dtypes:
-        raise TypeError(f"`{name}` must be {also}{', '.join(map(str, dtypes[:-1]))} or {dtypes[-1]}, got {x.dtype}")
+        raise TypeError(
+            f"`{name}` must be {other_dtypes}{', '.join(map(str, dtypes[:-1]))} or {dtypes[-1]}, got {x.dtype}"
+        )
 
 
 def fake_index_scores(
@@ -71,6 +73,6 @@ def fake_index_scores(
     attn_mask: Tensor | None = None,
     key_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return the result of `index_scores` without its numbers."""
+    """Return a tensor like the result of `index_scores`, uninitialised: its fake implementation."""
     check_index_scores(query, key, weights, attn_mask, key_scale)
     return query.new_empty((*query.shape[:2], key.shape[1]), dtype=accumulator_dtype(query.dtype))

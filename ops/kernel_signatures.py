@@ -16,7 +16,7 @@ from tatten.ops.call import BIFURCATED, DECODE, LATENT, Attend, AttentionCall, K
 from tatten.ops.pages import heads_first
 
 OpKernel = Callable[..., Any]
-_tuple = tuple.__new__  # makes a named tuple in half the time of its own constructor
+_tuple = tuple.__new__  # makes a named tuple in half the time that its constructor takes
 
 
 def decode_kernel(attend: Attend) -> OpKernel:
@@ -89,8 +89,10 @@ def bifurcated_kernel(attend: Attend) -> OpKernel:
         lens = scales = rope = table = shared = None
         segments = tuple(
             [
-                _tuple(KeyValue, (*stored, lens, block_mask, rows, scales, scales, rope, own_picks, table, shared))
-                for *stored, block_mask, rows, own_picks in zip(keys, values, masks, blocks, groups, picks, strict=True)
+                _tuple(KeyValue, (*stored, lens, block_mask, rows, scales, scales, rope, segment_picks, table, shared))
+                for *stored, block_mask, rows, segment_picks in zip(
+                    keys, values, masks, blocks, groups, picks, strict=True
+                )
             ]
         )
         softmax, options = (scale, window, softcap, sinks), ("auto", batch_invariant, index_block, None)
@@ -132,11 +134,11 @@ def latent_kernel(attend: Attend) -> OpKernel:
     return kernel
 
 
-def _described(call: AttentionCall) -> Any:
+def _unchanged(call: AttentionCall) -> Any:
     return call
 
 
 # Each takes the arguments of an op and returns them as an `AttentionCall`.
-decode_call = decode_kernel(_described)
-bifurcated_call = bifurcated_kernel(_described)
-latent_call = latent_kernel(_described)
+decode_call = decode_kernel(_unchanged)
+bifurcated_call = bifurcated_kernel(_unchanged)
+latent_call = latent_kernel(_unchanged)

@@ -97,16 +97,16 @@ def latent_attention(
         query: `[batch, heads, q_length, rank]`, the part of the queries without rope, times `W_uk`; float16, bfloat16,
             float32 or float64, any strides. It may be in float32 if the others are in bfloat16.
         query_rope: `[batch, heads, q_length, width]`, the part with rope, or None if there is none.
-        latent: `[kv_batch, 1, kv_length, rank]`, at least one; it may be a part of a wider cache. kv_batch divides
+        latent: `[kv_batch, 1, kv_length, rank]`, at least one key; it may be a view of a wider cache. kv_batch divides
             batch: sequence `b` attends to row `b * kv_batch // batch`, which is read once for all its sequences.
         key_rope: `[kv_batch, 1, kv_length, width]`, the part of the keys that has rope and that all heads share; None
-            if `query_rope` is. These four have one dtype, but for a `query` in float32.
+            if `query_rope` is. These four have one dtype, except for a `query` in float32.
         attn_mask: as in `decode_attention`, broadcastable to `[batch, heads, q_length, kv_length]`.
         block_mask: the result of `tatten.block_mask` for `attn_mask`, as in `decode_attention`.
         kv_lens: int32 or int64 `[batch]`, as in `decode_attention`; neither it nor `window` may be given if
             `kv_batch < batch`.
-        scale: factor of the scores. It has no default: a model's scale follows from the width of its keys, which
-            latents don't tell, as `(128 + 64) ** -0.5` for DeepSeek-V3.
+        scale: factor of the scores. It has no default: a model's scale follows from the width of its keys, as
+            `(128 + 64) ** -0.5` for DeepSeek-V3, and latents don't show that width.
         window: as in `decode_attention`.
         softcap: as in `decode_attention`.
         sinks: `[heads]`, as in `decode_attention`.

@@ -19,9 +19,8 @@ from tatten.ops.validation import (
 )
 
 WIDEST_ROPE_ON_CUDA = 64  # tiles of 128 columns do not fit in shared memory beside those of rank 512
-# The number of queries of a sequence, over all heads, up to which Hopper's tensor cores wait for its latents anyway.
-# Such queries cost nothing there in float32. With more of them, the products with the residue of 16 bits would take
-# time, and their place in shared memory.
+# With up to this many queries per sequence, over all heads, Hopper's tensor cores wait for latents anyway, so that
+# float32 queries cost no time. With more, the products with their 16-bit residues would take time and shared memory.
 FEW_QUERIES_ON_CUDA = 16
 
 
@@ -35,7 +34,7 @@ def check_latent_attention(call: AttentionCall) -> None:
     check_call_no_grad(call)
     check_query(query)
     batch, rank = query.shape[0], query.shape[3]
-    if (query.dtype, latent.dtype) != (torch.float32, torch.bfloat16):  # float16 has not the range of float32
+    if (query.dtype, latent.dtype) != (torch.float32, torch.bfloat16):  # float16 lacks the range of float32
         _check_dtype("latent", latent, "query", query)
     shape = latent.shape
     if stored.block_table is not None:
@@ -48,7 +47,7 @@ def check_latent_attention(call: AttentionCall) -> None:
         raise ValueError(f"{name} must be None where sequences share latents: {batch} read {rows}; use `attn_mask`")
     if stored.block_table is None:
         _check_ropes(query, call.query_rope, latent, stored.rope)
-    else:  # as the user has them
+    else:  # errors show the user's layout
         rope = stored.rope if stored.rope is None else heads_first(stored.rope)
         _check_ropes(query, call.query_rope, heads_first(latent), rope)
     check_softmax(call, latent.dtype)
@@ -85,7 +84,7 @@ def check_latent_batch_invariant(call: AttentionCall) -> None:
     if rows != batch:
         raise ValueError(
             f"`latent` must have `query`'s batch, {batch}, with `batch_invariant`, got {rows}; "
-            "expand it: which sequences share latents is about the batch"
+            "expand it, as results must not depend on the sequences that share latents"
         )
 
 

@@ -23,7 +23,7 @@ def attend_many(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: 
     Args:
         query: `[batch, q_heads, q_len, head_dim]`, dense in head_dim, like key and value.
         key, value: `[batch, kv_heads, kv_len, head_dim]`.
-        causal: whether query i sees the keys `0 ... i` only; then `kv_len == q_len`.
+        causal: True if query `i` sees only the keys `0 ... i`; `kv_len` is then `q_len`.
 
     Raises:
         NotImplementedError: there is no kernel that returns the lse for these tensors; the message says why.
@@ -65,7 +65,7 @@ def unsupported_reason(query: Tensor, value: Tensor) -> str | None:
 
 
 def _takes_cudnn(query: Tensor) -> bool:
-    """Return True if cuDNN is asked. Its kernel is made for Hopper, unlike that of PyTorch's flash attention."""
+    """Return True if cuDNN computes the call. Its kernel is made for Hopper, unlike PyTorch's flash attention."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()
     wrong = cudnn_decodes_wrong(query.device, query.shape[2])
     return enabled and not wrong and query.shape[3] <= WIDEST_CUDNN and has_cudnn_decode(query.device)

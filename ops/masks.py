@@ -24,10 +24,10 @@ EXCLUDING_BIAS = torch.finfo(torch.float32).min / 2
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """The keys that an attention mask allows: found once by `tatten.block_mask`, passed to each layer with the mask.
+    """The keys that an attention mask allows, found once by `tatten.block_mask` for all layers that share the mask.
 
-    Pass it with the mask that it was made from, and make a new one after a write to that mask. Nothing but shapes is
-    checked.
+    Pass it with the mask that it was made from, and make a new one after a write to that mask. Only its shape and
+    device are checked.
 
     Attributes:
         data: int64, on the device of the mask, with one row for each row of the KV or one for all of them. Its columns
@@ -115,11 +115,11 @@ def data_of(
     """Return the tensor of a user's `BlockMask`; raise unless it can belong to `attn_mask` and `key`, called `name`."""
     end = "" if segment is None else f"s[{segment}]"
     if not isinstance(block_mask, BlockMask):
-        raise TypeError(f"`block_mask{end}` must be what tatten.block_mask returns, got {type(block_mask).__name__}")
-    if attn_mask is None:
-        raise ValueError(
-            f"`block_mask{end}` must come with the `attn_mask{end}` that it was made from, got None for it"
+        raise TypeError(
+            f"`block_mask{end}` must be a BlockMask, as tatten.block_mask returns, got {type(block_mask).__name__}"
         )
+    if attn_mask is None:
+        raise ValueError(f"`block_mask{end}` must come with the `attn_mask{end}` that it was made from, got None")
     if key.dim() == 4:
         kv_batch, kv_length = key.shape[0], key.shape[2]
         rows, expected_rows = block_mask.data.shape[0], mask_rows(attn_mask, kv_batch)
@@ -163,8 +163,8 @@ def mask_of_rows(attn_mask: Tensor, kv_batch: int, rows: Tensor) -> Tensor:
     used, plain = used_and_plain(attn_mask.flatten(1, 2))
     rows = rows.to(torch.int64).clamp(0, kv_batch - 1)
     counts = torch.zeros((2, kv_batch, used.shape[1]), dtype=torch.int32, device=used.device)
-    some, not_all = counts.index_add(1, rows, torch.stack((used, ~plain)).to(torch.int32)) > 0
-    return torch.stack((some, some & ~not_all), dim=1).unsqueeze(1)
+    used_by_any, biased_for_any = counts.index_add(1, rows, torch.stack((used, ~plain)).to(torch.int32)) > 0
+    return torch.stack((used_by_any, used_by_any & ~biased_for_any), dim=1).unsqueeze(1)
 
 
 def mask_rows(attn_mask: Tensor, kv_batch: int | None) -> int:
@@ -221,16 +221,17 @@ def block_list(attn_mask: Tensor, kv_batch: int, every_block: bool = False) -> T
     padding = 0, n_blocks * BLOCK_KEYS - used.shape[1]
     used, plain = (torch.nn.functional.pad(x, padding).unflatten(1, (n_blocks, -1)) for x in (used, plain))
     keys = (used.to(torch.int64) << torch.arange(BLOCK_KEYS, device=used.device)).sum(dim=2)
-    some, full = keys != 0, plain.all(dim=2)
+    nonempty, full = keys != 0, plain.all(dim=2)
     if every_block:
-        some, full = torch.ones_like(some), torch.zeros_like(full)
+        nonempty, full = torch.ones_like(nonempty), torch.zeros_like(full)
     numbers = torch.arange(n_blocks, device=used.device)
-    run_lengths = numbers - torch.where(full, -1, numbers).cummax(dim=1).values  # each by its last block
+    # The length of the run of full blocks that ends at each block.
+    run_lengths = numbers - torch.where(full, -1, numbers).cummax(dim=1).values
     run, end = run_lengths.amax(dim=1, keepdim=True), run_lengths.argmax(dim=1, keepdim=True)
     in_run = (numbers > end - run) & (numbers <= end)
-    order = torch.argsort(some.to(torch.int8) + in_run.to(torch.int8), dim=1, descending=True, stable=True)
+    order = torch.argsort(nonempty.to(torch.int8) + in_run.to(torch.int8), dim=1, descending=True, stable=True)
     data = attn_mask.new_empty((rows, n_blocks + 1, 2), dtype=torch.int64)
-    data[:, 0] = torch.cat((some.sum(dim=1, keepdim=True), run), dim=1)
+    data[:, 0] = torch.cat((nonempty.sum(dim=1, keepdim=True), run), dim=1)
     data[:, 1:, 0] = order
     data[:, 1:, 1] = keys.gather(1, order)
     return data

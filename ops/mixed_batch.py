@@ -53,7 +53,7 @@ class MixedCall(NamedTuple):
         return self.query.shape[2] ** -0.5 if self.scale is None else self.scale
 
     def sequences(self, query: Tensor, block_table: Tensor, kv_lens: Tensor) -> AttentionCall:
-        """Return the call of `decode_attention` with these in the place of the call's own."""
+        """Return a call of `decode_attention` over the same pools, with other queries, tables and lengths."""
         key, value = heads_first(self.key), heads_first(self.value)
         key_scale, value_scale = (x if x is None else heads_first(x) for x in (self.key_scale, self.value_scale))
         stored = KeyValue(
@@ -63,7 +63,7 @@ class MixedCall(NamedTuple):
         return AttentionCall(MIXED, query, (stored,), *softmax, batch_invariant=self.batch_invariant)
 
     def one_query_each(self) -> AttentionCall:
-        """Return the call of the sequences with the first query for each: for checks."""
+        """Return the call with the first token as the query of every sequence: for checks."""
         first = self.query.narrow(0, 0, 1).unsqueeze(2)
         return self.sequences(first.expand(self.batch, -1, -1, -1), self.block_table, self.kv_lens)
 
@@ -83,7 +83,7 @@ def mixed_kernel(attend: Callable[[MixedCall], State]) -> Callable[..., State]:
 
 
 def as_decode(call: MixedCall) -> tuple[AttentionCall, Tensor]:
-    """Return a call in which each token is a sequence, and which tokens are padding.
+    """Return a call in which each token is a sequence, and a bool mask of the tokens that are padding.
 
     The starts of sequences are read as a GPU reads them: the first one as 0, each of the others as at least the one
     before it, and at most the number of tokens. Padding has no keys.
@@ -92,8 +92,8 @@ def as_decode(call: MixedCall) -> tuple[AttentionCall, Tensor]:
     starts = call.cu_seqlens_q.clamp(0, n_tokens).to(torch.int64)
     starts = torch.cat((torch.zeros_like(starts[:1]), starts[1:])).cummax(0).values
     tokens = torch.arange(n_tokens, device=device)
-    after = (starts[1:, None] <= tokens).sum(0)  # the sequences that end before a token
-    padding, sequence = after == call.batch, after.clamp(max=call.batch - 1)
+    ended = (starts[1:, None] <= tokens).sum(0)  # the number of sequences that end before a token
+    padding, sequence = ended == call.batch, ended.clamp(max=call.batch - 1)
     lens = call.kv_lens.to(torch.int64).clamp(0, call.kv_len)[sequence]
     seen = lens - (starts[sequence + 1] - tokens) + 1
     seen = torch.where(padding, 0, seen.clamp(min=0))
@@ -101,14 +101,14 @@ def as_decode(call: MixedCall) -> tuple[AttentionCall, Tensor]:
 
 
 def of_tokens(state: State, padding: Tensor) -> State:
-    """Return the state of the tokens, given that of `as_decode`'s call."""
+    """Return the state of the tokens from that of `as_decode`'s call. Padding gets the empty state."""
     out, lse = (x.squeeze(2) for x in state)
     out = torch.where(padding[:, None, None], 0.0, out)
     return out.contiguous(), torch.where(padding[:, None], NEG_INF, lse).contiguous()
 
 
 def check_mixed(call: MixedCall) -> None:
-    """Raise TypeError, ValueError or NotImplementedError unless the op takes these. Reads no data."""
+    """Raise TypeError, ValueError or NotImplementedError unless the op supports the call. Reads no data."""
     query, cu = call.query, call.cu_seqlens_q
     if query.dim() != 3:
         raise ValueError(f"`query` must be [tokens, q_heads, head_dim], got shape {tuple(query.shape)}")
@@ -127,7 +127,8 @@ def read_lengths(call: MixedCall) -> tuple[list[int], list[int]]:
     """Return the starts of the sequences' queries and their numbers of keys. Reads the tensors: CPU only.
 
     Raises:
-        ValueError: these are no starts of sequences one after the other, or a sequence has more keys than pages.
+        ValueError: the starts don't begin with 0, decrease or exceed the tokens, or a sequence has more keys than its
+            pages hold.
     """
     starts: list[int] = call.cu_seqlens_q.tolist()
     if starts[0] != 0:
@@ -145,7 +146,7 @@ def read_lengths(call: MixedCall) -> tuple[list[int], list[int]]:
 
 
 def fake_mixed(call: MixedCall) -> State:
-    """Return the state without its numbers."""
+    """Return a state like the op's, uninitialised: its fake implementation."""
     check_no_grad(MIXED, **call.tensors)
     n_tokens, q_heads, _ = call.query.shape
     out = call.query.new_empty((n_tokens, q_heads, call.value.shape[3]))

@@ -8,22 +8,24 @@ from __future__ import annotations
 import logging
 
 log = logging.getLogger("tatten")
-_found: dict[tuple[str, str], str] = {}
+_notes: dict[tuple[str, str], str] = {}
 
 
 def moved(name: str, error: BaseException | str, instead: str) -> str:
-    """Say that a private API has moved: log it once per error, note it in later reports, and return the note.
+    """Log that a private API has moved, once per error; note it for later reports, and return the note.
 
     Args:
         name: the dotted name of the API.
         error: the error that the API raised, or a description of the difference.
         instead: the behaviour without the API.
     """
-    what = text_of(error) if isinstance(error, BaseException) else error
-    if (name, what) not in _found:
-        _found[name, what] = f"{name} is not as in the versions that tatten was tested with ({what}); {instead}"
-        log.warning("%s", _found[name, what])
-    return _found[name, what]
+    difference = text_of(error) if isinstance(error, BaseException) else error
+    if (name, difference) not in _notes:
+        _notes[name, difference] = (
+            f"{name} is not as in the versions that tatten was tested with ({difference}); {instead}"
+        )
+        log.warning("%s", _notes[name, difference])
+    return _notes[name, difference]
 
 
 def text_of(error: BaseException) -> str:
@@ -32,5 +34,5 @@ def text_of(error: BaseException) -> str:
 
 
 def moved_notes() -> list[str]:
-    """Return the notes on all private APIs that were found moved in this process, in order."""
-    return list(_found.values())
+    """Return the notes on all private APIs that have moved in this process, in order."""
+    return list(_notes.values())

@@ -125,7 +125,7 @@ def paged_attention(
         "value_scale": value_scale,
         "batch_invariant": batch_invariant or None,
     }
-    # The dispatcher takes its time for each argument, even for a default.
+    # The dispatcher spends time on each argument, even on a default.
     arguments = {name: x for name, x in options.items() if x is not None}
     out, lse = torch.ops.tatten.paged_attention.default(
         query, key, value, block_table, cu_seqlens_q, kv_lens, **arguments

@@ -1,4 +1,4 @@
-"""Pages: keys and values in a pool, of which a block table names those of each sequence, in order."""
+"""Keys and values in the pages of a pool; a block table lists the pages of each sequence in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGEST_PAGE = 256
 
 
 def is_page_size(keys: int) -> bool:
-    """Return True if a page may have so many keys."""
+    """Return True if a page may hold this number of keys."""
     return 1 <= keys <= LARGEST_PAGE and keys & (keys - 1) == 0
 
 
@@ -35,20 +35,20 @@ def named_pages(entries: Tensor, n_pages: int) -> tuple[Tensor, Tensor]:
     return torch.where(named, entries, 0).to(torch.int64), named
 
 
-def as_filled(x: Tensor) -> Tensor:
-    """View float8 as int8, of which 0 is 0, too: PyTorch fills no float8."""
+def as_fillable(x: Tensor) -> Tensor:
+    """View float8 as int8, in which 0 has the same bits: PyTorch can't fill float8."""
     return x.view(torch.int8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def sharing(call: AttentionCall) -> Tensor | None:
-    """Return the shared pages that a call makes use of.
+    """Return the shared pages of a call, or None if the call can't use them.
 
     A window lets entries before it be anything, a mask may exclude keys of some sequences, and with `batch_invariant`
     no sum may depend on the other sequences.
     """
     (stored,) = call.segments
-    alone = call.window is not None or stored.attn_mask is not None or call.batch_invariant
-    return None if alone else stored.shared_pages
+    unshareable = call.window is not None or stored.attn_mask is not None or call.batch_invariant
+    return None if unshareable else stored.shared_pages
 
 
 def gather_pages(call: AttentionCall) -> AttentionCall:
@@ -66,7 +66,7 @@ def gather_pages(call: AttentionCall) -> AttentionCall:
     unused = ~used
 
     def gathered(x: Tensor) -> Tensor:
-        copy = as_filled(heads_first(x)[pages].flatten(1, 2))
+        copy = as_fillable(heads_first(x)[pages].flatten(1, 2))
         blank = unused.view(*unused.shape, *(1,) * (copy.dim() - 2))
         return heads_first(torch.where(blank, copy.new_zeros(()), copy).view(x.dtype))
 
@@ -75,9 +75,9 @@ def gather_pages(call: AttentionCall) -> AttentionCall:
 
 
 def in_order(stored: KeyValue, copied: Callable[[Tensor], Tensor]) -> KeyValue:
-    """Return keys in order in place of those in pages: `copied` of each tensor that is in pages.
+    """Replace each tensor that is in pages by its copy in order, which `copied` makes.
 
-    The mask may have to be another one, and a block mask no longer holds.
+    The mask stays as it is. The block mask no longer holds, and becomes None.
     """
 
     def copy_of(x: Tensor | None) -> Tensor | None:

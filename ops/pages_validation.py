@@ -53,7 +53,7 @@ def check_without_picks(indices: Tensor | None) -> None:
 
 
 def check_table_alone(block_table: Tensor, kv_lens: Tensor, n_pages: int, page_size: int, q_length: int) -> None:
-    """Raise unless `tatten::shared_pages` takes these. Reads no data."""
+    """Raise unless `tatten::shared_pages` supports the arguments. Reads no data."""
     check_block_table(block_table)
     if kv_lens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"`kv_lens` must be int32 or int64, got {kv_lens.dtype}")

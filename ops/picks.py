@@ -12,14 +12,14 @@ from tatten.ops.picks_validation import check_indices
 from tatten.ops.sizes import ceil_div
 from tatten.ops.validation import check_tensors
 
-MISSING_INDICES = "`index_block`, `rest_bias` and `distinct_indices` must come with `indices`, got None for it"
+MISSING_INDICES = "`index_block`, `rest_bias` and `distinct_indices` must come with `indices`, got None"
 
 
 def without_duplicates(indices: Tensor, n: int) -> Tensor:
     """Return `indices` with -1 for entries outside `[0, n)`, and for those that an earlier entry of the row equals.
 
-    It is plain PyTorch, for graphs too. Its memory is `n + 1` numbers a row, of which those that `indices` names are
-    touched.
+    It is plain PyTorch, for graphs too. It allocates `n + 1` numbers per row, and touches only those that `indices`
+    names.
     """
     picks = indices.to(torch.int64)
     picks = torch.where((picks >= 0) & (picks < n), picks, n)
@@ -31,18 +31,18 @@ def without_duplicates(indices: Tensor, n: int) -> Tensor:
 
 
 def with_first(indices: Tensor, n: int) -> Tensor:
-    """Return `indices` of keys that `n` others precede, with these in front. Negative ones become -1. For graphs."""
+    """Shift `indices` by `n` keys that are placed in front, and pick these too. Negative ones become -1. For graphs."""
     first = torch.arange(n, dtype=indices.dtype, device=indices.device).expand(*indices.shape[:-1], n)
     return torch.cat((first, torch.where(indices < 0, -1, indices + n)), dim=-1)
 
 
 def counted_from(indices: Tensor, first: int, step: int = 1) -> Tensor:
-    """Return `indices` of keys as those of a part of them: key `first`, and every `step`-th key behind it. For graphs.
+    """Renumber `indices` for a part of the keys: key `first`, and every `step`-th key after it. For graphs.
 
-    Indices of other keys become negative, or stay beyond the part.
+    Indices of other keys become negative, or lie beyond the part.
     """
-    behind = indices - first
-    return behind if step == 1 else torch.where(behind % step == 0, behind // step, -1)
+    offset = indices - first
+    return offset if step == 1 else torch.where(offset % step == 0, offset // step, -1)
 
 
 def distinct_picks(
@@ -62,7 +62,7 @@ def picks_options(
     rest_bias: float | None,
     key_name: str = "key",
 ) -> dict[str, Any]:
-    """Return the arguments of an op for a user's picks; none without them, as the dispatcher takes time for each.
+    """Return the op's arguments for a user's picks; none without picks, as the dispatcher spends time on each argument.
 
     Raises:
         TypeError, ValueError: `indices` are invalid, or an argument that belongs to them comes without them.

@@ -30,7 +30,7 @@ def check_picks(call: AttentionCall) -> None:
 
 
 def check_indices(indices: Tensor, query: Tensor, key: Tensor, index_block: int, names: tuple[str, str]) -> None:
-    """Raise unless `indices` can be picks of `query` among the keys. `names`: those of `indices` and of `key`."""
+    """Raise unless `indices` can be picks of `query` among the keys. `names`: of `indices` and of `key`, for errors."""
     name, key_name = names
     check_tensors(**{name: indices})
     check_query(query)

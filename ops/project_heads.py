@@ -9,7 +9,7 @@ from tatten.ops.validation import check_no_grad
 
 
 def project_heads(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Compute `x @ weight.mT` for each head, in sums of float32 that are rounded once or not at all.
+    """Compute `x @ weight.mT` for each head, with float32 sums that are rounded once or not at all.
 
     `torch.bmm` would first round a float32 `x`, or need a copy of the weight in float32.
 
@@ -30,7 +30,7 @@ def project_heads(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = Non
 
 
 def check_project_heads(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of the result; raise unless `project_heads` takes these."""
+    """Return the dtype of the result; raise unless `project_heads` supports the arguments."""
     check_no_grad("project_heads", x=x, weight=weight)
     if x.device != weight.device:
         raise ValueError(f"`weight` must be on the device of `x`, {x.device}, got {weight.device}")
@@ -43,11 +43,11 @@ def check_project_heads(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None
     if x.dim() != 4:
         raise ValueError(f"`x` must be [batch, heads, q_length, rank], got shape {tuple(x.shape)}")
     if weight.dim() != 3 or (weight.shape[0], weight.shape[2]) != (x.shape[1], x.shape[3]):
-        wanted = f"[{x.shape[1]}, columns, {x.shape[3]}], of the heads and the rank of `x`"
+        wanted = f"[{x.shape[1]}, columns, {x.shape[3]}], with the heads and the rank of `x`"
         raise ValueError(f"`weight` must be {wanted}, got shape {tuple(weight.shape)}")
     return out_dtype or weight.dtype
 
 
 def fake_project_heads(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Return the result of `project_heads` without its numbers."""
+    """Return a tensor like the result of `project_heads`, uninitialised: its fake implementation."""
     return weight.new_empty((*x.shape[:3], weight.shape[1]), dtype=check_project_heads(x, weight, out_dtype))

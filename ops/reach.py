@@ -34,7 +34,7 @@ def with_masks_of_window(call: AttentionCall) -> AttentionCall:
         return call
     left, segments = sum(x.key.shape[2] for x in call.segments), []
     for x in call.segments:
-        # `left` counts the keys of later segments too: they only move the queries away.
+        # `left` counts this segment's keys and those after it: the queries are at their end.
         kv_len = x.key.shape[2]
         reach = mask_of_reach(torch.full((1,), left, device=x.key.device), call.query.shape[2], kv_len, call.window)
         segments.append(x._replace(attn_mask=narrow_mask(x.attn_mask, reach), block_mask=None))

@@ -86,7 +86,7 @@ def _copied(call: AttentionCall, stored: KeyValue) -> tuple[Tensor, Tensor, Tens
     picked, rest = picked_mask(stored.indices, kv_len, call.index_block, q_heads), call.rest_bias
     if rest is None:
         return key, value, valid & picked, bias
-    # The others' weight is exactly 0 beside any key that `rest_bias` doesn't come near.
+    # The weight of the other keys is exactly 0 beside any key whose bias is far above `rest_bias`.
     alone = ~(valid & picked & (bias > rest / 2)).any(dim=3, keepdim=True)
     others = alone & (torch.arange(kv_len, device=key.device) < _lengths(call, stored))
     return key, value, torch.where(picked, valid, others), torch.where(picked, bias, rest)

@@ -18,7 +18,7 @@ from tatten.ops.sizes import ceil_div
 def group_size(batch: int, kv_batch: int, queries: int) -> int:
     """Return the largest number of sequences in a row group: as many as fill a kernel's block of packed queries.
 
-    Larger blocks would be empty for most rows, and smaller ones would read a row more often.
+    With most rows, larger blocks would be partly empty, and smaller ones would read a row more often.
 
     Args:
         batch: the number of sequences.

@@ -14,7 +14,7 @@ from tatten.ops.validation import check_tensors
 
 @dataclass(frozen=True, eq=False)
 class SharedPages:
-    """The pages that sequences share: found once a step by `tatten.shared_pages`, passed to each layer with the table.
+    """The pages that sequences share: found once a step by `tatten.shared_pages`, and passed to each layer.
 
     Attributes:
         data: int32, on the device of the table. `tatten.ops.page_runs` describes its rows.
@@ -50,7 +50,7 @@ def shared_pages(
 
     Args:
         block_table: int32 `[batch, max_pages]`, as `decode_attention` takes it.
-        kv_lens: int32 or int64 `[batch]`, as `decode_attention` takes it. Entries beyond a length are not looked at.
+        kv_lens: int32 or int64 `[batch]`, as `decode_attention` takes it. Entries beyond a length are ignored.
         n_pages: the number of pages of the pool. Entries outside `[0, n_pages)` are shared by no sequences.
         page_size: the number of keys of a page.
         q_length: the number of queries of each sequence. Pages count if each of them attends to all of their keys,
@@ -82,9 +82,11 @@ def shared_pages(
 def data_of_pages(shared: object, block_table: Tensor | None, key: Tensor) -> Tensor:
     """Return the tensor of a user's `SharedPages`; raise unless it can belong to the table and the pool of keys."""
     if not isinstance(shared, SharedPages):
-        raise TypeError(f"`shared_pages` must be what tatten.shared_pages returns, got {type(shared).__name__}")
+        raise TypeError(
+            f"`shared_pages` must be a SharedPages, as tatten.shared_pages returns, got {type(shared).__name__}"
+        )
     if block_table is None:
-        raise ValueError("`shared_pages` must come with the `block_table` that it was made from, got None for it")
+        raise ValueError("`shared_pages` must come with the `block_table` that it was made from, got None")
     if block_table.dim() == 2 and shared.max_pages != block_table.shape[1]:
         wanted = f"that of a table of {block_table.shape[1]} pages for each sequence, as `block_table`"
         raise ValueError(f"`shared_pages` must be {wanted}, got one of {shared.max_pages}")

@@ -1,4 +1,4 @@
-"""Arithmetic for grids and tiles. Triton's own functions for this take 5 us per call on the host (3.9)."""
+"""Arithmetic for grids and tiles. Triton 3.9's functions for it take 5 us per call on the host."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def check_slide(cache: Tensor, new: Tensor) -> None:
 
 
 def slide_on_cpu_(cache: Tensor, new: Tensor) -> None:
-    """Move block after block."""
+    """Move one block after the other, so that each stays in the cache between read and write."""
     last = cache.shape[2] - 1
     block = max(1, BLOCK_BYTES * (last + 1) // cache.nbytes)
     for start in range(0, last, block):

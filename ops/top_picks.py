@@ -31,7 +31,7 @@ def top_picks(scores: Tensor, k: int) -> Tensor:
 
 
 def check_top_picks(scores: Tensor, k: int) -> None:
-    """Raise unless `top_picks` takes these."""
+    """Raise unless `top_picks` supports the arguments."""
     check_no_grad("top_picks", scores=scores)
     if scores.dtype != torch.float32:
         raise TypeError(f"`scores` must be float32, got {scores.dtype}")
@@ -45,6 +45,6 @@ def check_top_picks(scores: Tensor, k: int) -> None:
 
 
 def fake_top_picks(scores: Tensor, k: int) -> Tensor:
-    """Return the result of `top_picks` without its numbers."""
+    """Return a tensor like the result of `top_picks`, uninitialised: its fake implementation."""
     check_top_picks(scores, k)
     return scores.new_empty((*scores.shape[:-1], k), dtype=torch.int32)

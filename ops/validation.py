@@ -48,19 +48,21 @@ def check_no_grad(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_call_no_grad(call: AttentionCall) -> None:
-    """`check_no_grad` of a call."""
+    """Apply `check_no_grad` to the tensors of a call."""
     if torch.is_grad_enabled():
         check_no_grad(call.op, **call.tensors)
 
 
 def check_provider(provider: str, device: torch.device) -> None:
-    """Raise ValueError unless `provider` exists on the type of `device`: a named one never falls back."""
+    """Raise ValueError unless `provider` exists on the type of `device`: a named provider never falls back."""
     if provider == "auto":
         return
     on_cpu = device.type == "cpu"
-    fit = [name for name in PROVIDERS if name == "auto" or (name == "cpu") == on_cpu]
-    if provider not in fit:
-        raise ValueError(f"`provider` must be one of {', '.join(fit)} on a {device.type} device, got {provider!r}")
+    supported = [name for name in PROVIDERS if name == "auto" or (name == "cpu") == on_cpu]
+    if provider not in supported:
+        raise ValueError(
+            f"`provider` must be one of {', '.join(supported)} on a {device.type} device, got {provider!r}"
+        )
 
 
 def check_batch_invariant(call: AttentionCall) -> None:
@@ -100,7 +102,7 @@ def check_decode_attention(call: AttentionCall) -> None:
 def check_softmax(call: AttentionCall, dtype: torch.dtype) -> None:
     """Raise unless mask, lengths, window, soft cap and sinks fit queries over the keys of one segment.
 
-    `dtype`: the dtype that masks and sinks may have beside float32.
+    `dtype`: the dtype that masks and sinks may have besides float32.
     """
     query, stored = call.query, call.segments[0]
     if stored.attn_mask is not None:

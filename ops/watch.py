@@ -1,4 +1,4 @@
-"""A mode that sees each operator that PyTorch calls."""
+"""A dispatch mode that reports each operator that PyTorch calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ except ImportError as error:
 class Watch(TorchDispatchMode):
     """A context that calls `called(func, args, kwargs, out)` after each call of an operator.
 
-    `func` is its overload.
+    `func` is the overload of the operator.
 
     Raises:
         NotImplementedError: PyTorch's modes have moved.

@@ -64,7 +64,7 @@ def errors_of_passes_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def notes_of_moved_names_end_with_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later reports would have them."""
-    monkeypatch.setattr(moved, "_found", dict(moved._found))
+    monkeypatch.setattr(moved, "_notes", dict(moved._notes))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Attention to picked keys as a graph: for `tatten.ops.decompositions`. It copies the picked keys of each query."""
+"""Attention to picked keys as a graph, for `tatten.ops.decompositions`. It copies the picked keys of each query."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def _gather(call: AttentionCall, query: Tensor, stored: KeyValue) -> tuple[Tenso
 
     def gather(x: Tensor, scale: Tensor | None = None) -> Tensor:
         heads = torch.arange(x.shape[1], device=device)[:, None, None]
-        some = x[rows[:, None, None, None], heads, keys].to(query.dtype)
+        copy = x[rows[:, None, None, None], heads, keys].to(query.dtype)
         if scale is not None:
-            own = scale[heads] if scale.dim() == 1 else scale[rows[:, None, None, None], heads, keys]
-            some = some * own.unsqueeze(-1).to(query.dtype)
-        return torch.where(used, some, 0.0)
+            factors = scale[heads] if scale.dim() == 1 else scale[rows[:, None, None, None], heads, keys]
+            copy = copy * factors.unsqueeze(-1).to(query.dtype)
+        return torch.where(used, copy, 0.0)
 
     key, value = gather(stored.key, stored.key_scale), gather(stored.value, stored.value_scale)
     if stored.rope is not None:
@@ -81,11 +81,11 @@ def _masked(query: Tensor, stored: KeyValue, rows: Tensor, keys: Tensor, live: T
         for dim, n in ((0, batch), (1, mask.shape[1]), (2, q_len))
     )
     first = sequences if mask.shape[0] > 1 else first
-    own: Tensor = mask[first[:, None, None, None], heads[:, None, None], queries[:, None], keys]
-    if own.dtype == torch.bool:
-        return live & own, None
-    bias = own.to(query.dtype)
-    live = live & (own != NEG_INF)
+    picked_mask: Tensor = mask[first[:, None, None, None], heads[:, None, None], queries[:, None], keys]
+    if picked_mask.dtype == torch.bool:
+        return live & picked_mask, None
+    bias = picked_mask.to(query.dtype)
+    live = live & (picked_mask != NEG_INF)
     if bias.shape[1] > 1:
         bias = bias.repeat_interleave(q_heads // bias.shape[1], dim=1)
     return live, bias

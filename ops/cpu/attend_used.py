@@ -1,7 +1,7 @@
-"""Attention over the keys that a mask leaves, as a graph: for `tatten.ops.decompositions`.
+"""Attention over the keys that a mask leaves, as a graph, for `tatten.ops.decompositions`.
 
-Eager mode (`tatten.ops.cpu.attention`) looks at the mask and decides; here the graph does. It reads two numbers, the
-begin and the end of the keys that any sequence uses, and narrows keys and values to them, as views.
+Eager mode (`tatten.ops.cpu.attention`) reads the mask on the host. Here the graph reads two numbers, the begin and the
+end of the keys that any sequence uses, and narrows keys and values to them, as views.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class UsedKeys:
 
     @property
     def without_poison(self) -> UsedKeys:
-        """A copy with 0 outside the span of each row, where anything may be."""
+        """A copy with 0 outside the span of each row, where keys may be NaN."""
         if self.inside is None:
             return self
         outside = ~self.inside[:, None, :, None]
@@ -132,21 +132,23 @@ def _packed_mask(folded: Tensor, used: UsedKeys) -> Tensor | None:
 def _attend_masked(q_rows: Tensor, used: UsedKeys, mask: Tensor, scale: float) -> State:
     def attend(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> State:
         out, lse = attend_in_one_call(q_rows, key, value, mask, scale, True)
-        # The kernel's output for a query without any key may be NaN.
+        # For a query without any key the kernel may return NaN.
         return out.masked_fill((lse == NEG_INF).unsqueeze(-1), 0.0), lse
 
     out, lse = attend(q_rows, used.key, used.value, mask)
     if used.inside is None or used.inside.shape[0] == 1:
         return out, lse
-    # If a row's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that. These rows, mostly
+    # If unused keys of a row hold NaN or inf, the kernel's -inf in the mask does not undo that. These rows, mostly
     # none, are selected instead of branched on: for a torch.cond, AOTInductor reads a branch's operands by the strides
     # at export, and may have laid them out in another way.
     poisoned = out.isnan().flatten(1).any(dim=1).nonzero().squeeze(1)
-    own_q_rows, key, value, inside = (x.index_select(0, poisoned) for x in (q_rows, used.key, used.value, used.inside))
+    poisoned_q_rows, key, value, inside = (
+        x.index_select(0, poisoned) for x in (q_rows, used.key, used.value, used.inside)
+    )
     clean = UsedKeys(key, value, inside=inside).without_poison
-    own_mask = mask if mask.shape[0] == 1 else mask.index_select(0, poisoned)
-    again = attend(own_q_rows, clean.key, clean.value, own_mask)
-    return out.index_copy(0, poisoned, again[0]), lse.index_copy(0, poisoned, again[1])
+    poisoned_mask = mask if mask.shape[0] == 1 else mask.index_select(0, poisoned)
+    repeated = attend(poisoned_q_rows, clean.key, clean.value, poisoned_mask)
+    return out.index_copy(0, poisoned, repeated[0]), lse.index_copy(0, poisoned, repeated[1])
 
 
 def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float, softcap: float | None = None) -> State:
@@ -161,7 +163,7 @@ def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float, so
     for used in (segment for segment in segments if _has_keys(segment)):
         folded = fold_sequences(query, used.key.shape[0])
         q_rows, mask = pack_gqa(folded, used.key.shape[1]), _packed_mask(folded, used)
-        key, value = _as_products_take_them(used)
+        key, value = _operands_of_products(used)
         logits = torch.bmm(q_rows.flatten(0, 1).to(acc), key.to(acc)).unflatten(0, q_rows.shape[:2]) * scale
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         logits = logits if mask is None else torch.where(mask == NEG_INF, NEG_INF, logits + mask)
@@ -181,7 +183,7 @@ def attend_jointly(query: Tensor, segments: Sequence[UsedKeys], scale: float, so
     return out.to(query.dtype), (row_max + torch.log(row_sum)).squeeze(-1)
 
 
-def _as_products_take_them(used: UsedKeys) -> tuple[Tensor, Tensor]:
+def _operands_of_products(used: UsedKeys) -> tuple[Tensor, Tensor]:
     """Return keys `[rows * kv_heads, d, length]` and values `[rows * kv_heads, length, d]`, with 0 for unused keys.
 
     A copy is made in the shape of the product: for views of it, Inductor asks for a length that is only known at run

@@ -29,14 +29,14 @@ from tatten.ops.state_validation import check_stack
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, merge, merge_each
 from tatten.ops.validation import check_batch_invariant, check_decode_attention, check_kv_lens, check_provider
 
-AttendKernel = Callable[..., State]  # like `attend`; for keys in 8 bits, after their `Scales`
+AttendKernel = Callable[..., State]  # with the arguments of `attend`; for keys in 8 bits, `Scales` come first
 Scales = tuple[Tensor | None, Tensor | None]  # of keys and of values, each per head or per key
 
 
 def decode_attention(call: AttentionCall) -> State:
     query, (stored,) = call.query, call.segments
-    alone = stored.indices is None and stored.kv_lens is None and stored.block_table is None
-    if call.plain and alone and call.provider in ("auto", "cpu"):
+    every_key = stored.indices is None and stored.kv_lens is None and stored.block_table is None
+    if call.plain and every_key and call.provider in ("auto", "cpu"):
         state = attend_at_once(query, stored, call.scale)
         if state is not None:
             return state
@@ -61,7 +61,7 @@ def decode_attention(call: AttentionCall) -> State:
 
 
 def with_mask_in(stored: KeyValue, dtype: torch.dtype) -> KeyValue:
-    """Convert an additive mask."""
+    """Return the segment with its mask, if additive, converted to `dtype`."""
     mask = stored.attn_mask
     if mask is None or mask.dtype == torch.bool:
         return stored
@@ -69,16 +69,16 @@ def with_mask_in(stored: KeyValue, dtype: torch.dtype) -> KeyValue:
 
 
 def attend_variant(call: AttentionCall, kernel: AttendKernel, upcasts: bool = False) -> State:
-    """Return the state over the sinks and the keys that mask, lengths and window leave; `kernel` computes that of keys.
+    """Return the state over the sinks and the keys that mask, lengths and window leave; `kernel` attends to the keys.
 
-    `upcasts`: the kernel takes `Scales`. With `batch_invariant` each sequence gets its own span of keys, whatever the
-    others need.
+    `upcasts`: the kernel takes `Scales`. With `batch_invariant` each sequence gets its own span of keys, whatever spans
+    the others have.
     """
     (stored,), q_len, window, separately = call.segments, call.query.shape[2], call.window, call.batch_invariant
     lens, kv_len, spans = check_kv_lens(call), stored.key.shape[2], None
     if lens is not None or window is not None:
         lens = [kv_len] if lens is None else lens
-        if window is not None:  # drops keys before every window first
+        if window is not None:  # first drops the keys that no window reaches
             first = max(0, min(lens) - q_len - window + 1)
             stored, lens = _keys_from(stored, first), [n - first for n in lens]
         reach, spans = _reach(lens, q_len, stored.key.shape[2], window)
@@ -93,7 +93,7 @@ def attend_variant(call: AttentionCall, kernel: AttendKernel, upcasts: bool = Fa
 
 
 def with_sinks(call: AttentionCall, out: Tensor, lse: Tensor) -> State:
-    """Return the state over the sinks of a call, if it has any, and the keys of a state."""
+    """Return the state over the keys of `(out, lse)` and the sinks of a call, if it has any."""
     if call.sinks is None:
         return out, lse
     if not call.batch_invariant:
@@ -105,7 +105,7 @@ def with_sinks(call: AttentionCall, out: Tensor, lse: Tensor) -> State:
 
 
 def _keys_from(stored: KeyValue, first: int) -> KeyValue:
-    """Leave out the keys before `first`; for latents, whose value is their rope here, as for others."""
+    """Leave out the keys before `first`. For latents, `value` holds their rope here, which is narrowed alike."""
     mask, kv_len, keys = stored.attn_mask, stored.key.shape[2], slice(first, None)
     key_scale, value_scale = _scales_of((stored.key_scale, stored.value_scale), keys=keys)
     return stored._replace(
@@ -167,11 +167,11 @@ def attend_keys(
         kernel = bound(sequences, slice(span.start, span.stop))
         if mask is None or span.full:
             return kernel(q, k, v, None, scale, some_empty)
-        own_mask = squeeze_broadcast(mask)
-        own_mask = own_mask[sequences if own_mask.shape[0] > 1 else slice(0, 1), :, :, span.start : span.stop]
-        own_mask = additive(pack_mask(own_mask, q_heads, kv_heads, q_len), query.dtype)
+        run_mask = squeeze_broadcast(mask)
+        run_mask = run_mask[sequences if run_mask.shape[0] > 1 else slice(0, 1), :, :, span.start : span.stop]
+        run_mask = additive(pack_mask(run_mask, q_heads, kv_heads, q_len), query.dtype)
         # If all queries share a mask, each of them has a key in a span that is not empty.
-        return kernel(q, k, v, own_mask, scale, some_empty or own_mask.shape[1:3] != (1, 1))
+        return kernel(q, k, v, run_mask, scale, some_empty or run_mask.shape[1:3] != (1, 1))
 
     if mask is None or spans is None:
         out, lse = bound()(q_rows, key, value, None, scale, False)
@@ -184,7 +184,7 @@ def attend_keys(
 def _attend_runs(
     attend_run: Callable[[slice, Span, bool], State], spans: list[Span], batch: int, pair_bytes: int, separately: bool
 ) -> State:
-    """Return the state of each sequence over its own span, in as few calls as pay.
+    """Return the state of each sequence over its own span, in few calls where reading more keys costs less.
 
     `pair_bytes`: the bytes of a key and its value.
     """
@@ -196,7 +196,7 @@ def _attend_runs(
     wasted = sum(stop - start - (span.stop - span.start) for span in spans)
     if not separately and wasted * pair_bytes < len(runs) * thresholds.CPU.run_bytes:
         state = attend_run(slice(0, batch), Span(start, stop, False), some_empty)
-        # If a sequence's own unused keys hold NaN or inf, the kernel's -inf in the mask does not undo that.
+        # If unused keys of a sequence hold NaN or inf, the kernel's -inf in the mask does not undo that.
         if not math.isnan(state[0].sum().item()):
             return state
     outs, lses = zip(*(attend_run(*run, some_empty) for run in runs), strict=True)
@@ -204,7 +204,7 @@ def _attend_runs(
 
 
 def _runs(spans: list[Span], batch: int) -> list[tuple[slice, Span]]:
-    """Cut the batch, in order, where the span of keys changes."""
+    """Cut the batch into runs of sequences with the same span of keys."""
     if spans.count(spans[0]) == len(spans):
         return [(slice(0, batch), spans[0])]
     runs = []
@@ -215,7 +215,7 @@ def _runs(spans: list[Span], batch: int) -> list[tuple[slice, Span]]:
 
 
 def kernel_of(call: AttentionCall, upcasts: bool = False) -> AttendKernel:
-    """Return `attend` with a call's additions; `upcasts`: keys and values have fewer bits than the queries."""
+    """Return the kernel for a call's soft cap and `batch_invariant`; `upcasts`: it upcasts keys and values first."""
     kernel: AttendKernel = attend_each if call.batch_invariant else attend
     if call.softcap is not None:
         kernel = functools.partial(attend_by_products, softcap=call.softcap)
@@ -234,22 +234,22 @@ def _attend_upcast(
     scale: float,
     some_empty: bool,
 ) -> State:
-    """Run `kernel` on the values of 8-bit keys and values, upcast for a few heads at a time, while in the cache."""
+    """Upcast keys and values a few heads at a time, and run `kernel` on them while they are in the cache."""
     batch, kv_heads, kv_len, _ = key.shape
     threads = torch.get_num_threads()
     head_bytes = max(1, kv_len * (key.shape[3] + value.shape[3]) * q_rows.element_size())
     pairs = threads * max(1, thresholds.CPU.block_bytes // head_bytes)
-    some_sequences, some_heads = max(1, pairs // kv_heads), min(pairs, kv_heads)
+    block_sequences, block_heads = max(1, pairs // kv_heads), min(pairs, kv_heads)
     if mask is not None:
         mask = mask.expand(batch, kv_heads, -1, -1)
     states = []
-    for b in range(0, batch, some_sequences):
-        for h in range(0, kv_heads, some_heads):
-            at = slice(b, b + some_sequences), slice(h, h + some_heads)
-            own_scales = _scales_of(scales, *at)
-            k, v = (upcast(x[at], f, q_rows.dtype) for x, f in zip((key, value), own_scales, strict=True))
+    for b in range(0, batch, block_sequences):
+        for h in range(0, kv_heads, block_heads):
+            at = slice(b, b + block_sequences), slice(h, h + block_heads)
+            block_scales = _scales_of(scales, *at)
+            k, v = (upcast(x[at], f, q_rows.dtype) for x, f in zip((key, value), block_scales, strict=True))
             states.append(kernel(q_rows[at], k, v, None if mask is None else mask[at], scale, some_empty))
-    per_row = -(-kv_heads // some_heads)
+    per_row = -(-kv_heads // block_heads)
     rows = [states[i : i + per_row] for i in range(0, len(states), per_row)]
     out, lse = (torch.cat([torch.cat([state[i] for state in row], dim=1) for row in rows]) for i in (0, 1))
     return out, lse
@@ -258,7 +258,7 @@ def _attend_upcast(
 def _scales_of(
     scales: Scales, sequences: slice = slice(None), heads: slice = slice(None), keys: slice = slice(None)
 ) -> Scales:
-    """Return the scales of some keys."""
+    """Return the scales of a slice of sequences, heads and keys."""
     key, value = (x if x is None else x[heads] if x.dim() == 1 else x[sequences, heads, keys] for x in scales)
     return key, value
 

@@ -45,18 +45,18 @@ def bifurcated_attention(call: AttentionCall) -> State:
     query, segments = call.query, call.segments
 
     states = []
-    for stored, its_rows in zip(segments, rows, strict=True):
+    for stored, segment_rows in zip(segments, rows, strict=True):
         if stored.key.shape[2] == 0:
             stored = stored._replace(attn_mask=None)
         if call.batch_invariant:
-            states.append(_attend_each(query, stored, scale, kernel, its_rows))
-        elif its_rows is None:
+            states.append(_attend_each(query, stored, scale, kernel, segment_rows))
+        elif segment_rows is None:
             states.append(_attend_blocks(query, stored, scale, kernel))
         else:
-            states.append(_attend_rows(query, stored, scale, kernel, its_rows))
+            states.append(_attend_rows(query, stored, scale, kernel, segment_rows))
 
     def combine(first: int, stop: int) -> State:
-        """Return the state of some sequences over the sinks and all segments."""
+        """Return the state of sequences `first` to `stop - 1` over the sinks and all segments."""
         out, lse = combine_partials(*zip(*[(x[first:stop], y[first:stop]) for x, y in states], strict=True))
         for b in coarse_sequences(lse) if additive_masks and len(segments) > 1 else ():
             at, sequence = slice(b, b + 1), slice(first + b, first + b + 1)
@@ -119,14 +119,16 @@ def _attend_each(query: Tensor, stored: KeyValue, scale: float, kernel: AttendKe
         return _attend_blocks(query, stored._replace(block_mask=None), scale, kernel, separately=True)
     row_of = torch.arange(batch) * kv_batch // batch if rows is None else rows
     out, lse = query.new_empty((*query.shape[:3], stored.value.shape[3])), query.new_empty(query.shape[:3])
-    for number in row_of.unique().tolist():
-        sequences, row = (row_of == number).nonzero().flatten(), slice(number, number + 1)
+    for row_index in row_of.unique().tolist():
+        sequences, row = (row_of == row_index).nonzero().flatten(), slice(row_index, row_index + 1)
         key, value = (x[row].expand(len(sequences), -1, -1, -1) for x in (stored.key, stored.value))
         part, spans = stored._replace(key=key, value=value), None
         if mask is not None:
-            of_row = mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, kv_len)
-            of_row = of_row if of_row.shape[0] == 1 else of_row[sequences if of_row.shape[0] == batch else row]
-            part, spans = part._replace(attn_mask=of_row), spans_of(of_row, kv_len)
+            row_mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, kv_len)
+            row_mask = (
+                row_mask if row_mask.shape[0] == 1 else row_mask[sequences if row_mask.shape[0] == batch else row]
+            )
+            part, spans = part._replace(attn_mask=row_mask), spans_of(row_mask, kv_len)
         out[sequences], lse[sequences] = attend_keys(query[sequences], part, spans, scale, kernel, separately=True)
     return out, lse
 
@@ -139,8 +141,8 @@ def _concatenate(query: Tensor, segments: Sequence[KeyValue], rows: Sequence[Ten
     batch, q_heads, q_len, _ = query.shape
     dtype, kv_heads = accumulator_dtype(query.dtype), math.lcm(*(x.key.shape[1] for x in segments))
     keys, values, biases = [], [], []
-    for (key, value, mask, *_), its_rows in zip(segments, rows, strict=True):
-        kv_row = b * key.shape[0] // batch if its_rows is None else int(its_rows[b])
+    for (key, value, mask, *_), segment_rows in zip(segments, rows, strict=True):
+        kv_row = b * key.shape[0] // batch if segment_rows is None else int(segment_rows[b])
         bias = query.new_zeros((1, 1, 1, 1), dtype=dtype)
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]

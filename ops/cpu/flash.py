@@ -17,7 +17,7 @@ from tatten.ops.cpu import thresholds
 from tatten.ops.moved import moved
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, combine_partials
 
-# If the lse of partials is larger, combining by it may lose more than float32 has lost of each score. Scores alone, and
+# Combining partials with a larger lse may lose more precision than float32 has lost in each score. Scores alone, and
 # biases of ordinary size, stay far below. Sequences above it are computed twice.
 COARSE_LSE = 4096.0
 
@@ -38,20 +38,20 @@ def empty_state(q_rows: Tensor, value_dim: int) -> State:
 
 
 def attend(q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool) -> State:
-    """Return the state of packed queries `[b, kv_heads, q_rows, d]` over all given keys, with an additive mask."""
+    """Return the state of packed queries `[b, kv_heads, q_rows, d]` over all keys, with an additive mask."""
     batch, kv_heads, n_q_rows, _ = q_rows.shape
     value_dim = value.shape[3]
     if key.shape[2] == 0:  # the flash kernel would divide by zero, and the process would die
         return empty_state(q_rows, value_dim)
-    q_rows, key, value = _as_the_kernel_takes_them(q_rows, key, value)
-    pieces = pieces_of(key, value)
-    if pieces > 1:
-        out, lse = _attend_in_pieces(q_rows, key, value, mask, scale, pieces)
+    q_rows, key, value = _operands_of_flash(q_rows, key, value)
+    splits = splits_of(key, value)
+    if splits > 1:
+        out, lse = _attend_in_splits(q_rows, key, value, mask, scale, splits)
         if mask is not None:
             for b in coarse_sequences(lse):
                 at = slice(b, b + 1)
-                own_mask = mask[at] if mask.shape[0] > 1 else mask
-                out[at], lse[at] = _flash(q_rows[at], key[at], value[at], own_mask, scale)
+                sequence_mask = mask[at] if mask.shape[0] > 1 else mask
+                out[at], lse[at] = _flash(q_rows[at], key[at], value[at], sequence_mask, scale)
     elif (
         q_rows.element_size() == 2
         and n_q_rows >= thresholds.CPU.packed_rows
@@ -67,11 +67,11 @@ def attend_in_one_call(
     q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, some_empty: bool
 ) -> State:
     """Like `attend`, for at least one key, but independent of the cores: every machine traces the same graph."""
-    out, lse = _flash(*_as_the_kernel_takes_them(q_rows, key, value), mask, scale, some_empty)
+    out, lse = _flash(*_operands_of_flash(q_rows, key, value), mask, scale, some_empty)
     return (out if out.shape[3] == value.shape[3] else out[..., : value.shape[3]]), lse
 
 
-def _as_the_kernel_takes_them(q_rows: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _operands_of_flash(q_rows: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values with one head_dim, that of `value` or more, and dense in it."""
     head_dim, value_dim = key.shape[3], value.shape[3]
     if head_dim != value_dim:  # the kernel takes a single head_dim; zeros change neither scores nor the columns kept
@@ -159,8 +159,8 @@ def _flash(
     return out, lse
 
 
-def pieces_of(key: Tensor, value: Tensor) -> int:
-    """Return the number of pieces of keys that keeps every core busy: the kernel parallelises over (batch, head).
+def splits_of(key: Tensor, value: Tensor) -> int:
+    """Return the number of splits of the keys that keeps every core busy: the kernel parallelises over (batch, head).
 
     It is 1 if nothing is gained, or if (batch, head) is not one dimension in memory.
     """
@@ -172,35 +172,35 @@ def pieces_of(key: Tensor, value: Tensor) -> int:
         return 1
     most = min(2 * threads, kv_len, 2 * pairs * kv_len * head_dim * key.element_size() // thresholds.CPU.split_bytes)
 
-    def busy(pieces: int) -> float:
-        rounds = -(-pairs * pieces // threads)
-        return pairs * pieces / (rounds * threads)
+    def busy(splits: int) -> float:
+        rounds = -(-pairs * splits // threads)
+        return pairs * splits / (rounds * threads)
 
-    return next((pieces for pieces in range(1, most + 1) if busy(pieces) > 0.9), 1)
+    return next((splits for splits in range(1, most + 1) if busy(splits) > 0.9), 1)
 
 
-def _attend_in_pieces(
-    q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, pieces: int
+def _attend_in_splits(
+    q_rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, splits: int
 ) -> State:
-    """Call `_flash` on keys cut into equal pieces, which take the place of heads; the remainder is one more state."""
+    """Call `_flash` on equal splits of the keys, which take the place of heads; the remainder is one more state."""
     batch, kv_heads = key.shape[:2]
     q_rows, key, value = (x.flatten(0, 1) for x in (q_rows, key, value))
     if mask is not None:
         mask = mask.expand(batch, kv_heads, -1, key.shape[1]).flatten(0, 1)
-    size = key.shape[1] // pieces
-    done = size * pieces
+    size = key.shape[1] // splits
+    split_keys = size * splits
 
     out, lse = _flash(
-        q_rows.unsqueeze(1).expand(-1, pieces, -1, -1),
-        key[:, :done].unflatten(1, (pieces, size)),
-        value[:, :done].unflatten(1, (pieces, size)),
-        None if mask is None else mask[..., :done].unflatten(2, (pieces, size)).transpose(1, 2),
+        q_rows.unsqueeze(1).expand(-1, splits, -1, -1),
+        key[:, :split_keys].unflatten(1, (splits, size)),
+        value[:, :split_keys].unflatten(1, (splits, size)),
+        None if mask is None else mask[..., :split_keys].unflatten(2, (splits, size)).transpose(1, 2),
         scale,
     )
     outs, lses = list(out.unbind(1)), list(lse.unbind(1))
-    if done < key.shape[1]:
-        rest_mask = None if mask is None else mask[:, None, :, done:]
-        out, lse = _flash(q_rows[:, None], key[:, None, done:], value[:, None, done:], rest_mask, scale)
+    if split_keys < key.shape[1]:
+        rest_mask = None if mask is None else mask[:, None, :, split_keys:]
+        out, lse = _flash(q_rows[:, None], key[:, None, split_keys:], value[:, None, split_keys:], rest_mask, scale)
         outs.append(out.squeeze(1))
         lses.append(lse.squeeze(1))
     out, lse = combine_partials(outs, lses)

@@ -34,9 +34,11 @@ def index_scores(
             if mask is not None and mask.dtype == torch.bool and not mask.any():
                 out[b, :, keys] = NEG_INF
                 continue
-            one = slice(b, b + 1)
-            factors = None if key_scale is None else key_scale[one, keys]
-            out[one, :, keys] = scores_of_keys(wide[0][one], key[one, keys], wide[1][one], scale, mask, factors)
+            sequence = slice(b, b + 1)
+            factors = None if key_scale is None else key_scale[sequence, keys]
+            out[sequence, :, keys] = scores_of_keys(
+                wide[0][sequence], key[sequence, keys], wide[1][sequence], scale, mask, factors
+            )
     return out
 
 

@@ -96,8 +96,8 @@ def _attend_in_groups(
     states = []
     for start in range(0, batch, size):
         group = slice(start, start + size)
-        own_mask = None if mask is None else mask[group]
-        states.append(_attend(q_rows[group], latent[group], rope[group], own_mask, scale, softcap, block_keys))
+        group_mask = None if mask is None else mask[group]
+        states.append(_attend(q_rows[group], latent[group], rope[group], group_mask, scale, softcap, block_keys))
     if len(states) == 1:
         return states[0]
     outs, lses = zip(*states, strict=True)

@@ -22,7 +22,7 @@ from tatten.ops.sizes import ceil_div
 from tatten.ops.states import NEG_INF, State, accumulator_dtype, combine_partials
 from tatten.ops.validation import check_batch_invariant
 
-FEW, BLOCK = 16, 64  # queries of a decode step, and of a block of many
+FEW, BLOCK = 16, 64  # the most queries of a decode step, and the size of a block of queries
 
 
 def paged_attention(call: MixedCall) -> State:
@@ -31,21 +31,21 @@ def paged_attention(call: MixedCall) -> State:
     if call.batch_invariant:
         check_batch_invariant(each)
     (stored,), (starts, lens) = each.segments, read_lengths(call)
-    firsts = [_first_page(call, stop - start, n) for start, stop, n in zip(starts, starts[1:], lens, strict=False)]
-    room = room_for(stored, max(ceil_div(n, call.key.shape[1]) - x for n, x in zip(lens, firsts, strict=True)))
+    first_pages = [_first_page(call, stop - start, n) for start, stop, n in zip(starts, starts[1:], lens, strict=False)]
+    room = room_for(stored, max(ceil_div(n, call.key.shape[1]) - x for n, x in zip(lens, first_pages, strict=True)))
     n_tokens, q_heads, _ = call.query.shape
     out = call.query.new_zeros((n_tokens, q_heads, call.value.shape[3]))
     lse = call.query.new_full((n_tokens, q_heads), NEG_INF, dtype=accumulator_dtype(call.query.dtype))
     for b, (start, stop) in enumerate(itertools.pairwise(starts)):
         if start < stop:
-            keys = _in_order(stored, b, firsts[b], lens[b], room)
+            keys = _in_order(stored, b, first_pages[b], lens[b], room)
             state = _attend_sequence(call, call.query[start:stop], keys)
             out[start:stop], lse[start:stop] = state[0][0].transpose(0, 1), state[1][0].T
     return out, lse
 
 
 def _first_page(call: MixedCall, q_len: int, length: int) -> int:
-    """Return the first page of a sequence that the window of a query reaches."""
+    """Return the first page of a sequence that any query's window reaches."""
     return 0 if call.window is None else max(0, length - q_len - call.window + 1) // call.key.shape[1]
 
 
@@ -81,7 +81,7 @@ def _in_order(stored: KeyValue, b: int, first: int, length: int, room: Room) -> 
 def _takes_flash(call: MixedCall, query: Tensor, stored: KeyValue, window: int) -> bool:
     """Return True if PyTorch's kernel computes a causal chunk: it takes neither a window nor a soft cap.
 
-    It scales scores after its causal flag has made some of them -inf.
+    The kernel sets masked scores to -inf before it scales them, so the scale must be positive.
     """
     every_key = window == stored.key.shape[2] and stored.attn_mask is None
     plain = call.softcap is None and not call.batch_invariant and call.score_scale > 0
@@ -89,14 +89,14 @@ def _takes_flash(call: MixedCall, query: Tensor, stored: KeyValue, window: int) 
 
 
 def _attend_block(call: MixedCall, query: Tensor, stored: KeyValue, left: int) -> State:
-    """Return the state of some queries, of which the first one is followed by `left - 1` others of the sequence."""
+    """Return the state of a block of queries, whose first query is the `left`-th from the end of the sequence."""
     seen = keys_between(stored, 0, max(0, stored.key.shape[2] - left + query.shape[2]))
     softmax = call.scale, call.window, call.softcap, call.sinks
     return decode_attention(AttentionCall(DECODE, query, (seen,), *softmax, batch_invariant=call.batch_invariant))
 
 
 def _attend_chunk(call: MixedCall, query: Tensor, stored: KeyValue) -> State:
-    """Return the state of at most as many queries as keys, without sinks: the past for all, then the new tokens."""
+    """Return the state of at most as many queries as keys, without sinks: over past keys, then over the new tokens."""
     dtype, key, value = call.query.dtype, stored.key, stored.value
     if key.dtype != dtype:  # PyTorch has no products in 8 bits
         query = query.to(accumulator_dtype(dtype))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tatten.ops.call import KeyValue
 from tatten.ops.cpu import thresholds
-from tatten.ops.cpu.flash import attend_in_one_call, pieces_of
+from tatten.ops.cpu.flash import attend_in_one_call, splits_of
 from tatten.ops.states import State
 from tatten.ops.validation import FLOAT_DTYPES
 
@@ -51,7 +51,7 @@ def attend_at_once(query: Tensor, stored: KeyValue, scale: float | None) -> Stat
             key, value = key[:, :, start:stop], value[:, :, start:stop]
     elif block_mask is not None:
         return None
-    if pieces_of(key, value) > 1:
+    if splits_of(key, value) > 1:
         return None
     rows_shape: tuple[int, ...] = (batch, kv_heads, q_rows, head_dim)
     if q_rows > q_len and all(batch == 1 or x.stride(0) == kv_heads * x.stride(1) for x in (key, value)):

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from tatten.ops.call import KeyValue
-from tatten.ops.pages import as_filled, in_order
+from tatten.ops.pages import as_fillable, in_order
 
-Room = dict[Tensor, Tensor]  # of each pool: memory for a copy of its pages
+Room = dict[Tensor, Tensor]  # memory for copies of pages, by pool
 
 
 def room_for(stored: KeyValue, pages: int) -> Room:
-    """Return memory for as many pages of each pool."""
+    """Return memory for this number of pages of each pool."""
     operands = stored.key, stored.value, stored.key_scale, stored.value_scale, stored.rope
     pools = [x for x in operands if x is not None and x.dim() > 1]  # not scales of heads
     return {x: x.new_empty((x.shape[1], pages, *x.shape[2:])) for x in pools}
@@ -23,8 +23,8 @@ def copy_pages(stored: KeyValue, pages: Tensor, named: Tensor, keys: slice, room
 
     Args:
         stored: keys in pages.
-        pages, named: the pages, and which entries name one, as `named_pages` returns them. Keys of others are 0.
-        keys: those to return, counted from the first page's first one.
+        pages, named: the pages, and which entries name one, as `named_pages` returns them. Keys of other entries are 0.
+        keys: the keys to return, counted from the first one of `pages`.
         room: memory for at least as many pages.
     """
     all_named = bool(named.all())
@@ -33,7 +33,7 @@ def copy_pages(stored: KeyValue, pages: Tensor, named: Tensor, keys: slice, room
         copy = room[pool][:, : len(pages)]
         torch.index_select(pool, 0, pages, out=copy.transpose(0, 1))
         if not all_named:
-            as_filled(copy)[:, ~named] = 0
+            as_fillable(copy)[:, ~named] = 0
         return copy.flatten(1, 2)[None, :, keys]
 
     return in_order(stored, copied)._replace(attn_mask=None, kv_lens=None)

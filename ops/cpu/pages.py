@@ -1,4 +1,4 @@
-"""Attention over pages on a CPU: a tile of a sequence's keys at a time is copied, heads first, and attended to.
+"""Attention over pages on a CPU: copy a tile of a sequence's keys at a time, heads first, and attend to it.
 
 PyTorch's kernel takes no table. The copy of a tile stays in the cache until the kernel has read it, and the kernel is
 fastest where the keys of a head lie side by side. Pages that sequences share are copied once for all of them.
@@ -34,30 +34,32 @@ def attend_pages(call: AttentionCall, attend: Attend) -> State:
     page, groups = stored.key.shape[2], []
     if shared is not None:
         groups = groups_of(shared, stored.kv_len)
-        firsts = shared[OWN, : len(spans)].tolist()
-        spans = [span._replace(start=min(first, span.stop)) for span, first in zip(spans, firsts, strict=True)]
-    of_groups = [Span(x.start, x.stop, full=False) for x in groups]
+        own_starts = shared[OWN, : len(spans)].tolist()
+        spans = [
+            span._replace(start=min(own_start, span.stop)) for span, own_start in zip(spans, own_starts, strict=True)
+        ]
+    group_spans = [Span(x.start, x.stop, full=False) for x in groups]
     tile = max(_n_pages(span, page) for span in spans)
     if not _at_once(call):
         tile = min(tile, _pages_in_the_cache(stored))
-    room = room_for(stored, max([tile, *(_n_pages(span, page) for span in of_groups)]))
+    room = room_for(stored, max([tile, *(_n_pages(span, page) for span in group_spans)]))
     states = []
     for b, span in enumerate(spans):
-        alone = _sequence(call, b)
-        parts = [attend(alone._replace(segments=(keys,))) for keys in _tiles(call, b, span, tile, room)]
+        sequence_call = _sequence(call, b)
+        parts = [attend(sequence_call._replace(segments=(keys,))) for keys in _tiles(call, b, span, tile, room)]
         states.append(combine_partials(*zip(*parts, strict=True)))
     out, lse = (torch.cat(x) for x in zip(*states, strict=True))
     if not groups:
         return out, lse
     shared_keys = (
         (x, next(_tiles(call, x.leader, span, _n_pages(span, page), room)))
-        for x, span in zip(groups, of_groups, strict=True)
+        for x, span in zip(groups, group_spans, strict=True)
     )
     return merge_groups(call, out, lse, shared_keys, attend)
 
 
 def _spans(call: AttentionCall) -> list[Span]:
-    """Return the keys of each sequence that its length and the window leave, or a block mask where neither counts."""
+    """Return the keys of each sequence that its length and the window leave; without both, those of the block mask."""
     (stored,), (batch, _, q_len, _), window = call.segments, call.query.shape, call.window
     lens = check_kv_lens(call)
     if lens is None and window is None and stored.block_mask is not None:
@@ -73,7 +75,7 @@ def _n_pages(span: Span, page: int) -> int:
 
 
 def _sequence(call: AttentionCall, b: int) -> AttentionCall:
-    """Return the call with the queries of one sequence, for keys that the window and the sinks don't change."""
+    """Return the call with the queries of one sequence, without window and sinks: masks stand for the window."""
     rope = None if call.query_rope is None else call.query_rope[b : b + 1]
     return call._replace(query=call.query[b : b + 1], query_rope=rope, window=None, sinks=None)
 
@@ -81,8 +83,8 @@ def _sequence(call: AttentionCall, b: int) -> AttentionCall:
 def _at_once(call: AttentionCall) -> bool:
     """Return True if all keys of a sequence must be one tile.
 
-    The lse of a tile can't weigh it beside a large bias, and the size of tiles depends on the number of threads. The
-    products with latents take blocks that stay in the cache anyway.
+    With a large bias, merging tiles by their lse is not exact. With `batch_invariant`, no sum may depend on the number
+    of threads, as the size of tiles does. The products with latents take blocks that stay in the cache anyway.
     """
     mask = call.segments[0].attn_mask
     return call.latent or call.batch_invariant or (mask is not None and mask.dtype != torch.bool)
@@ -95,7 +97,7 @@ def _pages_in_the_cache(stored: KeyValue) -> int:
 
 
 def _tiles(call: AttentionCall, b: int, span: Span, most: int, room: Room) -> Iterator[KeyValue]:
-    """Cut the keys of a sequence in tiles of about equal size, of at most `most` pages each, copied to `room`.
+    """Cut the keys of a sequence into tiles of about equal size, of at most `most` pages each, copied to `room`.
 
     A tile is valid until the next one.
     """
@@ -106,17 +108,17 @@ def _tiles(call: AttentionCall, b: int, span: Span, most: int, room: Room) -> It
     mask = _mask_of(call, b, span, None if named.all() else named.repeat_interleave(page))
     size = ceil_div(len(pages), ceil_div(len(pages), most)) if len(pages) else 1
     for i in range(0, max(1, len(pages)), size):
-        some = slice(i, i + size)
+        tile = slice(i, i + size)
         begin = (first + i) * page  # the first key of the tile's first page
         start, stop = max(begin, span.start), min(begin + size * page, span.stop)
-        keys = copy_pages(stored, pages[some], named[some], slice(start - begin, stop - begin), room)
+        keys = copy_pages(stored, pages[tile], named[tile], slice(start - begin, stop - begin), room)
         yield keys._replace(attn_mask=None if mask is None else mask[..., start - span.start : stop - span.start])
 
 
 def _mask_of(call: AttentionCall, b: int, span: Span, named: Tensor | None) -> Tensor | None:
     """Return the mask of a sequence for its span of keys, from the mask of the call, the window and the named pages.
 
-    `named`: bool, for each key of the pages with the span.
+    `named`: bool, for each key of the pages that hold the span; None if all are named.
     """
     (stored,), q_len, page = call.segments, call.query.shape[2], call.segments[0].key.shape[2]
     n, mask = span.stop - span.start, None if span.full else stored.attn_mask

@@ -1,4 +1,4 @@
-"""Attention to picked keys on a CPU: the keys that count for each query. `tatten.ops.cpu.picked_tiles` attends to them.
+"""Attention to picked keys on a CPU: find the keys that count. `tatten.ops.cpu.picked_tiles` attends to them.
 
 Each query of a sequence has picks of its own. All query heads that share them are computed together.
 """
@@ -41,16 +41,21 @@ def attend_picks(call: AttentionCall) -> State:
 
     for b, i, group in itertools.product(range(batch), range(q_len), range(groups)):
         heads = slice(q_heads // groups * group, q_heads // groups * (group + 1))
-        segments = [_read(call, x, its_rows[b], b, i, heads) for x, its_rows in zip(call.segments, rows, strict=True)]
+        segments = [
+            _read(call, x, segment_rows[b], b, i, heads) for x, segment_rows in zip(call.segments, rows, strict=True)
+        ]
         kv_lens = [x.key.shape[1] if lens is None else lens[b] for x in segments]
         q = query[b, heads, i]
         picked = [_picked(x, n, call.index_block) for x, n in zip(segments, kv_lens, strict=True)]
         state = attend(q, picked)
         if call.rest_bias is not None:
-            alone = state[1] <= call.rest_bias / 2
-            if alone.any():
-                of_all = attend(q, [_with_rest(segments[0], kv_lens[0], call.index_block, call.rest_bias)])
-                state = torch.where(alone[:, None], of_all[0], state[0]), torch.where(alone, of_all[1], state[1])
+            all_excluded = state[1] <= call.rest_bias / 2
+            if all_excluded.any():
+                over_all = attend(q, [_with_rest(segments[0], kv_lens[0], call.index_block, call.rest_bias)])
+                state = (
+                    torch.where(all_excluded[:, None], over_all[0], state[0]),
+                    torch.where(all_excluded, over_all[1], state[1]),
+                )
         out[b, heads, i], lse[b, heads, i] = state
     return out, lse
 
@@ -64,8 +69,8 @@ def _rows(query: Tensor, stored: KeyValue) -> list[int]:
 def _head_groups(call: AttentionCall) -> int:
     """Return the number of parts of the query heads that are computed apart.
 
-    A part reads one kv head where heads have picks or masks of their own: a key that one of them excludes may be NaN
-    there. So it does where each sequence is computed as if it were alone.
+    Each part reads one kv head if heads have picks or masks of their own, as a key that one head excludes may be NaN.
+    The same holds with `batch_invariant`.
     """
 
     def by_head(x: Tensor | None) -> bool:
@@ -76,7 +81,7 @@ def _head_groups(call: AttentionCall) -> int:
 
 
 def _read(call: AttentionCall, stored: KeyValue, row: int, b: int, i: int, heads: slice) -> KeyValue:
-    """Return the views of a segment that some heads of query `i` of sequence `b` read.
+    """Return the views of a segment that a slice of heads of query `i` of sequence `b` reads.
 
     The mask becomes `[1 or heads, kv_length]`, and the indices `[picks]`.
     """
@@ -106,7 +111,7 @@ def _read(call: AttentionCall, stored: KeyValue, row: int, b: int, i: int, heads
 
 
 def _picked(stored: KeyValue, kv_len: int, index_block: int) -> PickedKeys:
-    """Return the keys that count among the picks, of which only the first `kv_len` may."""
+    """Return the picked keys that count, among the first `kv_len` keys."""
     if stored.indices is None:
         if stored.attn_mask is None:
             return PickedKeys(stored, None, None)
@@ -130,7 +135,7 @@ def _with_rest(stored: KeyValue, kv_len: int, index_block: int, rest_bias: float
 
 
 def _counting(stored: KeyValue, keys: Tensor, mask: Tensor | None) -> PickedKeys:
-    """Return those of the keys that the mask leaves to any query head."""
+    """Return the keys, among `keys`, that the mask leaves to any query head."""
     if mask is None:
         return PickedKeys(stored, keys, None)
     mask = mask.index_select(1, keys)

@@ -1,4 +1,4 @@
-"""The state of a few query heads over keys that count, of which a tile at a time is gathered into one place."""
+"""Attention of a few query heads to picked keys, which are gathered one tile at a time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class PickedKeys(NamedTuple):
     """The keys of a segment that count for some query heads of one query.
 
     Attributes:
-        stored: the row and the kv heads of the segment that they read: `[kv_heads, kv_length, d]`.
+        stored: the row and the kv heads of the segment that these query heads read: `[kv_heads, kv_length, d]`.
         keys: int64 `[n]`; None stands for all keys.
-        bias: `[1 or query heads, n]`, what is added to their scores; None stands for 0.
+        bias: `[1 or query heads, n]`, added to their scores; None stands for 0.
     """
 
     stored: KeyValue
@@ -44,7 +44,7 @@ class GatheredKeys(NamedTuple):
 
 
 class Scratch:
-    """Memory for the rows of one tile, which the next tile takes over."""
+    """Memory for the rows of one tile, reused for the next tile."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -63,19 +63,19 @@ class Scratch:
             yield GatheredKeys(key, rope, value, None if bias is None else bias[:, tile].to(self.dtype))
 
     def _gather(self, name: str, x: Tensor, keys: Tensor | slice, scale: Tensor | None) -> Tensor:
-        """Return some rows of `x` as what they represent."""
+        """Return rows of `x`, upcast and scaled."""
         if isinstance(keys, slice):
             rows = x[:, keys]
         else:
             shape = x.shape[0], keys.shape[0], x.shape[2]
-            rows = torch.index_select(x, 1, keys, out=self._place(name, x.dtype, shape))
+            rows = torch.index_select(x, 1, keys, out=self._memory_for(name, x.dtype, shape))
         if x.dtype != self.dtype:
-            rows = self._place(name, self.dtype, rows.shape).copy_(rows)
+            rows = self._memory_for(name, self.dtype, rows.shape).copy_(rows)
         if scale is not None:
             rows *= over_keys(scale if scale.dim() == 1 else scale[:, keys])
         return rows
 
-    def _place(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    def _memory_for(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         n = shape[0] * shape[1] * shape[2]
         memory = self._memory.get((name, dtype))
         if memory is None or memory.numel() < n:

@@ -1,4 +1,4 @@
-"""Shared pages on a CPU: they are found by plain PyTorch, and a group's queries attend to one copy of its pages."""
+"""Shared pages on a CPU: plain PyTorch finds them, and a group's queries attend to one copy of its pages."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def merge_groups(
 ) -> State:
     """Return the states of all sequences, merged with those over the keys that they share, without sinks.
 
-    Keys between two stops are read by those alone that go on: a value that is NaN spoils no sequence that has left.
+    Keys between two stops are read only by the members that share them: NaN beyond a member's stop doesn't reach it.
 
     Args:
         out, lse: the states over each sequence's own part.
-        groups: with each group its keys. They are made one after the other, each in the memory of the one before.
+        groups: each group with its keys. They come one after the other, each in the memory of the one before.
         attend: computes a call over keys in order.
     """
     dtype, call = out.dtype, call._replace(sinks=None)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 class Thresholds:
     """Thresholds, as measured on a 2-core Xeon with AMX."""
 
-    # Sequences with different spans go to the kernel one by one, unless reading this much more for each is cheaper.
+    # Sequences with different spans go to the kernel one by one, if joining them would read this much more for each.
     run_bytes: int = 1 << 18
-    # With fewer bytes of K and V for each extra piece, the merge costs more than an idle core.
+    # With fewer bytes of K and V for each extra split, the merge costs more than an idle core.
     split_bytes: int = 1 << 20
     # With this many rows or more, the kernel first copies keys and values in low precision into the layout of AMX.
     packed_rows: int = 64

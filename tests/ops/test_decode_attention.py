@@ -307,7 +307,7 @@ def test_spans_are_read_in_one_call_where_less_than_a_bound_is_wasted(
 def test_keys_are_cut_into_pieces_where_cores_would_be_idle(
     threads: int, pairs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three heads are no work for seven cores; 3 * 7 pieces are."""
+    """Three heads are no work for seven cores; 3 * 7 splits are."""
     inputs = Case(batch=1, q_heads=3, kv_heads=3, kv_len=70).inputs()
     monkeypatch.setattr(thresholds.CPU, "split_bytes", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

@@ -217,7 +217,7 @@ def test_ordinary_scores_are_computed_once(many_pieces: None, monkeypatch: pytes
     key = -torch.ones_like(key) * 2.5
     out, lse = tatten.decode_attention(query, key, value, attn_mask=mask, return_lse=True)
     assert lse.max() < -80
-    assert len(calls) == 1, "210 keys are cut in pieces of one size"
+    assert len(calls) == 1, "210 keys make splits of one size"
     assert out.isfinite().all()
 
 

@@ -110,4 +110,4 @@ def test_what_is_left_to_the_general_path(monkeypatch: pytest.MonkeyPatch) -> No
     assert attend_at_once(query, key, value, None, None, None) is not None
     monkeypatch.setattr(thresholds.CPU, "split_bytes", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert attend_at_once(query, key, value, None, None, None) is None  # cut into pieces for the third core
+    assert attend_at_once(query, key, value, None, None, None) is None  # split for the third core

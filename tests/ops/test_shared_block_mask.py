@@ -106,7 +106,7 @@ def test_columns_of_spans() -> None:
         (
             {"block_mask": torch.zeros(2, 3)},
             TypeError,
-            "`block_mask` must be what tatten.block_mask returns, got Tensor",
+            "`block_mask` must be a BlockMask, as tatten.block_mask returns, got Tensor",
         ),
         (
             {"attn_mask": None},
@@ -149,7 +149,9 @@ def test_ones_that_do_not_fit_segments_are_errors() -> None:
         attend(masks, found)
     with pytest.raises(ValueError, match=r"`block_masks\[1\]` must come with the `attn_masks\[1\]`"):
         attend([masks[0], None], [None, found[1]])
-    with pytest.raises(TypeError, match=r"`block_masks\[0\]` must be what tatten.block_mask returns, got Tensor"):
+    with pytest.raises(
+        TypeError, match=r"`block_masks\[0\]` must be a BlockMask, as tatten.block_mask returns, got Tensor"
+    ):
         attend(masks, [found[0].data, None])
 
 

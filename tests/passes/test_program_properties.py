@@ -14,7 +14,7 @@ from programs import Outcome, Program, check, dynamic_programs, programs, wrappe
 from tatten.ops.cpu import flash
 
 OPS = {"tatten.decode_attention.default", "tatten.bifurcated_attention.default"}
-WAYS = {"_flash", "_attend_in_pieces", "_attend_in_groups"}
+WAYS = {"_flash", "_attend_in_splits", "_attend_in_groups"}
 
 
 @pytest.fixture

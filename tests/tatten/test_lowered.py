@@ -31,7 +31,7 @@ class FailsOnce:
 
 
 def test_a_graph_is_compiled_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moved, "_found", {})  # the error would stand in later reports
+    monkeypatch.setattr(moved, "_notes", {})  # the error would stand in later reports
     wrapper = FailsOnce()
     torch._dynamo.reset()
     model = torch.nn.Linear(16, 16)  # its parameters are inputs whose sources AOTAutograd asks for

@@ -38,7 +38,7 @@ CACHES = collectives.collectives_problem, flash.flash_problem, has_schemas, push
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
-    monkeypatch.setattr(moved, "_found", {})
+    monkeypatch.setattr(moved, "_notes", {})
     for cached in CACHES:
         cached.cache_clear()
     yield

@@ -250,7 +250,7 @@ def test_an_unknown_triton_launches_by_its_public_interface(
     move: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     move(monkeypatch)
-    monkeypatch.setattr(moved, "_found", {})
+    monkeypatch.setattr(moved, "_notes", {})
     kernel = Kernel(compiles=True)
     given = {"n": 5, "scale": 0.5, "BLOCK": 16, "FLAG": False}
     tensors = torch.zeros(3), torch.zeros(4)

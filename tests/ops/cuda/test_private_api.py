@@ -160,7 +160,7 @@ def test_memory_is_allocated_where_the_private_function_has_moved(
     empty_strided = torch.empty_strided
     monkeypatch.setattr(torch, "empty_strided", lambda *args, dtype, device: empty_strided(*args, dtype=dtype))
     monkeypatch.setattr(allocation, "_empty_strided_cuda", other_arguments)
-    monkeypatch.setattr(moved, "_found", {})
+    monkeypatch.setattr(moved, "_notes", {})
     with caplog.at_level("WARNING", "tatten"):
         made = [x for _ in range(2) for x in allocate(like, layout, layout)]
     assert [(x.shape, x.stride(), x.dtype) for x in made] == [layout] * 4
@@ -216,7 +216,7 @@ def test_other_descriptors_are_made_by_triton(slots: bool, monkeypatch: pytest.M
         def __post_init__(self) -> None:
             self.address = self.base.data_ptr()
 
-    monkeypatch.setattr(moved, "_found", {})
+    monkeypatch.setattr(moved, "_notes", {})
     x, y = torch.zeros(2, 2, 2, 100, 64, dtype=torch.bfloat16)
     assert Tiling(Descriptor, x, [1, 1, 64, 64])(y) == Descriptor(y, list(y.shape), tma_strides(y), [1, 1, 64, 64])
     assert len(moved.moved_notes()) == 1

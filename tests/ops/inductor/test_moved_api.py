@@ -118,7 +118,7 @@ def compiled(case, times=1, package=False, **options):
     said.clear()
     options |= {"cpp_wrapper": True} if package else {}
     lowered._register.cache_clear()
-    moved._found.clear()
+    moved._notes.clear()
     for op in cuda_implementations():
         inductor_lowering.lowerings.pop(op, None)
     with tatten.recording() as report, V.set_aot_compilation(package):
