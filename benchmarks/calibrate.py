@@ -34,7 +34,7 @@ from tatten.ops.cuda.gpu_rates import GpuRates
 
 DEVICE, CAPABILITY = "{device}", {capability}
 
-RATES = GpuRates({rates})  # with the fields that differ from an H200's
+RATES = GpuRates({rates})  # names the fields that differ from an H200's
 
 '''
 TABLE = """\

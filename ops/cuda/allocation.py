@@ -1,4 +1,4 @@
-"""Memory for the outputs of kernels, from the allocator of Inductor's generated code: a third of `new_empty`'s time."""
+"""Memory for the outputs of kernels. The allocator of Inductor's generated code takes a third of `new_empty`'s time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _moved(error: Exception) -> Callable[..., Tensor]:
 
 
 def _find() -> Callable[..., Tensor]:
-    """Return generated code's allocator on the current device, or a public function if that has moved."""
+    """Return the allocator of Inductor's generated code, or the public function if the allocator has moved."""
     try:
         return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined, no-any-return]
     except AttributeError as error:
@@ -35,7 +35,7 @@ _empty_strided_cuda = _find()
 
 
 class Dense(NamedTuple):
-    """The layout of a contiguous tensor that is yet to be allocated."""
+    """The layout of a contiguous tensor that a plan allocates at each call."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -46,12 +46,15 @@ def plan_block_list(
     pages: tuple[Tensor, int, int] | None = None,
     every_block: bool = False,
 ) -> FindBlockList:
-    """Plan for a mask, which `kv_lens` and `window` may narrow, and entries that name no page.
+    """Plan the launches for a mask. `kv_lens`, `window` and entries that name no page may narrow it.
 
-    `pages` are the block table, the number of pages and their size, if keys are in pages.
-
-    `kv_len` is for a mask that broadcasts over keys. `q_len` is needed only for a window, which ends at each query. If
-    `every_block` is set, empty blocks are listed too, and all blocks are in order.
+    Args:
+        attn_mask, kv_batch, every_block: as for `tatten.ops.masks.block_list`.
+        kv_len: the number of keys, for a mask that broadcasts over keys.
+        kv_lens: as `tatten.decode_attention` takes them.
+        q_len: the number of queries; needed only with a window, which ends at each query.
+        window: as `tatten.decode_attention` takes it.
+        pages: the block table, the number of pages and their size, if keys are in pages.
     """
     mask = squeeze_broadcast(attn_mask)
     kv_len = mask.shape[3] if kv_len is None else kv_len
@@ -59,7 +62,8 @@ def plan_block_list(
     kv_rows = kv_batch if kv_lens is not None else mask_rows(attn_mask, kv_batch)
     n_blocks = ceil_div(kv_len, BLOCK_KEYS)
     seqs_per_kv = max(1, mask.shape[0] // kv_batch)
-    # A program looks at 64 queries of few blocks, as each round of queries waits for its loads: 160 by 8 took 21 us.
+    # A program reads 64 queries of few blocks at a time, as each round of queries waits for its loads: 160 by 8 took
+    # 21 us.
     n_queries = seqs_per_kv * mask.shape[1] * mask.shape[2]
     block_q = min(64, power_of_2(n_queries)) if n_queries > 4 else 1
     blocks_at_once = max(16 if block_q == 1 else 32 // block_q, power_of_2(max(1, ceil_div(n_blocks, WIDEST_GRID))))

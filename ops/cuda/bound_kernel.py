@@ -31,8 +31,8 @@ class BoundLaunch:
 
     Attributes:
         kernel: a function of `triton.jit`.
-        tensors: an input or allocated tensor for each of its first parameters.
-        floats: a number for each of its other parameters.
+        tensors: for each of its first parameters, an input or allocated tensor.
+        floats: for each of its other parameters, a number.
         grid, options: as in the launch that it stands for.
     """
 
@@ -80,15 +80,15 @@ def bind(recording: Recorder, launch: Launch, tensors: Sequence[Any]) -> BoundLa
             lines.append(f"{name}={name}.to(tl.float32)")  # Inductor passes float64
         else:
             lines.append(f"{name}={x!r}" if name in constant else f"{name}={_integer(x, name not in unspecialized)}")
-    called = launch.kernel.__name__
+    kernel_name = launch.kernel.__name__
     body = "".join(f"        {line},\n" for line in lines)
-    source = f"def {called.strip('_')}({', '.join([*bases, *floats])}):\n    {called}(\n{body}    )\n"
+    source = f"def {kernel_name.strip('_')}({', '.join([*bases, *floats])}):\n    {kernel_name}(\n{body}    )\n"
     return BoundLaunch(_compile(launch.kernel, source), bases, floats, launch.grid, launch.options)
 
 
 @functools.cache
 def _compile(kernel: Any, source: str) -> Any:
-    """Make a kernel from source that calls `kernel`. Equal launches get the same object, as Inductor's table needs."""
+    """Make a kernel from source that calls `kernel`. Equal launches get one object, as Inductor's table requires."""
     filename = f"<tatten {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     lines = source.splitlines(keepends=True)
     linecache.cache[filename] = (len(source), None, lines, filename)  # Triton and Inductor read the source

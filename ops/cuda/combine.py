@@ -25,7 +25,7 @@ INTERPRETED = not isinstance(_combine_kernel, triton.JITFunction)
 
 
 class Partials(NamedTuple):
-    """The states of whole work tiles, the partial states of the others, and the tensors that give their number."""
+    """The states of whole work tiles, the partial states of the others, and the tensors that tell which are which."""
 
     out: Tensor
     lse: Tensor
@@ -37,7 +37,7 @@ class Partials(NamedTuple):
     shared_pages: Tensor | None = None
 
 
-_NOTHING = TileSpace(1, 1, 0, 1, 1, 1, 1, 16, 16)
+_NO_LAUNCH = TileSpace(1, 1, 0, 1, 1, 1, 1, 16, 16)  # without keys
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Combine:
     writes: tuple[Dense, Dense] | None
 
     def __call__(self, *partials: Partials, wholes: Sequence[Partials] = ()) -> Partials:
-        """Combine the partials of the launches planned for. Only `out` and `lse` of `wholes` count."""
-        some = (*partials, *wholes)[0]
+        """Combine the partials of the planned launches with whole states, the `out` and `lse` of `wholes`."""
+        states = (*partials, *wholes)[0]
         if self.launch is None:
-            return some
-        out, lse = (some.out, some.lse) if self.writes is None else allocate(some.out, *self.writes)
+            return states
+        out, lse = (states.out, states.lse) if self.writes is None else allocate(states.out, *self.writes)
         first, second = (*[tuple(x) for x in partials], (), ())[:2]
         self.launch(out, lse, first, second, tuple([x.out for x in wholes]), tuple([x.lse for x in wholes]))
-        return some if out is some.out else some._replace(out=out, lse=lse)
+        return states if out is states.out else states._replace(out=out, lse=lse)
 
 
 def _sizes(x: TileSpace, suffix: str) -> dict[str, int]:
@@ -69,7 +69,7 @@ def _sizes(x: TileSpace, suffix: str) -> dict[str, int]:
 
 
 def combine_block(partials: int, states: int, dim: int) -> tuple[int, int]:
-    """Choose the columns of a program and its warps. `dim` is rounded up to a power of 2."""
+    """Choose the columns and the warps of a program. `dim` is a power of two."""
     if states > 1:
         return dim, 4
     if dim <= 128:
@@ -105,11 +105,11 @@ def plan_combine(
     elif not (spaces and spaces[0].split):
         return Combine(None, None)
     n_states = batch * q_heads * q_len
-    a, b = (*spaces, _NOTHING, _NOTHING)[:2]
+    a, b = (*spaces, _NO_LAUNCH, _NO_LAUNCH)[:2]
     pdl = pdl and not INTERPRETED and has_early_launches(query.device)
     dim = max(16, power_of_2(value_dim))
     partials = min(64, power_of_2(max([x.most_partials(batch, dim > WIDE) for x in spaces] or [1])))
-    if shared:  # few of many states have more, and room for them costs more than another pass
+    if shared:  # few states have more partials, and room for them costs more than another pass
         partials = min(partials, 8)
     few = n_states < gpu_rates(query.device).many_states
     states = 1 if spaces or few else max(1, 1024 // dim)  # whole states of a program

@@ -77,12 +77,12 @@ class SegmentLaunch:
 
 
 def _tiled(x: Tensor, table: Tensor | None) -> Tensor:
-    """Return keys or values as TMA reads them: pools as the user has them, with heads last."""
+    """Return keys or values as TMA reads them: pools in the user's layout, with heads last."""
     return x if table is None else x.transpose(1, 2)
 
 
 def _constant_stride(x: Tensor) -> int:
-    """Return the stride of the length to compile for, which saves registers, or 0 to pass it at run time.
+    """Return the stride over keys to compile for, which saves registers, or 0 to pass it at run time.
 
     A large stride may depend on the batch, as for `[length, batch, heads, head_dim]`, and would compile for each batch.
     """
@@ -121,22 +121,22 @@ def plan_segment(
         stored: the segment. With row groups, its mask comes with a block mask.
         place: the place of the launch among others.
         tiles, programs: default: the choice of `tatten.ops.cuda.heuristics`.
-        part: the part of keys in pages that is computed, if shared pages are used: that of each sequence alone, or
-            that of row groups. These are in the place of `row_groups` then.
-        pdl: let this launch begin before the one before ends (programmatic dependent launch), if the GPU can.
+        part: with shared pages, the keys to attend to: `OWN_PART`, each sequence's own part, or `SHARED_PART`, the
+            runs of row groups, for which `stored.row_groups` is the result of `tatten::shared_pages`. Else `WHOLE`.
+        pdl: let this launch begin before the previous one ends (programmatic dependent launch), if the GPU can.
     """
     query, key, value, rope = call.query, stored.key, stored.value, stored.rope
     batch, q_heads, q_len, head_dim = query.shape
-    states = LEVELS * batch if part == SHARED_PART else batch  # an entry has its own
+    states = LEVELS * batch if part == SHARED_PART else batch  # one for each entry
     kv_heads, kv_len, value_dim, table = key.shape[1], stored.kv_len, value.shape[3], stored.block_table
-    # A longer window is the same, and could overflow.
+    # A longer window has the same effect, and could overflow.
     window = None if call.window is None else min(call.window, kv_len + q_len)
     call = call._replace(window=window)
     sinks = place.sinks and call.sinks is not None
 
     mask = plan_mask(query, stored, window)
-    read = (stored.block_mask, stored.row_groups, stored.kv_lens if part else None)
-    copies = any(x is not None and not x.is_contiguous() for x in read)
+    auxiliary = (stored.block_mask, stored.row_groups, stored.kv_lens if part else None)
+    copies = any(x is not None and not x.is_contiguous() for x in auxiliary)
     beside_previous = place.beside_previous and mask.find_blocks is None and not copies
     kv_bytes = stored.kv_batch * kv_heads * kv_len * (head_dim + value_dim) * key.element_size()
     chosen = choose_tiles(call, stored, mask) if tiles is None else tiles
@@ -150,16 +150,16 @@ def plan_segment(
     block_d, block_dv = (max(16, power_of_2(dim)) for dim in (head_dim, value_dim))
     rope_dim = 0 if rope is None else rope.shape[3]
     rope_strides = () if rope is None or call.query_rope is None else (call.query_rope.stride(), rope.stride())
-    # TMA reads whole tiles, so it is used if every key counts: without a mask, or in its run of full blocks.
-    # With lengths these are the tiles before that of the last key; for latents this was not measured.
+    # TMA reads whole tiles, so it is used where every key counts: without a mask, or in its run of full blocks.
+    # With lengths it reads the tiles before the last key's tile; for latents this was not measured.
     narrowed = (window, stored.attn_mask, stored.kv_lens if call.latent else None)
     every_key = mask.has_block_list or (part != SHARED_PART and all(x is None for x in narrowed))
     large = kv_bytes >= gpu_rates(query.device).tma_least_bytes
     tma = not INTERPRETED and has_tma(query.device) and large and not call.batch_invariant
-    one_box = table is None or (key.shape[2] >= tiles.block_n and not part)  # for a tile
-    tma = tma and every_key and one_box and takes_tma(key) and takes_tma(value)
+    box_per_tile = table is None or (key.shape[2] >= tiles.block_n and not part)
+    tma = tma and every_key and box_per_tile and takes_tma(key) and takes_tma(value)
     if tma and (recording := recorder.get()) is not None and not recording.tma:
-        # Kernels that Inductor defines do without TMA: Inductor would make descriptors anew in each call.
+        # Kernels that Inductor defines don't use TMA: it would make descriptors in each call.
         recording.without_tma += kv_bytes
         tma = False
     run_n = max(tiles.block_n, space.block_n)

@@ -1,4 +1,4 @@
-"""The cut of a launch of the decode kernel: the sizes of its tiles, and the number of programs that share them."""
+"""The grid of the decode kernel: the sizes of its tiles, and the number of programs that share them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tatten.ops.cuda.heuristics import (
     combining_pays,
     latent_tiles_for,
     programs_for,
+    programs_for_whole_tiles,
     seqs_and_rows,
     splitting_pays,
     tiles_for,
-    whole_programs,
 )
 from tatten.ops.cuda.kernels.decode import ADDITIVE_MASK, NO_MASK
 from tatten.ops.cuda.kernels.tile_scheduler import MOST_CHUNKS
@@ -28,7 +28,7 @@ from tatten.ops.page_runs import most_members
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.validation import BLOCK_KEYS
 
-LEAST_CHUNK = 1024  # keys of a chunk, a multiple of all `block_n`
+LEAST_CHUNK = 1024  # keys of a chunk; a multiple of every `block_n`
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Place:
     Attributes:
         final: there are no other segments, so that whole work tiles are final.
         max_and_sum: partial states have maximum and sum instead of their lse, because of an additive mask elsewhere.
-        beside_previous: the launch just before wrote nothing that this one reads, and nothing on the stream did since.
+        beside_previous: this launch reads nothing that the previous launch, or work on the stream since, has written.
             The two then run side by side.
         sinks: the launch counts the call's sinks.
     """
@@ -84,7 +84,7 @@ def choose_tiles(call: AttentionCall, stored: KeyValue, mask: MaskPlan) -> Tiles
         query.element_size(),
         MANY_KEYS if call.batch_invariant else kv_len,
         has_block_list=mask.has_block_list,
-        # Row groups of pages take registers for where each sequence stops.
+        # Row groups of pages take registers for the stop of each sequence.
         masked=mask.kind != NO_MASK
         or call.window is not None
         or (narrow and stored.kv_lens is not None)
@@ -104,12 +104,13 @@ def shortened(tiles: Tiles, space: TileSpace, query: Tensor, kv_bytes: int) -> T
     bytes of keys and values.
     """
     work_tiles, sms = space.groups * space.work_tiles, multiprocessors(query.device)
-    shared = space.split and not space.chunk and not space.row_groups
-    shared = shared and not space.max_and_sum  # an additive mask, which takes registers of its own: 3 stages spill
+    shares_work_tiles = space.split and not space.chunk and not space.row_groups
+    # An additive mask takes registers: 3 stages spill.
+    shares_work_tiles = shares_work_tiles and not space.max_and_sum
     # Ragged lengths gain from programs that wait for an SM: 8 of 1k to 64k take 237 us, and 249 with one per SM.
     ragged = space.has_lens and space.groups > 1
     large = kv_bytes > gpu_rates(query.device).short_tiles_most_bytes
-    if not shared or ragged or large or tiles != Tiles(16, 128, 4, 2, 2) or query.shape[3] <= 64:
+    if not shares_work_tiles or ragged or large or tiles != Tiles(16, 128, 4, 2, 2) or query.shape[3] <= 64:
         return tiles
     if space.has_block_list and work_tiles < 16:
         return Tiles(16, 64, 4, 2, 2)  # 1 x 4096: 12.1 us, and 13.1 with 3 stages
@@ -121,15 +122,15 @@ def deepened(tiles: Tiles, space: TileSpace, query: Tensor) -> Tiles:
 
     8 sequences of 512 keys and 8 kv heads of 128 take 10.3 us, and 12.9 with 2 stages (H200).
     """
-    alone = space.stays_whole and space.programs <= multiprocessors(query.device)
+    one_per_sm = space.stays_whole and space.programs <= multiprocessors(query.device)
     fits = tiles.block_m == 16 and tiles.num_stages == 2 and query.element_size() == 2 and query.shape[3] <= 128
-    return replace(tiles, num_stages=3) if alone and fits and has_large_shared_memory(query.device) else tiles
+    return replace(tiles, num_stages=3) if one_per_sm and fits and has_large_shared_memory(query.device) else tiles
 
 
 def plan_tile_space(
     call: AttentionCall, stored: KeyValue, mask: MaskPlan, tiles: Tiles, place: Place, programs: int | None
 ) -> TileSpace:
-    """Cut a launch into work tiles and choose its programs, unless their number is given."""
+    """Cut a launch into work tiles, and choose its number of programs unless `programs` sets it."""
     batch, q_heads, q_len, head_dim = call.query.shape
     kv_batch, kv_heads, kv_len, value_dim = stored.kv_batch, stored.key.shape[1], stored.kv_len, stored.value.shape[3]
     has_lens, has_row_groups, window = stored.kv_lens is not None, stored.row_groups is not None, call.window
@@ -162,7 +163,7 @@ def plan_tile_space(
         ):
             programs = programs_for(groups * work_tiles, n_tiles, most)
         else:
-            programs = whole_programs(work_tiles, n_tiles, most)
+            programs = programs_for_whole_tiles(work_tiles, n_tiles, most)
     return TileSpace(
         groups,
         work_tiles,

@@ -1,4 +1,4 @@
-"""The ops on CUDA: arguments are checked, and a plan is made, once for tensors of one layout.
+"""The ops on CUDA: check the arguments and make a plan, once for tensors of one layout.
 
 The plan of an attention op includes the choice of a provider.
 """
@@ -58,15 +58,15 @@ def _prepare_segments(call: AttentionCall) -> AttentionCall:
     Kernels need them for segments with row groups and, with `batch_invariant`, for all segments but the last. Block
     masks of the call are kept where they still hold.
     """
-    indexed = any(x.row_groups is not None for x in call.segments)
-    if not (indexed or call.batch_invariant or call.window is not None):
+    has_rows = any(x.row_groups is not None for x in call.segments)
+    if not (has_rows or call.batch_invariant or call.window is not None):
         return call
     check_devices(**call.tensors)
     check_bifurcated_attention(call)
     if call.batch_invariant:
         check_segments_batch_invariant(call)
     call = within_window(call)
-    if not (indexed or call.batch_invariant):
+    if not (has_rows or call.batch_invariant):
         return call
     shared = len(call.segments) - 1 if call.batch_invariant else 0
     segments = [_with_block_mask(call.query, x, i < shared) for i, x in enumerate(call.segments)]
@@ -90,8 +90,8 @@ def _with_block_mask(query: Tensor, stored: KeyValue, every_block: bool) -> KeyV
 def _plan(flash_impl: str | None, *fields: Any) -> Attend:
     """Plan a function that computes the op for calls whose fields have this layout.
 
-    `flash_impl` is the implementation that PyTorch's flash attention has now. The choice of a provider depends on it
-    (`Workload.flash_impl`), so a plan is remembered for each implementation.
+    `flash_impl` is the active implementation of PyTorch's flash attention. The choice of a provider depends on it
+    (`Workload.flash_impl`), so each implementation has a plan of its own.
     """
     call = AttentionCall(*fields)
     check_devices(**call.tensors)
@@ -133,12 +133,12 @@ def _plan_decode(call: AttentionCall) -> Attend:
 
 
 def _plan_segments(call: AttentionCall) -> Attend:
-    """Plan for segments after `_prepare_segments`: the call has no window any more."""
+    """Plan a call whose window `_prepare_segments` has applied."""
     check_bifurcated_attention(call)
     query, first = call.query, call.segments[0]
     check_cuda_head_dims(query, first.value)
-    alone = len(call.segments) == 1 and first.row_groups is None and first.attn_mask is None
-    if alone and first.key.shape[0] == query.shape[0]:
+    one_plain_segment = len(call.segments) == 1 and first.row_groups is None and first.attn_mask is None
+    if one_plain_segment and first.key.shape[0] == query.shape[0]:
         return _plan_decode(call)
     if query.dtype == torch.float64:
         if call.batch_invariant:
@@ -162,8 +162,8 @@ def _plan_picks(call: AttentionCall) -> Attend:
         check_cuda_head_dims(query, value)
     check_picks(call)
     if call.batch_invariant:
-        check_alone = {LATENT: check_latent_batch_invariant, BIFURCATED: check_segments_batch_invariant}
-        check_alone.get(call.op, check_batch_invariant)(call)
+        checks = {LATENT: check_latent_batch_invariant, BIFURCATED: check_segments_batch_invariant}
+        checks.get(call.op, check_batch_invariant)(call)
     if call.provider not in ("auto", "triton"):
         raise NotImplementedError(f"`provider` {call.provider!r} can't compute this: it has no `indices`")
     if query.dtype == torch.float64:
@@ -192,8 +192,8 @@ def _plan_row_groups(rows: Tensor, kv_batch: int, queries: int) -> Callable[[Ten
 
 
 def shared_pages(block_table: Tensor, kv_lens: Tensor, n_pages: int, page_size: int, q_length: int = 1) -> Tensor:
-    find = _plan_shared_pages(block_table, kv_lens, n_pages, page_size, q_length)
-    return on_device_of(block_table, find, block_table, kv_lens)
+    plan = _plan_shared_pages(block_table, kv_lens, n_pages, page_size, q_length)
+    return on_device_of(block_table, plan, block_table, kv_lens)
 
 
 @by_layout

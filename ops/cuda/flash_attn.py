@@ -1,4 +1,4 @@
-"""FlashAttention-2, 3 and 4 as providers: the abilities of each package, and its calls.
+"""FlashAttention-2, 3 and 4 as providers: the features of each package, and its calls.
 
 `PACKAGES` was written from the sources: flash-attn 2.8.0 to 2.8.4 (`csrc/flash_attn`), flash_attn_3 3.0.0 (`hopper/` of
 Dao-AILab/flash-attention at 0251105) and flash-attn-4 4.0.0b36. All of them take `[batch, length, heads, head_dim]`,
@@ -29,19 +29,19 @@ from tatten.ops.states import State
 
 @dataclass(frozen=True)
 class Package:
-    """One FlashAttention package, as its releases are.
+    """The features of a FlashAttention package.
 
     Attributes:
         name: the name of the package.
-        install: the way to get it.
+        install: the command or the source to install it from.
         modules: the modules that may have its function; the first that can be imported counts.
         function: the name of the function.
-        arguments: for each need of a `Workload` that it meets, and for the lse, the argument that states it.
+        arguments: for each need of a `Workload` that it meets, and for the lse, the name of the argument.
         majors: the compute capabilities it has kernels for, by their first number.
         head_dims: the rule of `fits`, in words.
         fits: whether it supports the head_dims of key and value, on a compute capability with this first number.
         empty_is_inf: a query without keys gets an lse of +inf instead of -inf.
-        splits: the argument `num_splits` for each major; 0 lets the package choose. Empty: it chooses unasked.
+        splits: the argument `num_splits` for each major; 0 lets the package choose. Empty: it is not passed.
     """
 
     name: str
@@ -102,7 +102,7 @@ PACKAGES = {
         majors=(9, 10, 11),  # its head_dims are unchecked on 8 and 12
         head_dims="head_dims up to 256 on Hopper, else up to 128, 192 with values of 128, or 256",
         fits=_fits_fa4,
-        splits={9: 1, 10: 0, 11: 0},  # it has no split keys on Hopper
+        splits={9: 1, 10: 0, 11: 0},  # it can't split keys on Hopper
     ),
 }
 
@@ -132,16 +132,18 @@ def package_unsupported_reason(provider: str, work: Workload) -> str | None:
 def _unmet_by_release(package: Package, needs: Needs) -> str | None:
     """Return the reason why the installed release can't compute this, or None."""
     try:
-        takes = inspect.signature(_function(package)).parameters
+        parameters = inspect.signature(_function(package)).parameters
     except ImportError as error:
         return f"{package.name} can't be imported ({error}); to get it: {package.install}"
     arguments = ["softmax_scale", *(package.arguments[need] for need in ("lse", *needs))]
     if package.splits:
         arguments.append("num_splits")
-    lacks = [name for name in arguments if name not in takes]
-    if not lacks:
+    missing = [name for name in arguments if name not in parameters]
+    if not missing:
         return None
-    return f"the {package.name} that is installed takes no {', '.join(lacks)}; to get one that does: {package.install}"
+    return (
+        f"the {package.name} that is installed takes no {', '.join(missing)}; to get one that does: {package.install}"
+    )
 
 
 def _function(package: Package) -> Callable[..., Any]:
@@ -187,27 +189,27 @@ def package_attention(provider: str, call: AttentionCall) -> State:
                 f"`provider` {provider!r} can't compute this: it takes addresses that are multiples of 16, "
                 f"and `{name}` begins {x.data_ptr() % 16} bytes behind one"
             )
-    used = None if kv_lens is None else kv_lens.clamp(0, key.shape[2]).to(torch.int32).contiguous()
-    stated = {
+    lens = None if kv_lens is None else kv_lens.clamp(0, key.shape[2]).to(torch.int32).contiguous()
+    by_need = {
         "lse": True,
-        "lengths": used,
-        "window": None if window is None else (window - 1, 0),  # keys before its own, and behind it
+        "lengths": lens,
+        "window": None if window is None else (window - 1, 0),  # keys before and after the query's position
         "soft cap": call.softcap,
         "sinks": call.sinks,
     }
-    arguments = {package.arguments[need]: x for need, x in stated.items() if x is not None}
+    arguments = {package.arguments[need]: x for need, x in by_need.items() if x is not None}
     if package.splits:
         arguments["num_splits"] = package.splits[capability(query.device)[0]]
     inputs = (x.transpose(1, 2) for x in (query, key, value))
     out, lse, *_ = _function(package)(*inputs, softmax_scale=call.score_scale, **arguments)
     out, lse = out.transpose(1, 2).contiguous(), lse.contiguous()
-    if package.empty_is_inf and (used is not None or window is not None):
-        lse = lse.masked_fill(_without_keys(query, key, used, window), -torch.inf)
+    if package.empty_is_inf and (lens is not None or window is not None):
+        lse = lse.masked_fill(_without_keys(query, key, lens, window), -torch.inf)
     return out, lse
 
 
-def _without_keys(query: Tensor, key: Tensor, used: Tensor | None, window: int | None) -> Tensor:
-    """Find the queries that attend to no key, `[batch or 1, 1, q_length or 1]`, by lengths: an lse can be +inf."""
-    length = torch.full((1,), key.shape[2], device=key.device) if used is None else used
+def _without_keys(query: Tensor, key: Tensor, lens: Tensor | None, window: int | None) -> Tensor:
+    """Find the queries without keys, `[batch or 1, 1, q_length or 1]`, by lengths: other lse may be +inf too."""
+    length = torch.full((1,), key.shape[2], device=key.device) if lens is None else lens
     behind = torch.arange(query.shape[2] - 1, -1, -1, device=key.device) if window is not None else 0
     return (length[:, None] - behind <= 0)[:, None]

@@ -50,11 +50,11 @@ class GpuRates:
     tile_alone: float = 0.4
     # The same for each of several programs that leave a tenth of the GPU or more free: it reads a tenth slower.
     tile_beside_few: float = 1.1
-    # The time of one more launch beside its keys: to start, to wait for its first loads, and to store.
+    # The time of one more launch, besides that of its keys: to start, to wait for its first loads, and to store.
     launch_us: float = 5.0
     # The time that the combine's launch adds to a decode kernel.
     combine_us: float = 2.6
-    # The time that an output state takes longer if it may have partial states.
+    # The extra time of an output state that may have partial states.
     partial_state_us: float = 8e-4
     # The least number of whole states for which a program of the combine takes several: one at a time mostly waits.
     many_states: int = 1024
@@ -109,6 +109,6 @@ class GpuRates:
     # Floating-point operations per us of large products in 16 bits: `product_rate` of `benchmarks/support/timing.py`
     # gave 7.9e8 to 8.1e8.
     product_flops_per_us: float = 8e8
-    # Up to so many queries of a head `project_heads` multiplies them with `W_uk` faster than `bmm`: of 128 heads on an
-    # H100, 8 took 7.1 and 8.9 us, 64 took 10.4 and 11.8, and 128 took 18 and 15.
+    # Up to this many queries of a head, `project_heads` multiplies them with `W_uk` faster than `bmm`: of 128 heads on
+    # an H100, 8 took 7.1 and 8.9 us, 64 took 10.4 and 11.8, and 128 took 18 and 15.
     project_most_rows: int = 64

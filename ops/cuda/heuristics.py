@@ -63,18 +63,16 @@ def tiles_for(
         page: the keys of a page, or 0 if keys are in order. Addresses of pages take registers.
         large_shared_memory: a program may have 227 KiB.
     """
-    at_most, paged = max(16, power_of_2(q_rows)), page > 0
+    most_rows, paged = max(16, power_of_2(q_rows)), page > 0
     if element_size == 4:
-        stages = (
-            3 if has_block_list and dim <= 128 and large_shared_memory and not paged else 2
-        )  # at 128, 2 spill in Triton 3.9
-        return Tiles(min(at_most, 64, max(16, 2048 // dim)), 32, 8, stages)
+        # With a block list at 128, 2 stages spill in Triton 3.9.
+        stages = 3 if has_block_list and dim <= 128 and large_shared_memory and not paged else 2
+        return Tiles(min(most_rows, 64, max(16, 2048 // dim)), 32, 8, stages)
     if 128 < dim <= 256 and q_rows <= 16 and large_shared_memory and not narrow:
-        return Tiles(
-            16, 64, 8 if paged or (has_block_list and masked) else 4, 3
-        )  # 2 stages take up to 1.6 times as long
+        # 2 stages take up to 1.6 times as long.
+        return Tiles(16, 64, 8 if paged or (has_block_list and masked) else 4, 3)
     if dim > 128:
-        return Tiles(min(at_most, (4096 if paged else 8192) // dim), 64 if dim <= 256 else 32, 8, 2)
+        return Tiles(min(most_rows, (4096 if paged else 8192) // dim), 64 if dim <= 256 else 32, 8, 2)
     if q_rows <= 16 and narrow and paged:
         return Tiles(16, 128, 4, 3, 2)
     if q_rows <= 16 and paged and (masked or (page < 128 and dim > 64)):
@@ -84,16 +82,16 @@ def tiles_for(
         return Tiles(16, 64, 4, 4, per_sm) if has_block_list or masked else Tiles(16, 128, 4, 3, per_sm)
     if kv_len <= 64 and not (has_block_list or masked or narrow):
         # 33 us for 512 sequences of 32 keys and 8 heads, where 4 warps take 80
-        return Tiles(16, 32, 1, 2, 8) if q_rows <= 16 else Tiles(min(at_most, 64), 32, 4, 2, 4)
+        return Tiles(16, 32, 1, 2, 8) if q_rows <= 16 else Tiles(min(most_rows, 64), 32, 4, 2, 4)
     if q_rows <= 16:
         stages = 3 if dim <= 64 else 2  # at 64, 2 take 7% longer
         return Tiles(16, 64, 4, 2, 2) if masked and not has_block_list else Tiles(16, 128, 4, stages, 2)
     if masked and not has_block_list:
-        return Tiles(min(at_most, 64), 64, 8, 2)
+        return Tiles(min(most_rows, 64), 64, 8, 2)
     if paged:
-        return Tiles(min(at_most, 64), 64, 4, 3, 2)
+        return Tiles(min(most_rows, 64), 64, 4, 3, 2)
     if q_rows <= 64:
-        return Tiles(64, 64, 8, 3) if has_block_list and q_rows > 32 else Tiles(min(at_most, 64), 64, 4, 3, 2)
+        return Tiles(64, 64, 8, 3) if has_block_list and q_rows > 32 else Tiles(min(most_rows, 64), 64, 4, 3, 2)
     return Tiles(128, 64, 8, 3)
 
 
@@ -148,24 +146,24 @@ def packed_q_rows(query: Tensor, key: Tensor, has_row_groups: bool = False) -> i
 
 
 def splitting_pays(work_tiles: int, tiles: int, tile_us: float, n_states: int, most: int, rates: GpuRates) -> bool:
-    """Estimate whether equal shares for all programs save more time than the combine of partial states takes.
+    """Return True if equal shares for all programs are estimated to save more time than partial states cost.
 
     Args:
         work_tiles, tiles, most: as for `programs_for`.
         tile_us: the time of a program for a tile.
-        n_states: the number of output states. One that may have partial states takes longer.
-        rates: those of the GPU.
+        n_states: the number of output states. A state that may have partial states takes longer.
+        rates: the rates of the GPU.
     """
     whole_us = ceil_div(work_tiles, most) * tiles * tile_us
     return work_tiles * tiles / most * tile_us + rates.partial_state_us * n_states < whole_us
 
 
 def combining_pays(work_tiles: int, tiles: int, tile_us: float, most: int, rates: GpuRates) -> bool:
-    """Estimate whether equal shares save more time than the launch that combines their partial states takes.
+    """Return True if equal shares are estimated to save more time than the launch that combines them takes.
 
     Only the device knows how many of the `tiles` a mask or lengths leave. The estimate is for all of them, where equal
     shares of equal lengths save most. With an eighth of 512 keys in use, whole work tiles take 0.75 to 0.85 of the time
-    (H200, 1 to 16 sequences of 8 or 32 kv heads). With all of 128 to 512 keys in use, those chosen take 0.64 to 1.05.
+    (H200, 1 to 16 sequences of 8 or 32 kv heads). With all of 128 to 512 keys in use, the choice takes 0.64 to 1.05.
 
     Args:
         work_tiles, tiles, tile_us, most, rates: as for `splitting_pays`.
@@ -176,7 +174,7 @@ def combining_pays(work_tiles: int, tiles: int, tile_us: float, most: int, rates
     return work_tiles * tiles / most * max(tile_us, rates.least_tile_us) + rates.combine_us < whole_us
 
 
-def whole_programs(work_tiles: int, tiles: int, most: int) -> int:
+def programs_for_whole_tiles(work_tiles: int, tiles: int, most: int) -> int:
     """Choose the number of programs so that each does equally many whole work tiles.
 
     Short work tiles get a program each: new programs start while others wait, so that loads overlap (133 and 145 us for
@@ -192,14 +190,14 @@ def programs_for(work_tiles: int, tiles: int, most: int) -> int:
     Up to a tenth fewer are launched if that cuts each work tile into fewer partials.
     """
     if work_tiles >= most:
-        even = ceil_div(work_tiles, ceil_div(work_tiles, most))  # as many whole work tiles for each, if they divide
+        even = ceil_div(work_tiles, ceil_div(work_tiles, most))  # equally many whole work tiles for each program
         return even if even > 0.9 * most else most
     even = work_tiles * min(most // work_tiles, tiles)
     return even if even > 0.9 * most or tiles * work_tiles < most else most
 
 
 def latent_programs_for(work_tiles: int, tiles: int, most: int) -> int:
-    """Choose the number of programs of the latent_sm90 kernel, as `programs_for` does for others.
+    """Choose the number of programs of the latent_sm90 kernel, as `programs_for` does for other kernels.
 
     A partial state has 128 KiB. If work tiles are cut, half of the programs are faster than all of them with fewer than
     4 tiles each. The combine reads 64 partial states at once.

@@ -126,7 +126,7 @@ def plan_index_scores(
 
 
 def choose_tiles(query: Tensor, key: Tensor) -> IndexTiles | None:
-    """Choose the tile of a program; None if the kernel does not take these queries and keys.
+    """Choose the tile of a program; None if the kernel does not support these queries and keys.
 
     The choice depends on neither the batch nor the number of keys, so a sequence's scores don't, to the bit.
     """

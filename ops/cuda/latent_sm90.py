@@ -67,9 +67,9 @@ def plan_latent_segment(call: AttentionCall, mask: MaskPlan) -> LatentLaunch:
         (_latent_few_kernel, FEW, FEW_START_REGS) if few else (_latent_kernel, BLOCK_M, START_REGS)
     )
     q_blocks = ceil_div(heads * q_len, block_m)
-    most = multiprocessors(query.device)
+    sms = multiprocessors(query.device)
     programs_of = programs_for if few else latent_programs_for
-    programs = most if has_lens else programs_of(batch * q_blocks, ceil_div(kv_len, BLOCK_N), most)
+    programs = sms if has_lens else programs_of(batch * q_blocks, ceil_div(kv_len, BLOCK_N), sms)
     space = TileSpace(
         mask.groups,
         batch // mask.groups * q_blocks,
@@ -84,17 +84,17 @@ def plan_latent_segment(call: AttentionCall, mask: MaskPlan) -> LatentLaunch:
         has_block_list=mask.has_block_list,
         q_blocks_first=True,
     )
-    aligned, (of_query, of_rope) = strides_in_units(query, query_rope)
+    aligned, (query_strides, rope_strides) = strides_in_units(query, query_rope)
     launch = Launch(
         kernel,
         (programs,),
         {"num_warps": 4, "maxnreg": start_regs, "launch_pdl": True},
-        query_b=of_query[0],
-        query_h=of_query[1],
-        query_l=of_query[2],
-        rope_b=of_rope[0],
-        rope_h=of_rope[1],
-        rope_l=of_rope[2],
+        query_b=query_strides[0],
+        query_h=query_strides[1],
+        query_l=query_strides[2],
+        rope_b=rope_strides[0],
+        rope_h=rope_strides[1],
+        rope_l=rope_strides[2],
         scale=call.score_scale,
         block_list_stride=space.block_list_stride,
         kv_len=kv_len,

@@ -1,7 +1,7 @@
 """Repeated launches of Triton kernels: a call is planned once for tensors of one layout.
 
 In eager mode the host decides how long a call takes. Triton inspects each argument of a kernel at each launch, which is
-most of the host time of a launch of the decode kernel. To check and plan a call takes longer still.
+most of the host time of a launch of the decode kernel. Checking and planning a call takes longer still.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 GRID = ["gridX", "gridY", "gridZ", "stream", "function"]
 PARAMETERS_OF_3_6 = [*GRID, "args"]
 PARAMETERS_OF_3_9 = [*GRID, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"]
-VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})  # compared as they are
+VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})  # compared by value
 MOST_PLANS = 1024  # per function: a growing cache is planned anew at each length
 
 
@@ -31,25 +31,25 @@ def by_layout(plan: Callable[..., T]) -> Callable[..., T]:
     `plan` may depend on no other property of a tensor, and keep no tensor. Its other arguments are compared by value,
     and lists and tuples by their contents.
     """
-    made: dict[tuple[Any, ...], T] = {}
+    plans: dict[tuple[Any, ...], T] = {}
 
     @functools.wraps(plan)
     def planned(*args: Any) -> T:
         if recorder.get() is not None:  # fake tensors have no address
             return plan(*args)
-        at = _layouts(args)
-        result = made.get(at)
+        layouts = _layouts(args)
+        result = plans.get(layouts)
         if result is None:
-            if len(made) >= MOST_PLANS:
-                made.clear()
-            result = made[at] = plan(*args)
+            if len(plans) >= MOST_PLANS:
+                plans.clear()
+            result = plans[layouts] = plan(*args)
         return result
 
     return planned
 
 
 def _layouts(args: Sequence[Any]) -> tuple[Any, ...]:
-    # A function for each tensor would take as long as the rest of this.
+    # Calling a function for each tensor would double the time of this one.
     return tuple(
         [
             x
@@ -81,7 +81,7 @@ class Launch:
     """A Triton kernel with its grid and all arguments that follow the tensors.
 
     A call with tensors, None, or tuples of them launches the kernel. The first call compiles it for them by Triton.
-    Tensors of later calls must have the same layout, and only their addresses are looked at.
+    Tensors of later calls must have the same layout; only their addresses are read.
 
     Args:
         kernel: a function of `triton.jit` or `gluon.jit`.
@@ -95,7 +95,7 @@ class Launch:
         names = kernel.arg_names[max(0, tensors) :]
         if set(names) != set(arguments):
             missing, unknown = sorted({*names} - {*arguments}), sorted({*arguments} - {*names})
-            raise TypeError(f"{kernel.__name__} ends in other arguments than these: not {unknown} but {missing}")
+            raise TypeError(f"arguments of {kernel.__name__} must include {missing}, got {unknown} instead")
         self.kernel, self.grid, self.arguments = kernel, grid, arguments
         # If the compiler and ptxas may choose the product to fuse with a sum, the last bit depends on their versions
         # and on the constants. The kernels call `fma` themselves where time counts.
@@ -134,14 +134,14 @@ def _run_again(
         driver, hooks, with_hooks = triton.runtime.driver.active, triton.knobs.runtime, compiled[grid]
         run, constants = _launcher(compiled.run)
         constants = compiled.function, *constants, compiled.packed_metadata, None, None, None
-        current_stream, device = driver.get_current_stream, driver.get_current_device()  # tensors of a layout have one
+        current_stream, device = driver.get_current_stream, driver.get_current_device()  # one for tensors of a layout
         len(hooks.launch_enter_hook.calls), len(hooks.launch_exit_hook.calls)
     except Exception as error:  # of any kind: it's private API
         moved("triton.compiler.CompiledKernel", error, "launches go through Triton's public interface, which is slower")
         return None
 
     def run_again(addresses: Sequence[Any]) -> None:
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler has set them
             with_hooks(*addresses, *arguments)
         else:
             run(*grid, current_stream(device), *constants, *addresses, *arguments)
@@ -152,7 +152,7 @@ def _run_again(
 def _launcher(run: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """Return the function to launch with, and its constant arguments.
 
-    For Triton 3.6 it is the function that its launcher calls, with the arguments that this adds; for 3.9 the launcher.
+    Triton 3.6's launcher adds constant arguments and calls a function: return both. For 3.9 return the launcher.
 
     Raises:
         TypeError: the launcher takes other parameters.

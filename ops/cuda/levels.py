@@ -1,4 +1,4 @@
-"""The choice of levels of a tree that one launch does together, and the launch."""
+"""Levels of a tree in one launch: the choice of the levels, and the plan of the launch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class LevelsLaunch:
 
     tile_space: TileSpace  # one tile for each work tile
     launch: Launch
-    writes: tuple[Dense, Dense, Dense]  # out, lse, and nothing for partials
+    writes: tuple[Dense, Dense, Dense]  # out, lse, and an empty tensor in the place of partials
 
     def __call__(self, call: AttentionCall, *levels: KeyValue) -> Partials:
-        """Return the states of all sequences, all whole."""
-        out, lse, none = allocate(call.query, *self.writes)
+        """Return the states of all sequences. There are no partials."""
+        out, lse, no_partials = allocate(call.query, *self.writes)
         self.launch(call.query, tuple([x.key for x in levels]), tuple([x.value for x in levels]), out, lse)
-        return Partials(out, lse, none, none)
+        return Partials(out, lse, no_partials, no_partials)
 
 
 def plan_levels(call: AttentionCall, levels: Sequence[KeyValue], tile: LevelsTile, place: Place) -> LevelsLaunch:
@@ -42,8 +42,8 @@ def plan_levels(call: AttentionCall, levels: Sequence[KeyValue], tile: LevelsTil
 
     Args:
         call: a checked call, whose `scale` is above 0.
-        levels: some of its segments, without masks, all with equally many kv heads.
-        tile: the tile that `choose_levels` found.
+        levels: the segments to launch together, without masks, all with equally many kv heads.
+        tile: the tile that `choose_levels` chose.
         place: the place of the launch among others.
     """
     query, keys, values = call.query, [x.key for x in levels], [x.value for x in levels]
@@ -104,25 +104,25 @@ class Levels:
 
 
 def choose_levels(query: Tensor, keys: dict[int, Tensor]) -> Levels | None:
-    """Choose the levels and the tile with the least estimated time for all segments; None if one launch is no gain.
+    """Choose the levels and the tile with the least estimated time for all segments; None if one launch saves no time.
 
     `keys` are the keys of the segments that the kernel supports, by the number of each segment.
     """
     best, most, rates = None, 0.0, gpu_rates(query.device)
     by_rows = sorted(keys, key=lambda i: keys[i].shape[0])
-    enough = [i for i in by_rows if packed_q_rows(query, keys[i]) >= rates.levels_least_queries]
-    for n, i in enumerate(enough):
+    candidates = [i for i in by_rows if packed_q_rows(query, keys[i]) >= rates.levels_least_queries]
+    for n, i in enumerate(candidates):
         finest = keys[i]
         for tile in _tiles(packed_q_rows(query, finest), rates):
             chosen: tuple[int, ...] = (i,)
             saved = (
                 _alone_us(query, finest, rates) - _together_us(query, finest, finest, tile) - _launch_us(query, rates)
             )
-            for j in reversed(enough[:n]):
+            for j in reversed(candidates[:n]):
                 nested = keys[chosen[0]].shape[0] % keys[j].shape[0] == 0 and keys[j].shape[1] == finest.shape[1]
-                more = _alone_us(query, keys[j], rates) - _together_us(query, keys[j], finest, tile)
-                if nested and more > 0:
-                    chosen, saved = (j, *chosen), saved + more
+                saved_by_level = _alone_us(query, keys[j], rates) - _together_us(query, keys[j], finest, tile)
+                if nested and saved_by_level > 0:
+                    chosen, saved = (j, *chosen), saved + saved_by_level
             if len(chosen) > 1 and saved > most:
                 best, most = Levels(chosen, tile), saved
     return best
@@ -145,7 +145,7 @@ def _flops(query: Tensor, kv_len: int) -> float:
 
 
 def _launch_us(query: Tensor, rates: GpuRates) -> float:
-    """Estimate the time of a launch beside its keys: its states are written and read again."""
+    """Estimate the time of a launch without that of its keys: its states are written and read again."""
     return rates.launch_us + 8 * query.numel() / rates.read_bytes_per_us
 
 

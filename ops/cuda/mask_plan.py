@@ -15,12 +15,12 @@ from tatten.ops.layout import squeeze_broadcast
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """Reads masks of the layout that it was planned for, for a launch.
+    """The way in which a launch reads masks of one layout.
 
     Attributes:
         groups: the number of groups of kv_rows with their own lengths, as in `tatten.ops.cuda.tile_space.TileSpace`.
         has_block_list: the tiles of a group are the listed blocks of a mask.
-        find_blocks: finds the block list if it is not given.
+        find_blocks: finds the block list of a mask that comes without one.
         kind: the way to read the mask itself: not at all, as bool or as an additive mask.
         strides: the strides of a mask that is read, over kv_rows, sequences, heads, queries and keys.
     """
@@ -48,7 +48,7 @@ class MaskPlan:
 
 
 def plan_mask(query: Tensor, stored: KeyValue, window: int | None = None) -> MaskPlan:
-    """Plan for checked inputs. A block mask counts only where neither lengths nor a window narrow the mask.
+    """Plan for checked inputs. A block mask is ignored if lengths or a window narrow the mask.
 
     If any sequence may read any row, a mask comes with its block mask.
     """
@@ -75,8 +75,8 @@ def plan_mask(query: Tensor, stored: KeyValue, window: int | None = None) -> Mas
         )
         groups = find_blocks.kv_rows
     per_sequence = mask.shape[0] == batch and (stored.row_groups is not None or batch != kv_batch)
-    one_for_all = mask.shape[0] == 1 or not per_sequence  # for the sequences that share a kv_row
-    if mask.dtype == torch.bool and mask.shape[1] == 1 and mask.shape[2] == 1 and one_for_all:
+    one_per_kv_row = mask.shape[0] == 1 or not per_sequence
+    if mask.dtype == torch.bool and mask.shape[1] == 1 and mask.shape[2] == 1 and one_per_kv_row:
         return MaskPlan(groups, True, find_blocks)  # the bits of the list are the whole mask
     b, h, n, s = mask.expand(mask.shape[0], q_heads, q_len, kv_len).stride()
     kv_rows, sequences = (0, 0) if mask.shape[0] == 1 else (0, b) if per_sequence else (b, 0)

@@ -1,4 +1,4 @@
-"""`tatten::paged_attention` on CUDA: arguments are checked, and a plan is made, once for tensors of one layout."""
+"""`tatten::paged_attention` on CUDA: check the arguments and make a plan, once for tensors of one layout."""
 
 from __future__ import annotations
 

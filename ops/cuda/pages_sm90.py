@@ -108,7 +108,7 @@ class SharedSegment:
 
 
 def plan_shared_segment(call: AttentionCall, stored: KeyValue, programs: int | None = None) -> SharedSegment:
-    """Plan row groups over shared pages; `stored` has them as `row_groups`. One program runs on an SM at a time."""
+    """Plan row groups over shared pages, which are `stored.row_groups`. One program runs on an SM at a time."""
     assert UNIT_KEYS == BLOCK_N
     assert stored.block_table is not None
     query, (batch, q_heads, q_len, dim) = call.query, call.query.shape
@@ -157,7 +157,7 @@ def plan_shared_segment(call: AttentionCall, stored: KeyValue, programs: int | N
 
 
 def _tilings(key: Tensor, value: Tensor) -> tuple[Tiling, Tiling]:
-    """Make descriptors of boxes of a page each, or of a tile if that is shorter."""
+    """Make descriptors of boxes that hold a page each, or a tile if that is smaller."""
     box = min(key.shape[1], BLOCK_N)
     return key_tiling(key, box, key.shape[3], True), key_tiling(value, box, value.shape[3], True)
 

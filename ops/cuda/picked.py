@@ -22,9 +22,9 @@ from tatten.ops.row_groups import rows_of
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import State, accumulator_dtype
 
-INVARIANT_PICKS = 512  # of a split, whatever else is in the batch
-GATHERED_TILES = Tiles(64, 64, 12, 2)  # of the kernel for Hopper
-MOST_TILES = 4  # of a split, if programs share an SM: a program that ends early makes room for another
+INVARIANT_PICKS = 512  # picked keys of a split with `batch_invariant`
+GATHERED_TILES = Tiles(64, 64, 12, 2)  # tiles of the kernel for Hopper
+MOST_TILES = 4  # tiles of a split, if programs share an SM: a program that ends early makes room for another
 STATES_PER_TILE = 1500  # partial states that are stored and combined in the time in which a program gathers a tile
 
 
@@ -60,7 +60,7 @@ class AttendPicked:
                 stored.key,
                 stored.value,
                 stored.indices,
-                _as_read(stored.attn_mask),
+                _bool_as_bytes(stored.attn_mask),
                 _contiguous(stored.kv_lens),
                 rows_of(call.query, stored),
                 _contiguous(call.sinks),
@@ -74,11 +74,11 @@ class AttendPicked:
         if self.rest is not None:
             stored = call.segments[0]
             lens, scale = _contiguous(stored.kv_lens), _contiguous(stored.value_scale)
-            self.rest(stored.value, stored.indices, _as_read(stored.attn_mask), lens, scale, out, lse)
+            self.rest(stored.value, stored.indices, _bool_as_bytes(stored.attn_mask), lens, scale, out, lse)
         return out, lse
 
 
-def _as_read(mask: Tensor | None) -> Tensor | None:
+def _bool_as_bytes(mask: Tensor | None) -> Tensor | None:
     return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
 
 
@@ -89,7 +89,7 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 def picked_tiles(call: AttentionCall, stored: KeyValue) -> Tiles:
     """Choose the query heads and the picked keys of a tile, as measured on an H100 and an H200.
 
-    Fewer heads share the rows of a program if there are programs for all SMs then: each reads its rows from the L2.
+    A program takes fewer heads if the programs then still run at once: each reads its rows from the L2.
     """
     query, heads, n_keys = call.query, call.query.shape[1] // stored.key.shape[1], _picked_length(call, stored)
     dim = power_of_2(max(query.shape[3], stored.value.shape[3]))
@@ -136,7 +136,7 @@ def _takes_sm90(call: AttentionCall) -> bool:
 
 
 def _picked_length(call: AttentionCall, stored: KeyValue) -> int:
-    """Return the number of keys that a row of picks names at most."""
+    """Return the largest number of keys that a row of picks names."""
     return stored.key.shape[2] if stored.indices is None else stored.indices.shape[3] * call.index_block
 
 
@@ -145,20 +145,20 @@ def split_picks(call: AttentionCall, stored: KeyValue, tiles: Tiles) -> Split:
     batch, q_heads, q_len, _ = call.query.shape
     kv_heads, n_tiles = stored.key.shape[1], max(1, ceil_div(_picked_length(call, stored), tiles.block_n))
     if call.batch_invariant:
-        each = INVARIANT_PICKS // tiles.block_n
+        tiles_per_split = INVARIANT_PICKS // tiles.block_n
     else:
         work = batch * q_len * kv_heads * ceil_div(q_heads // kv_heads, tiles.block_m)
         splits = max(1, tiles.per_sm * multiprocessors(call.query.device) // (work * len(call.segments)))
-        each = ceil_div(n_tiles, splits)
+        tiles_per_split = ceil_div(n_tiles, splits)
         if tiles.per_sm > 1:
-            each = min(each, MOST_TILES)
+            tiles_per_split = min(tiles_per_split, MOST_TILES)
         elif tiles is GATHERED_TILES:
-            each = _cheapest_tiles(n_tiles, each, batch * q_heads * q_len)
-    return Split(each, ceil_div(n_tiles, each))
+            tiles_per_split = _cheapest_tiles(n_tiles, tiles_per_split, batch * q_heads * q_len)
+    return Split(tiles_per_split, ceil_div(n_tiles, tiles_per_split))
 
 
 def _cheapest_tiles(n_tiles: int, least: int, states: int) -> int:
-    """Weigh the tiles of a split against the partial states that splits leave, if there is more than one."""
+    """Choose the tiles of a split that cost least, the partial states of several splits included."""
 
     def cost(tiles: int) -> float:
         splits = ceil_div(n_tiles, tiles)
@@ -171,14 +171,16 @@ def plan_picked(call: AttentionCall, tiles: Tiles | None = None, split: Split | 
     """Plan a function that computes a valid call with `indices`, in any dtype but float64.
 
     `tiles` and `split` replace the choices of `picked_tiles` and `split_picks`, for sweeps. With `tiles` the kernel is
-    `_picked_kernel` always.
+    always `_picked_kernel`.
     """
     query, (batch, q_heads, q_len, _) = call.query, call.query.shape
     value_dim = call.segments[0].value.shape[3]
     gathers = tiles is None and _takes_sm90(call)
     tiles = GATHERED_TILES if gathers else tiles
     chosen = [tiles or picked_tiles(call, x) for x in call.segments]
-    splits = [split or split_picks(call, x, its_tiles) for x, its_tiles in zip(call.segments, chosen, strict=True)]
+    splits = [
+        split or split_picks(call, x, segment_tiles) for x, segment_tiles in zip(call.segments, chosen, strict=True)
+    ]
     all_splits = sum(x.splits for x in splits)
     acc, pdl = accumulator_dtype(query.dtype), not INTERPRETED and has_early_launches(query.device)
     states = batch, q_heads, q_len
@@ -199,22 +201,28 @@ def plan_picked(call: AttentionCall, tiles: Tiles | None = None, split: Split | 
             PDL=pdl,
         )
     launches, first = [], 0
-    for stored, its_tiles, its_split in zip(call.segments, chosen, splits, strict=True):
+    for stored, segment_tiles, segment_split in zip(call.segments, chosen, splits, strict=True):
         if gathers:
             from tatten.ops.cuda.picked_sm90 import plan_gather
 
-            launches.append(plan_gather(call, its_split.tiles, its_split.splits, _mask_strides(call, stored)))
+            launches.append(plan_gather(call, segment_split.tiles, segment_split.splits, _mask_strides(call, stored)))
         else:
-            launches.append(_plan_launch(call, stored, its_tiles, its_split, (first, all_splits), pdl))
-        first += its_split.splits
+            launches.append(_plan_launch(call, stored, segment_tiles, segment_split, first, all_splits, pdl))
+        first += segment_split.splits
     rest = None if call.rest_bias is None else _plan_rest(call, call.segments[0], call.rest_bias)
     return AttendPicked(tuple(launches), combine, rest, tuple(writes))
 
 
 def _plan_launch(
-    call: AttentionCall, stored: KeyValue, tiles: Tiles, split: Split, places: tuple[int, int], pdl: bool
+    call: AttentionCall,
+    stored: KeyValue,
+    tiles: Tiles,
+    split: Split,
+    first_split: int,
+    all_splits: int,
+    pdl: bool,
 ) -> Launch:
-    """`places`: the number of splits before those of the segment, and that of all segments."""
+    """Plan the launch for a segment, whose splits are numbered from `first_split` among `all_splits`."""
     query, key, value, rope = call.query, stored.key, stored.value, stored.rope
     batch, q_heads, q_len, head_dim = query.shape
     kv_batch, kv_heads, kv_len, _ = key.shape
@@ -235,11 +243,11 @@ def _plan_launch(
         heads_per_kv=heads_per_kv,
         kv_heads=kv_heads,
         head_blocks=head_blocks,
-        seqs_per_kv=max(1, batch // kv_batch),  # of no meaning with row groups
+        seqs_per_kv=max(1, batch // kv_batch),  # unused with row groups
         tiles=split.tiles,
         splits=split.splits,
-        first_split=places[0],
-        all_splits=places[1],
+        first_split=first_split,
+        all_splits=all_splits,
         DIMS=(head_dim, value.shape[3], 0 if rope is None else rope.shape[3]),
         TILE=(tiles.block_m, tiles.block_n),
         INDEX_BLOCK=1 if stored.indices is None else call.index_block,
@@ -249,7 +257,7 @@ def _plan_launch(
         POSITIVE_SCALE=call.score_scale > 0,
         MASK_HEADS=mask_strides[2] != 0,
         INT64_OFFSETS=max(x.stride(3) * x.shape[3] for x in (query, key, value)) >= 1 << 31,
-        MAX_AND_SUM=places[1] > 1,
+        MAX_AND_SUM=all_splits > 1,
         PDL=pdl,
     )
 

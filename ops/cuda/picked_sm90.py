@@ -19,19 +19,19 @@ def plan_gather(call: AttentionCall, tiles: int, splits: int, mask_strides: tupl
     assert indices is not None
     batch, heads, q_len, _ = query.shape
     head_blocks = ceil_div(heads, BLOCK_M)
-    aligned, (of_query, of_rope) = strides_in_units(query, query_rope)
+    aligned, (query_strides, rope_strides) = strides_in_units(query, query_rope)
     index_b, _, index_l, index_s = indices.stride()
     mask_r, mask_b, _, mask_l, mask_s = mask_strides
     return Launch(
         _picked_sm90_kernel,
         (head_blocks * splits * batch * q_len,),
         {"num_warps": 4, "maxnreg": START_REGS, "launch_pdl": True},
-        query_b=of_query[0],
-        query_h=of_query[1],
-        query_l=of_query[2],
-        query_rope_b=of_rope[0],
-        query_rope_h=of_rope[1],
-        query_rope_l=of_rope[2],
+        query_b=query_strides[0],
+        query_h=query_strides[1],
+        query_l=query_strides[2],
+        query_rope_b=rope_strides[0],
+        query_rope_h=rope_strides[1],
+        query_rope_l=rope_strides[2],
         latent_b=latent.stride(0) // UNIT,
         latent_s=latent.stride(2) // UNIT,
         rope_b=rope.stride(0) // UNIT,

@@ -60,7 +60,7 @@ def plan_prefix_attention(
         programs: the number of programs launched, at least 1. An SM runs one at a time.
         row_groups: the result of `tatten::row_groups`, dense, if each sequence may read any row of the keys; kv_batch
             then is any number.
-        split: whether several programs may share a work tile, as in `TileSpace.split`; else there is no memory for
+        split: True if several programs may share a work tile, as in `TileSpace.split`; else there is no memory for
             partial states.
 
     Returns:
@@ -76,9 +76,11 @@ def plan_prefix_attention(
     batch, q_heads, q_len, dim = query.shape
     _, kv_heads, kv_len, _ = key.shape
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"expected bfloat16 or float16 for all, got {query.dtype}, {key.dtype} and {value.dtype}")
+        got = f"{query.dtype}, {key.dtype} and {value.dtype}"
+        raise ValueError(f"`query`, `key` and `value` must all be bfloat16 or all float16, got {got}")
     if dim not in (64, 128) or key.shape[3] != dim or value.shape != key.shape or query.stride(3) != 1:
-        raise ValueError(f"expected dense head_dim 64 or 128, got {query.shape}, {key.shape} and {value.shape}")
+        got = f"shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        raise ValueError(f"`query`, `key` and `value` must have one dense head_dim of 64 or 128, got {got}")
     if not scale > 0:
         raise ValueError(f"`scale` must be above 0, got {scale}")
     heads_per_kv = q_heads // kv_heads

@@ -1,4 +1,4 @@
-"""Calls of an op by generated Python code: the launches that were recorded, with their tensors by number.
+"""Calls of an op by generated Python code: the recorded launches, with their tensors by number.
 
 They are for kernels in Gluon, which Inductor can't define, and for kernels that read a large KV by TMA. The `repr` of
 these classes is the expression that constructs them. Inductor writes it into its code, which is kept on disk and run by
@@ -66,29 +66,29 @@ class PreparedLaunch:
     tensors: tuple[Any, ...]
 
     def make(self, tensors: tuple[Tensor, ...]) -> Callable[[tuple[Tensor, ...]], None]:
-        """Make a function that launches, given all tensors of a call, for tensors of these layouts."""
+        """Make a function that launches for all tensors of a call, whose layouts are those of `tensors`."""
         kernel = getattr(importlib.import_module(self.module), self.kernel)
         launch = Launch(kernel, self.grid, self.options, **self.arguments)
-        take = _taking(self.tensors, tensors, kernel)
-        return lambda call_tensors: launch(*take(call_tensors))
+        parameters_of = _parameter_of(self.tensors, tensors, kernel)
+        return lambda call_tensors: launch(*parameters_of(call_tensors))
 
 
-def _described(kernel: Any) -> Any:
-    """Return the module that describes tiles to a kernel."""
+def _descriptors_for(kernel: Any) -> Any:
+    """Return the module that makes TMA descriptors for a kernel."""
     from tatten.ops.cuda import sm90, tma
 
     return sm90 if kernel.is_gluon() else tma
 
 
-def _taking(x: Any, tensors: tuple[Tensor, ...], kernel: Any) -> Callable[[tuple[Tensor, ...]], Any]:
-    """Make a function from all tensors to the value of one parameter. It keeps none of `tensors`."""
+def _parameter_of(x: Any, tensors: tuple[Tensor, ...], kernel: Any) -> Callable[[tuple[Tensor, ...]], Any]:
+    """Make a function from all tensors of a call to the value of one parameter. It keeps none of `tensors`."""
     if x is None:
         return lambda call_tensors: None
     if isinstance(x, tuple):
-        parts = [_taking(y, tensors, kernel) for y in x]
+        parts = [_parameter_of(y, tensors, kernel) for y in x]
         return lambda call_tensors: tuple([part(call_tensors) for part in parts])
     if isinstance(x, TmaTiles):
-        tiling, number = _described(kernel).key_tiling(tensors[x.tensor], *x.block, x.heads_last), x.tensor
+        tiling, number = _descriptors_for(kernel).key_tiling(tensors[x.tensor], *x.block, x.heads_last), x.tensor
         return lambda call_tensors: tiling(_aligned(call_tensors[number]))
     if isinstance(x, Bytes):
         number = x.tensor
@@ -145,38 +145,41 @@ def prepare(recording: Recorder) -> tuple[PreparedCall, list[Tensor]]:
         tensors.append(base)
         return len(tensors) - 1
 
-    def written(x: Any, kernel: Any) -> Any:
+    def as_parameter(x: Any, kernel: Any) -> Any:
         if x is None:
             return None
         if isinstance(x, tuple):
-            return tuple([written(y, kernel) for y in x])
+            return tuple([as_parameter(y, kernel) for y in x])
         if not isinstance(x, Tensor):
             return tiles(x, kernel)
-        at = number(x)
-        if (stored := tensors[at].dtype) == x.dtype:
-            return at
+        tensor_number = number(x)
+        if (stored := tensors[tensor_number].dtype) == x.dtype:
+            return tensor_number
         if (stored, x.dtype) != (torch.bool, torch.uint8):
             raise NotRecordableError(f"reads {stored} as {x.dtype}")
-        return Bytes(at)
+        return Bytes(tensor_number)
 
     def tiles(descriptor: Any, kernel: Any) -> TmaTiles:
-        at = number(descriptor.base)
-        if (descriptor.base.shape, descriptor.base.stride()) != (tensors[at].shape, tensors[at].stride()):
+        tensor_number = number(descriptor.base)
+        if (descriptor.base.shape, descriptor.base.stride()) != (
+            tensors[tensor_number].shape,
+            tensors[tensor_number].stride(),
+        ):
             raise NotRecordableError(f"takes tiles of a view, {tuple(descriptor.base.shape)}")
-        if not _described(kernel).are_tiles_of(descriptor, tensors[at]):
+        if not _descriptors_for(kernel).are_tiles_of(descriptor, tensors[tensor_number]):
             raise NotRecordableError(f"takes tiles of another kind, {descriptor}")
         _, first, second, columns = descriptor.block_shape
-        return TmaTiles(at, (first * second, columns), first > 1)
+        return TmaTiles(tensor_number, (first * second, columns), first > 1)
 
     launches = []
     for launch, launch_tensors in recording.launches:
         values = launch.grid, launch.options, launch.arguments
         module, name = launch.kernel.__module__, launch.kernel.__name__
         if getattr(importlib.import_module(module), name, None) is not launch.kernel:
-            raise NotRecordableError(f"launches a kernel that is not found by its name, {module}.{name}")
+            raise NotRecordableError(f"launches a kernel that its name does not import, {module}.{name}")
         if not _has_literal(values):
-            raise NotRecordableError(f"launches {name} with what has no literal, {values}")
-        launches.append(PreparedLaunch(module, name, *values, written(launch_tensors, launch.kernel)))
+            raise NotRecordableError(f"launches {name} with arguments that have no literal, {values}")
+        launches.append(PreparedLaunch(module, name, *values, as_parameter(launch_tensors, launch.kernel)))
     return PreparedCall(*launches), tensors
 
 

@@ -66,7 +66,7 @@ def plan_project_heads(
     from tatten.ops.cuda.combine import INTERPRETED
     from tatten.ops.cuda.kernels.project_heads import _project_heads_kernel
 
-    line_c, line_k = (LINE, 1) if weight.stride(1) == 1 else (1, LINE)  # the steps in which lines are prefetched
+    line_c, line_k = (LINE, 1) if weight.stride(1) == 1 else (1, LINE)  # prefetches go by cache lines
     blocks = _blocks(rows, heads, columns, rank, multiprocessors(x.device))
     pdl = not INTERPRETED and has_early_launches(x.device)
     stages = 4 if has_large_shared_memory(x.device) else 3  # 128 KiB, or 64 KiB, which all GPUs have

@@ -1,4 +1,4 @@
-"""Providers of plain decode attention on CUDA: tatten's kernels, others that return the lse, and the choice.
+"""Providers of plain decode attention on CUDA: calls of cuDNN and PyTorch's flash attention, and the choice.
 
 The choice needs sizes and dtypes only, so the op and the report make it with the same function.
 """
@@ -80,10 +80,10 @@ def unsupported_reason(provider: str, work: Workload) -> str | None:
 
 
 def cudnn_decodes_wrong(device: torch.device, q_length: int) -> bool:
-    """Tell whether cuDNN's attention kernel for one query is among those that give wrong results.
+    """Return True if cuDNN's attention kernel for one query is among the versions that give wrong results.
 
-    SDPA's dispatch refuses the same versions on the same GPUs from PyTorch 2.15 on (pytorch/pytorch#194927); a direct
-    call of the kernel, and an older PyTorch, don't.
+    From PyTorch 2.15 on, SDPA refuses the same versions on the same GPUs (pytorch/pytorch#194927). An older PyTorch and
+    a direct call of the kernel don't.
     """
     if q_length != 1 or capability(device)[0] not in (10, 11):
         return False

@@ -32,7 +32,7 @@ from tatten.ops.mixed_batch import MixedCall
 from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.states import State, accumulator_dtype
 
-MANY_ROWS = 64  # packed queries of a sequence on average, above which blocks are large
+MANY_ROWS = 64  # blocks are large if sequences have more packed queries than this on average
 HOPPER_M, HOPPER_N = 128, 128  # the largest tile of the pages kernel
 WIDEST_COMBINE = 128  # columns of a program that combines
 
@@ -119,7 +119,7 @@ def ragged_tiles(call: MixedCall) -> tuple[Tiles, Tiles]:
     if query.element_size() == 4 or dim > 256 or not large:
         return few, Tiles(max(16, min(64, 2048 // dim)), 32, 8, 2)
     if dim > 128:
-        return few, Tiles(32, 64, 8, 2)  # 64 spill
+        return few, Tiles(32, 64, 8, 2)  # 64 packed queries spill
     per_key = KEY_SCALE in (scale_kind(call.key_scale), scale_kind(call.value_scale))  # these take registers
     if rows > MANY_ROWS and not call.batch_invariant and not per_key:
         return few, Tiles(128, 64, 8, 3)
@@ -131,17 +131,17 @@ def _heads_per_kv(call: MixedCall) -> int:
 
 
 def _classes(
-    call: MixedCall, tiles: tuple[Tiles, Tiles], programs: int | None, together: bool
+    call: MixedCall, tiles: tuple[Tiles, Tiles], programs: int | None, all_large: bool
 ) -> tuple[BlockClass, BlockClass]:
     """Size the launches for few and for many packed queries. Padding takes one block more than its rows fill.
 
-    `together`: all blocks are large.
+    `all_large`: sequences with few packed queries take the large blocks, too.
     """
     few, many = tiles
     rows, kv_heads = call.query.shape[0] * _heads_per_kv(call), call.key.shape[2]
-    has_many = together or rows > FEW_ROWS
+    has_many = all_large or rows > FEW_ROWS
     rooms = (
-        0 if together or _heads_per_kv(call) > FEW_ROWS else call.batch + (not has_many),
+        0 if all_large or _heads_per_kv(call) > FEW_ROWS else call.batch + (not has_many),
         rows // many.block_m + call.batch + 1 if has_many else 0,
     )
     classes = []
@@ -158,7 +158,7 @@ def _classes(
 def plan_ragged(call: MixedCall, tiles: tuple[Tiles, Tiles] | None = None, programs: int | None = None) -> AttendRagged:
     """Plan a valid call in any dtype but float64.
 
-    `tiles`, of few and of many packed queries, and `programs` replace what is chosen, for tests and sweeps.
+    `tiles`, for few and for many packed queries, and `programs` replace the choices, for tests and sweeps.
     """
     query, (n_tokens, q_heads, head_dim) = call.query, call.query.shape
     kv_heads, value_dim, batch = call.key.shape[2], call.value.shape[3], call.batch
@@ -167,7 +167,7 @@ def plan_ragged(call: MixedCall, tiles: tuple[Tiles, Tiles] | None = None, progr
         call, (hopper_tiles(call),) * 2 if on_hopper else tiles or ragged_tiles(call), programs, on_hopper
     )
     pdl = not INTERPRETED and has_early_launches(query.device)
-    # A longer window is the same, and could overflow.
+    # A longer window has the same effect, and could overflow.
     window = None if call.window is None else min(call.window, call.kv_len)
     sizes = {"window": window or 0, "kv_heads": kv_heads, "heads_per_kv": _heads_per_kv(call)}
     sequences = power_of_2(batch + 1)
@@ -189,20 +189,26 @@ def plan_ragged(call: MixedCall, tiles: tuple[Tiles, Tiles] | None = None, progr
         PDL=pdl,
     )
     launches: list[AttendBlocks] = []
-    for part, first_block, first_slot_row in ((few, 0, 0), (many, few.room, few.slots * FEW_ROWS)):
-        if part.room == 0:
+    for block_class, first_block, first_slot_row in ((few, 0, 0), (many, few.room, few.slots * FEW_ROWS)):
+        if block_class.room == 0:
             continue
         if on_hopper:
             from tatten.ops.cuda.pages_sm90 import plan_blocks
 
-            launches.append(plan_blocks(call, window, part.tiles.block_m, part.room, part.programs))
+            launches.append(
+                plan_blocks(call, window, block_class.tiles.block_m, block_class.room, block_class.programs)
+            )
             continue
         launches.append(
             RaggedLaunch(
                 Launch(
                     _ragged_kernel,
-                    (part.programs,),
-                    {"num_warps": part.tiles.num_warps, "num_stages": part.tiles.num_stages, "launch_pdl": pdl},
+                    (block_class.programs,),
+                    {
+                        "num_warps": block_class.tiles.num_warps,
+                        "num_stages": block_class.tiles.num_stages,
+                        "launch_pdl": pdl,
+                    },
                     strides=(
                         query.stride(),
                         call.key.stride(),
@@ -216,13 +222,13 @@ def plan_ragged(call: MixedCall, tiles: tuple[Tiles, Tiles] | None = None, progr
                     batch=batch,
                     **sizes,
                     first_block=first_block,
-                    room=part.room,
-                    programs=part.programs,
+                    room=block_class.room,
+                    programs=block_class.programs,
                     first_slot_row=first_slot_row,
                     KV_S=(_constant_stride(call.key), _constant_stride(call.value)),
                     DIMS=(head_dim, value_dim),
-                    TILE=(part.tiles.block_m, part.tiles.block_n),
-                    CHUNK=part.chunk,
+                    TILE=(block_class.tiles.block_m, block_class.tiles.block_n),
+                    CHUNK=block_class.chunk,
                     WINDOW=window is not None,
                     SOFTCAP=call.softcap is not None,
                     SCALES=(scale_kind(call.key_scale), scale_kind(call.value_scale)),
@@ -230,7 +236,8 @@ def plan_ragged(call: MixedCall, tiles: tuple[Tiles, Tiles] | None = None, progr
                     POSITIVE_SCALE=call.score_scale > 0,
                     INT64_OFFSETS=max(x.stride(-1) * x.shape[-1] for x in (query, call.key, call.value)) >= 1 << 31,
                     PDL=pdl,
-                    # The list is complete once the launch before has begun; this one writes nothing that it reads.
+                    # The list is complete before the previous launch begins, and this launch writes nothing that the
+                    # previous one reads.
                     WAIT_LAST=bool(launches),
                 )
             )
@@ -260,7 +267,7 @@ def hopper_tiles(call: MixedCall) -> Tiles:
 
 
 def _takes_pages_kernel(call: MixedCall) -> bool:
-    """Return True if the kernel for Hopper computes this. Its tile space has 32 bits."""
+    """Return True if the kernel for Hopper computes this. It numbers tiles in 32 bits."""
     if call.softcap is not None or call.key_scale is not None or call.value_scale is not None or call.batch_invariant:
         return False
     from tatten.ops.cuda.pages_sm90 import takes_pages_kernel

@@ -1,4 +1,4 @@
-"""Record the launches of an op without launching: for compilers that launch the kernels themselves.
+"""Record the launches of an op without launching, for compilers that launch the kernels themselves.
 
 The op's own implementation runs on fake tensors, so the record shows its real launches. It may only allocate, make
 views and launch.
@@ -29,10 +29,10 @@ class NotRecordableError(Exception):
 
 
 class Gluon(Enum):
-    """The treatment of kernels in Gluon, which no compiler but Triton's own can define."""
+    """The treatment of kernels in Gluon, which Inductor can't define."""
 
     LAUNCHED = "launched"  # by generated Python code
-    REFUSED = "refused"  # generated code of another language calls the op instead
+    REFUSED = "refused"  # generated code in another language calls the op instead
     AVOIDED = "avoided"  # the op can't be called either, as in a package: it uses Triton kernels only
 
 
@@ -41,11 +41,11 @@ class Recorder:
     """A record of an op's launches and allocations, from a call with tensors that have no data.
 
     Attributes:
-        inputs: the tensors that it was called with, each with a storage of its own.
+        inputs: the tensors that the op was called with, each with a storage of its own.
         launches: each `tatten.ops.cuda.launcher.Launch` with its tensors, or tuples of them, in order.
         allocated: the tensors that the op made.
         without_tma: bytes of keys and values that the op itself would read by TMA.
-        tma: whether the recorded launches use TMA, too.
+        tma: True if the recorded launches may use TMA.
         gluon: the treatment of kernels in Gluon.
     """
 
@@ -80,7 +80,7 @@ class Recorder:
             raise NotRecordableError(f"returns a view, {tuple(x.shape)} of {tuple(base.shape)}")
         return base
 
-    def saw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+    def note_operator(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Note an operator that was called."""
         if func in _ALLOCATIONS:
             self.allocated.append(out)
@@ -116,7 +116,7 @@ def record(
     recording = Recorder([*all_of(Tensor, [args, [*kwargs.values()]])], gluon=gluon, tma=tma)
     token = recorder.set(recording)
     try:
-        with Watch(recording.saw):
+        with Watch(recording.note_operator):
             result = op(*args, **kwargs)
     finally:
         recorder.reset(token)

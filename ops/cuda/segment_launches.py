@@ -18,10 +18,10 @@ from tatten.ops.cuda.heuristics import (
     Tiles,
     packed_q_rows,
     programs_for,
+    programs_for_whole_tiles,
     seqs_and_rows,
     splitting_pays,
     tiles_for,
-    whole_programs,
 )
 from tatten.ops.cuda.levels import LevelsLaunch, choose_levels, plan_levels
 from tatten.ops.cuda.recording import may_take_gluon
@@ -30,9 +30,9 @@ from tatten.ops.cuda.tma import takes_tma
 from tatten.ops.cuda.tuning import gpu_rates
 from tatten.ops.sizes import ceil_div, power_of_2
 
-# For short kv_rows beside the prefix kernel: an SM then runs several small programs at once.
+# Tiles for short kv_rows beside the prefix kernel: an SM then runs several small programs at once.
 SHORT_ROWS = Tiles(16, 64, 2, 2, 4)
-SHARED_ROWS = 64  # packed queries of a tile of shared keys with `batch_invariant`, however many sequences share them
+SHARED_ROWS = 64  # packed queries of a tile of shared keys with `batch_invariant`, for any number of sequences
 
 
 @dataclass(frozen=True)
@@ -54,41 +54,41 @@ Planned = Iterator[tuple[tuple[int, ...], AnyLaunch]]
 def plan_launches(call: AttentionCall, max_and_sum: bool) -> Planned:
     """Plan launches in order, with their segments. The prefix kernel waits for earlier launches, so it comes first."""
     query, segments = call.query, call.segments
-    # The sinks go to a segment that the fewest sequences share.
+    # The segment that the fewest sequences share counts the sinks.
     with_sinks = max(range(len(segments)), key=lambda i: segments[i].key.shape[0])
-    plain = {  # for any kernel
+    plain = {  # for all kernels
         i: x for i, x in enumerate(segments) if call.softcap is None and (call.sinks is None or i != with_sinks)
     }
     levels = choose_levels(query, {i: x.key for i, x in plain.items() if _takes_levels_kernel(call, x)})
-    together = levels.segments if levels else ()
-    alone = [i for i in range(len(segments)) if i not in together]
-    shared = [i for i in alone if i in plain] if len(segments) > 1 else []
-    wide = [i for i in shared if _takes_prefix_kernel(call, segments[i])]
-    narrow = [i for i in alone if i not in wide]
+    by_levels = levels.segments if levels else ()
+    rest = [i for i in range(len(segments)) if i not in by_levels]
+    candidates = [i for i in rest if i in plain] if len(segments) > 1 else []
+    by_prefix = [i for i in candidates if _takes_prefix_kernel(call, segments[i])]
+    by_decode = [i for i in rest if i not in by_prefix]
     programs: int | None = None
-    beside: dict[str, Any] = {}
-    if len(segments) == 2 and len(wide) == 1:
-        prefix, other = segments[wide[0]], segments[narrow[0]]
+    decode_options: dict[str, Any] = {}
+    if len(segments) == 2 and len(by_prefix) == 1:
+        prefix, other = segments[by_prefix[0]], segments[by_decode[0]]
         sms, sms_left = multiprocessors(query.device), _sms_beside_prefix(query, prefix, other)
         if sms_left:
             programs = sms - sms_left
             tiles = SHORT_ROWS if other.key.shape[2] <= 512 else tiles_for(1, other.key.shape[3], 2)
-            beside = {"tiles": tiles, "programs": sms_left * tiles.per_sm}
-    for i in wide:
+            decode_options = {"tiles": tiles, "programs": sms_left * tiles.per_sm}
+    for i in by_prefix:
         yield (i,), plan_prefix_segment(call, segments[i], programs)
     if levels:
-        place = Place(len(together) == len(segments), max_and_sum, beside_previous=bool(wide))
-        yield together, plan_levels(call, [segments[i] for i in together], levels.tile, place)
-    for i in narrow:
-        beside_previous = i != narrow[0] or bool(wide or together)
+        place = Place(len(by_levels) == len(segments), max_and_sum, beside_previous=bool(by_prefix))
+        yield by_levels, plan_levels(call, [segments[i] for i in by_levels], levels.tile, place)
+    for i in by_decode:
+        beside_previous = i != by_decode[0] or bool(by_prefix or by_levels)
         place = Place(len(segments) == 1, max_and_sum, beside_previous, sinks=i == with_sinks)
-        yield (i,), plan_segment(call, segments[i], place, **beside)
+        yield (i,), plan_segment(call, segments[i], place, **decode_options)
 
 
 def plan_invariant_launches(call: AttentionCall, max_and_sum: bool) -> Planned:
     """Plan a decode launch for each segment, with tiles that do not depend on the sequences that share its keys.
 
-    The last segment counts the sinks, whichever sequences share the others.
+    The last segment counts the sinks, as no other sequence shares it.
     """
     query, segments = call.query, call.segments
     for i, x in enumerate(segments):
@@ -125,7 +125,7 @@ def _takes_levels_kernel(call: AttentionCall, x: KeyValue) -> bool:
 
 
 def _takes_prefix_kernel(call: AttentionCall, x: KeyValue) -> bool:
-    """Return True if the prefix kernel can compute this, and is faster. With many keys it is, even if half empty."""
+    """Return True if the prefix kernel can compute this, and is faster. With many keys even a half-empty tile is."""
     query, dim, rates = call.query, call.query.shape[3], gpu_rates(call.query.device)
     packed = packed_q_rows(query, x.key, x.row_groups is not None)
     return (
@@ -158,7 +158,7 @@ def _sms_beside_prefix(query: Tensor, prefix: KeyValue, beside: KeyValue) -> int
         return 0  # bound by latency rather than by memory
     has_row_groups = prefix.row_groups is not None
     seqs, kv_rows = seqs_and_rows(query, prefix.key, has_row_groups)
-    if has_row_groups:  # about their real number; `kv_rows` is the largest possible one
+    if has_row_groups:  # estimates their number; `kv_rows` was an upper bound
         kv_rows = max(prefix.key.shape[0], ceil_div(query.shape[0], seqs))
     q_blocks = ceil_div(packed_q_rows(query, prefix.key, has_row_groups), 128)
     tiles = q_blocks * kv_rows * kv_heads * ceil_div(kv_len, 128)
@@ -187,7 +187,7 @@ def plan_prefix_segment(call: AttentionCall, stored: KeyValue, programs: int | N
         elif splitting_pays(work_tiles, n_tiles, rates.prefix_tile_us, n_states, most, rates):
             programs = programs_for(work_tiles, n_tiles, most)
         else:
-            programs = whole_programs(work_tiles, n_tiles, most)
+            programs = programs_for_whole_tiles(work_tiles, n_tiles, most)
     sizes = 1, work_tiles, kv_len, kv_heads, seqs_per_kv, q_blocks, programs, BLOCK_M, BLOCK_N
     space = TileSpace(*sizes, row_groups=kv_rows if has_row_groups else 0)
     return PrefixSegment(

@@ -1,4 +1,4 @@
-"""Plan attention over pages that sequences share: a launch for row groups, one for what each has alone, and a combine.
+"""Plan attention over shared pages: a launch for row groups, one for each sequence's own part, and a combine.
 
 The first launch ends at once if nothing is shared. The second one runs beside it.
 """
@@ -24,39 +24,39 @@ if TYPE_CHECKING:
 class SharedAttention:
     """Computes attention with shared pages, for calls of the layout that it was planned for."""
 
-    shared: SegmentLaunch | SharedSegment
-    own: SegmentLaunch
+    shared_part: SegmentLaunch | SharedSegment
+    own_part: SegmentLaunch
     combine: Combine
 
     def __call__(self, call: AttentionCall) -> State:
         (stored,) = call.segments
-        shared = self.shared(call, stored._replace(kv_lens=None, row_groups=stored.shared_pages))
-        state = self.combine(self.own(call, stored), shared)
+        shared = self.shared_part(call, stored._replace(kv_lens=None, row_groups=stored.shared_pages))
+        state = self.combine(self.own_part(call, stored), shared)
         return state.out, state.lse
 
 
 def plan_shared_attention(
     call: AttentionCall, *, tiles: Tiles | None = None, programs: int | None = None
 ) -> SharedAttention:
-    """Plan the launches for a checked call of two sequences or more. `tiles` are those of keys that are not shared."""
+    """Plan the launches for a checked call of two sequences or more. `tiles` are for the own parts."""
     query, (stored,) = call.query, call.segments
-    groups = stored._replace(kv_lens=None, row_groups=stored.shared_pages)
-    shared = _plan_shared(call, groups, programs)
-    # Sequences of a row group stop between units, and a tile must not go on beyond.
-    assert UNIT_KEYS % shared.tile_space.block_n == 0
+    row_groups = stored._replace(kv_lens=None, row_groups=stored.shared_pages)
+    shared_part = _plan_shared(call, row_groups, programs)
+    # Sequences of a row group stop between units, so no tile may cross from one unit to the next.
+    assert UNIT_KEYS % shared_part.tile_space.block_n == 0
     place = Place(final=False, beside_previous=True)
-    own = plan_segment(call, stored, place, tiles=tiles or _own_tiles(call), programs=programs, part=OWN_PART)
-    spaces = own.tile_space, shared.tile_space
+    own_part = plan_segment(call, stored, place, tiles=tiles or _own_part_tiles(call), programs=programs, part=OWN_PART)
+    spaces = own_part.tile_space, shared_part.tile_space
     return SharedAttention(
-        shared, own, plan_combine(query, stored.value.shape[3], *spaces, dtype=query.dtype, shared=True)
+        shared_part, own_part, plan_combine(query, stored.value.shape[3], *spaces, dtype=query.dtype, shared=True)
     )
 
 
-def _own_tiles(call: AttentionCall) -> Tiles | None:
-    """Choose tiles for what sequences have alone, often few keys: many short programs, which wait for each other less.
+def _own_part_tiles(call: AttentionCall) -> Tiles | None:
+    """Choose tiles for own parts, which often have few keys: many short programs overlap their loads.
 
-    On an H100 they were faster than those of `tiles_for` with 256 keys alone, and as fast with 8192 of which none is
-    shared (heads of 128, pages of 16).
+    On an H100 they were faster than the tiles of `tiles_for` with own parts of 256 keys, and as fast with 8192 keys of
+    which none is shared (heads of 128, pages of 16).
     """
     query, (stored,) = call.query, call.segments
     rows = query.shape[1] // stored.key.shape[1] * query.shape[2]

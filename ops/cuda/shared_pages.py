@@ -17,27 +17,27 @@ from tatten.ops.page_runs import LEVELS, ROWS, UNIT_KEYS, least_units, most_memb
 from tatten.ops.sizes import ceil_div, power_of_2
 
 MOST_SORTED = 1024  # sequences that one program sorts
-BLOCK = 1024  # owners of a program
-MOST_UNITS = 256  # that a program looks at at once
+BLOCK = 1024  # pages whose owners a program clears
+MOST_UNITS = 256  # units that a program compares at once
 
 
 @dataclass(frozen=True)
 class FindSharedPages:
     """Computes `tatten.ops.page_runs.shared_pages_reference` for tables of the layout that it was planned for."""
 
-    free: Launch
-    own: Launch
-    follow: Launch
-    cut: Launch
+    free_pages: Launch
+    find_owners: Launch
+    find_runs: Launch
+    cut_runs: Launch
     writes: tuple[Dense, Dense, Dense]  # owners, runs, and the result
 
     def __call__(self, block_table: Tensor, kv_lens: Tensor) -> Tensor:
         owners, runs, shared = allocate(block_table, *self.writes)
         kv_lens = kv_lens.contiguous()
-        self.free(owners)
-        self.own(block_table, kv_lens, owners)
-        self.follow(block_table, kv_lens, owners, runs)
-        self.cut(runs, shared)
+        self.free_pages(owners)
+        self.find_owners(block_table, kv_lens, owners)
+        self.find_runs(block_table, kv_lens, owners, runs)
+        self.cut_runs(runs, shared)
         return shared
 
 

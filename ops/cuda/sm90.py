@@ -18,7 +18,7 @@ def key_tiling(x: Tensor, block_n: int, columns: int, heads_last: bool = False) 
 
 
 def are_tiles_of(descriptor: TensorDescriptor, x: Tensor) -> bool:
-    """Return True if `key_tiling` of `x` makes such a descriptor."""
+    """Return True if `key_tiling` of `x` makes a descriptor like this one."""
     _, first, second, columns = descriptor.block_shape
     tile = first * second, columns, first > 1
     block, layout = _tile(x.dtype, *tile) if x.dtype in DTYPES else (None, None)
@@ -29,7 +29,7 @@ def are_tiles_of(descriptor: TensorDescriptor, x: Tensor) -> bool:
 def _tile(
     dtype: torch.dtype, block_n: int, columns: int, heads_last: bool = False
 ) -> tuple[list[int], gl.NVMMASharedLayout]:
-    """The block of a tile, and its layout in shared memory."""
+    """Return the block of a tile, and its layout in shared memory."""
     block = tile_block(block_n, columns, heads_last)
     return block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
 
@@ -39,5 +39,5 @@ def strides_in_units(*queries: Tensor) -> tuple[int, list[list[int]]]:
     strides = [
         [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)] for x in queries
     ]
-    unit = 8 if all(stride % 8 == 0 for of_one in strides for stride in of_one) else 1
-    return unit, [[stride // unit for stride in of_one] for of_one in strides]
+    unit = 8 if all(stride % 8 == 0 for tensor_strides in strides for stride in tensor_strides) else 1
+    return unit, [[stride // unit for stride in tensor_strides] for tensor_strides in strides]

@@ -18,7 +18,7 @@ class TileSpace:
     Attributes:
         groups: the number of groups with their own lengths: each kv_row is one, or all of them together.
         work_tiles: the work tiles of each group: kv_rows times kv heads times blocks of packed queries.
-        kv_len: the number of keys, if no shorter length is given.
+        kv_len: the number of keys; lengths may be shorter.
         kv_heads: the heads of K and V.
         seqs_per_kv: the sequences that share a kv_row, or the most of a row group.
         q_blocks: the blocks of packed queries of a kv_row and kv head.
@@ -82,7 +82,7 @@ class TileSpace:
 
     @property
     def slots(self) -> int:
-        """The number of partial states that there is room for."""
+        """The number of partial states for which memory is allocated."""
         if not self.split:
             return 0
         most_groups = max(self.groups, self.row_groups)
@@ -97,10 +97,10 @@ class TileSpace:
     def most_partials(self, batch: int, wide: bool) -> int:
         """Estimate the largest number of partial states of one work tile of `batch` sequences.
 
-        `wide`: a state is so wide that room for a missing one costs more than another pass for the real ones.
+        `wide`: a state is so wide that unused room for one costs more than another pass.
         """
         if self.chunk:
-            return _MOST_CHUNKS  # for any batch, so that they are added in one order
+            return _MOST_CHUNKS  # for any batch, so that the order of sums doesn't depend on it
         if self.groups > 1 and not wide:
             return 32  # a ragged work tile may have all of them
         groups = ceil_div(batch, self.seqs_per_kv) if self.row_groups else self.groups

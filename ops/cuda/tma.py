@@ -1,4 +1,4 @@
-"""TMA requirements and descriptor construction: Hopper's tensor memory accelerator copies tiles by descriptors."""
+"""Requirements and descriptors of TMA, Hopper's tensor memory accelerator, which copies tiles."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tatten.ops.moved import moved
 
 def takes_tma(x: Tensor) -> bool:
     """Return True if TMA can fetch tiles of `x`. It reads whole tiles, so all elements must be readable."""
-    begins = recorder.get() is not None or x.data_ptr() % 16 == 0  # a tensor without data counts as aligned
-    aligned = begins and all(stride * x.element_size() % 16 == 0 for stride in tma_strides(x)[:3])
+    starts_aligned = recorder.get() is not None or x.data_ptr() % 16 == 0  # a tensor without data counts as aligned
+    aligned = starts_aligned and all(stride * x.element_size() % 16 == 0 for stride in tma_strides(x)[:3])
     return x.element_size() <= 2 and aligned and x.stride(3) == 1 and min(x.shape) > 0
 
 
 def tma_strides(x: Tensor) -> list[int]:
-    """Return the strides of a 4-D tensor for its descriptor; one over a single element has no effect and becomes 16."""
+    """Return the strides of a 4-D tensor for its descriptor. That of a dim of size 1 has no effect and becomes 16."""
     strides = [stride if n != 1 else 16 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
     return [*strides, x.stride(3)]
 
@@ -40,9 +40,9 @@ FIELDS = {"base", "shape", "strides", "block_shape", "padding", "round_f32_to_tf
 
 
 class Tiling:
-    """Makes TMA descriptors for tensors of the layout of `x`. Triton's checks run once.
+    """Makes TMA descriptors for tensors with the layout of `x`. Triton's checks run once.
 
-    If a version of Triton has descriptors with other fields, Triton makes them itself.
+    If Triton's descriptors have other fields than `FIELDS`, Triton makes each of them.
     """
 
     def __init__(self, kind: type, x: Tensor, block: list[int], *layout: object) -> None:
@@ -75,7 +75,7 @@ def key_tiling(x: Tensor, block_n: int, columns: int, heads_last: bool = False) 
 
 
 def are_tiles_of(descriptor: Any, x: Tensor) -> bool:
-    """Tell whether `key_tiling` of `x` makes such a descriptor."""
+    """Return True if `key_tiling` of `x` makes a descriptor like this one."""
     layout = descriptor.shape, descriptor.strides, descriptor.base.dtype
     same: bool = layout == (list(x.shape), tma_strides(x), x.dtype)
     _, first, second, columns = descriptor.block_shape

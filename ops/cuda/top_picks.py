@@ -15,8 +15,8 @@ from tatten.ops.sizes import ceil_div, power_of_2
 from tatten.ops.top_picks import check_top_picks
 
 LEAST_BLOCK, MOST_BLOCK = 256, 4096  # scores that a program has at a time
-MOST_CHUNKS = 64  # of a row: each program adds up the counts of all of them
-PROGRAMS = 128  # of a launch, about: one for each SM, as more of them add up more counts
+MOST_CHUNKS = 64  # chunks of a row: each program adds up the counts of all of them
+PROGRAMS = 128  # about the programs of a launch: one for each SM, as more of them add up more counts
 
 
 def top_picks(scores: Tensor, k: int) -> Tensor:
@@ -30,7 +30,7 @@ class TopPicks:
     Attributes:
         passes: the launches that count.
         write: the launch that writes the indices.
-        writes: the result, the counts, and the bits that are known after each pass.
+        writes: the result, the counts, and the bits of the k-th largest score that are known after each pass.
     """
 
     passes: tuple[Launch, ...]
@@ -38,11 +38,11 @@ class TopPicks:
     writes: tuple[Dense, ...]
 
     def __call__(self, scores: Tensor) -> Tensor:
-        out, counts, narrowed = allocate(scores, *self.writes)
+        out, counts, known_bits = allocate(scores, *self.writes)
         rows = scores.flatten(0, -2) if scores.dim() > 2 else scores
         for launch in self.passes:
-            launch(rows, counts, narrowed)
-        self.write(rows, counts, narrowed, out)
+            launch(rows, counts, known_bits)
+        self.write(rows, counts, known_bits, out)
         return out
 
 
@@ -57,9 +57,9 @@ def plan_top_picks(scores: Tensor, k: int) -> Callable[[Tensor], Tensor]:
     from tatten.ops.cuda.combine import INTERPRETED
     from tatten.ops.cuda.kernels.top_picks import PASSES, VALUES, _count_scores_kernel, _write_picks_kernel
 
-    each = ceil_div(n, min(MOST_CHUNKS, ceil_div(PROGRAMS, rows)))
-    block = min(MOST_BLOCK, max(LEAST_BLOCK, power_of_2(each)))
-    blocks = ceil_div(each, block)
+    chunk_size = ceil_div(n, min(MOST_CHUNKS, ceil_div(PROGRAMS, rows)))
+    block = min(MOST_BLOCK, max(LEAST_BLOCK, power_of_2(chunk_size)))
+    blocks = ceil_div(chunk_size, block)
     chunks = ceil_div(n, block * blocks)
     flat = scores.flatten(0, -2) if scores.dim() > 2 else scores
     pdl = not INTERPRETED and has_early_launches(scores.device)

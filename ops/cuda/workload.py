@@ -23,14 +23,14 @@ class Workload:
         device: the device of the tensors.
         dtype: the dtype of the query.
         kv_dtype: the dtype of key and value.
-        query: its shape `[batch, q_heads, q_length, head_dim]`.
-        key: its shape `[batch, kv_heads, kv_length, head_dim]`.
+        query: the shape of the query, `[batch, q_heads, q_length, head_dim]`.
+        key: the shape of the key, `[batch, kv_heads, kv_length, head_dim]`.
         value_dim: the head_dim of value.
         dense: query, key and value have a stride of 1 over head_dim.
         aligned: their other strides are multiples of 16 bytes.
-        needs: the features that the call needs besides plain attention, as `needs_of` names them.
+        needs: the features that the call needs besides plain attention, named by `needs_of`.
         flash_impl: the implementation that `torch.nn.attention.activate_flash_attention_impl` put in the place of
-            PyTorch's own flash attention, in the whole process; None without one.
+            PyTorch's own flash attention, in this process; None without one.
     """
 
     device: torch.device
@@ -50,7 +50,7 @@ class Workload:
     ) -> Workload:
         """Return the workload of tensors, which may be fake; `size` turns a symbolic size into a number."""
         strides = [[size(n) for n in x.stride()] for x in (query, key, value)]
-        bytes_of = [x.element_size() for x in (query, key, value)]
+        widths = [x.element_size() for x in (query, key, value)]
         query_shape, key_shape = (tuple(size(n) for n in x.shape) for x in (query, key))
         return cls(
             query.device,
@@ -59,8 +59,10 @@ class Workload:
             query_shape,
             key_shape,
             size(value.shape[3]),
-            dense=all(of[3] == 1 for of in strides),
-            aligned=all(n * width % 16 == 0 for of, width in zip(strides, bytes_of, strict=True) for n in of[:3]),
+            dense=all(x_strides[3] == 1 for x_strides in strides),
+            aligned=all(
+                n * width % 16 == 0 for x_strides, width in zip(strides, widths, strict=True) for n in x_strides[:3]
+            ),
             needs=needs,
             flash_impl=current_flash_attention_impl(),
         )
@@ -77,10 +79,10 @@ class Workload:
 
 
 def needs_of(call: AttentionCall) -> Needs:
-    """Name the features that a call of one segment needs besides plain attention, in words of the errors.
+    """Return the features that a call of one segment needs besides plain attention, in the words of error messages.
 
-    Only None and numbers are looked at. Kernels that take the maximum of scores before they scale them need a scale
-    above 0: a key that is masked has -inf.
+    It reads no tensor. Kernels that take the maximum of scores before they scale them need a scale above 0: the score
+    of a masked key is -inf.
     """
     stored = call.segments[0]
     operands = {

@@ -33,14 +33,14 @@ class Tuning:
     rates: GpuRates = field(default_factory=GpuRates)
 
     def provider(self, pairs: int, kv_len: int) -> str:
-        """The fastest provider at the measured sizes that are nearest in ratio."""
+        """Return the fastest provider at the measured sizes that are nearest in ratio."""
         row = self.fastest[min(max(self.fastest), 1 << round_log2(pairs))]
         keys = max(min(row), 1 << round_log2(kv_len))
         return row[max(start for start in row if start <= keys)]
 
 
 def round_log2(n: int) -> int:
-    """The exponent of the power of two that is nearest to `n` in ratio; 0 for 0."""
+    """Return the exponent of the power of two that is nearest to `n` in ratio; 0 for 0."""
     return max(0, (n * n).bit_length() // 2)
 
 
@@ -55,7 +55,7 @@ def tunings() -> tuple[Tuning, ...]:
 def tuning_of(device: str, capability: Capability) -> Tuning | None:
     """Return the measurements of a GPU, or else of the nearest GPU with the same major compute capability.
 
-    The result is None if no GPU of that architecture was measured: another one has other kernels under the same names.
+    The result is None if no GPU of that architecture was measured, as providers use other kernels on each architecture.
     """
 
     def distance(tuning: Tuning) -> tuple[bool, int, bool]:
@@ -73,6 +73,6 @@ def gpu_rates(device: torch.device) -> GpuRates:
 
 
 def module_name(device: str) -> str:
-    """The name of the module for a GPU: `h100_80gb_hbm3` for NVIDIA H100 80GB HBM3."""
+    """Return the name of the module for a GPU: `h100_80gb_hbm3` for NVIDIA H100 80GB HBM3."""
     words = "".join(x if x.isalnum() else " " for x in device.lower()).split()
     return "_".join(word for word in words if word != "nvidia")

@@ -4,7 +4,7 @@ from tatten.ops.cuda.gpu_rates import GpuRates
 
 DEVICE, CAPABILITY = "NVIDIA H200", (9, 0)
 
-RATES = GpuRates()  # with the fields that differ from an H200's
+RATES = GpuRates()  # names the fields that differ from an H200's
 
 # For each number of (sequence, kv head) pairs, the number of keys from which on a provider is the fastest, as
 # `python benchmarks/calibrate.py --write` measured it.

@@ -277,11 +277,11 @@ def test_the_interpreter_is_given_tensors_each_time() -> None:
 @pytest.mark.parametrize(
     "given, says",
     [
-        ({"scale": 0.5, "BLOCK": 16, "flag": True}, r"not \['flag'\] but \['FLAG'\]"),
-        ({"x": 0, "scale": 0.5, "BLOCK": 16, "FLAG": True}, r"not \['x'\] but \['n'\]"),
-        (dict.fromkeys("abcdefgh", 0), "not .*'h'.* but .*'x', 'y'"),
+        ({"scale": 0.5, "BLOCK": 16, "flag": True}, r"\['FLAG'\], got \['flag'\]"),
+        ({"x": 0, "scale": 0.5, "BLOCK": 16, "FLAG": True}, r"\['n'\], got \['x'\]"),
+        (dict.fromkeys("abcdefgh", 0), ".*'x', 'y'.*, got .*'h'"),
     ],
 )
 def test_arguments_that_are_not_the_last_of_the_kernel_are_an_error(given: dict, says: str) -> None:
-    with pytest.raises(TypeError, match=f"kernel ends in other arguments than these: {says}"):
+    with pytest.raises(TypeError, match=f"arguments of kernel must include {says}"):
         Launch(Kernel(compiles=True), (1,), {}, **given)

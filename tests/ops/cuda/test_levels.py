@@ -91,8 +91,8 @@ def test_beside_other_segments(chosen: tuple[int, ...], monkeypatch: pytest.Monk
     with fresh_memory_is_poison():
         planned = segments.plan_segments(call)
         out, lse = planned(call)
-    assert sorted(i for own in planned.takes for i in own) == [0, 1, 2, 3]
-    assert (chosen in planned.takes) == bool(chosen)
+    assert sorted(i for numbers in planned.segments_by_launch for i in numbers) == [0, 1, 2, 3]
+    assert (chosen in planned.segments_by_launch) == bool(chosen)
     assert (out.dtype, lse.dtype) == (HALF, torch.float32)
     assert_state(out, lse, question(query, keys, values, 0.3))
 

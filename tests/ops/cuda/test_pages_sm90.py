@@ -59,7 +59,7 @@ def assert_attends(tables: Tables, seed: int, programs: int, **shape: int) -> No
         from tatten.ops.cuda.shared_attention import plan_shared_attention
 
         plan = plan_shared_attention(call, programs=programs)
-        assert isinstance(plan.shared, SharedSegment)
+        assert isinstance(plan.shared_part, SharedSegment)
         out, lse = plan(call)
     want, want_lse = decode_attention_reference(keys[0], keys[1], keys[2], kv_lens=keys[4], **inputs)
     torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=1e-2)

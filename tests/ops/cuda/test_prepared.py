@@ -186,9 +186,15 @@ def test_a_view_from_the_first_element_on_is_the_tensor_to_a_pointer_but_not_to_
         (lambda x, y: Launch(second, (1,), {}, **NUMBERS)(x[1:]), "a view that begins elsewhere"),
         (lambda x, y: Launch(second, (1,), {}, **NUMBERS)(x.view(torch.int32)), "reads torch.float32 as torch.int32"),
         (lambda x, y: Launch(second, (1,), {}, **NUMBERS)(x.view(torch.int16)), "reads torch.float32 as torch.int16"),
-        (lambda x, y: Launch(second, (1,), {}, n=3, scale=float("inf"))(x), "launches second with what has no literal"),
-        (lambda x, y: Launch(Kernel("first", "x"), (1,), {})(x), "a kernel that is not found by its name, .*first"),
-        (lambda x, y: Launch(second, (1,), {}, n=object(), scale=1.0)(x), "launches second with what has no literal"),
+        (
+            lambda x, y: Launch(second, (1,), {}, n=3, scale=float("inf"))(x),
+            "launches second with arguments that have no literal",
+        ),
+        (lambda x, y: Launch(Kernel("first", "x"), (1,), {})(x), "a kernel that its name does not import, .*first"),
+        (
+            lambda x, y: Launch(second, (1,), {}, n=object(), scale=1.0)(x),
+            "launches second with arguments that have no literal",
+        ),
     ],
 )
 def test_what_cannot_be_written_down_is_refused(op: Any, why: str) -> None:

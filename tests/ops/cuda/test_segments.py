@@ -91,7 +91,7 @@ def test_more_segments_have_all_sms_each() -> None:
 def test_prefix_kernels_come_first_and_others_run_beside_what_came_before() -> None:
     planned = plan((256, 300), (1, 8192), (256, 256), (1, 100))
     assert [isinstance(launch, PrefixSegment) for launch in planned.launches] == [True, True, False, False]
-    assert planned.takes == ((1,), (3,), (0,), (2,))
+    assert planned.segments_by_launch == ((1,), (3,), (0,), (2,))
     assert all(launch.launch.arguments["WAIT_LAST"] for launch in planned.launches[2:])
 
 
@@ -150,7 +150,7 @@ def test_one_segment_has_the_sinks(shapes: tuple[tuple[int, int], ...]) -> None:
     assert isinstance(prefix, PrefixSegment)
     assert isinstance(own, SegmentLaunch)
     assert own.sinks
-    assert shapes[planned.takes[1][0]][0] == max(rows for rows, _ in shapes)
+    assert shapes[planned.segments_by_launch[1][0]][0] == max(rows for rows, _ in shapes)
 
 
 def test_whole_states_are_not_searched_for() -> None:
