@@ -1,7 +1,7 @@
 """Kernels that find the block structure of a mask: its blocks of 64 keys that count, and their keys as bits.
 
 They run once per step for all layers that share the mask. The inner loop of attention then walks a list of blocks, and
-reads neither keys, values nor mask of the others.
+reads no keys, values or mask of other blocks.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def _bits_kernel(
     length = kv_len
     if HAS_LENS:
         length = tl.minimum(tl.maximum(tl.load(kv_lens + kv_row), 0), kv_len).to(tl.int32)
-    there = keys < length
+    exists = keys < length
     if PAGE:  # a key without a page does not count, whatever its bias is
         table_b, table_s = table_strides
-        entries = tl.load(block_table + kv_row * table_b + keys // PAGE * table_s, mask=there, other=-1)
-        there = there & (entries >= 0) & (entries < n_pages)
+        entries = tl.load(block_table + kv_row * table_b + keys // PAGE * table_s, mask=exists, other=-1)
+        exists = exists & (entries >= 0) & (entries < n_pages)
     n_q_rows = seqs_per_kv * mask_heads * mask_q_len
     used = tl.zeros([BLOCKS_AT_ONCE, BLOCK_KEYS], tl.int32)
-    full = there.to(tl.int32).reshape([BLOCKS_AT_ONCE, BLOCK_KEYS])
+    full = exists.to(tl.int32).reshape([BLOCKS_AT_ONCE, BLOCK_KEYS])
     if ADDITIVE:
         above_any = tl.zeros([BLOCKS_AT_ONCE, BLOCK_KEYS], tl.int32)
         queries = tl.zeros([BLOCKS_AT_ONCE], tl.int64)
@@ -72,7 +72,7 @@ def _bits_kernel(
         position = q_row % mask_q_len
         start = (kv_row * seqs_per_kv + q_row // (mask_heads * mask_q_len)) * mask_b
         start += q_row // mask_q_len % mask_heads * mask_h + position * mask_l
-        within = q_ok & there
+        within = q_ok & exists
         plain = within
         if WINDOW:
             # A mask with one query stands for all; their windows reach from the first one's to the last one's.
@@ -148,7 +148,7 @@ def _list_kernel(
         count += tl.sum((words != 0).to(tl.int32), axis=0)
         not_full_before = tl.maximum(tl.associative_scan(tl.where(full > 0, -1, blocks), 0, _larger), last_not_full)
         last_not_full = tl.max(not_full_before, axis=0)
-        lengths = blocks - not_full_before  # each by the last block of its run
+        lengths = blocks - not_full_before  # of the run of full blocks that ends at each block
         longest = tl.max(lengths, axis=0)
         first_end = tl.min(tl.where(lengths == longest, blocks, n_blocks), axis=0)
         end = tl.where(longest > run, first_end, end)

@@ -3,8 +3,8 @@
 It takes the partial states of up to two segments, and whole states of any number of others. Each output state finds its
 own partial states: the schedule is arithmetic, so only the lengths have to be read.
 
-With `SHARED`, the second segment is the launch over pages that sequences share. An output state has up to one state
-there for each level, and none is read if it has none.
+With `SHARED`, the second segment is the launch over pages that sequences share. It leaves up to one state per level for
+an output state. States that it has not left are not read.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _combine_kernel(
     sequence = state // q_len // q_heads
     state = state.to(tl.int64)
     if len(SPACES) > 0:
-        SPACE_A: tl.constexpr = SPACES[0]  # Triton 3.6 passes no item of a tuple of constants on
+        SPACE_A: tl.constexpr = SPACES[0]  # Triton 3.6 can't pass an item of a tuple of constants on
         sizes_a = (
             block_list_stride_a,
             n_groups_a,
@@ -93,7 +93,7 @@ def _combine_kernel(
             q_blocks_a,
             programs_a,
         )
-        found_a = find_partials(
+        slots_a = find_partials(
             sequence,
             head,
             position,
@@ -110,7 +110,7 @@ def _combine_kernel(
             OWN_PART if SHARED else 0,
         )
         if not FOLD_WHOLE:
-            ok = ok & (found_a[2] > 1)
+            ok = ok & (slots_a[2] > 1)
     if len(SPACES) > 1:
         SPACE_B: tl.constexpr = SPACES[1]
         sizes_b = (
@@ -123,16 +123,16 @@ def _combine_kernel(
             q_blocks_b,
             programs_b,
         )
-        if SHARED:  # the same launch has the states of both levels
+        if SHARED:  # one launch leaves the states of both levels
             entries = LEVELS * batch
-            found_b = find_shared_partials(
+            slots_b = find_shared_partials(
                 sequence, head, position, partials_b, sizes_b, q_heads, q_len, entries, SPACE_B, INT64_TILES
             )
-            found_c = find_shared_partials(
+            slots_c = find_shared_partials(
                 sequence + batch, head, position, partials_b, sizes_b, q_heads, q_len, entries, SPACE_B, INT64_TILES
             )
         else:
-            found_b = find_partials(
+            slots_b = find_partials(
                 sequence,
                 head,
                 position,
@@ -161,7 +161,7 @@ def _combine_kernel(
             state,
             ok,
             partials_a,
-            found_a,
+            slots_a,
             dims,
             VALUE_DIM,
             SPACE_A,
@@ -176,7 +176,7 @@ def _combine_kernel(
             state,
             ok,
             partials_b,
-            found_b,
+            slots_b,
             dims,
             VALUE_DIM,
             SPACE_B,
@@ -191,7 +191,7 @@ def _combine_kernel(
             state + n_states,
             ok,
             partials_b,
-            found_c,
+            slots_c,
             dims,
             VALUE_DIM,
             SPACE_B,

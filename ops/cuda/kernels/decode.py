@@ -4,17 +4,17 @@ The tiles of all work tiles (kv_row, kv head, block of packed queries) are numbe
 takes the tiles `[T * p // P, T * (p + 1) // P)`: equal work for each, whatever the lengths. Lengths are read on the
 device, so that one captured launch serves all of them. A program that computes a whole work tile writes the output at
 once. If several programs share it, each leaves a partial state in its own slot, for `tatten.ops.cuda.kernels.combine`:
-no program waits for another. `tests/support/stream_k_schedule.py` is the same arithmetic in Python.
+no program waits for another. `tests/support/stream_k_schedule.py` has the same arithmetic in Python.
 
-With `CHUNK`, a work tile is cut into chunks by its own length alone, and programs share out whole chunks. Each chunk of
-a work tile of several leaves a partial state, so that sums do not depend on the rest of the batch.
+With `CHUNK`, a work tile is cut into chunks by its own length alone, and programs share out whole chunks. If a work
+tile has several, each leaves a partial state, so that sums do not depend on the rest of the batch.
 
-With `PAGE`, keys are in pages of a pool. A tile's entries of the block table are loaded one tile ahead: an entry loaded
-in the tile that needs it leaves K and V one pipeline stage less.
+With `PAGE`, keys are in pages of a pool. A tile's entries of the block table are loaded one tile ahead: loading an
+entry in the tile that needs it would cost K and V a pipeline stage.
 
-With `PART`, `pages` has what `tatten::shared_pages` found, too. A launch of `OWN_PART` begins at the first key of each
-sequence's own part. One of `SHARED_PART` reads the pages of row groups; a state then is that of an entry, a sequence at
-a level. No tile has keys that only some queries of a row group attend to among the others that do.
+With `PART`, `pages` also holds the result of `tatten::shared_pages`. A launch of `OWN_PART` begins at the first key of
+each sequence's own part. A launch of `SHARED_PART` reads the pages of row groups; a state is then that of an entry, a
+sequence at a level. Each query of a row group attends to all keys of a tile, or to none.
 
 The schedule is that of Lean Attention (arXiv 2405.10480), and queries are packed as in FlashInfer (arXiv 2501.01005).
 """
@@ -46,8 +46,8 @@ NO_SCALE, HEAD_SCALE, KEY_SCALE = 0, 1, 2  # a scale for each head, or for each 
 # The interpreter takes dots in float32, because its bf16 dots are garbage (Triton 3.6 to 3.9).
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-# Sizes that change from step to step or from model to model: specialising on 1 and on multiples of 16 would recompile.
-# They can't be in tuples, as strides are, because Triton (3.6 to 3.9) specialises the members of any tuple.
+# Sizes change from step to step or from model to model: specialising on 1 and on multiples of 16 would recompile. They
+# can't be in tuples, as strides are, because Triton (3.6 to 3.9) specialises the members of any tuple.
 _SIZES = [
     "block_list_stride",
     "kv_len",
@@ -145,7 +145,7 @@ def _decode_kernel(
     # Scores stay unscaled if only a positive factor separates them from their exponents.
     UNSCALED: tl.constexpr = POSITIVE_SCALE and MASK != 2 and not SOFTCAP and not KEY_SCALE
     # With a block list the second loop has few blocks, and long pipelines in both would spill registers of large tiles.
-    # With pages, Triton (3.9) fails to compile 2 stages of it: a block's entries wait for the block's number.
+    # With pages, Triton (3.9) fails to compile it with 2 stages: a block's entries wait for the block's number.
     FEW: tl.constexpr = 1 if BLOCK_M > 64 or PAGED else 2
     STAGES: tl.constexpr = 1 if RUN else None if not HAS_BLOCK_LIST else FEW if BLOCK_M > 64 or BLOCK_D > 128 else None
     if PDL:
@@ -211,11 +211,11 @@ def _decode_kernel(
             sequence, q_ok = sequences_of(row_groups, batch, kv_row, q_row // q_len % seqs_per_kv, q_ok)
             if PART == SHARED_PART:
                 first_key, shared_stop = shared_span(pages[1], batch, kv_row, True, kv_len)
-                its_stop = entry_stop(pages[1], batch, sequence, q_ok)
+                entry_stops = entry_stop(pages[1], batch, sequence, q_ok)
             kv_row = tl.load(row_groups + kv_row).to(tl.int64)
         else:
             sequence = kv_row * seqs_per_kv + q_row // q_len % seqs_per_kv
-        entry = sequence  # of a state
+        entry = sequence  # the entry whose state this is
         if PART == SHARED_PART:
             sequence = sequence % (batch // LEVELS)
         if PART == OWN_PART:
@@ -282,7 +282,7 @@ def _decode_kernel(
             else:
                 value_scale_base = value_scale + (kv_row * kv_heads + kv_head) * kv_len
 
-        # A part that this variant lacks is another one, which nothing reads.
+        # An operand that this variant lacks is replaced by another one, which is not read.
         queries = (q, q_rest if HALVES else q, q_rope if ROPE_DIM else q)
         bases = (
             key_base,
@@ -424,7 +424,7 @@ def _decode_kernel(
                     ok = ok & (bias != float("-inf"))
                     scores += bias
             if PART == SHARED_PART:
-                takes_part = start_key < its_stop
+                takes_part = start_key < entry_stops
                 ok = ok & takes_part[:, None]
             scores = tl.where(ok, scores, float("-inf"))
             v_scale = None
@@ -432,10 +432,10 @@ def _decode_kernel(
                 at = rows_at(keys, scale_s, entries if PAGED else None, scale_p, PAGE)
                 v_scale = load_scales(value_scale_base, at, valid)
             if PART == SHARED_PART:
-                before = acc
+                acc_before = acc
             acc, row_max, row_sum = fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED, v_scale)
             if PART == SHARED_PART:  # a value of another sequence may be NaN, and 0 * NaN is NaN
-                acc = tl.where(takes_part[:, None], acc, before)
+                acc = tl.where(takes_part[:, None], acc, acc_before)
             if HAS_BLOCK_LIST:  # fetched one tile ahead, so that no load waits for its address
                 more = i + 1 < stop
                 block = tl.load(group_blocks + 2 * (i + 2), mask=more, other=0).to(tl.int32)

@@ -2,7 +2,7 @@
 
 Latents are the left operand of both products, `scores = latents queries^T` and `sums^T = latents^T p^T`: wgmma needs at
 least 64 rows of the left operand, and at least 8 columns of the right one. So no row of the tensor cores is idle, and
-the residue of float32 queries costs next to nothing: a number is split into two in bfloat16, in two columns whose
+the residue of float32 queries costs next to nothing: a number is split into two bfloat16 numbers, in two columns whose
 scores are added. Weights `p` and sums are transposed, too. One warpgroup computes, and a producer warp loads; visits,
 slots of partial states and masks are those of `latent_sm90`.
 """
@@ -48,7 +48,7 @@ _BOTH = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * FEW, 16]
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FEW, 16]))
 _QUERIES, _KEYS = gl.constexpr(gl.SliceLayout(0, _SUMS.value)), gl.constexpr(gl.SliceLayout(1, _SUMS.value))
 
-# Two warpgroups; the producer's is one warp: 248 + 40 = 2 * 144.
+# Two warpgroups, of which the producer's has one warp: 248 + 40 = 2 * 144.
 START_REGS = 144
 _PRODUCER_REGS = gl.constexpr(40)
 
@@ -57,13 +57,13 @@ _PRODUCER_REGS = gl.constexpr(40)
 def _store_queries(
     place, query, strides, kv_row, sizes, COLUMN: gl.constexpr, WIDTH: gl.constexpr, ALIGNED: gl.constexpr
 ):
-    """Store `WIDTH` columns of the queries in shared memory, and the residues of rounding them below."""
+    """Store `WIDTH` columns of the rounded queries in shared memory, and below them their residues."""
     q = load_queries(query, strides, 0, kv_row, sizes, COLUMN, WIDTH, ALIGNED, _FEW)
     high = q.to(place.dtype)
-    near = high.to(gl.float32)
-    rest = gl.where(gl.abs(near) < float("inf"), q.to(gl.float32) - near, 0.0)  # inf - inf would be NaN
+    rounded = high.to(gl.float32)
+    residue = gl.where(gl.abs(rounded) < float("inf"), q.to(gl.float32) - rounded, 0.0)  # inf - inf would be NaN
     place.slice(0, _FEW, dim=0).store(high)
-    place.slice(_FEW, _FEW, dim=0).store(rest.to(place.dtype))
+    place.slice(_FEW, _FEW, dim=0).store(residue.to(place.dtype))
 
 
 @gluon.jit
@@ -95,7 +95,7 @@ def _attend(
 ):
     """Score the tiles of each visit, and sum their values."""
     query, query_rope, out, lse, partial_out, partial_lse = tensors
-    queries, buffers, of_weights = shared
+    queries, buffers, shared_weights = shared
     q_left, q_right, q_rope = queries
     left, right, key_rope, left_full, right_full, left_empty, right_empty = buffers
     share_start, share_end, _, _, _, q_len, heads, share = sizes
@@ -148,15 +148,15 @@ def _attend(
             row_max = new_row_max
             exponents = gl.exp2(gl.fma(scores, to_exponent, -base[None, :]))
             weights = gl.fma(weights, alpha[None, :], exponents)
-            of_weights.permute([1, 0]).store(exponents.to(of_weights.dtype))
+            shared_weights.permute([1, 0]).store(exponents.to(shared_weights.dtype))
             if KEYS:  # noqa: SIM102 (known when this is compiled)
                 if attended != -1:
-                    _barrier()  # all warps are done with the scores
+                    _barrier()  # all warps have read the scores
                     clear(k_left, attended)
                     clear(k_right, attended)
             fence_async_shared()
             _barrier()
-            p = of_weights.permute([1, 0])
+            p = shared_weights.permute([1, 0])
             acc_left = warpgroup_mma(k_left.permute([1, 0]), p, acc_left * alpha[None, :], is_async=True)
             acc_right = warpgroup_mma(k_right.permute([1, 0]), p, acc_right * alpha[None, :], is_async=True)
             acc_left, acc_right = warpgroup_mma_wait(0, deps=[acc_left, acc_right])
@@ -226,7 +226,7 @@ def _latent_few_kernel(
     q_left = gl.allocate_shared_memory(DTYPE, [2 * _FEW, HALF], half_layout)
     q_right = gl.allocate_shared_memory(DTYPE, [2 * _FEW, HALF], half_layout)
     q_rope = gl.allocate_shared_memory(DTYPE, [2 * _FEW, _ROPE], rope_layout)
-    of_weights = gl.allocate_shared_memory(DTYPE, [_FEW, _BLOCK_N], weights_layout)
+    shared_weights = gl.allocate_shared_memory(DTYPE, [_FEW, _BLOCK_N], weights_layout)
     buffers = allocate_buffers(latent, rope)
     group_ends = gl.allocate_shared_memory(gl.int32, [GROUPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
@@ -242,7 +242,7 @@ def _latent_few_kernel(
     tensors = (query, query_rope, out, lse, partial_out, partial_lse)
     strides = ((query_b, query_h, query_l), (rope_b, rope_h, rope_l))
     sizes = (share_start, share_end, q_block_tiles, batch, group_ends, q_len, heads, share)
-    shared = ((q_left, q_right, q_rope), buffers, of_weights)
+    shared = ((q_left, q_right, q_rope), buffers, shared_weights)
     gl.warp_specialize(
         [
             (_attend, (tensors, shared, strides, scale, sizes, lengths, ALIGNED, GROUPS, KEYS)),

@@ -1,18 +1,18 @@
 """The latent_sm90 kernel: stream-K attention of many packed queries to latents, in Gluon, for Hopper.
 
 A tile of 64 latents is both keys and values. Its scores are the products of all its 512 columns and of its 64 rope
-columns, but an accumulator of 64 x 512 does not fit a warpgroup. So each of two warpgroups sums values for half of the
-columns, and scores every other tile: the left one the even tiles of a visit, the right one the odd ones. While one
-computes the softmax of its tile, the products of the other one run. `p` and the maximum are handed over in shared
-memory. There `p` takes the place of its tile's rope, which is no longer needed once the scores are done. This schedule
-is that of FlashMLA (https://github.com/deepseek-ai/FlashMLA, "seesaw"). A producer warp loads the next tile into a
-place by TMA, each half as soon as the warpgroup that sums its values is done with it.
+columns, but a warpgroup's registers can't hold an accumulator of 64 x 512. So each of two warpgroups sums values for
+half of the columns, and scores every other tile: the left one the even tiles of a visit, the right one the odd ones.
+While one computes the softmax of its tile, the tensor cores compute the products of the other. `p` and the maximum are
+handed over in shared memory. There `p` takes the place of its tile's rope, which is no longer needed once the scores
+are done. The schedule is FlashMLA's (https://github.com/deepseek-ai/FlashMLA, "seesaw"). A producer warp loads the next
+tile into a place by TMA, each half as soon as the warpgroup that sums its values is done with it.
 
-The tile space, the order of packed queries and the slots of partial states are those of the decode kernel, but for
+The tile space, the order of packed queries and the slots of partial states are those of the decode kernel, except for
 `q_blocks_first`. A visit goes through its tiles backwards, so that only its first one can have keys beyond the end.
 
 A mask that is the same for all queries of a sequence is read by its block list, whose run of full blocks needs no mask.
-TMA reads a whole block, so latents that no query attends to may be NaN. As soon as all scores of a tile are there, each
+TMA reads a whole block, so latents that no query attends to may be NaN. As soon as all scores of a tile are done, each
 warpgroup clears these latents in its half, before it sums values.
 """
 
@@ -94,11 +94,11 @@ def _attend_left(
         kv_row = kv_row.to(gl.int64)
         # Both loads are under way before the first store.
         q = load_queries(query, query_strides, q_row_start, kv_row, (q_len, heads), 0, HALF, ALIGNED, _BLOCK_M)
-        of_rope = load_queries(
+        rope_columns = load_queries(
             query_rope, rope_strides, q_row_start, kv_row, (q_len, heads), 0, _ROPE, ALIGNED, _BLOCK_M
         )
         q_left.index(0).store(q)
-        q_rope.index(0).store(of_rope)
+        q_rope.index(0).store(rope_columns)
         fence_async_shared()
         _barrier()
         mbarrier.arrive(q_full)

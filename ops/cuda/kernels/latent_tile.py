@@ -1,4 +1,4 @@
-"""The work of the warps of the latent kernels for Hopper on a tile of latents and on a visit, in Gluon."""
+"""Steps of the latent kernels for Hopper on a tile of latents and on a visit, in Gluon."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def load_queries(
 
 @gluon.jit
 def score(queries, buffers, PLACE: gl.constexpr, uses, GATHERED: gl.constexpr = False):
-    """Begin to multiply queries by the tile in a place, each half as soon as it is there.
+    """Begin to multiply queries by the tile in a place, each half as soon as it has arrived.
 
-    Rows that are gathered come by the generic proxy, and the products read by the async one: they want fences.
+    Gathered rows are written by the generic proxy, and the products read by the async proxy, so fences are needed.
     """
     q_left, q_right, q_rope, _ = queries
     left, right, key_rope, left_full, right_full, _, _ = buffers
     no_scores = gl.zeros([_BLOCK_M, _BLOCK_N], gl.float32, layout=_SCORES)
-    # 0, but the compiler can't know: it would keep the descriptors of all operands in registers, and spill.
+    # It is 0. If the compiler knew, it would keep the descriptors of all operands in registers, and spill.
     zero = uses >> 30
     k_left = left.index(PLACE + zero).reshape([_BLOCK_N, HALF])
     k_right = right.index(PLACE + zero).reshape([_BLOCK_N, HALF])
@@ -136,14 +136,14 @@ def leave_out(scores, block, attended, length, KEYS: gl.constexpr):
 @gluon.jit
 def rescaled(row_max, new_row_max, to_exponent):
     """Return the number to subtract from exponents, and the factor of the sums so far."""
-    # A product may overflow to -inf for all keys so far: their `p` and `alpha` are 0, not exp2(-inf + inf).
+    # The products of all keys so far may overflow to -inf: their `p` and `alpha` are then 0, not exp2(-inf + inf).
     base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max) * to_exponent
     return base, gl.exp2(gl.fma(row_max, to_exponent, -base))
 
 
 @gluon.jit
 def hand_over(scores, row_max, row_sum, buffers, handover, to_exponent, PLACE: gl.constexpr):
-    """Make `p` of scores, and hand it over with the maximum. It takes the place of the tile's rope."""
+    """Compute `p` from scores, and hand it over with the maximum. It takes the place of the tile's rope."""
     key_rope = buffers[2]
     shared_max, p_full, _, _ = handover
     new_row_max = gl.maximum(row_max, gl.max(scores, axis=1))
@@ -151,7 +151,7 @@ def hand_over(scores, row_max, row_sum, buffers, handover, to_exponent, PLACE: g
     exponents = gl.exp2(gl.fma(scores, to_exponent, -base[:, None]))
     row_sum = row_sum * alpha + gl.sum(exponents, axis=1)
     p = exponents.to(key_rope.dtype)
-    _barrier()  # all warps are done with the rope
+    _barrier()  # all warps have read the rope
     key_rope.index(PLACE).reshape([_BLOCK_M, _BLOCK_N]).store(p)
     shared_max.index(PLACE).store(new_row_max)
     fence_async_shared()
@@ -177,7 +177,7 @@ def scaled(acc, factor):
 
 @gluon.jit
 def clear_half(latents, attended, KEYS: gl.constexpr):
-    """Clear the latents that no query attends to in half of a tile whose scores are all there."""
+    """Clear the latents that no query attends to, in half of a tile whose scores are all done."""
     if KEYS:  # noqa: SIM102 (known when this is compiled)
         if attended != -1:
             clear(latents, attended)
@@ -201,7 +201,7 @@ def take_over(
 
 @gluon.jit
 def finish_sums(acc, empty):
-    """Wait for sums, and free the half of a tile that they read."""
+    """Wait for the sums, and free the half of a tile that they read."""
     acc = warpgroup_mma_wait(0, deps=[acc])
     _barrier()
     mbarrier.arrive(empty)

@@ -1,7 +1,7 @@
-"""Ways through the tiles of the latent kernels for Hopper, in Gluon: visits, and the keys that are attended to.
+"""The schedule of the latent kernels for Hopper, in Gluon: visits, and the keys that queries attend to.
 
-The tiles of all groups are added up once. Each warpgroup and the producer warp of a program search the sums alone. Each
-warp holds all of the searched values, so that no warp waits for another.
+The tiles of all groups are added up once. Each warpgroup and the producer warp of a program search the sums by
+themselves. Each warp holds all of the searched values, so that no warp waits for another.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from triton.experimental.gluon import language as gl
 from tatten.ops.cuda.kernels.prefix_sm90 import _barrier
 
 BLOCK_M, BLOCK_N = 64, 64
-# Several groups are at least a full warp. A sum over all 32 threads comes out of `redux`, and ptxas knows that all
-# threads get the same. Sums over fewer come out of shuffles, and ptxas assumes that threads may part at a branch on
-# them: each wgmma behind it then waits for the one before.
+# If there are several groups, they are padded to a full warp. A sum over all 32 threads is a `redux`, and ptxas knows
+# that all threads get the same. A sum over fewer is made of shuffles, and ptxas assumes that threads may diverge at a
+# branch on it: each wgmma after the branch then waits for the previous one.
 LEAST_GROUPS = 32
-MOST_GROUPS = 2048  # their ends take 8 KiB of shared memory, which is all that is left
+MOST_GROUPS = 2048  # their ends take 8 KiB, the rest of shared memory
 _BLOCK_M, _BLOCK_N = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_N)
 
 # The keys that queries attend to: all of them, the first ones by `kv_lens`, or those of a block list.
@@ -49,17 +49,17 @@ def ends_of_groups(lengths, GROUPS: gl.constexpr, KEYS: gl.constexpr):
             lens = _length_of(gl.load(kv_lens + groups, mask=groups < n_groups, other=0), kv_len)
         tiles = (lens + _BLOCK_N - 1) // _BLOCK_N
     tiles = gl.where(groups < n_groups, gl.maximum(tiles, 1), 0)  # the output of an empty kv_row is written too
-    # No layout of one dim that every warp holds whole supports scans.
+    # Scans support no 1-D layout that every warp holds completely.
     ends = gl.associative_scan(gl.expand_dims(tiles, 0), 1, _add)
     return gl.sum(ends, axis=0)
 
 
 @gluon.jit
 def share_of_program(q_blocks, programs):
-    """Return the number of this program's share of the tiles.
+    """Return the index of this program's share of the tiles.
 
-    Neighbouring programs take the same latents for other queries, as the L2 can serve requests at about the same time
-    together. If programs cannot be divided like this, shares are in their order.
+    Neighbouring programs read the same latents for other queries at about the same time, so that the L2 serves them. If
+    the programs can't be divided so, shares are in the order of programs.
     """
     share = gl.program_id(0)
     if programs % q_blocks == 0:
@@ -125,20 +125,20 @@ def attended_keys(tile, keys, KEYS: gl.constexpr):
     if KEYS == _LISTED:
         return gl.load(block_list + 2 * (tile + 1) + 1, mask=tile >= run, other=-1)
     else:
-        left = (length - tile * _BLOCK_N).to(gl.int64)
-        return gl.where(left >= _BLOCK_N, -1, (1 << gl.maximum(gl.minimum(left, 63), 0)) - 1)
+        remaining = (length - tile * _BLOCK_N).to(gl.int64)
+        return gl.where(remaining >= _BLOCK_N, -1, (1 << gl.maximum(gl.minimum(remaining, 63), 0)) - 1)
 
 
 @gluon.jit
 def bits_of(word, LAYOUT: gl.constexpr):
-    """Return the bits of an int64 as a vector in a layout, by way of one in which a thread has few of them."""
+    """Return the bits of an int64 as a vector in a layout, computed in a layout with few bits per thread."""
     at = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
     return gl.convert_layout(((word >> at) & 1).to(gl.int32), LAYOUT) != 0
 
 
 @gluon.jit
 def clear(latents, bits):
-    """Set the latents of a tile to 0 that are not among the keys of `bits`."""
+    """Set the latents of a tile that are not among the keys of `bits` to 0."""
     WIDTH: gl.constexpr = latents.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     here = bits_of(bits, gl.SliceLayout(1, layout))

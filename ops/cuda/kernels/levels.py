@@ -1,8 +1,9 @@
-"""The levels kernel: attention of packed queries to their rows of several levels of a tree, one after the other.
+"""The levels kernel: attention of packed queries to several levels of a tree, one after the other.
 
 A launch for one level leaves a float32 state for each query, which takes longer than a short level's keys. Here the
 queries that share a row of the finest level stay in registers while they go through it and its ancestors, and leave one
-state. An ancestor is read again for each row below it, mostly from the L2: so levels are short, and queries many.
+state. An ancestor is read again for each row below it, mostly from the L2. So the kernel suits short levels and many
+queries.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ def upcast(x, dtype: tl.constexpr):
 
 @triton.jit
 def halves_of(x, dtype: tl.constexpr):
-    """Split float32 in two of 16 bits: the rounded number, and its residue."""
+    """Split float32 numbers into two of 16 bits each: the rounded number, and its residue."""
     high = x.to(dtype)
-    near = high.to(tl.float32)
-    return high, tl.where(tl.abs(near) < float("inf"), x - near, 0.0).to(dtype)  # inf - inf would be NaN
+    rounded = high.to(tl.float32)
+    return high, tl.where(tl.abs(rounded) < float("inf"), x - rounded, 0.0).to(dtype)  # inf - inf would be NaN
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def scores_of(scores, scale, softcap, UNSCALED: tl.constexpr, SOFTCAP: tl.conste
     if not UNSCALED:
         scores *= scale
     if SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both ends of float32's exponents
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right even where exp underflows or overflows
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2 * _LOG2E / softcap)) + 1.0))
     return scores
 
@@ -56,7 +56,7 @@ def fold_tile(acc, row_max, row_sum, scores, v, scale, UNSCALED: tl.constexpr, v
         p = tl.exp2((scores - base[:, None]) * _LOG2E)
     row_sum = row_sum * alpha + tl.sum(p, axis=1)
     if v_scale is not None:
-        if v.dtype == tl.float16:  # it has few bits or none for small p times small factors
+        if v.dtype == tl.float16:  # small p times small factors would have few bits or none
             v = (v.to(tl.float32) * v_scale[:, None]).to(tl.float16)
         else:
             p *= v_scale[None, :]
@@ -97,9 +97,9 @@ def finish_state(acc, row_max, row_sum):
 
 @triton.jit
 def store_lse(lse, at, log_sum, row_max, row_sum, ok, MAX_AND_SUM: tl.constexpr):
-    """Store the lse of some states: as one number or, for states still to be merged, as maximum and sum.
+    """Store the lse of states: as one number or, for states that are still to be merged, as maximum and sum.
 
-    With a bias of -1e9 the lse of 3 keys is that of 1000 in float32; the pair still has their number.
+    With a bias of -1e9 the lse of 3 keys equals that of 1000 in float32; maximum and sum still tell them apart.
     """
     if MAX_AND_SUM:
         tl.store(lse + 2 * at, row_max, mask=ok)

@@ -1,14 +1,14 @@
 """The pages kernel: stream-K attention of many packed queries to keys in pages, in Gluon, for Hopper.
 
-A producer warp keeps rings of K and V tiles filled by TMA, a box for each page. One or two warpgroups take them from
-there, for 64 packed queries each, as in the prefix kernel. A *block* is the packed queries that read one row of the
-block table:
+A producer warp keeps rings of K and V tiles filled by TMA, a box for each page. One or two warpgroups read the tiles
+from the rings, for 64 packed queries each, as in the prefix kernel. A *block* is the packed queries that read one row
+of the block table:
 
-- of a mixed batch, those of a sequence that `tatten.ops.cuda.kernels.query_blocks` lists;
+- in a mixed batch, packed queries of a sequence, which `tatten.ops.cuda.kernels.query_blocks` lists;
 - with `SHARED`, those of a row group over shared pages, which `tatten.ops.page_runs` describes.
 
 A visit goes through its tiles backwards. Only tiles near the ends of a block have keys that some queries do not attend
-to, and pages that the table does not name are rare, so that the loop computes masks in a branch.
+to, and entries that name no page are rare, so the loop computes masks in a branch.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 
 
 @gluon.jit
-def _share(ends, each, room, programs):
-    """Return the part of the tile space that this program has, the block that it begins in, and that block's end.
+def _share(ends, unit, room, programs):
+    """Return this program's part of the tile space, the block that it begins in, and that block's end.
 
-    `ends` say where blocks end, in units of `each` tiles.
+    `ends` are the ends of blocks, in units of `unit` tiles.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    total = gl.load(ends + (room - 1)).to(gl.int32) * each
+    total = gl.load(ends + (room - 1)).to(gl.int32) * unit
     active = gl.maximum(gl.minimum(programs, total), 1)
     program = gl.program_id(0).to(gl.int64)
     begin = gl.minimum(total * program // active, total).to(gl.int32)
@@ -60,10 +60,10 @@ def _share(ends, each, room, programs):
     block = 0
     for i in range(0, room, 1024):
         at = i + gl.arange(0, 1024, layout=layout)
-        its_end = gl.load(ends + at, mask=at < room, other=0).to(gl.int32) * each
-        block += gl.sum(((its_end <= begin) & (at < room)).to(gl.int32), axis=0)
+        block_ends = gl.load(ends + at, mask=at < room, other=0).to(gl.int32) * unit
+        block += gl.sum(((block_ends <= begin) & (at < room)).to(gl.int32), axis=0)
     block = gl.minimum(block, room - 1)
-    return begin, end, block, gl.load(ends + block).to(gl.int32) * each
+    return begin, end, block, gl.load(ends + block).to(gl.int32) * unit
 
 
 @gluon.jit
@@ -82,7 +82,7 @@ def _keys_of(lists, block, kv_len, batch, SHARED: gl.constexpr):
 
 @gluon.jit
 def _visit(place, end, block_end, n_tiles, kv_heads, q_blocks):
-    """Return kv head, block of packed queries, first tile and one past the last one."""
+    """Return the kv head, the block of packed queries, the first tile, and one past the last tile of a visit."""
     in_block = place - (block_end - n_tiles * (kv_heads * q_blocks))
     work_tile = in_block // n_tiles
     first = in_block - work_tile * n_tiles
@@ -91,7 +91,7 @@ def _visit(place, end, block_end, n_tiles, kv_heads, q_blocks):
 
 @gluon.jit
 def _copy_tile(pool, entries, head, first_key, barrier, tile, PAGE: gl.constexpr):
-    """Begin to copy a tile of keys, a box for each page; a box of a page that the pool does not have is zero."""
+    """Begin to copy a tile of keys, a box for each page; the box of an entry that names no page is zero."""
     BOX: gl.constexpr = PAGE if PAGE < _BLOCK_N else _BLOCK_N
     for j in gl.static_range(_BLOCK_N // BOX):
         _load(pool, [entries[j], first_key & (PAGE - 1), head, 0], barrier, tile.slice(j * BOX, BOX, 1))
@@ -99,7 +99,7 @@ def _copy_tile(pool, entries, head, first_key, barrier, tile, PAGE: gl.constexpr
 
 @gluon.jit
 def _entries_of(table, table_s, first_key, stop, n_pages, PAGE: gl.constexpr):
-    """Load a tile's entries of the block table, -1 for pages from `stop` on; and a bit for each that names no page."""
+    """Load a tile's entries of the block table, -1 for pages from `stop` on, and a bit for each that names no page."""
     BOX: gl.constexpr = PAGE if PAGE < _BLOCK_N else _BLOCK_N
     entries = ()
     unnamed = first_key * 0
@@ -126,15 +126,15 @@ def _produce(pools, lists, table, buffers, sizes, SHARED: gl.constexpr, PAGE: gl
     row, begin, stop_key, n_tiles = _keys_of(lists, block, kv_len, batch, SHARED)
     while place < end:
         head, _q_block, first, stop = _visit(place, end, block_end, n_tiles, kv_heads, q_blocks)
-        its_table = table + row.to(gl.int64) * table_b
+        row_table = table + row.to(gl.int64) * table_b
         first_key = begin + (stop - 1) * _BLOCK_N
-        entries, bits = _entries_of(its_table, table_s, first_key, stop_key, n_pages, PAGE)
+        entries, bits = _entries_of(row_table, table_s, first_key, stop_key, n_pages, PAGE)
         for i in range(first, stop):
             stage = n % STAGES
-            # Entries of the next tile are on their way while the stage is in use.
+            # The entries of the next tile are loaded while the stage is in use.
             next_key = first_key - _BLOCK_N
             next_stop = gl.where(i + 1 < stop, stop_key, -_BLOCK_N)
-            next_entries, next_bits = _entries_of(its_table, table_s, next_key, next_stop, n_pages, PAGE)
+            next_entries, next_bits = _entries_of(row_table, table_s, next_key, next_stop, n_pages, PAGE)
             mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
             unnamed.index(stage).store(gl.full([1], 0, gl.int32, layout=flag_layout) + bits)
             mbarrier.expect(full.index(stage), TILE_BYTES)
@@ -163,7 +163,7 @@ def _produce(pools, lists, table, buffers, sizes, SHARED: gl.constexpr, PAGE: gl
 
 @gluon.jit
 def _queries_of(lists, block, q_row, kv_head, heads_per_kv, members, q_len, batch, SHARED: gl.constexpr):
-    """Return for packed queries: batch or token, head, position, the number of the state, which there are, and a limit.
+    """Return sequence or token, head, position, state and limit of packed queries, and which of the queries exist.
 
     The limit is the last key that a query attends to; with `SHARED` one past it.
     """
@@ -199,17 +199,17 @@ def _zero_others(
 ):
     """Zero the rows of a tile of V outside `[start, stop)`: they may be NaN, and 0 * NaN is NaN.
 
-    Each consumer zeroes its share, and waits for the other's. Returns the number of tiles that were zeroed so far.
+    Each consumer zeroes its share, and waits for the other's. Return the number of tiles zeroed so far.
     """
     ROWS: gl.constexpr = 32
     PARTS: gl.constexpr = _BLOCK_N // ROWS // CONSUMERS
     if (start > 0) | (stop < _BLOCK_N):
         for j in gl.static_range(HALF * PARTS, (HALF + 1) * PARTS):
             if (start > j * ROWS) | (stop < (j + 1) * ROWS):
-                some = tile.slice(j * ROWS, ROWS, 0)
+                part = tile.slice(j * ROWS, ROWS, 0)
                 row = j * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-                x = some.load(layout)
-                some.store(gl.where(((row >= start) & (row < stop))[:, None], x, gl.zeros_like(x)))
+                x = part.load(layout)
+                part.store(gl.where(((row >= start) & (row < stop))[:, None], x, gl.zeros_like(x)))
         fence_async_shared()
         _barrier()
         mbarrier.arrive(zeroed)
@@ -259,7 +259,7 @@ def _consume(
     q_shared = queries.index(HALF)
     q_heads = kv_heads * heads_per_kv
     place = program_start
-    n = 0  # the tile at hand
+    n = 0  # the current tile
     n_zeroed = 0
     table_row, begin, stop_key, n_tiles = _keys_of(lists, block, kv_len, batch, SHARED)
     while place < end:
@@ -273,7 +273,7 @@ def _consume(
         dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, load_layout))
         at = (at_b.to(gl.int64) * query_b + head * query_h + at_l * query_l) * ALIGNED
         q = gl.load(query + at[:, None] + dims[None, :], mask=ok[:, None], other=0.0)
-        _barrier()  # all warps are done with the queries of the visit before
+        _barrier()  # all warps have read the queries of the previous visit
         q_shared.store(q)
         fence_async_shared()
         _barrier()
@@ -282,7 +282,7 @@ def _consume(
         at_b, head, at_l, state, ok, limit = _queries_of(
             lists, block, q_start + rows, kv_head, heads_per_kv, members, q_len, batch, SHARED
         )
-        # The smallest and the largest limit of the queries that there are.
+        # The smallest and the largest limit of the queries that exist.
         least = gl.min(gl.where(ok, limit, 1 << 30), axis=0)
         most = gl.max(gl.where(ok, limit, -1), axis=0)
         seen_from = begin  # the first key that any query of the block attends to
@@ -334,10 +334,10 @@ def _consume(
             scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(empty.index(stage))
             first_key = begin + (first + stop - 1 - i) * _BLOCK_N
-            some_not = (first_key + _BLOCK_N > least + (0 if SHARED else 1)) | (bits != 0)
+            needs_mask = (first_key + _BLOCK_N > least + (0 if SHARED else 1)) | (bits != 0)
             if WINDOW:
-                some_not = some_not | (first_key <= most - window)
-            if some_not:
+                needs_mask = needs_mask | (first_key <= most - window)
+            if needs_mask:
                 scores = _masked(scores, first_key, stop_key, limit, bits, window, BOX, SHARED, WINDOW)
             new_row_max = gl.maximum(row_max, gl.max(scores, axis=1))
             base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max) * to_exponent
@@ -356,7 +356,7 @@ def _consume(
             p = gl.convert_layout(exponents.to(DTYPE), p_layout)
             acc = acc * gl.convert_layout(alpha, acc_row_layout)[:, None]
             if SHARED:  # noqa: SIM102 (known when this is compiled)
-                # The values of a tile that a sequence does not have may be NaN, and 0 * NaN is NaN.
+                # Values of a tile that a sequence does not attend to may be NaN, and 0 * NaN is NaN.
                 if first_key + 2 * _BLOCK_N > least:
                     acc = gl.where(gl.convert_layout(empty_before, acc_row_layout)[:, None], 0.0, acc)
 
@@ -405,11 +405,11 @@ def _consume(
 def _masked(
     scores, first_key, stop_key, limit, bits, window, BOX: gl.constexpr, SHARED: gl.constexpr, WINDOW: gl.constexpr
 ):
-    """Set the scores of keys that a query does not attend to to -inf."""
+    """Return the scores with -inf for keys that a query does not attend to."""
     layout: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 16]))
     nth = gl.arange(0, _BLOCK_N, layout=layout)
     key = first_key + nth
-    if SHARED:  # no tile has keys that only some queries of a row group attend to among the others that do
+    if SHARED:  # each query of a row group attends to all keys of a tile, or to none
         ok = key[None, :] < limit[:, None]
     else:
         named = ((bits >> (nth // BOX)) & 1) == 0
@@ -466,7 +466,7 @@ def _pages_kernel(
     DTYPE: gl.constexpr = query.dtype.element_ty
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
-    # 128 KiB of K and V, and 192 where blocks have few queries, so that more is on its way.
+    # 128 KiB of K and V, and 192 for blocks of few queries, so that more loads are in flight.
     STAGES: gl.constexpr = (256 if CONSUMERS == 2 else 384) // DIM
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, _BLOCK_N, 1, DIM], DTYPE)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_HALF_M, DIM], DTYPE)
@@ -475,7 +475,7 @@ def _pages_kernel(
     keys = gl.allocate_shared_memory(DTYPE, [STAGES, 1, _BLOCK_N, 1, DIM], tile_layout)
     values = gl.allocate_shared_memory(DTYPE, [STAGES, 1, _BLOCK_N, 1, DIM], tile_layout)
     unnamed = gl.allocate_shared_memory(gl.int32, [STAGES, 1], flag_layout)
-    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())  # of K, and of V
+    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())  # of K, then of V
     empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     zeroed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(zeroed, count=CONSUMERS)

@@ -29,7 +29,7 @@ def find_partials(
     Q_BLOCKS_FIRST: tl.constexpr = False,
     PART: tl.constexpr = 0,
 ):
-    """Find the slots of the partial states of some output states: the first, the others, and their number."""
+    """Find the slots of the partial states of output states: the first, the others, and their number."""
     BLOCK_M: tl.constexpr = SPACE[0]
     GROUPS: tl.constexpr = SPACE[2]
     CHUNK: tl.constexpr = SPACE[3]
@@ -74,7 +74,7 @@ def find_partials(
             start = q_row // BLOCK_M * (total_tiles // q_blocks) + group_end // q_blocks - n_tiles
         else:
             start = group_end - (work_tiles - work_tile % work_tiles) * n_tiles
-    if CHUNK:  # each has its own slot
+    if CHUNK:  # each chunk has its own slot
         slot = start * BLOCK_M + q_row % BLOCK_M
         return slot, slot, n_tiles + 0 * start
     return _slots(start, n_tiles, q_row % BLOCK_M, total_tiles, programs, BLOCK_M, INT64_TILES)
@@ -86,7 +86,7 @@ def find_shared_partials(
 ):
     """Find the slots of partial states over shared pages, as `find_partials` does; an entry without a run has none.
 
-    The tiles of the row groups are counted in `TILE_ENDS`, so that no program adds them up.
+    `TILE_ENDS` counts the tiles of the row groups, so that no program adds them up.
     """
     BLOCK_M: tl.constexpr = SPACE[0]
     _, _, work_tiles, _, kv_heads, seqs_per_kv, q_blocks, programs = sizes
@@ -127,18 +127,21 @@ def fold_partials(
     state,
     ok,
     partials,
-    found,
+    slots,
     dims,
     VALUE_DIM: tl.constexpr,
     SPACE: tl.constexpr,
     PARTIALS: tl.constexpr,
     FOLD_WHOLE: tl.constexpr,
 ):
-    """Add the columns `dims` of a segment's states, whole or in partials that were `found`, to the running ones."""
+    """Add the columns `dims` of a segment's states, whole or partial, to the running states.
+
+    `slots` are those of the partial states, as `find_partials` returns them.
+    """
     BLOCK_M: tl.constexpr = SPACE[0]
     MAX_AND_SUM: tl.constexpr = SPACE[4]
-    SLOTS: tl.constexpr = 1 if SPACE[3] else 2  # from one partial state of an output state to the next: chunks have one
-    first_slot, other_slots, owners = found
+    SLOTS: tl.constexpr = 1 if SPACE[3] else 2  # slots per partial state: chunks have one, programs have two
+    first_slot, other_slots, owners = slots
     out, lse, partial_out, partial_lse, _, _, _, _ = partials
     if FOLD_WHOLE:
         is_whole = ok & (owners == 1)
@@ -159,8 +162,8 @@ def fold_partials(
     for i in range(0, most, PARTIALS):
         nth = (i + tl.arange(0, PARTIALS))[:, None]
         at = tl.where(nth == 0, first_slot[None, :], other_slots[None, :] + SLOTS * BLOCK_M * nth).to(tl.int64)
-        here = (ok & (owners > 1))[None, :] & (nth < owners[None, :])
+        exists = (ok & (owners > 1))[None, :] & (nth < owners[None, :])
         acc, row_max, row_sum = fold_states(
-            acc, row_max, row_sum, partial_out, partial_lse, at, here, dims, VALUE_DIM, MAX_AND_SUM
+            acc, row_max, row_sum, partial_out, partial_lse, at, exists, dims, VALUE_DIM, MAX_AND_SUM
         )
     return acc, row_max, row_sum

@@ -1,7 +1,7 @@
-"""Kernels for calls with `indices`: attention to the picked keys alone, which are gathered from where they are stored.
+"""The kernel for calls with `indices`: attention to the picked keys alone, which it gathers.
 
 A program has one query of one sequence, a block of the query heads that share a kv head, and a split of the picks. It
-leaves a partial state for each head, or the output if there is one split. The picks of a query are its own, so queries
+leaves a partial state for each head, or the output if there is one split. Each query has picks of its own, so queries
 are not packed. Without indices, all keys of a segment are picks.
 """
 
@@ -25,9 +25,9 @@ _SIZES = ["n_picks", "kv_len", "q_len", "heads_per_kv", "kv_heads", "head_blocks
 
 @triton.jit
 def keys_of_picks(picks, stride, at, n_picks, kv_len, length, INDEX_BLOCK: tl.constexpr):
-    """Return the keys at the places `at` of all that picks name, and which of them exist and are below `length`.
+    """Return the keys at positions `at` among all picked keys, and which of them exist and are below `length`.
 
-    Without picks, `n_picks` is the number of keys, and each key is at its own place.
+    Without picks, `n_picks` is the number of keys, and the key at a position is the position.
     """
     ok = at < n_picks * INDEX_BLOCK
     keys = at
@@ -40,9 +40,9 @@ def keys_of_picks(picks, stride, at, n_picks, kv_len, length, INDEX_BLOCK: tl.co
 
 @triton.jit
 def bias_of_keys(mask_base, at_heads, keys, stride, ok):
-    """Return what a mask adds to the scores of keys, and those that it leaves of the keys that are `ok`.
+    """Return the bias of keys, and which of the keys that are `ok` the mask leaves.
 
-    A bool mask adds nothing, for which 0 of its own dtype stands.
+    The bias of a bool mask is not used.
     """
     bias = tl.load(mask_base + at_heads + keys.to(tl.int64) * stride, mask=ok, other=0)
     if mask_base.dtype.element_ty == tl.uint8:
@@ -179,7 +179,7 @@ def _picked_kernel(
     if VALUE_SCALE == 2:
         value_scale_base = value_scale + (kv_row * kv_heads + kv_head) * kv_len
 
-    # A part that this variant lacks is another one, which nothing reads.
+    # An operand that this variant lacks is replaced by another one, which is not read.
     operands = (
         (q, q_rest if HALVES else q, q_rope if ROPE_DIM else q),
         (

@@ -1,16 +1,16 @@
 """The picked_sm90 kernel: attention of many heads to picked latents, in Gluon, for Hopper.
 
-Two warpgroups compute a tile of 64 picks as those of `latent_sm90` do a tile of latents. A third warpgroup stands in
-the place of its producer warp. It gathers the rows of a tile by cp.async, 16 bytes at a time, as no copy of TMA takes
-row numbers on Hopper. This is how FlashMLA (https://github.com/deepseek-ai/FlashMLA) prefills by indices.
+Two warpgroups compute a tile of 64 picks as those of `latent_sm90` compute a tile of latents. A third warpgroup takes
+the place of its producer warp. It gathers the rows of a tile by cp.async, 16 bytes at a time, as TMA can't gather rows
+by number on Hopper. FlashMLA (https://github.com/deepseek-ai/FlashMLA) prefills by indices in this way.
 
 A program has one query of one sequence, 64 heads and a split of the picks, and goes through its tiles once. Its state
 is a partial one, as `picked` leaves it, or the output if there is one split.
 
-The copies write zeros for picks that don't count, so that no NaN behind a mask reaches shared memory. Their scores are
-left out by flags that the producer stores with the tile.
+The copies write zeros for picks that don't count, so that no NaN behind a mask reaches shared memory. Flags that the
+producer stores with the tile leave out their scores.
 
-Each wait ends. `place` is `tile % 2`, and its `use` is `tile // 2`:
+No wait can deadlock. `place` is `tile % 2`, and its `use` is `tile // 2`:
 
 - `left_full`, `right_full` complete once for each use: the 128 threads of the producer arrive at each when their copies
   are there, and its warpgroup once more when the flags of the tile are. Both consumers need both halves of the scores
@@ -62,12 +62,12 @@ _ALL = gl.constexpr(ALL)
 UNIT = 8  # elements of 16 bytes: the strides of stored rows are in this unit, to make their alignment known
 _UNIT = gl.constexpr(UNIT)
 
-# FlashMLA's. The sum must not exceed that at the start: 2 * 216 + 72 = 3 * 168.
+# FlashMLA's numbers of registers. The sum must not exceed that at the start: 2 * 216 + 72 = 3 * 168.
 START_REGS = 168
 _CONSUMER_REGS, _PRODUCER_REGS = gl.constexpr(216), gl.constexpr(72)
 _PRODUCER_THREADS = gl.constexpr(128)
 
-# 8 threads have 16 bytes each of 128 bytes of a row: a warp has 4 rows at a time, and the warpgroup 16.
+# 8 threads copy 128 bytes of a row, 16 each: a warp copies 4 rows at a time, and the warpgroup 16.
 _COPIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _PICKS = gl.constexpr(gl.SliceLayout(1, _COPIES.value))
 _COLUMNS = gl.constexpr(gl.SliceLayout(0, _COPIES.value))
@@ -99,7 +99,8 @@ def _load_mask(mask, stride, picks, length):
 def _gather(stored, mask, picks, sizes, buffers, counts):
     """Gather the rows of all tiles, each half as soon as its place is free.
 
-    The picks are loaded two tiles ahead, and the mask one: neither is waited for while the tile before is copied.
+    Picks are loaded two tiles ahead, and the mask one tile ahead, so that both arrive while the previous tile is
+    copied.
     """
     latent, rope, latent_stride, rope_stride = stored
     mask, mask_stride = mask
@@ -109,16 +110,16 @@ def _gather(stored, mask, picks, sizes, buffers, counts):
     half = gl.arange(0, HALF, layout=_COLUMNS)
     width = gl.arange(0, _ROPE, layout=_COLUMNS)
     n_picks = gl.minimum(n_picks, (first + tiles) * _BLOCK_N)
-    here = _load_picks(picks, pick_stride, first, n_picks)
-    after = _load_picks(picks, pick_stride, first + 1, n_picks)
-    allowed = _load_mask(mask, mask_stride, here, length)
+    tile_picks = _load_picks(picks, pick_stride, first, n_picks)
+    next_picks = _load_picks(picks, pick_stride, first + 1, n_picks)
+    allowed = _load_mask(mask, mask_stride, tile_picks, length)
     for i in range(tiles):
         place, phase = i % 2, ((i // 2) & 1) ^ 1
         counted = allowed != 0
-        rows = gl.where(counted, here, 0).to(gl.int64)
-        here = after
-        after = _load_picks(picks, pick_stride, first + i + 2, n_picks)
-        allowed = _load_mask(mask, mask_stride, here, length)
+        rows = gl.where(counted, tile_picks, 0).to(gl.int64)
+        tile_picks = next_picks
+        next_picks = _load_picks(picks, pick_stride, first + i + 2, n_picks)
+        allowed = _load_mask(mask, mask_stride, tile_picks, length)
         latents = latent + (rows * latent_stride * _UNIT)[:, None] + half[None, :]
         ropes = rope + (rows * rope_stride * _UNIT)[:, None] + width[None, :]
         mbarrier.wait(left_empty.index(place), phase)
@@ -183,8 +184,8 @@ def _attend_left(tensors, shared, strides, item, scale, ALIGNED: gl.constexpr, M
     query += position * query_strides[2] * ALIGNED
     query_rope += position * rope_strides[2] * ALIGNED
     q = load_queries(query, query_strides, first_head, sequence, (1, heads), 0, HALF, ALIGNED, _BLOCK_M)
-    of_rope = load_queries(query_rope, rope_strides, first_head, sequence, (1, heads), 0, _ROPE, ALIGNED, _BLOCK_M)
-    q_rope.index(0).store(of_rope)
+    rope_columns = load_queries(query_rope, rope_strides, first_head, sequence, (1, heads), 0, _ROPE, ALIGNED, _BLOCK_M)
+    q_rope.index(0).store(rope_columns)
     _share_queries(q_left, q, q_full)
 
     row_max = gl.full([_BLOCK_M], float("-inf"), gl.float32, layout=ROWS)
@@ -311,7 +312,7 @@ def _picked_sm90_kernel(
     ALIGNED: gl.constexpr,
     MAX_AND_SUM: gl.constexpr,
 ):
-    """Attend to picked latents. The tensors are those of `_picked_kernel`, of which this one needs some.
+    """Attend to picked latents. The tensors are those of `_picked_kernel`; some of them are unused here.
 
     Strides of queries are in units of `ALIGNED` elements, and those of latents and of their rope in `UNIT`s.
     """
@@ -350,8 +351,7 @@ def _picked_sm90_kernel(
     gdc_wait()
     gdc_launch_dependents()
 
-    # Neighbouring programs take the same rows for other heads, as the L2 can serve requests at about the same time
-    # together.
+    # Neighbouring programs read the same rows for other heads at about the same time, so that the L2 serves them.
     program = gl.program_id(0)
     head_block, program = program % head_blocks, program // head_blocks
     split, program = program % splits, program // splits

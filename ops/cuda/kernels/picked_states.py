@@ -1,4 +1,4 @@
-"""Kernels that finish calls with `indices`: the combine of partial states, and rows that all keys count for."""
+"""Kernels that finish calls with `indices`: the combine of partial states, and states for which all keys count."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def _rest_kernel(
     """Compute a state again if no pick has a bias above `rest / 2`: keys that are not picked then count, too.
 
     Scores are at most a rounding error beside a bias of this size, so the keys with the largest bias have equal
-    weights. A sequence in use has no row like this in a decode step: the program returns after a look at the lse. It is
-    slow otherwise, because it compares each key with each pick.
+    weights. In a decode step no sequence in use has such a state, and the program returns after reading the lse.
+    Otherwise it is slow, because it compares each key with each pick.
     """
     state = tl.program_id(0).to(tl.int64)
     if tl.load(lse + state) <= rest / 2:

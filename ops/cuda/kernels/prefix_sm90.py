@@ -2,9 +2,9 @@
 
 The tile space, the order of packed queries and the slots of partial states are those of the decode kernel,
 `tatten.ops.cuda.kernels.decode`. The work on a tile differs: a producer warp keeps a ring of K and V tiles filled by
-TMA, and two warpgroups take them from it, for 64 packed queries each. The scores of the next tile are under way during
-the softmax of a tile, as in FlashAttention-3 (arXiv 2407.08608). A visit goes through its tiles backwards, so that only
-its first one can have keys beyond the end, and the loop has no mask.
+TMA, and two warpgroups read them from it, for 64 packed queries each. The tensor cores compute the scores of the next
+tile during the softmax of a tile, as in FlashAttention-3 (arXiv 2407.08608). A visit goes through its tiles backwards,
+so that only its first one can have keys beyond the end, and the loop has no mask.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 def _produce(tensors, row_groups, buffers, sizes, ROWS: gl.constexpr):
     """Load K of each tile of all visits together with V of the tile before it.
 
-    That is one pair more than there are tiles: the first one lacks V, and the last one K.
+    There is one pair more than tiles: the first pair lacks V, and the last one K.
     """
     key, value = tensors
     keys, values, full, empty = buffers
@@ -121,7 +121,7 @@ def _consume(
     to_exponent = scale * LOG2E
     q_shared = queries.index(HALF)
     tile = program_start
-    n = 0  # the pair at hand, as the producer counts them
+    n = 0  # the current pair, as the producer counts them
     if program_start < program_end:
         mbarrier.wait(full.index(0), 0)
     while tile < program_end:
@@ -144,13 +144,13 @@ def _consume(
         head = kv_head * heads_per_kv + q_row // (q_len * seqs_per_kv)
         at = (sequence * query_b + head * query_h + (q_row % q_len) * query_l) * ALIGNED
         q = gl.load(query + at[:, None] + dims[None, :], mask=mask[:, None], other=0.0)
-        _barrier()  # all warps are done with the queries of the visit before
+        _barrier()  # all warps have read the queries of the previous visit
         q_shared.store(q)
         fence_async_shared()
         _barrier()
 
-        # The first tile is the only one that can have keys beyond the end. Its pair has been waited for, because its V
-        # was the last one of the visit before.
+        # Only the first tile can have keys beyond the end. No wait for its pair is needed: the pair holds the last V of
+        # the previous visit, which has waited for it.
         stage = n % STAGES
         k = keys.index(stage).reshape([_BLOCK_N, DIM]).permute([1, 0])
         scores = warpgroup_mma(q_shared, k, no_scores, use_acc=False, is_async=True)
@@ -206,9 +206,9 @@ def _consume(
         work_tile_start = tile - first
         if stop - first == n_tiles:
             if ROWS:
-                found_out = _sequences(row_groups, batch, kv_row, q_row_out // q_len % seqs_per_kv)
-                ok = ok & (found_out >= 0)
-                state = found_out.to(gl.int64) * (kv_heads * heads_per_kv)
+                sequence_out = _sequences(row_groups, batch, kv_row, q_row_out // q_len % seqs_per_kv)
+                ok = ok & (sequence_out >= 0)
+                state = sequence_out.to(gl.int64) * (kv_heads * heads_per_kv)
             else:
                 state = (kv_row * seqs_per_kv + q_row_out // q_len % seqs_per_kv) * (kv_heads * heads_per_kv)
             state = (state + kv_head * heads_per_kv + q_row_out // (q_len * seqs_per_kv)) * q_len + q_row_out % q_len
@@ -278,7 +278,7 @@ def _prefix_kernel(
     # The 64-bit divisions are done here, where registers abound; in the producer they would spill.
     n_tiles = (kv_len + _BLOCK_N - 1) // _BLOCK_N
     if ROWS:
-        work_tiles = work_tiles * gl.load(row_groups + batch)  # those of one row group, times the number of row groups
+        work_tiles = work_tiles * gl.load(row_groups + batch)  # times the number of row groups
     total_tiles = n_tiles.to(gl.int64) * work_tiles
     active_programs = gl.minimum(total_tiles, programs)
     program = gl.program_id(0).to(gl.int64)

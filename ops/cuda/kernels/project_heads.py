@@ -1,4 +1,4 @@
-"""The kernel that multiplies each head's rows with the head's bfloat16 weight, in sums of float32."""
+"""The kernel that multiplies each head's rows with the head's bfloat16 weight, with float32 sums."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ def _project_heads_kernel(
     columns = first_column + tl.arange(0, BLOCK_C)
     head = (tl.program_id(0) // column_blocks % heads).to(tl.int64)
     row = tl.program_id(0) // column_blocks // heads * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    of_head = weight + head * weight_h
+    weight_base = weight + head * weight_h
     if PDL:
-        # The kernel before may still write `x` or even the weight. A prefetch returns no data: it fills the L2, and
-        # that kernel's writes go through the L2, too.
+        # The previous kernel may still write `x` or even the weight. A prefetch returns no data: it fills the L2, and
+        # the previous kernel's writes go through the L2, too.
         line_c = tl.minimum(first_column + tl.arange(0, BLOCK_C // LINE_C) * LINE_C, COLUMNS - 1)
         line_k = tl.minimum(tl.arange(0, LINES_OF_K) * LINE_K, RANK - 1)
-        _prefetch(of_head + line_c[:, None] * weight_c + line_k[None, :] * weight_k)
+        _prefetch(weight_base + line_c[:, None] * weight_c + line_k[None, :] * weight_k)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     sequence, position, row_ok = (row // q_len).to(tl.int64), (row % q_len).to(tl.int64), row < rows
-    of_rows = x + (sequence * x_b + head * x_h + position * x_l)[:, None]
-    of_columns = of_head + columns[:, None] * weight_c
+    x_at = x + (sequence * x_b + head * x_h + position * x_l)[:, None]
+    weight_at = weight_base + columns[:, None] * weight_c
     ranks = tl.arange(0, BLOCK_K).to(tl.int64)
-    # The sums are apart, so that the order of a sum does not depend on the size of blocks.
+    # The sums of rounded numbers and of residues are apart, so that no order of a sum depends on the size of blocks.
     acc = tl.zeros([BLOCK_C, BLOCK_ROWS], tl.float32)
     acc_low = tl.zeros([BLOCK_C, BLOCK_ROWS], tl.float32)
     for start in range(0, RANK, BLOCK_K):
         rank_ok = start + ranks < RANK
         w = tl.load(
-            of_columns + (start + ranks)[None, :] * weight_k,
+            weight_at + (start + ranks)[None, :] * weight_k,
             mask=(columns < COLUMNS)[:, None] & rank_ok[None, :],
             other=0.0,
         )
-        xs = tl.load(of_rows + (start + ranks)[None, :] * x_k, mask=row_ok[:, None] & rank_ok[None, :], other=0.0)
+        xs = tl.load(x_at + (start + ranks)[None, :] * x_k, mask=row_ok[:, None] & rank_ok[None, :], other=0.0)
         if FLOAT32_DOTS:
             w = w.to(tl.float32)
         if HALVES:

@@ -3,7 +3,7 @@
 Packed queries of a sequence, `token * heads_per_kv + head`, are cut into blocks. Sequences of at most `FEW_ROWS` packed
 queries have one small block each, unless there is no room for these; the others have blocks of `many_m`. Each class has
 a list of its own, with room for as many blocks as the shapes allow, and a tile space: the key tiles of all blocks and
-kv heads, one after the other. `ends` says where the blocks end in it. With chunks, it counts chunks of tiles instead,
+kv heads, one after the other. `ends` are the ends of the blocks in it. With chunks, they count chunks of tiles instead,
 which depend on their block alone.
 
 Padding tokens are a sequence without keys, after the others.
@@ -18,7 +18,7 @@ from tatten.ops.cuda.kernels.online_softmax import finish_state, fold_states
 from tatten.ops.cuda.kernels.tile_scheduler import chunks_of
 
 FEW_ROWS = 16
-COLUMNS = 7  # of a block: see `load_block`
+COLUMNS = 7  # numbers that describe a block: see `load_block`
 _FEW_ROWS, _COLUMNS = tl.constexpr(FEW_ROWS), tl.constexpr(COLUMNS)
 
 
@@ -29,7 +29,7 @@ def _larger(a, b):
 
 @triton.jit
 def _starts(cu_seqlens_q, sequences, n_tokens, batch):
-    """Return the first token of each sequence, the padding included; others begin after all tokens."""
+    """Return the first token of each sequence and of the padding; later entries begin after all tokens."""
     starts = tl.load(cu_seqlens_q + sequences, mask=(sequences > 0) & (sequences <= batch), other=0)
     starts = tl.minimum(tl.maximum(starts, 0), n_tokens)
     return tl.associative_scan(tl.where(sequences > batch, n_tokens, starts), 0, _larger)
@@ -73,9 +73,9 @@ def _list_blocks_kernel(
     stops = tl.load(cu_seqlens_q + 1 + sequences, mask=sequences < batch, other=n_tokens)
     stops = tl.maximum(starts, tl.minimum(stops, n_tokens))
     rows = (stops - starts) * heads_per_kv
-    padding = (is_many == 1) == (many > 0)  # where padding goes
-    own = tl.where(sequences == batch, padding, ((rows > _FEW_ROWS) | (few == 0)) == (is_many == 1))
-    n_blocks = tl.where(own, (rows + block_m - 1) // block_m, 0)
+    padding = (is_many == 1) == (many > 0)  # True for the class that has the padding
+    in_class = tl.where(sequences == batch, padding, ((rows > _FEW_ROWS) | (few == 0)) == (is_many == 1))
+    n_blocks = tl.where(in_class, (rows + block_m - 1) // block_m, 0)
     block_ends = tl.cumsum(n_blocks, axis=0)
     used = tl.sum(n_blocks, axis=0)
     # Blocks find their sequence in memory.
@@ -106,9 +106,9 @@ def _list_blocks_kernel(
             skipped = tl.maximum(length - q_len + row // heads_per_kv - window + 1, 0) // block_n
         tiles = tl.maximum((keys + block_n - 1) // block_n - skipped, 1)  # the output of a block without keys, too
         shares = tl.where(is_many == 1, 1, chunks_of(tiles, CHUNK)) if CHUNK else tiles
-        each = tl.where(ok, shares.to(tl.int64) * kv_heads, 0)
-        tl.store(ends + block, total + tl.cumsum(each, axis=0), mask=block < room)
-        total += tl.sum(each, axis=0)
+        block_shares = tl.where(ok, shares.to(tl.int64) * kv_heads, 0)
+        tl.store(ends + block, total + tl.cumsum(block_shares, axis=0), mask=block < room)
+        total += tl.sum(block_shares, axis=0)
         at = blocks + block * _COLUMNS
         tl.store(at, sequence, mask=ok)
         tl.store(at + 1, row, mask=ok)
@@ -136,7 +136,7 @@ def load_block(blocks, block):
 
 @triton.jit
 def share_of(program, ends, room, programs):
-    """Return the part of a tile space that a program has: its begin and end; and the tile space's end."""
+    """Return the begin and the end of a program's part of a tile space."""
     total = tl.load(ends + room - 1)
     active = tl.maximum(tl.minimum(programs, total), 1)
     program = tl.minimum(program, active).to(tl.int64)
@@ -145,7 +145,7 @@ def share_of(program, ends, room, programs):
 
 @triton.jit
 def block_at(ends, room, place, BLOCK: tl.constexpr):
-    """Return the block that has a place of the tile space."""
+    """Return the block that a place of the tile space belongs to."""
     block = 0
     for i in range(0, room, BLOCK):
         at = i + tl.arange(0, BLOCK)
@@ -175,10 +175,10 @@ def _combine_shares_kernel(
     PARTIALS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Combine the partials of a block and kv head that several programs share, for `FEW_ROWS` rows and some columns.
+    """Combine the partials of a block and kv head that several programs share: `FEW_ROWS` rows and a block of columns.
 
-    Whole states are in place. The second of those programs is what a program here stands for: no more are launched
-    than attended.
+    Whole states are in place. A program here takes the place of the second of those programs, so that no more programs
+    are launched than attended.
     """
     column_blocks: tl.constexpr = (VALUE_DIM + BLOCK_DV - 1) // BLOCK_DV
     dims = tl.program_id(0) % column_blocks * BLOCK_DV + tl.arange(0, BLOCK_DV)
@@ -204,7 +204,7 @@ def _combine_shares_kernel(
         head = (in_block // n_tiles).to(tl.int32)
         start = place - in_block % n_tiles
         before = total * (program - 1) // active
-        if (start < place) & (before <= start):  # the program before is the first one
+        if (start < place) & (before <= start):  # the previous program has the first share
             owners = (((start + n_tiles) * active - 1) // total - program + 2).to(tl.int32)
             slots = 2 * (program - 1), (start > before).to(tl.int64)
             first_row = tl.where(is_many, few_slots * _FEW_ROWS, 0).to(tl.int64)
@@ -243,7 +243,7 @@ def _combine_chunks_kernel(
     PARTIALS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Combine the chunks of `FEW_ROWS` rows of a block and kv head, for some columns. Whole states are in place."""
+    """Combine the chunks of a block and kv head: `FEW_ROWS` rows and a block of columns. Whole states are in place."""
     column_blocks: tl.constexpr = (VALUE_DIM + BLOCK_DV - 1) // BLOCK_DV
     dims = tl.program_id(0) % column_blocks * BLOCK_DV + tl.arange(0, BLOCK_DV)
     program = tl.program_id(0) // column_blocks
@@ -293,7 +293,7 @@ def _combine_rows(
     VALUE_DIM: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):
-    """Combine the partials of `FEW_ROWS` rows. `slots`: the first, where the others begin, their distance, and all."""
+    """Combine the partials of `FEW_ROWS` rows. `slots`: the first, base and distance of the rest, and their number."""
     out, lse, partial_out, partial_lse = tensors
     first_slot, other_slots, distance, owners = slots
     row, start_token, q_len, head = rows

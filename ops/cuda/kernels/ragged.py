@@ -4,8 +4,8 @@
 of the tile space, whatever the lengths are, as in the decode kernel. A block's tiles whose keys all of its queries see
 come first and need no causal mask. A tile's entries of the block table are loaded one tile ahead.
 
-With `CHUNK`, sums do not depend on the rest of the batch: a block is cut into chunks by its own length, or, if it is
-negative, not cut.
+With `CHUNK`, sums do not depend on the rest of the batch: a block is cut into chunks by its own length, or not cut if
+`CHUNK` is negative.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _ragged_kernel(
             key_scale_base = key_scale + kv_head * key_scale_strides[2]
         if VALUE_SCALE == 2:
             value_scale_base = value_scale + kv_head * value_scale_strides[2]
-        # A part that this variant lacks is another one, which nothing reads.
+        # An operand that this variant lacks is replaced by another one, which is not read.
         stride_k, stride_v = KV_S[0] if KV_S[0] else key_s, KV_S[1] if KV_S[1] else value_s
         operands = (
             (q, q, q),
@@ -164,10 +164,12 @@ def _ragged_kernel(
         seen_by_all = tl.maximum(length - q_len + first_row // heads_per_kv + 1, 0)
         last_row = tl.minimum(first_row + BLOCK_M, q_len * heads_per_kv) - 1
         stop_key = tl.maximum(length - q_len + last_row // heads_per_kv + 1, 0)
-        # Tiles that all queries see come first: with a window none are looked for.
-        whole = begin_tile if WINDOW else tl.minimum(tl.maximum(seen_by_all // BLOCK_N, begin_tile), stop_tile)
+        # Tiles that all queries see come first. With a window, all tiles take the causal path.
+        first_causal_tile = (
+            begin_tile if WINDOW else tl.minimum(tl.maximum(seen_by_all // BLOCK_N, begin_tile), stop_tile)
+        )
         for CAUSAL in tl.static_range(1 if WINDOW else 0, 2):
-            tile, end_tile = (whole, stop_tile) if CAUSAL else (begin_tile, whole)
+            tile, end_tile = (first_causal_tile, stop_tile) if CAUSAL else (begin_tile, first_causal_tile)
             end_key = tl.minimum(stop_key, end_tile * BLOCK_N)
             entries = load_entries(table, table_s, tile * BLOCK_N, end_key, BLOCK_N, PAGE, BLOCK_N)
             for _ in tl.range(0, end_tile - tile):

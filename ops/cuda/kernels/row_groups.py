@@ -20,10 +20,10 @@ def _row_groups_kernel(rows, row_groups, batch, kv_batch, size, BLOCK: tl.conste
     ok = at < batch
     row = tl.load(rows + at, mask=ok, other=0).to(tl.int64)
     row = tl.where(ok, tl.minimum(tl.maximum(row, 0), kv_batch - 1), kv_batch)
-    key = tl.sort(row * BLOCK + at)  # no two are equal, so that sequences of one row keep their order
+    key = tl.sort(row * BLOCK + at)  # all keys differ, so that sequences of one row keep their order
     row, sequence = (key // BLOCK).to(tl.int32), (key % BLOCK).to(tl.int32)
 
-    # Neighbours and the first sequence of a row are read back from the place of the result.
+    # Neighbours and the first sequence of a row are read back from the memory of the result.
     tl.store(kv_rows + at, row, mask=ok)
     tl.debug_barrier()
     first = ok & (row != tl.load(kv_rows + at - 1, mask=ok & (at > 0), other=-1))

@@ -1,7 +1,7 @@
 """Kernels that find the pages that sequences share, in four launches; `tatten.ops.page_runs` describes the result.
 
-1. Each page of the pool gets the largest number as its owner.
-2. Each sequence bids for the last pages of its units: the lowest one owns them.
+1. The owner of each page of the pool is set to the largest int32.
+2. The lowest sequence that has a page at the end of a unit becomes its owner.
 3. A program for each sequence follows its row, and finds leader and end of its first runs.
 4. One program keeps the runs that are shared, sorts them, and cuts them into row groups.
 """
@@ -16,14 +16,14 @@ _SIZES = ["n_pages", "n_units", "batch", "q_length", "least"]
 
 @triton.jit
 def _seen_units(kv_lens, sequence, ok, q_length, n_units, UNIT: tl.constexpr, PAGE: tl.constexpr):
-    """Return the units that all causal queries of sequences attend to in full."""
+    """Return the number of units that all causal queries of a sequence attend to completely."""
     length = tl.load(kv_lens + sequence, mask=ok, other=0)
     return tl.minimum(tl.maximum(length - q_length + 1, 0) // (UNIT * PAGE), n_units).to(tl.int32)
 
 
 @triton.jit
 def _named(table, row, units, ok, table_b, table_s, n_pages, UNIT: tl.constexpr):
-    """Return which units have entries in the pool alone, and their last page, 0 where one has not."""
+    """Return which units have only entries in the pool, and their last page; 0 for other units."""
     page = tl.zeros_like(units)
     for i in range(UNIT):
         page = tl.load(table + row * table_b + (units.to(tl.int64) * UNIT + i) * table_s, mask=ok, other=-1)
@@ -83,15 +83,15 @@ def _leaders(
     UNIT,
     PAGE: tl.constexpr,
 ):
-    """Return the leader of each unit: the owner of its last page if it has the same pages there."""
+    """Return the leader of each unit: the owner of its last page, if the owner has the same pages there."""
     row = sequence.to(tl.int64)
     same, page = _named(table, row, units, units < seen, table_b, table_s, n_pages, UNIT)
     owner = tl.load(owners + page, mask=same, other=0)
     same = same & (units < _seen_units(kv_lens, owner, same, q_length, n_units, UNIT, PAGE))
     for i in range(UNIT):
         at = (units.to(tl.int64) * UNIT + i) * table_s
-        theirs = tl.load(table + owner.to(tl.int64) * table_b + at, mask=same, other=-1)
-        same = same & (theirs == tl.load(table + row * table_b + at, mask=same, other=-1))
+        owner_entry = tl.load(table + owner.to(tl.int64) * table_b + at, mask=same, other=-1)
+        same = same & (owner_entry == tl.load(table + row * table_b + at, mask=same, other=-1))
     return tl.where(same, owner, sequence)
 
 
@@ -112,7 +112,7 @@ def _runs_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write leader and end of each sequence's first runs, and 0 as the longest run of which it is the leader."""
+    """Write leader and end of each sequence's first runs, and 0 for the longest run that it leads."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -156,7 +156,8 @@ def _cut_runs_kernel(
 ):
     """Keep the runs that are shared, and cut them into row groups.
 
-    `runs` has leaders, ends and the longest run of each leader, each for all levels, and room for the sequences' ends.
+    `runs` holds leaders, ends and the longest run of each leader, each for all levels, and has room for a start of each
+    sequence.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -172,22 +173,22 @@ def _cut_runs_kernel(
     ok = b < batch
     start = tl.zeros([SEQUENCES], tl.int32)
     own_start = tl.zeros([SEQUENCES], tl.int32)
-    reading = ok
+    may_share = ok
     for level in tl.static_range(LEVELS):
-        of = tl.load(runs + level * batch + b, mask=ok, other=0)
+        run_leader = tl.load(runs + level * batch + b, mask=ok, other=0)
         end = tl.load(ends + level * batch + b, mask=ok, other=0)
-        tl.store(complete + b, tl.where(reading, start, -1), mask=ok)
+        tl.store(complete + b, tl.where(may_share, start, -1), mask=ok)
         tl.debug_barrier()
-        agrees = start == tl.load(complete + of, mask=ok, other=-1)
-        follows = reading & agrees & (of != b) & (end - start >= least)
-        tl.atomic_max(longest + level * batch + of, end, mask=follows, sem="relaxed")
+        agrees = start == tl.load(complete + run_leader, mask=ok, other=-1)
+        follows = may_share & agrees & (run_leader != b) & (end - start >= least)
+        tl.atomic_max(longest + level * batch + run_leader, end, mask=follows, sem="relaxed")
         tl.debug_barrier()
         most = tl.load(longest + level * batch + b, mask=ok, other=0, cache_modifier=".cg")
-        leads = reading & (of == b) & (most > start)
+        leads = may_share & (run_leader == b) & (most > start)
         stop = tl.where(follows, end, tl.where(leads, most, 0))
         tl.store(entry_stops + level * batch + b, stop * KEYS, mask=ok)
         own_start = tl.where(stop > 0, stop, own_start)
-        reading = (stop > 0) & (stop == end)
+        may_share = (stop > 0) & (stop == end)
         start = end
     tl.store(own + b, own_start * KEYS, mask=ok)
     tl.debug_barrier()
@@ -198,13 +199,13 @@ def _cut_runs_kernel(
     group = at // batch * batch + tl.load(runs + at, mask=ok, other=0)
     group = tl.where(ok, tl.where(stop > 0, group, n), n + 1).to(tl.int64)
     longest_first = tl.where(stop > 0, n_units - stop, 0)
-    # No two keys are equal, so that entries of one length keep their order.
+    # All keys differ, so that entries of one length keep their order.
     key = tl.sort((group * (n_units + 1) + longest_first) * ENTRIES + at)
     entry = (key % ENTRIES).to(tl.int32)
     group = (key // ENTRIES // (n_units + 1)).to(tl.int32)
     active = group < n
 
-    # Neighbours and the first entry of a group are read back from the place of the result.
+    # Neighbours and the first entry of a group are read back from the memory of the result.
     tl.store(leaders + at, group, mask=ok)
     tl.debug_barrier()
     first = ok & (group != tl.load(leaders + at - 1, mask=ok & (at > 0), other=-1))
@@ -216,17 +217,17 @@ def _cut_runs_kernel(
     number = tl.cumsum(opens.to(tl.int32), axis=0) - 1
     n_groups = tl.sum(opens.to(tl.int32), axis=0)
     n_active = tl.sum(active.to(tl.int32), axis=0)
-    its_start = tl.load(ends + entry - batch, mask=active & (entry >= batch), other=0)
-    its_stop = tl.load(entry_stops + entry, mask=active, other=0)
+    run_start = tl.load(ends + entry - batch, mask=active & (entry >= batch), other=0)
+    run_stop = tl.load(entry_stops + entry, mask=active, other=0)
     tl.debug_barrier()  # all reads come before the writes
-    tiles = tl.where(opens, (its_stop - its_start * KEYS) // TILE, 0)
+    tiles = tl.where(opens, (run_stop - run_start * KEYS) // TILE, 0)
     tiles_so_far, all_tiles = tl.cumsum(tiles, axis=0), tl.sum(tiles, axis=0)
 
     rest, zeros = ok & (at >= n_groups), tl.zeros([ENTRIES], tl.int32)
     tl.store(leaders + number, group % batch, mask=opens)
     tl.store(begins + number, at, mask=opens)
-    tl.store(starts + number, its_start * KEYS, mask=opens)
-    tl.store(stops + number, its_stop, mask=opens)
+    tl.store(starts + number, run_start * KEYS, mask=opens)
+    tl.store(stops + number, run_stop, mask=opens)
     tl.store(tile_ends + number, tiles_so_far, mask=opens)
     tl.store(leaders + at, zeros, mask=rest)
     tl.store(begins + at, n_active + zeros, mask=rest)

@@ -1,4 +1,4 @@
-"""The kernel that moves the slots of a cache down by one and appends a new one, in place."""
+"""The kernel that moves the slots of a cache down by one and appends a new slot, in place."""
 
 from __future__ import annotations
 

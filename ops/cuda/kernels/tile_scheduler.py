@@ -2,7 +2,7 @@
 
 A work tile is the block of output states of one kv_row, one kv head and one block of packed queries. Its keys come in
 tiles of `BLOCK_N`; the tile space numbers the tiles of all work tiles one after the other. Each program takes an equal,
-contiguous range of it. `tests/support/stream_k_schedule.py` is the same arithmetic in Python.
+contiguous range of it. `tests/support/stream_k_schedule.py` has the same arithmetic in Python.
 
 With chunks, the tile space numbers chunks of tiles instead. Their places depend on their work tile alone.
 
@@ -19,7 +19,7 @@ from tatten.ops.page_runs import ENTRY_STOPS, OWN, STARTS, STOPS
 from tatten.ops.page_runs import LEVELS as _LEVELS
 
 MOST_CHUNKS = tl.constexpr(32)  # per work tile
-# The part of a launch over pages that sequences share: none, each sequence's own keys, or those of row groups.
+# With shared pages, the keys that a launch attends to: each sequence's own part, or the runs of row groups.
 OWN_PART, SHARED_PART = tl.constexpr(1), tl.constexpr(2)
 LEVELS = tl.constexpr(_LEVELS)
 _STARTS, _STOPS, _ENTRY_STOPS, _OWN = (tl.constexpr(row) for row in (STARTS, STOPS, ENTRY_STOPS, OWN))
@@ -44,8 +44,8 @@ def tile_space(
 ):
     """Count the tiles of a work tile of each group, and find where the group ends in the tile space.
 
-    A group has one length: it is a kv_row, or all of them. It has `work_tiles` work tiles. This is returned, too,
-    because with row groups, which take the place of kv_rows, only the device knows their number. With chunks the ends
+    A group has one length: it is a kv_row, or all of them together. It has `work_tiles` work tiles. Their number is
+    returned, too: with row groups, which take the place of kv_rows, only the device knows it. With chunks the ends
     count chunks.
     """
     BLOCK_N: tl.constexpr = SPACE[1]
@@ -89,10 +89,10 @@ def own_start(shared, batch, sequence, ok):
 
 @triton.jit
 def shared_span(shared, entries, group, ok, kv_len):
-    """Return the first key of a row group over shared pages, and one past the last; `entries`: of all levels."""
+    """Return the first key of a row group over shared pages, and one past the last; `entries`: their number."""
     start = tl.load(shared + _STARTS * (entries + 1) + group, mask=ok, other=0)
     stop = tl.load(shared + _STOPS * (entries + 1) + group, mask=ok, other=0)
-    return start, tl.maximum(tl.minimum(stop, kv_len), start)  # a longer table's pages would be beyond the row
+    return start, tl.maximum(tl.minimum(stop, kv_len), start)  # a run of a longer table could end beyond this one
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def chunks_of(tiles, CHUNK: tl.constexpr):
 
 @triton.jit
 def sequences_of(row_groups, batch, group, slot, ok):
-    """Find the sequences in slots of a row group that are `ok`, and the slots that have one."""
+    """Return the sequences in those slots of a row group that are `ok`, and which slots have a sequence."""
     starts = row_groups + batch + 1
     start, end = tl.load(starts + group), tl.load(starts + group + 1)
     ok = ok & (start + slot < end)
@@ -127,7 +127,7 @@ def sequences_of(row_groups, batch, group, slot, ok):
 
 @triton.jit
 def first_tile(program, total_tiles, active_programs, INT64_TILES: tl.constexpr):
-    """The first tile of a program: `total_tiles * program // active_programs`; the end of the tile space if idle."""
+    """Return the first tile of a program, `total_tiles * program // active_programs`; the number of tiles if idle."""
     program = tl.minimum(program, active_programs)
     if INT64_TILES:
         return (total_tiles.to(tl.int64) * program // active_programs).to(tl.int32)
@@ -137,7 +137,7 @@ def first_tile(program, total_tiles, active_programs, INT64_TILES: tl.constexpr)
 
 @triton.jit
 def program_of(tile, total_tiles, active_programs, INT64_TILES: tl.constexpr):
-    """The program that has `tile`: the inverse of `first_tile`."""
+    """Return the program that has `tile`: the inverse of `first_tile`."""
     if INT64_TILES:
         return (((tile + 1).to(tl.int64) * active_programs - 1) // total_tiles).to(tl.int32)
     else:

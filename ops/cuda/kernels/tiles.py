@@ -13,7 +13,7 @@ from tatten.ops.cuda.kernels.online_softmax import upcast
 
 @triton.jit
 def key_of_tile(tile, first_key, BLOCK_N: tl.constexpr):
-    """Return the first key of a tile; tiles begin at `first_key`, if that is given."""
+    """Return the first key of a tile; tiles begin at `first_key`, or at 0 if that is None."""
     if first_key is None:
         return tile * BLOCK_N
     else:
@@ -94,8 +94,7 @@ def score_tile(
     """Load a tile of keys and values; return the products of queries and keys, and the values.
 
     `operands` are the same for all tiles of a work tile. If `valid` is given, other keys may be NaN, so they are not
-    read. `page_strides` are those of pages of keys, of values, of ropes and of scales of keys, and that of a key's
-    scale.
+    read. `page_strides`: from page to page of keys, values, ropes and scales of keys, and from scale to scale.
     """
     queries, bases, strides, dims, tma_at = operands
     q, q_rest, q_rope = queries
