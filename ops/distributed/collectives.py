@@ -1,6 +1,6 @@
 """Process groups by name, and their collectives as functions of tensors: eager, compiled and captured alike.
 
-This file alone uses PyTorch's functional collectives and the internals of `torch.distributed`. The collectives are
+Only this file uses PyTorch's functional collectives and the internals of `torch.distributed`. The collectives are
 dispatcher ops of `_c10d_functional`, which AOTAutograd traces and Inductor lowers; each is followed by its wait.
 """
 
@@ -69,7 +69,7 @@ def group_size_and_rank(name: str) -> tuple[int, int]:
     return group.size(), group.rank()
 
 
-# This is the effect of `torch.compiler.assume_constant_result`, which would import Dynamo: that takes seconds.
+# `torch.compiler.assume_constant_result` would do the same, but imports Dynamo, which takes seconds.
 group_size_and_rank._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -97,7 +97,7 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
 
 @contextmanager
 def _for_push(name: str) -> Iterator[None]:
-    """Turn an error of a private API that only the push merge needs into a NotImplementedError that names it."""
+    """Turn an error of a private API that only the push merge needs into a NotImplementedError that names the API."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The ranks of a process group: their exchanges on the host, and the memory that they share for push merges."""
+"""The ranks of a process group: their exchanges on the host, and their shared memory for push merges."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class Workspace:
 
     @property
     def missing_ranks(self) -> list[int]:
-        """Return the ranks that did not arrive, as far as the device has got. It does not wait for the device."""
+        """The ranks that kernels have reported missing so far. Reading it does not wait for the device."""
         return [rank for rank in range(MAX_RANKS) if self._missing_bits.value >> rank & 1]
 
 
 @dataclass
 class Communicator:
-    """The ranks of one process group, and their agreements.
+    """The ranks of one process group, and the state on which they agree.
 
     Attributes:
         exchanges: number of exchanges so far, the same on all ranks between exchanges.
-        unsupported_reason: why the push merge does not work in this group; None if it does.
+        unsupported_reason: the reason why the push merge does not work in this group; None if it does.
         workspaces: the workspace of each device.
         plans: the plans by device, shape, dtype and whether heads are scattered.
     """
@@ -94,17 +94,17 @@ class Communicator:
         )
 
 
-# The key is the group and not its name: groups are destroyed, and their names are used again.
+# The key is the group and not its name: a name may be reused after its group is destroyed.
 _communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
 
 
 def connected(group: str) -> Communicator | None:
-    """Return the communicator of a group, if `connect` made one."""
+    """Return the communicator of a group if `connect` has made one, else None."""
     return _communicators.get(group_of(group))
 
 
 def connect(group: str, device: torch.device) -> Communicator:
-    """Return the communicator of a group, kept as long as the group lives. All ranks have to make the first call."""
+    """Return the communicator of a group, which is kept as long as the group lives. The first call is a collective."""
     process_group = group_of(group)
     communicator = _communicators.get(process_group)
     if communicator is None:
@@ -133,7 +133,10 @@ def _location(device: torch.device) -> str:
 
 
 def unsupported_topology(locations: list[str]) -> str | None:
-    """Return why ranks at these locations, one `_location` per rank, can't share memory; None if they can."""
+    """Return the reason why ranks at these locations can't share memory; None if they can.
+
+    `locations` has the `_location` of each rank.
+    """
     nodes, hosts, gpus, reach = zip(*(location.split() for location in locations), strict=True)
     if len(set(nodes)) > 1:
         return f"its ranks are on several nodes: {', '.join(dict.fromkeys(hosts))}"

@@ -1,4 +1,4 @@
-"""Exchange of strings between ranks on the host, in bounded time, through the store by which they found each other."""
+"""Exchange of strings between ranks on the host, in bounded time, through the store of their process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tatten.ops.distributed.collectives import group_store, group_timeout
 
 
 class MissingError(RuntimeError):
-    """Some participants did not arrive in time: `missing` has their places."""
+    """Participants did not arrive in time; `missing` holds their places."""
 
     def __init__(self, missing: list[int]):
         super().__init__(f"nothing came from {missing}")
@@ -21,7 +21,7 @@ class MissingError(RuntimeError):
 
 
 def exchange(store: dist.Store, key: str, place: int, size: int, mine: str, timeout: datetime.timedelta) -> list[str]:
-    """Return the strings of all `size` participants. This one is number `place`; `key` is for this exchange only.
+    """Return the strings of all `size` participants. This one is number `place`; `key` names this exchange only.
 
     Raises:
         MissingError: a participant did not arrive within the timeout.
@@ -40,7 +40,7 @@ def exchange(store: dist.Store, key: str, place: int, size: int, mine: str, time
     return values
 
 
-# The key is the default group: a destroyed one may have a successor with the same ranks.
+# The key is the default group: after it is destroyed, another may have the same ranks.
 _exchanges: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 

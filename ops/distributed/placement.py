@@ -30,7 +30,7 @@ class Sharding:
         mesh: the mesh of all tensors.
         merge_dims: the mesh dims over which states are merged, in order: the last dim of the mesh first.
         out: the placements of the result, which are those of the query.
-        mask: the placements that make the mask's local part belong to the local queries and keys; None without mask.
+        mask: the placements by which the mask's local part covers the local queries and keys; None without a mask.
     """
 
     mesh: DeviceMesh
@@ -45,7 +45,7 @@ class Sharding:
 
 
 def find_sharding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Sharding | None:
-    """Return the sharding of a call, or None if the call is left to PyTorch's own rules.
+    """Return the sharding of a call, or None to leave the call to PyTorch's own rules.
 
     Keys and values have `Shard(2)`, the sequence, on at least one mesh dim, and the query is replicated there. On other
     mesh dims all three may be replicated, or sharded over the batch or the heads into equal parts. The mask is sharded
@@ -90,11 +90,11 @@ def find_sharding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 def find_segment_sharding(
     query: Tensor, result: Tensor, keys: Sequence[PlacedSegment], values: Sequence[PlacedSegment], mask: Tensor | None
 ) -> Sharding | str:
-    """Return the sharding of a call with keys and values in segments, or why it is left to PyTorch's own rules.
+    """Return the sharding of a call with keys and values in segments, or the reason to leave it to PyTorch's own rules.
 
     Some segments have `Shard` of their sequence on at least one mesh dim; the others, the query and the mask are
     replicated there. On other mesh dims all may be replicated, or sharded over the batch or the heads into equal parts,
-    except that a row, or a head, that all share is replicated.
+    except that a single row or head is replicated, as all ranks share it.
 
     Args:
         result: the result that PyTorch's rules give the call; it has to be placed like the query.
@@ -140,7 +140,7 @@ def find_segment_sharding(
 
 
 def _fits(segment: Tensor, dims: Sequence[int | None], mesh_dim: int, query: DTensor) -> bool:
-    """Return True if each rank's part of a segment belongs to its part of the query, as far as this mesh dim goes."""
+    """Return True if, on one mesh dim, each rank's part of a segment belongs to its part of the query."""
     assert isinstance(segment, DTensor)
     have, q = segment.placements[mesh_dim], query.placements[mesh_dim]
     role = next((role for role in (BATCH, HEADS) if q == Shard(role)), LENGTH)
@@ -192,15 +192,15 @@ def same_sharding(derived: Tensor, base: Tensor, dims: Sequence[int | None]) -> 
 def _needs_no_communication(have: Sequence[Placement], want: Sequence[Placement]) -> bool:
     """Return True if each rank holds the part that it needs.
 
-    A replicated dim can be cut, but not if an inner mesh dim shards it.
+    A replicated tensor can be cut along a dim, but not if an inner mesh dim shards that dim.
     """
-    cut = set()
+    cut_placements = set()
     for old, new in zip(have, want, strict=True):
         if old != new and old != Replicate():
             return False
         if old != new:
-            cut.add(new)
-        elif new in cut:
+            cut_placements.add(new)
+        elif new in cut_placements:
             return False
     return True
 
@@ -213,7 +213,7 @@ def _mask_placement(mask: Tensor | None, dim: int, size: int) -> Placement:
 
 
 def _even(x: DTensor, dim: int) -> bool:
-    """Return True if all ranks have equal parts of a dim: none is empty, and kv heads are with their query heads."""
+    """Return True if all ranks have equal parts of a dim, so that kv heads are on the ranks of their query heads."""
     sizes = [x.device_mesh.size(i) for i, placement in enumerate(x.placements) if placement == Shard(dim)]
     return bool(x.shape[dim] % math.prod(sizes) == 0)
 

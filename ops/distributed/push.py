@@ -1,6 +1,6 @@
 """The push merge on the host: its limits, its plans and launches, and its errors.
 
-This file alone uses PyTorch's symmetric memory. `push_layout.py` describes that memory, `push_kernel.py` the protocol
+Only this file uses PyTorch's symmetric memory. `push_layout.py` describes that memory, `push_kernel.py` the protocol
 by which ranks use it, and `communicator.py` their agreement on the host.
 """
 
@@ -26,8 +26,8 @@ from tatten.ops.states import State
 def push_unsupported_reason(out: Tensor, lse: Tensor, group: str) -> str | None:
     """Return the reason why `push_merge` can't merge this, the same on all ranks; None if it can.
 
-    It reads no data, so fake tensors will do. The first question about a group on CUDA is a collective on the host,
-    through the group's store; the answer is kept.
+    It reads no data, so the tensors may be fake. The first call for a group on CUDA is a collective on the host,
+    through the group's store; later calls use its result.
     """
     if out.device.type != "cuda":
         return f"symmetric memory needs CUDA tensors, and `out` is on {out.device.type}"
@@ -51,7 +51,7 @@ def push_merge(out: Tensor, lse: Tensor, group: str, scatter_heads: bool) -> Sta
     The host never waits for the device.
 
     The kernel waits for a missing peer as long as the timeout of the group. Then this merge and all later ones of the
-    group return out = NaN with the largest finite lse, which can be mistaken neither for a state nor for an empty one.
+    group return out = NaN with the largest finite lse, which is neither a valid state nor an empty one.
     Kernels don't trap, which would destroy the whole CUDA context. Instead, the next call raises the error, or
     `check_push` after a synchronisation, as when a graph is replayed. From then on the group can't be used for push
     merges.
@@ -122,7 +122,7 @@ def launch_push(out: Tensor, lse: Tensor, plan: PushPlan, workspace: Workspace) 
 
 
 def check_push(group: str) -> None:
-    """Raise RuntimeError if a push merge over this group missed a peer, as far as the device has got.
+    """Raise RuntimeError if a push merge over this group has missed a peer on the device so far.
 
     Call it after `torch.cuda.synchronize()` to check all merges so far, including those of replayed graphs.
     """
@@ -139,7 +139,7 @@ def _check(communicator: Communicator, workspace: Workspace) -> None:
 
 
 def _agree_on_plan(communicator: Communicator, key: tuple[object, ...], out: Tensor, scatter_heads: bool) -> PushPlan:
-    """Return the plan for a shape at its first use, after all ranks have found that they have the same shape."""
+    """Return the plan for a shape at its first use, after all ranks have confirmed that they have the same shape."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "tatten.tree_merge, strategy 'push', can't be captured in a CUDA graph at its first call for a shape: "
@@ -150,14 +150,14 @@ def _agree_on_plan(communicator: Communicator, key: tuple[object, ...], out: Ten
     mine = f"{tuple(out.shape)} {out.dtype}{scattered}, {programs} multiprocessors"
     shapes = communicator.exchange("a shape", mine)
     if len(set(shapes)) > 1:
-        each = "; ".join(f"rank {rank}: {x}" for rank, x in enumerate(shapes))
-        raise ValueError(f"`out` must have the same shape, dtype and scattering on all ranks of a group, got {each}")
+        by_rank = "; ".join(f"rank {rank}: {x}" for rank, x in enumerate(shapes))
+        raise ValueError(f"`out` must have the same shape, dtype and scattering on all ranks of a group, got {by_rank}")
     if scatter_heads and (out.dim() != 4 or out.shape[1] % communicator.size):
         wanted = f"[batch, heads, q_length, head_dim] with heads divisible by {communicator.size} ranks"
         raise ValueError(f"`out` must be {wanted} to be scattered, got shape {tuple(out.shape)}")
     if out.device not in communicator.workspaces:
-        # A thread of its own allocates: this one may be allocating from the pool of one of Inductor's CUDA graphs,
-        # which reports whatever outlives a step as a leak.
+        # Another thread allocates: this thread may be allocating from the pool of one of Inductor's CUDA graphs, which
+        # reports memory that outlives a step as a leak.
         with ThreadPoolExecutor(1) as thread:
             workspace = thread.submit(_allocate_workspace, communicator, out.device, programs).result()
             communicator.workspaces[out.device] = workspace
@@ -166,9 +166,9 @@ def _agree_on_plan(communicator: Communicator, key: tuple[object, ...], out: Ten
     return plan
 
 
-@functools.cache  # each merge asks
+@functools.cache  # each merge calls it
 def _symmetric_memory() -> tuple[Callable[..., Tensor], Callable[..., Any]]:
-    """Return PyTorch's functions that allocate symmetric memory, and that exchange its addresses.
+    """Return PyTorch's functions that allocate symmetric memory and exchange its addresses.
 
     Raises:
         NotImplementedError: they have moved.
@@ -189,17 +189,17 @@ def _allocate_workspace(communicator: Communicator, device: torch.device, progra
     """Allocate this rank's channels, and exchange their addresses with the other ranks."""
     empty, rendezvous = _symmetric_memory()
     torch.cuda.set_device(device)  # for this thread
-    # No memory pool is used: it may return used memory at different offsets on different ranks.
+    # No memory pool is used: it may return memory at different offsets on different ranks.
     size = programs * CHANNEL_BYTES
     buffer = empty((size,), (1,), torch.uint8, device)
     buffer.zero_()
     torch.cuda.synchronize()  # before a peer can store into it
     handle = rendezvous(buffer, communicator.name)
     addresses = list(handle.buffer_ptrs)
-    fits = (handle.rank, handle.world_size) == (communicator.rank, communicator.size)
-    if not fits or 0 in addresses or addresses[communicator.rank] != buffer.data_ptr():
+    same_group = (handle.rank, handle.world_size) == (communicator.rank, communicator.size)
+    if not same_group or 0 in addresses or addresses[communicator.rank] != buffer.data_ptr():
         raise RuntimeError(
-            f"symmetric memory knows group {communicator.name!r} as a different one: rank {handle.rank} of "
+            f"symmetric memory has another group named {communicator.name!r}: rank {handle.rank} of "
             f"{handle.world_size}, where this is rank {communicator.rank} of {communicator.size}; was a group of that "
             "name destroyed?"
         )

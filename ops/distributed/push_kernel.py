@@ -6,12 +6,13 @@ Program i of a rank exchanges states with programs i of the other ranks, through
 A round on a channel takes the next epoch e. Each rank (1) stores its rows into the slots [e % 2][rank] of all ranks,
 itself included, (2) releases the value e into flag [rank] of all ranks, (3) polls its own flags with acquire loads
 until all n have reached e, (4) reads its own slots [e % 2]. The epoch is in device memory. Only its own program touches
-it, in kernels that a stream orders. A kernel may start before the kernel ahead of it has ended, but waits for that end
+it, in kernels that a stream orders. A kernel may start before the previous kernel has ended, but waits for that end
 before its first access, as all kernels here that may start early do. So rounds need neither the host nor other
 programs, and a CUDA graph replays them.
 
-A small merge is one round, in which every rank gets and merges all rows. So is a merge that scatters heads, in which
-each rank gets its share. A large merge is two: each rank gets and merges its share, then sends the result to all.
+A small merge is one round, in which every rank gets and merges all rows. A merge that scatters heads is one round, too,
+in which each rank gets its share. A large merge is two: each rank gets and merges its share, then sends the result to
+all.
 
 Nothing is overwritten before it has been read, with no barrier at the end. A rank stores into slots [e % 2] again in
 round e + 2. By then it has acquired all flags of round e + 1, which each peer released after its reads of round e:
@@ -19,8 +20,8 @@ these come first in program order, or in stream order. Thus the reads of round e
 of e + 1, that before its acquire, and that before the stores of e + 2.
 
 It can't deadlock: program i waits only for programs i of other ranks, which store and release before they wait. There
-are no more programs than multiprocessors, so all of them are resident once other kernels have made room. Those that
-start early take no room from the kernel ahead: they start once all of its programs have.
+are no more programs than multiprocessors, so all of them are resident once other kernels have made room. Programs
+that start early take no room from the previous kernel: they start once all of its programs have.
 """
 
 # mypy: disable-error-code="assignment"
@@ -35,7 +36,7 @@ from tatten.ops.distributed.push_layout import CHANNEL_BYTES, FLAG_BYTES, ROW_BY
 
 _FLAG_BYTES, _SLOT_BYTES, _ROW_BYTES = tl.constexpr(FLAG_BYTES), tl.constexpr(SLOT_BYTES), tl.constexpr(ROW_BYTES)
 _CHANNEL_BYTES = tl.constexpr(CHANNEL_BYTES)
-_POLLS = tl.constexpr(4096)  # between two reads of the clock: some milliseconds
+_POLLS = tl.constexpr(4096)  # between two reads of the clock: a few milliseconds
 _FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
@@ -95,7 +96,8 @@ def _store_rows(slot, values, lses, rows, dims, row_ok, DIM: tl.constexpr):
 def _release_flags(flags, flags_ok, epoch):
     """Signal to all ranks, through the flags at 8 addresses, that this program has delivered its rows of a round."""
     # A release orders the stores of its own thread, and those of other threads only across a barrier. Triton 3.6 adds
-    # none here, and without it rows of other threads may arrive after the flag. It orders the last round's reads, too.
+    # none here, and without it rows of other threads may arrive after the flag. The barrier orders the last round's
+    # reads, too.
     tl.debug_barrier()
     flags = flags.to(tl.pointer_type(tl.int64))
     tl.atomic_xchg(flags, tl.zeros([8], tl.int64) + epoch, mask=flags_ok, sem="release", scope="sys")
@@ -141,12 +143,12 @@ def _acquire_flags(flags, epoch, deadline, timeout_ns, N: tl.constexpr, THREADS:
                 waiting = 2
                 late = (flag_values < epoch) & (threads < N)
                 missing = tl.sum(tl.where(late, 1 << (threads % N), 0), axis=0)
-    # This orders the later reads of slots after the acquires of all threads, and not only of their own.
+    # The barrier orders later reads of slots after the acquires of all threads, not only of their own thread.
     tl.debug_barrier()
     return missing, deadline
 
 
-# Nothing is specialised on the rank: every rank runs the same code and gets the same bits.
+# The kernel is not specialised on the rank, so that every rank runs the same code and gets the same bits.
 @triton.jit(do_not_specialize=["rank", "first_block", "rows", "share", "run", "timeout_ns"])
 def push_kernel(
     out,
@@ -181,7 +183,7 @@ def push_kernel(
     share_row = (first_block + program) * BLOCK_R + at
     dim_ok = (dims < DIM)[None, :]
     if PDL:
-        # No load comes before the wait, not even of `epochs`: the kernel before this one may be a merge.
+        # No load comes before the wait, not even of `epochs`: the previous kernel may be a merge.
         tl.extra.cuda.gdc_wait()
 
     # All loads come before the first store: the compiler moves no load ahead of a store that may alias it.
@@ -211,11 +213,11 @@ def push_kernel(
     missing, deadline = _acquire_flags(local_channel, epoch, tl.zeros([], tl.int64), timeout_ns, N, THREADS)
     failed = (missing != 0) | (epoch <= 0)
 
-    mine = _row_of(share_row, rank, run, N, SCATTER)
-    mine_ok = (share_row < share) & (mine < rows)
+    own_row = _row_of(share_row, rank, run, N, SCATTER)
+    own_ok = (share_row < share) & (own_row < rows)
     slots = local_channel + _FLAG_BYTES + (epoch & 1) * (N * _SLOT_BYTES)
     received, received_lse = _pointer(slots, DTYPE), _pointer(slots + _ROW_BYTES, tl.float32)
-    acc, row_lse = merge_received(received, received_lse, STEP, _SLOT_BYTES // 4, at, dims, mine_ok, DIM, N)
+    acc, row_lse = merge_received(received, received_lse, STEP, _SLOT_BYTES // 4, at, dims, own_ok, DIM, N)
     values = acc.to(DTYPE)
     merged, merged_lses = (values,), (row_lse,)
 
@@ -223,7 +225,7 @@ def push_kernel(
         epoch = tl.where(failed, 0, epoch + 1)
         slot = ((epoch & 1) * N + rank) * _SLOT_BYTES
         for i in tl.static_range(N):
-            _store_rows(bases[i] + slot, values, row_lse, at, dims, tl.where(epoch > 0, mine_ok, False), DIM)
+            _store_rows(bases[i] + slot, values, row_lse, at, dims, tl.where(epoch > 0, own_ok, False), DIM)
         _release_flags(peer_flags, tl.where(epoch > 0, flags_ok, False), epoch)
         missing_now, deadline = _acquire_flags(local_channel, epoch, deadline, timeout_ns, N, THREADS)
         missing |= missing_now
@@ -241,11 +243,11 @@ def push_kernel(
     for i in tl.static_range(N if GATHER else 1):
         # Rows of scattered heads stay in the order of the share; gathered rows go to their place in the state.
         row = _row_of(share_row, i, run, N, GATHER)
-        row_ok = ((share_row < share) & (row < rows)) if GATHER else mine_ok
+        row_ok = ((share_row < share) & (row < rows)) if GATHER else own_ok
         row = row.to(tl.int64)
-        to = merged_out + row[:, None] * DIM + dims[None, :]
+        out_at = merged_out + row[:, None] * DIM + dims[None, :]
         # A later merge must not take a failed one for an empty state, as it would with lse -inf, +inf or NaN.
-        tl.store(to, tl.where(failed, float("nan"), merged[i]), mask=row_ok[:, None] & dim_ok)
+        tl.store(out_at, tl.where(failed, float("nan"), merged[i]), mask=row_ok[:, None] & dim_ok)
         tl.store(merged_lse + row, tl.where(failed, _FLOAT32_MAX, merged_lses[i]), mask=row_ok)
     if missing != 0:
         tl.store(missing_out, missing)

@@ -22,7 +22,7 @@ SLOT_BYTES = ROW_BYTES + 4 * LSE_ROWS
 CHANNEL_BYTES = FLAG_BYTES + 2 * MAX_RANKS * SLOT_BYTES
 
 # Bytes that a rank can send in the time of one more round between ranks: 3 us at 400 GB/s, estimated and not measured.
-# Two rounds send 2 (n - 1) / n of the payload, and one round n - 1 of it: two pay off if they save more than this.
+# Two rounds send 2 (n - 1) / n times the payload, and one round n - 1 times: two pay off if they save more than this.
 ROUND_BYTES = 1_200_000
 
 
@@ -39,8 +39,8 @@ class PushPlan:
         merged_rows: rows of the result on each rank.
         share: rows of a share.
         run: consecutive rows of the state in a share.
-        scatter: whether each rank has a share of its own.
-        gather: whether a second round sends the merged rows of each rank to all others.
+        scatter: True if each rank has a share of its own.
+        gather: True if a second round sends the merged rows of each rank to all others.
         block_rows: rows that a program merges, a power of 2.
         programs: the most programs of a launch, each with its own channel.
         num_warps: warps of a program.

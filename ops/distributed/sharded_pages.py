@@ -1,4 +1,4 @@
-"""Pages that are sharded over ranks by sequence, as decode context parallelism does it: lengths of a rank's part."""
+"""Lengths for pages that are sharded over ranks along the sequence, as in decode context parallelism."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def local_lens(kv_lens: Tensor, interleave: int, rank: int, ranks: int) -> Tenso
     """Count the keys of each sequence that a rank holds, if token `t` is on rank `t // interleave % ranks`.
 
     A rank attends to the keys in its own pool, by its own block table and these lengths, and `tatten.tree_merge` merges
-    the states of all ranks. It is plain PyTorch on the device of `kv_lens`, so that a CUDA graph may have it.
+    the states of all ranks. It is plain PyTorch on the device of `kv_lens`, so that it can be captured in a CUDA graph.
 
     Args:
         kv_lens: int32 or int64, any shape: the lengths over all ranks.
@@ -43,5 +43,5 @@ def local_lens(kv_lens: Tensor, interleave: int, rank: int, ranks: int) -> Tenso
             raise ValueError(f"`{name}` must be at least 1, got {n}")
     if not 0 <= rank < ranks:
         raise ValueError(f"`rank` must lie between 0 and {ranks - 1}, as there are {ranks} ranks, got {rank}")
-    turn = interleave * ranks
-    return kv_lens // turn * interleave + (kv_lens % turn - rank * interleave).clamp(0, interleave)
+    period = interleave * ranks
+    return kv_lens // period * interleave + (kv_lens % period - rank * interleave).clamp(0, interleave)

@@ -2,7 +2,7 @@
 
 Rank r of n has the tokens r, r + n, r + 2n, ... Query i of rank r is token `r + n * i`. It sees key i' of rank j if
 `i' <= i` for j <= r, and if `i' < i` for j > r. Both are square causal problems, the second one without the first query
-and the last key. So each rank has the same work in each hop of the ring, but for one row, and there is no mask.
+and the last key. So each rank has the same work in each hop of the ring, except for one row, and needs no mask.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tatten.ops.states import State, combine_partials
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks in their order around the ring, as one of them sees it.
+    """The ranks of a ring in order, and the place of this rank.
 
     Attributes:
         ranks: the global ranks.
@@ -36,11 +36,11 @@ class Ring:
         """Yield `(place, tensors)` of each rank, this rank's own first.
 
         It is a collective: all ranks pass tensors of the same shapes and dtypes. Each pair is passed on while the
-        caller computes on it, and may be overwritten once the caller asks for the next one. A rank holds at most two
-        beside its own, and sends `len(ranks) - 1` times the bytes of its own.
+        caller computes on it, and may be overwritten once the caller asks for the next one. A rank holds at most the
+        tensors of two other ranks, and sends `len(ranks) - 1` times the bytes of its own.
 
         Raises:
-            RuntimeError: a neighbour is gone or did not come within the timeout of the group; the message names both.
+            RuntimeError: a neighbour is gone or did not arrive within the timeout of the group; the message names both.
                 On NCCL, the watchdog ends the process instead.
         """
         size = len(self.ranks)
@@ -83,8 +83,8 @@ class Ring:
 def striped_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, scale: float | None) -> Tensor:
     """Compute attention of this rank's queries to the keys of all ranks, in the dtype of `query`.
 
-    It is a collective: all ranks call it with the same shapes. Other tokens do not see tokens that come after them,
-    such as padding at the end that makes shapes equal.
+    It is a collective: all ranks call it with the same shapes. Padding at the end can make shapes equal: no token sees
+    later tokens.
 
     Args:
         query: `[batch, q_heads, q_len, head_dim]`, the queries of this rank's last q_len tokens.

@@ -59,9 +59,9 @@ def tree_merge(
             group supports. A named strategy never falls back to another. It is skipped only if nothing has to be sent:
             in a group of one, and for states without rows.
         scatter_heads: return only heads `r * heads / n ... (r + 1) * heads / n - 1` on rank r of n, and send less.
-        batch_invariant: no bit of a sequence, an index of the first dim, depends on the other sequences, nor on their
-            number. "auto" is then "push" if the group supports it, else "all_gather"; "all_reduce" is an error. It is
-            for states that `decode_attention(batch_invariant=True)` returned.
+        batch_invariant: make each sequence's result, an index of the first dim, bitwise independent of the other
+            sequences and of their number. "auto" is then "push" if the group supports it, else "all_gather";
+            "all_reduce" is an error. It is for states that `decode_attention(batch_invariant=True)` returned.
 
     Returns:
         `(out, lse)` with the dtypes and, unless heads are scattered, the shapes of the arguments. They are bitwise
@@ -76,8 +76,8 @@ def tree_merge(
         >>> n, rank = dist.get_world_size(), dist.get_rank()  # under torchrun, after dist.init_process_group()
         >>> _ = torch.manual_seed(0)  # the same tensors on all ranks
         >>> query, (key, value) = torch.randn(1, 8, 1, 64), torch.randn(2, 1, 2, 4096, 64)
-        >>> own = slice(4096 * rank // n, 4096 * (rank + 1) // n)
-        >>> state = tatten.decode_attention(query, key[:, :, own], value[:, :, own], return_lse=True)
+        >>> part = slice(4096 * rank // n, 4096 * (rank + 1) // n)  # the keys of this rank
+        >>> state = tatten.decode_attention(query, key[:, :, part], value[:, :, part], return_lse=True)
         >>> out, lse = tatten.tree_merge(*state, dist.group.WORLD)
         >>> torch.allclose(out, tatten.decode_attention(query, key, value), atol=1e-5)
         True
@@ -159,7 +159,7 @@ def fastest(
     payload = out.numel() * out.element_size() + lse.numel() * lse.element_size()
     if (batch_invariant or payload <= PUSH_BYTES) and push_unsupported_reason(out, lse, group) is None:
         return "push"
-    if scatter_heads or batch_invariant:  # scattered, it is an all-to-all: each rank gets only its part of the payload
+    if scatter_heads or batch_invariant:  # with scattered heads it is an all-to-all: each rank gets only its part
         return "all_gather"
     reduced = 2 * lse.element_size() * (out.numel() + 2 * lse.numel())  # an all-reduce sends everything twice
     return "all_gather" if n * payload <= GATHER_BYTES or n * payload <= reduced else "all_reduce"
@@ -184,7 +184,7 @@ def _all_reduce(out: Tensor, lse: Tensor, group: str, n: int, rank: int, scatter
 def _all_gather(out: Tensor, lse: Tensor, group: str, n: int, scatter_heads: bool, batch_invariant: bool) -> State:
     """Merge by one collective of packed states: `all_to_all` if each rank needs only its own heads.
 
-    A `batch_invariant` merge is an op: Inductor's code for `merge` depends on the size.
+    With `batch_invariant` the merge is an op, as Inductor's code for `merge` depends on the size.
     """
     merge_all: Callable[..., State] = merge
     if batch_invariant:
@@ -213,7 +213,7 @@ def _pack(outs: Tensor, lses: Tensor) -> Tensor:
 
 
 def _unpack(rows: Tensor, outs: Tensor, lses: Tensor) -> State:
-    """Unpack the rows of `_pack`. `outs` and `lses` were packed: their shapes and dtypes count."""
+    """Unpack the rows of `_pack`. `outs` and `lses` give the shapes and dtypes."""
     lse_bytes = _row_bytes(lses)
     lse = rows[:, :lse_bytes].view(lses.dtype).view(-1, *lses.shape[1:])
     out = rows[:, lse_bytes : lse_bytes + _row_bytes(outs)].view(outs.dtype).view(-1, *outs.shape[1:])

@@ -24,7 +24,7 @@ NAMES: dict[Any, str] = {
     triton_kernel_wrap: "kernel_side_table",
     type(V): "graph fake_mode aot_compilation",
 }
-# Each function, the number of its positional arguments, and the names of the others.
+# Each function, the number of its positional arguments, and the names of its keyword arguments.
 CALLS: tuple[tuple[Any, str, int, str], ...] = (
     (lowering, "register_lowering", 1, "type_promotion_kind"),
     (lowering, "fallback_handler", 1, "add_to_fallback_set"),
@@ -45,8 +45,8 @@ CALLS: tuple[tuple[Any, str, int, str], ...] = (
     (GraphLowering, "get_buffer", 2, ""),
     (GraphLowering, "register_operation", 2, ""),
 )
-# The attributes that the constructor of Inductor's node sets. Our node sets the first ones, too. Only the fusion of an
-# epilogue, which our node refuses, reads the others.
+# The attributes that the constructor of Inductor's node sets. tatten's node sets `OURS`, too. Only the fusion of an
+# epilogue, which tatten's node refuses, reads `FOR_EPILOGUES`.
 OURS = {"device", "grid", "kernel_idx", "launch_kwargs", "mutable_args", "mutation_outputs"}
 OURS |= {"ordered_kwargs_for_cpp_kernel"}
 FOR_EPILOGUES = {"arg_accesses", "kernel_args", "kernel_ast", "kernel_src", "kernel_stores"}
@@ -56,7 +56,7 @@ def check_interfaces() -> None:
     """Check Inductor's interfaces.
 
     Raises:
-        AttributeError: a name is missing, or Inductor's node has an attribute that ours lacks.
+        AttributeError: a name is missing, or Inductor's node has an attribute that tatten's node lacks.
         TypeError: a function takes other arguments.
     """
     for owner, names in NAMES.items():

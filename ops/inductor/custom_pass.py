@@ -1,4 +1,4 @@
-"""A pass that makes Inductor's caches depend on the ops: code that was generated for other kernels is never run."""
+"""A pass that makes Inductor's cache keys depend on the ops, so that code for other kernels is never run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.fx import Graph
 from tatten.ops.inductor.options import option
 
 OPTION = "post_grad_custom_post_pass"
-# Some passes are told whether the graph is for inference from PyTorch 2.13 on, and there may be several passes.
+# From PyTorch 2.13 on, a pass may learn whether the graph is for inference, and there may be several passes.
 _Pass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 
 
@@ -28,7 +28,7 @@ def source_hash(folder: Path = Path(__file__).parents[1]) -> str:
 
 
 class LaunchesKernels(_Pass):  # type: ignore[misc, valid-type]
-    """Runs the earlier passes, if any. Its presence lets ops be lowered, and its id is in cache keys."""
+    """A pass that runs the earlier passes. Its presence enables the lowerings, and its id is in cache keys."""
 
     def __init__(self, before: Any = None) -> None:
         self.before = [] if before is None else before if isinstance(before, (list, tuple)) else [before]
@@ -43,11 +43,11 @@ class LaunchesKernels(_Pass):  # type: ignore[misc, valid-type]
 
 
 def in_force() -> bool:
-    """Return True if ops of the graph that Inductor compiles now are to be lowered."""
+    """Return True if the ops of the graph that Inductor is compiling are to be lowered."""
     return isinstance(option(OPTION), LaunchesKernels)
 
 
 def with_lowerings(options: dict[str, Any]) -> dict[str, Any]:
-    """Return Inductor's options with which ops are lowered; a pass of the user's stays."""
+    """Return Inductor's options with the lowerings enabled; passes of the user are kept."""
     before = option(OPTION, options)
     return {**options, OPTION: before if isinstance(before, LaunchesKernels) else LaunchesKernels(before)}

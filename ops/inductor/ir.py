@@ -20,7 +20,7 @@ from tatten.ops.cuda.prepared import IMPORT, PreparedCall
 from tatten.ops.cuda.recording import NotRecordableError
 
 Boxes = ir.TensorBox
-# A node names its arguments that are options of Triton's compiler from PyTorch 2.15 on.
+# From PyTorch 2.15 on, a node lists which of its arguments are options of Triton's compiler.
 TAKES_OPTIONS = "launch_kwargs" in inspect.signature(ir.UserDefinedTritonKernel).parameters
 
 
@@ -51,7 +51,7 @@ def are_static(args: Any, kwargs: Any) -> bool:
 
 
 def realize(args: Any, kwargs: Any) -> Any:
-    """Give each box the strides that it has in the graph, in memory."""
+    """Realize each box in memory, with the strides that it has in the graph."""
     node = V.graph.current_node
 
     def in_memory(box: Any, at: Any) -> Any:
@@ -82,9 +82,9 @@ def is_python() -> bool:
 
 
 def ahead_of_time() -> bool:
-    """Return True if AOTInductor compiles a graph now.
+    """Return True if AOTInductor is compiling the graph.
 
-    Its packages are to run without Python, and it reads no caches.
+    Its packages have to run without Python, and it reads no caches.
     """
     return bool(V.aot_compilation)
 
@@ -106,11 +106,11 @@ def allocate(like: Tensor) -> Any:
 
 
 class _Kernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
-    """One of the launches of a `BoundCall`. It may start before the end of the launch before it.
+    """One of the launches of a `BoundCall`. It may start before the previous launch ends.
 
-    Inductor's own constructor reads writes off Triton's IR, and assumes that a function writes all tensors that a
-    kernel passes to it. Before PyTorch 2.15 it takes no options of Triton's compiler: these are written into the
-    source.
+    Inductor's own constructor finds the written tensors in Triton's IR, and assumes that a function writes all tensors
+    that a kernel passes to it. Before PyTorch 2.15 it takes no options of Triton's compiler, so they are written into
+    the source.
     """
 
     def __init__(self, launch: BoundLaunch, tensors: dict[str, Any]) -> None:
@@ -159,8 +159,8 @@ class _Kernel(ir.UserDefinedTritonKernel):  # type: ignore[misc]
 class _Call(ir.UserDefinedTritonKernel):  # type: ignore[misc]
     """The launches of a call of an op, in order.
 
-    Some of them run side by side, without waiting for each other, so they are one node to Inductor. It puts nothing
-    between them, and tensors that one of them reads or writes stay allocated until the last one.
+    Some of them run side by side, without waiting for each other, so they are one node. Inductor puts nothing between
+    them, and the tensors that any of them reads or writes stay allocated until the last one.
     """
 
     def __init__(self, inputs: Sequence[Any], writes: Sequence[Any]) -> None:
@@ -210,12 +210,12 @@ def _configured(kernel: Any, options: tuple[tuple[str, int], ...]) -> Any:
 
 
 def _realized(box: Any) -> Any:
-    """Return the buffer of a box, or its view of one."""
+    """Return the buffer of a box, or the view of a buffer."""
     return ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.realize_input(box))
 
 
 def _input(box: Any) -> Any:
-    """Return the argument of a kernel, which needs an address alone: the base of a view if the view begins with it."""
+    """Return the argument of a kernel, which needs only an address: for a view that begins at its base, the base."""
     x = _realized(box)
     if isinstance(x, ir.ReinterpretView) and x.layout.offset == 0 and x.get_dtype() == x.data.get_dtype():
         return ir.InputsKernel.unwrap_storage_for_input(x.data)
@@ -226,8 +226,8 @@ def launch_kernels(launches: Sequence[tuple[BoundLaunch, dict[str, Any]]], write
     """Add launches to the graph, as one node.
 
     Args:
-        launches: each with a box for each parameter.
-        writes: the boxes that they write to.
+        launches: each launch with a box for each parameter.
+        writes: the boxes that the launches write to.
     """
     kernels = [_Kernel(launch, tensors) for launch, tensors in launches]
     if ahead_of_time():
@@ -236,18 +236,19 @@ def launch_kernels(launches: Sequence[tuple[BoundLaunch, dict[str, Any]]], write
 
 
 def _try_codegen(kernels: Sequence[_Kernel]) -> None:
-    """Generate code and drop it: in a package, errors have to come while the op can still be called instead."""
+    """Generate code and drop it, so that an error is raised while the package can still call the op instead."""
     graph: Any = V.graph
-    before = {**vars(graph)}
+    state_before = {**vars(graph)}
     try:
         graph.init_wrapper_code()
-        graph.wrapper_code.generate_kernel_call = lambda *args, **kwargs: None  # is between nodes of a schedule
+        # The call of a kernel can be generated only between nodes of a schedule.
+        graph.wrapper_code.generate_kernel_call = lambda *args, **kwargs: None
         with graph.set_current_device(kernels[0].device):
             for kernel in kernels:
                 kernel.codegen(graph.wrapper_code)
     finally:
         vars(graph).clear()
-        vars(graph).update(before)
+        vars(graph).update(state_before)
 
 
 def call_in_python(call: PreparedCall, tensors: Sequence[Any], writes: Sequence[Any]) -> None:
@@ -262,9 +263,9 @@ def call_in_python(call: PreparedCall, tensors: Sequence[Any], writes: Sequence[
 
 
 def check_aligned(boxes: Iterable[Any]) -> None:
-    """Check that Inductor knows, or makes sure, that boxes begin at multiples of 16 bytes.
+    """Raise unless Inductor knows or ensures that boxes begin at multiples of 16 bytes.
 
-    Inductor copies inputs that do not, but takes constants and parameters as they are.
+    Inductor copies inputs that do not, but not constants and parameters.
 
     Raises:
         NotRecordableError: Inductor does not know where a box begins.

@@ -1,10 +1,10 @@
 """Inductor lowerings of the ops: generated code launches the kernels that an op would launch.
 
 An op's implementation runs once, when a graph is compiled, on fake tensors, and `tatten.ops.cuda.recording` records its
-allocations and launches. Allocations become buffers of Inductor's, and launches of Triton kernels become kernels in its
-code: at run time there is no dispatcher, no plan to look up and no Python of ours. Inductor can't define kernels in
-Gluon. `tatten.ops.cuda.prepared` launches them, with the plan written into the Python code. If neither can be done, the
-op is called as before.
+allocations and launches. Allocations become Inductor's buffers, and launches of Triton kernels become kernels in its
+code: at run time there is no dispatcher, no plan to look up and no Python code of tatten. Inductor can't define kernels
+in Gluon. `tatten.ops.cuda.prepared` launches them, with the plan written into the Python code. If neither is possible,
+the generated code calls the op.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ class Opaque(Enum):
     CPU = "cpu"
     SYMBOLIC = "symbolic"  # a size is not known when the graph is compiled
     TMA = "tma"  # it reads a large KV, which takes longer without TMA, and the code is neither Python nor C++
-    NOT_RECORDABLE = "not_recordable"  # it does more than allocate, make views and launch what the code can launch
+    NOT_RECORDABLE = "not_recordable"  # it does more than allocate, view and launch kernels that the code can launch
     FAILED = "failed"  # an error: a private interface of PyTorch or Triton has moved, or tatten has a bug
 
 
 Count = Callable[[str], None]
 
 
-# True if all ops stay opaque in the graph that is compiled now, because its compilation failed before.
+# True if all ops stay opaque in the graph that is being compiled, because an earlier compilation failed.
 opaque: ContextVar[bool] = ContextVar("tatten_opaque", default=False)
 
 
 def lower(op: Any, implementation: Callable[..., Any], count: Count, *args: Any, **kwargs: Any) -> Any:
-    """Lower a call of `op` with Inductor's boxes among its arguments; `implementation` is that on CUDA."""
+    """Lower a call of `op` with Inductor's boxes among its arguments; `implementation` is the op's on CUDA."""
     detail = ""
     try:
         args, kwargs = realize(args, kwargs)
@@ -113,11 +113,11 @@ def _why_opaque(args: Any, kwargs: Any) -> Opaque | None:
 
 
 class _LargeKVError(Exception):
-    """Keys and values that are better read by TMA."""
+    """Raised for keys and values so large that TMA reads them faster."""
 
 
 def _needs_python(recording: Recorder) -> bool:
-    """Tell whether a kernel is in Gluon, which Inductor can't define, or reads tiles by TMA descriptors."""
+    """Return True if a kernel is in Gluon, which Inductor can't define, or reads tiles by TMA descriptors."""
     return recording.tma or any(launch.kernel.is_gluon() for launch, _ in recording.launches)
 
 
@@ -137,7 +137,7 @@ def _lower(implementation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             large = recording.without_tma > gpu_rates(recording.inputs[0].device).most_bytes_without_tma
             if large and is_python() and not ahead_of_time():
                 recording, result = record(implementation, *fake_args, gluon=gluon, tma=True, **fake_kwargs)
-        except (ValueError, NotImplementedError) as error:  # the op gives the reason when it is called
+        except (ValueError, NotImplementedError) as error:  # calling the op raises it again
             raise NotRecordableError("it raises") from error
     if large and not (recording.tma or is_cpp()):
         raise _LargeKVError(f"{recording.without_tma / 1e6:.0f} MB")
@@ -154,7 +154,7 @@ Added = tuple[list[Tensor], Callable[[list[Any]], None]]
 
 
 def _python_call(recording: Recorder, boxes: dict[int, Any]) -> Added:
-    """Return the tensors of a call by Python, and a function that adds it to the graph, given the boxes to write."""
+    """Return the tensors of a call from Python, and a function from the boxes to write that adds it to the graph."""
     call, tensors = prepare(recording)
     check_aligned([boxes[id(x)] for x in tensors if id(x) in boxes])
     return tensors, lambda writes: call_in_python(call, [boxes[id(x)] for x in tensors], writes)
@@ -172,7 +172,7 @@ def _bound_launches(recording: Recorder, boxes: dict[int, Any]) -> Added:
 
 
 def register_lowerings(count: Count) -> None:
-    """Lower tatten's ops in graphs that AOTInductor compiles, or Inductor with options of `custom_pass.with_lowerings`.
+    """Lower tatten's ops in graphs of AOTInductor, and of Inductor with the options of `custom_pass.with_lowerings`.
 
     Args:
         count: called with "lowered" or "opaque_*", named after `Opaque`, for each call of an op.
