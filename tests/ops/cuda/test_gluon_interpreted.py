@@ -166,7 +166,7 @@ FAULTS = {
     "sums wait for the other's": ("mbarrier.wait(sum_full.index(OTHER), visits & 1)", "pass"),
 }
 FAULTS_OF_FEW = {
-    "both halves of queries": ("rest.to(place.dtype)", "0 * rest.to(place.dtype)"),
+    "both halves of queries": ("residue.to(place.dtype)", "0 * residue.to(place.dtype)"),
     "scores wait for the left half": ("mbarrier.wait(left_full.index(place), phase)\n            both", "both"),
     "scores wait for the right half": ("mbarrier.wait(right_full.index(place), phase)\n            both", "both"),
     "TMA waits for the left place": FAULTS["TMA waits for the left place"],
