@@ -1,4 +1,4 @@
-"""One decode step of a Llama with a static cache in a package of AOTInductor: as it is exported, and rewritten.
+"""One decode step of a Llama with a static cache in a package of AOTInductor: as exported, and rewritten by tatten.
 
     python benchmarks/aoti.py
     python benchmarks/aoti.py --device cuda
@@ -30,7 +30,7 @@ Step = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """A shape of the grid; `used` of `max_cache_len` slots hold keys."""
+    """A shape of the grid, in which `used` of `max_cache_len` slots hold keys."""
 
     batch: int
     q_heads: int
@@ -72,8 +72,8 @@ def build(row: Row, device: str) -> TorchExportableModuleWithStaticCache:
 
 
 def package(program: ExportedProgram, path: Path) -> Step:
-    made = torch._inductor.aoti_compile_and_package(program, package_path=str(path))
-    return torch._inductor.aoti_load_package(made)
+    archive = torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    return torch._inductor.aoti_load_package(archive)
 
 
 def steps(row: Row, device: str, folder: Path) -> dict[str, Step]:
@@ -99,12 +99,13 @@ def measure(row: Row, device: str, repeats: int) -> dict[str, float]:
     torch._dynamo.reset()
     inputs = inputs_of(row, device)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        made = steps(row, device, Path(folder))
-        expected = made.pop("eager")(**inputs)
-        errors = {name: ((step(**inputs) - expected).norm() / expected.norm()).item() for name, step in made.items()}
-        for step in made.values():
+        packages = steps(row, device, Path(folder))
+        expected = packages.pop("eager")(**inputs)
+        outs = {name: step(**inputs) for name, step in packages.items()}
+        errors = {name: ((out - expected).norm() / expected.norm()).item() for name, out in outs.items()}
+        for step in packages.values():
             step(**inputs)
-        took = in_turns(made, repeats, lambda _, step: seconds(lambda: step(**inputs), device))
+        took = in_turns(packages, repeats, lambda _, step: seconds(lambda: step(**inputs), device))
     return {
         **asdict(row),
         **{f"{name}_error": error for name, error in errors.items()},
@@ -121,19 +122,19 @@ def main() -> None:
     print(machine(args.device))
     print("milliseconds of a step  |  packages          | compiled |          tatten's package over | largest")
     print("batch heads cache  used | inductor    tatten |   tatten | Inductor's     the compiled step | error")
-    found = []
+    rows_so_far = []
     for i, row in enumerate(GRIDS[args.device]):
         if args.rows and i not in args.rows:
             continue
         r = measure(row, args.device, args.repeats)
-        found.append(r)
+        rows_so_far.append(r)
         shape = f"{row.batch:5} {row.q_heads}/{row.kv_heads:<2} {row.max_cache_len:5} {row.used:5}"
         times = f"{r['inductor_ms']:8.2f}  {r['tatten_ms']:8.2f} | {r['compiled_ms']:8.2f}"
         ratios = f"{r['tatten_ms'] / r['inductor_ms']:10.2f} {r['tatten_ms'] / r['compiled_ms']:21.2f}"
         error = max(r[f"{name}_error"] for name in ("tatten", "inductor", "compiled"))
         print(f"{shape} | {times} | {ratios} | {error:.1e}", flush=True)
     if args.json:
-        results.write(args.json, args.device, found)
+        results.write(args.json, args.device, rows_so_far)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
     python benchmarks/best_of_n.py --device cpu                      # two layers of 256 columns, to try the code
 
 All 32 layers, multi-head, bfloat16, with random weights, keys and values; n sequences share a context of 8192 tokens
-and have 128 of their own, of which the step decodes the last.
+and have 128 tokens of their own, of which the step decodes the last.
 
     with      tatten's SharedPrefixCache, compiled by tatten
     without   a KV copied for each sequence, transformers' StaticCache, compiled by Inductor, until memory runs out
@@ -55,18 +55,18 @@ def build(layers: int, device: str) -> LlamaForCausalLM:
 def measure(
     model: LlamaForCausalLM, variant: str, rows: dict[int, dict], rate: float, args: argparse.Namespace
 ) -> None:
-    """Fill in the milliseconds of all n, None where memory runs out, and how the logits of two variants differ."""
+    """Fill in the milliseconds for each n, None where memory runs out, and the difference of two variants' logits."""
     start = time.perf_counter()
-    # Of the embedding a step reads a row for each sequence.
+    # A step reads one row of the embedding for each sequence.
     weights = sum(p.nbytes for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
     fits = True
     with torch.no_grad(), tatten.recording() as report:
         runner = Runner(model, variant, args)
         for n, row in rows.items():
             sizes = Sizes(args.context, n, args.suffix)
-            found = unless_out_of_memory(runner.latency, sizes) if fits else None
-            fits = found is not None
-            row[f"{variant}_ms"], logits = found or (None, None)
+            timed = unless_out_of_memory(runner.latency, sizes) if fits else None
+            fits = timed is not None
+            row[f"{variant}_ms"], logits = timed or (None, None)
             row["floor_ms"] = 1e3 * (weights + kv_bytes(model, "with", sizes)) / rate
             row[f"{variant}_kv_gib"] = kv_bytes(model, variant, sizes) / 2**30
             if logits is not None:
@@ -111,7 +111,7 @@ def main() -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
 
-    # A float that may vary, as it may with dynamic shapes, makes Dynamo compile everything twice.
+    # Else, with dynamic shapes, Dynamo treats floats as dynamic too, and compiles everything twice.
     torch._dynamo.config.specialize_float = True
     rate = read_rate(args.device)
     model = build(args.layers, args.device)

@@ -10,7 +10,7 @@ decode step, and the largest batch for which the step fits into memory.
     packed    the same KV, compiled by tatten, which does not repeat its heads; see --variants
     with      tatten's SharedPrefixCache, compiled by tatten
 
-All get the same weights, keys, values and mask (a bool input `[batch, 1, 1, total]`, as `generate` hands it in) and
+All get the same weights, keys, values and mask (a bool input `[batch, 1, 1, total]`, as `generate` passes it) and
 decode the last token of the suffix. On a GPU each step is a captured CUDA graph. A model is compiled once for all
 shapes (batch 1 is another graph), or with --static once for each.
 
@@ -76,7 +76,7 @@ def build(family: str, layers: int | None, device: str) -> LlamaForCausalLM:
 
 
 def measure(family: str, args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
-    """The rows of both tables, for all sizes and variants."""
+    """Return the rows of both tables, for all sizes and variants."""
     model = build(family, args.layers, args.device)
     sizes = [Sizes(context, batch, args.suffix) for context in args.contexts for batch in args.batches]
     rows = {s: {"family": family, **asdict(s)} for s in sizes}
@@ -87,13 +87,13 @@ def measure(family: str, args: argparse.Namespace) -> tuple[list[dict], list[dic
         with torch.no_grad(), tatten.recording() as report:
             runner = Runner(model, variant, args)
             for s in sizes:
-                found = unless_out_of_memory(runner.latency, s)
-                rows[s][f"{variant}_ms"] = found and found[0]
+                timed = unless_out_of_memory(runner.latency, s)
+                rows[s][f"{variant}_ms"] = timed and timed[0]
                 rows[s][f"{variant}_kv_gib"] = kv_bytes(model, variant, s) / 2**30
-                if found and s in logits:
-                    rows[s]["difference"] = ((found[1].float() - logits[s]).norm() / logits[s].norm()).item()
-                elif found:
-                    logits[s] = found[1].float()
+                if timed and s in logits:
+                    rows[s]["difference"] = ((timed[1].float() - logits[s]).norm() / logits[s].norm()).item()
+                elif timed:
+                    logits[s] = timed[1].float()
             for context in args.contexts if args.largest else ():
                 largest[context][variant] = runner.largest_batch(context)
         done = f"{len(report.rewritten)} calls rewritten, {len(report.declined)} left"
@@ -136,7 +136,7 @@ def main() -> None:
 
     if args.static:
         args.largest = 0
-    # A float that may vary, as it may with dynamic shapes, makes Dynamo compile everything twice.
+    # Else, with dynamic shapes, Dynamo treats floats as dynamic too, and compiles everything twice.
     torch._dynamo.config.specialize_float = True
     print(f"{machine(args.device)}; suffix {args.suffix}; variants {', '.join(args.variants)}")
     latency, largest = [], []

@@ -3,12 +3,12 @@
     python benchmarks/calibrate.py --write
 
 Each cell is a batch of one query for each of four query heads per kv head, head_dim 128, bfloat16: a captured CUDA
-graph of calls on as many copies of K and V as exceed the L2 cache. Another provider than Triton is only named where it
-is more than `MARGIN` faster, so that noise decides nothing. FlashAttention's packages are measured where they are
+graph of calls on as many copies of K and V as exceed the L2 cache. A provider other than Triton is named only where it
+is faster by more than `MARGIN`, so that noise decides nothing. FlashAttention's packages are measured where they are
 installed and take the cells; where a table names one that is not installed, Triton computes.
 
-A GPU without a module gets one with the two rates that are measured here, too: reads and products. Those of a module
-that exists stay as they are.
+For a GPU without a module the two rates, of reads and of products, are measured too. An existing module keeps its
+rates.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FASTEST = {{
 
 
 def fastest(pairs: int, kv_len: int, pool: torch.Tensor, rounds: int) -> tuple[str, dict[str, float]]:
-    """The provider for a cell, and what each took in microseconds."""
+    """Return the fastest provider of a cell, and the microseconds of each."""
     kv_heads = min(8, pairs)
     shape = pairs // kv_heads, kv_heads, kv_len, 128
     size = math.prod(shape)
@@ -72,10 +72,10 @@ def fastest(pairs: int, kv_len: int, pool: torch.Tensor, rounds: int) -> tuple[s
     return ("triton" if median["triton"] <= MARGIN * median[best] else best), median
 
 
-def table_text(found: dict[int, dict[int, str]]) -> str:
-    """The end of the module: the table, of which runs of one provider are one entry."""
+def table_text(fastest_by_pairs: dict[int, dict[int, str]]) -> str:
+    """Return the end of the module: the table, in which neighbouring cells of one provider share an entry."""
     rows = []
-    for pairs, row in found.items():
+    for pairs, row in fastest_by_pairs.items():
         lengths = sorted(row)
         starts = [n for i, n in enumerate(lengths) if i == 0 or row[n] != row[lengths[i - 1]]]
         entries = ", ".join(f'{n}: "{row[n]}"' for n in starts)
@@ -84,13 +84,13 @@ def table_text(found: dict[int, dict[int, str]]) -> str:
 
 
 def rates_text(device: str, capability: tuple[int, int], rates: dict[str, float]) -> str:
-    """The begin of a new module: the rates."""
+    """Return the beginning of a new module: its rates."""
     shown = ", ".join(f"{name}={rate:.2g}".replace("e+0", "e") for name, rate in rates.items())
     return RATES.format(device=device, capability=capability, rates=shown)
 
 
 def with_table(module: str, table: str) -> str:
-    """The text of a module with another table."""
+    """Return the text of a module with its table replaced."""
     return module.partition(table[: table.index("FASTEST")])[0] + table
 
 
@@ -102,9 +102,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the GPU's module in ops/cuda/tuning")
     args = parser.parse_args()
     pool = torch.randn(int(args.max_gb * 1e9) // 2, device=args.device, dtype=torch.bfloat16)
-    found: dict[int, dict[int, str]] = {}
+    fastest_by_pairs: dict[int, dict[int, str]] = {}
     for pairs in (1 << i for i in range(11)):
-        row = found[pairs] = {}
+        row = fastest_by_pairs[pairs] = {}
         for kv_len in (256 << i for i in range(10)):
             if 4 * 128 * pairs * kv_len > args.max_gb * 1e9:
                 row[kv_len] = row[kv_len // 2]
@@ -119,7 +119,7 @@ def main() -> None:
         "product_flops_per_us": product_rate("cuda", torch.bfloat16) / 1e6,
     }
     measured = rates_text(device, torch.cuda.get_device_capability(), rates)
-    text = with_table(path.read_text() if path.exists() else measured, table_text(found))
+    text = with_table(path.read_text() if path.exists() else measured, table_text(fastest_by_pairs))
     print(text)
     if args.write:
         path.write_text(text)

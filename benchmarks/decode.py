@@ -5,19 +5,19 @@
 
     nine    the shapes of KV that models have
     grid    batch 1 to 128 x length 1k to 64k x four pairs of heads
-    ragged  lengths that differ: ours with `kv_lens`, the peers on packed tokens or pages, SDPA with the mask that it
-            needs at the longest length
+    ragged  lengths that differ: ours with `kv_lens`, the peers on packed tokens or pages, SDPA at the longest length
+            with a mask
     invariant
             the same shapes: ours with `batch_invariant=True`, beside the default
-    static  a cache of which 1/16 is used, with a bool mask, against a cache of exactly that length; `layer` gets what
-            the mask leaves, as the layers of a compiled model do, the others find it in each call; `bias` and
+    static  a cache of which 1/16 is used, with a bool mask, against a cache of exactly that length; `layer` gets the
+            mask's list of blocks, as the layers of a compiled model do, the others make it in each call; `bias` and
             `bias_layer` have a bias of `finfo.min` on the unused slots instead
 
 `auto` is `tatten.decode_attention`, `triton` the same with that provider; `fi` is FlashInfer's batch decode, `fi_tc`
 the same on tensor cores, and `fi_one` its decode of one request (--flashinfer). On a GPU each candidate is a captured
-CUDA graph of several calls, in which it goes round copies of K and V that the L2 cannot hold. Before it is timed, it is
-held to float64 on a sample of sequences. The candidates take turns, and medians are shown in microseconds per call. The
-floor is each key and value once, at the best rate at which PyTorch reads or copies in the same run.
+CUDA graph of several calls, which cycle through more copies of K and V than fit into the L2. Before it is timed, it is
+checked against float64 on a sample of sequences. The candidates take turns, and medians are shown in microseconds per
+call. The floor is each key and value once, at the best rate at which PyTorch reads or copies in the same run.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ COLUMNS = {
 
 
 def measure(p: Problem, names: list[str], device: str, rounds: int) -> dict[str, object]:
-    """Microseconds and errors of each candidate, and why others are left out."""
-    found = candidates(p)
-    tried = {name: attempt(p, *found[name]) for name in names}
+    """Return microseconds and errors of each candidate, and the reasons why others are left out."""
+    makers = candidates(p)
+    tried = {name: attempt(p, *makers[name]) for name in names}
     ready = {name: x for name, x in tried.items() if not isinstance(x, str)}
     once = {name: microseconds(step, device) for name, (step, _, _) in ready.items()}
 
@@ -72,9 +72,9 @@ def measure(p: Problem, names: list[str], device: str, rounds: int) -> dict[str,
     }
 
 
-def summarize(shape: Shape, found: dict, against: list[str], rate: float) -> dict[str, object]:
-    """A row of the results: what was measured, the best of `against`, our ratio to it, and the floor."""
-    us = found["us"]
+def summarize(shape: Shape, measured: dict, against: list[str], rate: float) -> dict[str, object]:
+    """Return a row of the results: the measurement, the best of `against`, our ratio to it, and the floor."""
+    us = measured["us"]
     best = min((c for c in against if c in us), key=us.get, default=None)
     return {
         **asdict(shape),
@@ -82,12 +82,12 @@ def summarize(shape: Shape, found: dict, against: list[str], rate: float) -> dic
         "floor_us": shape.kv_bytes / rate * 1e6,
         "best": best,
         "ratio": us["auto"] / us[best] if best and "auto" in us else None,
-        **found,
+        **measured,
     }
 
 
 def bars(section: str, rows: list[dict]) -> dict[str, tuple[float, float]]:
-    """Return the figures that are asked of a section's rows, each with its bound."""
+    """Return the figures of a section that have a bound, each with its bound."""
     if section == "invariant":
         slower = [r["us"]["invariant"] / r["us"]["auto"] for r in rows if {"auto", "invariant"} <= r["us"].keys()]
         return {"largest ratio of invariant to default": (max(slower), 1.06)} if slower else {}
@@ -97,19 +97,19 @@ def bars(section: str, rows: list[dict]) -> dict[str, tuple[float, float]]:
         return {}
     if section == "static":
         layers = [r["us"]["layer"] / r["us"]["exact"] for r in rows if {"layer", "exact"} <= r["us"].keys()]
-        found = {"largest ratio to the exact length, the mask's list found in the call": (max(ratios), 1.3)}
-        return found | ({"and found before, for all layers": (max(layers), 1.3)} if layers else {})
+        figures = {"largest ratio to the exact length, the mask's list found in the call": (max(ratios), 1.3)}
+        return figures | ({"and found before, for all layers": (max(layers), 1.3)} if layers else {})
     limits = (1.0, 0.93) if section == "ragged" else (1.03, 0.9)
-    found = {
+    figures = {
         "largest ratio to the best peer": (max(ratios), limits[0]),
         "geometric mean": (statistics.geometric_mean(ratios), limits[1]),
     }
     if section == "ragged":
         masked = [r["us"]["auto"] / r["us"]["sdpa"] for r in rows if {"auto", "sdpa"} <= r["us"].keys()]
-        found |= {"largest ratio to SDPA with a mask": (max(masked), 1 / 1.6)} if masked else {}
+        figures |= {"largest ratio to SDPA with a mask": (max(masked), 1 / 1.6)} if masked else {}
     else:
-        found |= {"largest ratio where KV is under 64 MB": (max(small), 0.75)} if small else {}
-    return found
+        figures |= {"largest ratio where KV is under 64 MB": (max(small), 0.75)} if small else {}
+    return figures
 
 
 def show_row(r: dict, columns: Sequence[str]) -> None:
@@ -122,7 +122,7 @@ def show_row(r: dict, columns: Sequence[str]) -> None:
 
 
 def show_end(rows: list[dict], columns: Sequence[str], asked: dict[str, tuple[float, float]], device: str) -> None:
-    """A section's figures beside what is asked of them, and what was left out."""
+    """Print a section's figures beside their bounds, and the candidates that were left out."""
     for what, (figure, bound) in asked.items():
         verdict = f", at most {bound:.3f} is asked for: {'yes' if figure <= bound else 'NO'}" * (device == "cuda")
         print(f"  {what}: {figure:.3f}{verdict}")
@@ -167,16 +167,16 @@ def main() -> None:
             heads = (f"{c:>8.8}" for c in columns)
             print(f"\n{section}\nbatch  heads    D  {'lengths':>21}    KV MB |", *heads, end="")
             print("    floor | auto/best peer  auto/floor")
-            found = []
+            rows_of_section = []
             for shape in (s for s in shapes if s.section == section):
                 measurement = measure(Problem(shape, (keys, values)), columns, device, args.rounds)
-                found.append(summarize(shape, measurement, against, rate))
-                show_row(found[-1], columns)
+                rows_of_section.append(summarize(shape, measurement, against, rate))
+                show_row(rows_of_section[-1], columns)
                 if device == "cuda":
                     torch.cuda.empty_cache()
-            asked[section] = bars(section, found)
-            show_end(found, columns, asked[section], device)
-            rows += found
+            asked[section] = bars(section, rows_of_section)
+            show_end(rows_of_section, columns, asked[section], device)
+            rows += rows_of_section
     if args.json:
         results.write(args.json, device, rows, bytes_per_second=rate, bars=asked)
     if any(c in r["left_out"] for r in rows for c in (*OURS, "exact", "invariant")):

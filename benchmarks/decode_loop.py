@@ -65,7 +65,7 @@ CANDIDATES = (
 
 
 class Streamer:
-    """Counts tokens."""
+    """A streamer that counts tokens."""
 
     tokens = 0
 
@@ -79,7 +79,7 @@ class Streamer:
 def candidate(
     name: str, model: PreTrainedModel, prompt: torch.Tensor, capacity: int, shared: DecodeLoop
 ) -> tuple[Callable, DecodeLoop | None]:
-    """A function that generates so many tokens after the prompt, and its loop."""
+    """Return a function that generates a number of tokens after the prompt, and its loop."""
     device = prompt.device
     fixed: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     loop = None
@@ -120,7 +120,7 @@ def candidate(
 
 
 def replay_ms(loop: DecodeLoop, model: PreTrainedModel) -> float | None:
-    """Milliseconds of a replay of the first step that the loop captured, which is the greedy one."""
+    """Return the milliseconds of a replay of the first step that the loop captured, the greedy one."""
     step = next(x for x in loop._steps[model].values() if x.state.noise is None and x.state.limit is None)
     graph, state = step.runner._graph, step.state
     if graph is None:
@@ -145,14 +145,14 @@ def replay_ms(loop: DecodeLoop, model: PreTrainedModel) -> float | None:
 
 
 def compile_seconds() -> float:
-    """Seconds that Dynamo and the backends have spent on all graphs of this process."""
+    """Return the seconds that Dynamo and the backends have spent on all graphs of this process."""
     seconds = dict(zip(*compile_times("csv", aggregate=True), strict=True))
     return float(seconds.get("_compile.compile_inner", 0))
 
 
 @dataclass
 class Prepared:
-    """A candidate that has run once, with the seconds of its first call, and of the part that compiled."""
+    """A candidate after its first call, with the seconds of that call and the part of them spent compiling."""
 
     call: Callable[[int], object]
     loop: DecodeLoop | None
@@ -163,7 +163,7 @@ class Prepared:
 def prepared(
     name: str, model: PreTrainedModel, prompt: torch.Tensor, shared: DecodeLoop, args: argparse.Namespace
 ) -> Prepared:
-    """Run a candidate for the first time. Raises TookTooLong at the limit of that call."""
+    """Run a candidate for the first time. Raise TookTooLong at the limit of that call."""
     model._last_compile_config = None  # `generate` keeps on the model what it compiled, and how
     if name == "gpt_fast":
         call, loop = gpt_fast.decoder(args.gpt_fast, model, *prompt.shape, args.capacity), None
@@ -232,7 +232,7 @@ def measure(model: PreTrainedModel, batch: int, args: argparse.Namespace) -> dic
 
 
 def first_tokens(model: PreTrainedModel, args: argparse.Namespace) -> None:
-    """Print the seconds of a candidate's first call, of one step: what a process of `starts` runs."""
+    """Print the seconds of a candidate's first call, of one step, in a process that `starts` started."""
     prompt = torch.arange(args.used, device=args.device)[None] % 32
     call, _ = candidate(args.only[0], model, prompt, args.capacity, DecodeLoop())
     print(f"{FIRST}{clock(lambda: call(2), args.device)}", flush=True)

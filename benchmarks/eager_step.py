@@ -4,7 +4,7 @@
     python benchmarks/eager_step.py --device cpu     # smaller ones; a minute
 
 Models of transformers with random weights and a static cache of `--capacity` slots, of which `--used` are used. The
-logits of each are held to those of "eager", of which the table has the largest difference. Steps take turns; a time is
+logits of each are compared with those of "eager"; the table has the largest difference. Steps take turns; a time is
 the median of their seconds from call to logits on the host. gpt-oss has no SDPA. Where a release of transformers lets
 Gemma 2 take SDPA, that is without its soft cap.
 """
@@ -37,7 +37,7 @@ def build(name: str, attention: str, layers: int, device: str) -> PreTrainedMode
 
 
 class Step:
-    """A model's next step: each call adds tokens to a cache that holds `used` already."""
+    """A model's next step: each call adds tokens to a cache that already holds `used`."""
 
     def __init__(self, model: PreTrainedModel, batch: int, used: int, capacity: int, queries: int):
         config, device = model.config, model.device
@@ -91,13 +91,13 @@ def main() -> None:
     args.capacity, args.used = args.capacity or (4096 if small else 8192), args.used or 1000
     print(f"{machine(args.device)}; {args.layers} layers, {args.capacity} slots, {args.used} used")
     print("model    batch queries |    eager     sdpa   tatten ms | of eager  of the better | error")
-    found = []
+    rows_so_far = []
     with torch.inference_mode():
         for name in args.models:
             for batch in args.batch:
                 for queries in args.queries:
                     row = {"model": name, "batch": batch, "queries": queries} | measure(name, batch, queries, args)
-                    found.append(row | {"capacity": args.capacity, "used": args.used, "layers": args.layers})
+                    rows_so_far.append(row | {"capacity": args.capacity, "used": args.used, "layers": args.layers})
                     ms = row["ms"]
                     others = [ms[x] for x in ATTENTIONS[:2] if x in ms]
                     shown = " ".join(f"{ms[x]:8.2f}" if x in ms else " " * 8 for x in ATTENTIONS)
@@ -107,7 +107,7 @@ def main() -> None:
                         flush=True,
                     )
                     if args.json:
-                        results.write(args.json, args.device, found)
+                        results.write(args.json, args.device, rows_so_far)
 
 
 if __name__ == "__main__":

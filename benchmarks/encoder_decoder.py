@@ -5,9 +5,9 @@
 
 The shapes are Whisper-large-v3's (1500 frames) and T5-3B's (512 tokens, the shorter sources padded), with random
 weights in bfloat16 and beams of 5; both have a static cache for the decoder's tokens. `both` is Inductor with tatten's
-cache, to tell what is the cache's and what the backend's. A GPU's steps are captured CUDA graphs. All take turns, and
-medians are shown. Logits are held to eager mode in the same dtype with the caches of transformers. `rest` is Inductor
-with sources of one token: the time of everything but the attention to them.
+cache, which separates the gain of the cache from that of the backend. A GPU's steps are captured CUDA graphs. All take
+turns, and medians are shown. Logits are checked against eager mode in the same dtype with the caches of transformers.
+`rest` is Inductor with sources of one token: the time of everything but the attention to them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CANDIDATES = {"inductor": ("inductor", False), "both": ("inductor", True), "tatt
 
 
 def whisper(device: str, layers: int | None) -> tuple[PreTrainedModel, int]:
-    """The model and the length of its sources."""
+    """Return the model and the length of its sources."""
     if device == "cpu":
         sizes = {"d_model": 256, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 256}
         sizes |= {"vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -66,14 +66,14 @@ MODELS = {"whisper-large-v3": whisper, "t5-3b": t5}
 def decode_step(
     model: PreTrainedModel, states: Tensor, mask: Tensor | None, backend: str | None, once: bool
 ) -> tuple[Callable[[], Tensor], int]:
-    """A function that decodes the second token of each beam and returns the logits, and the bytes of encoder keys."""
+    """Return a function that decodes the second token of each beam to its logits, and the bytes of encoder keys."""
     config, device = model.config.get_text_config(decoder=True), states.device
     cross = CrossAttentionCache(BEAMS) if once else StaticCache(config, max_cache_len=states.shape[1])
     cache = EncoderDecoderCache(StaticCache(config, max_cache_len=SLOTS), cross)
     encoded = BaseModelOutput(last_hidden_state=states)
     token = torch.ones(len(states), 1, dtype=torch.long, device=device)
-    given = {} if mask is None else {"attention_mask": mask}
-    model(encoder_outputs=encoded, decoder_input_ids=token, **cache_kwargs(cache), **given)
+    masking = {} if mask is None else {"attention_mask": mask}
+    model(encoder_outputs=encoded, decoder_input_ids=token, **cache_kwargs(cache), **masking)
     own_mask = (torch.arange(SLOTS, device=device) < SLOTS // 2).expand(len(states), 1, 1, SLOTS).contiguous()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, dynamic=False) if backend else model
@@ -86,13 +86,13 @@ def decode_step(
             decoder_input_ids=token,
             decoder_attention_mask=own_mask,
             **cache_kwargs(cache),
-            **given,
+            **masking,
         ).logits
 
     for _ in range(3):
         step()
-    held = sum(x.nbytes for layer in cross.layers for x in (layer.stored if once else (layer.keys, layer.values)))
-    return (step if device.type == "cpu" or backend is None else as_graph(step)), held
+    key_bytes = sum(x.nbytes for layer in cross.layers for x in (layer.stored if once else (layer.keys, layer.values)))
+    return (step if device.type == "cpu" or backend is None else as_graph(step)), key_bytes
 
 
 def measure(name: str, batch: int, device: str, layers: int | None, rounds: int) -> dict[str, object]:
@@ -106,8 +106,8 @@ def measure(name: str, batch: int, device: str, layers: int | None, rounds: int)
     with torch.no_grad():
         want = decode_step(model, states, mask, None, False)[0]().float()
         with tatten.recording() as report:
-            made = {what: decode_step(model, states, mask, *how) for what, how in CANDIDATES.items()}
-        steps = {what: step for what, (step, _) in made.items()}
+            prepared = {what: decode_step(model, states, mask, *how) for what, how in CANDIDATES.items()}
+        steps = {what: step for what, (step, _) in prepared.items()}
         errors = {what: ((step().float() - want).norm() / want.norm()).item() for what, step in steps.items()}
         one_token = states[:, :1], None if mask is None else mask[:, :1]
         steps["rest"] = decode_step(model, *one_token, "inductor", False)[0]
@@ -117,7 +117,7 @@ def measure(name: str, batch: int, device: str, layers: int | None, rounds: int)
         "batch": batch,
         "layers": model.config.decoder_layers if name.startswith("whisper") else model.config.num_decoder_layers,
         "ms": {what: s * 1e3 for what, s in took.items()},
-        "held_bytes": {what: held for what, (_, held) in made.items()},
+        "held_bytes": {what: held for what, (_, held) in prepared.items()},
         "errors": errors,
         "read_once": sum(x.op == "tatten.bifurcated_attention.default" for x in report.rewritten),
         "faster": took["inductor"] / took["tatten"],

@@ -4,8 +4,8 @@
 
 One query for each sequence. `float8` is `tatten.decode_attention` with factors for each head, `16 bits` the same on
 keys and values in the dtype of the query, `upcast` is SDPA after `key.to(dtype) * scale` under `torch.compile`, as a
-PyTorch user would write it. Captured CUDA graphs go round copies that exceed the L2 cache, in turns; medians in
-microseconds. The floor is each key and value in float8 once, at the best rate of a plain read or copy.
+PyTorch user would write it. Captured CUDA graphs cycle through copies that exceed the L2 cache, and take turns; medians
+in microseconds. The floor is each key and value in float8 once, at the best rate of a plain read or copy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def upcast(query: Tensor, key: Tensor, value: Tensor, key_scale: Tensor, value_s
 
 
 def measure(shape: tuple[int, int, int, int, int], dtype: torch.dtype, rounds: int) -> dict[str, float]:
-    """Microseconds of each candidate. Those of float8 are held to float64 first."""
+    """Return the microseconds of each candidate, after a check of those of float8 against float64."""
     torch._dynamo.reset()
     batch, q_heads, kv_heads, kv_len, dim = shape
     copies = max(1, min(12, -(-300_000_000 // (2 * batch * kv_heads * kv_len * dim))))

@@ -1,4 +1,4 @@
-"""A step that gathers pages for SDPA, as it is written without tatten, compiled with Inductor and with tatten on a CPU.
+"""A step that gathers pages for SDPA, as written without tatten, compiled with Inductor and with tatten on a CPU.
 
     python benchmarks/gathers.py
 
@@ -32,7 +32,7 @@ def gathered(query: Tensor, key: Tensor, value: Tensor, table: Tensor, lens: Ten
 
 
 def inputs(page: int, used: int, dtype: torch.dtype, capacity: int = CAPACITY) -> tuple[Tensor, ...]:
-    """Pages in random order, each of them in one sequence; the longest sequence has `used` keys, the shortest half."""
+    """Return pages in random order, none shared; the longest sequence has `used` keys, the shortest half."""
     columns = capacity // page
     pools = (torch.randn(BATCH * columns, page, KV_HEADS, HEAD_DIM).to(dtype) for _ in "kv")
     table = torch.randperm(BATCH * columns).view(BATCH, columns).int()

@@ -10,8 +10,8 @@ dense MLPs, and as many layers as are asked for. Each number of layers is measur
 the first with the first and so on. A static cache has `--capacity` slots, of which a prompt fills `--used`.
 
 A time is that of one more token: the difference of two calls, one of which generates more. Both wait for the GPU at
-every token, as `generate` does to see whether it is done. Calls take turns. `compile` is how long the first call took
-beyond another one, with nothing on disk that was compiled before. The floor is each weight and each used key and value
+every token, as `generate` does to see whether it is done. Calls take turns. `compile` is the time of the first call
+less that of a later one, with empty caches on disk. The floor is each weight and each used key and value
 once, at the rate of a plain read; of experts, as many as are picked.
 """
 
@@ -48,22 +48,22 @@ FEW, MANY = 4, 36  # tokens of the two calls
 def generator(
     model: PreTrainedModel, prompt: torch.Tensor, capacity: int, backend: str, mode: str
 ) -> Callable[[int], torch.Tensor]:
-    """A function that generates so many tokens after the prompt, and returns them."""
+    """Return a function that generates a number of tokens after the prompt, and returns them."""
     config = CompileConfig(backend=backend, **MODES[mode])
     config._compile_all_devices = True
     cache = StaticCache(model.config, max_cache_len=capacity)
 
     def generate(tokens: int) -> torch.Tensor:
         cache.reset()
-        given = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
-        return model.generate(prompt, **cache_kwargs(cache), compile_config=config, **given)[:, prompt.shape[1] :]
+        options = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        return model.generate(prompt, **cache_kwargs(cache), compile_config=config, **options)[:, prompt.shape[1] :]
 
     return generate
 
 
 @contextmanager
 def caches_in(folder: Path) -> Iterator[None]:
-    """Look compiled code up, and store it, in the folder."""
+    """Keep Dynamo's and Inductor's caches in the folder within this block."""
     with patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder), TRITON_CACHE_DIR=str(folder / "triton")):
         yield
 
@@ -71,7 +71,7 @@ def caches_in(folder: Path) -> Iterator[None]:
 def first_call(
     model: PreTrainedModel, prompt: torch.Tensor, backend: str, mode: str, args: argparse.Namespace, folder: Path
 ) -> tuple[Callable[[int], torch.Tensor], float]:
-    """A function that generates so many tokens, with caches in the folder, and the seconds of its first call."""
+    """Return a function that generates a number of tokens, caching in the folder, and the seconds of its first call."""
     torch._dynamo.reset()
     clear_caches()  # those of Inductor in memory
     model._last_compile_config = None  # `generate` keeps on the model what it compiled, and how
@@ -89,7 +89,7 @@ def first_call(
 
 
 def measure(model: PreTrainedModel, batch: int, mode: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Milliseconds of a token and seconds of compiling, by backend."""
+    """Return milliseconds of a token and seconds of compilation, by backend."""
     device = args.device
     prompt = torch.randint(1, model.config.vocab_size, (batch, args.used), device=device)
 
@@ -109,7 +109,7 @@ def measure(model: PreTrainedModel, batch: int, mode: str, args: argparse.Namesp
 
 
 def rows(args: argparse.Namespace, rate: float) -> Iterator[dict[str, object]]:
-    """The row of each model, number of layers, batch and mode, as soon as it is measured."""
+    """Yield the row of each model, number of layers, batch and mode, as soon as it is measured."""
     tiny, dtype = args.device == "cpu", torch.float32 if args.device == "cpu" else torch.bfloat16
     once = models.build(models.shape("llama", tiny=True), args.device, dtype)
     measure(once, 1, "default", args)  # loads what the first row would load for all
@@ -155,10 +155,10 @@ def main() -> None:
         "model       layers batch mode            | inductor   tatten    floor ms | tatten/inductor | compile s", end=""
     )
     print(" inductor tatten")
-    found = []
+    rows_so_far = []
     with torch.no_grad():
         for r in rows(args, rate):
-            found.append(r)
+            rows_so_far.append(r)
             ms, s = r["token_ms"], r["compile_s"]
             print(
                 f"{r['model']:11} {r['layers']:6} {r['batch']:5} {r['mode']:15} | {ms['inductor']:8.2f} "
@@ -167,7 +167,7 @@ def main() -> None:
                 flush=True,
             )
             if args.json:
-                results.write(args.json, args.device, found, bytes_per_second=rate)
+                results.write(args.json, args.device, rows_so_far, bytes_per_second=rate)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def attend_with(name: str, model: PreTrainedModel) -> None:
 
 
 def measure(name: str, what: Setting, args: argparse.Namespace) -> Row:
-    """The figures of one candidate, in this process."""
+    """Return the figures of one candidate, measured in this process."""
     from support import batches, forked
 
     model = build(what, args)
@@ -114,7 +114,7 @@ def measure(name: str, what: Setting, args: argparse.Namespace) -> Row:
 
 
 def measure_host(name: str, args: argparse.Namespace) -> Row:
-    """Milliseconds of the host for each step of 64 sequences of 4096 tokens, by part; no forward is computed."""
+    """Return the host's milliseconds for each step of 64 sequences of 4096 tokens, by part; no forward is computed."""
     from support import batches
 
     what = HOST[args.device]
@@ -129,7 +129,7 @@ def measure_host(name: str, args: argparse.Namespace) -> Row:
 
 
 def in_a_process(name: str, which: str, args: argparse.Namespace) -> Row | str:
-    """The row of a candidate that is measured in a process of its own, or the reason why there is none."""
+    """Return the row of a candidate that is measured in a process of its own, or the reason why there is none."""
     options = ["--device", args.device, "--settings", which, "--only", name, "--rounds", str(args.rounds)]
     for option in ("layers", "prompts", "new_tokens", "batch_tokens"):
         if (value := getattr(args, option)) is not None:
@@ -142,8 +142,8 @@ def in_a_process(name: str, which: str, args: argparse.Namespace) -> Row | str:
         except subprocess.TimeoutExpired:
             return f"took longer than {args.limit:g} s"
         if path.is_file():
-            found: Row | str = json.loads(path.read_text())
-            return found
+            row_or_reason: Row | str = json.loads(path.read_text())
+            return row_or_reason
         return f"its process ended with exit status {status}"
 
 
@@ -162,7 +162,7 @@ def write_row(args: argparse.Namespace) -> None:
 
 
 def alike(texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
-    """The mean number of leading tokens that are the same."""
+    """Return the mean number of leading tokens that are the same."""
 
     def same(a: Sequence[int], b: Sequence[int]) -> int:
         return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))

@@ -3,7 +3,7 @@
     python benchmarks/indexer.py --device cuda
     OMP_NUM_THREADS=1 python benchmarks/indexer.py     # on a CPU, one sequence
 
-Index keys have 128 dims, as those of DeepSeek-V3.2. Candidates, of which each is held to float64:
+Index keys have 128 dims, as those of DeepSeek-V3.2. Candidates, each checked against float64:
 
     eager       products of all heads in float32, relu, weighted sum, mask, as transformers writes them
     inductor    the same under `torch.compile`
@@ -13,7 +13,7 @@ Index keys have 128 dims, as those of DeepSeek-V3.2. Candidates, of which each i
     unsorted    the same by `torch.topk(sorted=False)`
     top_picks   the same by `tatten::top_picks`
 
-On a GPU a captured CUDA graph goes round calls whose keys the L2 cannot hold together. All candidates take turns, and
+On a GPU a captured CUDA graph cycles through calls whose keys together exceed the L2. All candidates take turns, and
 medians are shown. The floor is each stored key once, at the best rate at which PyTorch reads or copies. `differ` is the
 number of picks of the first sequence that float64 would not make: `inductor` / `tatten`.
 """
@@ -69,7 +69,7 @@ def shapes(device: str) -> list[Shape]:
 
 
 def written(query: Tensor, key: Tensor, weights: Tensor, attn_mask: Tensor, key_scale: Tensor | None = None) -> Tensor:
-    """Score keys as deepseek_v32 of transformers does."""
+    """Score keys as transformers' deepseek_v32 does."""
     wide = key.float() if key_scale is None else key.float() * key_scale
     scores = torch.relu(torch.matmul(query.float(), wide.transpose(1, 2).unsqueeze(1)) * SCALE)
     scores = torch.matmul(weights.unsqueeze(2), scores).squeeze(2)
@@ -81,12 +81,12 @@ def by_op(call: Call) -> Tensor:
 
 
 def calls(s: Shape, device: str) -> list[Call]:
-    """Return inputs of several calls, together more than the cache keeps."""
+    """Return inputs of several calls, more in total than the cache holds."""
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(s.batch, *shape, device=device)
 
-    made: list[Call] = []
+    drawn_calls: list[Call] = []
     for _ in range(-(-L2[device] // s.key_bytes)):
         call = {
             "query": randn(s.q_length, s.heads, DIM).bfloat16(),
@@ -96,18 +96,18 @@ def calls(s: Shape, device: str) -> list[Call]:
         }
         if call["key"].itemsize == 1:
             call["key_scale"] = torch.rand(s.batch, s.length, 1, device=device)
-        made.append(call)
-    return made
+        drawn_calls.append(call)
+    return drawn_calls
 
 
 def picks_that_differ(scores: Tensor, call: Call) -> int:
     """Count picks of the first sequence that float64 would not make; raise unless its scores are right."""
     want = index_scores_reference(**{name: x[:1] for name, x in call.items()}, scale=SCALE)
-    got = scores[:1].double()
-    if not torch.equal(got.isinf(), want.isinf()):
+    first = scores[:1].double()
+    if not torch.equal(first.isinf(), want.isinf()):
         raise ArithmeticError("wrong: other keys are masked")
     finite = want.isfinite()
-    off = ((got - want)[finite].norm() / want[finite].norm()).item()
+    off = ((first - want)[finite].norm() / want[finite].norm()).item()
     if not off < 1e-5:
         raise ArithmeticError(f"wrong: relative error {off:.1e}")
     picked = torch.zeros_like(want, dtype=torch.bool).scatter(2, want.topk(PICKS).indices, True)
@@ -115,7 +115,7 @@ def picks_that_differ(scores: Tensor, call: Call) -> int:
 
 
 def measure(s: Shape, device: str, rate: float, rounds: int) -> dict[str, Any]:
-    """A row of the results; `rate` is bytes per second."""
+    """Return a row of the results; `rate` is bytes per second."""
     inputs, left_out, differ = calls(s, device), {}, {}
     torch.compiler.reset()
     compiled = torch.compile(written, dynamic=False)
@@ -131,17 +131,17 @@ def measure(s: Shape, device: str, rate: float, rounds: int) -> dict[str, Any]:
         **{name: (select, scored) for name, select in SELECTIONS.items()},
     }
     steps: dict[str, Callable[[], object]] = {}
-    for name, (score, given) in run.items():
-        rounds_of_inputs = given * -(-4 // len(given))  # of few, each twice or more: a graph has its own time
+    for name, (score, inputs_of_calls) in run.items():
+        repeated = inputs_of_calls * -(-4 // len(inputs_of_calls))  # at least 4: launching a graph takes time, too
 
-        def step(score: Callable[[Any], Any] = score, given: list[Any] = rounds_of_inputs) -> Any:
-            for x in given:
+        def step(score: Callable[[Any], Any] = score, repeated: list[Any] = repeated) -> Any:
+            for x in repeated:
                 out = score(x)
             return out
 
         try:
             if name not in SELECTIONS:
-                differ[name] = picks_that_differ(score(given[0]), given[0])
+                differ[name] = picks_that_differ(score(inputs_of_calls[0]), inputs_of_calls[0])
             step()
             steps[name] = as_graph(step) if device == "cuda" else step
         except (RuntimeError, ArithmeticError) as error:  # no memory, or no compiler

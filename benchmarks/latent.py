@@ -6,8 +6,8 @@
 
     kernel    one query for each of 128 or 16 heads, rank 512 and rope of 64, bfloat16: `tatten.latent_attention` beside
               FlashAttention-3's kernel for it (`q_v`) and FlashMLA, where `peers.py` finds them; `unrounded` is ours as
-              the pass asks for it, with an output in float32 and, of 16 heads, queries too. On a CPU tiny shapes, to
-              try the code
+              the pass calls it, with the output in float32 and, for 16 heads, the queries as well. On a CPU tiny
+              shapes, to try the code
     product   sums over latents in float32 times `W_uv`: by `tatten::project_heads`, by `bmm` of rounded sums, and by
               `bmm` of both halves of them, `split`
     step      one compiled step with a static cache of 4 layers of DeepSeek-V3's shapes, by Inductor and by tatten; on a
@@ -19,9 +19,9 @@
               all latents on each GPU; the slowest rank counts. For torchrun, which runs no other section
 
 On a GPU kernels and steps are captured CUDA graphs, and a kernel's go round copies of their inputs that the L2 cannot
-hold. Kernels are held to float64 before they are timed, steps to float32. All candidates take turns, and medians are
-shown. The floors are each latent and weight once at the best rate at which PyTorch reads or copies, and for a kernel
-its products at the rate of a large matrix product; both rates are measured in the same run, or given.
+hold. Kernels are checked against float64 before they are timed, steps against float32. All candidates take turns, and
+medians are shown. The floors are each latent and weight once at the best rate at which PyTorch reads or copies, and for
+a kernel its products at the rate of a large matrix product; both rates are measured in the same run, or given.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from support.command_line import arguments, machine
 from support.timing import product_rate, read_rate
 from support.together import Ranks, join
 
-Bars = dict[str, tuple[float, str, float]]  # what is asked for: a figure, whether at least or at most, and its bound
+Bars = dict[str, tuple[float, str, float]]  # by name: a figure, "at least" or "at most", and its bound
 
 
 def kernel(args: argparse.Namespace) -> tuple[list[dict], Bars]:
@@ -183,8 +183,8 @@ def main() -> None:
     asked: dict[str, Bars] = {}
     for section in args.section:
         print(f"\n{section}")
-        found, asked[section] = SECTIONS[section](args)
-        rows += found
+        rows_of_section, asked[section] = SECTIONS[section](args)
+        rows += rows_of_section
         for what, (figure, side, bound) in asked[section].items():
             met = figure <= bound if side == "at most" else figure >= bound
             print(f"  {what}: {figure:.3f}, {side} {bound:g} is asked for: {'yes' if met else 'NO'}")

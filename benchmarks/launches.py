@@ -32,23 +32,23 @@ def randn(*shape: int) -> Tensor:
 
 
 def decode() -> tuple[Call, Tensor]:
-    """32 query heads, 8 kv heads of 128, a mask whose blocks are found once for all calls."""
+    """Return calls of 32 query heads, 8 kv heads of 128, and a mask whose blocks are found once for all calls."""
     kv, (mask, blocks) = (randn(1, 8, 256, 128), randn(1, 8, 256, 128)), padding()
     op = torch.ops.tatten.decode_attention.default
     return lambda q: op(q, *kv, mask, block_mask=blocks)[0], randn(1, 32, 1, 128)
 
 
 def latents(heads: int, dtype: torch.dtype) -> tuple[Call, Tensor]:
-    """As of DeepSeek-V3, with a mask as that of `decode`."""
+    """Return calls in the shapes of DeepSeek-V3, with a mask like that of `decode`."""
     rope, latent, key_rope = randn(1, heads, 1, 64), randn(1, 1, 256, 512), randn(1, 1, 256, 64)
     mask, blocks = padding()
     query = randn(1, heads, 1, 512).to(dtype)
-    op, given = torch.ops.tatten.latent_attention.default, {"scale": 192**-0.5, "out_dtype": torch.float32}
-    return lambda q: op(q, rope, latent, key_rope, mask, block_mask=blocks, **given)[0], query
+    op, options = torch.ops.tatten.latent_attention.default, {"scale": 192**-0.5, "out_dtype": torch.float32}
+    return lambda q: op(q, rope, latent, key_rope, mask, block_mask=blocks, **options)[0], query
 
 
 def prefix() -> tuple[Call, Tensor]:
-    """64 sequences with a prefix that they share, of 8 query heads and a kv head of 128."""
+    """Return calls of 64 sequences with a shared prefix, of 8 query heads and a kv head of 128."""
     (k, v), (k2, v2) = [(randn(n, 1, length, 128), randn(n, 1, length, 128)) for n, length in ((1, 2048), (64, 64))]
     return lambda q: tatten.bifurcated_attention(q, [k, k2], [v, v2])[0], randn(64, 8, 1, 128)
 
@@ -59,7 +59,7 @@ def padding() -> tuple[Tensor, Tensor]:
 
 
 def project() -> tuple[Call, Tensor]:
-    """Sums over latents times the values' weight, 16 heads."""
+    """Return products of sums over latents and the values' weight, for 16 heads."""
     weight = randn(16, 128, 512)
     return lambda x: torch.ops.tatten.project_heads(x, weight), torch.randn(1, 16, 1, 512, device="cuda")
 
@@ -74,7 +74,7 @@ CASES: dict[str, Callable[[], tuple[Call, Tensor]]] = {
 
 
 def measure(call: Call, x: Tensor, calls: int, rounds: int) -> dict[str, float]:
-    """Microseconds of a call, by how it is made."""
+    """Return the microseconds of a call, `called` and `launched`."""
 
     def step(x: Tensor) -> list[Tensor]:
         return [call(x) for _ in range(calls)]

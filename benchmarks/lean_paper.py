@@ -16,8 +16,8 @@ figures: 56 heads in figure 9, one sequence in 7a, 7b and 9, 32 heads and 64k ke
 samples" of heads, contexts and batches; here they are over figure 7 and `grid`, and a mean of ratios depends on such
 a choice.
 
-On a GPU each is a captured CUDA graph that goes through as many copies of the inputs as it takes to leave the L2 cache
-behind. The floor is each key and value once at the best rate of a plain read or copy in the same run.
+On a GPU each is a captured CUDA graph that cycles through more copies of the inputs than fit into the L2 cache. The
+floor is each key and value once at the best rate of a plain read or copy in the same run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch import Tensor
 import tatten
 
 BASELINES = ("fa2", "fixed")
-ROTATE = {"cuda": 512 << 20, "cpu": 0}  # bytes to go through before a copy of the inputs comes again
+ROTATE = {"cuda": 512 << 20, "cpu": 0}  # bytes of other copies read before a copy of the inputs is read again
 
 
 @dataclass(frozen=True)
@@ -101,19 +101,20 @@ AVERAGES = {"fa2": 2.6, "fixed": 1.27}
 
 
 @lru_cache
-def ends(length: int, device: torch.device) -> Tensor:
-    """`cum_seq` of one sequence; cached, so that no captured graph makes it."""
+def cumulative_ends(length: int, device: torch.device) -> Tensor:
+    """Return `cum_seq` of one sequence; cached, so that no captured graph creates it."""
     return torch.tensor((0, length), dtype=torch.int32, device=device)
 
 
 def unsplit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FlashAttention-2 with one program for each head of each sequence; `q` `[batch, heads, 1, head_dim]`."""
+    """Attend by FlashAttention-2 with one program for each head of each sequence; `q` `[batch, heads, 1, head_dim]`."""
     if not q.is_cuda:
         return fixed_split(q, k, v)
     query, key, value = (x.flatten(0, 1).transpose(0, 1) for x in (q, k, v))
     keys = k.shape[2]
     flash = torch.ops.aten._flash_attention_forward.default
-    out = flash(query, key, value, ends(1, q.device), ends(keys, q.device), 1, keys, 0.0, False, False)[0]
+    bounds = cumulative_ends(1, q.device), cumulative_ends(keys, q.device)
+    out = flash(query, key, value, *bounds, 1, keys, 0.0, False, False)[0]
     return out.view_as(q)
 
 
@@ -123,7 +124,7 @@ def fixed_split(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Pool:
-    """Random keys and values, from which each shape takes its copies."""
+    """Random keys and values, of which each shape takes its copies."""
 
     def __init__(self, size: int, args: argparse.Namespace):
         self.args = args
@@ -139,7 +140,7 @@ class Pool:
 
 
 def over(inputs: list[tuple[Tensor, Tensor, Tensor]], fn: Callable[..., Tensor]) -> Callable[[], Tensor]:
-    """`fn` of each of the inputs; returns the last result."""
+    """Return a function that calls `fn` with each of the inputs and returns the last result."""
 
     def step() -> Tensor:
         for each in inputs:
@@ -206,10 +207,10 @@ def summary(rows: dict[Shape, dict[str, float]], figures: dict[str, list[Shape]]
             line += f" | {mean:16.2f} {geometric:6.2f} {min(x):5.2f} {max(x):6.2f}"
         print(line)
     print(f"the paper's average, on an A100: {AVERAGES['fa2']} over fa2 and {AVERAGES['fixed']} over fixed")
-    found = [(shape, name, value) for shape, name, value in CLAIMS if shape in rows]
-    if found:
+    claims = [(shape, name, value) for shape, name, value in CLAIMS if shape in rows]
+    if claims:
         print("\nheads context batch head_dim  over   paper    here")
-    for shape, name, value in found:
+    for shape, name, value in claims:
         print(f"{shape}  {name:5} {value:6.2f} {rows[shape][f'over_{name}']:7.2f}")
 
 
@@ -248,10 +249,10 @@ def main() -> None:
     summary(rows, figures, args.figures)
     print(f"{time.perf_counter() - start:.0f} s")
     if args.json:
-        found = [
+        json_rows = [
             {"figures": [name for name in args.figures if shape in figures[name]], **r} for shape, r in rows.items()
         ]
-        results.write(args.json, args.device, found, bytes_per_second=rate)
+        results.write(args.json, args.device, json_rows, bytes_per_second=rate)
 
 
 if __name__ == "__main__":

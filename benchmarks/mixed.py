@@ -7,10 +7,10 @@
 wheel (benchmarks/support/peers.py). Both make their list of tiles in each call. On a CPU `gathered` is a loop over the
 sequences that copies the pages of each and calls SDPA with a causal mask, as it is written without tatten.
 
-On a GPU each candidate is a captured CUDA graph of several calls, which go round block tables and queries that the L2
-cannot hold. Before it is timed, some tokens are held to float64. The candidates take turns, and medians are shown in
-microseconds per call. The floor is the larger one of two: each key, value, query and output once at the best rate of a
-plain read or copy, and the products at the rate of a large matrix product, both in the same run.
+On a GPU each candidate is a captured CUDA graph of several calls, which cycle through block tables and queries that the
+L2 cannot hold. Before it is timed, some tokens are checked against float64. The candidates take turns, and medians are
+shown in microseconds per call. The floor is the larger one of two: each key, value, query and output once at the best
+rate of a plain read or copy, and the products at the rate of a large matrix product, both in the same run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Attend = Callable[[Tensor, int], Tensor]  # of queries, and the number of a copy
 
 @dataclass(frozen=True)
 class Mixed:
-    """Sequences with so many queries each, after `pasts` keys."""
+    """Sequences with these numbers of queries, after `pasts` keys."""
 
     name: str
     q_lens: tuple[int, ...]
@@ -70,7 +70,7 @@ class Mixed:
 
     @property
     def moved_bytes(self) -> int:
-        """Keys, values, queries and outputs."""
+        """The bytes of keys, values, queries and outputs."""
         return self.kv_bytes + 4 * self.tokens * self.q_heads * self.head_dim
 
     @property
@@ -115,7 +115,7 @@ class Problem:
         self.tables = self._tables().to(device)
 
     def _tables(self) -> Tensor:
-        """int32 `[copies, batch, columns]`: pages in random order, each once; -1 beyond the lengths."""
+        """Return int32 `[copies, batch, columns]`: pages in random order, each once; -1 beyond the lengths."""
         s = self.shape
         used = torch.arange(s.columns) * s.page < torch.tensor(s.lengths)[:, None]
         used = used.expand(self.copies, -1, -1)
@@ -126,7 +126,7 @@ class Problem:
 
 def candidates(p: Problem) -> dict[str, Attend]:
     """Return the functions that attend, by name."""
-    found: dict[str, Attend] = {
+    functions: dict[str, Attend] = {
         "tatten": lambda q, i: tatten.paged_attention(q, p.key, p.value, p.tables[i], p.starts, p.lens)
     }
     fa3 = peers.fa3()
@@ -135,24 +135,24 @@ def candidates(p: Problem) -> dict[str, Attend]:
         tables = p.tables.clamp(min=0)
 
         def flash(q: Tensor, i: int) -> Tensor:
-            given = {"seqused_k": p.lens, "block_table": tables[i], "causal": True}
-            return fa3(q, p.key, p.value, p.starts, None, most_q, most_k, **given)[0]
+            options = {"seqused_k": p.lens, "block_table": tables[i], "causal": True}
+            return fa3(q, p.key, p.value, p.starts, None, most_q, most_k, **options)[0]
 
-        found["fa3"] = flash
+        functions["fa3"] = flash
     if not p.q.is_cuda:
         tables = p.tables.clamp(min=0)
-        found["gathered"] = lambda q, i: _gathered(p, q, tables[i])
-    return found
+        functions["gathered"] = lambda q, i: _gathered(p, q, tables[i])
+    return functions
 
 
 def _gathered(p: Problem, q: Tensor, table: Tensor) -> Tensor:
     outs, starts = [], p.starts.tolist()
     for b, (n, start, stop) in enumerate(zip(p.shape.lengths, starts, starts[1:], strict=False)):
         key, value = (x.index_select(0, table[b]).flatten(0, 1)[:n].transpose(0, 1)[None] for x in (p.key, p.value))
-        own = q[start:stop].transpose(0, 1)[None]
+        queries = q[start:stop].transpose(0, 1)[None]
         causal = torch.ones(stop - start, n, dtype=torch.bool).tril(n - (stop - start))
         outs.append(
-            F.scaled_dot_product_attention(own, key, value, attn_mask=causal, enable_gqa=True)[0].transpose(0, 1)
+            F.scaled_dot_product_attention(queries, key, value, attn_mask=causal, enable_gqa=True)[0].transpose(0, 1)
         )
     return torch.cat(outs)
 
@@ -167,9 +167,9 @@ def error(p: Problem, out: Tensor, copy: int) -> float:
         n = min(CHECKED, p.shape.q_lens[b])
         entries = p.tables[copy, b].clamp(min=0).long()  # a pool of the sequence's own: float64 of all would not fit
         table = torch.arange(len(entries), device=out.device, dtype=torch.int32)[None]
-        own = {"cu_seqlens_q": torch.tensor([0, n], device=out.device).int(), "kv_lens": p.lens[b : b + 1]}
+        bounds = {"cu_seqlens_q": torch.tensor([0, n], device=out.device).int(), "kv_lens": p.lens[b : b + 1]}
         query, pools = p.q[copy, stop - n : stop], (p.key[entries], p.value[entries])
-        want, _ = paged_attention_reference(query, *pools, table, **own)
+        want, _ = paged_attention_reference(query, *pools, table, **bounds)
         errors.append(((out[stop - n : stop].double() - want).norm() / want.norm()).item())
     return max(errors)
 

@@ -28,9 +28,9 @@ COMPILED, MASKED = "decode_attention, compiled", "decode_attention, compiled, at
 
 
 def host_us(call: Call, calls: int) -> float:
-    """Return the microseconds of one of so many calls in a row.
+    """Return the microseconds of one of `calls` calls in a row.
 
-    The calls are few, and of little work, so that the host never waits for the GPU.
+    The calls are few and small, so that the host never waits for the GPU.
     """
     calls = max(1, calls)
     torch.cuda.synchronize()
@@ -41,7 +41,7 @@ def host_us(call: Call, calls: int) -> float:
 
 
 def calls_of(batch: int, kv_len: int) -> dict[str, Call]:
-    """The ops as a model calls them: 32 query heads, 8 kv heads of 128, bfloat16, one query each."""
+    """Return the ops as a model calls them: 32 query heads, 8 kv heads of 128, bfloat16, one query each."""
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -72,7 +72,7 @@ def calls_of(batch: int, kv_len: int) -> dict[str, Call]:
 
 
 def compiled_calls_of(batch: int, kv_len: int, layers: int) -> dict[str, Call]:
-    """Steps of so many layers: plain, and as with a static cache, whose mask all layers share."""
+    """Return steps of `layers` layers: plain, and as with a static cache, whose mask all layers share."""
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)

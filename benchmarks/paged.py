@@ -6,14 +6,14 @@
 
 `dense` is `tatten.decode_attention`, with `kv_lens` where lengths differ; `lens` has them everywhere. `page 16` and the
 others read pages of a pool in random order, K and V apart, by a block table. `fa3 16` and the others are
-FlashAttention-3 on the same pages, from vLLM's wheel (benchmarks/support/peers.py), with as many splits as it sees fit.
-On a CPU `gathered 16` and `gathered 64` are `index_select` of pages and SDPA with a mask of the lengths, as it is
-written without tatten.
+FlashAttention-3 on the same pages, from vLLM's wheel (benchmarks/support/peers.py), with the number of splits that it
+chooses. On a CPU `gathered 16` and `gathered 64` are `index_select` of pages and SDPA with a mask of the lengths, as it
+is written without tatten.
 
-On a GPU each candidate is a captured CUDA graph of several calls, which go round block tables, and copies of K and V,
-that the L2 cannot hold. Before it is timed, it is held to float64 on some sequences. The candidates take turns, and
-medians are shown in microseconds per call. The floor is each key and value and each entry of a table of pages of 16
-once, at the best rate of a plain read or copy in the same run.
+On a GPU each candidate is a captured CUDA graph of several calls, which cycle through block tables, and copies of K and
+V, that the L2 cannot hold. Before it is timed, it is checked against float64 on some sequences. The candidates take
+turns, and medians are shown in microseconds per call. The floor is each key and value and each entry of a table of
+pages of 16 once, at the best rate of a plain read or copy in the same run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Problem:
         return [x[: len(x) // width * width].view(-1, page, s.kv_heads, s.head_dim) for x in self.numbers]
 
     def tables(self, page: int) -> Tensor:
-        """int32 `[copies, batch, columns]`: pages in random order, each once; -1 beyond the lengths."""
+        """Return int32 `[copies, batch, columns]`: pages in random order, each once; -1 beyond the lengths."""
         s = self.shape
         columns = -(-s.capacity // page)
         used = torch.arange(columns) * page < torch.tensor(s.lengths)[:, None]
@@ -82,16 +82,16 @@ def candidates(p: Problem) -> dict[str, Attend]:
         tables, pools = p.tables(page), p.pools(page)
         return lambda q, i: tatten.decode_attention(q, *pools, kv_lens=p.lens, block_table=tables[i])
 
-    found: dict[str, Attend] = {
+    functions: dict[str, Attend] = {
         "dense": lambda q, i: tatten.decode_attention(q, *p.in_order(i), **ragged),
         "lens": lambda q, i: tatten.decode_attention(q, *p.in_order(i), kv_lens=p.lens),
         **{f"page {page}": paged(page) for page in PAGES},
     }
     if p.q.is_cuda and peers.fa3() is not None:
-        found |= {f"fa3 {page}": _fa3(p, page) for page in PAGES}
+        functions |= {f"fa3 {page}": _fa3(p, page) for page in PAGES}
     if not p.q.is_cuda:
-        found |= {f"gathered {page}": _gathered(p, page) for page in GATHERED}
-    return found
+        functions |= {f"gathered {page}": _gathered(p, page) for page in GATHERED}
+    return functions
 
 
 def _fa3(p: Problem, page: int) -> Attend:
@@ -99,8 +99,8 @@ def _fa3(p: Problem, page: int) -> Attend:
     starts = torch.arange(p.shape.batch + 1, device=p.q.device, dtype=torch.int32)
 
     def attend(q: Tensor, i: int) -> Tensor:
-        given = {"seqused_k": p.lens, "block_table": tables[i]}
-        return kernel(q.squeeze(2), key, value, starts, None, 1, max(p.shape.lengths), **given)[0].unsqueeze(2)
+        options = {"seqused_k": p.lens, "block_table": tables[i]}
+        return kernel(q.squeeze(2), key, value, starts, None, 1, max(p.shape.lengths), **options)[0].unsqueeze(2)
 
     return attend
 
@@ -162,7 +162,7 @@ def measure(p: Problem, rounds: int) -> dict[str, float]:
 
 
 def bars(rows: list[dict]) -> dict[str, tuple[float, float]]:
-    """Return the figures that are asked of pages, each with its bound."""
+    """Return the figures of pages that have a bound, each with its bound."""
 
     def largest(page: int, other: str, sections: tuple[str, ...] = ()) -> float:
         chosen = [row["us"] for row in rows if not sections or row["section"] in sections]

@@ -39,31 +39,31 @@ class Case:
 
 
 def case(name: str, r: Row, ours: str, others: dict[str, str]) -> Case:
-    """`others` maps the columns of the row to what they are drawn as; columns that were not measured are left out."""
+    """Return a case whose columns `others` maps to the names they are drawn under; missing columns are left out."""
     us, floor = r["us"], r["floor_us"]
-    found: dict[str, float] = {}
+    over_floor: dict[str, float] = {}
     for column, drawn in others.items():
         if column in us:
-            found[drawn] = min(us[column] / floor, found.get(drawn, float("inf")))
-    return Case(name, us[ours] / floor, found)
+            over_floor[drawn] = min(us[column] / floor, over_floor.get(drawn, float("inf")))
+    return Case(name, us[ours] / floor, over_floor)
 
 
 def steps() -> list[Case]:
-    """Decode steps of a compiled model."""
-    found = []
+    """Return the cases of decode steps of a compiled model."""
+    cases = []
     for r in results.select(RESULTS / "static_cache.json", ("inductor_ms", "tatten_ms", "floor_ms")):
         name = f"{r['batch']} x {thousands(r['used'])} of {thousands(r['max_cache_len'])} slots"
-        found.append(Case(name, r["tatten_ms"] / r["floor_ms"], {"PyTorch": r["inductor_ms"] / r["floor_ms"]}))
-    return found
+        cases.append(Case(name, r["tatten_ms"] / r["floor_ms"], {"PyTorch": r["inductor_ms"] / r["floor_ms"]}))
+    return cases
 
 
 def ragged() -> list[Case]:
     columns = {"sdpa": "PyTorch", "fa3": "FA3", "fa3_8": "FA3", "fa3_32": "FA3"}
-    found = []
+    cases = []
     for r in results.select(RESULTS / "decode_ragged.json", ("us", "floor_us", "name")):
         count = "" if "one" in r["name"] else f"{len(r['lengths'])} x "
-        found.append(case(f"{count}{r['name']}, {heads(r)}", r, "auto", columns))
-    return found
+        cases.append(case(f"{count}{r['name']}, {heads(r)}", r, "auto", columns))
+    return cases
 
 
 def uniform() -> list[Case]:
@@ -83,7 +83,7 @@ def prefixes() -> list[Case]:
 
 
 def panel(ax: Axes, title: str, cases: list[Case], theme: Theme) -> None:
-    """Time over the floor, one line for each case, the fastest at the left."""
+    """Draw times over the floor, one line for each case, the fastest at the left."""
     for y, c in enumerate(cases):
         values = [c.tatten, *c.others.values()]
         ax.plot([min(values), max(values)], [y, y], color=theme.line, linewidth=2.5, zorder=1)
@@ -116,7 +116,7 @@ def device(name: str) -> str:
 
 
 def legend(figure: Figure, names: list[str], theme: Theme, labels: dict[str, str]) -> None:
-    """One line below the panels."""
+    """Draw the legend, one line below the panels."""
     ax = figure.axes[0]
     handles = [ax.scatter([], [], s=80, color=theme.ours, label="tatten", linewidths=0)]
     for name in names:
@@ -128,7 +128,7 @@ def legend(figure: Figure, names: list[str], theme: Theme, labels: dict[str, str
 
 
 def speed_over_floor(theme: Theme) -> Figure:
-    """Plain decode: the step of a model, ragged lengths, equal lengths."""
+    """Draw plain decode: the step of a model, ragged lengths, equal lengths."""
     left = [("A model's step, static cache", steps()), ("Ragged lengths", ragged())]
     right = uniform()
     figure = Figure(figsize=(9.6, 4.6))
@@ -144,7 +144,7 @@ def speed_over_floor(theme: Theme) -> Figure:
 
 
 def shared_prefix(theme: Theme) -> Figure:
-    """Attention to a prefix that all sequences share."""
+    """Draw attention to a prefix that all sequences share."""
     figure, cases = Figure(figsize=(9.6, 3.8)), prefixes()
     figure.subplots_adjust(left=0.18, right=0.985, bottom=0.16, top=0.84)
     panel(figure.add_subplot(), "Sequences x (shared prefix + own suffix), query/kv heads", cases, theme)
@@ -156,7 +156,7 @@ def shared_prefix(theme: Theme) -> Figure:
 
 
 def tree_vs_ring(theme: Theme) -> Figure:
-    """Attention of one query to a context on two GPUs, by its length."""
+    """Draw attention of one query to a context on two GPUs, by its length."""
     rows = results.select(RESULTS / "tree_latency.json", ("length", "us"), section="latency")
 
     def points(column: str) -> list[tuple[int, float]]:
@@ -173,7 +173,7 @@ def tree_vs_ring(theme: Theme) -> Figure:
 
 
 def sparse(theme: Theme) -> Figure:
-    """Bytes that attention reads, by the number of keys: all of them, or those that a top-k picked."""
+    """Draw the bytes that attention reads, by the number of keys: all of them, or those that a top-k picked."""
     keys = "length", "bytes_us", "dense_bytes_us"
     rows = results.select(RESULTS / "sparse_kernel.json", keys, heads=128, batch=1, picks="random")
     rate = results.read(RESULTS / "sparse_kernel.json")["bytes_per_second"] / 1e12  # MB per us
@@ -187,7 +187,7 @@ def sparse(theme: Theme) -> Figure:
 
 
 def prefill(theme: Theme) -> Figure:
-    """Seconds of a prefill, by its length and the number of ranks."""
+    """Draw the seconds of a prefill, by its length and the number of ranks."""
     keys = "length", "ranks", "s", "floor_s"
     one, all_ranks = (results.select(RESULTS / "prefill.json", keys, arm=arm) for arm in ("sdpa", "striped"))
     if (long := RESULTS / "prefill_long.json").exists():  # a million tokens, which no GPU holds alone
@@ -204,7 +204,7 @@ def prefill(theme: Theme) -> Figure:
 
 
 def rollouts(theme: Theme) -> Figure:
-    """Tokens per second of rollouts, by the number of samples of each prompt."""
+    """Draw the tokens per second of rollouts, by the number of samples of each prompt."""
     rows = results.select(RESULTS / "rollouts.json", ("samples", "prompts", "tokens_per_second"))
 
     def points(arm: str) -> list[tuple[int, float]]:

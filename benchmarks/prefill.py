@@ -10,9 +10,10 @@
         striped  `cache.prefill` over all ranks
     long      a million tokens over all ranks, in chunks: once, and whether its logits are finite
 
-Logits of the last token are held to those of `sdpa` before anything is timed; values are large, so that they tell what
-attention has read. Times are those of the slowest rank, medians. The floor is the matrix products of a rank's share,
-causal attention counted half, at the rate of a large matrix product. Ring bytes are what a rank sends, computed.
+Logits of the last token are checked against those of `sdpa` before anything is timed; values are large, so that the
+logits depend on all keys that attention read. Times are those of the slowest rank, medians. The floor is the matrix
+products of a rank's share, causal attention counted half, at the rate of a large matrix product. Ring bytes are what a
+rank sends, computed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MOST = 0.2  # that logits may differ; where half of the prompt was another, they
 
 
 def make_model(device: str, layers: int | None, length: int) -> PreTrainedModel:
-    """A Llama with random weights, the same on all ranks, whose attention to `length` tokens weighs in its logits."""
+    """Return a Llama with the same random weights on all ranks; its logits depend on attention to all tokens."""
     changes: dict[str, object] = {"num_hidden_layers": layers} if layers else {}
     if device == "cuda":
         changes["vocab_size"] = 128256
@@ -63,13 +64,13 @@ def make_prompt(device: str, vocabulary: int, length: int) -> Tensor:
 
 
 def products(model: PreTrainedModel, tokens: int) -> int:
-    """Floating point operations of a prefill."""
+    """Return the floating point operations of a prefill."""
     weights = sum(x.weight.numel() for x in model.model.modules() if isinstance(x, nn.Linear))
     return 2 * tokens * weights + 2 * tokens**2 * model.config.hidden_size * model.config.num_hidden_layers
 
 
 def ring_bytes(model: PreTrainedModel, ranks: int, tokens: int, chunk: int | None) -> int:
-    """Bytes that a rank sends in a prefill of one prompt."""
+    """Return the bytes that a rank sends in a prefill of one prompt."""
     config, each = model.config, -(-tokens // ranks)
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     step = each if chunk is None else chunk // ranks
@@ -86,7 +87,7 @@ def by_sdpa(model: PreTrainedModel, prompt: Tensor) -> Tensor:
 
 
 def measured(step: Callable[[], Tensor], ranks: Ranks) -> tuple[float, float]:
-    """Seconds of a step on the slowest rank, and the most memory that one had, in GiB; on a CPU 0."""
+    """Return the seconds of a step on the slowest rank, and the most GiB of memory that a rank had; on a CPU 0."""
     gc.collect()
     if ranks.device == "cpu":
         return ranks.seconds(step), 0.0
@@ -95,9 +96,10 @@ def measured(step: Callable[[], Tensor], ranks: Ranks) -> tuple[float, float]:
     return ranks.seconds(step), ranks.largest(torch.cuda.max_memory_allocated() / 2**30)
 
 
-def difference(ranks: Ranks, name: str, got: Tensor, want: Tensor) -> float:
-    """The largest relative error of logits on any rank; raises ArithmeticError on all ranks if it is too large."""
-    error = ranks.largest(((got.float() - want.float()).norm() / want.float().norm()).nan_to_num(math.inf).item())
+def difference(ranks: Ranks, name: str, logits: Tensor, expected: Tensor) -> float:
+    """Return the largest relative error of logits on any rank; raise ArithmeticError on all ranks if it is large."""
+    logits, expected = logits.float(), expected.float()
+    error = ranks.largest(((logits - expected).norm() / expected.norm()).nan_to_num(math.inf).item())
     if error > MOST:
         raise ArithmeticError(f"logits of {name} differ by {error:.2f}, allowed {MOST}")
     return error
@@ -122,7 +124,7 @@ def prompt(ranks: Ranks, args: argparse.Namespace, length: int) -> list[dict]:
     say(f"\nprompt of {length} tokens, {layers} layers, {ranks.size} ranks, chunk {args.chunk}")
     say("      arm |  seconds    floor  / floor |  sdpa /  alone / | ring GB  GiB a rank  logits differ")
     rows = []
-    median = {name: statistics.median(x for x, _ in found) for name, found in times.items()}
+    median = {name: statistics.median(x for x, _ in seconds_and_gib) for name, seconds_and_gib in times.items()}
     for name, (size, _) in arms.items():
         seconds, floor = median[name], products(model, length) / size / args.rate
         row = {"section": "prompt", "arm": name, "ranks": size, "length": length, "layers": layers, "chunk": args.chunk}

@@ -17,10 +17,10 @@
                     found beforehand as for the layers of a compiled model; some samples dropped, with and without
                     copies of the prefixes; almost all samples from one prompt; and one CUDA graph over changing rows
 
-On a GPU each candidate is a captured CUDA graph that goes round copies of keys and values that the L2 cannot hold. All
-are held to float32 before they are timed, take turns, and medians are shown in microseconds per call. The floor is each
-key, value, query and output once at the bandwidth of a plain read, or the products at the rate of a large matrix
-product, whichever takes longer.
+On a GPU each candidate is a captured CUDA graph that cycles through copies of keys and values that the L2 cannot hold.
+All are checked against float32 before they are timed, take turns, and medians are shown in microseconds per call. The
+floor is each key, value, query and output once at the bandwidth of a plain read, or the products at the rate of a large
+matrix product, whichever takes longer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def show_tree(r: dict) -> None:
 
 
 def show_end(section: str, rows: list[dict]) -> None:
-    """The worst and the mean ratio, and why candidates are missing."""
+    """Print the worst and the mean ratio, and why candidates are missing."""
     ratios = {f"{r['name']} {r['q_heads']}/{r['kv_heads']}": r["ratio"] for r in rows if r["ratio"] is not None}
     if ratios:
         worst = max(ratios, key=ratios.__getitem__)
@@ -66,32 +66,32 @@ def measure_trees(section: str, device: str, rates: tuple[float, float], args: a
     print(
         f"\n{section}\n{'nodes_tokens by level':44} heads |{''.join(names)}     floor | ratio to the best", flush=True
     )
-    found = []
+    rows = []
     for tree in trees(section, device):
         if args.heads and f"{tree.q_heads}/{tree.kv_heads}" not in args.heads:
             continue
         row = measure(tree, device, [c for c in COLUMNS if not args.only or c in args.only], args.rounds)
         row["floor_us"] = max(tree.bytes / rates[0], tree.flops / rates[1])
-        found.append({"section": section, **row})
-        show_tree(found[-1])
+        rows.append({"section": section, **row})
+        show_tree(rows[-1])
         if device == "cuda":
             torch.cuda.empty_cache()
-    show_end(section, found)
-    return found
+    show_end(section, rows)
+    return rows
 
 
 def measure_groups(device: str, rates: tuple[float, float], rounds: int) -> list[dict]:
     sizes = grouped_rows.Sizes() if device == "cuda" else grouped_rows.TINY
     print(f"\ngroups: {sizes}")
-    found = [{"section": "groups", **r} for r in grouped_rows.measure(sizes, device, rates, rounds)]
-    for r in found:
+    rows = [{"section": "groups", **r} for r in grouped_rows.measure(sizes, device, rates, rounds)]
+    for r in rows:
         shown = (
             f"{r['us']:9.1f} us {r['over_regular']:7.3f} x regular {r['added_us']:+8.1f} us, floor {r['floor_us']:.1f}"
         )
         print(f"{r['batch']:4} {r['groups']:8} {r['given']:7} {shown}", flush=True)
     worst = grouped_rows.replay(sizes, device)
     print(f"one graph over changing rows: largest error {worst:.1e}", flush=True)
-    return found
+    return rows
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ NODE = 8
 
 
 def fit(points: Sequence[Point]) -> tuple[float, float]:
-    """`(alpha, beta)` of `seconds = alpha * rounds + beta * bytes`, by least squares of the relative errors.
+    """Fit `(alpha, beta)` of `seconds = alpha * rounds + beta * bytes`, by least squares of the relative errors.
 
     Args:
         points: `(rounds, bytes, seconds)` of each measurement.
@@ -62,7 +62,7 @@ def fit(points: Sequence[Point]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Line:
-    """A fitted model, and how far it is from what it was fitted to."""
+    """A fitted model, and its largest relative error at the points it was fitted to."""
 
     alpha: float
     beta: float
@@ -82,7 +82,7 @@ class Line:
 
 
 def sent(strategy: str, ranks: int, rows: int, head_dim: int) -> tuple[float, float]:
-    """Rounds and bytes that a rank sends, to merge so many rows in a node: `out` in bfloat16 and `lse` in float32."""
+    """Return the rounds, and the bytes a rank sends, to merge `rows` rows in a node: bfloat16 `out`, float32 `lse`."""
     others, payload = ranks - 1, rows * (2 * head_dim + 4)
     if strategy == "push":
         two = plan_push(torch.Size((rows, head_dim)), 2, ranks, False, 1).gather
@@ -93,7 +93,7 @@ def sent(strategy: str, ranks: int, rows: int, head_dim: int) -> tuple[float, fl
 
 
 def merge_points(path: Path, strategy: str, head_dim: int) -> list[Point]:
-    """Rounds, bytes and seconds of each merge that `tree_merge.py` measured."""
+    """Return rounds, bytes and seconds of each merge that `tree_merge.py` measured."""
     merges = select(path, ("ranks", "rows", "us"))
     need(path, (row["us"] for row in merges), (strategy,))
     if len({(row["ranks"], row["rows"]) for row in merges}) < len(merges):

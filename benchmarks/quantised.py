@@ -52,12 +52,12 @@ def bytes_of(cache: Cache) -> int:
 def generator(
     model: PreTrainedModel, prompt: Tensor, cache: Cache, config: CompileConfig
 ) -> tuple[Callable[[int], Tensor], tatten.Report]:
-    """A function that generates so many tokens, compiled, and the report of what was compiled."""
+    """Return a compiled function that generates a number of tokens, and the report of its compilation."""
 
     def generate(tokens: int) -> Tensor:
         cache.reset()
-        given = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
-        return model.generate(prompt, **cache_kwargs(cache), compile_config=config, **given)
+        options = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        return model.generate(prompt, **cache_kwargs(cache), compile_config=config, **options)
 
     with tatten.recording() as report:
         generate(FEW)
@@ -66,7 +66,7 @@ def generator(
 
 
 def logits_after(model: PreTrainedModel, prompt: Tensor, cache: Cache) -> Tensor:
-    """The logits of a step after the prompt, in eager mode."""
+    """Return the logits of a step after the prompt, in eager mode."""
     cache.reset()
     model(prompt, **cache_kwargs(cache), logits_to_keep=1)
     token = torch.ones_like(prompt[:, :1])
@@ -78,7 +78,7 @@ def relative(x: Tensor, y: Tensor) -> float:
 
 
 def attention_errors(batch: int, length: int, dtype: torch.dtype, device: str) -> dict[str, float]:
-    """Return the errors of attention as an 8B model has it, over normally distributed keys and values."""
+    """Return the errors of attention in the shapes of an 8B model, over normally distributed keys and values."""
     generator = torch.Generator(device).manual_seed(0)
     query, key, value = (
         torch.randn(batch, heads, n, 128, generator=generator, device=device).to(dtype)

@@ -44,7 +44,7 @@ ARMS: dict[str, Callable[[PreTrainedModel, Any], Any]] = {
 
 
 def check(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
-    """The share of sequences whose first token is the same; raises if it is small, or any token differs in float32."""
+    """Return the share of sequences with equal first tokens; raise if it is small, or a token differs in float32."""
     print(f"  {example.compare(ours, theirs, dtype)}", flush=True)
     first = (ours[:, 0] == theirs[:, 0]).double().mean().item()
     if first < 0.25:
@@ -53,7 +53,7 @@ def check(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
 
 
 def measure(model: PreTrainedModel, samples: int, args: argparse.Namespace) -> dict[str, object]:
-    """A row: rollouts with so many samples of each prompt."""
+    """Return a row: rollouts with `samples` samples of each prompt."""
     torch.manual_seed(0)
     task = example.make_task(
         model.config.vocab_size, argparse.Namespace(**{**vars(args), "samples": samples, "ends": 0})

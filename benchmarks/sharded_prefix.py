@@ -58,24 +58,27 @@ Steps = Mapping[str, Callable[[], object]]
 
 
 def timed(steps: Steps, ranks: Ranks, rounds: int) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Seconds of each step on the slowest rank, and on each rank."""
+    """Return the seconds of each step on the slowest rank, and on each rank."""
     once = {name: ranks.seconds(step) for name, step in steps.items()}
-    own: dict[str, list[float]] = {name: [] for name in steps}
+    times_here: dict[str, list[float]] = {name: [] for name in steps}
 
     def slowest(name: str, step: Callable[[], object]) -> float:
         dist.barrier(ranks.group)
-        step()  # all ranks are here, and the GPU is busy while the host goes on
-        own[name].append(seconds(step, ranks.device, max(1, min(50, int(20e-3 / once[name])))))
-        return ranks.largest(own[name][-1])
+        step()  # after the barrier: the GPU is busy while the host launches the timed step
+        times_here[name].append(seconds(step, ranks.device, max(1, min(50, int(20e-3 / once[name])))))
+        return ranks.largest(times_here[name][-1])
 
-    found = in_turns(steps, rounds, slowest)
+    slowest_medians = in_turns(steps, rounds, slowest)
     every: list[dict[str, float] | None] = [None] * ranks.size
-    dist.all_gather_object(every, {name: statistics.median(x) for name, x in own.items()}, ranks.group)
-    return found, {name: [x[name] for x in every if x is not None] for name in steps}
+    dist.all_gather_object(every, {name: statistics.median(x) for name, x in times_here.items()}, ranks.group)
+    return slowest_medians, {name: [x[name] for x in every if x is not None] for name in steps}
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
-    return ((got.float() - want.float()).norm() / want.float().norm()).item() if got.isfinite().all() else math.nan
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    if not out.isfinite().all():
+        return math.nan
+    out, expected = out.float(), expected.float()
+    return ((out - expected).norm() / expected.norm()).item()
 
 
 def require(ranks: Ranks, errors: dict[str, float], most: float) -> None:
@@ -87,7 +90,7 @@ def require(ranks: Ranks, errors: dict[str, float], most: float) -> None:
 
 
 def captured(ranks: Ranks, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The step, on a GPU as a graph whose output was overwritten."""
+    """Return the step, on a GPU as a graph whose output was overwritten."""
     for _ in range(3):
         step()
     if ranks.device == "cpu":
@@ -100,12 +103,12 @@ def captured(ranks: Ranks, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def randn(ranks: Ranks, *shape: int) -> Tensor:
-    """The same on all ranks, which have seeded their generators alike."""
+    """Return the same numbers on all ranks, which have seeded their generators alike."""
     return torch.randn(shape, device=ranks.device, dtype=torch.bfloat16)
 
 
 def exact(q: Tensor, keys: list[Tensor], values: list[Tensor], sequence: int) -> Tensor:
-    """Attention of one sequence over all segments, in float32 `[q_heads, d]`."""
+    """Return attention of one sequence over all segments, in float32 `[q_heads, d]`."""
     k, v = (torch.cat([x[sequence % len(x)] for x in kv], dim=1).float() for kv in (keys, values))
     heads = q[sequence].float().view(len(k), -1, q.shape[-1])
     return ((heads @ k.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1) @ v).flatten(0, 1)
@@ -134,8 +137,8 @@ def measure_op(shape: tuple[int, int, int, int, int], ranks: Ranks, args: argpar
         out, ends = steps[name]().flatten(1, 2), (0, batch - 1)
         errors[name] = max(relative_error(out[b], exact(q, *kv, b)) for b in ends)
     require(ranks, errors, 1e-2)
-    found, each = timed(steps, ranks, args.rounds)
-    us = {name: 1e6 * x for name, x in found.items()}
+    medians, each = timed(steps, ranks, args.rounds)
+    us = {name: 1e6 * x for name, x in medians.items()}
     read = 4 * 128 * (kv_heads * (prefix + batch * suffix) // ranks.size + batch * q_heads)
     flops = 4 * batch * q_heads * 128 * (prefix + suffix) // ranks.size
     return {
@@ -176,7 +179,7 @@ def release() -> None:
 
 
 def random_kv(ranks: Ranks, sizes: Sizes, batch: int, length: int) -> KV:
-    """Keys and values of each layer; values so large that attention's output is too, and logits tell what was read."""
+    """Return keys and values of each layer, large enough that the logits depend on which of them attention read."""
     shape = batch, sizes.kv_heads, length, sizes.head_dim
     scale = length**0.5 / 2
     return [(randn(ranks, *shape), randn(ranks, *shape).mul_(scale)) for _ in range(sizes.layers)]
@@ -191,14 +194,14 @@ def measure_step(samples: Samples, arms: dict[str, SampleStep], ranks: Ranks, ar
     logits = {name: step().clone() for name, step in steps.items()}
     differences = {name: relative_error(x, logits["one"]) for name, x in logits.items()}
     require(ranks, differences, 0.2)  # without half the prefix they would differ by about 1
-    found, _ = timed(steps, ranks, args.rounds)
+    medians, _ = timed(steps, ranks, args.rounds)
     return {
         "prefix": samples.prefix,
         "batch": samples.batch,
         "suffix": samples.suffix,
-        "ms": {name: 1e3 * x for name, x in found.items()},
+        "ms": {name: 1e3 * x for name, x in medians.items()},
         "floor_ms": {name: 1e3 * arm.bytes(samples) / args.rate for name, arm in arms.items()},
-        "faster": found["one"] / found["sequence"],
+        "faster": medians["one"] / medians["sequence"],
         "differences": differences,
     }
 

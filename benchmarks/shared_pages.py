@@ -11,9 +11,9 @@
     finding     `tatten.shared_pages` alone, for tables with a shared first half and for tables that share nothing; and
                 attention to tables that share nothing, with `shared_pages` and without
 
-On a GPU each candidate is a captured CUDA graph of several calls, which go round pages that the L2 cannot hold. Before
-it is timed, it is held to float64 on two sequences. The candidates take turns, and medians are shown in microseconds
-per call. Ratios count a 32nd of the time to find the pages, as for 32 layers.
+On a GPU each candidate is a captured CUDA graph of several calls, which cycle through pages that the L2 cannot hold.
+Before it is timed, it is checked against float64 on two sequences. The candidates take turns, and medians are shown in
+microseconds per call. Ratios count a 32nd of the time to find the pages, as for 32 layers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Attend = Callable[[int], Tensor]  # of the number of a copy
 
 @dataclass(frozen=True)
 class Tree:
-    """Levels from coarse to fine; the last one has a row for each sequence."""
+    """A tree of levels from coarse to fine; the last one has a row for each sequence."""
 
     q_heads: int
     kv_heads: int
@@ -64,8 +64,8 @@ class Tree:
         return 4 * self.pages * self.page * self.kv_heads * self.head_dim
 
 
-def prefix(batch: int, q_heads: int, kv_heads: int, shared: int, own: int, page: int = 16) -> Tree:
-    return Tree(q_heads, kv_heads, ((1, shared), (batch, own)), page)
+def prefix(batch: int, q_heads: int, kv_heads: int, shared: int, suffix: int, page: int = 16) -> Tree:
+    return Tree(q_heads, kv_heads, ((1, shared), (batch, suffix)), page)
 
 
 def trees(device: str) -> list[Tree]:
@@ -110,12 +110,12 @@ class Problem:
         self.lens = torch.full((tree.batch,), sum(keys for _, keys in tree.levels), device=device, dtype=torch.int32)
 
     def find(self, copy: int) -> tatten.SharedPages:
-        given = {"n_pages": len(self.pools[0]), "page_size": self.tree.page}
-        return tatten.shared_pages(self.tables[copy], self.lens, **given)
+        sizes = {"n_pages": len(self.pools[0]), "page_size": self.tree.page}
+        return tatten.shared_pages(self.tables[copy], self.lens, **sizes)
 
     def candidates(self) -> dict[str, Attend]:
-        found = [self.find(i) for i in range(self.copies)]
-        given = {"kv_lens": self.lens}
+        shared_pages = [self.find(i) for i in range(self.copies)]
+        options = {"kv_lens": self.lens}
         shuffled = self.q[self.order]
         segments = [
             [
@@ -127,12 +127,12 @@ class Problem:
 
         def shared(i: int) -> Tensor:
             return tatten.decode_attention(
-                shuffled, *self.pools, block_table=self.tables[i], **given, shared_pages=found[i]
+                shuffled, *self.pools, block_table=self.tables[i], **options, shared_pages=shared_pages[i]
             )
 
         return {
             "shared": shared,
-            "paged": lambda i: tatten.decode_attention(shuffled, *self.pools, block_table=self.tables[i], **given),
+            "paged": lambda i: tatten.decode_attention(shuffled, *self.pools, block_table=self.tables[i], **options),
             "segments": lambda i: tatten.bifurcated_attention(self.q, *segments[i]),
             "find": lambda i: self.find(i).data,
         }
@@ -144,9 +144,9 @@ class Problem:
         errors = []
         for b in (0, len(out) - 1):
             pools = [x[self.tables[0, b].long()] for x in self.pools]  # float64 of all would not fit
-            own = torch.arange(len(pools[0]), device=out.device, dtype=torch.int32)[None]
+            table = torch.arange(len(pools[0]), device=out.device, dtype=torch.int32)[None]
             query = self.q[self.order[b : b + 1]]
-            want, _ = decode_attention_reference(query, *pools, kv_lens=self.lens[:1], block_table=own)
+            want, _ = decode_attention_reference(query, *pools, kv_lens=self.lens[:1], block_table=table)
             errors.append(((out[b : b + 1].double() - want).norm() / want.norm()).item())
         return max(errors)
 
@@ -186,7 +186,7 @@ def measure_shared(device: str, rounds: int) -> list[dict]:
 
 
 def measure_finding(device: str, rounds: int) -> list[dict]:
-    """Keys of each sequence: `columns` pages, of which all sequences share the first half, or none any."""
+    """Measure sequences of `columns` pages each, of which all share the first half, or none."""
     sizes = [(32, 512), (256, 64), (256, 512), (1024, 512)] if device == "cuda" else [(8, 16)]
     rows = []
     for batch, columns in sizes:
@@ -205,7 +205,7 @@ def measure_finding(device: str, rounds: int) -> list[dict]:
 
 
 def bars(rows: list[dict]) -> dict[str, tuple[float, float]]:
-    """Return the figures that are asked of shared pages, each with its bound."""
+    """Return the figures of shared pages that have a bound, each with its bound."""
     asked = {}
     if ratios := [row["ratio"] for row in rows if row["section"] == "shared"]:
         asked["largest ratio of shared pages to segments"] = max(ratios), MOST["shared"]

@@ -16,9 +16,9 @@ Side by side in one run, on random data:
     paged     FlashAttention-3 over pages of which sequences share those of the prefix (GPU, likewise)
     cascade   flashinfer.MultiLevelCascadeAttentionWrapper (GPU)
 
-On a GPU each is a captured CUDA graph. All are held to float32 on the first and the last sequence. The floor is each
-key and value once at the bandwidth of a plain read, or the products at the rate of a large matrix product, whichever
-takes longer; both rates are measured in the same run.
+On a GPU each is a captured CUDA graph. All are checked against float32 on the first and the last sequence. The floor is
+each key and value once at the bandwidth of a plain read, or the products at the rate of a large matrix product,
+whichever takes longer; both rates are measured in the same run.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ PLAIN = "expanded", "paged"
 
 
 def undisturbed(fn: Callable[[], object], device: str, repeats: int = 1) -> float:
-    """Microseconds of one call, in a row of `repeats`."""
+    """Return the microseconds of one call in a row of `repeats`, after OpenMP's threads have gone to sleep."""
     if device == "cpu":
         time.sleep(0.02)  # the threads of Inductor's own OpenMP runtime spin for a while after each kernel
     return microseconds(fn, device, repeats=repeats)
 
 
 def measure(row: Row, device: str, rate: tuple[float, float], rounds: int, names: list[str]) -> dict[str, object]:
-    """A row of the results; `rate` is the device's bytes and floating point operations per microsecond."""
+    """Return a row of the results; `rate` is the device's bytes and floating point operations per microsecond."""
     problem = Problem(row, device)
     functions = {name: step for name in names if (step := prepare(problem, name)) is not None}
     errors = {name: problem.error(fn()) for name, fn in functions.items()}
@@ -72,14 +72,14 @@ def measure(row: Row, device: str, rate: tuple[float, float], rounds: int, names
 
 
 def ratio(r: dict, name: str, others: Sequence[str]) -> float | None:
-    """A row's time over the least of others; None where they were not measured."""
+    """Return a row's time over the least of others; None where they were not measured."""
     us = r["us"]
-    found = [us[other] for other in others if other in us]
-    return us[name] / min(found) if found and name in us else None
+    other_us = [us[other] for other in others if other in us]
+    return us[name] / min(other_us) if other_us and name in us else None
 
 
 def fit(results: list[dict[str, object]]) -> Rates:
-    """The `Rates` that explain best what the op saves over Inductor's graph, relative to what that takes."""
+    """Return the `Rates` that explain best the time that the op saves over Inductor's graph, relative to its time."""
     with_cost = [(r, r["cost"]) for r in results if isinstance(r["cost"], dict)]
     weights = torch.tensor([1 / r["us"]["inductor"] for r, _ in with_cost])
     inputs = torch.tensor([[cost["moved"] - cost["read"], -cost["segments"]] for _, cost in with_cost])
@@ -144,21 +144,21 @@ def main() -> None:
     columns = [c for c in COLUMNS[device] if not args.only or c in args.only]
     print("row dtype    batch heads prefix suffix |" + "".join(f"{c:>10}" for c in columns) + "     floor us", end="")
     print(" | tatten is faster than: expanded  inductor" + " | op/composition" * (device == "cuda"))
-    found = []
+    measured = []
     with torch.no_grad():
         for i, row in enumerate(rows):
             if args.rows and i not in args.rows:
                 continue
-            found.append(measure(row, device, (bandwidth, products[row.dtype]), args.rounds, columns))
-            show_row(i, found[-1], columns, device)
+            measured.append(measure(row, device, (bandwidth, products[row.dtype]), args.rounds, columns))
+            show_row(i, measured[-1], columns, device)
             if device == "cuda":
                 torch.cuda.empty_cache()
     if device == "cuda":
-        show_end(found)
+        show_end(measured)
     if args.calibrate:
-        print(fit(found))
+        print(fit(measured))
     if args.json:
-        results.write(args.json, device, found, bytes_per_us=bandwidth, flops_per_us=products)
+        results.write(args.json, device, measured, bytes_per_us=bandwidth, flops_per_us=products)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Caches of sliding windows that are full: moving them on by a token, compiled by tatten and by Inductor.
+"""Full caches of sliding windows: shifting them by a token, compiled by tatten and by Inductor.
 
     python benchmarks/sliding.py --device cuda
     python benchmarks/sliding.py
 
 The code is that of `StaticSlidingWindowLayer` of transformers, for the keys of four layers in one compiled function,
-and the time is that of one of them. On a GPU the functions are captured CUDA graphs. Both take turns, medians are
-shown, and afterwards the caches hold the same bits. The floor is the bytes of a cache, once read and once written, at
-the best rate at which PyTorch reads.
+and the time is that of one of these layers. On a GPU the functions are captured CUDA graphs. Both take turns, medians
+are shown, and afterwards the caches hold the same bits. The floor is the bytes of a cache, once read and once written,
+at the best rate at which PyTorch reads.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def measure(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, r
     caches = {}
     for backend in ("inductor", "tatten"):
         torch.manual_seed(1)
-        own = caches[backend] = [torch.randn(shape, device=device).to(dtype) for _ in range(LAYERS)]
+        layers = caches[backend] = [torch.randn(shape, device=device).to(dtype) for _ in range(LAYERS)]
         torch._dynamo.reset()
         compiled = torch.compile(move, backend=backend, dynamic=False)
 
-        def step(compiled=compiled, own=own) -> Tensor:
-            return compiled(own, new)
+        def step(compiled=compiled, layers=layers) -> Tensor:
+            return compiled(layers, new)
 
         for _ in range(3):
             step()

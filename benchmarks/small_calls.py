@@ -4,8 +4,8 @@
     python benchmarks/small_calls.py --dtypes float32 --head-dims 64      # a quarter of it
     python benchmarks/small_calls.py --jobs 14                            # the whole grid, in 14 processes side by side
 
-A step is eight calls of `F.scaled_dot_product_attention` with a bool mask `[batch, 1, 1, slots]`, as `generate` hands
-it in, after heads are repeated as transformers does. "quarter" has a quarter of the slots in use, "ragged"
+A step is eight calls of `F.scaled_dot_product_attention` with a bool mask `[batch, 1, 1, slots]`, as `generate` passes
+it, after heads are repeated as transformers does. "quarter" has a quarter of the slots in use, "ragged"
 another number of them for each sequence. The clock is the CPU time of one thread, so that other processes count less;
 both backends take turns, and the least time of each is shown. Results are held to float64. A step whose calls are left
 as they are is Inductor's own code, and is not measured.
@@ -60,7 +60,7 @@ def step(query: Tensor, caches: list[tuple[Tensor, Tensor]], mask: Tensor) -> Te
 
 
 def masks(shape: Shape) -> dict[str, Tensor]:
-    """Masks by the use of slots."""
+    """Return masks by the use of slots."""
     places, lengths = torch.arange(shape.slots), torch.arange(1, shape.batch + 1) * shape.slots // shape.batch
     used = {"all": torch.tensor([shape.slots]), "quarter": torch.tensor([shape.slots // 4])}
     if shape.batch > 1:
@@ -68,24 +68,24 @@ def masks(shape: Shape) -> dict[str, Tensor]:
     return {name: (places < n[:, None]).expand(shape.batch, -1)[:, None, None].contiguous() for name, n in used.items()}
 
 
-def compiled(backend: str, given: tuple[object, ...]) -> tuple[Callable[..., Tensor], bool]:
-    """The compiled step, and whether its calls were rewritten."""
+def compiled(backend: str, inputs: tuple[object, ...]) -> tuple[Callable[..., Tensor], bool]:
+    """Return the compiled step, and whether its calls were rewritten."""
     torch._dynamo.reset()
     with tatten.recording() as report:
         fn = torch.compile(step, backend=backend, dynamic=False)
-        fn(*given)
+        fn(*inputs)
     return fn, bool(report.rewritten)
 
 
-def least_us(fns: dict[str, Callable[..., Tensor]], given: tuple[object, ...], rounds: int) -> dict[str, float]:
-    """The least microseconds of a call of each, in bursts that take turns."""
+def least_us(fns: dict[str, Callable[..., Tensor]], inputs: tuple[object, ...], rounds: int) -> dict[str, float]:
+    """Return the least microseconds of a call of each, in bursts that take turns."""
     least = dict.fromkeys(fns, float("inf"))
     calls = 1
     for i in range(rounds + 1):
         for name, fn in fns.items():
             start = time.thread_time()
             for _ in range(calls):
-                fn(*given)
+                fn(*inputs)
             us = (time.thread_time() - start) / calls * 1e6
             least[name] = min(least[name], us) if i else us
         if i == 0:
@@ -94,7 +94,7 @@ def least_us(fns: dict[str, Callable[..., Tensor]], given: tuple[object, ...], r
 
 
 def measure(shape: Shape, rounds: int) -> list[dict[str, Any]]:
-    """Rows by the use of slots; none if the calls are left as they are."""
+    """Return rows by the use of slots; none if the calls are left as they are."""
     torch.manual_seed(0)
     dtype = getattr(torch, shape.dtype)
     query = torch.randn(shape.batch, shape.q_heads, 1, shape.head_dim).to(dtype)
@@ -108,14 +108,14 @@ def measure(shape: Shape, rounds: int) -> list[dict[str, Any]]:
     inductors, _ = compiled("inductor", first)
     rows = []
     for used, mask in by_use.items():
-        given = (query, caches, mask)
+        inputs = (query, caches, mask)
         exact = step(query.double(), [(k.double(), v.double()) for k, v in caches], mask)
         errors = {
-            name: float((f(*given) - exact).abs().max()) for name, f in (("tatten", ours), ("inductor", inductors))
+            name: float((f(*inputs) - exact).abs().max()) for name, f in (("tatten", ours), ("inductor", inductors))
         }
         if errors["tatten"] > 2 * errors["inductor"] + torch.finfo(dtype).eps:
             raise ArithmeticError(f"{shape} is off by {errors}")
-        us = least_us({"inductor": inductors, "tatten": ours}, given, rounds)
+        us = least_us({"inductor": inductors, "tatten": ours}, inputs, rounds)
         ratio = us["tatten"] / us["inductor"]
         rows.append({**asdict(shape), "used": used, "us": us, "ratio": ratio})
     return rows

@@ -38,7 +38,7 @@ PATIENCE = 120.0  # seconds after the last arrival
 
 @dataclass(frozen=True)
 class Request:
-    """When it arrives and is cancelled, in seconds, and what it asks for: so many tokens after a text."""
+    """When a request arrives and is cancelled, in seconds, and its text, tokens and streaming."""
 
     arrives: float
     cancelled: float | None
@@ -49,7 +49,7 @@ class Request:
 
 @dataclass
 class Soaked:
-    """The outputs of all requests, and how much memory was resident, by second."""
+    """The outcome of a run: counts of outputs, faults, and the resident memory by second."""
 
     finished: int = 0
     cancelled: int = 0
@@ -60,7 +60,7 @@ class Soaked:
 
     @property
     def growth(self) -> float:
-        """MiB by which memory grew after the first third of the time, on the line of least squares."""
+        """The MiB by which memory grew after the first third of the time, on the line of least squares."""
         start = len(self.seconds) // 3
         x, y = torch.tensor(self.seconds[start:]).double(), torch.tensor(self.resident[start:]).double()
         if len(x) < 3:
@@ -70,31 +70,31 @@ class Soaked:
 
 
 def requests(n: int, minutes: float, seed: int) -> list[Request]:
-    """In bursts of up to twelve, evenly over the time."""
-    drawn, made = random.Random(seed), []
-    while len(made) < n:
-        arrives = drawn.uniform(0, 60 * minutes)
-        for _ in range(min(drawn.randint(1, 12), n - len(made))):
-            cancelled = arrives + drawn.uniform(0, 2) if drawn.random() < CANCELLED else None
-            text, new = drawn.randrange(TEXTS), drawn.randint(1, MOST_NEW)
-            made.append(Request(arrives, cancelled, text, new, drawn.random() < 0.5))
-    return sorted(made, key=lambda x: x.arrives)
+    """Draw requests in bursts of up to twelve, evenly over the time."""
+    rng, drawn_requests = random.Random(seed), []
+    while len(drawn_requests) < n:
+        arrives = rng.uniform(0, 60 * minutes)
+        for _ in range(min(rng.randint(1, 12), n - len(drawn_requests))):
+            cancelled = arrives + rng.uniform(0, 2) if rng.random() < CANCELLED else None
+            text, new = rng.randrange(TEXTS), rng.randint(1, MOST_NEW)
+            drawn_requests.append(Request(arrives, cancelled, text, new, rng.random() < 0.5))
+    return sorted(drawn_requests, key=lambda x: x.arrives)
 
 
 def texts(vocabulary: int, seed: int) -> list[list[int]]:
-    """Prompts of 3 to 120 tokens; two thirds begin with one of four system prompts of 20 to 50."""
-    drawn = random.Random(seed)
+    """Draw prompts of 3 to 120 tokens; two thirds begin with one of four system prompts of 20 to 50."""
+    rng = random.Random(seed)
 
     def some(n: int) -> list[int]:
-        return [drawn.randrange(1, vocabulary) for _ in range(n)]
+        return [rng.randrange(1, vocabulary) for _ in range(n)]
 
     systems = [some(n) for n in (20, 32, 48, 50)]
-    return [(drawn.choice(systems) if i % 3 else []) + some(drawn.randint(3, LONGEST - 50)) for i in range(TEXTS)]
+    return [(rng.choice(systems) if i % 3 else []) + some(rng.randint(3, LONGEST - 50)) for i in range(TEXTS)]
 
 
 @torch.no_grad()
 def greedy(model: PreTrainedModel, prompts: Sequence[list[int]], todo: Sequence[Request]) -> dict[int, list[int]]:
-    """The tokens of each text that is asked for, as many as any request wants."""
+    """Return the tokens of each text that is requested, as many as any request wants."""
     model.set_attn_implementation("eager")
     most: dict[int, int] = {}
     for x in todo:
@@ -108,7 +108,7 @@ def greedy(model: PreTrainedModel, prompts: Sequence[list[int]], todo: Sequence[
 
 
 def check(output: Any, request: Request, expected: Mapping[int, list[int]]) -> str | None:
-    """Return the fault of an output, which has all of a request's tokens if it is finished, and some if it is not."""
+    """Return the fault of an output, or None: a finished one has all tokens of its request, another one some."""
     tokens, right = output.generated_tokens, expected[request.text][: request.new]
     if output.error is not None:
         return f"error {output.error}"
@@ -124,7 +124,7 @@ def resident_bytes() -> int:
 
 
 def pages_in_use(cache: Any) -> int:
-    """Sectors that are not free after nothing but what was kept for prefixes to come was dropped."""
+    """Return the sectors in use after the pages that are kept for later prefixes were dropped."""
     cache.evict_cached_blocks()
     cache.pool.try_to_free_sectors()
     return int(cache.num_sectors - cache.pool.num_free_sectors)
@@ -143,7 +143,7 @@ def soak(model: PreTrainedModel, attention: str, todo: Sequence[Request], sample
             page_size=PAGE, num_blocks=BLOCKS, max_batch_tokens=BATCH_TOKENS, auto_switch_to_flash=False
         ),
     )
-    found, sent = Soaked(), {}
+    outcome, sent = Soaked(), {}
     arriving = list(reversed(todo))
     cancelling: list[tuple[float, str]] = []
     missing: set[str] = set()  # outputs of requests that are not cancelled
@@ -154,10 +154,10 @@ def soak(model: PreTrainedModel, attention: str, todo: Sequence[Request], sample
             return
         parent = output.request_id.split("__child")[0]
         fault = check(output, sent[parent], expected)
-        if fault is not None and len(found.faults) < 20:
-            found.faults.append(f"{output.request_id}, {sent[parent]}: {fault}")
-        found.streamed += not output.is_finished()
-        found.finished += output.is_finished()
+        if fault is not None and len(outcome.faults) < 20:
+            outcome.faults.append(f"{output.request_id}, {sent[parent]}: {fault}")
+        outcome.streamed += not output.is_finished()
+        outcome.finished += output.is_finished()
         if output.is_finished():
             missing.discard(output.request_id)
 
@@ -178,12 +178,12 @@ def soak(model: PreTrainedModel, attention: str, todo: Sequence[Request], sample
         for at, name in [x for x in cancelling if x[0] <= now]:
             manager.cancel_request(name)
             cancelling.remove((at, name))
-            found.cancelled += 1
-        if now >= len(found.seconds):
-            found.seconds.append(now)
-            found.resident.append(resident_bytes())
+            outcome.cancelled += 1
+        if now >= len(outcome.seconds):
+            outcome.seconds.append(now)
+            outcome.resident.append(resident_bytes())
         if now > todo[-1].arrives + PATIENCE:
-            found.faults.append(f"lost: {sorted(missing)[:20]}")
+            outcome.faults.append(f"lost: {sorted(missing)[:20]}")
             break
         receive(timeout=0.02)
     cache = manager.batch_processor.cache
@@ -191,11 +191,11 @@ def soak(model: PreTrainedModel, attention: str, todo: Sequence[Request], sample
     while not manager.output_router.output_queue.empty():
         receive(timeout=0.02)
     if missing:
-        found.faults.append(f"without an end: {sorted(missing)[:20]}")
+        outcome.faults.append(f"without an end: {sorted(missing)[:20]}")
     if in_use := pages_in_use(cache):
-        found.faults.append(f"{in_use} of {cache.num_sectors} sectors are in use")
+        outcome.faults.append(f"{in_use} of {cache.num_sectors} sectors are in use")
     model.destroy_cached_continuous_batching_manager()
-    return found
+    return outcome
 
 
 def parse() -> argparse.Namespace:
@@ -219,21 +219,22 @@ def main() -> None:
     print(f"{machine(args.device)}; {args.requests} requests in {args.minutes:g} minutes", flush=True)
     model = models.build(models.shape(args.model, tiny=True), args.device, torch.float32)
     start = time.perf_counter()
-    found = soak(model, args.attention, requests(args.requests, args.minutes, args.seed), args.samples, args.seed)
+    outcome = soak(model, args.attention, requests(args.requests, args.minutes, args.seed), args.samples, args.seed)
     row = {"model": args.model, "attention": args.attention, "requests": args.requests, "samples": args.samples}
-    row |= {"seconds": time.perf_counter() - start, "finished": found.finished, "cancelled": found.cancelled}
-    row |= {"streamed": found.streamed, "growth_mib": found.growth, "resident_bytes": max(found.resident)}
-    row["faults"] = found.faults
+    row |= {"seconds": time.perf_counter() - start, "finished": outcome.finished, "cancelled": outcome.cancelled}
+    row |= {"streamed": outcome.streamed, "growth_mib": outcome.growth, "resident_bytes": max(outcome.resident)}
+    row["faults"] = outcome.faults
     print(
-        f"{args.model}, {args.attention}: {found.finished} outputs finished, {found.cancelled} requests cancelled, "
-        f"{found.streamed} streamed tokens; {max(found.resident) / 2**20:.0f} MiB resident, grew by {found.growth:.2f}"
+        f"{args.model}, {args.attention}: {outcome.finished} outputs finished, {outcome.cancelled} requests cancelled, "
+        f"{outcome.streamed} streamed tokens; {max(outcome.resident) / 2**20:.0f} MiB resident, "
+        f"grew by {outcome.growth:.2f}"
     )
     if args.json:
         results.write(args.json, args.device, [row])
-    if found.growth > args.growth:
-        found.faults.append(f"memory grew by {found.growth:.1f} MiB")
-    if found.faults:
-        raise SystemExit("\n".join(found.faults))
+    if outcome.growth > args.growth:
+        outcome.faults.append(f"memory grew by {outcome.growth:.1f} MiB")
+    if outcome.faults:
+        raise SystemExit("\n".join(outcome.faults))
 
 
 if __name__ == "__main__":

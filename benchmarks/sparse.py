@@ -4,12 +4,12 @@
     OMP_NUM_THREADS=1 python benchmarks/sparse.py     # on a CPU: 16 and 128 heads, one sequence
 
 Latents have a rank of 512 and a rope of 64, as DeepSeek-V3.2's; `blocks` are 16 blocks of 128 keys for each of 4 kv
-heads, as MiniMax-M3's. Candidates, of which each is held to float64:
+heads, as MiniMax-M3's. Candidates, each checked against float64:
 
     dense     attention to all keys
-    masked    attention to all keys under the mask that leaves the picks, which each call searches
+    masked    attention to all keys under a mask of the picks, which each call searches for blocks
     copied    copy the picks, then attend to the copies
-    short     attention to 2048 keys in a row, other ones in each call, for comparison
+    short     attention to 2048 contiguous keys, different ones in each call, for comparison
     tatten    `indices`: read the picks and nothing else
 
 Kernels of others read latents, where `support/peers.py` finds them:
@@ -18,7 +18,7 @@ Kernels of others read latents, where `support/peers.py` finds them:
     flash_mla    FlashMLA's sparse kernel for prefill, in bfloat16, which does not split the picks of a query
     flash_mla_8  FlashMLA's sparse kernel for decoding, which reads float8: for comparison
 
-On a GPU a captured CUDA graph goes round calls whose picks the L2 cannot hold together. All candidates take turns, and
+On a GPU a captured CUDA graph cycles through calls whose picks together exceed the L2. All candidates take turns, and
 medians are shown. The floor is each picked key once, at the best rate at which PyTorch reads or copies.
 """
 
@@ -36,7 +36,7 @@ PEERS = ("fa3", "flash_mla")  # as exact as we are
 
 
 def bars_of(rows: list[dict], device: str) -> dict[str, tuple[float, str, float]]:
-    """Return the figures that are asked for, each with its side and its bound."""
+    """Return the figures that have a bound, each with its side and its bound."""
     bars: dict[str, tuple[float, str, float]] = {}
     ran = [r for r in rows if {"masked", "copied", "tatten"} <= r["us"].keys()]
     for r in ran:

@@ -7,7 +7,7 @@ The model is transformers' own with one layer, next to no MLP or vocabulary, and
 of its static cache are full of random latents and index keys. Each candidate is a compiled step of one query:
 
     inductor  the model as it stands: keys and values are projected for each head, and attention reads all of them
-    masked    tatten, but the mask is hidden from the proof that only picks count, so attention searches it
+    masked    tatten, but the mask is hidden from the proof that only picks matter, so attention searches it
     tatten    attention reads the picked latents
 
 On a GPU steps are captured CUDA graphs, which take turns; medians are shown. Inductor's keys and values of 8 x 131072
@@ -35,30 +35,30 @@ from transformers import PreTrainedModel
 import tatten
 
 CANDIDATES = ("inductor", "masked", "tatten")
-ROOM = 1.5  # times the expanded keys and values: what SDPA and Inductor may hold beside them
-# Each pick of random keys that differs is 0.03 of the logits. A compiler may leave out roundings to bfloat16 of the
-# indexer's query, which moves a few picks. With the same scores the picks are the same.
+ROOM = 1.5  # the expanded keys and values, and up to half as much again that SDPA and Inductor need
+# One other pick among random keys changes the logits by 0.03. A compiler may leave out roundings of the indexer's query
+# to bfloat16, which changes a few picks. With the same scores the picks are the same.
 MOST_DIFFERENT, MOST_DIFFERENT_WITH_THE_SAME_PICKS = 0.15, 0.01
 AT_LEAST = 3  # times as fast as Inductor
 
 
 def rows(model: PreTrainedModel, device: str) -> list[tuple[Row, tuple[str, ...]]]:
-    """Return what is measured, with its candidates."""
+    """Return the shapes to measure, each with its candidates."""
     if device == "cpu":
         return [(Row(2, 1024), CANDIDATES)]
-    found: list[tuple[Row, tuple[str, ...]]] = []
+    rows_and_candidates: list[tuple[Row, tuple[str, ...]]] = []
     room = torch.cuda.mem_get_info()[0] / ROOM
     for batch in (1, 8):
         full = fitting = Row(batch, 131072)
         while indexed_layer.expanded_bytes(model.config, fitting) > room:
             fitting = Row(batch, fitting.length // 2)
         if fitting == full:
-            found.append((full, CANDIDATES))
+            rows_and_candidates.append((full, CANDIDATES))
         else:
             print(f"inductor left out of {batch} x {full.length}: it projects", end=" ")
             print(f"{indexed_layer.expanded_bytes(model.config, full) / 1e9:.0f} GB of keys and values")
-            found += [(full, ("masked", "tatten")), (fitting, ("inductor", "tatten"))]
-    return found
+            rows_and_candidates += [(full, ("masked", "tatten")), (fitting, ("inductor", "tatten"))]
+    return rows_and_candidates
 
 
 def relative(x: Tensor, exact: Tensor) -> float:
@@ -68,7 +68,7 @@ def relative(x: Tensor, exact: Tensor) -> float:
 def measure(
     model: PreTrainedModel, row: Row, candidates: tuple[str, ...], device: str, rounds: int
 ) -> dict[str, object]:
-    """A row of the results."""
+    """Return a row of the results."""
     cache = indexed_layer.full_cache(model, row)
     never = torch.zeros(row.batch, 1, 1, row.length, dtype=torch.bool, device=device)
     steps: dict[str, Callable[[], Tensor]] = {}
@@ -83,7 +83,7 @@ def measure(
                 step = indexed_layer.decode_step(model, cache, row, "inductor" if name == "inductor" else "tatten")
                 if device == "cuda":
                     parts[name], kernels[name] = kernel_parts.profiled(step, indexed_layer.widths(model.config, row))
-                steps[name] = as_graph(step) if device == "cuda" else step  # what hides picks is guarded on
+                steps[name] = as_graph(step) if device == "cuda" else step  # the patch that hides picks is guarded on
             said[name] = str(report).splitlines()
             if ("by top-k" in str(report)) != (name == "tatten"):
                 del steps[name]
@@ -120,8 +120,8 @@ def show(r: dict, kernels: int) -> None:
         print(f"| {r['different'][name]:.1e}", flush=True)
     for name, reason in r["left_out"].items():
         print(f"  {name} left out: {reason}")
-    for name, found in r["kernels"].items():
-        for k in sorted(found, key=lambda k: -k["us"])[:kernels]:
+    for name, kernels_of_step in r["kernels"].items():
+        for k in sorted(kernels_of_step, key=lambda k: -k["us"])[:kernels]:
             print(f"    {name:9} {k['part']:11} {k['us']:8.1f} us  {k['kernel'][:60]} by {k['op'][:60]}")
 
 
@@ -134,23 +134,23 @@ def main() -> None:
     with torch.no_grad():
         model = models.build(indexed_layer.config(args.device), args.device, torch.bfloat16)
         print(f"batch  length candidate |  us a step | {' '.join(f'{x:>11}' for x in kernel_parts.PARTS)} | differs")
-        found = []
+        measured = []
         for row, candidates in rows(model, args.device):
-            found.append(measure(model, row, candidates, args.device, args.rounds))
-            show(found[-1], args.kernels)
+            measured.append(measure(model, row, candidates, args.device, args.rounds))
+            show(measured[-1], args.kernels)
             gc.collect()
             if args.device == "cuda":
                 torch.cuda.empty_cache()
     bars = {
         f"{r['batch']} x {r['length']}, over Inductor": (r["faster"], "at least", AT_LEAST)
-        for r in found
+        for r in measured
         if r["faster"] is not None
     }
     for what, (figure, side, bound) in bars.items():
         print(f"  {what}: {figure:.2f}, {side} {bound:g} is asked for: {'yes' if figure >= bound else 'NO'}")
     if args.json:
-        results.write(args.json, args.device, found, bars=bars)
-    if any(not x < MOST_DIFFERENT for r in found for x in r["different"].values()):
+        results.write(args.json, args.device, measured, bars=bars)
+    if any(not x < MOST_DIFFERENT for r in measured for x in r["different"].values()):
         raise SystemExit("the candidates' logits differ")
 
 

@@ -3,9 +3,9 @@
     python benchmarks/static_cache.py --device cpu       # a Llama of about 100M parameters
     python benchmarks/static_cache.py --device cuda      # 8 layers of Llama-3.1-8B
 
-Both get the same weights, cache and mask (a bool input `[batch, 1, 1, max_cache_len]`, as `generate` hands it in), and
-take turns. On a GPU each step is a captured CUDA graph. The byte floor is what a step can't avoid: each weight once and
-each used key and value once, at the best rate of a plain read or copy in the same run.
+Both get the same weights, cache and mask (a bool input `[batch, 1, 1, max_cache_len]`, as `generate` passes it), and
+take turns. On a GPU each step is a captured CUDA graph. The byte floor is the traffic a step can't avoid: each weight
+once and each used key and value once, at the best rate of a plain read or copy in the same run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Row:
-    """A shape of the grid; `used` of `max_cache_len` slots hold keys."""
+    """A shape of the grid, in which `used` of `max_cache_len` slots hold keys."""
 
     batch: int
     q_heads: int
@@ -87,19 +87,19 @@ def main() -> None:
     print(
         "row dtype    batch heads   D   cache   used | inductor   tatten    floor ms | speedup  vs floor | logit errors"
     )
-    found = []
+    rows_so_far = []
     for i, row in enumerate(grid):
         if args.rows and i not in args.rows:
             continue
         r = measure(row, args.device, rate, args.repeats)
-        found.append(r)
+        rows_so_far.append(r)
         shape = f"{row.batch:5} {row.q_heads:2}/{row.kv_heads:<2} {row.head_dim:4} {row.max_cache_len:7} {row.used:6}"
         times = f"{r['inductor_ms']:8.2f} {r['tatten_ms']:8.2f} {r['floor_ms']:8.2f}   "
         ratios = f"{r['inductor_ms'] / r['tatten_ms']:6.2f}x {r['tatten_ms'] / r['floor_ms']:9.2f}x"
         errors = f"{r['inductor_error']:.1e} {r['tatten_error']:.1e}"
         print(f"{i:3} {row.dtype:8} {shape} | {times} | {ratios} | {errors}", flush=True)
     if args.json:
-        results.write(args.json, args.device, found, bytes_per_second=rate)
+        results.write(args.json, args.device, rows_so_far, bytes_per_second=rate)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@
     all_gather  out and lse of all ranks in one collective, then one merge (compiled)
     push        tatten.tree_merge, strategy "push"
 
-Rows are queries times heads, of 128 numbers in bfloat16. Each arm is held to float64 before it is timed; on GPUs it is
-a captured CUDA graph of several merges. Arms take turns. Of each turn the slowest rank counts, and the median of all
-turns is shown, in microseconds per merge.
+Rows are queries times heads, of 128 numbers in bfloat16. Each arm is checked against float64 before it is timed; on
+GPUs it is a captured CUDA graph of several merges. Arms take turns. Of each turn the slowest rank counts, and the
+median of all turns is shown, in microseconds per merge.
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ def all_reduce(out: Tensor, lse: Tensor) -> State:
 
 
 class AllGather:
-    """Rows of bytes, `out` and then lse, one for each rank; all memory is there before."""
+    """A merge after one collective over rows of bytes, `out` and then lse of each rank, in preallocated memory."""
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
         n, size = dist.get_world_size(), out.nbytes
-        self.mine, self.all = (torch.empty(k, size + lse.nbytes, dtype=torch.uint8, device=out.device) for k in (1, n))
-        self.parts, self.states = self.views(self.mine, out, lse), self.views(self.all, out, lse)
+        self.packed, self.all = (
+            torch.empty(rows, size + lse.nbytes, dtype=torch.uint8, device=out.device) for rows in (1, n)
+        )
+        self.parts, self.states = self.views(self.packed, out, lse), self.views(self.all, out, lse)
         self.merge = torch.compile(merge) if out.is_cuda else merge
 
     @staticmethod
@@ -66,7 +68,7 @@ class AllGather:
     def __call__(self, out: Tensor, lse: Tensor) -> State:
         self.parts[0].copy_(out.unsqueeze(0))
         self.parts[1].copy_(lse.unsqueeze(0))
-        dist.all_gather_into_tensor(self.all, self.mine)
+        dist.all_gather_into_tensor(self.all, self.packed)
         return self.merge(*self.states)
 
 
@@ -75,7 +77,7 @@ def push(out: Tensor, lse: Tensor) -> State:
 
 
 def prepare(arm: Callable[[Tensor, Tensor], State], states: State, merges: int) -> Callable[[], object]:
-    """A step of several merges, which was found right."""
+    """Return a step of several merges, after a check of its result."""
     out, lse = (x[dist.get_rank()] for x in states)
 
     def step() -> list[State]:
@@ -108,22 +110,22 @@ def measure(rows: int, arms: list[str], ranks: Ranks, rounds: int, repeats: int)
 
     def slowest(arm: str, step: Callable[[], object]) -> float:
         dist.barrier(ranks.group)
-        step()  # all ranks are here, and the GPU is busy while the host goes on
+        step()  # after the barrier: the GPU is busy while the host launches the timed step
         return ranks.largest(seconds(step, device, repeats) / merges * 1e6)
 
     return in_turns(steps, rounds, slowest)
 
 
 def verdicts(n: int, rows: int, us: dict[str, float]) -> list[str]:
-    """Say for each bound that is asked for whether it is met."""
-    found = []
+    """Return a line for each bound: whether it is met."""
+    lines = []
     if (n, rows) in AT_MOST:
         most = AT_MOST[n, rows]
-        found.append(f"push at most {most:g} us: {'yes' if us['push'] <= most else 'NO'}")
+        lines.append(f"push at most {most:g} us: {'yes' if us['push'] <= most else 'NO'}")
     for arm, times in AT_LEAST.items():
         least = times if n == 8 and rows <= 256 else 1.0
-        found.append(f"{least:g}x of {arm}: {'yes' if us[arm] >= least * us['push'] else 'NO'}")
-    return found
+        lines.append(f"{least:g}x of {arm}: {'yes' if us[arm] >= least * us['push'] else 'NO'}")
+    return lines
 
 
 def main() -> None:
@@ -140,17 +142,17 @@ def main() -> None:
     ranks = Ranks(dist.get_world_size(), device)
     n = ranks.size
     arms = ["all_reduce", "all_gather", *(["push"] if device == "cuda" else [])]
-    found = []
+    json_rows = []
     say(f"{n} x {machine(device)}; us per merge, slowest rank")
     say(f"{'rows':>5} |", *(f"{arm:>10}" for arm in arms))
     with torch.no_grad():
         for rows in args.rows or ROWS[device]:
             us = measure(rows, arms, ranks, args.rounds, args.repeats)
-            found.append({"ranks": n, "rows": rows, "us": us})
+            json_rows.append({"ranks": n, "rows": rows, "us": us})
             asked = verdicts(n, rows, us) if "push" in us else []
             say(f"{rows:5} |", *(f"{us[arm]:10.1f}" for arm in arms), " ", "; ".join(asked))
     if args.json and ranks.rank == 0:
-        results.write(args.json, device, found)
+        results.write(args.json, device, json_rows)
     dist.destroy_process_group()
 
 

@@ -13,10 +13,10 @@
 strategy; `ring` is `ring.py`, and `ring_home` the same where the shards travel the full circle in place, as the
 equations count. All use the same local kernel. On a GPU each is a captured CUDA graph, the ring is timed in eager mode
 as well, and inputs rotate through more memory than the L2 holds. Times are those of the slowest rank; medians. Before
-it is timed each is held to float64.
+it is timed each is checked against float64.
 
-Of the paper's symbols b is the batch, t the keys of a rank, p the ranks, n_h the query heads. It knows one d; here
-d = n_h * head_dim for what has the shape of the query, and kv heads * head_dim for keys and values.
+Of the paper's symbols b is the batch, t the keys of a rank, p the ranks, n_h the query heads. It has one d; here
+d = n_h * head_dim for tensors in the shape of the query, and kv heads * head_dim for keys and values.
 
 Table 1 times "10 tokens with prefill". The ring's prefill is a ring where each rank has an early and a late chunk, so
 that all are equally busy; the trees' is `cache.prefill`, where each has every n-th token, of a model of transformers
@@ -59,7 +59,7 @@ LENGTHS = {
 
 
 def sessions(args: argparse.Namespace) -> Iterator[Ranks]:
-    """Groups of the first 2, 4, ... ranks, on the ranks that belong to them; the others wait."""
+    """Yield groups of the first 2, 4, ... ranks, on the ranks that belong to them; the others wait."""
     for size in args.ranks:
         ranks = Ranks(size, args.device)
         if ranks.rank < size:

@@ -21,7 +21,7 @@ from support.results import ResultsError, read
 
 
 def failure(claim: Claim, folder: Path) -> str | None:
-    """Why the run does not support the claim."""
+    """Return why the run does not support the claim, or None if it does."""
     path = folder / f"{claim.file}.json"
     try:
         rows = read(path)["rows"]
@@ -39,7 +39,7 @@ def failure(claim: Claim, folder: Path) -> str | None:
 
 
 def verify(claims: Iterable[Claim], folder: Path) -> dict[str, str]:
-    """The claims that fail, by name, and why."""
+    """Return the claims that fail, by name, with the reason."""
     return {claim.name: why for claim in claims if (why := failure(claim, folder)) is not None}
 
 

@@ -4,14 +4,14 @@
     python benchmarks/written_out.py --section layer    # on a CPU, where tatten leaves it to Inductor: to try the code
 
     layer    attention of a layer with 32 heads for 8 kv heads of width 128, in four forms, over a static cache that is
-             full or of which an eighth is used: `torch.compile` with tatten and with Inductor of four layers that share
+             full or an eighth full: `torch.compile` with tatten and with Inductor of four layers that share
              a mask, as those of a model do, and a fourth of their time
     step     one compiled step with a static cache of 4 layers of gpt-oss-20b's and Gemma-2-9b's shapes; on a CPU of 2
              layers with next to no experts, MLP or vocabulary
 
-On a GPU both are captured CUDA graphs. They are held to float64 (layers) or float32 (steps) in eager mode, they take
-turns, and medians are shown. The floor is each key and value in use, and each weight, once at the best rate at which
-PyTorch reads; it is measured in the same run.
+On a GPU both are captured CUDA graphs. They are checked against float64 (layers) or float32 (steps) in eager mode, they
+take turns, and medians are shown. The floor is each key and value in use, and each weight, once at the best rate at
+which PyTorch reads; it is measured in the same run.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def layer(args: argparse.Namespace) -> list[dict]:
 
 
 def measure_layer(case: written_out_forms.Case, args: argparse.Namespace) -> dict:
-    given = written_out_forms.inputs(case, args.device)
+    inputs = written_out_forms.inputs(case, args.device)
     fn = written_out_forms.layers(written_out_forms.FORMS[case.form])
-    exact = fn(*(x.double() for x in given))
+    exact = fn(*(x.double() for x in inputs))
     steps, errors = {}, {}
     for backend in ("tatten", "inductor"):
         torch._dynamo.reset()
         compiled = torch.compile(fn, backend=backend, dynamic=False)
 
         def step(compiled=compiled) -> Tensor:
-            return compiled(*given)
+            return compiled(*inputs)
 
         for _ in range(3):
             out = step()

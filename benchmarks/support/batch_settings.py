@@ -1,4 +1,4 @@
-"""The workloads of `generate_batch`: so many prompts, of so many tokens, with so many samples of each."""
+"""The workloads of `generate_batch`: the number of prompts, their tokens, and the samples of each."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Setting:
         return [drawn.randint(self.shortest, self.longest) for _ in range(self.prompts)]
 
     def inputs(self, vocabulary: int, seed: int) -> list[list[int]]:
-        """Other tokens for each seed, in prompts of the same lengths."""
-        drawn = random.Random(seed)
-        return [[drawn.randrange(1, vocabulary) for _ in range(n)] for n in self.lengths]
+        """Draw tokens by `seed`, in prompts of the setting's lengths."""
+        rng = random.Random(seed)
+        return [[rng.randrange(1, vocabulary) for _ in range(n)] for n in self.lengths]
 
     @property
     def blocks(self) -> int:
-        """Pages of all layers that hold everything, of which transformers keeps 15 % free; a fork shares full pages."""
+        """Pages of all layers that hold everything, of which transformers keeps 15% free; a fork shares full pages."""
         full = sum(n // self.page for n in self.lengths)
-        own = sum(-(-(n + self.new) // self.page) + 1 - n // self.page for n in self.lengths)
-        return -(-(full + self.samples * own) * 5 // 4) + 2
+        per_sample = sum(-(-(n + self.new) // self.page) + 1 - n // self.page for n in self.lengths)
+        return -(-(full + self.samples * per_sample) * 5 // 4) + 2
 
 
 SETTINGS = {
@@ -63,19 +63,19 @@ SETTINGS = {
         "gpt_oss": Setting("gpt_oss", 4, 20, 90, 8, page=16),
     },
 }
-HOST = {  # tokens that a stub makes up, so that only lengths matter
+HOST = {  # a stub makes up the tokens, so that only lengths matter
     "cuda": Setting("llama", 64, 4096, 4096, 64),
     "cpu": Setting("llama", 64, 4096, 4096, 64),
 }
 
 
 def check_version() -> None:
-    """Exit unless transformers has the continuous batching that these benchmarks look into."""
+    """Exit unless transformers has the continuous batching whose internals these benchmarks use."""
     if Version(transformers.__version__) < Version(OLDEST):
         raise SystemExit(f"needs transformers {OLDEST} or later, got {transformers.__version__}")
 
 
 def setting(device: str, name: str, prompts: int | None = None, new: int | None = None) -> Setting:
-    """A setting, with fewer prompts or tokens where they are named."""
-    found = SETTINGS[device][name]
-    return replace(found, prompts=prompts or found.prompts, new=new or found.new)
+    """Return a setting, with its number of prompts or new tokens replaced where they are named."""
+    default = SETTINGS[device][name]
+    return replace(default, prompts=prompts or default.prompts, new=new or default.new)

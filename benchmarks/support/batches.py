@@ -39,9 +39,9 @@ class HostTimes:
 def make_manager(
     model: PreTrainedModel, setting: Setting, batch_tokens: int | None = None
 ) -> ContinuousBatchingManager:
-    """The manager of all calls of `generate_batch` to come, with its pool and graphs.
+    """Create the manager of all later calls of `generate_batch`, with its pool and graphs.
 
-    Everything is as transformers sets it for this workload, but for the pool, which holds it and no more.
+    All settings are those of transformers for this workload, except the pool, which just holds it.
     """
     several = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_return_sequences": setting.samples}
     generation = GenerationConfig(
@@ -70,16 +70,16 @@ def make_manager(
 
 
 def draw(model: PreTrainedModel, setting: Setting, seed: int) -> Batch:
-    """Draw the samples of fresh prompts with the model's manager. Raises RuntimeError if any is missing."""
+    """Draw the samples of fresh prompts with the model's manager. Raise RuntimeError if any is missing."""
     inputs = setting.inputs(model.config.vocab_size, seed)
     start = time.perf_counter()
-    found = model.generate_batch(
+    by_request = model.generate_batch(
         inputs,
         generation_config=model._cached_continuous_batching_manager.generation_config,
         record_timestamps=True,
         persistent_manager=True,
     )
-    outputs = list(found.values())
+    outputs = list(by_request.values())
     if len(outputs) != setting.sequences or any(len(x.generated_tokens) != setting.new for x in outputs):
         errors = {x.error for x in outputs if x.error}
         raise RuntimeError(f"{len(outputs)} of {setting.sequences} sequences, with errors {errors or 'in its log'}")
@@ -88,7 +88,7 @@ def draw(model: PreTrainedModel, setting: Setting, seed: int) -> Batch:
 
 
 def _step_ms(timestamps: list[list[float]]) -> float | None:
-    """The median time between tokens of one sequence while all sequences decode; None if they hardly ever do."""
+    """Return the median time between tokens of one sequence while all decode; None if they hardly ever do."""
     start, stop = max(x[0] for x in timestamps), min(x[-1] for x in timestamps)
     latest = max(timestamps, key=lambda x: x[0])
     between = [b - a for a, b in itertools.pairwise(latest) if start <= a and b <= stop]
@@ -97,7 +97,7 @@ def _step_ms(timestamps: list[list[float]]) -> float | None:
 
 @contextmanager
 def host_times(manager: ContinuousBatchingManager) -> Iterator[HostTimes]:
-    """Time what the host does for each step: `prepare`, `launch` and `update`, without waiting for the device."""
+    """Time the host's part of each step: `prepare`, `launch` and `update`, without waiting for the device."""
     times, waits = HostTimes(), []
     loop = manager.batch_processor
     io = loop.inputs_and_outputs
@@ -105,10 +105,10 @@ def host_times(manager: ContinuousBatchingManager) -> Iterator[HostTimes]:
     waiting = waiting or "retrieve_device_outputs"
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
+        def call(*args: Any) -> Any:
             waits.clear()
             start = time.perf_counter()
-            result = function(*given)
+            result = function(*args)
             if result is not False:  # there was something to prepare
                 times.parts.setdefault(name, []).append(time.perf_counter() - start - sum(waits))
             return result
@@ -116,9 +116,9 @@ def host_times(manager: ContinuousBatchingManager) -> Iterator[HostTimes]:
         return call
 
     def apart(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
+        def call(*args: Any) -> Any:
             start = time.perf_counter()
-            result = function(*given)
+            result = function(*args)
             waits.append(time.perf_counter() - start)
             return result
 
@@ -137,7 +137,7 @@ def host_times(manager: ContinuousBatchingManager) -> Iterator[HostTimes]:
 
 
 def without_a_forward(model: PreTrainedModel, setting: Setting, batch_tokens: int | None) -> ContinuousBatchingManager:
-    """A manager whose steps make up tokens, and have no masks, which a GPU would fill."""
+    """Return a manager whose steps make up tokens, and have no masks, which a GPU would fill."""
     needed = input_outputs.attn_mask_is_needed
     input_outputs.attn_mask_is_needed = lambda _: False
     try:
@@ -149,5 +149,5 @@ def without_a_forward(model: PreTrainedModel, setting: Setting, batch_tokens: in
 
 
 def pool_bytes(manager: ContinuousBatchingManager) -> int:
-    """Bytes of all pages."""
+    """Return the bytes of all pages."""
     return int(manager.batch_processor.cache.cache_tensor.nbytes)

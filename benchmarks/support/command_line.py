@@ -13,7 +13,7 @@ import torch
 
 
 def arguments(doc: str | None, devices: Sequence[str] = ("cpu", "cuda")) -> argparse.ArgumentParser:
-    """A parser with `--device`, by default the first of `devices`, and `--json`."""
+    """Return a parser with `--device`, by default the first of `devices`, and `--json`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default=devices[0], choices=devices)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -25,12 +25,12 @@ def device_name(device: str) -> str:
 
 
 def machine(device: str) -> str:
-    """The device and PyTorch's version, as a benchmark prints them first."""
+    """Return the line about the device and PyTorch's version that a benchmark prints first."""
     return f"{device_name(device)}, torch {torch.__version__}"
 
 
 def command(argv: Sequence[str] | None = None) -> str:
-    """The command that runs this again from the repository's root, without where it writes its figures."""
+    """Return the command that runs this again from the repository's root, without the path of its figures."""
     argv = list(sys.argv if argv is None else argv)
     if "--json" in argv:
         at = argv.index("--json")
@@ -41,5 +41,5 @@ def command(argv: Sequence[str] | None = None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line, for a table's footnote."""
+    """Return an error in one line, for a table's footnote."""
     return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"

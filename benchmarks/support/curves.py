@@ -1,4 +1,4 @@
-"""The two themes of a page, and curves on logarithmic axes in them."""
+"""The two themes of a page, and curves on logarithmic axes in their colours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a page: its text, its lines, and what is drawn for each implementation."""
+    """Colours of a page: its text, its lines, and the colour of each implementation."""
 
     suffix: str
     text: str
@@ -42,7 +42,7 @@ def thousands(n: int) -> str:
 
 
 def log_axis(scale: Callable[[str], None], ax: Axes, theme: Theme) -> None:
-    """Make an axis logarithmic, and give all the page's colours."""
+    """Make an axis logarithmic, and give it the page's colours."""
     scale("log")
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.tick_params(which="both", colors=theme.text, length=0, labelsize=8.5)
@@ -59,7 +59,7 @@ def headline(figure: Figure, text: str, theme: Theme) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """A line that `lines` draws."""
+    """A curve that `lines` draws."""
 
     label: str
     points: list[tuple[int, float]]
@@ -69,7 +69,7 @@ class Line:
 
 
 def lines(drawn: list[Line], unit: str, below: str, theme: Theme) -> Figure:
-    """Curves on logarithmic axes, each with its label beside it."""
+    """Draw curves on logarithmic axes, each with its label beside it."""
     figure = Figure(figsize=(6.4, 3.4))
     figure.subplots_adjust(left=0.11, right=0.97, bottom=0.15, top=0.9)
     ax = figure.add_subplot()

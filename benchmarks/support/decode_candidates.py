@@ -1,4 +1,4 @@
-"""Random data of one of `decode.py`'s shapes, and the kernels that attend to it, each held to float64."""
+"""Random data of one of `decode.py`'s shapes, and the kernels that attend to it, each checked against float64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Problem:
         self.exact = functools.cache(self._exact)
 
     def kv(self, layout: str, copy: int) -> tuple[Tensor, Tensor]:
-        """One copy, as the kernel wants it; the numbers are the same for all, their meaning is not."""
+        """Return one copy in a layout; all layouts view the same numbers, as different keys and values."""
         s = self.shape
         length = s.lengths[0] if layout == "exact" else s.capacity
         shape = {"packed": (-1, s.kv_heads, s.head_dim), "pages": (-1, peers.PAGE, s.kv_heads, s.head_dim)}.get(
@@ -48,22 +48,22 @@ class Problem:
         return keys, values
 
     def _exact(self, layout: str, copy: int, sequence: int) -> Tensor:
-        """`[q_heads, head_dim]` in float64."""
+        """Return attention of one sequence in float64, `[q_heads, head_dim]`."""
         s, length = self.shape, self.shape.lengths[sequence]
 
-        def own(x: Tensor) -> Tensor:
+        def of_sequence(x: Tensor) -> Tensor:
             if layout not in self.starts:
                 return x[sequence, :, :length].double()
             start = self.starts[layout][sequence]
             return x.view(-1, s.kv_heads, s.head_dim)[start : start + length].transpose(0, 1).double()
 
-        keys, values = map(own, self.kv(layout, copy))
+        keys, values = map(of_sequence, self.kv(layout, copy))
         q = self.q[copy, sequence].double().view(s.kv_heads, -1, s.head_dim)
         scores = q @ keys.transpose(1, 2) * s.head_dim**-0.5
         return (scores.softmax(-1) @ values).flatten(0, 1)
 
     def error(self, layout: str, copy: int, out: Tensor) -> float:
-        """The largest relative error of the first, the last and the longest sequence; NaN if any number of all is."""
+        """Return the largest relative error of the first, last and longest sequence; NaN if any number of `out` is."""
         s = self.shape
         out = out.reshape(s.batch, s.q_heads, s.head_dim).double()
         if out.isnan().any():
@@ -77,20 +77,20 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def candidates(p: Problem) -> dict[str, tuple[str, Callable[[], Attention | None]]]:
-    """For each the layout of its KV, and what makes its attention of `q` `[batch, q_heads, 1, d]`, k and v."""
+    """Return for each the layout of its KV, and a maker of its attention of `q` `[batch, q_heads, 1, d]`, k and v."""
     s = p.shape
     by_length = {"kv_lens": p.lengths}
-    given = {"ragged": by_length, "invariant": by_length, "static": {"attn_mask": p.mask}}.get(s.section, {})
-    mask = p.mask if given else None
+    options = {"ragged": by_length, "invariant": by_length, "static": {"attn_mask": p.mask}}.get(s.section, {})
+    mask = p.mask if options else None
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tatten.decode_attention(q, k, v, **given)
+        return tatten.decode_attention(q, k, v, **options)
 
     def triton(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tatten.decode_attention(q, k, v, provider="triton", **given)
+        return tatten.decode_attention(q, k, v, provider="triton", **options)
 
     def invariant(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tatten.decode_attention(q, k, v, batch_invariant=True, **given)
+        return tatten.decode_attention(q, k, v, batch_invariant=True, **options)
 
     def biased(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return tatten.decode_attention(q, k, v, attn_mask=p.bias)
@@ -99,7 +99,7 @@ def candidates(p: Problem) -> dict[str, tuple[str, Callable[[], Attention | None
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
     def layer(mask: Tensor) -> Attention:
-        """As in a layer of a compiled model: what the mask leaves was found once for all of them."""
+        """Attend as in a layer of a compiled model: the mask's blocks were found once for all layers."""
         ops = torch.ops.tatten
         block_mask = ops.block_mask(mask)
         return lambda q, k, v: ops.decode_attention(q, k, v, mask, None, None, block_mask)[0]
@@ -143,12 +143,12 @@ def candidates(p: Problem) -> dict[str, tuple[str, Callable[[], Attention | None
 
 
 def prepare(p: Problem, layout: str, make: Callable[[], Attention | None]) -> tuple[Callable[[], object], int, float]:
-    """A step to time, the number of its calls, and its error; an exception if it does not run, or is wrong."""
+    """Return a step to time, the number of its calls, and its error; raise if it does not run, or is wrong."""
     attention = make()
     if attention is None:
         raise RuntimeError("not installed, or not for this shape")
     inputs = [(p.q[i], *p.kv(layout, i)) for i in range(p.copies)]
-    inputs *= max(1, min(8 // p.copies, (2 << 30) // p.shape.kv_bytes))  # many calls of what is short
+    inputs *= max(1, min(8 // p.copies, (2 << 30) // p.shape.kv_bytes))  # a short step has many calls
 
     def step() -> list[Tensor]:
         return [attention(*x) for x in inputs]
@@ -169,7 +169,7 @@ def prepare(p: Problem, layout: str, make: Callable[[], Attention | None]) -> tu
 
 
 def attempt(*args: object) -> tuple[Callable[[], object], int, float] | str:
-    """`prepare`, or why not."""
+    """Return what `prepare` returns, or the reason why it fails."""
     try:
         return prepare(*args)
     except Exception as e:  # whatever a peer may raise

@@ -8,7 +8,7 @@ import torch
 
 from support import peers
 
-L2 = {"cuda": 200 << 20, "cpu": 8 << 20}  # bytes of KV of which the cache keeps nothing that is of use
+L2 = {"cuda": 200 << 20, "cpu": 8 << 20}  # bytes of KV after which the cache holds none of the first ones
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def log_uniform(batch: int, low: int, high: int) -> list[int]:
 
 
 def with_invariant(shapes: list[Shape]) -> list[Shape]:
-    """`shapes`, and the ragged ones once more for the section "invariant"."""
+    """Return `shapes`, and the ragged ones once more for the section "invariant"."""
     return [*shapes, *(replace(s, section="invariant") for s in shapes if s.section == "ragged")]
 
 

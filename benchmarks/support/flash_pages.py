@@ -37,11 +37,11 @@ def varlen(
     softcap: float = 0.0,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """`q`, `k` and `v` are `[tokens, heads, head_dim]`, those of each sequence after those of the last one."""
-    given = {"causal": causal, "scale": softmax_scale, "softcap": softcap, "sinks": s_aux}
-    given["window"] = window_size[0] + 1 if window_size else None
+    """Attend over `q`, `k` and `v` `[tokens, heads, head_dim]`, one sequence after the other."""
+    options = {"causal": causal, "scale": softmax_scale, "softcap": softcap, "sinks": s_aux}
+    options["window"] = window_size[0] + 1 if window_size else None
     attention = peers.fa3() if q.is_cuda else _plain
-    return attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **given)[0]
+    return attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)[0]
 
 
 def with_kvcache(
@@ -61,8 +61,8 @@ def with_kvcache(
     """Write `k` and `v` `[batch, 1, heads, head_dim]` at `cache_seqlens`, and attend; rows of padding have -1 there."""
     batch, pages = block_table.shape
     longest = pages * k_cache.shape[1]
-    given = {"seqused_k": cache_seqlens + 1, "block_table": block_table, "causal": causal, "scale": softmax_scale}
-    given |= {"softcap": softcap, "sinks": s_aux}
+    options = {"seqused_k": cache_seqlens + 1, "block_table": block_table, "causal": causal, "scale": softmax_scale}
+    options |= {"softcap": softcap, "sinks": s_aux}
     if q.is_cuda:
         from support.page_writer import write_tokens
 
@@ -70,13 +70,13 @@ def with_kvcache(
     else:
         _write_plainly(k_cache, v_cache, k, v, cache_seqlens, block_table)
     attention = peers.fa3() if q.is_cuda else _plain
-    out: Tensor = attention(q[:, 0], k_cache, v_cache, _starts(q.device)[: batch + 1], None, 1, longest, **given)[0]
+    out: Tensor = attention(q[:, 0], k_cache, v_cache, _starts(q.device)[: batch + 1], None, 1, longest, **options)[0]
     return out[:, None]
 
 
 @functools.cache
 def _starts(device: torch.device) -> Tensor:
-    """Starts of up to 4096 sequences of one token. They are made outside of graphs, whose memory others may take."""
+    """Return starts of up to 4096 sequences of one token, made outside of graphs, whose memory others may take."""
     assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
     return torch.arange(4097, dtype=torch.int32, device=device)
 
@@ -97,7 +97,7 @@ def _plain(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """The same on a CPU, to try the code: a sequence at a time, without soft caps and sinks."""
+    """Compute the same on a CPU, to try the code: a sequence at a time, without soft caps and sinks."""
     assert not softcap
     assert sinks is None
     out, starts = torch.zeros_like(q), cu_q.tolist()
@@ -128,7 +128,7 @@ def _write_plainly(
 
 
 def install() -> None:
-    """Let transformers take `NAME` for FlashAttention-3."""
+    """Make transformers take `NAME` for FlashAttention-3."""
     load = flash_utils._lazy_imports
     if load.__module__ == __name__:
         return
@@ -145,7 +145,7 @@ def install() -> None:
 
 
 def use(model: PreTrainedModel) -> None:
-    """Let a model attend with `NAME`, which gpt-oss would replace by an implementation that it lists."""
+    """Make a model attend with `NAME`, which gpt-oss would replace by an implementation that it lists."""
     install()
     model._compatible_flash_implementations = None
     model.set_attn_implementation(NAME)

@@ -26,7 +26,7 @@ class Clock:
 
 
 class Forked:
-    """Draws samples again and again in the memory of the first fork, so that what was captured over it stays valid."""
+    """Draws samples repeatedly in the memory of the first fork, so that graphs captured over it stay valid."""
 
     def __init__(self, model: PreTrainedModel, setting: Setting):
         self.model, self.setting = model, setting

@@ -54,7 +54,7 @@ def options() -> Iterator[None]:
 
 
 def load(folder: Path, device: torch.device) -> types.ModuleType:
-    """Import its `generate.py`, whose step is compiled as its `main` does, without its tokenizer.
+    """Import gpt-fast's `generate.py`, whose step is compiled as its `main` does, without its tokenizer.
 
     On a CPU, where Inductor's template of flex attention fails for the step (torch 2.13), Dynamo alone compiles it.
     """
@@ -78,7 +78,7 @@ def load(folder: Path, device: torch.device) -> types.ModuleType:
 
 
 def with_weights_of(model: PreTrainedModel, module: types.ModuleType) -> Any:
-    """Its model in the shape of another, whose weights it shares; those of queries, keys and values are copied."""
+    """Return gpt-fast's model in another's shape, sharing its weights; those of queries, keys and values are copied."""
     config = model.config
     arguments = sys.modules[module.Transformer.__module__].ModelArgs(
         block_size=config.max_position_embeddings,
@@ -90,33 +90,33 @@ def with_weights_of(model: PreTrainedModel, module: types.ModuleType) -> Any:
         intermediate_size=config.intermediate_size,
     )
     with torch.device("meta"):
-        made = module.Transformer(arguments)
+        transformer = module.Transformer(arguments)
 
     def renamed(name: str) -> str:
         for old, new in NAMES.items():
             name = name.replace(old, new)
         return name
 
-    made.load_state_dict({renamed(name): x for name, x in model.state_dict().items()}, assign=True)
-    return made.eval().requires_grad_(False)
+    transformer.load_state_dict({renamed(name): x for name, x in model.state_dict().items()}, assign=True)
+    return transformer.eval().requires_grad_(False)
 
 
 def decoder(
     folder: Path, model: PreTrainedModel, batch: int, used: int, capacity: int
 ) -> Callable[[int], list[Tensor]]:
-    """A function that generates so many tokens after `used` others.
+    """Return a function that generates a number of tokens after `used` others.
 
-    The cache is empty: keys are as many bytes whatever they hold. Tokens are sampled, without top-k.
+    The cache is empty: a step reads the same bytes whatever they are. Tokens are sampled, without top-k.
     """
     module = load(folder, model.device)
-    made = with_weights_of(model, module)
+    transformer = with_weights_of(model, module)
     with torch.device(model.device):
-        made.setup_caches(batch, capacity)
+        transformer.setup_caches(batch, capacity)
 
     def generate(tokens: int) -> list[Tensor]:
         token = torch.zeros(batch, 1, dtype=torch.int, device=model.device)
         position = torch.tensor([used], dtype=torch.int, device=model.device)
         with options():
-            return module.decode_n_tokens(made, token, position, tokens, temperature=0.8)[0]
+            return module.decode_n_tokens(transformer, token, position, tokens, temperature=0.8)[0]
 
     return generate

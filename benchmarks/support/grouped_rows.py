@@ -37,7 +37,7 @@ TINY = Sizes(prompts=4, samples=4, prefix=96, suffix=8, q_heads=8, kv_heads=2, h
 
 
 def groups(s: Sizes) -> dict[str, list[int]]:
-    """The prompt of each sequence, by what was done to the samples."""
+    """Return the prompt of each sequence, for each way in which samples were dropped."""
     regular = [i // s.samples for i in range(s.batch)]
     kept = torch.randperm(s.batch, generator=torch.Generator().manual_seed(1))[s.dropped :].sort().values.tolist()
     skewed = [0] * (s.batch - s.prompts + 1) + list(range(1, s.prompts))
@@ -63,12 +63,12 @@ class Problem:
         return torch.tensor(prompts, dtype=torch.int32, device=self.device)
 
     def segments(self, batch: int, rows: Tensor | None = None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """The query, keys and values of the first sequences; with `rows` of prefixes that are copied for each."""
+        """Return the query, keys and values of the first sequences; with `rows`, prefixes are copied for each."""
         prefix = [x if rows is None else x.index_select(0, rows) for x in self.prefix]
         return self.q[:batch], *([p, s[:batch]] for p, s in zip(prefix, self.suffix, strict=True))
 
     def bytes(self, prompts: list[int]) -> int:
-        """Prefixes that are read once, suffixes, queries and outputs."""
+        """Return the bytes of prefixes, read once, of suffixes, queries and outputs."""
         s = self.sizes
         tokens = len(set(prompts)) * s.prefix + len(prompts) * s.suffix
         return 4 * s.head_dim * (tokens * s.kv_heads + len(prompts) * s.q_heads)
@@ -78,12 +78,12 @@ class Problem:
         return 4 * len(prompts) * s.q_heads * s.head_dim * (s.prefix + s.suffix)
 
     def error(self, prompts: list[int], out: Tensor) -> float:
-        """The relative error of all sequences against float32."""
+        """Return the relative error of all sequences against float32."""
         s, wrong, size = self.sizes, 0.0, 0.0
         for sequences in torch.arange(len(prompts), device=self.device).split(EXACT_AT_ONCE):
             at = torch.tensor(prompts, device=self.device)[sequences]
             kv = zip(self.prefix, self.suffix, strict=True)
-            keys, values = (torch.cat([p[at], own[sequences]], dim=2).float() for p, own in kv)
+            keys, values = (torch.cat([p[at], suffix[sequences]], dim=2).float() for p, suffix in kv)
             q = self.q[sequences].float().view(len(sequences), s.kv_heads, -1, s.head_dim)
             exact = (q @ keys.transpose(2, 3) * s.head_dim**-0.5).softmax(-1) @ values
             wrong += (out[sequences].float().view_as(exact) - exact).square().sum().item()
@@ -92,28 +92,29 @@ class Problem:
 
 
 def attend(query: Tensor, keys: list[Tensor], values: list[Tensor], row_groups: list[Tensor | None] | None) -> Tensor:
-    """The op as a layer of a compiled model calls it: groups were found once for all layers."""
+    """Call the op as a layer of a compiled model does: with groups that were found once for all layers."""
     none = [None] * len(keys)
     op = torch.ops.tatten.bifurcated_attention.default
     return op(query, keys, values, none, none, None, row_groups)[0]
 
 
 def calls(p: Problem) -> Iterator[tuple[str, str, list[int], Callable[[], Tensor]]]:
-    """Groups, how they are given, the prompts of the sequences, and the call."""
-    s, of = p.sizes, groups(p.sizes)
+    """Yield the name of the groups, the form in which they are passed, the prompts of the sequences, and the call."""
+    s, prompts_by_name = p.sizes, groups(p.sizes)
     blocks = p.segments(s.batch)
-    yield "regular", "blocks", of["regular"], lambda: attend(*blocks, None)
-    for name, prompts in of.items():
+    yield "regular", "blocks", prompts_by_name["regular"], lambda: attend(*blocks, None)
+    for name, prompts in prompts_by_name.items():
         inputs, rows = p.segments(len(prompts)), p.rows(prompts)
-        found = torch.ops.tatten.row_groups.default(rows, s.prompts, s.q_heads // s.kv_heads)
-        yield name, "groups", prompts, lambda x=inputs, found=found: attend(*x, [found, None])
+        row_groups = torch.ops.tatten.row_groups.default(rows, s.prompts, s.q_heads // s.kv_heads)
+        yield name, "groups", prompts, lambda x=inputs, y=row_groups: attend(*x, [y, None])
         yield name, "rows", prompts, lambda x=inputs, rows=rows: tatten.bifurcated_attention(*x, rows=[rows, None])
-    copied = p.segments(len(of["dropped"]), p.rows(of["dropped"]))
-    yield "dropped", "copied", of["dropped"], lambda: attend(*copied, None)
+    dropped = prompts_by_name["dropped"]
+    copied = p.segments(len(dropped), p.rows(dropped))
+    yield "dropped", "copied", dropped, lambda: attend(*copied, None)
 
 
 def checked(p: Problem, prompts: list[int], call: Callable[[], Tensor]) -> tuple[Callable[[], Tensor], float]:
-    """The call, on a GPU as a graph, and its error; an exception if it is wrong."""
+    """Return the call, on a GPU as a graph, and its error; raise if it is wrong."""
     step = call
     if p.device == "cuda":
         for _ in range(3):
@@ -128,7 +129,7 @@ def checked(p: Problem, prompts: list[int], call: Callable[[], Tensor]) -> tuple
 
 
 def measure(sizes: Sizes, device: str, rates: tuple[float, float], rounds: int) -> list[dict[str, object]]:
-    """A row for each call; `rates` are bytes and floating point operations per microsecond."""
+    """Return a row for each call; `rates` are bytes and floating point operations per microsecond."""
     p = Problem(sizes, device)
     steps, rows = {}, []
     for groups_of, how, prompts, call in calls(p):
@@ -145,7 +146,7 @@ def measure(sizes: Sizes, device: str, rates: tuple[float, float], rounds: int) 
 
 
 def replay(sizes: Sizes, device: str, patterns: int = 6) -> float:
-    """The largest error of one CUDA graph that is replayed over other rows, some of which no sequence reads."""
+    """Return the largest error of one CUDA graph replayed over other rows, some of which no sequence reads."""
     p = Problem(sizes, device)
     inputs, rows = p.segments(sizes.batch), p.rows(groups(sizes)["regular"])
 

@@ -46,12 +46,12 @@ class Row:
 
 
 def config(device: str) -> PreTrainedConfig:
-    """DeepSeek-V3.2's widths, which are its configuration's defaults; tiny ones on a CPU."""
+    """Return DeepSeek-V3.2's widths, the defaults of its configuration; tiny ones on a CPU."""
     return AutoConfig.for_model("deepseek_v32", **LAYER, **(TINY if device == "cpu" else {}))
 
 
 def expanded_bytes(c: PreTrainedConfig, row: Row) -> int:
-    """The bytes of the projected keys and values and of the assembled keys, which Inductor's step holds together."""
+    """Return the bytes of the projected keys and values and the assembled keys, all live at once in Inductor's step."""
     widths = c.qk_nope_head_dim + c.v_head_dim + c.qk_nope_head_dim + c.qk_rope_head_dim
     return 2 * row.batch * row.length * c.num_attention_heads * widths
 
@@ -64,7 +64,7 @@ def widths(c: PreTrainedConfig, row: Row) -> Widths:
 
 
 def full_cache(model: PreTrainedModel, row: Row) -> StaticCache:
-    """A cache whose slots hold random latents and index keys. No prefill runs, since it would not fit."""
+    """Return a cache whose slots hold random latents and index keys. No prefill runs, since it would not fit."""
     c, device, dtype = model.config, model.device, model.dtype
     cache = StaticCache(c, max_cache_len=row.length)
     generator = torch.Generator(device).manual_seed(1)
@@ -82,7 +82,7 @@ def latent_widths(c: PreTrainedConfig) -> tuple[int, int]:
 
 
 def decode_step(model: PreTrainedModel, cache: StaticCache, row: Row, backend: str) -> Callable[[], Tensor]:
-    """A compiled step that decodes the token of the last slot and returns the logits; it ran three times."""
+    """Return a compiled step, run three times, that decodes the token of the last slot to its logits."""
     token = torch.arange(1, row.batch + 1, device=model.device).unsqueeze(1)
     mask = torch.ones(row.batch, 1, 1, row.length, dtype=torch.bool, device=model.device)
     position = torch.full((row.batch, 1), row.length - 1, device=model.device)
@@ -102,7 +102,7 @@ def decode_step(model: PreTrainedModel, cache: StaticCache, row: Row, backend: s
 
 @contextlib.contextmanager
 def picks_hidden(never: Tensor) -> Iterator[None]:
-    """Give attention the union of its mask and one that is False everywhere, of which no backend knows that.
+    """Give attention the union of its mask and an all-False mask, which no backend can prove to be all False.
 
     A union may leave keys that no top-k picked, so tatten searches the mask.
     """

@@ -23,7 +23,7 @@ Shapes = list[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Widths:
-    """Sizes of one layer's tensors. `keys` are widths of what attention stores or makes for each key."""
+    """Sizes of one layer's tensors. `keys` are the widths of what attention stores or computes for each key."""
 
     batch: int
     length: int
@@ -32,10 +32,10 @@ class Widths:
     index_dim: int
 
     def are_keys(self, shape: tuple[int, ...]) -> bool:
-        """Tell whether a tensor has keys, values or latents of all slots; those of an indexer have three dimensions."""
+        """Return whether a tensor has keys, values or latents of all slots; an indexer's have three dimensions."""
         rows = (self.length, self.batch * self.length)
-        found = len(shape) > 1 and shape[-2] in rows and shape[-1] in self.keys
-        return found and not self.are_index_keys(shape)
+        of_all_slots = len(shape) > 1 and shape[-2] in rows and shape[-1] in self.keys
+        return of_all_slots and not self.are_index_keys(shape)
 
     def are_index_keys(self, shape: tuple[int, ...]) -> bool:
         keys = (self.batch, self.length, self.index_dim), (self.batch * self.length, self.index_dim)
@@ -88,7 +88,7 @@ def launched(events: list[FunctionEvent]) -> Iterator[tuple[str, float, list[str
 
 def profiled(step: Callable[[], object], w: Widths, repeats: int = 3) -> tuple[dict[str, float], list[dict]]:
     """Return the microseconds of each part of a step, medians, and all its kernels with their parts."""
-    found: list[dict[str, float]] = []
+    us_of_runs: list[dict[str, float]] = []
     kernels: list[dict] = []
     for _ in range(repeats):
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as run:
@@ -100,5 +100,5 @@ def profiled(step: Callable[[], object], w: Widths, repeats: int = 3) -> tuple[d
             picked |= part == "top-k"
             us[part] += duration
             kernels.append({"kernel": name[:120], "op": launched_by[0][:120], "part": part, "us": duration})
-        found.append(us)
-    return {part: statistics.median(us[part] for us in found) for part in PARTS}, kernels
+        us_of_runs.append(us)
+    return {part: statistics.median(us[part] for us in us_of_runs) for part in PARTS}, kernels

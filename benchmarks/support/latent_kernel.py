@@ -1,4 +1,4 @@
-"""The kernels of latent attention side by side, a section of `latent.py`: each is held to float64, then timed."""
+"""The kernels of latent attention side by side, a section of `latent.py`: each checked against float64, then timed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shapes(device: str) -> list[Shape]:
     return [Shape(heads, *size) for heads in (128, 16) for size in sizes]
 
 
-def given(name: str, s: Shape, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def inputs_of(name: str, s: Shape, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the inputs of a candidate, in the layout in which a model would have them for it."""
     query, query_rope, latent, key_rope = inputs
     if name == "unrounded" and s.heads <= FEW_QUERIES_ON_CUDA:
@@ -79,7 +79,7 @@ def candidates(s: Shape, device: str) -> dict[str, Callable[[], Attention | None
 
 
 def copies(s: Shape, device: str) -> list[tuple[Tensor, ...]]:
-    """Random queries, their rope, latents and theirs, so often that the cache keeps nothing that is of use."""
+    """Return random queries, latents and their ropes, in enough copies that none is still cached."""
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(s.batch, *shape, device=device, dtype=torch.bfloat16)
@@ -90,13 +90,13 @@ def copies(s: Shape, device: str) -> list[tuple[Tensor, ...]]:
 
 
 def exact(inputs: Sequence[Tensor], sequence: int) -> Tensor:
-    """`[heads, rank]` of one sequence in float64."""
+    """Return attention of one sequence in float64, `[heads, rank]`."""
     query, query_rope, latent, key_rope = (x[sequence].flatten(0, 1).double() for x in inputs)
     return ((query @ latent.T + query_rope @ key_rope.T) * SCALE).softmax(-1) @ latent
 
 
 def error(inputs: Sequence[Tensor], out: Tensor) -> float:
-    """The larger relative error of the first and the last sequence; NaN if any number of all is."""
+    """Return the larger relative error of the first and the last sequence; NaN if any number of `out` is."""
     if out.isnan().any():
         return math.nan
     wanted = {b: exact(inputs, b) for b in (0, len(out) - 1)}
@@ -106,11 +106,12 @@ def error(inputs: Sequence[Tensor], out: Tensor) -> float:
 def prepare(
     name: str, s: Shape, make: Callable[[], Attention | None], inputs: Sequence[tuple[Tensor, ...]]
 ) -> Prepared:
-    """A step to time, the number of its calls, and its error; an exception if it does not run, or is wrong."""
+    """Return a step to time, the number of its calls, and its error; raise if it does not run, or is wrong."""
     attention = make()
     if attention is None:
         raise RuntimeError("not installed, or not for this device")
-    turns = [given(name, s, tensors) for tensors in inputs] * max(1, 8 // len(inputs))  # many calls of what is short
+    # A short step has many calls.
+    turns = [inputs_of(name, s, tensors) for tensors in inputs] * max(1, 8 // len(inputs))
 
     def step() -> list[Tensor]:
         return [attention(*tensors) for tensors in turns]
@@ -123,16 +124,16 @@ def prepare(
         for out in step():
             out.fill_(math.nan)
     outs, last = step(), len(inputs) - 1
-    found = max((error(inputs[i], outs[i]) for i in (0, last)), key=lambda x: (math.isnan(x), x))
-    if not found < 1e-2:
-        raise ArithmeticError(f"wrong: relative error {found:.1e}")
-    return step, len(turns), found
+    largest = max((error(inputs[i], outs[i]) for i in (0, last)), key=lambda x: (math.isnan(x), x))
+    if not largest < 1e-2:
+        raise ArithmeticError(f"wrong: relative error {largest:.1e}")
+    return step, len(turns), largest
 
 
 def attempt(
     name: str, s: Shape, make: Callable[[], Attention | None], inputs: Sequence[tuple[Tensor, ...]]
 ) -> Prepared | str:
-    """`prepare`, or why not."""
+    """Return what `prepare` returns, or the reason why it fails."""
     try:
         return prepare(name, s, make, inputs)
     except Exception as e:  # whatever a peer may raise
@@ -140,7 +141,7 @@ def attempt(
 
 
 def measure(s: Shape, device: str, rates: tuple[float, float], rounds: int) -> dict[str, object]:
-    """A row of the results; `rates` are bytes and floating point operations per second."""
+    """Return a row of the results; `rates` are bytes and floating point operations per second."""
     inputs = copies(s, device)
     tried = {name: attempt(name, s, make, inputs) for name, make in candidates(s, device).items()}
     ready = {name: x for name, x in tried.items() if not isinstance(x, str)}
@@ -158,6 +159,6 @@ def measure(s: Shape, device: str, rates: tuple[float, float], rounds: int) -> d
         "ratio": us["tatten"] / us["fa3"] if {"tatten", "fa3"} <= us.keys() else None,
         "bytes_us": s.bytes / rates[0] * 1e6,
         "flops_us": s.flops / rates[1] * 1e6,
-        "errors": {name: found for name, (_, _, found) in ready.items()},
+        "errors": {name: e for name, (_, _, e) in ready.items()},
         "left_out": {name: x for name, x in tried.items() if isinstance(x, str)},
     }

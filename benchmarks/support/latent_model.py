@@ -15,7 +15,7 @@ from support.static_step import measure_step
 
 @dataclass(frozen=True)
 class Row:
-    """`used` of `max_cache_len` slots hold latents; a step is asked to be at least so many times as fast."""
+    """A step in which `used` of `max_cache_len` slots hold latents, to be `at_least` times as fast as Inductor."""
 
     batch: int
     max_cache_len: int
@@ -32,7 +32,7 @@ def rows(device: str) -> list[Row]:
 
 
 def build(device: str, dtype: str) -> PreTrainedModel:
-    """4 layers with 128 heads; on a CPU a layer with 16, beside which MLP and vocabulary are next to nothing."""
+    """Build 4 layers with 128 heads; on a CPU a layer with 16, beside which MLP and vocabulary are next to nothing."""
     sizes = {"num_hidden_layers": 4}
     if device == "cpu":
         sizes = {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 128, "num_attention_heads": 16}
@@ -41,28 +41,28 @@ def build(device: str, dtype: str) -> PreTrainedModel:
 
 
 def step(row: Row, device: str, rate: float, repeats: int) -> dict[str, object]:
-    """A row of the results."""
+    """Return a row of the results."""
     model = build(device, row.dtype)
     floor = models.floor_bytes(model, row.batch, row.used) / rate * 1e3
-    found = measure_step(model, row, device, repeats)
-    faster = found["inductor_ms"] / found["tatten_ms"]
+    measured = measure_step(model, row, device, repeats)
+    faster = measured["inductor_ms"] / measured["tatten_ms"]
     heads = model.config.num_attention_heads
-    return {"section": "step", "heads": heads, **asdict(row), **found, "floor_ms": floor, "faster": faster}
+    return {"section": "step", "heads": heads, **asdict(row), **measured, "floor_ms": floor, "faster": faster}
 
 
 def tokens(device: str, rate: float, rounds: int) -> list[dict[str, object]]:
-    """Rows of `generate`: a static cache of which a prompt fills a quarter, in two modes of torch.compile."""
+    """Return rows of `generate`: a prompt fills a quarter of a static cache, in two modes of torch.compile."""
     batch, capacity, used, modes = (8, 8192, 2000, ("default", "reduce-overhead"))
     if device == "cpu":
         batch, capacity, used, modes = (2, 256, 64, ("default",))
     model = build(device, "float32" if device == "cpu" else "bfloat16")
     floor = models.floor_bytes(model, batch, used) / rate * 1e3
-    asked = Namespace(device=device, capacity=capacity, used=used, rounds=rounds)
-    found: list[dict[str, object]] = []
+    options = Namespace(device=device, capacity=capacity, used=used, rounds=rounds)
+    rows: list[dict[str, object]] = []
     for mode in modes:
         with torch.no_grad():
-            r = generate.measure(model, batch, mode, asked)
+            r = generate.measure(model, batch, mode, options)
         faster = r["token_ms"]["inductor"] / r["token_ms"]["tatten"]
         row = {"section": "generate", "batch": batch, "mode": mode, "capacity": capacity, "used": used}
-        found.append({**row, **r, "floor_ms": floor, "faster": faster})
-    return found
+        rows.append({**row, **r, "floor_ms": floor, "faster": faster})
+    return rows

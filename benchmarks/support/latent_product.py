@@ -34,12 +34,12 @@ def shapes(device: str) -> list[Shape]:
 
 
 def rounded(sums: Tensor, weight: Tensor) -> Tensor:
-    """PyTorch's own product, of sums that are rounded first."""
+    """Multiply by PyTorch's own product, of sums that are rounded first."""
     return torch.bmm(sums.transpose(0, 1).flatten(1, 2).to(weight.dtype), weight.mT)
 
 
 def split(sums: Tensor, weight: Tensor) -> Tensor:
-    """PyTorch's own product of both halves of the sums in float32; Inductor makes the halves."""
+    """Multiply by PyTorch's own product of both halves of the sums in float32; Inductor computes the halves."""
     rows = sums.transpose(0, 1).flatten(1, 2)
     upper = (rows.view(torch.int32) & ~0xFFFF).view(torch.float32)
     halves = torch.cat((upper.bfloat16(), (rows - upper).bfloat16()), 1)
@@ -54,7 +54,7 @@ def products(device: str) -> dict[str, Product]:
 
 
 def measure(s: Shape, device: str, rate: float, rounds: int) -> dict[str, object]:
-    """A row of the results; `rate` is that of the floor, in bytes per second."""
+    """Return a row of the results; `rate` is that of the floor, in bytes per second."""
     torch._dynamo.reset()
     sums = torch.randn(s.batch, s.heads, 1, RANK, device=device)
     copies = range(-(-L2[device] // (2 * s.heads * VALUE * RANK)))

@@ -12,7 +12,7 @@ HEADS, RANK, NOPE, ROPE, VALUE = 16, 512, 128, 64, 128
 
 
 class Expanded(nn.Module):
-    """Attention as a model of latent attention writes it: all latents become keys and values."""
+    """Attention as a model with latents writes it: all latents are expanded to keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,13 +28,13 @@ class Expanded(nn.Module):
 
 
 def errors(out: Tensor, exact: Tensor) -> dict[str, float]:
-    """Relative, by the norm and by the largest element."""
+    """Return the relative errors by the norm and by the largest element."""
     off = out.double() - exact
     return {"norm": (off.norm() / exact.norm()).item(), "max": (off.abs().max() / exact.abs().max()).item()}
 
 
 def measure(length: int, sharpness: float, device: str) -> dict[str, object]:
-    """A row of the results, of 8 sequences; `sharpness` multiplies the query: a larger one makes few keys matter."""
+    """Return a row of the results, of 8 sequences; `sharpness` multiplies the query: at a large one few keys matter."""
     torch.manual_seed(0)
     shapes = (8, HEADS, 1, NOPE + ROPE), (8, 1, length, RANK), (8, 1, length, ROPE)
     query, latent, key_rope = (torch.randn(shape, device=device) for shape in shapes)

@@ -28,7 +28,7 @@ def shapes(device: str) -> list[Shape]:
 
 
 def attend(inputs: tuple[Tensor, ...], weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of one query, whose output has the width of values: the ops that the pass inserts on CUDA."""
+    """Return the state of one query, with an output as wide as values, by the ops that the pass inserts on CUDA."""
     sums, lse = torch.ops.tatten.latent_attention.default(*inputs, scale=SCALE, out_dtype=torch.float32)
     return torch.ops.tatten.project_heads.default(sums, weight), lse
 
@@ -40,21 +40,21 @@ def exact(inputs: tuple[Tensor, ...], weight: Tensor) -> Tensor:
 
 
 def measure(s: Shape, ranks: Ranks, rounds: int, repeats: int = 20) -> dict[str, object]:
-    """A row of the results: microseconds of the slowest rank, and relative errors."""
+    """Return a row of the results: microseconds of the slowest rank, and relative errors."""
     rng = torch.Generator(ranks.device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng, device=ranks.device).to(torch.bfloat16)
 
     query, keys = (1, s.heads, 1), (1, 1, s.length)
-    whole = randn(*query, RANK), randn(*query, ROPE), randn(*keys, RANK), randn(*keys, ROPE)
+    inputs = randn(*query, RANK), randn(*query, ROPE), randn(*keys, RANK), randn(*keys, ROPE)
     weight = randn(s.heads, VALUE, RANK)
-    own = *whole[:2], *(x[:, :, ranks.rank :: ranks.size].contiguous() for x in whole[2:])
+    shard = *inputs[:2], *(x[:, :, ranks.rank :: ranks.size].contiguous() for x in inputs[2:])
     arms: dict[str, Callable[[], Tensor]] = {
-        "local": lambda: attend(whole, weight)[0],
-        "sharded": lambda: tatten.tree_merge(*attend(own, weight), ranks.group)[0],
+        "local": lambda: attend(inputs, weight)[0],
+        "sharded": lambda: tatten.tree_merge(*attend(shard, weight), ranks.group)[0],
     }
-    wanted, steps, errors = exact(whole, weight), {}, {}
+    wanted, steps, errors = exact(inputs, weight), {}, {}
     for name, step in arms.items():
         step()
         if ranks.device == "cuda":
@@ -68,7 +68,7 @@ def measure(s: Shape, ranks: Ranks, rounds: int, repeats: int = 20) -> dict[str,
 
     def slowest(name: str, step: Callable[[], Tensor]) -> float:
         torch.distributed.barrier(ranks.group)
-        step()  # all ranks are here, and the GPU is busy while the host goes on
+        step()  # after the barrier: the GPU is busy while the host launches the timed step
         return ranks.largest(seconds(step, ranks.device, repeats) * 1e6)
 
     us = in_turns(steps, rounds, slowest)

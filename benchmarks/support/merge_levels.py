@@ -15,7 +15,7 @@ MAX_STRIDE = 1 << 24  # floats hold integers up to here
 
 @triton.jit
 def _states_at(sequence, kv_head, in_group, seqs_per_node, strides, LEVEL: tl.constexpr):
-    """Where a level's states of some heads of a sequence begin, in units of the strides."""
+    """Return where a level's states of some heads of a sequence begin, in units of the strides."""
     n = tl.cast(seqs_per_node[LEVEL], tl.int32)
     at = sequence // n * tl.cast(strides[4 * LEVEL], tl.int32) + sequence % n * tl.cast(
         strides[4 * LEVEL + 1], tl.int32
@@ -65,12 +65,12 @@ def _merge_levels_kernel(
 
 
 def index_strides(x: Tensor) -> list[int]:
-    """The strides of nodes, sequences, kv heads and group; 0 where there is one, whose stride may be anything."""
+    """Return the strides of nodes, sequences, kv heads and group; 0 for a size of 1, whose stride may be anything."""
     return [0 if size == 1 else stride for size, stride in zip(x.shape[:4], x.stride(), strict=False)]
 
 
 def merge_levels(states: Sequence[State]) -> Tensor:
-    """`[batch, q_heads, 1, d]` from each level's `out` `[nodes, sequences, kv_heads, group, d]`, and lse without d."""
+    """Merge each level's `out` `[nodes, sequences, kv_heads, group, d]` and lse, to `[batch, q_heads, 1, d]`."""
     outs, lses = zip(*states, strict=True)
     kv_heads, group, dim = outs[0].shape[2:]
     batch, q_heads = outs[0].shape[0] * outs[0].shape[1], kv_heads * group
@@ -102,7 +102,7 @@ def merge_levels(states: Sequence[State]) -> Tensor:
 
 
 def merge_levels_reference(states: Sequence[State]) -> Tensor:
-    """The same from PyTorch's own functions, for a CPU."""
+    """Compute the same by PyTorch's own functions, for a CPU."""
     outs = torch.stack([out.float().flatten(0, 1).flatten(1, 2) for out, _ in states])
     lses = torch.stack([lse.float().flatten(0, 1).flatten(1, 2) for _, lse in states])
     merged = (lses.softmax(0).unsqueeze(-1) * outs).sum(0)

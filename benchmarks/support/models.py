@@ -68,13 +68,13 @@ TINY: dict[str, dict[str, int]] = {
 
 
 def shape(name: str, tiny: bool = False, **changes: object) -> PreTrainedConfig:
-    """The configuration of a model, but for the changes."""
+    """Return the configuration of a model, with the changes."""
     sizes = SHAPES[name] | (TINY[name] if tiny else {}) | changes
     return AutoConfig.for_model(name, **({"max_position_embeddings": 1 << 17, "pad_token_id": 0} | sizes))
 
 
 def build(config: PreTrainedConfig, device: str, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
-    """A model for inference, always with the same weights; transformers picks the attention that is not named."""
+    """Build a model for inference, always with the same weights; transformers picks the attention if none is named."""
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -91,7 +91,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def floor_bytes(model: PreTrainedModel, batch: int, used: int) -> int:
-    """Each weight once, of experts as many as evenly drawn tokens would pick, and each key and value, or latent, once.
+    """Return the bytes of each weight, of as many experts as even routing picks, and of keys and values or latents.
 
     A layer with a sliding window reads no more keys than its window has.
     """

@@ -1,4 +1,4 @@
-"""One launch that writes the keys and values of a decode step into pages, without a look at lengths on the host."""
+"""One launch that writes the keys and values of a decode step into pages, without reading lengths on the host."""
 
 from __future__ import annotations
 

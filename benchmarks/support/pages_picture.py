@@ -37,9 +37,9 @@ def pages(theme: Theme) -> Figure:
     page, slot = TABLE[MARKED[0]][MARKED[1] // PAGE], MARKED[1] % PAGE
     x, step = LEFT_OF[page], WIDTH / PAGE
     ax.add_patch(Rectangle((x + slot * step, 0), step, 5, facecolor=theme.text, linewidth=0))
-    said = f"key {MARKED[1]} of sequence {MARKED[0]} is key[{page}, {slot}]: {MARKED[1]} = 1 x {PAGE} + {slot}"
+    label = f"key {MARKED[1]} of sequence {MARKED[0]} is key[{page}, {slot}]: {MARKED[1]} = 1 x {PAGE} + {slot}"
     ax.annotate(
-        said,
+        label,
         (x + (slot + 0.5) * step, 0),
         (x - 1, -7),
         color=theme.text,
@@ -74,8 +74,8 @@ def _draw_page(ax: Axes, left: float, used: int, color: str, theme: Theme) -> No
 def _draw_row(ax: Axes, b: int, color: str, theme: Theme) -> None:
     """Draw a row of the table, and the arrows of its entries."""
     left, row = ROWS_AT[b], TABLE[b]
-    said = f"block_table[{b}]: sequence {b}, {LENS[b]} keys"
-    ax.text(left + 1.5 * CELL, BOTTOM + 6.3, said, ha="center", color=color, fontsize=10)
+    label = f"block_table[{b}]: sequence {b}, {LENS[b]} keys"
+    ax.text(left + 1.5 * CELL, BOTTOM + 6.3, label, ha="center", color=color, fontsize=10)
     for i, entry in enumerate(row):
         middle = left + CELL * (i + 0.5)
         ax.add_patch(Rectangle((middle - CELL / 2, BOTTOM), CELL, 5, facecolor="none", edgecolor=theme.text))

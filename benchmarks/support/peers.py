@@ -1,4 +1,4 @@
-"""The kernels that we measure beside, each as a function that returns its attention, or None where it isn't there.
+"""The kernels of others, each by a function that returns its attention, or None where it is not available.
 
 FlashAttention-3 and FlashMLA come from vLLM's wheel: `_vllm_fa3_C.abi3.so` and `_flashmla_C.abi3.so`, as they are or
 compressed with xz, are looked for in the folder that the environment variable TATTEN_PEERS names, in `.whl/fa3/` at the
@@ -29,12 +29,12 @@ PAGE_OF_FLASH_MLA = 64
 
 
 def library(name: str) -> Path | None:
-    """An extension of vLLM's."""
-    found = importlib.util.find_spec("vllm")
-    named = os.environ.get("TATTEN_PEERS")
-    folders = [Path(named)] if named else []
+    """Return the path of an extension of vLLM's, or None."""
+    spec = importlib.util.find_spec("vllm")
+    folder_named = os.environ.get("TATTEN_PEERS")
+    folders = [Path(folder_named)] if folder_named else []
     folders += [Path(__file__).parents[2] / ".whl" / "fa3"]
-    for folder in (found and found.submodule_search_locations) or ():
+    for folder in (spec and spec.submodule_search_locations) or ():
         folders += [Path(folder), Path(folder) / "vllm_flash_attn"]
     paths = [folder / (name + suffix) for folder in folders for suffix in (".abi3.so", ".abi3.so.xz")]
     return next((path for path in paths if path.is_file()), None)
@@ -42,7 +42,7 @@ def library(name: str) -> Path | None:
 
 @functools.cache
 def ops_of(name: str) -> Any:
-    """The ops of an extension of vLLM's, all of which are for Hopper."""
+    """Return the ops of an extension of vLLM's, all of which are for Hopper, or None."""
     path = library(name)
     if path is None or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return None
@@ -57,7 +57,7 @@ def ops_of(name: str) -> Any:
 
 
 def fa3() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """FlashAttention-3 on sequences of any lengths, one after the other."""
+    """Return FlashAttention-3 on sequences of any lengths, one after the other."""
     ops = ops_of(FA3)
     if ops is None:
         return None
@@ -79,7 +79,7 @@ def fa3() -> Callable[..., tuple[Tensor, Tensor]] | None:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`q` `[tokens, q_heads, d]`, `k` and `v` `[tokens, kv_heads, d]` to `out` and `lse` `[q_heads, tokens]`.
+        """Attend from `q` `[tokens, q_heads, d]` to `k` and `v` `[tokens, kv_heads, d]`, with lse `[q_heads, tokens]`.
 
         Or, with `seqused_k` instead of `cu_k`, `k` and `v` are `[batch, length, kv_heads, d]`, and with `block_table`
         `[batch, pages]` also they are `[pages, page, kv_heads, d]`. 0 splits: as many as FlashAttention-3 sees fit.
@@ -98,7 +98,7 @@ def fa3() -> Callable[..., tuple[Tensor, Tensor]] | None:
 
 
 def fa3_latent() -> Callable[..., Tensor] | None:
-    """FlashAttention-3's latent attention, which takes the queries of latents as `q_v`."""
+    """Return FlashAttention-3's latent attention, which takes the queries of latents as `q_v`."""
     ops = ops_of(FA3)
     if ops is None:
         return None
@@ -106,7 +106,7 @@ def fa3_latent() -> Callable[..., Tensor] | None:
     def attention(
         query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, kv_lens: Tensor, scale: float
     ) -> Tensor:
-        """`out` `[batch, heads, 1, rank]` of the arguments of `tatten.latent_attention`, which are contiguous.
+        """Return `out` `[batch, heads, 1, rank]`; the arguments are those of `tatten.latent_attention`, contiguous.
 
         `kv_lens` is int32; as many splits as FlashAttention-3 sees fit.
         """
@@ -123,7 +123,7 @@ def fa3_latent() -> Callable[..., Tensor] | None:
 
 
 def fa3_picked() -> Callable[..., Tensor] | None:
-    """FlashAttention-3's latent attention with pages of one token, so that its page table is a list of keys."""
+    """Return FlashAttention-3's latent attention with pages of one token, so that its page table is a list of keys."""
     ops = ops_of(FA3)
     if ops is None:
         return None
@@ -137,7 +137,7 @@ def fa3_picked() -> Callable[..., Tensor] | None:
         counts: Tensor,
         scale: float,
     ) -> Tensor:
-        """`out` `[batch, heads, 1, rank]` of the arguments of `tatten.latent_attention`, which are contiguous.
+        """Return `out` `[batch, heads, 1, rank]`; the arguments are those of `tatten.latent_attention`, contiguous.
 
         `rows` `[batch, picks]` counts through the latents of all sequences; each has so many picks as `counts` says.
         """
@@ -155,7 +155,7 @@ def fa3_picked() -> Callable[..., Tensor] | None:
 
 
 def flash_mla(kv_lens: Tensor, pages: int, scale: float) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """FlashMLA on sequences of these lengths, int32, that it plans once; its pages follow one another.
+    """Return FlashMLA on sequences of these lengths, int32, that it plans once; its pages follow one another.
 
     Takes `[batch, 1, heads, 576]` and `[batch * pages, 64, 1, 576]`, and returns `[batch, 1, heads, 512]`.
     """
@@ -167,16 +167,16 @@ def flash_mla(kv_lens: Tensor, pages: int, scale: float) -> Callable[[Tensor, Te
     plan: list[Tensor] = []
 
     def attention(query: Tensor, latent: Tensor) -> Tensor:
-        given = query, latent, 512, kv_lens, table, scale, False  # causal
-        out, _, *made = ops.dense_decode_fwd(*given, *(plan or (None, None)), None)
-        plan[:] = plan or made
+        inputs = query, latent, 512, kv_lens, table, scale, False  # causal
+        out, _, *new_plan = ops.dense_decode_fwd(*inputs, *(plan or (None, None)), None)
+        plan[:] = plan or new_plan
         return out
 
     return attention
 
 
 def flash_mla_picked() -> Callable[[Tensor, Tensor, Tensor, float], Tensor] | None:
-    """FlashMLA's sparse attention of many queries in bfloat16.
+    """Return FlashMLA's sparse attention of many queries in bfloat16.
 
     Takes `[queries, heads, 576]`, `[rows, 1, 576]` and picked rows `[queries, 1, picks]`, int32, and returns
     `[queries, heads, 512]`.
@@ -193,7 +193,7 @@ def flash_mla_picked() -> Callable[[Tensor, Tensor, Tensor, float], Tensor] | No
 
 
 def flash_mla_picked_float8(plan: list[Tensor]) -> Callable[[Tensor, Tensor, Tensor, float], Tensor] | None:
-    """FlashMLA's sparse decoding over float8, whose schedule calls of one shape share in `plan`, empty at first.
+    """Return FlashMLA's sparse decoding over float8; calls of one shape share its schedule in `plan`, empty at first.
 
     Takes `[batch, 1, heads, 576]`, pages of bytes `[pages, 64, 1, 656]` and picked rows `[batch, 1, picks]`, int32, and
     returns `[batch, 1, heads, 512]`.
@@ -203,36 +203,36 @@ def flash_mla_picked_float8(plan: list[Tensor]) -> Callable[[Tensor, Tensor, Ten
         return None
 
     def attention(query: Tensor, pages: Tensor, rows: Tensor, scale: float) -> Tensor:
-        given = query, pages, rows, None, None, *(plan or (None, None)), None, None, None, 512, scale, None
-        out, _, *made = ops.sparse_decode_fwd(*given)
-        plan[:] = plan or made
+        inputs = query, pages, rows, None, None, *(plan or (None, None)), None, None, None, 512, scale, None
+        out, _, *new_plan = ops.sparse_decode_fwd(*inputs)
+        plan[:] = plan or new_plan
         return out
 
     return attention
 
 
 def cudnn() -> Callable[..., Tensor] | None:
-    """cuDNN on `[batch, heads, length, d]`, as SDPA calls it."""
+    """Return cuDNN on `[batch, heads, length, d]`, as SDPA calls it."""
     if not torch.cuda.is_available():
         return None
     return lambda q, k, v: cudnn_state(q, k, v, lse=False)[0]
 
 
 def cudnn_state(q: Tensor, k: Tensor, v: Tensor, lse: bool = True) -> tuple[Tensor, Tensor]:
-    """cuDNN's `out` and `lse`; the lse may have a last dimension of 1."""
+    """Return cuDNN's `out` and `lse`; the lse may have a last dimension of 1."""
     op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
     return op(q, k, v, None, lse, 0.0, False, False, scale=q.shape[3] ** -0.5)[:2]
 
 
 def cudnn_packed() -> Callable[..., Tensor] | None:
-    """cuDNN with the query heads of a kv head as rows."""
+    """Return cuDNN with the query heads of a kv head as rows."""
     if not torch.cuda.is_available():
         return None
     return lambda q, k, v: cudnn_state(pack_gqa(q, k.shape[1]), k, v, lse=False)[0].reshape(q.shape)
 
 
 def flash() -> Callable[..., Tensor] | None:
-    """PyTorch's FlashAttention-2 with the query heads of a kv head as rows, which splits the keys where it pays."""
+    """Return PyTorch's FlashAttention-2 with the query heads of a kv head as rows; it splits keys where that pays."""
     if not torch.cuda.is_available():
         return None
     return lambda q, k, v: flash_state(pack_gqa(q, k.shape[1]), k, v)[0].reshape(q.shape)
@@ -245,7 +245,7 @@ def flash_state(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def flashinfer_paged(
     lengths: Sequence[int], q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tensor_cores: bool
 ) -> Callable[..., Tensor] | None:
-    """FlashInfer's batch decode, planned for sequences of these lengths, whose pages follow one another.
+    """Return FlashInfer's batch decode, planned for sequences of these lengths, whose pages follow one another.
 
     Takes `q` `[batch, q_heads, d]`, and `k` and `v` `[pages, PAGE, kv_heads, d]`.
     """
@@ -264,7 +264,7 @@ def flashinfer_paged(
 
 
 def flashinfer_single() -> Callable[..., Tensor] | None:
-    """FlashInfer's decode of one request: `q` `[q_heads, d]`, `k` and `v` `[length, kv_heads, d]`."""
+    """Return FlashInfer's decode of one request: `q` `[q_heads, d]`, `k` and `v` `[length, kv_heads, d]`."""
     if not has_flashinfer():
         return None
     from flashinfer import single_decode_with_kv_cache

@@ -35,7 +35,7 @@ class Shape:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of what is stored for each key."""
+        """The stored bytes of each key."""
         return self.dtype.itemsize * (2 * self.kv_heads * self.head_dim or RANK + ROPE)
 
     @property
@@ -48,7 +48,7 @@ class Shape:
 
 
 class Inputs(NamedTuple):
-    """`key_rope` and `query_rope` are None if these are no latents."""
+    """Tensors of a call; `key_rope` and `query_rope` are None unless the keys are latents."""
 
     query: Tensor
     key: Tensor
@@ -98,7 +98,7 @@ def keys_of(s: Shape, indices: Tensor) -> Tensor:
 
 
 def calls(s: Shape, device: str) -> list[Inputs]:
-    """Return inputs of several calls, together more than the cache keeps. They share caches if these are large."""
+    """Return inputs of several calls, more in total than the cache holds. They share large caches."""
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(s.batch, *shape, device=device, dtype=torch.float32).to(s.dtype)
@@ -110,12 +110,12 @@ def calls(s: Shape, device: str) -> list[Inputs]:
     else:
         latents = [(randn(1, s.length, RANK), randn(1, s.length, ROPE)) for _ in range(n_caches)]
         stored = [(latent, latent, rope) for latent, rope in latents]
-    made = []
+    inputs = []
     for i in range(min(32, max(8 if device == "cuda" else 1, n_calls, n_caches))):
         indices, (key, value, rope) = draw(s, device), stored[i % n_caches]
         keys = keys_of(s, indices)
         mask = torch.zeros((*keys.shape[:2], s.length), dtype=torch.bool, device=device).scatter(2, keys, True)
         mask = mask.repeat_interleave(s.heads // s.kv_heads if s.picks == "blocks" else 1, dim=1).unsqueeze(2)
         query = randn(s.heads, 1, key.shape[3])
-        made.append(Inputs(query, key, value, None if rope is None else randn(s.heads, 1, ROPE), rope, indices, mask))
-    return made
+        inputs.append(Inputs(query, key, value, None if rope is None else randn(s.heads, 1, ROPE), rope, indices, mask))
+    return inputs

@@ -1,4 +1,4 @@
-"""Attention to picked keys beside attention to all of them, for `sparse.py`: each is held to float64, then timed."""
+"""Attention to picked keys, and to all of them, for `sparse.py`: each checked against float64, then timed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def candidates(s: Shape) -> dict[str, Candidate]:
     starts = itertools.cycle(range(0, s.length - PICKED_KEYS + 1, PICKED_KEYS))
 
     def short(x: Inputs) -> Callable[[], Tensor]:
-        """Take other keys for each call, as picks are other ones: the L2 would keep the same ones."""
+        """Take different keys for each call, as picks differ: the L2 would hold the same ones."""
         start = next(starts)
         key, value, rope = (
             y if y is None else y[:, :, start : start + PICKED_KEYS] for y in (x.key, x.value, x.key_rope)
@@ -66,7 +66,7 @@ def candidates(s: Shape) -> dict[str, Candidate]:
 
 
 def exact(s: Shape, x: Inputs) -> Tensor:
-    """Attention of one sequence to its picks in float64, `[heads, columns]`."""
+    """Return attention of one sequence to its picks in float64, `[heads, columns]`."""
     keys = keys_of(s, x.indices)[0]
     heads = torch.arange(x.key.shape[1], device=keys.device).unsqueeze(1)
     key, value = (stored[0][heads, keys].double() for stored in (x.key, x.value))
@@ -80,14 +80,14 @@ def exact(s: Shape, x: Inputs) -> Tensor:
 
 
 def error(s: Shape, x: Inputs, out: Tensor, stored: Callable[[Inputs], Inputs]) -> float:
-    """The larger relative error of the first and the last sequence; NaN if any number of all is."""
+    """Return the larger relative error of the first and the last sequence; NaN if any number of `out` is."""
     if out.isnan().any():
         return math.nan
-    found = []
+    errors = []
     for b in {0, s.batch - 1}:
         want = exact(s, stored(Inputs(*(None if y is None else y[b : b + 1] for y in x))))
-        found.append(((out[b, :, 0].double() - want).norm() / want.norm()).item())
-    return max(found)
+        errors.append(((out[b, :, 0].double() - want).norm() / want.norm()).item())
+    return max(errors)
 
 
 def prepare(s: Shape, name: str, candidate: Candidate, inputs: list[Inputs]) -> Callable[[], object]:
@@ -111,7 +111,7 @@ def prepare(s: Shape, name: str, candidate: Candidate, inputs: list[Inputs]) -> 
 
 
 def attempt(s: Shape, name: str, candidate: Candidate, inputs: list[Inputs]) -> Callable[[], object] | str:
-    """`prepare`, or why not."""
+    """Return what `prepare` returns, or the reason why it fails."""
     try:
         return prepare(s, name, candidate, inputs)
     except Exception as e:  # a kernel that is not for this device
@@ -119,7 +119,7 @@ def attempt(s: Shape, name: str, candidate: Candidate, inputs: list[Inputs]) -> 
 
 
 def measure(s: Shape, device: str, rate: float, rounds: int) -> dict[str, object]:
-    """A row of the results; `rate` is bytes per second."""
+    """Return a row of the results; `rate` is bytes per second."""
     inputs = calls(s, device)
     tried = {name: attempt(s, name, candidate, inputs) for name, candidate in candidates(s).items()}
     ready = {name: x for name, x in tried.items() if not isinstance(x, str)}

@@ -1,4 +1,4 @@
-"""Kernels of others for picked latents, as `sparse.py` times them: each reads our rows in the layout that it takes.
+"""Kernels of others for picked latents, as `sparse.py` times them, each with our rows in its own layout.
 
 None of them reads a mask. Rows of all sequences lie end to end, and picks are numbers of these rows.
 """
@@ -29,8 +29,8 @@ class Candidate(NamedTuple):
     """A kernel that is timed.
 
     Attributes:
-        bind: makes a call of inputs; what a model would store in the kernel's layout is made here and not timed.
-        stored: the inputs that the kernel sees where its cache rounds them.
+        bind: returns a call of inputs. It converts, untimed, what a model would store in the kernel's layout.
+        stored: returns the inputs as the kernel's cache rounds them.
     """
 
     bind: Callable[[Inputs], Call]
@@ -38,14 +38,14 @@ class Candidate(NamedTuple):
 
 
 def candidates(s: Shape) -> dict[str, Candidate]:
-    """Return the peers that read latents; none for keys and values of their own."""
+    """Return the peers that read latents; none for separate keys and values."""
     if s.kv_heads:
         return {}
     return {"fa3": fa3(), "flash_mla": flash_mla(), "flash_mla_8": flash_mla_float8()}
 
 
 def fa3() -> Candidate:
-    """FlashAttention-3 with pages of one token: the picks are its page table."""
+    """Return FlashAttention-3 with pages of one token: the picks are its page table."""
 
     def bind(x: Inputs) -> Call:
         kernel = there(peers.fa3_picked())
@@ -56,7 +56,7 @@ def fa3() -> Candidate:
 
 
 def flash_mla() -> Candidate:
-    """FlashMLA's sparse kernel for prefill, which reads a cache in bfloat16 and never splits the picks."""
+    """Return FlashMLA's sparse kernel for prefill, which reads a cache in bfloat16 and never splits the picks."""
     cache = Stored(lambda x: joined(x.key, x.key_rope).flatten(0, 2).unsqueeze(1))
 
     def bind(x: Inputs) -> Call:
@@ -69,7 +69,7 @@ def flash_mla() -> Candidate:
 
 
 def flash_mla_float8() -> Candidate:
-    """FlashMLA's sparse kernel for decoding, whose latents are in float8 and whose rope is in bfloat16."""
+    """Return FlashMLA's sparse kernel for decoding, with latents in float8 and rope in bfloat16."""
     cache = Stored(lambda x: float8_pages(x.key, x.key_rope))
     plan: list[Tensor] = []
 
@@ -88,17 +88,17 @@ def flash_mla_float8() -> Candidate:
 
 
 class Stored:
-    """A peer's copy of a cache, which calls that share the cache share too."""
+    """A peer's copy of a cache, shared by the calls that share the cache."""
 
     def __init__(self, make: Callable[[Inputs], Tensor]) -> None:
         self.make = make
-        self.made: dict[int, Tensor] = {}
+        self.by_address: dict[int, Tensor] = {}
 
     def __call__(self, x: Inputs) -> Tensor:
         address = x.key.data_ptr()
-        if address not in self.made:
-            self.made[address] = self.make(x)
-        return self.made[address]
+        if address not in self.by_address:
+            self.by_address[address] = self.make(x)
+        return self.by_address[address]
 
 
 def there(kernel: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
@@ -120,7 +120,7 @@ def joined(latent: Tensor, rope: Tensor | None) -> Tensor:
 
 
 def float8(latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a latent in float8, and its scales in float32, powers of two, of which each tile has one."""
+    """Return a latent in float8, and a float32 scale for each tile, a power of two."""
     tiles = latent.float().unflatten(-1, (TILES, TILE))
     largest = tiles.abs().amax(-1).clamp_min(1e-4) / torch.finfo(torch.float8_e4m3fn).max
     scales = largest.log2().ceil().exp2()
@@ -128,11 +128,11 @@ def float8(latent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def float8_pages(latent: Tensor, rope: Tensor | None) -> Tensor:
-    """Return FlashMLA's pages, `[pages, 64, 1, 656]`: float8, scales and rope of a row are its bytes one by one."""
+    """Return FlashMLA's pages `[pages, 64, 1, 656]`: bytes of the float8, scales and rope of each row."""
     assert rope is not None
-    made = []
+    sequences = []
     for sequence in range(len(latent)):  # the float32 of all sequences would not fit beside their caches
         values, scales = float8(latent[sequence, 0])
         parts = values, scales, rope[sequence, 0]
-        made.append(torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1))
-    return torch.cat(made).view(-1, peers.PAGE_OF_FLASH_MLA, 1, RANK + 4 * TILES + 2 * ROPE)
+        sequences.append(torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1))
+    return torch.cat(sequences).view(-1, peers.PAGE_OF_FLASH_MLA, 1, RANK + 4 * TILES + 2 * ROPE)

@@ -33,7 +33,7 @@ def cpu_rows() -> list[Row]:
 
 
 def small_rows() -> list[Row]:
-    """Where bifurcation may not pay."""
+    """Return shapes where bifurcation may not pay."""
     return [Row(b, 16, kv, p, s) for kv in (4, 16) for b in (2, 4, 8) for p in (64, 256, 1024) for s in (16, 64)]
 
 

@@ -17,14 +17,14 @@ def compiled(fn: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
 
 
 def merge(prefix_out: Tensor, prefix_lse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """Two states with their heads in rows of any shape, prefix `[batch, ..., d]`, to `[batch, q_heads, 1, d]`."""
+    """Merge two states, heads in rows of any shape, the prefix's `[batch, ..., d]`, to `[batch, q_heads, 1, d]`."""
     share = torch.sigmoid(prefix_lse - lse.reshape(prefix_lse.shape)).unsqueeze(-1)
     merged = prefix_out.float() * share + out.reshape(prefix_out.shape).float() * (1 - share)
     return merged.to(out.dtype).reshape(out.shape[0], -1, 1, out.shape[-1])
 
 
 def flash_prefix(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The state `[batch, kv_heads, group, d]` of all queries over the prefix."""
+    """Return the state `[batch, kv_heads, group, d]` of all queries over the prefix."""
     batch, _, _, head_dim = q.shape
     kv_heads = k.shape[1]
     rows = q.view(batch, kv_heads, -1, head_dim).transpose(0, 1).reshape(1, kv_heads, -1, head_dim)
@@ -33,7 +33,7 @@ def flash_prefix(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def aten_flash(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The composition that anyone can write: fold, two flash kernels, a merge."""
+    """Return the composition that anyone can write: fold, two flash kernels, a merge."""
     return merge(*flash_prefix(q, prefix_k, prefix_v), *peers.flash_state(pack_gqa(q, k.shape[1]), k, v))
 
 
@@ -44,7 +44,7 @@ def flash_cudnn(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Ten
 def fa3_cudnn(
     row: Row, q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor
 ) -> Callable[[], Tensor] | None:
-    """FlashAttention-3 on the prefix, where the sequences are the tokens of one query; None where it is not there."""
+    """Return FlashAttention-3 on the prefix, sequences as tokens of one query, and cuDNN; None if unavailable."""
     kernel = peers.fa3()
     if kernel is None:
         return None
@@ -59,13 +59,13 @@ def fa3_cudnn(
     return attention
 
 
-def shared_pages(row: Row, prefix: Tensor, own: Tensor) -> Tensor:
-    """`[pages, PAGE, kv_heads, d]`: those of the prefix, then those of each sequence's suffix."""
-    return torch.cat([x.transpose(1, 2).reshape(-1, peers.PAGE, row.kv_heads, row.head_dim) for x in (prefix, own)])
+def shared_pages(row: Row, prefix: Tensor, suffix: Tensor) -> Tensor:
+    """Return `[pages, PAGE, kv_heads, d]`: pages of the prefix, then those of each sequence's suffix."""
+    return torch.cat([x.transpose(1, 2).reshape(-1, peers.PAGE, row.kv_heads, row.head_dim) for x in (prefix, suffix)])
 
 
 def paged(row: Row, q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor] | None:
-    """FlashAttention-3 over pages, of which each sequence names those of the prefix; None where it is not there."""
+    """Return FlashAttention-3 over pages, where all sequences name those of the prefix; None if unavailable."""
     kernel = peers.fa3()
     if kernel is None:
         return None
@@ -75,14 +75,14 @@ def paged(row: Row, q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v:
     table = torch.cat([pages[:n_prefix].expand(row.batch, -1), pages[n_prefix:].view(row.batch, -1)], 1)
     cu_q = torch.arange(row.batch + 1, dtype=torch.int32, device=q.device)
     used = torch.full((row.batch,), length, dtype=torch.int32, device=q.device)
-    given = {"seqused_k": used, "block_table": table}
-    return lambda: kernel(q.squeeze(2), keys, values, cu_q, None, 1, length, **given)[0].unsqueeze(2)
+    options = {"seqused_k": used, "block_table": table}
+    return lambda: kernel(q.squeeze(2), keys, values, cu_q, None, 1, length, **options)[0].unsqueeze(2)
 
 
 def cascade(
     row: Row, q: Tensor, prefix_k: Tensor, prefix_v: Tensor, k: Tensor, v: Tensor
 ) -> Callable[[], Tensor] | None:
-    """FlashInfer's two-level cascade on pages, planned beforehand; None where it is not installed."""
+    """Return FlashInfer's two-level cascade on pages, planned beforehand; None if it is not installed."""
     try:
         import flashinfer
     except ImportError:

@@ -36,7 +36,7 @@ PLANNED = {"fa3": fa3_cudnn, "paged": paged, "cascade": cascade}
 
 
 class Problem:
-    """Random data of a row, and what computes its attention."""
+    """Random data of a row, and the candidates that compute its attention."""
 
     def __init__(self, row: Row, device: str) -> None:
         torch.manual_seed(0)
@@ -52,7 +52,7 @@ class Problem:
         self.args = self.q, *self.prefix, *self.suffix
 
     def candidate(self, name: str) -> Callable[[], Tensor] | None:
-        """A function without arguments; None for what is not there, or would need a KV too large to expand."""
+        """Return a function without arguments; None if it is unavailable, or would need a KV too large to expand."""
         row, args = self.row, self.args
         expanded_bytes = 2 * self.suffix[0].nbytes // row.suffix * (row.prefix + row.suffix)
         if name in ("expanded", "inductor") and self.device == "cuda" and expanded_bytes > MAX_EXPANDED:
@@ -77,7 +77,7 @@ class Problem:
         return lambda: graph(*args)
 
     def error(self, out: Tensor) -> float:
-        """The larger relative error of the first and the last sequence against float32; NaN if any number of all is."""
+        """Return the larger relative error of the first and the last sequence; NaN if any number of `out` is."""
         if out.isnan().any():
             return math.nan
         errors = []
@@ -91,7 +91,7 @@ class Problem:
 
 
 def prepare(problem: Problem, name: str) -> Callable[[], Tensor] | None:
-    """Return the step to time, or None. Errors of a peer are shown; errors of ours stay errors."""
+    """Return the step to time, or None. Print errors of a peer; raise our own."""
     try:
         step = problem.candidate(name)
         if step is not None and problem.device == "cuda":

@@ -94,7 +94,7 @@ class Tree:
 
     @property
     def bytes(self) -> int:
-        """The bytes that have to be moved: keys, values and queries in, and outputs out."""
+        """The bytes of keys, values and queries in, and outputs out."""
         return self.kv_bytes + 4 * self.batch * self.q_heads * self.head_dim
 
     @property
@@ -102,15 +102,15 @@ class Tree:
         return 4 * self.batch * self.q_heads * self.head_dim * sum(self.lengths)
 
     def copies(self, device: str) -> int:
-        """As many as the L2 cannot hold."""
+        """Return the number of copies that together exceed the L2."""
         return min(12, -(-L2[device] // self.kv_bytes))
 
 
 def trees(source: str, device: str) -> list[Tree]:
     published, heads = PUBLISHED[device][source]
-    found = []
+    published_trees = []
     for q_heads, kv_heads in heads:
         for name in published:
             nodes, lengths = (tuple(map(int, x.split(","))) for x in name.split("_"))
-            found.append(Tree(source, nodes, lengths, q_heads, kv_heads))
-    return found
+            published_trees.append(Tree(source, nodes, lengths, q_heads, kv_heads))
+    return published_trees

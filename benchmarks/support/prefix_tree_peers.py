@@ -17,7 +17,7 @@ Level = Callable[[Tensor, Tensor, Tensor], State]
 
 
 def fa3_level(tree: Tree, level: int, device: str) -> Level | None:
-    """FlashAttention-3, to which the sequences of a node are the tokens of one query; None where it is not there."""
+    """Return FlashAttention-3 with a node's sequences as tokens of one query; None if unavailable."""
     kernel = peers.fa3()
     if kernel is None:
         return None
@@ -28,8 +28,8 @@ def fa3_level(tree: Tree, level: int, device: str) -> Level | None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> State:
         keys, values = k.transpose(1, 2), v.transpose(1, 2)
         out, lse = kernel(q.squeeze(2), keys, values, starts, None, seqs, length, seqused_k=used)
-        found = (x.unflatten(1, (tree.kv_heads, -1)).unflatten(0, (nodes, seqs)) for x in (out, lse.t()))
-        return next(found), next(found)
+        out, lse = (x.unflatten(1, (tree.kv_heads, -1)).unflatten(0, (nodes, seqs)) for x in (out, lse.t()))
+        return out, lse
 
     return attend
 
@@ -42,14 +42,15 @@ def cudnn_level(tree: Tree, level: int, device: str) -> Level | None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> State:
         folded = q.view(nodes, seqs, tree.q_heads, -1).transpose(1, 2)
         out, lse = peers.cudnn_state(folded, k, v)
-        found = (x.transpose(1, 2).unflatten(2, (tree.kv_heads, -1)) for x in (out, lse.view(folded.shape[:3])))
-        return next(found), next(found)
+        lse = lse.view(folded.shape[:3])
+        out, lse = (x.transpose(1, 2).unflatten(2, (tree.kv_heads, -1)) for x in (out, lse))
+        return out, lse
 
     return attend
 
 
 def flash_level(tree: Tree, level: int, device: str) -> Level:
-    """PyTorch's flash attention, to which all query heads of a kv head and all sequences of a node are rows."""
+    """Return PyTorch's flash attention with all query heads of a kv head, and all sequences of a node, as rows."""
     nodes, seqs = tree.nodes[level], tree.batch // tree.nodes[level]
     kernel = peers.flash_state if device == "cuda" else torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -65,7 +66,7 @@ LEVELS = {"fa3": fa3_level, "cudnn": cudnn_level, "flash": flash_level}
 
 
 def compose(levels: Sequence[Level]) -> Callable[[Tensor, list[Tensor], list[Tensor]], Tensor]:
-    """Attention from a kernel for each level, and one kernel that merges all of them."""
+    """Return attention from a kernel for each level, and one kernel that merges all of them."""
 
     def attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         states = [attend(q, k, v) for attend, k, v in zip(levels, keys, values, strict=True)]
@@ -75,7 +76,7 @@ def compose(levels: Sequence[Level]) -> Callable[[Tensor, list[Tensor], list[Ten
 
 
 def pages_of(tree: Tree, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """`[pages, 2, PAGE, kv_heads, d]`: those of the first level's nodes, then the next one's, each node padded."""
+    """Return `[pages, 2, PAGE, kv_heads, d]`: pages of the first level's nodes, then the next's, each node padded."""
     levels = []
     for length, *kv in zip(tree.lengths, keys, values, strict=True):
         pad = -length % peers.PAGE
@@ -85,7 +86,7 @@ def pages_of(tree: Tree, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Te
 
 
 def cascade(tree: Tree, device: str) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """FlashInfer's cascade over q and `pages_of` the tree, planned beforehand; None where it is not installed."""
+    """Return FlashInfer's cascade over q and `pages_of` the tree, planned beforehand; None if it is not installed."""
     if not peers.has_flashinfer():
         return None
     from flashinfer import MultiLevelCascadeAttentionWrapper

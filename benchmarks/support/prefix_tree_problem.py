@@ -1,4 +1,4 @@
-"""Random data of a published tree, and what attends to it: each held to float32, then timed side by side."""
+"""Random data of a published tree, and its candidates: each checked against float32, then timed side by side."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Problem:
         self.exact = {copy: self._exact(copy) for copy in {0, self.copies - 1}}
 
     def _exact(self, copy: int) -> Tensor:
-        """Attention of the sampled sequences in float32."""
+        """Return attention of the sampled sequences in float32."""
         tree = self.tree
 
         def path(levels: list[Tensor]) -> Tensor:
@@ -52,14 +52,14 @@ class Problem:
         return (scores.softmax(-1) @ path(self.values[copy])).flatten(1, 2)
 
     def error(self, copy: int, out: Tensor) -> float:
-        """The relative error of the sampled sequences; NaN if any number of all is."""
+        """Return the relative error of the sampled sequences; NaN if any number of `out` is."""
         if out.isnan().any():
             return math.nan
         exact = self.exact[copy]
         return ((out[self.sample].float().view_as(exact) - exact).norm() / exact.norm()).item()
 
     def step(self, call: Calls) -> Step:
-        """A call for each copy, on a GPU as a graph."""
+        """Return a step with a call for each copy, on a GPU as a graph."""
 
         def step() -> list[Tensor]:
             return [call(copy) for copy in range(self.copies)]
@@ -72,7 +72,7 @@ class Problem:
         return as_graph(step)
 
     def checked(self, call: Calls) -> tuple[Step, float]:
-        """The step and its error; an exception if it is wrong."""
+        """Return the step and its error; raise if it is wrong."""
         step = self.step(call)
         if self.device == "cuda":
             for out in step():
@@ -92,7 +92,7 @@ def ours(p: Problem) -> Calls:
 
 
 def composed(p: Problem, kernels: tuple[str, ...]) -> Calls:
-    """A composition of these kernels, one for each level."""
+    """Return a composition of these kernels, one for each level."""
     levels = [LEVELS[name](p.tree, i, p.device) for i, name in enumerate(kernels)]
     missing = {name for name, level in zip(kernels, levels, strict=True) if level is None}
     if missing:
@@ -110,7 +110,7 @@ def cascaded(p: Problem) -> Calls:
 
 
 def alone(p: Problem, level: int, name: str) -> float:
-    """Microseconds of one kernel at one level; infinite where it is not there or fails, which its composition says."""
+    """Return the microseconds of one kernel at one level; infinite if it is unavailable or fails."""
     try:
         attend = LEVELS[name](p.tree, level, p.device)
         if attend is None:
@@ -122,7 +122,7 @@ def alone(p: Problem, level: int, name: str) -> float:
 
 
 def fastest(p: Problem, kernels: Sequence[str]) -> tuple[str, ...]:
-    """The one of these kernels that is fastest alone at each level."""
+    """Return the one of these kernels that is fastest alone, for each level."""
     return tuple(min(kernels, key=functools.partial(alone, p, level)) for level in range(p.tree.levels))
 
 
@@ -131,12 +131,12 @@ def candidates(p: Problem, names: Sequence[str]) -> dict[str, Callable[[], Calls
     kernels = [name for name in LEVELS if name in names]
     uniform = {name: (lambda name=name: composed(p, (name,) * p.tree.levels)) for name in LEVELS}
     picked = lambda: composed(p, fastest(p, kernels))
-    made = {OURS: lambda: ours(p), **uniform, "picked": picked, "cascade": lambda: cascaded(p)}
-    return {name: make for name, make in made.items() if name in names}
+    makers = {OURS: lambda: ours(p), **uniform, "picked": picked, "cascade": lambda: cascaded(p)}
+    return {name: make for name, make in makers.items() if name in names}
 
 
 def attempt(p: Problem, make: Callable[[], Calls]) -> tuple[Step, float] | str:
-    """A step and its error, or why not."""
+    """Return a step and its error, or the reason why it fails."""
     try:
         return p.checked(make())
     except Exception as e:  # whatever a peer may raise
@@ -144,10 +144,10 @@ def attempt(p: Problem, make: Callable[[], Calls]) -> tuple[Step, float] | str:
 
 
 def measure(tree: Tree, device: str, names: list[str], rounds: int) -> dict[str, object]:
-    """Microseconds a call and errors of each candidate, and why others are left out. What ours raises is raised."""
+    """Return microseconds and errors of each candidate, and why others are left out. Raise an error of ours."""
     p = Problem(tree, device)
-    made = candidates(p, names)
-    tried = {name: p.checked(make()) if name == OURS else attempt(p, make) for name, make in made.items()}
+    makers = candidates(p, names)
+    tried = {name: p.checked(make()) if name == OURS else attempt(p, make) for name, make in makers.items()}
     left_out = {name: x for name, x in tried.items() if isinstance(x, str)}
     steps = {name: x[0] for name, x in tried.items() if not isinstance(x, str)}
     errors = {name: x[1] for name, x in tried.items() if not isinstance(x, str)}
@@ -156,5 +156,5 @@ def measure(tree: Tree, device: str, names: list[str], rounds: int) -> dict[str,
     others = {name: x for name, x in us.items() if name != OURS}
     best = min(others, key=others.__getitem__, default=None)
     ratio = None if best is None else us[OURS] / us[best]
-    found = {"us": us, "best": best, "ratio": ratio, "errors": errors, "left_out": left_out}
-    return {**asdict(tree), "name": tree.name, "copies": p.copies, **found}
+    figures = {"us": us, "best": best, "ratio": ratio, "errors": errors, "left_out": left_out}
+    return {**asdict(tree), "name": tree.name, "copies": p.copies, **figures}

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 def repeats(model: PreTrainedModel) -> None:
     """Change weights so that each token is followed by the next one of its 32: a text that repeats itself.
 
-    Layers compute all they did, but add little to the sum of the layers before.
+    Layers compute as much as before, but add little to the residual.
     """
     for name, x in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -21,7 +21,7 @@ def repeats(model: PreTrainedModel) -> None:
 
 
 def draft_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A draft model of the first sixteenth of the layers, whose weights it shares: one layer at least.
+    """Return a draft model of the first sixteenth of the layers, at least one, which shares their weights.
 
     After `repeats`, it chooses the same tokens.
     """
@@ -32,7 +32,7 @@ def draft_of(model: PreTrainedModel) -> PreTrainedModel:
         config.layer_types = config.layer_types[:layers]
     with torch.device("meta"):
         draft = type(model)(config).eval()
-    kept = {name: x for name, x in model.state_dict().items() if name in draft.state_dict()}
-    draft.load_state_dict(kept, assign=True)
+    shared_weights = {name: x for name, x in model.state_dict().items() if name in draft.state_dict()}
+    draft.load_state_dict(shared_weights, assign=True)
     draft.model.rotary_emb = model.model.rotary_emb
     return draft

@@ -25,7 +25,7 @@ FIELDS = ("benchmark", "command", "date", "device", "torch", "triton", "rows")
 
 
 class ResultsError(ValueError):
-    """A file of figures that is missing, or does not hold what is read from it."""
+    """A file of figures that is missing, or lacks a field that is read."""
 
 
 class NotRecorded(ResultsError):
@@ -55,7 +55,7 @@ def write(path: Path, device: str, rows: Sequence[dict[str, Any]], **more: objec
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A run's figures; raises NotRecorded if the file is missing, and ResultsError if it isn't in the format."""
+    """Return a run's figures; raise NotRecorded if the file is missing, and ResultsError if it isn't in the format."""
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError:
@@ -69,7 +69,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def select(path: Path, keys: Iterable[str] = (), **only: object) -> list[dict[str, Any]]:
-    """The rows for which `only` holds, of which each must have all `keys`; raises ResultsError if there are none."""
+    """Return the rows for which `only` holds; raise ResultsError if there are none, or one lacks one of `keys`."""
     rows = read(path)["rows"]
     need(path, rows, only)
     rows = [row for row in rows if all(row[key] == value for key, value in only.items())]

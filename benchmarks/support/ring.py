@@ -1,7 +1,7 @@
 """Ring attention, the baseline of the Tree Attention paper (arXiv 2408.04093, section 6), on gloo or NCCL.
 
 Each rank holds a shard of K and V. The shards travel from neighbour to neighbour, while each rank attends to the one
-that it has, and merges the states as they come. A shard is sent and the next one received while the current one is
+that it holds, and merges the states as they come. A shard is sent and the next one received while the current one is
 computed on, into two buffers in turn.
 """
 
@@ -26,18 +26,18 @@ def ring_decode(
     lengths: Tensor | None = None,
     home: bool = False,
 ) -> State:
-    """Attention of a replicated query over K and V that are sharded over the sequence; complete on every rank.
+    """Return attention of a replicated query over K and V sharded over the sequence, complete on every rank.
 
     Args:
         q: `[batch, q_heads, q_length, head_dim]`, the same on all ranks.
         k, v: `[batch, kv_heads, capacity, head_dim]`, this rank's shard; one capacity for all ranks.
-        lengths: int32 `[ranks, batch]`, on the device of q, the same on all ranks: how much of each shard counts.
+        lengths: int32 `[ranks, batch]`, on the device of q, the same on all ranks: the keys in use of each shard.
         home: let the shards travel the full circle, in place of the rank's own: p hops, and two shards in memory at a
             time, `k`'s and `v`'s storage being one of them. This is what equations 8 and 10 count. Else a rank keeps
             its own shard and leaves out the last hop, as implementations do: p - 1 hops, three shards if p > 2.
 
     Returns:
-        `out` as q and `lse` `[batch, q_heads, q_length]`. The order of the sum is another on each rank.
+        `out` as q and `lse` `[batch, q_heads, q_length]`. Each rank sums in an order of its own.
     """
     state = None
     for source, keys, values in travel(k, v, group, home):
@@ -46,7 +46,7 @@ def ring_decode(
 
 
 def ring_prefill(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None = None) -> State:
-    """Causal attention where queries, keys and values are all sharded over the sequence, as `shard_zigzag` does.
+    """Return causal attention of queries, keys and values all sharded over the sequence, by `shard_zigzag`.
 
     q: `[batch, q_heads, t, head_dim]`; k, v: `[batch, kv_heads, t, head_dim]`; t even. Returns the state of q's shard.
     Rank r has the chunks r and 2p - 1 - r of 2p, so that every rank computes as much in every hop.
@@ -59,13 +59,13 @@ def ring_prefill(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | Non
             state = add(state, attend(q, keys[:, :, :half], values[:, :, :half]))
         else:  # the first chunk of the queries is before all keys
             late = add((state[0][:, :, half:], state[1][:, :, half:]), attend(q[:, :, half:], keys, values))
-            for whole, part in zip(state, late, strict=True):
-                whole[:, :, half:] = part
+            for all_queries, second_half in zip(state, late, strict=True):
+                all_queries[:, :, half:] = second_half
     return state[0].to(q.dtype), state[1]
 
 
 def shard_zigzag(x: Tensor, rank: int, ranks: int, dim: int = 2) -> Tensor:
-    """The chunks `rank` and `2 * ranks - 1 - rank` of `2 * ranks`."""
+    """Return the chunks `rank` and `2 * ranks - 1 - rank` of `2 * ranks`."""
     if x.shape[dim] % (2 * ranks):
         raise ValueError(f"dim {dim} must be a multiple of {2 * ranks}, for {ranks} ranks, got {x.shape[dim]}")
     chunks = x.chunk(2 * ranks, dim)
@@ -75,28 +75,28 @@ def shard_zigzag(x: Tensor, rank: int, ranks: int, dim: int = 2) -> Tensor:
 def travel(
     k: Tensor, v: Tensor, group: dist.ProcessGroup | None = None, home: bool = False
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """`(the rank it comes from, k, v)` for each shard, this rank's own first; meanwhile it is passed on."""
+    """Yield `(source rank, k, v)` of each shard, this rank's first, while passing it on."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     hops = ranks if home and ranks > 1 else ranks - 1
-    own = held = (k, v) if home else (k.contiguous(), v.contiguous())
-    spare = [tuple(map(torch.empty_like, own)) for _ in range(min(hops, 1 if home else 2))]
+    shard = current = (k, v) if home else (k.contiguous(), v.contiguous())
+    spare = [tuple(map(torch.empty_like, shard)) for _ in range(min(hops, 1 if home else 2))]
     for hop in range(ranks):
         works: list[dist.Work] = []
         if hop < hops:
             incoming = spare.pop()
-            ops = [dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % ranks) for x in held]
+            ops = [dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % ranks) for x in current]
             ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=(rank - 1) % ranks) for x in incoming]
             works = dist.batch_isend_irecv(ops)
-        yield (rank - hop) % ranks, *held
+        yield (rank - hop) % ranks, *current
         for work in works:
             work.wait()
         if hop < hops:
-            if home or held is not own:
-                spare.append(held)
-            held = incoming
-    if home and held is not own:
-        for mine, arrived in zip(own, held, strict=True):
-            mine.copy_(arrived)
+            if home or current is not shard:
+                spare.append(current)
+            current = incoming
+    if home and current is not shard:
+        for tensor, arrived in zip(shard, current, strict=True):
+            tensor.copy_(arrived)
 
 
 def add(state: State | None, part: State) -> State:
@@ -107,7 +107,7 @@ def add(state: State | None, part: State) -> State:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, causal: bool = False) -> State:
-    """Local attention, with its lse: a decode kernel for few queries, cuDNN on a GPU for many."""
+    """Attend locally, with the lse: by a decode kernel for few queries, by cuDNN on a GPU for many."""
     if q.is_cuda and q.shape[2] > 16:
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
         out, lse = cudnn(q, k, v, None, True, 0.0, causal, False)[:2]

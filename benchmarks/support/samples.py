@@ -30,7 +30,7 @@ class Sizes:
 
 
 def randn(model: LlamaForCausalLM, batch: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values, layer by layer."""
+    """Yield keys and values, layer by layer."""
     generator = torch.Generator(model.device).manual_seed(seed)
     shape = batch, model.config.num_key_value_heads, length, HEAD_DIM
     for _ in range(model.config.num_hidden_layers):
@@ -57,9 +57,9 @@ def copied_cache(model: LlamaForCausalLM, sizes: Sizes) -> StaticCache:
 
 def fill_suffixes(model: LlamaForCausalLM, cache: Cache, sizes: Sizes) -> None:
     for layer, (key, value) in zip(cache.layers, randn(model, sizes.batch, sizes.suffix, seed=2), strict=True):
-        held = layer.kv if isinstance(cache, SharedPrefixCache) else layer
-        held.keys[:, :, -sizes.suffix :] = key
-        held.values[:, :, -sizes.suffix :] = value
+        suffixes = layer.kv if isinstance(cache, SharedPrefixCache) else layer
+        suffixes.keys[:, :, -sizes.suffix :] = key
+        suffixes.values[:, :, -sizes.suffix :] = value
 
 
 VARIANTS = {"without": ("inductor", copied_cache), "packed": ("tatten", copied_cache), "with": ("tatten", shared_cache)}
@@ -72,7 +72,7 @@ def kv_bytes(model: LlamaForCausalLM, variant: str, sizes: Sizes) -> int:
 
 
 def decode_step(forward: Callable[..., object], cache: Cache, sizes: Sizes, device: str) -> Callable[[], Tensor]:
-    """A function that decodes the last token of the suffix and returns the logits."""
+    """Return a function that decodes the last token of the suffix and returns the logits."""
     last = sizes.context + sizes.suffix - 1
     token = torch.arange(1, sizes.batch + 1, device=device).unsqueeze(1)
     position = torch.full((sizes.batch, 1), last, device=device)
@@ -99,7 +99,7 @@ class Runner:
         self.forward = torch.compile(model, backend=backend, dynamic=not args.static, fullgraph=True)
 
     def latency(self, sizes: Sizes) -> tuple[float, Tensor]:
-        """Milliseconds per step, and the logits."""
+        """Return milliseconds per step, and the logits."""
         if self.args.static:
             torch._dynamo.reset()
         cache, device = self.make_cache(self.model, sizes), self.args.device
@@ -123,7 +123,7 @@ class Runner:
         return unless_out_of_memory(one_step, sizes) is not None
 
     def largest_batch(self, context: int) -> int:
-        """Search by doubling, then by halving the gap, down to a sixteenth; `args.largest` if so many fit."""
+        """Search by doubling, then by halving the gap, down to a sixteenth; return `args.largest` if that fits."""
         fits = lambda batch: self.fits(Sizes(context, batch, self.args.suffix))
         fitting, failing = 0, min(16, self.args.largest)
         while fits(failing):

@@ -1,4 +1,4 @@
-"""One query over a KV that is sharded over ranks: its shapes, its arms, and its error, for `tree_vs_ring.py`."""
+"""One query over a KV that is sharded over ranks: shapes, arms, and errors, for `tree_vs_ring.py`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Shape:
 
 
 def arms(ranks: Ranks, strategies: list[str]) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Attention of q and this rank's k and v, by name."""
+    """Return attention of q and this rank's k and v, by name."""
 
     def tree(strategy: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         return lambda q, k, v: tatten.tree_merge(*attend(q, k, v), ranks.group, strategy=strategy)[0]
@@ -65,18 +65,18 @@ def arms(ranks: Ranks, strategies: list[str]) -> dict[str, Callable[[Tensor, Ten
 
 
 def make_inputs(s: Shape, ranks: Ranks, dtype: torch.dtype, copies: int = 1) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The same queries on all ranks, and keys and values of its own on each."""
-    own = torch.Generator(ranks.device).manual_seed(1 + ranks.rank)
+    """Return the same queries on all ranks, and each rank's own keys and values."""
+    of_rank = torch.Generator(ranks.device).manual_seed(1 + ranks.rank)
     shared = torch.Generator(ranks.device).manual_seed(0)
 
     def randn(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         return torch.randn(shape, generator=generator, device=ranks.device, dtype=dtype)
 
-    return [(randn(s.q, shared), randn(s.kv, own), randn(s.kv, own)) for _ in range(copies)]
+    return [(randn(s.q, shared), randn(s.kv, of_rank), randn(s.kv, of_rank)) for _ in range(copies)]
 
 
-def error(got: Tensor, q: Tensor, k: Tensor, v: Tensor, ranks: Ranks | None) -> float:
-    """The relative error against float64, over the shards of all ranks or over the own one."""
+def error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, ranks: Ranks | None) -> float:
+    """Return the relative error against float64, over the shards of all ranks, or this rank's alone without `ranks`."""
     chunks = zip(k.split(CHUNK, dim=2), v.split(CHUNK, dim=2), strict=True)
     outs, lses = map(torch.stack, zip(*(decode_attention_reference(q, *chunk) for chunk in chunks), strict=True))
     if ranks:
@@ -87,7 +87,7 @@ def error(got: Tensor, q: Tensor, k: Tensor, v: Tensor, ranks: Ranks | None) -> 
             gathered.append(torch.cat(every))
         outs, lses = gathered
     exact = (lses.softmax(0).unsqueeze(-1) * outs).sum(0)
-    return ((got - exact).norm() / exact.norm()).item()
+    return ((out - exact).norm() / exact.norm()).item()
 
 
 def decoders(ranks: Ranks, strategies: list[str]) -> dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]:

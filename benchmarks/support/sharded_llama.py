@@ -1,4 +1,4 @@
-"""A decoder in the shape of Llama whose KV cache is sharded over ranks, for measurements: no more than that takes."""
+"""A decoder in the shape of Llama whose KV cache is sharded over ranks, just enough of it for measurements."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Decoder:
         self.frequencies = s.theta**-exponents
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotary embedding of `[batch, heads, length, head_dim]`; positions `[length]`."""
+        """Apply the rotary embedding to `[batch, heads, length, head_dim]`; positions are `[length]`."""
         angles = positions[:, None] * self.frequencies
         cos, sin = (f(angles).to(x.dtype) for f in (torch.cos, torch.sin))
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
     def run(self, tokens: Tensor, positions: Tensor, attention: Callable[..., Tensor]) -> Tensor:
-        """The likeliest next token `[batch, 1]` after each of `tokens` `[batch, length]`'s last."""
+        """Return the likeliest token `[batch, 1]` after the last of `tokens` `[batch, length]`."""
         s = self.sizes
         x = F.embedding(tokens, self.embedding)
         for layer, (qkv, project, up, down) in enumerate(self.layers):
@@ -107,9 +107,9 @@ class Decoder:
         self.lengths.fill_(self.prompt // self.ranks.size)
 
     def step(self, merged: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """The next token; `merged` is attention of q over this rank's k and v, and those of the others."""
+        """Return the next token; `merged` attends from q to this rank's k and v, and those of the others."""
         rank, n = self.ranks.rank, self.ranks.size
-        # All write where they would store the token; what is not counted in the length is written over later.
+        # All ranks write the token at their next slot; those whose length does not grow overwrite it later.
         slot = self.lengths[rank, :1].long()
         self.lengths.index_add_(0, self.turn % n, torch.ones_like(self.lengths[:1]))
 
@@ -119,6 +119,6 @@ class Decoder:
             return merged(q, self.keys[layer], self.values[layer], self.lengths)
 
         self.token.copy_(self.run(self.token, self.turn + self.prompt, attention))
-        dist.broadcast(self.token, 0, self.ranks.group)  # the ring adds in another order on each rank
+        dist.broadcast(self.token, 0, self.ranks.group)  # the ring sums in another order on each rank
         self.turn += 1
         return self.token

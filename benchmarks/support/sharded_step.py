@@ -1,7 +1,7 @@
-"""A decode step of samples that share a prefix, in the shape of Llama: whole, or with its KV sharded over ranks.
+"""A decode step of samples that share a prefix, in the shape of Llama: on one GPU, or with its KV sharded over ranks.
 
-What a compiled model with a shared-prefix cache runs, written down: the parts between attention compiled by Inductor,
-attention the ops of tatten. Keys and values are random.
+The step of a compiled model with a shared-prefix cache, written out: Inductor compiles the parts between attention, and
+attention is the ops of tatten. Keys and values are random.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Samples:
 
 
 def before(x: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, q_heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    """Queries, keys and values of a layer, rotated."""
+    """Return queries, keys and values of a layer, rotated."""
     heads = (F.rms_norm(x, x.shape[-1:]) @ qkv.T).unflatten(-1, (q_heads + 2 * kv_heads, -1)).transpose(1, 2)
     q, k, v = heads.split((q_heads, kv_heads, kv_heads), dim=1)
 
@@ -43,14 +43,14 @@ def before(x: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, q_heads: int, kv_he
     return rotate(q), rotate(k), v
 
 
-def store(cache: Tensor, new: Tensor, slot: Tensor, mine: Tensor) -> None:
-    """Write a token where it is this rank's, and elsewhere what is there."""
-    cache.index_copy_(2, slot, torch.where(mine, new, cache.index_select(2, slot)))
+def store(cache: Tensor, new: Tensor, slot: Tensor, here: Tensor) -> None:
+    """Write a token on the rank where it belongs; on the others keep the slot as it is."""
+    cache.index_copy_(2, slot, torch.where(here, new, cache.index_select(2, slot)))
 
 
-def append(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slot: Tensor, mine: Tensor) -> None:
-    store(keys, k, slot, mine)
-    store(values, v, slot, mine)
+def append(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slot: Tensor, here: Tensor) -> None:
+    store(keys, k, slot, here)
+    store(values, v, slot, here)
 
 
 def project(out: Tensor, weight: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def project(out: Tensor, weight: Tensor) -> Tensor:
 
 
 def after(x: Tensor, projected: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """The rest of a layer after the projection of its attention."""
+    """Return the output of a layer, after the projection of its attention."""
     x = x + projected
     gate, value = (F.rms_norm(x, x.shape[-1:]) @ up.T).chunk(2, dim=-1)
     return x + (F.silu(gate) * value) @ down.T
@@ -71,8 +71,8 @@ def last(x: Tensor, head: Tensor) -> Tensor:
 class SampleStep:
     """The step of one arm: `one` GPU alone, the KV sharded over the `sequence`, or attention and its KV over `heads`.
 
-    Only attention differs: over heads, its weights are sharded with it, as in tensor parallelism. All else is on each
-    rank.
+    Only attention differs: over heads, its weights are sharded with it, as in tensor parallelism. The rest is
+    replicated.
     """
 
     def __init__(self, model: Decoder, ranks: Ranks, arm: str) -> None:
@@ -82,20 +82,20 @@ class SampleStep:
         self.weights = [(qkv, project) for qkv, project, _, _ in model.layers]
         if arm == "heads":
             self.q_heads, self.kv_heads = s.q_heads // n, s.kv_heads // n
-            self.weights = [self._own_heads(*x, n, rank) for x in self.weights]
+            self.weights = [self._heads_of_rank(*x, n, rank) for x in self.weights]
         compiled = torch.compile if ranks.device == "cuda" else lambda fn, **_: fn
         self.before, self.append, self.project, self.after, self.last = (
             compiled(fn, dynamic=False, fullgraph=True) for fn in (before, append, project, after, last)
         )
 
-    def _own_heads(self, qkv: Tensor, project: Tensor, n: int, rank: int) -> tuple[Tensor, Tensor]:
+    def _heads_of_rank(self, qkv: Tensor, project: Tensor, n: int, rank: int) -> tuple[Tensor, Tensor]:
         s = self.model.sizes
         parts = qkv.split([heads * s.head_dim for heads in (s.q_heads, s.kv_heads, s.kv_heads)])
-        own = torch.cat([x.chunk(n)[rank] for x in parts])
-        return own, project.chunk(n, dim=1)[rank].contiguous()
+        qkv_shard = torch.cat([x.chunk(n)[rank] for x in parts])
+        return qkv_shard, project.chunk(n, dim=1)[rank].contiguous()
 
-    def own(self, kv: KV) -> KV:
-        """This rank's part of keys and values `[batch, kv_heads, length, d]`; position p is on rank p mod n."""
+    def part_of_rank(self, kv: KV) -> KV:
+        """Return this rank's part of keys and values `[batch, kv_heads, length, d]`; position p is on rank p mod n."""
         n, rank = self.ranks.size, self.ranks.rank
         if self.arm == "heads":
             return [(k.chunk(n, 1)[rank].contiguous(), v.chunk(n, 1)[rank].contiguous()) for k, v in kv]
@@ -104,7 +104,7 @@ class SampleStep:
         return [(k.clone(), v.clone()) for k, v in kv]
 
     def bytes(self, samples: Samples) -> int:
-        """Weights, keys and values that this rank reads, each once."""
+        """Return the bytes of weights, keys and values that this rank reads, each once."""
         s = self.model.sizes
         weights = [*self.weights, *(layer[2:] for layer in self.model.layers), (self.model.head,)]
         shards = 1 if self.arm == "one" else self.ranks.size
@@ -113,16 +113,18 @@ class SampleStep:
         return sum(x.nbytes for xs in weights for x in xs) + kv // shards
 
     def make(self, samples: Samples, prefix: KV, suffix: KV) -> Callable[[], Tensor]:
-        """A function that decodes the last token of each suffix and returns the logits `[batch, 1, vocabulary]`."""
+        """Return a function that decodes the last token of each suffix to logits `[batch, 1, vocabulary]`."""
         model, device = self.model, self.ranks.device
         sharded, n = self.arm == "sequence", self.ranks.size
         kvs = [
-            (*p, *own)
-            for p, own in zip(self.own(prefix) if self.arm != "one" else prefix, self.own(suffix), strict=True)
+            (*of_prefix, *of_suffix)
+            for of_prefix, of_suffix in zip(
+                self.part_of_rank(prefix) if self.arm != "one" else prefix, self.part_of_rank(suffix), strict=True
+            )
         ]
         position = samples.suffix - 1  # of the suffix; interleaving begins anew at each segment here
         slot = torch.tensor([position // n if sharded else position], device=device)
-        mine = torch.tensor(not sharded or position % n == self.ranks.rank, device=device)
+        here = torch.tensor(not sharded or position % n == self.ranks.rank, device=device)
         tokens = torch.arange(1, samples.batch + 1, device=device).unsqueeze(1) % model.sizes.vocabulary
         angles = torch.tensor([samples.prefix + position], device=device)[:, None] * model.frequencies
         cos, sin = angles.cos().to(model.dtype), angles.sin().to(model.dtype)
@@ -135,7 +137,7 @@ class SampleStep:
             layers = zip(self.weights, model.layers, kvs, strict=True)
             for (qkv, output), (_, _, up, down), (pk, pv, keys, values) in layers:
                 q, k, v = self.before(x, qkv, cos, sin, self.q_heads, self.kv_heads)
-                self.append(keys, values, k, v, slot, mine)
+                self.append(keys, values, k, v, slot, here)
                 masks = [None, mask], [None, blocks]
                 out, lse = ops.bifurcated_attention.default(q, [pk, keys], [pv, values], *masks, None)
                 if sharded:

@@ -1,4 +1,4 @@
-"""Seconds until a new process has its first tokens, with nothing on disk, and with all that another one compiled."""
+"""Seconds until a new process has its first tokens, with empty caches on disk, and with those of a former process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIRST = "first tokens after "  # begins the line that each process prints
 
 
 def starts(script: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Start two processes for each candidate, with a folder of their own for what they compile."""
+    """Start two processes for each candidate, with caches on disk that only these two share."""
     options = f"--section first_tokens --device {args.device} --model {args.model} --layers {args.layers}"
     options += f" --capacity {args.capacity} --used {args.used} --only"
     for name in args.only:

@@ -1,4 +1,4 @@
-"""One decode step of a model with a static cache, by Inductor and by tatten, each held to float32."""
+"""One decode step of a model with a static cache, by Inductor and by tatten, each checked against float32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Shape(Protocol):
 
 
 def decode_step(model: PreTrainedModel, row: Shape, backend: str | None, device: str) -> Callable[[], Tensor]:
-    """A function that decodes one token at position `used` and returns the logits; in eager mode without a backend."""
+    """Return a function that decodes one token at position `used` to its logits; in eager mode without a backend."""
     generator = torch.Generator(device).manual_seed(1)
     cache = StaticCache(model.config, max_cache_len=row.max_cache_len)
     token = torch.arange(1, row.batch + 1, device=device).unsqueeze(1)
@@ -54,14 +54,14 @@ def decode_step(model: PreTrainedModel, row: Shape, backend: str | None, device:
 
 
 def measure_step(model: PreTrainedModel, row: Shape, device: str, repeats: int) -> dict[str, float]:
-    """Milliseconds and errors of both; `model` is in float32 afterwards."""
+    """Return milliseconds and errors of both; `model` is in float32 afterwards."""
     with torch.no_grad():
         with tatten.recording() as report:
             ours = decode_step(model, row, "tatten", device)
         theirs = decode_step(model, row, "inductor", device)
         logits = {"tatten": ours().float(), "inductor": theirs().float()}
         took = in_turns({"tatten": ours, "inductor": theirs}, repeats, lambda _, step: seconds(step, device))
-        # Both are held to the same model, weights and cache in float32 and eager mode.
+        # The reference: the same model, weights and cache in float32 and eager mode.
         exact = decode_step(model.float(), row, None, device)()
         errors = {name: ((x - exact).norm() / exact.norm()).item() for name, x in logits.items()}
     return {

@@ -13,7 +13,7 @@ from tatten.integrations.transformers import ShardedKVCache
 
 
 class StripedPrefill:
-    """Like `decoder.prefill`, but rank r of n runs tokens r, r + n, ... of the prompt."""
+    """A prefill like `decoder.prefill`, but rank r of n runs tokens r, r + n, ... of the prompt."""
 
     def __init__(self, decoder: Decoder) -> None:
         ranks = decoder.ranks
@@ -21,16 +21,16 @@ class StripedPrefill:
         self.mesh = DeviceMesh.from_group(ranks.group, ranks.device, mesh_dim_names=("kv",))
 
     def __call__(self, tokens: Tensor) -> None:
-        decoder, own = self.decoder, tokens.shape[1] // self.decoder.ranks.size
+        decoder, tokens_per_rank = self.decoder, tokens.shape[1] // self.decoder.ranks.size
         cache = ShardedKVCache(self.model.config, self.mesh, capacity=tokens.shape[1])
         decoder.first.copy_(cache.prefill(self.model, tokens).argmax(-1, keepdim=True))
-        for layer, held in enumerate(cache.layers):
-            for to, stored in zip((decoder.keys, decoder.values), held.kv.tensors, strict=True):
-                to[layer, :, :, :own] = stored[:, :, :own]
+        for layer, layer_cache in enumerate(cache.layers):
+            for to, stored in zip((decoder.keys, decoder.values), layer_cache.kv.tensors, strict=True):
+                to[layer, :, :, :tokens_per_rank] = stored[:, :, :tokens_per_rank]
 
 
 def as_transformers(decoder: Decoder) -> LlamaForCausalLM:
-    """A Llama over the decoder's own weights, with attention "tatten"."""
+    """Return a Llama over the decoder's own weights, with attention "tatten"."""
     s, device = decoder.sizes, decoder.ranks.device
     config = LlamaConfig(
         hidden_size=s.hidden,

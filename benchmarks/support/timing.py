@@ -16,7 +16,7 @@ Step = TypeVar("Step")
 
 
 def clock(call: Callable[[], object], device: str) -> float:
-    """Seconds of a call by wall clock, until the device has finished its work."""
+    """Return the seconds of a call by wall clock, until the device has finished its work."""
     start = time.perf_counter()
     call()
     if device == "cuda":
@@ -25,12 +25,12 @@ def clock(call: Callable[[], object], device: str) -> float:
 
 
 class TookTooLong(BaseException):
-    """Ends a block that has a limit; it is no Exception, so that nothing in between goes on after it."""
+    """Ends a block at its time limit; not an Exception, so that no handler in between catches it."""
 
 
 @contextlib.contextmanager
 def at_most(limit: float) -> Iterator[None]:
-    """Raise `TookTooLong` in a block of the main thread after so many seconds."""
+    """Raise `TookTooLong` in a block of the main thread after its limit of seconds."""
 
     def stop(*_: object) -> None:
         raise TookTooLong(f"took longer than {limit:g} s")
@@ -45,7 +45,7 @@ def at_most(limit: float) -> Iterator[None]:
 
 
 def as_graph(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Capture a step that was run before; what it returns replays it."""
+    """Capture a step that was run before; return a function that replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
@@ -58,7 +58,7 @@ def as_graph(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def seconds(step: Callable[[], object], device: str, repeats: int = 1) -> float:
-    """Seconds of one step, in a row of `repeats`."""
+    """Return the seconds of one step, in a row of `repeats`."""
     if device == "cpu":
         start = time.perf_counter()
         for _ in range(repeats):
@@ -74,13 +74,13 @@ def seconds(step: Callable[[], object], device: str, repeats: int = 1) -> float:
 
 
 def microseconds(step: Callable[[], object], device: str, calls: int = 1, repeats: int = 1) -> float:
-    """Microseconds of one of a step's calls, after a step that leaves the GPU busy and the caches with its inputs."""
+    """Return the microseconds of one of a step's calls, after a step that keeps the GPU busy and the caches warm."""
     step()
     return seconds(step, device, repeats) / calls * 1e6
 
 
 def in_turns(steps: Mapping[str, Step], rounds: int, measure: Callable[[str, Step], float]) -> dict[str, float]:
-    """The median of each step's times; steps take turns, so that a slow moment of the machine meets all of them."""
+    """Return the median of each step's times; steps take turns, so that a slow moment of the machine affects all."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
@@ -89,14 +89,14 @@ def in_turns(steps: Mapping[str, Step], rounds: int, measure: Callable[[str, Ste
 
 
 def read_rate(device: str) -> float:
-    """Bytes per second: the best of a sum, a maximum, and a copy of which both sides count."""
+    """Return bytes per second: the best of a sum, a maximum, and a copy, which counts reads and writes."""
     x = torch.randn(1 << (28 if device == "cpu" else 30), device=device)
     runs = (x.sum, x.nbytes), (x.amax, x.nbytes), (x.clone, 2 * x.nbytes)
     return max(size * 1e6 / microseconds(run, device, repeats=3) for run, size in runs for _ in range(5))
 
 
 def product_rate(device: str, dtype: torch.dtype) -> float:
-    """Floating point operations per second of a large matrix product."""
+    """Return floating point operations per second of a large matrix product."""
     n = 2048 if device == "cpu" else 8192
     x = torch.randn(n, n, device=device).to(dtype)
     return 2 * n**3 * 1e6 / min(microseconds(lambda: x @ x, device) for _ in range(5))

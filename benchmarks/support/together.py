@@ -1,4 +1,4 @@
-"""Ranks that measure together: the slowest one counts, and what one of them can't do, none does."""
+"""Ranks that measure together: the slowest one counts, and a step that fails on one of them is skipped by all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def join(device: str, timeout: datetime.timedelta) -> None:
 
 
 class Ranks:
-    """The first `size` ranks as a group, with what they measure together."""
+    """The first `size` ranks as a group, and the operations with which they measure together."""
 
     def __init__(self, size: int, device: str) -> None:
         self.size, self.device = size, device
@@ -39,12 +39,12 @@ class Ranks:
         return x.item()
 
     def seconds(self, step: Callable[[], object], repeats: int = 1) -> float:
-        """Seconds of one step, on the slowest rank."""
+        """Return the seconds of one step, on the slowest rank."""
         dist.barrier(self.group)
         return self.largest(seconds(step, self.device, repeats))
 
     def agree(self, reason: str | None) -> str | None:
-        """The first reason of any rank, on all of them."""
+        """Return the first reason of any rank, on all of them."""
         reasons: list[str | None] = [None] * self.size
         dist.all_gather_object(reasons, reason, self.group)
         return next(filter(None, reasons), None)
@@ -59,7 +59,7 @@ class Ranks:
         return self.agree(reason) or step
 
     def tried(self, step: Step) -> Step | str:
-        """The step, if it runs on all ranks."""
+        """Return the step if it runs on all ranks, or the reason why it fails."""
         return self.attempt(lambda: (step(), step)[1])
 
 

@@ -16,7 +16,7 @@ from support.timing import as_graph, in_turns
 from support.together import Ranks, Step, say
 from support.wire import Wire, nvlink_bytes
 
-L2 = {"cuda": 200 << 20, "cpu": 0}  # bytes of KV of which the cache keeps nothing that is of use
+L2 = {"cuda": 200 << 20, "cpu": 0}  # bytes of KV after which the cache holds none of the first ones
 
 
 def measure_latency(s: Shape, ranks: Ranks, args: argparse.Namespace) -> dict[str, object]:
@@ -40,12 +40,12 @@ def measure_latency(s: Shape, ranks: Ranks, args: argparse.Namespace) -> dict[st
                 raise ArithmeticError(f"wrong: relative error {errors[name]:.1e}")
             return step
 
-        found = {name: ranks.attempt(lambda: checked(step))}
-        if args.device == "cuda" and not isinstance(found[name], str):
+        tried = {name: ranks.attempt(lambda: checked(step))}
+        if args.device == "cuda" and not isinstance(tried[name], str):
             graph = ranks.attempt(lambda: checked(as_graph(step)))
-            found = {f"{name}_eager": found[name], name: graph} if name == "ring" else {name: graph}
-        steps |= {x: y for x, y in found.items() if not isinstance(y, str)}
-        left_out |= {x: y for x, y in found.items() if isinstance(y, str)}
+            tried = {f"{name}_eager": tried[name], name: graph} if name == "ring" else {name: graph}
+        steps |= {x: y for x, y in tried.items() if not isinstance(y, str)}
+        left_out |= {x: y for x, y in tried.items() if isinstance(y, str)}
     once = {name: ranks.seconds(step) for name, step in steps.items()}
 
     def timed(name: str, step: Step) -> float:
@@ -88,9 +88,9 @@ def latency(ranks: Ranks, args: argparse.Namespace) -> list[dict]:
 
 
 def peak_bytes(fn: Callable[[], object], device: str) -> int:
-    """The most that PyTorch's allocator holds at a time in `fn`, beyond what it held before.
+    """Return the most bytes that PyTorch's allocator holds at a time in `fn`, beyond those it held before.
 
-    NCCL's own buffers and symmetric memory are not PyTorch's; on a CPU gloo's are not.
+    Buffers of NCCL, symmetric memory and, on a CPU, gloo are not counted.
     """
     if device == "cuda":
         torch.cuda.synchronize()

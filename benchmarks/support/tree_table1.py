@@ -38,17 +38,17 @@ class Run:
 
 
 def prepare(model: Decoder, ranks: Ranks, args: argparse.Namespace, kind: str) -> dict[str, Step]:
-    """A step of each arm of a kind, on a GPU also as a graph."""
+    """Return a step of each arm of a kind, on a GPU also as a graph."""
     steps: dict[str, Step] = {}
     for name, merged in decoders(ranks, args.strategies).items():
         if not name.startswith(kind):
             continue
         model.restart()
         eager = ranks.tried(functools.partial(model.step, merged))
-        found = {f"{name}_eager": eager}
+        tried = {f"{name}_eager": eager}
         if args.device == "cuda" and not isinstance(eager, str):
-            found[name] = ranks.attempt(functools.partial(as_graph, eager))
-        for x, step in found.items():
+            tried[name] = ranks.attempt(functools.partial(as_graph, eager))
+        for x, step in tried.items():
             if isinstance(step, str):
                 say(f"  {x} left out: {step}")
             else:
@@ -59,7 +59,7 @@ def prepare(model: Decoder, ranks: Ranks, args: argparse.Namespace, kind: str) -
 def measure(
     model: Decoder, fill: Callable[[], object], kind: str, ranks: Ranks, args: argparse.Namespace
 ) -> dict[str, Run]:
-    """A prefill, and from the cache that it leaves the steps of each arm of a kind."""
+    """Measure a prefill, and the steps of each arm of a kind from the cache that it leaves."""
     later = args.new_tokens - 1
     fill()
     prefill = statistics.median(ranks.seconds(fill) for _ in range(args.trials))

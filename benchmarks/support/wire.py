@@ -1,4 +1,4 @@
-"""Bytes between ranks: as counted where collectives are called, and as the driver counts them on NVLink."""
+"""Bytes between ranks: counted at the calls of collectives, and by the driver's counters of NVLink."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tatten.ops.distributed.push_layout import plan_push
 
 
 class Wire(TorchDispatchMode):
-    """Counts what this rank sends, at each call of a collective: the tensor's numbers and bytes, times the factor."""
+    """Counts the numbers and bytes that this rank sends: at each collective the tensor's, times a factor."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class Wire(TorchDispatchMode):
 
 
 def nvlink_kib() -> int | None:
-    """Data that this GPU has sent over all its links so far, by the driver's counters; None where there are none."""
+    """Return the KiB that this GPU has sent over all its links so far, by the driver; None if it does not count."""
     uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     try:
         shown = subprocess.run(["nvidia-smi", "nvlink", "-gt", "d", "-i", uuid], capture_output=True, text=True).stdout
     except FileNotFoundError:
         return None
-    found = re.findall(r"Data Tx:\s*(\d+)\s*KiB", shown)
-    return sum(map(int, found)) if found else None
+    kib_of_links = re.findall(r"Data Tx:\s*(\d+)\s*KiB", shown)
+    return sum(map(int, kib_of_links)) if kib_of_links else None
 
 
 def nvlink_bytes(step: Step, ranks: Ranks, times: int) -> float | None:

@@ -20,14 +20,14 @@ def repeat_kv(x: Tensor) -> Tensor:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
-    """Llama's, as of most models under `attn_implementation="eager"`."""
+    """Attend like Llama and most models under `attn_implementation="eager"`."""
     weights = torch.matmul(q, repeat_kv(k).transpose(2, 3)) * HEAD_DIM**-0.5 + mask
     weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
     return torch.matmul(weights, repeat_kv(v)).transpose(1, 2).contiguous()
 
 
 def soft_cap(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
-    """Gemma 2's."""
+    """Attend like Gemma 2."""
     weights = torch.matmul(q, repeat_kv(k).transpose(2, 3)) * HEAD_DIM**-0.5
     weights = torch.tanh(weights / 50.0) * 50.0 + mask
     weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
@@ -35,7 +35,7 @@ def soft_cap(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Te
 
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
-    """That of gpt-oss."""
+    """Attend like gpt-oss."""
     weights = torch.matmul(q, repeat_kv(k).transpose(2, 3)) * HEAD_DIM**-0.5 + mask
     weights = torch.cat([weights, sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)], dim=-1)
     weights = F.softmax(weights - weights.max(dim=-1, keepdim=True).values, dim=-1, dtype=weights.dtype)
@@ -43,7 +43,7 @@ def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> 
 
 
 def one_to_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
-    """As many heads of keys as of queries, merged with the batch, as BART's relatives have them."""
+    """Attend with as many heads of keys as of queries, merged with the batch, as in relatives of BART."""
     b, s = q.shape[0], k.shape[2]
     q = q[:, :KV_HEADS].reshape(b * KV_HEADS, -1, HEAD_DIM) * HEAD_DIM**-0.5
     k, v = (x.reshape(b * KV_HEADS, s, HEAD_DIM) for x in (k, v))
@@ -69,7 +69,7 @@ class Case:
         return self.keys if self.full else max(1, self.keys // 8)
 
     def bytes(self) -> int:
-        """Each key and value in use once, of a layer."""
+        """Return the bytes of a layer's keys and values in use, each once."""
         return 2 * self.batch * KV_HEADS * self.used * HEAD_DIM * getattr(torch, self.dtype).itemsize
 
 
@@ -87,11 +87,11 @@ def cases(device: str, forms: Iterable[str]) -> list[Case]:
 
 
 def layers(attend: Attend) -> Callable[..., Tensor]:
-    """The attention of layers that have queries and a cache of their own, and share a mask."""
+    """Return attention of several layers, each with a query and a cache, which share a mask."""
 
-    def step(mask: Tensor, sinks: Tensor, *given: Tensor) -> Tensor:
-        each = zip(given[::3], given[1::3], given[2::3], strict=True)
-        return torch.stack([attend(q, k, v, mask, sinks) for q, k, v in each])
+    def step(mask: Tensor, sinks: Tensor, *tensors: Tensor) -> Tensor:
+        layers = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
+        return torch.stack([attend(q, k, v, mask, sinks) for q, k, v in layers])
 
     return step
 

@@ -17,7 +17,7 @@ from tatten.integrations.transformers import cache_kwargs
 
 @dataclass(frozen=True)
 class Row:
-    """A step of a batch with `used` of `slots` in use; it has to be at least so many times as fast."""
+    """A step of a batch with `used` of `slots` in use, to be `at_least` times as fast as Inductor."""
 
     model: str
     batch: int
@@ -34,7 +34,7 @@ def rows(device: str) -> list[Row]:
 
 
 def build(name: str, device: str) -> PreTrainedModel:
-    """4 layers; on a CPU a layer of each kind, with next to no experts, MLP and vocabulary."""
+    """Build 4 layers; on a CPU a layer of each kind, with next to no experts, MLP and vocabulary."""
     if device == "cuda":
         return models.build(models.shape(name, num_hidden_layers=4), device, torch.bfloat16)
     small = {"num_hidden_layers": 2, "vocab_size": 128, "intermediate_size": 64}
@@ -44,7 +44,7 @@ def build(name: str, device: str) -> PreTrainedModel:
 
 
 def decode_step(model: PreTrainedModel, row: Row, backend: str | None, device: str) -> Callable[[], Tensor]:
-    """A function that decodes one token at position `used` and returns the logits, with masks of the model's own."""
+    """Return a function that decodes one token at position `used` to its logits, with the model's own masks."""
     generator = torch.Generator(device).manual_seed(1)
     cache = StaticCache(model.config, max_cache_len=row.slots)
     token = torch.arange(1, row.batch + 1, device=device).unsqueeze(1)
@@ -69,7 +69,7 @@ def decode_step(model: PreTrainedModel, row: Row, backend: str | None, device: s
 
 
 def step(row: Row, device: str, rate: float, rounds: int) -> dict[str, object]:
-    """A row of the results: milliseconds of both, and their errors against float32 in eager mode."""
+    """Return a row of the results: milliseconds of both, and their errors against float32 in eager mode."""
     model = build(row.model, device)
     floor = models.floor_bytes(model, row.batch, row.used) / rate * 1e3
     with torch.no_grad():
@@ -81,5 +81,5 @@ def step(row: Row, device: str, rate: float, rounds: int) -> dict[str, object]:
         exact = decode_step(model.float(), row, None, device)().float()
     errors = {f"{name}_error": ((x - exact).norm() / exact.norm()).item() for name, x in logits.items()}
     times = {f"{name}_ms": x * 1e3 for name, x in took.items()}
-    found = {"rewritten": len(report.rewritten), "floor_ms": floor, "faster": took["inductor"] / took["tatten"]}
-    return {"section": "step", **asdict(row), **times, **errors, **found}
+    figures = {"rewritten": len(report.rewritten), "floor_ms": floor, "faster": took["inductor"] / took["tatten"]}
+    return {"section": "step", **asdict(row), **times, **errors, **figures}

@@ -20,5 +20,5 @@ TABLES |= shared_prefixes.TABLES | several_gpus.TABLES
 
 
 def fill(page: str, folder: Path) -> str:
-    """The page with each of its tables made anew."""
+    """Return the page with each of its tables written anew."""
     return MARKED.sub(lambda m: f"{m[1]}\n{TABLES[m[2]].markdown(folder)}\n{m[3]}", page)

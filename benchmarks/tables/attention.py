@@ -24,9 +24,9 @@ def lengths(r: Row) -> str:
 
 
 def fa3_best(r: Row) -> str:
-    """FlashAttention-3 with the splits that suit it best."""
-    found = [r["us"][name] for name in ("fa3", "fa3_8", "fa3_32") if name in r["us"]]
-    return number(min(found, default=None), 0)
+    """Return the time of FlashAttention-3 with the number of splits that suits it best."""
+    us_of_splits = [r["us"][name] for name in ("fa3", "fa3_8", "fa3_32") if name in r["us"]]
+    return number(min(us_of_splits, default=None), 0)
 
 
 TABLES = {

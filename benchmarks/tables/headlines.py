@@ -17,35 +17,35 @@ MOST_ROWS = 5  # of more rows, the fastest, the median and the slowest are shown
 
 @dataclass(frozen=True)
 class Headline:
-    """Ours beside the best of the others. `said` may name the figures of `figures`."""
+    """Ours beside the best of the others. `said` is a format string that may name the figures of `figures`."""
 
     files: tuple[str, ...]
     said: str
-    case: dict[str, Cell | str]  # columns that tell rows apart
+    case: dict[str, Cell | str]  # columns that distinguish the rows
     peer: str
     unit: str
     theirs: Callable[[Row], float]
     ours: Callable[[Row], float]
-    bound: Callable[[Row], float] | None = None  # what ours can't be faster than
+    bound: Callable[[Row], float] | None = None  # the least time of ours, or its greatest rate
     bound_name: str = "floor"
     only: Callable[[Row], bool] = lambda r: True
     digits: int = 1
 
     def faster(self, r: Row) -> float:
-        """How many times as fast ours is; more of a rate is faster, and less of a time."""
+        """Return how many times as fast ours is; more of a rate is faster, and less of a time."""
         ratio = self.theirs(r) / self.ours(r)
         return 1 / ratio if self.unit.endswith("/s") else ratio
 
     def figures(self, rows: list[Row]) -> dict[str, float]:
         faster = [self.faster(r) for r in rows]
-        found = {"least": min(faster), "most": max(faster), "mean": statistics.geometric_mean(faster)}
+        figures = {"least": min(faster), "most": max(faster), "mean": statistics.geometric_mean(faster)}
         if self.bound is not None:
             over = [self.ours(r) / self.bound(r) for r in rows]
-            found |= {"least_over": min(over), "most_over": max(over)}
-        return found
+            figures |= {"least_over": min(over), "most_over": max(over)}
+        return figures
 
     def markdown(self, folder: Path) -> str:
-        """The headline as it stands in the page; raises ResultsError if a file is missing."""
+        """Return the headline as it stands in the page; raise ResultsError if a file is missing."""
         data = [read(folder / f"{name}.json") for name in self.files]
         rows = [r for d in data for r in d["rows"] if self.only(r)]
         ranks = rows[0].get("ranks", 1)
@@ -64,7 +64,7 @@ class Headline:
 
 
 def best_other(*ours: str) -> Callable[[Row], float]:
-    """The least time of those that are not ours."""
+    """Return a function of a row: the least time of those that are not ours."""
     return lambda r: min(us for name, us in r["us"].items() if name not in ours)
 
 

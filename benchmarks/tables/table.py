@@ -31,14 +31,14 @@ RUNS_MODELS = {
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of a file's rows, by their heads."""
+    """A table that shows columns of a file's rows, by their heads."""
 
     file: str
     columns: dict[str, Cell | str]  # a string is the key of the row
     only: Callable[[Row], bool] = lambda r: True  # which rows are shown
 
     def markdown(self, folder: Path) -> str:
-        """The table as it stands in the page; raises ResultsError if a column is missing."""
+        """Return the table as it stands in the page; raise ResultsError if a column is missing."""
         path = folder / f"{self.file}.json"
         try:
             data = read(path)
@@ -55,7 +55,7 @@ class Table:
 
 
 def number(x: float | None, digits: int = 1) -> str:
-    """A figure with so many digits after the point, or `-` where it was not measured."""
+    """Return a figure with `digits` digits after the point, or `-` where it was not measured."""
     return "-" if x is None else f"{x:.{digits}f}"
 
 
@@ -76,7 +76,7 @@ def error(name: str) -> Cell:
 
 
 def provenance(data: dict[str, Any]) -> str:
-    """How, where and when the figures were measured, and with which versions."""
+    """Return how, where and when the figures were measured, and with which versions."""
     versions = [f"{name} {data[name]}" for name in ("torch", "triton", "transformers") if data.get(name)]
     if "transformers" not in data and data["benchmark"] in RUNS_MODELS:
         versions.append("transformers not recorded")
@@ -85,7 +85,7 @@ def provenance(data: dict[str, Any]) -> str:
 
 
 def lines_of(columns: dict[str, Cell | str], rows: Iterable[Row]) -> str:
-    """The lines of a table."""
+    """Return the lines of a table."""
     lines: list[Sequence[object]] = [list(columns), ["---"] * len(columns)]
     lines += [[r[c] if isinstance(c, str) else c(r) for c in columns.values()] for r in rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
