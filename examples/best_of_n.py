@@ -41,7 +41,7 @@ class Clock:
         return scores
 
     def milliseconds_per_step(self) -> float:
-        """Median over the steps after the first ones, which compile."""
+        """Return the median over the steps after the first ones, which compile."""
         return 1e3 * statistics.median(b - a for a, b in zip(self.times[3:], self.times[4:], strict=False))
 
 
@@ -80,7 +80,7 @@ def prefill(model: LlamaForCausalLM, prompt: Tensor) -> SharedPrefixCache:
 
 
 def copy_for_each(prefix: SharedPrefixCache, model: LlamaForCausalLM, n: int, max_cache_len: int) -> StaticCache:
-    """The static cache that a prefill of n equal prompts would leave."""
+    """Return the static cache that a prefill of n equal prompts would leave."""
     cache = StaticCache(model.config, max_cache_len=max_cache_len)
     for i, layer in enumerate(prefix.layers):
         ((keys, values),) = layer.kv.segments
@@ -151,7 +151,7 @@ def compare(ours: Samples, theirs: Samples, dtype: torch.dtype) -> str:
 
 
 def best(samples: Samples, count: int) -> str:
-    """The distinct samples with the highest mean log-probability."""
+    """Return the distinct samples with the highest mean log-probability."""
     chosen = samples.logits.log_softmax(-1).gather(-1, samples.tokens.unsqueeze(-1))
     scores = chosen.mean(dim=(1, 2)).tolist()
     texts = [tuple(text) for text in samples.tokens.tolist()]

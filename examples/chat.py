@@ -39,7 +39,7 @@ def parse() -> argparse.Namespace:
 
 
 def load(args: argparse.Namespace) -> tuple[torch.nn.Module, object, torch.Tensor]:
-    """The model, its tokenizer, and the tokens of the prompt."""
+    """Return the model, its tokenizer, and the tokens of the prompt."""
     dtype = getattr(torch, args.dtype)
     if args.model:
         tokenizer = AutoTokenizer.from_pretrained(args.model)

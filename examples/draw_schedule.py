@@ -4,8 +4,8 @@
     python examples/draw_schedule.py --lengths 131072 1024 1024 1024 --kv-heads 8 --out lean.svg
 
 Figure 1 of Lean Attention (arXiv 2405.10480), and below it the same for a batch of real lengths. A tile takes one unit
-of time and an SM does one program at a time. The cost of combining partial states is left out, but they are counted. In
-Lean the last program that arrives at a work tile combines them, in FlashDecoding a second kernel does.
+of time and an SM does one program at a time. The cost of combining partial states is left out; the states are counted.
+In Lean the last program that arrives at a work tile combines them, in FlashDecoding a second kernel does.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def occupancy(self) -> float:
-        """The share of SMs that have anything to do."""
+        """The share of SMs that do any work."""
         return sum(map(bool, self.sms)) / len(self.sms)
 
     @property

@@ -3,9 +3,9 @@
     python examples/latent.py
     python examples/latent.py --device cuda --dtype bfloat16 --batch 8 --max-cache-len 8192
 
-Its cache holds a latent of each token, which all heads share. Inductor makes keys and values for each head of all
-slots of the cache, in each step; tatten attends to the latents. That is the same in exact arithmetic and rounds
-otherwise, so where two tokens are equally likely within rounding, either may be taken. The weights are random: nothing
+Its cache holds a latent of each token, which all heads share. In each step Inductor expands all slots of the cache to
+keys and values for each head; tatten attends to the latents. Both are equal in exact arithmetic but round differently,
+so where two tokens are equally likely within rounding, either may be taken. The weights are random: nothing
 is downloaded.
 """
 
@@ -36,12 +36,12 @@ class Clock:
         return scores
 
     def milliseconds_per_token(self) -> float:
-        """Median over the steps after the prefill and the first decode steps, which compile."""
+        """Return the median over the steps after the prefill and the first decode steps, which compile."""
         return 1e3 * statistics.median(b - a for a, b in zip(self.times[3:], self.times[4:], strict=False))
 
 
 def build(layers: int, dtype: torch.dtype, device: str) -> DeepseekV3ForCausalLM:
-    """The widths of latents and heads are DeepSeek-V3's; experts are left out, so that all layers are alike."""
+    """Build a model with DeepSeek-V3's widths of latents and heads; without experts, so that all layers are alike."""
     config = DeepseekV3Config(
         hidden_size=1024,
         intermediate_size=2816,
@@ -62,7 +62,7 @@ def build(layers: int, dtype: torch.dtype, device: str) -> DeepseekV3ForCausalLM
 def generate(
     model: DeepseekV3ForCausalLM, prompt: torch.Tensor, backend: str, args: argparse.Namespace
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The generated tokens, their logits, and the milliseconds per token."""
+    """Return the generated tokens, their logits, and the milliseconds per token."""
     print(f"{backend}: prefill, then compile one decode step (this takes the longest) ...", flush=True)
     torch._dynamo.reset()
     compile_config = CompileConfig(backend=backend)

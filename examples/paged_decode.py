@@ -60,7 +60,7 @@ class Model(nn.Module):
         """Read one token for each row, the last of its `lens`, and return the logits after it."""
         place = (lens - 1).clamp(min=0)
         page = table.gather(1, (place // PAGE)[:, None])[:, 0]
-        page = torch.where(lens > 0, page, 0)  # page 0 is nobody's: rows of length 0 write to it
+        page = torch.where(lens > 0, page, 0)  # no sample has page 0: rows of length 0 write to it
         x = self.tokens(tokens) + self.places(place)
         for layer in self.layers:
             x = layer(x, (page, place % PAGE), block_table=table, kv_lens=lens)
@@ -88,7 +88,7 @@ class Sample:
     followers: list[Sample] = field(default_factory=list)  # those that wait for this one
 
     def scores(self, logits: Tensor, place: int) -> Tensor:
-        """Return logits with noise: the largest is the token at a place, and at those after it."""
+        """Return logits plus noise, for the token at `place` and those after it; the largest is the drawn token."""
         noise = [torch.Generator().manual_seed(1000 * self.seed + place + i) for i in range(len(logits))]
         return logits - torch.stack([torch.empty(VOCABULARY).exponential_(generator=x).log() for x in noise])
 
@@ -103,7 +103,7 @@ class Engine:
         self.seconds: list[float] = []  # of each step
 
     def admit(self) -> bool:
-        """Give rows and pages to the first request of the queue, if there are enough for all of its samples."""
+        """Give rows and pages to the first request; return False if there are too few for all of its samples."""
         prompt, lengths = self.queue[0]
         shared = (len(prompt) - 1) // PAGE  # pages; each sample reads the last token of the prompt itself
         more, rows = [-(-n // PAGE) - shared for n in lengths], [i for i, x in enumerate(self.rows) if x is None]
@@ -198,7 +198,7 @@ def main() -> None:
 
 
 def check(sample: Sample, model: Model) -> None:
-    """Raise SystemExit unless each token is one that a forward of the whole text finds, up to rounding."""
+    """Raise SystemExit unless each token is one that a forward of the whole text yields, up to rounding."""
     text = torch.tensor(sample.text)
     scores = sample.scores(model(text[:-1])[sample.prompt_len - 1 :], sample.prompt_len)
     drawn = scores.gather(1, text[sample.prompt_len :, None])

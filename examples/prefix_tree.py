@@ -141,7 +141,7 @@ def explore(
 
 
 def milliseconds_per_step(times: list[float]) -> float:
-    """Median over the steps after the first ones, which compile."""
+    """Return the median over the steps after the first ones, which compile."""
     return 1e3 * statistics.median(b - a for a, b in itertools.pairwise(times[2:]))
 
 

@@ -106,7 +106,7 @@ class Noise:
         return time.perf_counter()
 
     def speed(self) -> tuple[float, float]:
-        """Seconds since the start, and steps per second since the prefill."""
+        """Return the seconds since the start, and the steps per second since the prefill."""
         end = self.now()
         return end - self.start, (self.steps - 1) / (end - self.first)
 
@@ -164,7 +164,7 @@ class Duplicated:
 class Shared:
     """Rollouts from a fork. As soon as half of the texts have ended, the others go on in a batch of half the size.
 
-    The memory of the caches is that of the first rollout: what was compiled and captured over it stays valid.
+    The caches keep the memory of the first rollout, so that graphs compiled and captured over it stay valid.
     """
 
     def __init__(self, model: PreTrainedModel, task: Task):
@@ -187,7 +187,7 @@ class Shared:
                     cache.crop(-1)
 
     def prefill(self) -> SharedPrefixCache:
-        """A fork of all tokens of the prompts but the last, in the memory of the last rollout."""
+        """Return a fork of all tokens of the prompts but the last, in the memory of the last rollout."""
         ids, mask = self.task.ids[:, :-1], self.task.mask[:, :-1]
         cache = SharedPrefixCache(self.model.config)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -236,7 +236,7 @@ class Shared:
 
 @torch.no_grad()
 def forward_log_p(model: PreTrainedModel, task: Task, drawn: Tensor) -> Tensor:
-    """The log-probabilities of the drawn tokens in a forward of the whole texts, a prompt at a time."""
+    """Return the log-probabilities of the drawn tokens in a forward of the whole texts, a prompt at a time."""
     (ids, mask), n, new = task.repeated(), task.samples, task.new
     parts = []
     for at in range(0, len(ids), n):
@@ -249,7 +249,7 @@ def forward_log_p(model: PreTrainedModel, task: Task, drawn: Tensor) -> Tensor:
 
 
 def compare(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> str:
-    """Check that the tokens are the same. The noise is: only a tie within rounding can break either way."""
+    """Check that the tokens are the same. The noise is the same, so only a tie within rounding can break either way."""
     same = int((ours == theirs).all(1).sum())
     if same == len(ours):
         return f"tokens: identical ({same} sequences, {int((ours != PAD).sum())} tokens)"
@@ -286,7 +286,7 @@ def update(model: PreTrainedModel) -> None:
 
 
 def compiled() -> tuple[int, int]:
-    """How many graphs were compiled, and how many inputs those have that were captured as CUDA graphs."""
+    """Return the number of compiled graphs, and the number of non-static inputs of their CUDA graphs."""
     return counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_recorded_non_static_inputs"]
 
 

@@ -26,7 +26,7 @@ from tatten.integrations.transformers import SharedPrefixCache, cache_kwargs
 
 
 def connect(device: str) -> DeviceMesh:
-    """A mesh of all ranks of torchrun, each with a GPU of its own on "cuda", or of this process alone."""
+    """Return a mesh of all ranks of torchrun, each with a GPU of its own on "cuda", or of this process alone."""
     backend = "gloo" if device == "cpu" else "nccl"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

@@ -33,7 +33,7 @@ class Clock:
         return scores
 
     def milliseconds_per_token(self) -> float:
-        """Median over the steps after the prefill and the first decode steps, which compile."""
+        """Return the median over the steps after the prefill and the first decode steps, which compile."""
         return 1e3 * statistics.median(b - a for a, b in zip(self.times[3:], self.times[4:], strict=False))
 
 
@@ -55,7 +55,7 @@ def build(dtype: torch.dtype, device: str) -> LlamaForCausalLM:
 def generate(
     model: LlamaForCausalLM, prompt: torch.Tensor, backend: str, args: argparse.Namespace
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The generated tokens, their logits, and the milliseconds per token."""
+    """Return the generated tokens, their logits, and the milliseconds per token."""
     print(f"{backend}: prefill, then compile one decode step (this takes the longest) ...", flush=True)
     torch._dynamo.reset()
     compile_config = CompileConfig(backend=backend)

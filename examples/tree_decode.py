@@ -47,7 +47,7 @@ class Sent(TorchDispatchMode):
 
 
 def connect(device: str) -> DeviceMesh:
-    """A mesh of all ranks of torchrun, or of this process alone: NCCL with a GPU for each rank, or gloo on CPUs.
+    """Return a mesh of all ranks of torchrun, or of this process alone: NCCL with a GPU for each rank, or gloo on CPUs.
 
     The backend is named and its group taken as it is: where PyTorch sees a GPU, `init_device_mesh` would set up NCCL
     for a CPU mesh, too.
@@ -89,7 +89,7 @@ def build(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def generate(model: LlamaForCausalLM, prompt: Tensor, new: int, **kwargs: object) -> tuple[Tensor, Tensor]:
-    """The new tokens and their logits."""
+    """Return the new tokens and their logits."""
     out = model.generate(
         prompt, max_new_tokens=new, do_sample=False, output_logits=True, return_dict_in_generate=True, **kwargs
     )
@@ -113,24 +113,24 @@ def compare(ours: Tensor, theirs: Tensor, logits: Tensor, dtype: torch.dtype) ->
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Pass keys and values around: while a rank attends to those it has, it sends them on and receives the next."""
+    """Attend while passing keys and values around: each rank sends its current ones on and receives the next."""
     group, rank, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
     for hop in range(ranks):
-        held, works = (k, v), []
+        current, works = (k, v), []
         if hop < ranks - 1:
             k, v = torch.empty_like(k), torch.empty_like(v)
-            ops = [dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % ranks) for x in held]
+            ops = [dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % ranks) for x in current]
             ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=(rank - 1) % ranks) for x in (k, v)]
             works = dist.batch_isend_irecv(ops)
-        out, lse = tatten.merge_state(out, lse, *tatten.decode_attention(q, *held, return_lse=True))
+        out, lse = tatten.merge_state(out, lse, *tatten.decode_attention(q, *current, return_lse=True))
         for work in works:
             work.wait()
     return out
 
 
 def microseconds(step: Callable[[], object], device: str) -> float:
-    """Median time in eager mode, of the slowest rank."""
+    """Return the median time in eager mode, of the slowest rank."""
     times = []
     for _ in range(23):
         dist.barrier()
@@ -147,7 +147,7 @@ def microseconds(step: Callable[[], object], device: str) -> float:
 
 
 def sent(step: Callable[[], object], ranks: int) -> int:
-    """The bytes that this rank sends in a step."""
+    """Return the bytes that this rank sends in a step."""
     with Sent(ranks) as counter:
         step()
     return counter.bytes

@@ -84,7 +84,7 @@ class TattenMetadataBuilder(AttentionMetadataBuilder[TattenMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self.whole = getattr(kv_cache_spec, "sliding_window", None) is None  # windows share no pages
+        self.full_attention = getattr(kv_cache_spec, "sliding_window", None) is None  # windows share no pages
         self.shared: dict[tuple[int, int], tatten.SharedPages] = {}  # by shape of the table
 
     def build(
@@ -93,18 +93,18 @@ class TattenMetadataBuilder(AttentionMetadataBuilder[TattenMetadata]):
         step = common_attn_metadata
         n = step.num_reqs
         table, lens = step.block_table_tensor[:n], step.seq_lens[:n]
-        decode = step.max_query_len == 1 and n == step.num_actual_tokens  # also with padding, whose length is 0
-        shared = self.find_shared(table, lens) if decode and self.whole else None
+        decode = step.max_query_len == 1 and n == step.num_actual_tokens  # or padding, whose length is 0
+        shared = self.find_shared(table, lens) if decode and self.full_attention else None
         return TattenMetadata(step.num_actual_tokens, step.query_start_loc[: n + 1], lens, table, decode, shared)
 
     def find_shared(self, table: Tensor, lens: Tensor) -> tatten.SharedPages:
         """Find the shared pages of a step, and write them where a graph for such a table reads them."""
         n_pages, _, page, _ = self.layer.kv_cache.shape
-        found = tatten.shared_pages(table, lens, n_pages=n_pages, page_size=page)
-        kept = self.shared.setdefault((table.shape[0], table.shape[1]), found)
-        if kept is not found:
-            kept.data.copy_(found.data)
-        return kept
+        shared_pages = tatten.shared_pages(table, lens, n_pages=n_pages, page_size=page)
+        read_by_graphs = self.shared.setdefault((table.shape[0], table.shape[1]), shared_pages)
+        if read_by_graphs is not shared_pages:
+            read_by_graphs.data.copy_(shared_pages.data)
+        return read_by_graphs
 
 
 class TattenImpl(AttentionImpl[TattenMetadata]):
@@ -127,7 +127,7 @@ class TattenImpl(AttentionImpl[TattenMetadata]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
-        softcap = logits_soft_cap or None  # 0 is none for vLLM
+        softcap = logits_soft_cap or None  # vLLM's 0 means no soft cap
         self.options: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap, "sinks": sinks}
 
     def pools(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:

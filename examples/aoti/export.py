@@ -21,7 +21,7 @@ FIRST = 7  # the token that decoding starts with, here and in main.cpp
 
 
 def build(layers: int, max_cache_len: int) -> TorchExportableModuleWithStaticCache:
-    """A module of one token and its position, whose buffers are the cache."""
+    """Return a module of one token and its position, whose buffers are the cache."""
     config = LlamaConfig(
         hidden_size=256,
         intermediate_size=512,
@@ -37,7 +37,7 @@ def build(layers: int, max_cache_len: int) -> TorchExportableModuleWithStaticCac
 
 
 def export(module: torch.nn.Module) -> torch.export.ExportedProgram:
-    """The program of the module with tatten's attention, as aten ops."""
+    """Return the program of the module with tatten's attention, as aten ops."""
     example = {"input_ids": torch.zeros(1, 1, dtype=torch.long), "cache_position": torch.zeros(1, dtype=torch.long)}
     # With strict=False the cache would not be buffers, but constants that are written to.
     program = torch.export.export(module, (), example, strict=True)
