@@ -72,7 +72,7 @@ class Communicator:
         """Return the communicator of a group, before any exchange."""
         return cls(group.group_name, group.rank(), group.size(), group_store(group), group_timeout(group))
 
-    def exchange(self, topic: str, mine: str) -> list[str]:
+    def exchange(self, topic: str, value: str) -> list[str]:
         """Exchange strings with all ranks through the group's store: a collective on the host, bounded by its timeout.
 
         Raises:
@@ -81,7 +81,7 @@ class Communicator:
         key = f"tatten.push/{self.exchanges}"
         self.exchanges += 1
         try:
-            return exchange(self.store, key, self.rank, self.size, mine, self.timeout)
+            return exchange(self.store, key, self.rank, self.size, value, self.timeout)
         except MissingError as error:
             raise RuntimeError(self.missing_peers(error.missing, f"at its first use, to agree on {topic}")) from error
 
@@ -124,12 +124,12 @@ def connect(group: str, device: torch.device) -> Communicator:
 
 def _location(device: torch.device) -> str:
     """Describe node, host name, GPU, and whether the GPU reaches all other GPUs that this process sees."""
-    mine = torch.cuda.current_device() if device.index is None else device.index
-    others = [i for i in range(torch.cuda.device_count()) if i != mine]
-    reaches = all(torch.cuda.can_device_access_peer(mine, i) for i in others)
+    gpu = torch.cuda.current_device() if device.index is None else device.index
+    others = [i for i in range(torch.cuda.device_count()) if i != gpu]
+    reaches = all(torch.cuda.can_device_access_peer(gpu, i) for i in others)
     with open("/proc/sys/kernel/random/boot_id") as boot:  # containers on one node may have different host names
         node = boot.read().strip()
-    return f"{node} {socket.gethostname()} {torch.cuda.get_device_properties(mine).uuid} {int(reaches)}"
+    return f"{node} {socket.gethostname()} {torch.cuda.get_device_properties(gpu).uuid} {int(reaches)}"
 
 
 def unsupported_topology(locations: list[str]) -> str | None:

@@ -20,14 +20,14 @@ class MissingError(RuntimeError):
         self.missing = missing
 
 
-def exchange(store: dist.Store, key: str, place: int, size: int, mine: str, timeout: datetime.timedelta) -> list[str]:
+def exchange(store: dist.Store, key: str, place: int, size: int, value: str, timeout: datetime.timedelta) -> list[str]:
     """Return the strings of all `size` participants. This one is number `place`; `key` names this exchange only.
 
     Raises:
         MissingError: a participant did not arrive within the timeout.
     """
     keys = [f"{key}/{i}" for i in range(size)]
-    store.set(keys[place], mine)
+    store.set(keys[place], value)
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
@@ -44,7 +44,7 @@ def exchange(store: dist.Store, key: str, place: int, size: int, mine: str, time
 _exchanges: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
-def exchange_among(ranks: Sequence[int], topic: str, mine: str) -> list[str]:
+def exchange_among(ranks: Sequence[int], topic: str, value: str) -> list[str]:
     """Return the strings of these global ranks, in that order; this rank is one of them. A collective on the host.
 
     Raises:
@@ -57,7 +57,7 @@ def exchange_among(ranks: Sequence[int], topic: str, mine: str) -> list[str]:
     counts[tuple(ranks)] += 1
     timeout = group_timeout(world)
     try:
-        return exchange(group_store(world), key, ranks.index(dist.get_rank()), len(ranks), mine, timeout)
+        return exchange(group_store(world), key, ranks.index(dist.get_rank()), len(ranks), value, timeout)
     except MissingError as error:
         missing = " and ".join(str(ranks[place]) for place in error.missing) or "unknown"
         raise RuntimeError(

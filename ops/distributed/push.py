@@ -147,8 +147,8 @@ def _agree_on_plan(communicator: Communicator, key: tuple[object, ...], out: Ten
         )
     programs = torch.cuda.get_device_properties(out.device).multi_processor_count
     scattered = ", heads scattered" if scatter_heads else ""
-    mine = f"{tuple(out.shape)} {out.dtype}{scattered}, {programs} multiprocessors"
-    shapes = communicator.exchange("a shape", mine)
+    shape_here = f"{tuple(out.shape)} {out.dtype}{scattered}, {programs} multiprocessors"
+    shapes = communicator.exchange("a shape", shape_here)
     if len(set(shapes)) > 1:
         by_rank = "; ".join(f"rank {rank}: {x}" for rank, x in enumerate(shapes))
         raise ValueError(f"`out` must have the same shape, dtype and scattering on all ranks of a group, got {by_rank}")
