@@ -123,8 +123,10 @@ def main() -> None:
         measure(model, variant, rows, rate, args)
     show(rows, args.variants)
     if args.json:
-        kept = [{key: value for key, value in row.items() if key != "logits"} for row in rows.values()]
-        results.write(args.json, args.device, kept, bytes_per_second=rate, context=args.context, suffix=args.suffix)
+        json_rows = [{key: value for key, value in row.items() if key != "logits"} for row in rows.values()]
+        results.write(
+            args.json, args.device, json_rows, bytes_per_second=rate, context=args.context, suffix=args.suffix
+        )
 
 
 if __name__ == "__main__":

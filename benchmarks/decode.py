@@ -121,9 +121,9 @@ def show_row(r: dict, columns: Sequence[str]) -> None:
     print(f" {us['auto'] / floor:11.2f}" if "auto" in us else f" {'-':>11}", flush=True)
 
 
-def show_end(rows: list[dict], columns: Sequence[str], asked: dict[str, tuple[float, float]], device: str) -> None:
+def show_end(rows: list[dict], columns: Sequence[str], figures: dict[str, tuple[float, float]], device: str) -> None:
     """Print a section's figures beside their bounds, and the candidates that were left out."""
-    for what, (figure, bound) in asked.items():
+    for what, (figure, bound) in figures.items():
         verdict = f", at most {bound:.3f} is asked for: {'yes' if figure <= bound else 'NO'}" * (device == "cuda")
         print(f"  {what}: {figure:.3f}{verdict}")
     for c in columns:
@@ -158,7 +158,7 @@ def main() -> None:
     pool = max(s.size * s.copies(device) for s in shapes)
     keys, values = (torch.randn(pool, device=device, dtype=torch.bfloat16) for _ in range(2))
     rows: list[dict] = []
-    asked: dict[str, dict[str, tuple[float, float]]] = {}
+    bars_by_section: dict[str, dict[str, tuple[float, float]]] = {}
     with torch.no_grad():
         for section in args.section:
             columns = [c for c in COLUMNS[device][section] if not args.only or c in args.only]
@@ -174,13 +174,13 @@ def main() -> None:
                 show_row(rows_of_section[-1], columns)
                 if device == "cuda":
                     torch.cuda.empty_cache()
-            asked[section] = bars(section, rows_of_section)
-            show_end(rows_of_section, columns, asked[section], device)
+            bars_by_section[section] = bars(section, rows_of_section)
+            show_end(rows_of_section, columns, bars_by_section[section], device)
             rows += rows_of_section
     if args.json:
-        results.write(args.json, device, rows, bytes_per_second=rate, bars=asked)
+        results.write(args.json, device, rows, bytes_per_second=rate, bars=bars_by_section)
     if any(c in r["left_out"] for r in rows for c in (*OURS, "exact", "invariant")):
-        raise SystemExit("a candidate of ours did not run or is wrong")
+        raise SystemExit("a candidate of tatten's failed or is wrong: see `left_out`")
 
 
 if __name__ == "__main__":

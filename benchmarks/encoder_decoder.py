@@ -146,9 +146,9 @@ def main() -> None:
             r = measure(name, batch, args.device, args.layers, args.rounds)
             rows.append(r)
             print(f"{name:16} {batch:7} |", *(f"{ms:8.2f}" for ms in r["ms"].values()), end=" ")
-            held = " to ".join(f"{r['held_bytes'][what] / 2**20:.1f}" for what in ("inductor", "tatten"))
+            mib = " to ".join(f"{r['held_bytes'][what] / 2**20:.1f}" for what in ("inductor", "tatten"))
             errors = " ".join(f"{error:.1e}" for error in r["errors"].values())
-            print(f"| {r['faster']:6.2f}x | {r['read_once']:16} | {held:>16} | {errors}", flush=True)
+            print(f"| {r['faster']:6.2f}x | {r['read_once']:16} | {mib:>16} | {errors}", flush=True)
             if args.device == "cuda":
                 print(f"  at least {AT_LEAST:g} is asked for: {'yes' if r['faster'] >= AT_LEAST else 'NO'}")
                 torch.cuda.empty_cache()

@@ -133,7 +133,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="*", default=["llama"], choices=list(models.SHAPES))
     parser.add_argument("--layers", type=int, nargs="*", help="default: 32; on a CPU 1")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8])
-    parser.add_argument("--paired", action="store_true", help="the first of --layers with the first of --batch alone")
+    parser.add_argument(
+        "--paired", action="store_true", help="pair --layers with --batch: the first with the first, and so on"
+    )
     parser.add_argument("--capacity", type=int)
     parser.add_argument("--used", type=int)
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))

@@ -109,7 +109,7 @@ def picks_that_differ(scores: Tensor, call: Call) -> int:
     finite = want.isfinite()
     off = ((first - want)[finite].norm() / want[finite].norm()).item()
     if not off < 1e-5:
-        raise ArithmeticError(f"wrong: relative error {off:.1e}")
+        raise ArithmeticError(f"wrong: relative error {off:.1e}, allowed 1e-5")
     picked = torch.zeros_like(want, dtype=torch.bool).scatter(2, want.topk(PICKS).indices, True)
     return int((~picked.gather(2, scores[:1].topk(PICKS).indices)).sum())
 

@@ -180,18 +180,18 @@ def main() -> None:
     args.rate = args.floor_tbs * 1e12 if args.floor_tbs else measured
     print(f"{machine(args.device)}, reads {measured / 1e9:.1f} GB/s, floor at {args.rate / 1e9:.1f} GB/s")
     rows: list[dict] = []
-    asked: dict[str, Bars] = {}
+    bars_by_section: dict[str, Bars] = {}
     for section in args.section:
         print(f"\n{section}")
-        rows_of_section, asked[section] = SECTIONS[section](args)
+        rows_of_section, bars_by_section[section] = SECTIONS[section](args)
         rows += rows_of_section
-        for what, (figure, side, bound) in asked[section].items():
+        for what, (figure, side, bound) in bars_by_section[section].items():
             met = figure <= bound if side == "at most" else figure >= bound
             print(f"  {what}: {figure:.3f}, {side} {bound:g} is asked for: {'yes' if met else 'NO'}")
     if args.json and not int(os.environ.get("RANK", 0)):
-        results.write(args.json, args.device, rows, bytes_per_second=args.rate, bars=asked)
+        results.write(args.json, args.device, rows, bytes_per_second=args.rate, bars=bars_by_section)
     if any(name in r.get("left_out", ()) for r in rows for name in latent_kernel.OURS):
-        raise SystemExit("a candidate of ours did not run or is wrong")
+        raise SystemExit("a candidate of tatten's failed or is wrong: see `left_out`")
 
 
 if __name__ == "__main__":

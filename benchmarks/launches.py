@@ -84,7 +84,7 @@ def measure(call: Call, x: Tensor, calls: int, rounds: int) -> dict[str, float]:
     want = call(x)
     for name, run in steps.items():
         if not all(torch.equal(y, want) for y in run(x)):
-            raise ArithmeticError(f"{name}: other bits than the op's")
+            raise ArithmeticError(f"{name}: launched and called results must have the same bits")
 
     def call_us(name: str, run: Callable[[Tensor], object]) -> float:
         run(x)

@@ -188,7 +188,7 @@ def measure(p: Problem, rounds: int) -> dict[str, float]:
             step = as_graph(step)
         off = error(p, step()[0], 0)
         if not off < 2e-2:
-            raise RuntimeError(f"{name} is wrong: relative error {off:.1e}")
+            raise RuntimeError(f"{name} is wrong: relative error {off:.1e}, allowed 2e-2")
         steps[name] = step
     return in_turns(steps, rounds, lambda _, step: microseconds(step, device, p.copies, 5 if p.q.is_cuda else 1))
 

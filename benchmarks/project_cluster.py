@@ -45,18 +45,18 @@ def fit(points: Sequence[Point]) -> tuple[float, float]:
         points: `(rounds, bytes, seconds)` of each measurement.
 
     Raises:
-        ValueError: fewer than two points, points that can't tell alpha from beta, or times that fall with size.
+        ValueError: fewer than two points, points that are all in proportion, or times that fall with size.
     """
     rounds, sizes, seconds = torch.tensor(points, dtype=torch.float64).reshape(-1, 3).T
     unit = sizes.max().item() if len(points) else 0.0
     if len(points) < 2 or unit <= 0 or not (seconds > 0).all():
-        raise ValueError(f"a fit takes two points or more, with bytes and seconds above 0, got {list(points)}")
+        raise ValueError(f"`points` must be at least two, with bytes and seconds above 0, got {list(points)}")
     a = torch.stack((rounds, sizes / unit), dim=1) / seconds[:, None]
     if torch.linalg.matrix_rank(a) < 2:
-        raise ValueError(f"alpha and beta can't be told apart by points in proportion, got {list(points)}")
+        raise ValueError(f"`points` must have two ratios of rounds to bytes, got {list(points)}")
     alpha, beta = torch.linalg.lstsq(a, torch.ones_like(seconds)[:, None], driver="gelsd").solution.flatten().tolist()
     if alpha < 0 or beta < 0:
-        raise ValueError(f"times don't follow a model of rounds and bytes: alpha {alpha:.3g} s, beta {beta / unit:.3g}")
+        raise ValueError(f"alpha and beta of `points` must not be negative, got {alpha:.3g} s and {beta / unit:.3g} s")
     return alpha, beta / unit
 
 
@@ -103,16 +103,18 @@ def merge_points(path: Path, strategy: str, head_dim: int) -> list[Point]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--merge", type=Path, required=True, help="what tree_merge.py wrote")
-    parser.add_argument("--attention", type=Path, required=True, help="what tree_vs_ring.py wrote, its latencies")
+    parser.add_argument("--merge", type=Path, required=True, help="JSON of tree_merge.py")
+    parser.add_argument("--attention", type=Path, required=True, help="JSON of tree_vs_ring.py, with latencies")
     parser.add_argument("--strategy", default="push", choices=["push", "all_gather", "all_reduce"])
-    parser.add_argument("--ring", default="ring", choices=["ring", "ring_eager"], help="whose times are the ring's")
+    parser.add_argument(
+        "--ring", default="ring", choices=["ring", "ring_eager"], help="the arm that is taken as the ring"
+    )
     parser.add_argument("--tokens", type=int, default=5_120_000)
     parser.add_argument("--nodes", nargs="*", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--network-gbits", type=float, default=400, help="for each GPU")
     parser.add_argument("--network-us", type=float, default=2.7, help="a round of small messages")
     parser.add_argument("--network-bulk-us", type=float, default=14, help="a round of large messages")
-    parser.add_argument("--network-base-us", type=float, default=6.6, help="a collective, to begin with")
+    parser.add_argument("--network-base-us", type=float, default=6.6, help="the start of a collective")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
 
@@ -154,8 +156,8 @@ def main() -> None:
     rows = []
     for nodes in args.nodes:
         gpus = nodes * NODE
-        held = args.tokens / gpus * token_bytes
-        attention = local.seconds(1, held)
+        shard_bytes = args.tokens / gpus * token_bytes
+        attention = local.seconds(1, shard_bytes)
         inside = merge.seconds(*sent(args.strategy, NODE, batch * q_heads, head_dim))
         rounds = math.ceil(math.log2(nodes)), nodes - 1
         across = [
@@ -163,9 +165,9 @@ def main() -> None:
             for x in rounds
         ]
         tree = [attention + inside + x for x in across]
-        hop = ring.seconds(1, held)
+        hop = ring.seconds(1, shard_bytes)
         if nodes > 1:
-            hop = max(hop, args.network_bulk_us / 1e6 + held * second_per_byte)
+            hop = max(hop, args.network_bulk_us / 1e6 + shard_bytes * second_per_byte)
         around = (gpus - 1) * hop
         us = [x * 1e6 for x in (attention, inside, *across, *tree, around)]
         say(

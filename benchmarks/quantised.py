@@ -123,7 +123,7 @@ def measure(model: PreTrainedModel, args: argparse.Namespace) -> list[dict]:
             narrow = name != WIDE
             read = [x for x in reports[name].rewritten if f"k {str(DTYPES[name])[6:]}[" in x.shapes] if narrow else []
             if narrow and len(read) != len(reports[name].rewritten):
-                raise RuntimeError(f"{name} is not read in 8 bits:\n{reports[name]}")
+                raise RuntimeError(f"{name}: attention must read 8 bits:\n{reports[name]}")
             rows.append(
                 {
                     "cache": name,

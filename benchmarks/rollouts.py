@@ -48,7 +48,7 @@ def check(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
     print(f"  {example.compare(ours, theirs, dtype)}", flush=True)
     first = (ours[:, 0] == theirs[:, 0]).double().mean().item()
     if first < 0.25:
-        raise ArithmeticError(f"only {first:.0%} of the first tokens are the same")
+        raise ArithmeticError(f"at least 25% of the first tokens must be the same, got {first:.0%}")
     return first
 
 
@@ -92,8 +92,8 @@ def main() -> None:
         print(f"{samples:3} samples |   seconds  tokens/s   steps/s   prefilled   KV GB | tokens/s of fork to it")
         for name, speed in row["tokens_per_second"].items():
             cells = f"{row['seconds'][name]:9.2f} {speed:9.0f} {row['steps_per_second'][name]:9.1f}"
-            held = f"{row['prefilled'][name]:11} {row['kv_bytes'][name] / 1e9:7.2f}"
-            print(f"{name:>11} | {cells} {held} | {row['tokens_per_second']['fork'] / speed:.2f}", flush=True)
+            memory = f"{row['prefilled'][name]:11} {row['kv_bytes'][name] / 1e9:7.2f}"
+            print(f"{name:>11} | {cells} {memory} | {row['tokens_per_second']['fork'] / speed:.2f}", flush=True)
         rows.append(row)
         if args.json:
             results.write(args.json, args.device, rows)

@@ -166,7 +166,7 @@ def measure(problem: Problem, rounds: int, names: tuple[str, ...] = ()) -> dict[
             torch.cuda.synchronize()
             step = as_graph(step)
         if name != "find" and not (off := problem.error(name, step()[0])) < 1e-2:
-            raise RuntimeError(f"{name} is wrong: relative error {off:.1e}")
+            raise RuntimeError(f"{name} is wrong: relative error {off:.1e}, allowed 1e-2")
         steps[name] = step
     repeats = 5 if problem.device == "cuda" else 1
     return in_turns(steps, rounds, lambda _, step: microseconds(step, problem.device, len(copies), repeats))
@@ -206,15 +206,15 @@ def measure_finding(device: str, rounds: int) -> list[dict]:
 
 def bars(rows: list[dict]) -> dict[str, tuple[float, float]]:
     """Return the figures of shared pages that have a bound, each with its bound."""
-    asked = {}
+    figures = {}
     if ratios := [row["ratio"] for row in rows if row["section"] == "shared"]:
-        asked["largest ratio of shared pages to segments"] = max(ratios), MOST["shared"]
+        figures["largest ratio of shared pages to segments"] = max(ratios), MOST["shared"]
     at_256 = [r for r in rows if r["section"] == "finding" and (r["batch"], r["columns"]) == (256, 512)]
     if at_256:
-        asked["microseconds to find, 256 x 512"] = max(r["us"]["find"] for r in at_256), MOST["find"]
+        figures["microseconds to find, 256 x 512"] = max(r["us"]["find"] for r in at_256), MOST["find"]
         more = [r["us"]["shared"] - r["us"]["paged"] for r in at_256 if r["name"] == "nothing shared"]
-        asked["microseconds more where nothing is shared"] = max(more), MOST["nothing shared"]
-    return asked
+        figures["microseconds more where nothing is shared"] = max(more), MOST["nothing shared"]
+    return figures
 
 
 def main() -> None:
@@ -231,12 +231,12 @@ def main() -> None:
             rows += measure_shared(args.device, args.rounds)
         if "finding" in args.section:
             rows += measure_finding(args.device, args.rounds)
-    asked = bars(rows)
-    for what, (figure, bound) in asked.items():
+    figures = bars(rows)
+    for what, (figure, bound) in figures.items():
         verdict = f", at most {bound:.2f} is asked for: {'yes' if figure <= bound else 'NO'}" * (args.device == "cuda")
         print(f"  {what}: {figure:.3f}{verdict}")
     if args.json:
-        results.write(args.json, args.device, rows, bytes_per_second=rate, bars=asked)
+        results.write(args.json, args.device, rows, bytes_per_second=rate, bars=figures)
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", type=lambda x: x.split(","), help="which candidates, with commas; default: all")
     args = parser.parse_args()
     if args.calibrate and args.only:
-        parser.error("--calibrate needs all candidates, so --only can't be given")
+        parser.error("--calibrate measures all candidates and must be without --only")
     return args
 
 

@@ -114,7 +114,7 @@ def measure(shape: Shape, rounds: int) -> list[dict[str, Any]]:
             name: float((f(*inputs) - exact).abs().max()) for name, f in (("tatten", ours), ("inductor", inductors))
         }
         if errors["tatten"] > 2 * errors["inductor"] + torch.finfo(dtype).eps:
-            raise ArithmeticError(f"{shape} is off by {errors}")
+            raise ArithmeticError(f"{shape}: errors of tatten must be at most twice Inductor's, got {errors}")
         us = least_us({"inductor": inductors, "tatten": ours}, inputs, rounds)
         ratio = us["tatten"] / us["inductor"]
         rows.append({**asdict(shape), "used": used, "us": us, "ratio": ratio})
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--head-dims", nargs="*", type=int, default=[64, 128])
     parser.add_argument("--slots", nargs="*", type=int, default=SLOTS)
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--jobs", type=int, default=1, help="processes, of which each measures a shape on one core")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each of which measures shapes on one core")
     args = parser.parse_args()
     print(f"{machine(args.device)}, least CPU time of one thread, microseconds of a step of {LAYERS} layers")
     print("dtype    batch heads  dim slots used    | inductor   tatten | ratio")

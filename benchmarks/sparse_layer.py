@@ -75,7 +75,7 @@ def measure(
     parts: dict[str, dict[str, float]] = {}
     kernels: dict[str, list[dict]] = {}
     left_out: dict[str, str] = {}
-    said: dict[str, list[str]] = {}
+    reports: dict[str, list[str]] = {}
     for name in candidates:
         hidden = indexed_layer.picks_hidden(never) if name == "masked" else contextlib.nullcontext()
         try:
@@ -84,7 +84,7 @@ def measure(
                 if device == "cuda":
                     parts[name], kernels[name] = kernel_parts.profiled(step, indexed_layer.widths(model.config, row))
                 steps[name] = as_graph(step) if device == "cuda" else step  # the patch that hides picks is guarded on
-            said[name] = str(report).splitlines()
+            reports[name] = str(report).splitlines()
             if ("by top-k" in str(report)) != (name == "tatten"):
                 del steps[name]
                 raise RuntimeError(f"the picks are {'not ' if name == 'tatten' else ''}read by their indices")
@@ -107,7 +107,7 @@ def measure(
         "faster": us["inductor"] / us["tatten"] if {"inductor", "tatten"} <= us.keys() else None,
         "different": different,
         "left_out": left_out,
-        "report": said,
+        "report": reports,
         "kernels": kernels,
     }
 
@@ -128,7 +128,7 @@ def show(r: dict, kernels: int) -> None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--kernels", type=int, default=0, help="how many of the longest kernels of each step are shown")
+    parser.add_argument("--kernels", type=int, default=0, help="the number of longest kernels to show for each step")
     args = parser.parse_args()
     print(f"{machine(args.device)}, transformers {transformers.__version__}")
     with torch.no_grad():

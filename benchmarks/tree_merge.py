@@ -149,8 +149,8 @@ def main() -> None:
         for rows in args.rows or ROWS[device]:
             us = measure(rows, arms, ranks, args.rounds, args.repeats)
             json_rows.append({"ranks": n, "rows": rows, "us": us})
-            asked = verdicts(n, rows, us) if "push" in us else []
-            say(f"{rows:5} |", *(f"{us[arm]:10.1f}" for arm in arms), " ", "; ".join(asked))
+            verdict_lines = verdicts(n, rows, us) if "push" in us else []
+            say(f"{rows:5} |", *(f"{us[arm]:10.1f}" for arm in arms), " ", "; ".join(verdict_lines))
     if args.json and ranks.rank == 0:
         results.write(args.json, device, json_rows)
     dist.destroy_process_group()

@@ -148,7 +148,7 @@ class Engine:
                     self.fork(x)
             reading = [(row, x) for row, x in enumerate(self.rows) if x is not None and not x.waits]
             if not reading:
-                raise ValueError(f"{len(self.queue[0][1])} samples do not fit into the rows or the pages")
+                raise ValueError(f"{len(self.queue[0][1])} samples of a request must fit into the rows and the pages")
             tokens, lens = torch.zeros(2, len(self.rows), dtype=torch.int64)
             table = torch.full((len(self.rows), self.columns), -1, dtype=torch.int32)
             for row, x in reading:

@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=400, help="of the longest; the shortest has half of it")
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--ends", type=int, default=16, help="one of so many words ends a text; 0: none does")
+    parser.add_argument("--ends", type=int, default=16, help="one word in this many ends a text; 0: none does")
     args = parser.parse_args()
     args.dtype = getattr(torch, args.dtype or ("float32" if args.device == "cpu" else "bfloat16"))
 
@@ -327,7 +327,7 @@ def main() -> None:
     update(model)
     again, log_p = shared.draw(2)
     if compiled() != before:
-        raise SystemExit(f"rollouts must not compile or capture anything more, got {before} and {compiled()}")
+        raise SystemExit(f"the last rollout must not compile or capture anything, got {before} and {compiled()}")
     print("after a change of the weights: nothing was compiled or captured")
     print(check_log_p(model, task, again.tokens, log_p))
 

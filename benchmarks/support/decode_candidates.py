@@ -164,7 +164,7 @@ def prepare(p: Problem, layout: str, make: Callable[[], Attention | None]) -> tu
     last = p.copies - 1
     error = max(p.error(layout, 0, outs[0]), p.error(layout, last, outs[last]), key=lambda x: (math.isnan(x), x))
     if not error < 1e-2:
-        raise ArithmeticError(f"wrong: relative error {error:.1e}")
+        raise ArithmeticError(f"wrong: relative error {error:.1e}, allowed 1e-2")
     return step, len(inputs), error
 
 

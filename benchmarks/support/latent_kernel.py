@@ -126,7 +126,7 @@ def prepare(
     outs, last = step(), len(inputs) - 1
     largest = max((error(inputs[i], outs[i]) for i in (0, last)), key=lambda x: (math.isnan(x), x))
     if not largest < 1e-2:
-        raise ArithmeticError(f"wrong: relative error {largest:.1e}")
+        raise ArithmeticError(f"wrong: relative error {largest:.1e}, allowed 1e-2")
     return step, len(turns), largest
 
 

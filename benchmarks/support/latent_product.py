@@ -71,7 +71,7 @@ def measure(s: Shape, device: str, rate: float, rounds: int) -> dict[str, object
         out = out if out.dim() == 4 else out.unflatten(1, (-1, 1)).transpose(0, 1)
         errors[name] = ((out.double() - exact).norm() / exact.norm()).item()
         if not errors[name] < 1e-2:
-            raise ArithmeticError(f"{name} is wrong: relative error {errors[name]:.1e}")
+            raise ArithmeticError(f"{name} is wrong: relative error {errors[name]:.1e}, allowed 1e-2")
         steps[name] = as_graph(step) if device == "cuda" else step
     us = in_turns(steps, rounds, lambda _, step: microseconds(step, device, len(weights), 10))
     row = {"section": "product", **asdict(s), "us": us, "errors": errors, "floor_us": s.bytes / rate * 1e6}

@@ -80,7 +80,7 @@ class Problem:
         outs = step()
         error = max((self.error(copy, outs[copy]) for copy in self.exact), key=lambda x: (math.isnan(x), x))
         if not error < 1e-2:
-            raise ArithmeticError(f"wrong: relative error {error:.1e}")
+            raise ArithmeticError(f"wrong: relative error {error:.1e}, allowed 1e-2")
         return step, error
 
     def microseconds(self, step: Step, repeats: int = 1) -> float:

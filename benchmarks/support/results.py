@@ -61,7 +61,7 @@ def read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise NotRecorded(f"{path} is missing") from None
     except json.JSONDecodeError as error:
-        raise ResultsError(f"{path} is no JSON: {error}") from None
+        raise ResultsError(f"{path} is not valid JSON: {error}") from None
     missing = [field for field in FIELDS if not isinstance(data, dict) or field not in data]
     if missing:
         raise ResultsError(f"{path} lacks {', '.join(missing)}")

@@ -67,7 +67,7 @@ def ring_prefill(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | Non
 def shard_zigzag(x: Tensor, rank: int, ranks: int, dim: int = 2) -> Tensor:
     """Return the chunks `rank` and `2 * ranks - 1 - rank` of `2 * ranks`."""
     if x.shape[dim] % (2 * ranks):
-        raise ValueError(f"dim {dim} must be a multiple of {2 * ranks}, for {ranks} ranks, got {x.shape[dim]}")
+        raise ValueError(f"dim {dim} of `x` must be a multiple of {2 * ranks}, for {ranks} ranks, got {x.shape[dim]}")
     chunks = x.chunk(2 * ranks, dim)
     return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
 

@@ -37,7 +37,7 @@ def measure_latency(s: Shape, ranks: Ranks, args: argparse.Namespace) -> dict[st
         def checked(step: Step, name: str = name) -> Step:
             errors[name] = error(step(), *inputs[-1], None if name == "local" else ranks)
             if not errors[name] < 1e-2:
-                raise ArithmeticError(f"wrong: relative error {errors[name]:.1e}")
+                raise ArithmeticError(f"wrong: relative error {errors[name]:.1e}, allowed 1e-2")
             return step
 
         tried = {name: ranks.attempt(lambda: checked(step))}

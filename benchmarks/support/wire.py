@@ -47,7 +47,7 @@ class Wire(TorchDispatchMode):
             self.numbers = None if packed else self.numbers + factor * sum(x.numel() for x in sent)
             self.calls.append(name.split("::")[1])
         elif name not in self.factors and name.split("::")[0] in ("c10d", "_c10d_functional", "symm_mem"):
-            raise NotImplementedError(f"{name} sends a number of bytes that is not known here")
+            raise NotImplementedError(f"no rule for the bytes that {name} sends")
         return func(*args, **(kwargs or {}))
 
 

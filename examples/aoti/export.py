@@ -57,7 +57,7 @@ def decode(step: Callable[..., torch.Tensor], new_tokens: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("package", help="where to write it, a name that ends in .pt2")
+    parser.add_argument("package", help="path of the package, which ends in .pt2")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--max-cache-len", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=16)

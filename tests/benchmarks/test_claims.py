@@ -81,7 +81,7 @@ def test_a_run_that_was_cut_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, why", [("{", "is no JSON"), ("[]", "lacks benchmark"), ('{"rows": []}', "lacks benchmark")]
+    "text, why", [("{", "is not valid JSON"), ("[]", "lacks benchmark"), ('{"rows": []}', "lacks benchmark")]
 )
 def test_a_file_in_another_format(text: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "nine.json").write_text(text)

@@ -37,5 +37,5 @@ def test_other_tokens() -> None:
     assert rollouts.check(ours, parted, torch.bfloat16) == 1
     with pytest.raises(SystemExit, match="DIFFERENT in 8 of 8 sequences"):
         rollouts.check(ours, parted, torch.float32)
-    with pytest.raises(ArithmeticError, match="only 0% of the first tokens are the same"):
+    with pytest.raises(ArithmeticError, match="at least 25% of the first tokens must be the same, got 0%"):
         rollouts.check(ours, ours + 1, torch.bfloat16)

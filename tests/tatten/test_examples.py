@@ -98,7 +98,7 @@ def test_paged_decode_of_more_than_fits() -> None:
     example = runpy.run_path(str(EXAMPLES / "paged_decode.py"))
     engine = example["Engine"](example["Model"](3, 48), 3, 3, 3)
     engine.queue.append(([5], [20, 20]))
-    with pytest.raises(ValueError, match="2 samples do not fit into the rows or the pages"):
+    with pytest.raises(ValueError, match="2 samples of a request must fit into the rows and the pages"):
         engine.run()
 
 
