@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from support import results
 from support.command_line import arguments, machine
+from support.errors import relative_error
 from support.timing import in_turns, seconds
 from torch import Tensor
 from torch.export import ExportedProgram
@@ -102,7 +103,7 @@ def measure(row: Row, device: str, repeats: int) -> dict[str, float]:
         packages = steps(row, device, Path(folder))
         expected = packages.pop("eager")(**inputs)
         outs = {name: step(**inputs) for name, step in packages.items()}
-        errors = {name: ((out - expected).norm() / expected.norm()).item() for name, out in outs.items()}
+        errors = {name: relative_error(out, expected) for name, out in outs.items()}
         for step in packages.values():
             step(**inputs)
         took = in_turns(packages, repeats, lambda _, step: seconds(lambda: step(**inputs), device))

@@ -24,6 +24,7 @@ import time
 import torch
 from support import results
 from support.command_line import arguments, machine
+from support.errors import relative_error
 from support.samples import DTYPE, HEAD_DIM, Runner, Sizes, kv_bytes, unless_out_of_memory
 from support.timing import read_rate
 from torch import Tensor
@@ -80,7 +81,7 @@ def measure(
 def compare(row: dict, logits: Tensor) -> None:
     other = row.setdefault("logits", logits)
     if other is not logits:
-        row["difference"] = ((logits - other).norm() / other.norm()).item()
+        row["difference"] = relative_error(logits, other)
 
 
 def show(rows: dict[int, dict], variants: list[str]) -> None:

@@ -28,6 +28,7 @@ from dataclasses import asdict
 import torch
 from support import results
 from support.command_line import arguments, machine
+from support.errors import relative_error
 from support.samples import DTYPE, HEAD_DIM, VARIANTS, Runner, Sizes, kv_bytes, unless_out_of_memory
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -91,7 +92,7 @@ def measure(family: str, args: argparse.Namespace) -> tuple[list[dict], list[dic
                 rows[s][f"{variant}_ms"] = timed and timed[0]
                 rows[s][f"{variant}_kv_gib"] = kv_bytes(model, variant, s) / 2**30
                 if timed and s in logits:
-                    rows[s]["difference"] = ((timed[1].float() - logits[s]).norm() / logits[s].norm()).item()
+                    rows[s]["difference"] = relative_error(timed[1].float(), logits[s])
                 elif timed:
                     logits[s] = timed[1].float()
             for context in args.contexts if args.largest else ():

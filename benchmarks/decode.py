@@ -23,6 +23,7 @@ call. The floor is each key and value once, at the best rate at which PyTorch re
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -30,8 +31,9 @@ from dataclasses import asdict
 import torch
 from support import results
 from support.command_line import arguments, machine
-from support.decode_candidates import Problem, attempt, candidates
+from support.decode_candidates import Problem, candidates, prepare
 from support.decode_cases import Shape, cpu_shapes, cuda_shapes
+from support.errors import attempt
 from support.timing import in_turns, microseconds, read_rate
 
 OURS = ("auto", "triton")
@@ -57,7 +59,7 @@ COLUMNS = {
 def measure(p: Problem, names: list[str], device: str, rounds: int) -> dict[str, object]:
     """Return microseconds and errors of each candidate, and the reasons why others are left out."""
     makers = candidates(p)
-    tried = {name: attempt(p, *makers[name]) for name in names}
+    tried = {name: attempt(functools.partial(prepare, p, *makers[name])) for name in names}
     ready = {name: x for name, x in tried.items() if not isinstance(x, str)}
     once = {name: microseconds(step, device) for name, (step, _, _) in ready.items()}
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 from support import results
 from support.command_line import arguments, machine
+from support.errors import relative_error
 from support.timing import as_graph, in_turns, seconds
 from torch import Tensor
 from transformers import (
@@ -108,7 +109,7 @@ def measure(name: str, batch: int, device: str, layers: int | None, rounds: int)
         with tatten.recording() as report:
             prepared = {what: decode_step(model, states, mask, *how) for what, how in CANDIDATES.items()}
         steps = {what: step for what, (step, _) in prepared.items()}
-        errors = {what: ((step().float() - want).norm() / want.norm()).item() for what, step in steps.items()}
+        errors = {what: relative_error(step().float(), want) for what, step in steps.items()}
         one_token = states[:, :1], None if mask is None else mask[:, :1]
         steps["rest"] = decode_step(model, *one_token, "inductor", False)[0]
         took = in_turns(steps, rounds, lambda _, step: seconds(step, device))

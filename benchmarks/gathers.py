@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from support import results
 from support.command_line import arguments, machine
+from support.errors import relative_error
 from support.timing import in_turns, microseconds
 from torch import Tensor
 
@@ -47,7 +48,7 @@ def measure(args: tuple[Tensor, ...], rounds: int) -> dict[str, float]:
     for backend in BACKENDS:
         torch._dynamo.reset()
         compiled = torch.compile(gathered, backend=backend)
-        off = ((compiled(*args).float() - want).norm() / want.norm()).item()
+        off = relative_error(compiled(*args).float(), want)
         if not off < 1e-2:
             raise RuntimeError(f"{backend} is wrong: relative error {off:.1e}, allowed 1e-2")
         steps[backend] = lambda compiled=compiled: compiled(*args)

@@ -32,6 +32,7 @@ from functools import lru_cache
 import torch
 from support import results
 from support.command_line import arguments, machine
+from support.errors import relative_error
 from support.timing import as_graph, in_turns, read_rate, seconds
 from torch import Tensor
 
@@ -161,7 +162,7 @@ def measure(shape: Shape, pool: Pool, rate: float, args: argparse.Namespace) -> 
         if args.device == "cuda":
             steps[name] = as_graph(step)
     exact = steps["fixed"]().float()
-    errors = {name: ((step().float() - exact).norm() / exact.norm()).item() for name, step in steps.items()}
+    errors = {name: relative_error(step().float(), exact) for name, step in steps.items()}
     assert max(errors.values()) < 2e-2, (shape, errors)
     repeats = {name: max(1, int(1e-3 / seconds(step, args.device))) for name, step in steps.items()}
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from support import peers, results
 from support.command_line import arguments, machine
 from support.decode_cases import L2
+from support.errors import relative_error
 from support.timing import as_graph, in_turns, microseconds, product_rate, read_rate
 from torch import Tensor
 
@@ -170,7 +171,7 @@ def error(p: Problem, out: Tensor, copy: int) -> float:
         bounds = {"cu_seqlens_q": torch.tensor([0, n], device=out.device).int(), "kv_lens": p.lens[b : b + 1]}
         query, pools = p.q[copy, stop - n : stop], (p.key[entries], p.value[entries])
         want, _ = paged_attention_reference(query, *pools, table, **bounds)
-        errors.append(((out[stop - n : stop].double() - want).norm() / want.norm()).item())
+        errors.append(relative_error(out[stop - n : stop].double(), want))
     return max(errors)
 
 

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from support import peers, results
 from support.command_line import arguments, machine
 from support.decode_cases import Shape, cpu_shapes, cuda_shapes, uniform
+from support.errors import relative_error
 from support.timing import as_graph, in_turns, microseconds, read_rate
 from torch import Tensor
 
@@ -135,7 +136,7 @@ def error(p: Problem, name: str, out: Tensor, copy: int) -> float:
             kv = [x[entries] for x in kv]
             table = {"block_table": torch.arange(len(entries), device=out.device, dtype=torch.int32)[None]}
         want, _ = decode_attention_reference(p.q[copy, at], *kv, kv_lens=p.lens[at], **table)
-        errors.append(((out[at].double() - want).norm() / want.norm()).item())
+        errors.append(relative_error(out[at].double(), want))
     return max(errors)
 
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from generate import FEW, MANY, MODES, clock
 from support import models, results
 from support.command_line import arguments, machine
+from support.errors import relative_error
 from support.timing import in_turns
 from torch import Tensor
 from transformers import Cache, CompileConfig, PreTrainedModel, StaticCache
@@ -73,10 +74,6 @@ def logits_after(model: PreTrainedModel, prompt: Tensor, cache: Cache) -> Tensor
     return model(token, **cache_kwargs(cache)).logits.float()
 
 
-def relative(x: Tensor, y: Tensor) -> float:
-    return ((x - y).norm() / y.norm()).item()
-
-
 def attention_errors(batch: int, length: int, dtype: torch.dtype, device: str) -> dict[str, float]:
     """Return the errors of attention in the shapes of an 8B model, over normally distributed keys and values."""
     generator = torch.Generator(device).manual_seed(0)
@@ -89,14 +86,14 @@ def attention_errors(batch: int, length: int, dtype: torch.dtype, device: str) -
         return F.scaled_dot_product_attention(*(x[:1].double() for x in (q, k, v)), enable_gqa=True)
 
     want = exact(query, key, value)
-    errors = {WIDE: relative(tatten.decode_attention(query, key, value)[:1].double(), want)}
+    errors = {WIDE: relative_error(tatten.decode_attention(query, key, value)[:1].double(), want)}
     for name, narrow in DTYPES.items():
         (k, k_scale), (v, v_scale) = (quantise(x, narrow) for x in (key, value))
         scales = {"key_scale": k_scale.squeeze(-1), "value_scale": v_scale.squeeze(-1)}
         got = tatten.decode_attention(query, k, v, **scales)[:1].double()
-        errors[name] = relative(got, want)
+        errors[name] = relative_error(got, want)
         represented = exact(query, dequantise(k, k_scale, torch.float64), dequantise(v, v_scale, torch.float64))
-        errors[f"{name}, beyond its rounding"] = relative(got, represented)
+        errors[f"{name}, beyond its rounding"] = relative_error(got, represented)
     return errors
 
 
@@ -137,7 +134,7 @@ def measure(model: PreTrainedModel, args: argparse.Namespace) -> list[dict]:
                     "faster": took[WIDE] / took[name],
                     "bytes": bytes_of(cache),
                     "of_16_bits": bytes_of(cache) / (bytes_of(caches[WIDE]) / model.dtype.itemsize * 2),
-                    "logits_error": relative(logits[name], logits[WIDE]),
+                    "logits_error": relative_error(logits[name], logits[WIDE]),
                 }
             )
         calls.clear()

@@ -25,6 +25,7 @@ import torch
 from support import results
 from support.command_line import arguments, machine
 from support.decode_cases import L2
+from support.errors import relative_error
 from support.timing import as_graph, in_turns, microseconds, read_rate
 from torch import Tensor
 
@@ -147,7 +148,7 @@ class Problem:
             table = torch.arange(len(pools[0]), device=out.device, dtype=torch.int32)[None]
             query = self.q[self.order[b : b + 1]]
             want, _ = decode_attention_reference(query, *pools, kv_lens=self.lens[:1], block_table=table)
-            errors.append(((out[b : b + 1].double() - want).norm() / want.norm()).item())
+            errors.append(relative_error(out[b : b + 1].double(), want))
         return max(errors)
 
 

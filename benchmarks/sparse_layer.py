@@ -27,6 +27,7 @@ import torch
 import transformers
 from support import indexed_layer, kernel_parts, models, results
 from support.command_line import arguments, first_line, machine
+from support.errors import relative_error
 from support.indexed_layer import Row
 from support.timing import as_graph, in_turns, seconds
 from torch import Tensor
@@ -61,10 +62,6 @@ def rows(model: PreTrainedModel, device: str) -> list[tuple[Row, tuple[str, ...]
     return rows_and_candidates
 
 
-def relative(x: Tensor, exact: Tensor) -> float:
-    return ((x - exact).norm() / exact.norm()).item()
-
-
 def measure(
     model: PreTrainedModel, row: Row, candidates: tuple[str, ...], device: str, rounds: int
 ) -> dict[str, object]:
@@ -92,9 +89,9 @@ def measure(
             left_out[name] = first_line(e)
     logits = {name: step().float() for name, step in steps.items()}
     exact = next(iter(logits.values()), torch.tensor(math.nan))
-    different = {name: relative(x, exact) for name, x in logits.items()}
+    different = {name: relative_error(x, exact) for name, x in logits.items()}
     if {"masked", "tatten"} <= logits.keys() and not (
-        relative(logits["tatten"], logits["masked"]) < MOST_DIFFERENT_WITH_THE_SAME_PICKS
+        relative_error(logits["tatten"], logits["masked"]) < MOST_DIFFERENT_WITH_THE_SAME_PICKS
     ):
         raise SystemExit("attention to the picks differs from attention under their mask")
     took = in_turns(steps, rounds, lambda _, step: seconds(step, device))

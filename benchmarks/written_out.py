@@ -22,6 +22,7 @@ from dataclasses import asdict
 import torch
 from support import results, written_out_forms, written_out_models
 from support.command_line import arguments, machine
+from support.errors import relative_error
 from support.timing import as_graph, in_turns, microseconds, read_rate
 from torch import Tensor
 
@@ -54,7 +55,7 @@ def measure_layer(case: written_out_forms.Case, args: argparse.Namespace) -> dic
 
         for _ in range(3):
             out = step()
-        errors[backend] = ((out.double() - exact).norm() / exact.norm()).item()
+        errors[backend] = relative_error(out.double(), exact)
         steps[backend] = step if args.device == "cpu" else as_graph(step)
     calls = written_out_forms.LAYERS
     took = in_turns(steps, args.rounds, lambda _, f: microseconds(f, args.device, calls, args.repeats))

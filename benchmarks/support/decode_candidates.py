@@ -12,8 +12,8 @@ from torch import Tensor
 
 import tatten
 from support import peers
-from support.command_line import first_line
 from support.decode_cases import Shape
+from support.errors import relative_error
 from support.timing import as_graph
 
 
@@ -70,7 +70,7 @@ class Problem:
             return math.nan
         sample = {0, s.batch - 1, s.lengths.index(max(s.lengths))}
         exact = {b: self.exact(layout, copy, b) for b in sample}
-        return max(((out[b] - x).norm() / x.norm()).item() for b, x in exact.items())
+        return max(relative_error(out[b], x) for b, x in exact.items())
 
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -166,11 +166,3 @@ def prepare(p: Problem, layout: str, make: Callable[[], Attention | None]) -> tu
     if not error < 1e-2:
         raise ArithmeticError(f"wrong: relative error {error:.1e}, allowed 1e-2")
     return step, len(inputs), error
-
-
-def attempt(*args: object) -> tuple[Callable[[], object], int, float] | str:
-    """Return what `prepare` returns, or the reason why it fails."""
-    try:
-        return prepare(*args)
-    except Exception as e:  # whatever a peer may raise
-        return first_line(e)

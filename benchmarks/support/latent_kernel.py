@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from support import peers
-from support.command_line import first_line
 from support.decode_cases import L2
+from support.errors import attempt, relative_error
 from support.timing import as_graph, in_turns, microseconds
 from tatten.ops.latent_validation import FEW_QUERIES_ON_CUDA
 
@@ -100,7 +101,7 @@ def error(inputs: Sequence[Tensor], out: Tensor) -> float:
     if out.isnan().any():
         return math.nan
     wanted = {b: exact(inputs, b) for b in (0, len(out) - 1)}
-    return max(((out[b, :, 0].double() - x).norm() / x.norm()).item() for b, x in wanted.items())
+    return max(relative_error(out[b, :, 0].double(), x) for b, x in wanted.items())
 
 
 def prepare(
@@ -130,20 +131,11 @@ def prepare(
     return step, len(turns), largest
 
 
-def attempt(
-    name: str, s: Shape, make: Callable[[], Attention | None], inputs: Sequence[tuple[Tensor, ...]]
-) -> Prepared | str:
-    """Return what `prepare` returns, or the reason why it fails."""
-    try:
-        return prepare(name, s, make, inputs)
-    except Exception as e:  # whatever a peer may raise
-        return first_line(e)
-
-
 def measure(s: Shape, device: str, rates: tuple[float, float], rounds: int) -> dict[str, object]:
     """Return a row of the results; `rates` are bytes and floating point operations per second."""
     inputs = copies(s, device)
-    tried = {name: attempt(name, s, make, inputs) for name, make in candidates(s, device).items()}
+    makers = candidates(s, device)
+    tried = {name: attempt(functools.partial(prepare, name, s, make, inputs)) for name, make in makers.items()}
     ready = {name: x for name, x in tried.items() if not isinstance(x, str)}
     once = {name: microseconds(step, device) for name, (step, _, _) in ready.items()}
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from support.decode_cases import L2
+from support.errors import relative_error
 from support.latent_kernel import RANK
 from support.timing import as_graph, in_turns, microseconds
 
@@ -69,7 +70,7 @@ def measure(s: Shape, device: str, rate: float, rounds: int) -> dict[str, object
 
         out = step()[0]
         out = out if out.dim() == 4 else out.unflatten(1, (-1, 1)).transpose(0, 1)
-        errors[name] = ((out.double() - exact).norm() / exact.norm()).item()
+        errors[name] = relative_error(out.double(), exact)
         if not errors[name] < 1e-2:
             raise ArithmeticError(f"{name} is wrong: relative error {errors[name]:.1e}, allowed 1e-2")
         steps[name] = as_graph(step) if device == "cuda" else step

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tatten
+from support.errors import relative_error
 from support.latent_kernel import RANK, ROPE, SCALE
 from support.timing import as_graph, in_turns, seconds
 from support.together import Ranks
@@ -61,7 +62,7 @@ def measure(s: Shape, ranks: Ranks, rounds: int, repeats: int = 20) -> dict[str,
             step()
             torch.cuda.synchronize()
             step = as_graph(step)
-        errors[name] = ((step()[0].double() - wanted).norm() / wanted.norm()).item()
+        errors[name] = relative_error(step()[0].double(), wanted)
         if not ranks.largest(errors[name]) < 2e-2:
             raise ArithmeticError(f"{name} is wrong: relative error {errors[name]:.1e}, allowed 2e-2")
         steps[name] = step

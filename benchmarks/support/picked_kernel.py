@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from support import picked_peers
-from support.command_line import first_line
+from support.errors import attempt, relative_error
 from support.picked_cases import PICKED_KEYS, SCALE, Inputs, Shape, calls, keys_of
 from support.picked_peers import Candidate
 from support.timing import as_graph, in_turns, microseconds
@@ -86,7 +86,7 @@ def error(s: Shape, x: Inputs, out: Tensor, stored: Callable[[Inputs], Inputs]) 
     errors = []
     for b in {0, s.batch - 1}:
         want = exact(s, stored(Inputs(*(None if y is None else y[b : b + 1] for y in x))))
-        errors.append(((out[b, :, 0].double() - want).norm() / want.norm()).item())
+        errors.append(relative_error(out[b, :, 0].double(), want))
     return max(errors)
 
 
@@ -110,18 +110,10 @@ def prepare(s: Shape, name: str, candidate: Candidate, inputs: list[Inputs]) -> 
     return step
 
 
-def attempt(s: Shape, name: str, candidate: Candidate, inputs: list[Inputs]) -> Callable[[], object] | str:
-    """Return what `prepare` returns, or the reason why it fails."""
-    try:
-        return prepare(s, name, candidate, inputs)
-    except Exception as e:  # a kernel that is not for this device
-        return first_line(e)
-
-
 def measure(s: Shape, device: str, rate: float, rounds: int) -> dict[str, object]:
     """Return a row of the results; `rate` is bytes per second."""
     inputs = calls(s, device)
-    tried = {name: attempt(s, name, candidate, inputs) for name, candidate in candidates(s).items()}
+    tried = {name: attempt(functools.partial(prepare, s, name, x, inputs)) for name, x in candidates(s).items()}
     ready = {name: x for name, x in tried.items() if not isinstance(x, str)}
     us = in_turns(ready, rounds, lambda _, step: microseconds(step, device, len(inputs)))
     return {

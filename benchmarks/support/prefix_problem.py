@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tatten
 from support.command_line import first_line
+from support.errors import relative_error
 from support.prefix_cases import Row
 from support.prefix_compositions import aten_flash, cascade, compiled, fa3_cudnn, flash_cudnn, paged
 from support.timing import as_graph
@@ -86,7 +87,7 @@ class Problem:
             keys, values = (torch.cat([p[0], s[b]], 1).float() for p, s in kv)
             q = self.q[b].float().view(self.row.kv_heads, -1, self.row.head_dim)
             exact = (q @ keys.transpose(1, 2) * self.row.head_dim**-0.5).softmax(-1) @ values
-            errors.append(((out[b].float().view_as(exact) - exact).norm() / exact.norm()).item())
+            errors.append(relative_error(out[b].float().view_as(exact), exact))
         return max(errors)
 
 

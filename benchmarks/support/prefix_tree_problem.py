@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tatten
-from support.command_line import first_line
+from support.errors import attempt, relative_error
 from support.prefix_tree_cases import Tree
 from support.prefix_tree_peers import LEVELS, cascade, compose, pages_of
 from support.timing import as_graph, in_turns, microseconds
@@ -56,7 +56,7 @@ class Problem:
         if out.isnan().any():
             return math.nan
         exact = self.exact[copy]
-        return ((out[self.sample].float().view_as(exact) - exact).norm() / exact.norm()).item()
+        return relative_error(out[self.sample].float().view_as(exact), exact)
 
     def step(self, call: Calls) -> Step:
         """Return a step with a call for each copy, on a GPU as a graph."""
@@ -135,19 +135,12 @@ def candidates(p: Problem, names: Sequence[str]) -> dict[str, Callable[[], Calls
     return {name: make for name, make in makers.items() if name in names}
 
 
-def attempt(p: Problem, make: Callable[[], Calls]) -> tuple[Step, float] | str:
-    """Return a step and its error, or the reason why it fails."""
-    try:
-        return p.checked(make())
-    except Exception as e:  # whatever a peer may raise
-        return first_line(e)
-
-
 def measure(tree: Tree, device: str, names: list[str], rounds: int) -> dict[str, object]:
     """Return microseconds and errors of each candidate, and why others are left out. Raise an error of ours."""
     p = Problem(tree, device)
     makers = candidates(p, names)
-    tried = {name: p.checked(make()) if name == OURS else attempt(p, make) for name, make in makers.items()}
+    checks = {name: lambda make=make: p.checked(make()) for name, make in makers.items()}
+    tried = {name: check() if name == OURS else attempt(check) for name, check in checks.items()}
     left_out = {name: x for name, x in tried.items() if isinstance(x, str)}
     steps = {name: x[0] for name, x in tried.items() if not isinstance(x, str)}
     errors = {name: x[1] for name, x in tried.items() if not isinstance(x, str)}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tatten
+from support.errors import relative_error
 from support.ring import attend, ring_decode
 from support.together import Ranks
 from tatten.ops.reference import decode_attention_reference
@@ -87,7 +88,7 @@ def error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, ranks: Ranks | None) -> 
             gathered.append(torch.cat(every))
         outs, lses = gathered
     exact = (lses.softmax(0).unsqueeze(-1) * outs).sum(0)
-    return ((out - exact).norm() / exact.norm()).item()
+    return relative_error(out, exact)
 
 
 def decoders(ranks: Ranks, strategies: list[str]) -> dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]:

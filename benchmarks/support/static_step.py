@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
 import tatten
+from support.errors import relative_error
 from support.timing import as_graph, in_turns, seconds
 from tatten.integrations.transformers import cache_kwargs
 
@@ -63,7 +64,7 @@ def measure_step(model: PreTrainedModel, row: Shape, device: str, repeats: int) 
         took = in_turns({"tatten": ours, "inductor": theirs}, repeats, lambda _, step: seconds(step, device))
         # The reference: the same model, weights and cache in float32 and eager mode.
         exact = decode_step(model.float(), row, None, device)()
-        errors = {name: ((x - exact).norm() / exact.norm()).item() for name, x in logits.items()}
+        errors = {name: relative_error(x, exact) for name, x in logits.items()}
     return {
         "rewritten": len(report.rewritten),
         "tatten_error": errors["tatten"],

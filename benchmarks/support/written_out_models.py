@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, StaticCache
 
 import tatten
 from support import models
+from support.errors import relative_error
 from support.timing import as_graph, in_turns, seconds
 from tatten.integrations.transformers import cache_kwargs
 
@@ -79,7 +80,7 @@ def step(row: Row, device: str, rate: float, rounds: int) -> dict[str, object]:
         logits = {"tatten": ours().float(), "inductor": theirs().float()}
         took = in_turns({"tatten": ours, "inductor": theirs}, rounds, lambda _, f: seconds(f, device))
         exact = decode_step(model.float(), row, None, device)().float()
-    errors = {f"{name}_error": ((x - exact).norm() / exact.norm()).item() for name, x in logits.items()}
+    errors = {f"{name}_error": relative_error(x, exact) for name, x in logits.items()}
     times = {f"{name}_ms": x * 1e3 for name, x in took.items()}
     figures = {"rewritten": len(report.rewritten), "floor_ms": floor, "faster": took["inductor"] / took["tatten"]}
     return {"section": "step", **asdict(row), **times, **errors, **figures}
