@@ -202,7 +202,7 @@ class Shared:
 
     @torch.no_grad()
     def draw(self, seed: int) -> tuple[Rollout, Tensor]:
-        """A rollout, and the log-probability of each token."""
+        """Return a rollout, and the log-probability of each token."""
         noise, (batch, new, device) = Noise(seed, self.task), (self.task.batch, self.task.new, self.task.ids.device)
         cache, (token, mask, positions) = self.prefill(), self.inputs()
         tokens = torch.full((batch, new), PAD, device=device)

@@ -33,7 +33,7 @@ class RowRun(NamedTuple):
 
 
 def row_groups(rows: Tensor, kv_batch: int, queries: int) -> Tensor:
-    """`tatten::row_groups` on a CPU."""
+    """Compute `tatten::row_groups` on a CPU."""
     check_rows(rows)
     check_row_values(rows, kv_batch)
     return row_groups_reference(rows, kv_batch, group_size(rows.shape[0], kv_batch, queries))

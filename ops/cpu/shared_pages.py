@@ -17,7 +17,7 @@ from tatten.ops.states import State, accumulator_dtype, combine_partials
 
 
 def shared_pages(block_table: Tensor, kv_lens: Tensor, n_pages: int, page_size: int, q_length: int = 1) -> Tensor:
-    """`tatten::shared_pages` on a CPU."""
+    """Compute `tatten::shared_pages` on a CPU."""
     check_table_alone(block_table, kv_lens, n_pages, page_size, q_length)
     return shared_pages_reference(block_table, kv_lens, n_pages, page_size, q_length)
 
