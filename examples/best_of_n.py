@@ -1,12 +1,12 @@
-"""Best of n: rank n samples of one prompt, with Inductor and a KV cache for each, then with tatten and a shared one.
+"""Rank n samples of one prompt: with Inductor and a KV cache for each, then with tatten and a shared prefix.
 
     python examples/best_of_n.py
     python examples/best_of_n.py --device cuda --dtype bfloat16 --n 128 --prompt-len 8000
 
-As in section 5.3 of Bifurcated Attention (arXiv 2403.08845): nucleus sampling with p = 0.95 at temperature 0.8, then
-the best three distinct samples by mean log-probability. The model is a Llama of about 100M parameters with random
-weights: nothing is downloaded. Both variants share one prefill: the static cache gets a copy of it for each sample,
-which saves the baseline n prefills. The time of a step includes the sampling.
+As in section 5.3 of Bifurcated Attention (arXiv 2403.08845), the samples are drawn by nucleus sampling with p = 0.95 at
+temperature 0.8, and the three best distinct ones by mean log-probability are printed. The model is a Llama of about
+100M parameters with random weights: nothing is downloaded. Both variants share one prefill, which the static cache
+copies for each sample. The time of a step includes the sampling.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def sample(
 def compare(ours: Samples, theirs: Samples, dtype: torch.dtype) -> str:
     """Check that the tokens are the same.
 
-    Equal seeds draw equal noise for each token of each sequence, so that only a tie within rounding can break either
-    way. Low precision has many ties, and after one the texts differ.
+    Equal seeds draw equal noise for each token of each sequence, so only a tie within rounding can break either way.
+    Low precision has many ties, and after one the texts differ.
     """
     n, new = ours.tokens.shape
     different = (ours.tokens != theirs.tokens).any(dim=1).nonzero().flatten().tolist()

@@ -4,7 +4,7 @@
     python examples/chat.py --device cuda --dtype bfloat16 --hidden 4096 --layers 32 --new-tokens 256
     python examples/chat.py --model meta-llama/Llama-3.1-8B-Instruct --device cuda --dtype bfloat16
 
-Without `--model` the weights are random and words are numbers, so that nothing is downloaded.
+Without `--model`, the weights are random and words are numbers: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tatten.integrations.transformers import decode_loop
 
 
 class Numbers:
-    """The tokenizer of the random model: each token is a number."""
+    """A tokenizer for the random model: each token is a number."""
 
     def decode(self, tokens: list[int], **_: object) -> str:
         return "".join(f"{token} " for token in tokens)

@@ -66,7 +66,7 @@ class Run:
 
     @property
     def efficiency(self) -> float:
-        """Work divided by the time of all SMs until the last one is done."""
+        """Return the work divided by the time of all SMs until the last one is done."""
         work = sum(visit.stop - visit.start for sm in self.sms for _, visit in sm)
         return work / (len(self.sms) * self.end)
 
@@ -89,7 +89,7 @@ def run(name: str, programs: list[list[Visit]], sms: int) -> Run:
 
 
 def split_each_work_tile(tiles: Sequence[int], splits: int) -> list[list[Visit]]:
-    """Split each work tile alike: each is a tile space of its own."""
+    """Split all work tiles in the same way: each is a tile space of its own."""
     programs = []
     for work_tile, n in enumerate(tiles):
         schedule = Schedule((n,), splits)

@@ -1,4 +1,4 @@
-"""A DeepSeek-V3 of about 100M parameters generates with Inductor and with tatten: the same tokens, in less time.
+"""Run `generate` of a DeepSeek-V3 of about 100M parameters with Inductor and with tatten: the same tokens, faster.
 
     python examples/latent.py
     python examples/latent.py --device cuda --dtype bfloat16 --batch 8 --max-cache-len 8192

@@ -1,11 +1,11 @@
-"""A tiny serving engine: requests come and go, their keys are in pages, and one compiled step decodes them all.
+"""Run a tiny serving engine: requests come and go, their keys are in pages, and one compiled step decodes them all.
 
     python examples/paged_decode.py
 
 A request asks for several samples of a prompt. It is admitted when the batch has rows and the pool has pages for all of
-them. One row reads the prompt, a token in each step, and the others have length 0 until then. They begin with the full
-pages of the prompt, which all of them share, and with a copy of its last page, which each of them goes on to fill. The
-step is compiled once, for any tables and lengths. In the end, all tokens are compared with a forward of the whole text.
+them. One row reads the prompt, a token in each step, while the other rows have length 0. Then these begin with the full
+pages of the prompt, which all samples share, and with a copy of its last page, which each sample fills up. The step is
+compiled once, for any tables and lengths. In the end, all tokens are compared with a forward of the whole text.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A tree of prefixes: a system prompt, questions after it, samples for each, and more samples after the best of these.
+"""Decode a tree of prefixes: a system prompt, questions, samples for each, and more samples after the best of these.
 
     python examples/prefix_tree.py
     python examples/prefix_tree.py --device cuda --dtype bfloat16 --system 16000 --questions 8 --samples 32
 
-The same program runs twice: with Inductor and an ordinary KV cache, which stores all tokens of every sequence; and with
+The same program runs twice: with Inductor and an ordinary KV cache, which stores all tokens of each sequence, and with
 tatten and a `tatten.SharedPrefixCache`, which stores each node of the tree once. The decoder is plain PyTorch with
 random weights.
 """

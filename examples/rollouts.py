@@ -1,13 +1,13 @@
-"""Rollouts as GRPO draws them: some prompts, many samples of each, changed weights, and again.
+"""Draw rollouts as GRPO does: many samples of several prompts, and again with changed weights.
 
     python examples/rollouts.py
     python examples/rollouts.py --device cuda --shape 8b --prompts 8 --prompt-len 2048 --samples 16 --new-tokens 256 \\
         --ends 0
 
-The same samples are drawn three times: by `generate` with a static cache, from each prompt as often as it has samples,
+The same samples are drawn three times: by `generate` with a static cache that repeats each prompt for its samples,
 compiled by Inductor and by tatten; and from a fork of a `SharedPrefixCache`, whose sequences leave the batch as they
-finish. Then the weights change in place, as an optimizer changes them, and another rollout compiles nothing. The model
-has random weights. Times are without compilation.
+finish. Then the weights change in place, as by an optimizer, and another rollout compiles nothing. The model has random
+weights. Times are without compilation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PAD = 0
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts with padding on the left, `[prompts, length]`, and what to draw of each."""
+    """Prompts with padding on the left, `[prompts, length]`, and the samples to draw of each."""
 
     ids: Tensor
     mask: Tensor
@@ -81,8 +81,8 @@ class Rollout:
 class Noise:
     """Draws tokens by the Gumbel-max trick: the token with the largest sum of logit and noise is a sample.
 
-    The noise of a step is drawn for all sequences, whichever are left: so each has its own, whatever else is computed.
-    It is asked for in each step, so it has the time as well.
+    The noise of a step is drawn for all sequences, even finished ones, so that a sequence gets the same noise whatever
+    the batch. It is drawn once in each step, so it records the time as well.
     """
 
     def __init__(self, seed: int, task: Task):
@@ -229,7 +229,7 @@ class Shared:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values: of the prompts once, and of the suffixes of each batch."""
+        """Return the bytes of keys and values: of the prompts once, and of the suffixes of each batch."""
         tensors = [tensor for cache in self.caches for layer in cache.layers for tensor in layer.kv.tensors]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
@@ -261,7 +261,7 @@ def compare(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> str:
 
 @torch.no_grad()
 def check_log_p(model: PreTrainedModel, task: Task, drawn: Tensor, ours: Tensor) -> str:
-    """Check that log-probabilities are those of a forward; in 16 bits, that they are as near to those in float32."""
+    """Check that log-probabilities equal those of a forward; in 16 bits, that both are as near to float32."""
     if model.dtype == torch.float32:
         error = (ours - forward_log_p(model, task, drawn)).abs().max().item()
         if error > 1e-3:

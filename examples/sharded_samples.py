@@ -1,13 +1,13 @@
-"""Samples of one prompt whose keys and values are sharded over ranks, and stored once: the tokens of one process.
+"""Draw samples of one prompt that is stored once, sharded over ranks: the tokens of one process.
 
     torchrun --nproc-per-node 2 examples/sharded_samples.py
     torchrun --nproc-per-node 2 examples/sharded_samples.py --device cuda --dtype bfloat16 --prompt-len 65536
     python examples/sharded_samples.py
 
-Each rank stores every n-th token of the prompt and of each sample. The states of the ranks are merged once a layer, and
-with `--device cuda`, where `generate` compiles the step, it reads a rank's share of the prompt once for all samples.
-Then the best samples go on, an irregular selection, and no rank copies any of the prompt for it. The model is a Llama
-with random weights: nothing is downloaded.
+Each rank stores every n-th token of the prompt and of each sample. The states of the ranks are merged once per layer.
+With `--device cuda`, where `generate` compiles the step, a rank reads its share of the prompt once for all samples.
+Then the best samples go on, in an irregular selection that copies no part of the prompt. The model is a Llama with
+random weights: nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Greedy `generate` with a static cache, once with Inductor and once with tatten: the same tokens, in less time.
+"""Run greedy `generate` with a static cache, with Inductor and with tatten: the same tokens, in less time.
 
     python examples/static_cache.py
     python examples/static_cache.py --device cuda --dtype bfloat16 --batch 8 --max-cache-len 16384

@@ -1,11 +1,11 @@
-"""Greedy `generate` with a KV cache sharded over ranks: the tokens of one process, and its cost beside a ring.
+"""Run greedy `generate` with a KV cache sharded over ranks: the tokens of one process, and the cost beside a ring.
 
     torchrun --nproc-per-node 4 examples/tree_decode.py
     torchrun --nproc-per-node 8 examples/tree_decode.py --device cuda --dtype bfloat16 --prompt-len 65536
     python examples/tree_decode.py
 
-Tree Attention (arXiv 2408.04093): each rank attends to its own share of the keys and values, and the states, one for
-each query head, are merged over the ranks. Ring attention instead passes keys and values from neighbour to neighbour.
+In Tree Attention (arXiv 2408.04093), each rank attends to its own share of the keys and values, and the states, one for
+each query head, are merged over the ranks. Ring attention passes keys and values from neighbour to neighbour instead.
 The model is a Llama of about 30M parameters with random weights: nothing is downloaded. With `--device cuda` every rank
 needs a GPU of its own; otherwise ranks are processes on a CPU, whether or not there are GPUs.
 """
@@ -49,8 +49,8 @@ class Sent(TorchDispatchMode):
 def connect(device: str) -> DeviceMesh:
     """Return a mesh of all ranks of torchrun, or of this process alone: NCCL with a GPU for each rank, or gloo on CPUs.
 
-    The backend is named and its group taken as it is: where PyTorch sees a GPU, `init_device_mesh` would set up NCCL
-    for a CPU mesh, too.
+    The group is made with a named backend: if PyTorch sees a GPU, `init_device_mesh` would set up NCCL for a CPU mesh,
+    too.
     """
     backend = "gloo"
     if device == "cuda":
@@ -154,7 +154,7 @@ def sent(step: Callable[[], object], ranks: int) -> int:
 
 
 def costs(config: LlamaConfig, length: int, mesh: DeviceMesh, args: argparse.Namespace) -> str:
-    """Measure one layer's attention of one query to `length` tokens: a row of the table."""
+    """Measure one layer's attention of one query to `length` tokens, and return a row of the table."""
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     q = torch.randn(1, heads, 1, dim, device=args.device).to(args.dtype)
     dist.broadcast(q, 0)

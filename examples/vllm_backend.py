@@ -1,7 +1,7 @@
-"""An attention backend of vLLM 0.33: one call for each mixed batch, and shared pages are read once in decode steps.
+"""An attention backend of vLLM 0.33: a mixed batch is one call, and decode steps read shared pages once.
 
-This file shows a contract. It has not been run with vLLM: tests run it with stubs of vLLM's classes, made from the
-names and signatures of vLLM 0.33. A package that makes vLLM load it names `register` as a plug-in:
+It has not been run with vLLM: tests run it with stubs of vLLM's classes, made from the names and signatures of vLLM
+0.33. A package names `register` as a plug-in, so that vLLM loads it:
 
     [project.entry-points."vllm.general_plugins"]
     tatten = "vllm_backend:register"
@@ -31,7 +31,7 @@ import tatten
 
 
 def register() -> None:
-    """Make the name TATTEN known to vLLM, which calls this in each of its processes."""
+    """Register the name TATTEN. vLLM calls this in each of its processes."""
     register_backend("TATTEN", f"{TattenBackend.__module__}.{TattenBackend.__qualname__}")
 
 
@@ -67,7 +67,7 @@ class TattenBackend(AttentionBackend):
 
 @dataclass
 class TattenMetadata(AttentionMetadata):
-    """A step, for all layers of a group. Captured graphs read these tensors, which therefore stay where they are."""
+    """The inputs of a step, for all layers of a group. Captured graphs read these tensors in this memory."""
 
     tokens: int
     starts: Tensor
@@ -98,7 +98,7 @@ class TattenMetadataBuilder(AttentionMetadataBuilder[TattenMetadata]):
         return TattenMetadata(step.num_actual_tokens, step.query_start_loc[: n + 1], lens, table, decode, shared)
 
     def find_shared(self, table: Tensor, lens: Tensor) -> tatten.SharedPages:
-        """Find the shared pages of a step, and write them where a graph for such a table reads them."""
+        """Find the shared pages of a step, and write them where a graph for a table of this shape reads them."""
         n_pages, _, page, _ = self.layer.kv_cache.shape
         shared_pages = tatten.shared_pages(table, lens, n_pages=n_pages, page_size=page)
         read_by_graphs = self.shared.setdefault((table.shape[0], table.shape[1]), shared_pages)

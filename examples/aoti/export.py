@@ -2,8 +2,8 @@
 
     python examples/aoti/export.py decode.pt2
 
-The package needs neither tatten nor Python: `main.cpp` beside this decodes with it. The model has random weights:
-nothing is downloaded. The tokens of the package are checked against those of the model in eager mode.
+The package needs neither tatten nor Python: `main.cpp` decodes with it. The model has random weights: nothing is
+downloaded. The tokens of the package are compared with those of the model in eager mode.
 """
 
 from __future__ import annotations
