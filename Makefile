@@ -32,17 +32,20 @@ env: $(VENV)/installed-test
 demo: $(VENV)/installed
 	$(BIN)/python examples/static_cache.py $(ARGS)
 
+# Processes that run tests.
+WORKERS ?= 2
+
 # Each op, pass, cache and kernel in a few of its cases, in about 5 minutes on 2 cores. Tests marked `slow` are left out,
 # and of those marked `drawn(n)` n run: each commit draws others. Plain `pytest` runs whatever it is pointed at.
 test test-ci: SEED := $(or $(SEED),$(shell git rev-parse --short HEAD))
 test: $(VENV)/installed-test
 	@echo "SEED=$(SEED)"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=30 -m "not slow" --draw 1 --seed "$(SEED)" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=30 -m "not slow" --draw 1 --seed "$(SEED)" $(ARGS)
 
 # All tests, with as many threads for each op as PyTorch would take. They sleep while they wait: two
 # processes whose threads spin on two cores take three times as long.
 test-all: $(VENV)/installed-test
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal --durations=30 $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=30 $(ARGS)
 
 # The tests of `make test`, with as many threads as those of `make test-all`, and a share of the slow tests.
 test-ci: SHARE ?= 0.05
