@@ -1,11 +1,7 @@
 """The pages kernel: stream-K attention of many packed queries to keys in pages, in Gluon, for Hopper.
 
-A producer warp keeps rings of K and V tiles filled by TMA, a box for each page. One or two warpgroups read the tiles
-from the rings, for 64 packed queries each, as in the prefix kernel. A *block* is the packed queries that read one row
-of the block table:
-
-- in a mixed batch, packed queries of a sequence, which `tatten.ops.cuda.kernels.query_blocks` lists;
-- with `SHARED`, those of a row group over shared pages, which `tatten.ops.page_runs` describes.
+A producer warp keeps rings of K and V tiles filled (`page_loads`). One or two warpgroups read the tiles from the rings,
+for 64 packed queries each, as in the prefix kernel. `page_blocks` defines the blocks of packed queries.
 
 A visit goes through its tiles backwards. Only tiles near the ends of a block have keys that some queries do not attend
 to, and entries that name no page are rare, so the loop computes masks in a branch.
@@ -18,179 +14,26 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tatten.ops.cuda.kernels.page_blocks import BLOCK_N, keys_of, queries_of, share_of_program, visit_at
+from tatten.ops.cuda.kernels.page_loads import load_tiles
+from tatten.ops.cuda.kernels.prefix_sm90 import _barrier
 from tatten.ops.cuda.kernels.query_blocks import COLUMNS
-from tatten.ops.page_runs import BEGINS, ENTRY_STOPS, ORDER, STARTS, STOPS, TILE_ENDS
-from tatten.ops.page_runs import LEVELS as LEVELS_
+from tatten.ops.page_runs import LEVELS, TILE_ENDS
 
-HALF_M, BLOCK_N = 64, 128
+HALF_M = 64
 _HALF_M = gl.constexpr(HALF_M)  # queries of each consumer: a warpgroup, whose wgmma has 64 rows
 _BLOCK_N = gl.constexpr(BLOCK_N)
-_COLUMNS, _LEVELS = gl.constexpr(COLUMNS), gl.constexpr(LEVELS_)
-_BEGINS, _ORDER, _STARTS = gl.constexpr(BEGINS), gl.constexpr(ORDER), gl.constexpr(STARTS)
-_STOPS, _ENTRY_STOPS, _TILE_ENDS = gl.constexpr(STOPS), gl.constexpr(ENTRY_STOPS), gl.constexpr(TILE_ENDS)
+_COLUMNS, _LEVELS, _TILE_ENDS = gl.constexpr(COLUMNS), gl.constexpr(LEVELS), gl.constexpr(TILE_ENDS)
 
 # The sum of the registers of the three warpgroups must not exceed that at the start, or setmaxnreg hangs:
 # 2 * 224 + 56 = 3 * 168, and 168 is 65536 / 384 rounded down to a multiple of 8.
 START_REGS = {1: 144, 2: 168}  # by the number of consumers
 _CONSUMER_REGS, _PRODUCER_REGS = gl.constexpr(224), gl.constexpr(56)
-
-# Renamed after Triton 3.6.
-_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-
-
-@gluon.jit
-def _share(ends, unit, room, programs):
-    """Return this program's part of the tile space, the block that it begins in, and that block's end.
-
-    `ends` are the ends of blocks, in units of `unit` tiles.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    total = gl.load(ends + (room - 1)).to(gl.int32) * unit
-    active = gl.maximum(gl.minimum(programs, total), 1)
-    program = gl.program_id(0).to(gl.int64)
-    begin = gl.minimum(total * program // active, total).to(gl.int32)
-    end = gl.minimum(total * (program + 1) // active, total).to(gl.int32)
-    block = 0
-    for i in range(0, room, 1024):
-        at = i + gl.arange(0, 1024, layout=layout)
-        block_ends = gl.load(ends + at, mask=at < room, other=0).to(gl.int32) * unit
-        block += gl.sum(((block_ends <= begin) & (at < room)).to(gl.int32), axis=0)
-    block = gl.minimum(block, room - 1)
-    return begin, end, block, gl.load(ends + block).to(gl.int32) * unit
-
-
-@gluon.jit
-def _keys_of(lists, block, kv_len, batch, SHARED: gl.constexpr):
-    """Return a block's row of the block table, first key, one past its last key, and number of tiles."""
-    if SHARED:
-        width = _LEVELS * batch + 1
-        row = gl.load(lists + block)
-        start = gl.load(lists + _STARTS * width + block)
-        stop = gl.maximum(gl.minimum(gl.load(lists + _STOPS * width + block), kv_len), start)
-        return row, start, stop, gl.maximum((stop - start + _BLOCK_N - 1) // _BLOCK_N, 1)
-    else:
-        at = lists + block * _COLUMNS
-        return gl.load(at), gl.load(at + 5) * _BLOCK_N, gl.load(at + 4), gl.load(at + 6)
-
-
-@gluon.jit
-def _visit(place, end, block_end, n_tiles, kv_heads, q_blocks):
-    """Return the kv head, the block of packed queries, the first tile, and one past the last tile of a visit."""
-    in_block = place - (block_end - n_tiles * (kv_heads * q_blocks))
-    work_tile = in_block // n_tiles
-    first = in_block - work_tile * n_tiles
-    return work_tile // q_blocks, work_tile % q_blocks, first, gl.minimum(n_tiles, first + end - place)
-
-
-@gluon.jit
-def _copy_tile(pool, entries, head, first_key, barrier, tile, PAGE: gl.constexpr):
-    """Begin to copy a tile of keys, a box for each page; the box of an entry that names no page is zero."""
-    BOX: gl.constexpr = PAGE if PAGE < _BLOCK_N else _BLOCK_N
-    for j in gl.static_range(_BLOCK_N // BOX):
-        _load(pool, [entries[j], first_key & (PAGE - 1), head, 0], barrier, tile.slice(j * BOX, BOX, 1))
-
-
-@gluon.jit
-def _entries_of(table, table_s, first_key, stop, n_pages, PAGE: gl.constexpr):
-    """Load a tile's entries of the block table, -1 for pages from `stop` on, and a bit for each that names no page."""
-    BOX: gl.constexpr = PAGE if PAGE < _BLOCK_N else _BLOCK_N
-    entries = ()
-    unnamed = first_key * 0
-    for j in gl.static_range(_BLOCK_N // BOX):
-        key = first_key + j * BOX
-        entry = gl.load(table + (key // PAGE).to(gl.int64) * table_s, mask=key < stop, other=-1)
-        unnamed |= ((key < stop) & ((entry < 0) | (entry >= n_pages))).to(gl.int32) << j
-        entries = entries + (entry,)  # type: ignore[assignment]  # noqa: RUF005 (Triton's tuples)
-    return entries, unnamed
-
-
-@gluon.jit
-def _produce(pools, lists, table, buffers, sizes, SHARED: gl.constexpr, PAGE: gl.constexpr):
-    """Load K of each tile of all visits, and then V of the tile before it."""
-    key, value = pools
-    keys, values, unnamed, full, empty = buffers
-    place, end, block, block_end, kv_heads, q_blocks, kv_len, batch, n_pages, table_b, table_s = sizes
-    STAGES: gl.constexpr = keys.shape[0]
-    TILE_BYTES: gl.constexpr = _BLOCK_N * keys.shape[4] * 2
-    flag_layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    n = 0
-    last_head, last_key = 0, 0
-    last_entries, bits = _entries_of(table, table_s, 0 * place, 0 * place, n_pages, PAGE)
-    row, begin, stop_key, n_tiles = _keys_of(lists, block, kv_len, batch, SHARED)
-    while place < end:
-        head, _q_block, first, stop = _visit(place, end, block_end, n_tiles, kv_heads, q_blocks)
-        row_table = table + row.to(gl.int64) * table_b
-        first_key = begin + (stop - 1) * _BLOCK_N
-        entries, bits = _entries_of(row_table, table_s, first_key, stop_key, n_pages, PAGE)
-        for i in range(first, stop):
-            stage = n % STAGES
-            # The entries of the next tile are loaded while the stage is in use.
-            next_key = first_key - _BLOCK_N
-            next_stop = gl.where(i + 1 < stop, stop_key, -_BLOCK_N)
-            next_entries, next_bits = _entries_of(row_table, table_s, next_key, next_stop, n_pages, PAGE)
-            mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
-            unnamed.index(stage).store(gl.full([1], 0, gl.int32, layout=flag_layout) + bits)
-            mbarrier.expect(full.index(stage), TILE_BYTES)
-            _copy_tile(key, entries, head, first_key, full.index(stage), keys.index(stage), PAGE)
-            if n > 0:
-                stage = (n - 1) % STAGES
-                mbarrier.wait(empty.index(STAGES + stage), (((n - 1) // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(STAGES + stage), TILE_BYTES)
-                _copy_tile(
-                    value, last_entries, last_head, last_key, full.index(STAGES + stage), values.index(stage), PAGE
-                )
-            last_entries, last_head, last_key = entries, head, first_key
-            entries, bits, first_key = next_entries, next_bits, next_key
-            n += 1
-        place += stop - first
-        if (place >= block_end) & (place < end):
-            block += 1
-            row, begin, stop_key, n_tiles = _keys_of(lists, block, kv_len, batch, SHARED)
-            block_end += n_tiles * (kv_heads * q_blocks)
-    if n > 0:
-        stage = (n - 1) % STAGES
-        mbarrier.wait(empty.index(STAGES + stage), (((n - 1) // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(STAGES + stage), TILE_BYTES)
-        _copy_tile(value, last_entries, last_head, last_key, full.index(STAGES + stage), values.index(stage), PAGE)
-
-
-@gluon.jit
-def _queries_of(lists, block, q_row, kv_head, heads_per_kv, members, q_len, batch, SHARED: gl.constexpr):
-    """Return sequence or token, head, position, state and limit of packed queries, and which of the queries exist.
-
-    The limit is the last key that a query attends to; with `SHARED` one past it.
-    """
-    if SHARED:
-        width = _LEVELS * batch + 1
-        position = q_row % q_len
-        nth = gl.load(lists + _BEGINS * width + block) + q_row // q_len % members
-        head = kv_head * heads_per_kv + q_row // (q_len * members)
-        ok = (q_row < heads_per_kv * members * q_len) & (nth < gl.load(lists + _BEGINS * width + block + 1))
-        entry = gl.load(lists + _ORDER * width + nth, mask=ok, other=0)
-        limit = gl.load(lists + _ENTRY_STOPS * width + entry, mask=ok, other=0)
-        return entry % batch, head, position, entry, ok, limit
-    else:
-        at = lists + block * _COLUMNS
-        row = gl.load(at + 1) + q_row
-        q_len = gl.load(at + 3)
-        ok = row < q_len * heads_per_kv
-        position = row // heads_per_kv
-        token = gl.load(at + 2) + position
-        return (
-            token,
-            kv_head * heads_per_kv + row % heads_per_kv,
-            position * 0,
-            token,
-            ok,
-            (gl.load(at + 4) - q_len + position),
-        )
 
 
 @gluon.jit
@@ -261,13 +104,13 @@ def _consume(
     place = program_start
     n = 0  # the current tile
     n_zeroed = 0
-    table_row, begin, stop_key, n_tiles = _keys_of(lists, block, kv_len, batch, SHARED)
+    table_row, begin, stop_key, n_tiles = keys_of(lists, block, kv_len, batch, SHARED)
     while place < end:
-        kv_head, q_block, first, stop = _visit(place, end, block_end, n_tiles, kv_heads, q_blocks)
+        kv_head, q_block, first, stop = visit_at(place, end, block_end, n_tiles, kv_heads, q_blocks)
         q_start = q_block * BLOCK_M + HALF * _HALF_M
 
         rows = gl.arange(0, _HALF_M, layout=gl.SliceLayout(1, load_layout))
-        at_b, head, at_l, state, ok, limit = _queries_of(
+        at_b, head, at_l, state, ok, limit = queries_of(
             lists, block, q_start + rows, kv_head, heads_per_kv, members, q_len, batch, SHARED
         )
         dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, load_layout))
@@ -279,7 +122,7 @@ def _consume(
         _barrier()
 
         rows = gl.arange(0, _HALF_M, layout=row_layout)
-        at_b, head, at_l, state, ok, limit = _queries_of(
+        at_b, head, at_l, state, ok, limit = queries_of(
             lists, block, q_start + rows, kv_head, heads_per_kv, members, q_len, batch, SHARED
         )
         # The smallest and the largest limit of the queries that exist.
@@ -380,7 +223,7 @@ def _consume(
 
         rows = gl.arange(0, _HALF_M, layout=acc_row_layout)
         out_dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, acc_layout))
-        at_b, head, position, state, ok, limit = _queries_of(
+        at_b, head, position, state, ok, limit = queries_of(
             lists, block, q_start + rows, kv_head, heads_per_kv, members, q_len, batch, SHARED
         )
         state = state.to(gl.int64) * q_heads + head
@@ -397,7 +240,7 @@ def _consume(
         place += stop - first
         if (place >= block_end) & (place < end):
             block += 1
-            table_row, begin, stop_key, n_tiles = _keys_of(lists, block, kv_len, batch, SHARED)
+            table_row, begin, stop_key, n_tiles = keys_of(lists, block, kv_len, batch, SHARED)
             block_end += n_tiles * (kv_heads * q_blocks)
 
 
@@ -489,11 +332,11 @@ def _pages_kernel(
     gdc_wait()
     gdc_launch_dependents()
     if SHARED:
-        place, end, block, block_end = _share(
+        place, end, block, block_end = share_of_program(
             lists + _TILE_ENDS * (_LEVELS * batch + 1), kv_heads * q_blocks, room, programs
         )
     else:
-        place, end, block, block_end = _share(ends, 1, room, programs)
+        place, end, block, block_end = share_of_program(ends, 1, room, programs)
     tensors = (query, sinks, out, lse, partial_out, partial_lse)
     buffers = (keys, values, unnamed, full, empty, zeroed)
     strides = (query_b, query_h, query_l)
@@ -507,7 +350,7 @@ def _pages_kernel(
                     _consume,
                     (tensors, lists, queries, buffers, strides, scale, sizes, FIRST, ALIGNED, SHARED, PAGE, WINDOW),
                 ),
-                (_produce, ((key, value), lists, table, buffers[:5], loads, SHARED, PAGE)),
+                (load_tiles, ((key, value), lists, table, buffers[:5], loads, SHARED, PAGE)),
             ],
             [1],
             [_PRODUCER_REGS],
@@ -523,7 +366,7 @@ def _pages_kernel(
                     _consume,
                     (tensors, lists, queries, buffers, strides, scale, sizes, SECOND, ALIGNED, SHARED, PAGE, WINDOW),
                 ),
-                (_produce, ((key, value), lists, table, buffers[:5], loads, SHARED, PAGE)),
+                (load_tiles, ((key, value), lists, table, buffers[:5], loads, SHARED, PAGE)),
             ],
             [4, 1],
             [_CONSUMER_REGS, _PRODUCER_REGS],

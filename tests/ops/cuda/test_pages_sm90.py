@@ -28,9 +28,11 @@ HEADS = ((4, 2), (5, 1), (2, 2))
 def install(patch: pytest.MonkeyPatch, seed: int) -> None:
     """Let plans take the kernel on a CPU, where its code runs."""
     from tatten.ops.cuda import pages_sm90
-    from tatten.ops.cuda.kernels import pages_sm90 as kernels
+    from tatten.ops.cuda.kernels import page_blocks, page_loads
+    from tatten.ops.cuda.kernels import pages_sm90 as kernel
 
-    patch.setattr(pages_sm90, "_pages_kernel", Interpreted(patch, seed, "_pages_kernel", kernels))
+    modules = kernel, page_loads, page_blocks
+    patch.setattr(pages_sm90, "_pages_kernel", Interpreted(patch, seed, "_pages_kernel", *modules))
     patch.setattr(pages_sm90, "takes_pages_kernel", lambda *_: True)
 
 

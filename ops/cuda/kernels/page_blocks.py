@@ -1,0 +1,97 @@
+"""Blocks of packed queries that read one row of a block table, and their place in the tile space of the pages kernel.
+
+A block is one of two kinds:
+
+- in a mixed batch, packed queries of a sequence, which `tatten.ops.cuda.kernels.query_blocks` lists;
+- with `SHARED`, those of a row group over shared pages, which `tatten.ops.page_runs` describes.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tatten.ops.cuda.kernels.query_blocks import COLUMNS
+from tatten.ops.page_runs import BEGINS, ENTRY_STOPS, LEVELS, ORDER, STARTS, STOPS
+
+BLOCK_N = 128  # keys of a tile
+_BLOCK_N = gl.constexpr(BLOCK_N)
+_COLUMNS, _LEVELS = gl.constexpr(COLUMNS), gl.constexpr(LEVELS)
+_BEGINS, _ORDER, _STARTS = gl.constexpr(BEGINS), gl.constexpr(ORDER), gl.constexpr(STARTS)
+_STOPS, _ENTRY_STOPS = gl.constexpr(STOPS), gl.constexpr(ENTRY_STOPS)
+
+
+@gluon.jit
+def share_of_program(ends, unit, room, programs):
+    """Return this program's part of the tile space, the block that it begins in, and that block's end.
+
+    `ends` are the ends of blocks, in units of `unit` tiles.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    total = gl.load(ends + (room - 1)).to(gl.int32) * unit
+    active = gl.maximum(gl.minimum(programs, total), 1)
+    program = gl.program_id(0).to(gl.int64)
+    begin = gl.minimum(total * program // active, total).to(gl.int32)
+    end = gl.minimum(total * (program + 1) // active, total).to(gl.int32)
+    block = 0
+    for i in range(0, room, 1024):
+        at = i + gl.arange(0, 1024, layout=layout)
+        block_ends = gl.load(ends + at, mask=at < room, other=0).to(gl.int32) * unit
+        block += gl.sum(((block_ends <= begin) & (at < room)).to(gl.int32), axis=0)
+    block = gl.minimum(block, room - 1)
+    return begin, end, block, gl.load(ends + block).to(gl.int32) * unit
+
+
+@gluon.jit
+def keys_of(lists, block, kv_len, batch, SHARED: gl.constexpr):
+    """Return a block's row of the block table, first key, one past its last key, and number of tiles."""
+    if SHARED:
+        width = _LEVELS * batch + 1
+        row = gl.load(lists + block)
+        start = gl.load(lists + _STARTS * width + block)
+        stop = gl.maximum(gl.minimum(gl.load(lists + _STOPS * width + block), kv_len), start)
+        return row, start, stop, gl.maximum((stop - start + _BLOCK_N - 1) // _BLOCK_N, 1)
+    else:
+        at = lists + block * _COLUMNS
+        return gl.load(at), gl.load(at + 5) * _BLOCK_N, gl.load(at + 4), gl.load(at + 6)
+
+
+@gluon.jit
+def visit_at(place, end, block_end, n_tiles, kv_heads, q_blocks):
+    """Return the kv head, the block of packed queries, the first tile, and one past the last tile of a visit."""
+    in_block = place - (block_end - n_tiles * (kv_heads * q_blocks))
+    work_tile = in_block // n_tiles
+    first = in_block - work_tile * n_tiles
+    return work_tile // q_blocks, work_tile % q_blocks, first, gl.minimum(n_tiles, first + end - place)
+
+
+@gluon.jit
+def queries_of(lists, block, q_row, kv_head, heads_per_kv, members, q_len, batch, SHARED: gl.constexpr):
+    """Return sequence or token, head, position, state and limit of packed queries, and which of the queries exist.
+
+    The limit is the last key that a query attends to; with `SHARED` one past it.
+    """
+    if SHARED:
+        width = _LEVELS * batch + 1
+        position = q_row % q_len
+        nth = gl.load(lists + _BEGINS * width + block) + q_row // q_len % members
+        head = kv_head * heads_per_kv + q_row // (q_len * members)
+        ok = (q_row < heads_per_kv * members * q_len) & (nth < gl.load(lists + _BEGINS * width + block + 1))
+        entry = gl.load(lists + _ORDER * width + nth, mask=ok, other=0)
+        limit = gl.load(lists + _ENTRY_STOPS * width + entry, mask=ok, other=0)
+        return entry % batch, head, position, entry, ok, limit
+    else:
+        at = lists + block * _COLUMNS
+        row = gl.load(at + 1) + q_row
+        q_len = gl.load(at + 3)
+        ok = row < q_len * heads_per_kv
+        position = row // heads_per_kv
+        token = gl.load(at + 2) + position
+        return (
+            token,
+            kv_head * heads_per_kv + row % heads_per_kv,
+            position * 0,
+            token,
+            ok,
+            (gl.load(at + 4) - q_len + position),
+        )
