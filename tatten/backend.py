@@ -19,7 +19,7 @@ from tatten.saved import calls_ops, save_with_ops
 def tatten(
     gm: GraphModule, example_inputs: list[Tensor], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Compiled:
-    """Compile a graph: Dynamo finds this function by name, through `tatten.entry_point`.
+    """Compile a graph that Dynamo captured. Dynamo finds this function by name, through `tatten.entry_point`.
 
     Args:
         gm: a graph from Dynamo, which is rewritten in place.
@@ -28,23 +28,23 @@ def tatten(
         options: options of tatten (`tatten.options.Options`) and of the inner backend, together.
 
     Raises:
-        ValueError, TypeError: there is no such inner backend, or neither tatten nor that one has such a mode or option,
-            or it has another type.
+        ValueError: the inner backend, the mode or an option is unknown, or an option has a value that is not allowed.
+        TypeError: an option has the wrong type.
         ImportError: the inner backend needs a package that is not installed.
     """
-    tatten_options, rest = split_options(options)
-    compiler = inner_compiler(tatten_options.inner, mode, rest)
+    tatten_options, inner_options = split_options(options)
+    compiler = inner_compiler(tatten_options.inner, mode, inner_options)
     report = rewrite(
         gm,
         tatten_options.max_q_len,
         fuses=tatten_options.inner == "inductor",
         batch_invariant=tatten_options.batch_invariant,
     )
-    needs_ops = calls_ops(gm)  # asked here: the compiler may change the graph
+    needs_ops = calls_ops(gm)  # before compilation, which may change the graph
     if tatten_options.decode and needs_ops:
         device = next((x.device for x in example_inputs if isinstance(x, Tensor) and x.is_cuda), torch.device("cpu"))
-        compiler = inner_compiler("inductor", mode, {**decode_options(device), **rest})
-    compiled = compiler(gm, example_inputs)  # raises if Dynamo is to start over with another graph
+        compiler = inner_compiler("inductor", mode, {**decode_options(device), **inner_options})
+    compiled = compiler(gm, example_inputs)  # raises if Dynamo has to trace again
     if needs_ops:
         save_with_ops(compiled)
     publish(report)

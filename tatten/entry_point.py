@@ -2,7 +2,7 @@
 
 PyTorch's registry checks whether the name is known, loads the entry point, and registers the result, asserting that the
 name is new. If two threads compile for the first time at once, the assertion fails in the second. So the backend is
-registered here, under a lock, and loading returns None, for which `register_backend` makes a decorator nobody uses.
+registered here, under a lock, and the entry point loads as None. `register_backend(None)` only returns a decorator.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _registered = False
 
 
 def __getattr__(name: str) -> object:
-    """On access to `backend`, register the backend with Dynamo, once, and return None.
+    """Register the backend with Dynamo on the first access to `backend`, and return None.
 
-    Where registering has changed, the backend is returned, for PyTorch to register.
+    If `register_backend` has changed, return the backend, so that PyTorch registers it.
     """
     global _registered
     if name != "backend":

@@ -15,12 +15,14 @@ from tatten.report import Report, publish, recording
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Run `fn(*args, **kwargs)` once through the passes of the backend, in eager mode, and return the report.
 
-    `fn` really runs: it writes to a cache among its arguments. If it is compiled already, the function that it wraps is
-    run. The report includes what `fn` compiles itself, as `generate` does with a `CompileConfig`, unless it is cached.
+    `fn` really runs: it writes to a cache among its arguments. If `fn` is compiled, the function that it wraps runs.
+    The report includes graphs that `fn` itself compiles, as `generate` does with a `CompileConfig`, unless they are
+    cached.
 
     Returns:
-        A printable report: each SDPA call with its source line, what it became and the bytes of K and V before and
-        after, or why it was left unchanged and what would help; and attention that is no SDPA call.
+        A printable report of each SDPA call and of attention that is not an SDPA call, with its source line. For a
+        rewritten call it shows the new op and the bytes of K and V before and after. For one that was left unchanged it
+        shows the reason and what would help.
 
     Examples:
         >>> import torch, tatten
@@ -38,7 +40,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         total: 1 of 1 attention calls rewritten in 1 graph
     """
 
-    # A new backend for each call: Dynamo would reuse the graphs of a backend that it has seen, and nothing be reported.
+    # A new function for each call: Dynamo reuses the graphs of a backend that it knows, without a report.
     def backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
         publish(rewrite(gm, fuses=True))  # as for Inductor, but nothing is compiled
         return gm.forward

@@ -1,4 +1,4 @@
-"""`tatten.rewrite`: what the backend does to the graphs of Dynamo, done to a program of `torch.export`."""
+"""`tatten.rewrite`: the passes of the backend, applied to a program of `torch.export`."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ from tatten.passes.symbolic import same_storage, tensor_of
 from tatten.report import publish
 from tatten.saved import calls_ops
 
-LIFTED = torch.ops.aten.lift_fresh_copy.default  # what `torch.tensor(...)` of numbers is in an exported graph
+LIFTED = torch.ops.aten.lift_fresh_copy.default  # how an exported graph copies a `torch.tensor(...)` of numbers
 
 NEEDS_OPS = "a process that loads the program has to import tatten first, unless its ops are decomposed"
 
 
 def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
-    """Rewrite the decode attention of an exported program: the passes of the backend, for what runs without Dynamo.
+    """Rewrite the decode attention of an exported program with the passes of the backend, without Dynamo.
 
-    The report goes where those of the backend go: to `tatten.recording`, the logs, the counters and the trace. From
-    then on AOTInductor compiles the ops' Triton kernels into packages for CUDA.
+    `tatten.recording`, the logs, the counters and the trace receive the report, as they do for the backend. AOTInductor
+    compiles the Triton kernels of the ops into packages for CUDA.
 
     Args:
-        exported_program: a program from `torch.export.export` or `torch.export.load`, which stays as it is. Buffers
-            that it writes to, such as a static cache, stay buffers that are written to.
+        exported_program: a program from `torch.export.export` or `torch.export.load`. It is not changed. Buffers that
+            it writes to, such as a static cache, are also written by the result.
 
     Returns:
         A program with the same inputs, outputs, parameters and buffers, in the form that `run_decompositions({})`
         gives: no op is decomposed, and writes in place have become outputs of the signature. If there is nothing to
-        rewrite, or after an error of tatten itself, which the report names as `internal`, `exported_program` itself.
+        rewrite, `exported_program` itself is returned, as after an internal error of tatten, which the report names
+        `internal`.
 
     Raises:
-        TypeError: `exported_program` isn't one.
-        ValueError: it writes to a constant, which an export with `strict=False` makes of what a cache object holds.
+        TypeError: `exported_program` is not an ExportedProgram.
+        ValueError: the program writes to a constant. An export with `strict=False` makes constants of the tensors in a
+            cache object.
 
     Examples:
         >>> import torch, tatten
@@ -80,10 +82,10 @@ def rewrite(exported_program: ExportedProgram) -> ExportedProgram:
 
 
 def _rewrite(exported_program: ExportedProgram, literals: set[str]) -> tuple[ExportedProgram, GraphReport]:
-    """Return the program that is rewritten, or as it was if nothing in it is, and the report of the passes."""
+    """Return the rewritten program, or the program itself if nothing was rewritten, and the report of the passes."""
     with _without_autocast():
-        # In this form nothing is written in place. The passes would find such writes by the storage of the nodes'
-        # values, which `torch.export.load` gives each node anew.
+        # This form has no writes in place. The passes would find them by the storage of the nodes' values, but
+        # `torch.export.load` gives each node a storage of its own.
         program: ExportedProgram = exported_program.run_decompositions({})
         _restore_values(program)
         _write_literals(program, literals)
@@ -91,13 +93,13 @@ def _rewrite(exported_program: ExportedProgram, literals: set[str]) -> tuple[Exp
         if not any(isinstance(finding, Rewritten) for finding in report.findings):
             return exported_program, report
         _update_modules(program)
-        # The passes insert methods and functions of PyTorch, too: a new trace makes aten ops, and all values anew.
+        # The passes also insert methods and functions of PyTorch. A new trace turns them into aten ops with values.
         return program.run_decompositions({}), report
 
 
 @contextlib.contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Turn autocast off, whose casts tracing would put into the program."""
+    """Turn autocast off: otherwise tracing puts its casts into the program."""
     with contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda", "mps", "xpu"):
             if torch.is_autocast_enabled(device):
@@ -106,9 +108,9 @@ def _without_autocast() -> Iterator[None]:
 
 
 def _check_constants(program: ExportedProgram, literals: set[str]) -> None:
-    """Raise if a program writes to a constant, for which PyTorch has no functional form.
+    """Raise ValueError if a program writes to a constant, for which PyTorch has no functional form.
 
-    Copies of literals are no constants, though their values in the graph share the storage of those.
+    The program may write to copies of literals, though their values in the graph share a storage with the literals.
     """
     targets = {
         spec.arg.name: spec.target
@@ -129,16 +131,16 @@ def _check_constants(program: ExportedProgram, literals: set[str]) -> None:
 
 
 def _literals(program: ExportedProgram) -> set[str]:
-    """The inputs that export makes of `torch.tensor(...)` in the program's code, which only copies read.
+    """Return the names of inputs that stand for `torch.tensor(...)` in the program's code: only copies read them.
 
-    An attribute or a buffer of a module is none: it may be given another value between two runs.
+    An attribute or a buffer of a module is not a literal, as its value may change between two runs.
     """
     inputs = program.graph.find_nodes(op="placeholder")
     return {x.name for x in inputs if x.users and all(user.target is LIFTED for user in x.users)}
 
 
 def _write_literals(program: ExportedProgram, literals: set[str]) -> None:
-    """Make copies of inputs that are one number what the number says, as the passes know it."""
+    """Replace each copy of a literal that is one number by `full`, whose number the passes can read."""
     numbers = {}
     for spec in program.graph_signature.input_specs:
         value = program.constants.get(spec.target or "")
@@ -156,9 +158,9 @@ def _write_literals(program: ExportedProgram, literals: set[str]) -> None:
 
 
 def _restore_values(program: ExportedProgram) -> None:
-    """Let values tell what they tell in a Dynamo graph: what is a parameter, and what requires grad as an input does.
+    """Give the nodes the values of a Dynamo graph: parameters are Parameters, and tensors require grad as inputs do.
 
-    Nothing follows from parameters that require grad, which they do wherever nobody said otherwise.
+    Only users' inputs that require grad pass this on. Parameters require grad by default, also for inference.
     """
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     requiring: set[Node] = set()
@@ -178,9 +180,9 @@ def _restore_values(program: ExportedProgram) -> None:
 
 
 def _update_modules(program: ExportedProgram) -> None:
-    """Place nodes that the passes have inserted in the module of the call that they stand before.
+    """Assign each node that the passes inserted to the module of the node that follows it.
 
-    A module of which an input or output is no longer there has no signature any more.
+    A module loses its signature if the passes removed one of its inputs or outputs.
     """
     stack = None
     for node in reversed(program.graph.nodes):

@@ -26,10 +26,11 @@ _used: dict[str, Compiler] = {}
 
 
 def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
-    """Inductor as `torch.compile` sets it up, with modes expanded and the names and types of options checked.
+    """Return Inductor as `torch.compile` sets it up: the mode is expanded, names and types of options are checked.
 
     Raises:
-        ValueError, TypeError: Inductor has no such mode or option, or it has another type.
+        ValueError: Inductor has no such mode or option.
+        TypeError: an option has the wrong type.
     """
     try:
         wrapper = _inductor(mode, options)
@@ -50,21 +51,21 @@ def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
 
 
 def _inductor(mode: str | None, options: dict[str, Any]) -> Any:
-    """Inductor as `torch.compile` sets it up; raises RuntimeError for a mode or options that it doesn't take."""
+    """Return the wrapper in which `torch.compile` calls Inductor. Raise RuntimeError for a bad mode or option."""
     try:
         wrapper: Any = torch._TorchCompileInductorWrapper(mode, options, None)
         inspect.signature(wrapper).bind("a graph", "its inputs")
         _ = wrapper.config
         return wrapper
     except Exception as error:
-        if isinstance(error, RuntimeError) and _takes_nothing():
+        if isinstance(error, RuntimeError) and _works_without_options():
             raise
         moved("torch._TorchCompileInductorWrapper", error, "the types of Inductor's options are not checked")
         return _PublicInductor(mode, options)
 
 
-def _takes_nothing() -> bool:
-    """Tell whether PyTorch's wrapper of Inductor works without mode and options, so that an error is about those."""
+def _works_without_options() -> bool:
+    """Return True if PyTorch's wrapper of Inductor works without mode and options, so that they caused an error."""
     try:
         torch._TorchCompileInductorWrapper(None, {}, None)
     except Exception:
@@ -73,7 +74,7 @@ def _takes_nothing() -> bool:
 
 
 class _PublicInductor:
-    """Inductor by the functions that its documentation names, in place of PyTorch's own wrapper."""
+    """Inductor through its documented functions, in place of PyTorch's private wrapper."""
 
     def __init__(self, mode: str | None, options: dict[str, Any]) -> None:
         from torch._inductor import list_mode_options, list_options
@@ -90,10 +91,10 @@ class _PublicInductor:
 
 
 def named_compiler(name: str, mode: str | None, options: dict[str, Any]) -> Compiler:
-    """A backend that Dynamo knows by name, given mode and options as `torch.compile` gives them.
+    """Return a backend that Dynamo knows by name. It gets mode and options as from `torch.compile`.
 
     Raises:
-        ValueError: Dynamo knows no such backend, or the backend would ignore or drop the mode or the options.
+        ValueError: Dynamo knows no such backend, or the backend would ignore the mode or the options.
         ImportError: torch_tensorrt, which registers its backends, can't be imported.
         NotImplementedError: Dynamo's table of backends has moved.
     """
@@ -101,7 +102,7 @@ def named_compiler(name: str, mode: str | None, options: dict[str, Any]) -> Comp
     arguments: dict[str, Any] = {"mode": mode} if mode not in (None, "default") else {}
     if options:
         arguments["options"] = options
-    if arguments and _is_dynamos(compiler):
+    if arguments and _is_pytorch_backend(compiler):
         wanted = "`mode` and `options` must have none for the inner backend"
         raise ValueError(f"{wanted} {name!r}, which takes none, got {mode!r} and {sorted(options)}")
     _used[name] = compiler
@@ -134,19 +135,19 @@ def _look_up(name: str) -> Compiler:
     raise ValueError(f"option `inner` must be one of {known}, got {name!r}")
 
 
-def _is_dynamos(compiler: Compiler) -> bool:
-    """Return True if a backend is one of PyTorch's own. None of them but Inductor takes a mode or options."""
+def _is_pytorch_backend(compiler: Compiler) -> bool:
+    """Return True if PyTorch itself has the backend. Only Inductor among these takes a mode or options."""
     return (getattr(getattr(compiler, "func", compiler), "__module__", None) or "").startswith("torch._dynamo.")
 
 
 def _tensorrt(compiler: Compiler, options: dict[str, Any], gm: GraphModule, inputs: list[Tensor]) -> Compiled:
     """Call torch_tensorrt, which takes options but no mode.
 
-    Its plain trace copies the inputs, so that writes to them, as to a static cache, are lost. The other trace, named
-    after its first use, goes through AOTAutograd, which makes writes outputs.
+    Its default trace copies the inputs, so that writes to them, as to a static cache, are lost. With
+    `use_distributed_mode_trace` it traces through AOTAutograd, which turns writes into outputs.
 
     Raises:
-        ValueError: `options` ask for the plain trace of a graph that writes.
+        ValueError: `options` ask for the default trace of a graph that writes to its inputs.
     """
     if any(writes(node) for node in gm.graph.nodes):
         options = {"use_distributed_mode_trace": True, **options}
@@ -154,20 +155,20 @@ def _tensorrt(compiler: Compiler, options: dict[str, Any], gm: GraphModule, inpu
         if not trace:
             raise ValueError(
                 "option `use_distributed_mode_trace` must be True or left out for a graph that writes to its inputs, "
-                f"as to a static cache, for torch_tensorrt would lose the writes, got {trace!r}"
+                f"as to a static cache: torch_tensorrt would lose the writes, got {trace!r}"
             )
     return compiler(gm, inputs, **({"options": options} if options else {}))
 
 
 def inner_compiler(name: str, mode: str | None, options: dict[str, Any]) -> Compiler:
-    """The compiler of the rewritten graph; raises the errors of `inductor_compiler` and `named_compiler`."""
+    """Return the compiler of the rewritten graph. Raises the errors of `inductor_compiler` and `named_compiler`."""
     return inductor_compiler(mode, options) if name == "inductor" else named_compiler(name, mode, options)
 
 
 def reset_inner() -> None:
-    """Do what `torch._dynamo.reset()` does for the inner backends that were used.
+    """Reset the inner backends that were used, when `torch._dynamo.reset()` resets tatten.
 
-    For Inductor that is to drop the CUDA graphs that it recorded, as its own wrapper does.
+    Inductor drops the CUDA graphs that it recorded, as the reset of PyTorch's wrapper does.
     """
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is not None:
@@ -183,13 +184,13 @@ def reset_inner() -> None:
 
 
 def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function or module that `torch.compile` wrapped; `fn` itself if it is not compiled."""
+    """Return the function or module that `torch.compile` wrapped, or `fn` itself if it is not compiled."""
     return getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))
 
 
 @contextlib.contextmanager
 def without_recompile_limit() -> Iterator[None]:
-    """A context in which Dynamo never falls back to eager mode because a function has been recompiled too often."""
+    """Keep Dynamo from falling back to eager mode after many recompilations of a function."""
     limit = 1 << 16
     with contextlib.ExitStack() as stack:
         try:

@@ -1,8 +1,8 @@
-"""Inductor with tatten's ops lowered to launches; with the ops opaque where that fails.
+"""Compile by Inductor with tatten's ops lowered to kernel launches, or with opaque ops if that fails.
 
-The lowerings rest on private interfaces of Inductor, any of which may move in the next release. An error before code is
-generated leaves one call opaque (`tatten.ops.inductor.lowering`). A later error ends the compilation, so Inductor
-compiles the graph once more, with all calls opaque.
+The lowerings rest on private interfaces of Inductor, any of which may move in the next release. An error before code
+generation leaves one call opaque (`tatten.ops.inductor.lowering`). A later error ends the compilation, and Inductor
+compiles the graph once more with all calls opaque.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Compiled = Callable[..., Any]
 
 
 def lower_ops(inputs: Iterable[object]) -> bool:
-    """Have Inductor launch the kernels of tatten's ops itself, in graphs on a GPU; returns whether it will."""
+    """Let Inductor launch the kernels of tatten's ops itself in graphs on a GPU. Return True if it will."""
     return any(x.is_cuda for x in inputs if isinstance(x, Tensor)) and _register()
 
 
@@ -45,8 +45,8 @@ def compile_lowered(wrapper: Any, gm: GraphModule, inputs: list[Tensor]) -> Comp
     """Compile a graph by Inductor, with its ops lowered.
 
     Args:
-        wrapper: `torch.compile`'s own of Inductor, with options in its attribute `config`.
-        gm, inputs: as `torch.compile` hands them to a backend.
+        wrapper: the object by which `torch.compile` calls Inductor, with options in its attribute `config`.
+        gm, inputs: as `torch.compile` passes them to a backend.
     """
     from tatten.ops.inductor.custom_pass import with_lowerings
     from tatten.ops.inductor.lowering import failed, opaque
@@ -72,7 +72,7 @@ def compile_lowered(wrapper: Any, gm: GraphModule, inputs: list[Tensor]) -> Comp
 
 
 def _is_restart(error: BaseException) -> bool:
-    """Tell whether Inductor asks Dynamo to trace again."""
+    """Return True if the error asks Dynamo to trace again."""
     kind = getattr(torch._dynamo.exc, "RestartAnalysis", ())
     while not isinstance(error, kind) and error.__cause__ is not None:
         error = error.__cause__
@@ -80,10 +80,10 @@ def _is_restart(error: BaseException) -> bool:
 
 
 def _restorer(gm: GraphModule) -> Callable[[], None] | None:
-    """Return a function that gives a module, and those within it, the graphs and attributes that they have now.
+    """Return a function that restores the current graphs and attributes of a module and its submodules.
 
-    Inductor rewrites the graph in place, and a pass of the user's must not see it twice. Returns None for a graph
-    without ops of tatten, and where it can't be copied.
+    Inductor rewrites the graph in place, and a pass of the user's must not run on a graph that it has already changed.
+    Return None for a graph without ops of tatten or one that can't be copied.
     """
     if not calls_ops(gm):
         return None
@@ -91,12 +91,12 @@ def _restorer(gm: GraphModule) -> Callable[[], None] | None:
     try:
         graphs = [_copied(module.graph) for module in modules]
     except Exception as error:
-        moved("torch.fx.Graph._codegen", error, "errors of Inductor's are not outlived")
+        moved("torch.fx.Graph._codegen", error, "errors of Inductor end the compilation")
         return None
     saved = []
     for module, graph in zip(modules, graphs, strict=True):
-        holders = {name: dict(x) for name, x in vars(module).items() if type(x) is dict}
-        saved.append((module, {**vars(module), **holders}, graph))
+        copies = {name: dict(x) for name, x in vars(module).items() if type(x) is dict}
+        saved.append((module, {**vars(module), **copies}, graph))
 
     def restore() -> None:
         for module, attributes, graph in saved:
@@ -108,12 +108,12 @@ def _restorer(gm: GraphModule) -> Callable[[], None] | None:
 
 
 def _copied(graph: Graph) -> Graph:
-    """Like `copy.deepcopy(graph)`, which copies the structure of the inputs, too, and PyTorch warns of that."""
-    made, nodes = Graph(), dict[Node, Node]()
-    copied: Any = made.graph_copy(graph, nodes, return_output_node=True)
-    results, output = copied
-    made.output(results).meta.update(output.meta)
-    made.set_codegen(graph._codegen)
+    """Copy a graph like `copy.deepcopy`, except for the structure of the inputs: PyTorch warns of a copy of that."""
+    copied, nodes = Graph(), dict[Node, Node]()
+    copied_output: Any = copied.graph_copy(graph, nodes, return_output_node=True)
+    results, output = copied_output
+    copied.output(results).meta.update(output.meta)
+    copied.set_codegen(graph._codegen)
     for old, new in nodes.items():  # Dynamo and AOTAutograd keep the sources of inputs in attributes of nodes
         vars(new).update({name: value for name, value in vars(old).items() if name not in vars(new)})
-    return made
+    return copied

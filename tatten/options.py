@@ -17,9 +17,9 @@ class Options:
 
     Attributes:
         inner: the backend that compiles the rewritten graph: "inductor", or any that Dynamo knows.
-        max_q_len: an SDPA call with more queries than this per sequence counts as a prefill and is left unchanged.
+        max_q_len: an SDPA call with more queries per sequence counts as a prefill and is left unchanged.
         batch_invariant: attention of a sequence has the same bits whatever else is in the batch.
-        decode: set the options of Inductor that decode steps on a GPU gain from; see `decode_options`.
+        decode: set options of Inductor that make decode steps on a GPU faster; see `decode_options`.
     """
 
     inner: str = "inductor"
@@ -40,14 +40,14 @@ class Options:
             raise ValueError(f"option `max_q_len` must be at least 1, got {self.max_q_len}")
         if self.decode and self.batch_invariant:
             raise ValueError(
-                "option `decode` must be False with `batch_invariant`, got True: timing would choose the order of sums"
+                "option `decode` must be False with `batch_invariant`, got True: tuning would choose the order of sums"
             )
         if self.decode and self.inner != "inductor":
-            raise ValueError(f"option `decode` must be False for another `inner` than 'inductor', got {self.inner!r}")
+            raise ValueError(f"option `decode` needs `inner` to be 'inductor', got {self.inner!r}")
 
 
 def decode_options(device: torch.device) -> dict[str, Any]:
-    """Return options of Inductor for decode steps on a device; none for a CPU.
+    """Return the options of Inductor for decode steps on a device; none for a CPU.
 
     `coordinate_descent_tuning` turns cuBLAS calls for one row into fused kernels, and tunes them at their first launch.
     `triton.enable_pdl` lets a kernel begin before the one before ends, from compute capability 9.0 on.
@@ -60,12 +60,12 @@ def decode_options(device: torch.device) -> dict[str, Any]:
 
 
 def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
-    """Split the options into tatten's own and those for the inner backend."""
+    """Split `options` into tatten's own and those for the inner backend."""
     names = {field.name for field in fields(Options)}
-    rest = dict(options or {})
-    return Options(**{name: rest.pop(name) for name in names & rest.keys()}), rest
+    inner_options = dict(options or {})
+    return Options(**{name: inner_options.pop(name) for name in names & inner_options.keys()}), inner_options
 
 
 def valid_names() -> str:
-    """The names of tatten's own options, for error messages."""
+    """Return the names of tatten's own options, for error messages."""
     return ", ".join(field.name for field in fields(Options))

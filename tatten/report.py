@@ -1,4 +1,4 @@
-"""Reports of what was rewritten and what was not, for `tatten.explain`, the logs, the counters and the trace."""
+"""Reports of rewritten and declined calls, for `tatten.explain`, the logs, the counters and the trace."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _recorders: ContextVar[tuple[Report, ...]] = ContextVar("tatten_recorders", defa
 
 @dataclass
 class Report:
-    """The findings in all graphs that the backend and `tatten.rewrite` looked at. `print(report)` is for people.
+    """The findings in all graphs that the backend and `tatten.rewrite` saw. Print it to read them.
 
-    Made by `tatten.explain` and `tatten.recording`.
+    `tatten.explain` and `tatten.recording` make reports.
 
     Examples:
         >>> import torch, tatten
@@ -94,24 +94,27 @@ class Report:
     def _total(self) -> str:
         graphs = len(self.graphs)
         findings = [finding for graph in self.graphs for finding in graph.findings]
-        left = Counter(finding.decline.reason for finding in self.declined)
+        declined = Counter(finding.decline.reason for finding in self.declined)
         total = f"total: {_rewritten(findings)} in {graphs} graph{'s' * (graphs > 1)}"
         for title, is_other in (("left as they are", False), ("attention that is no SDPA call", True)):
-            counts = [f"{n} {reason.value}" for reason, n in left.items() if (reason in OTHER_ATTENTION) is is_other]
+            counts = [
+                f"{n} {reason.value}" for reason, n in declined.items() if (reason in OTHER_ATTENTION) is is_other
+            ]
             if counts:
                 total += f"; {title}: {', '.join(counts)}"
         return total
 
 
 def _rewritten(findings: Sequence[Rewritten | Declined]) -> str:
+    """Return how many calls, and how many scores of indexers, were rewritten."""
     attention, scores = [x for x in findings if x.attention], [x for x in findings if not x.attention]
-    done = sum(isinstance(x, Rewritten) for x in attention)
+    rewritten = sum(isinstance(x, Rewritten) for x in attention)
     calls = sum(not (isinstance(x, Declined) and x.decline.reason in OTHER_ATTENTION) for x in attention)
-    counted = f"{done} of {calls} attention calls rewritten"
+    counts = f"{rewritten} of {calls} attention calls rewritten"
     if scores:
-        done = sum(isinstance(x, Rewritten) for x in scores)
-        counted += f", and the scores of {done} of {len(scores)} indexers"
-    return counted
+        rewritten = sum(isinstance(x, Rewritten) for x in scores)
+        counts += f", and the scores of {rewritten} of {len(scores)} indexers"
+    return counts
 
 
 def _groups(graph: GraphReport) -> list[list[Rewritten | Declined]]:
@@ -119,13 +122,13 @@ def _groups(graph: GraphReport) -> list[list[Rewritten | Declined]]:
     groups: dict[Any, list[Rewritten | Declined]] = {}
     for finding in graph.findings:
         layerless = re.sub(r"(?<![^.])\d+(?![^.])", "*", finding.location.module)
-        what = (
+        result = (
             (finding.op, finding.cost, finding.note, finding.provider)
             if isinstance(finding, Rewritten)
             else finding.decline.reason
         )
         shapes = re.sub(r"s\d+", "s", finding.shapes)
-        groups.setdefault((layerless, finding.location.file, finding.location.line, shapes, what), []).append(finding)
+        groups.setdefault((layerless, finding.location.file, finding.location.line, shapes, result), []).append(finding)
     return list(groups.values())
 
 
@@ -133,8 +136,8 @@ def _describe(group: list[Rewritten | Declined]) -> Iterator[str]:
     first, last = group[0], group[-1]
     module = first.location.module
     if len(group) > 1:
-        others = "" if last.location.module == module else f" ... {last.location.module}"
-        module = f"{len(group)} x {module or 'call'}{others}"
+        to_last = "" if last.location.module == module else f" ... {last.location.module}"
+        module = f"{len(group)} x {module or 'call'}{to_last}"
     if isinstance(first, Rewritten):
         yield f"{module or 'call'}: {first.op}"
     else:
@@ -180,7 +183,7 @@ def _size(size: int) -> str:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Report]:
-    """Collect the reports of all that the backend and `tatten.rewrite` look at inside the block, in this thread.
+    """Collect the reports of all graphs that the backend and `tatten.rewrite` see inside the block, in this thread.
 
     Examples:
         >>> import torch, tatten
@@ -211,11 +214,10 @@ def count(name: str) -> None:
 
 
 def publish(graph: GraphReport) -> None:
-    """Hand one graph's report to recorders, the log (TORCH_LOGS=tatten), counters and the structured trace.
+    """Add a graph's report to the recordings, the log (TORCH_LOGS=tatten), the counters and the structured trace.
 
-    The report also notes the private APIs that were found moved. Call this once the graph is compiled: Dynamo may
-    start over while it is, and then hands over another graph in place of this one. An error in here is a line of the
-    log, not one of the user's program.
+    The report also names the private APIs that have moved. Call this after compilation, during which Dynamo may start
+    over and replace the graph. An error of reporting is logged and never raised.
     """
     try:
         _count_findings(graph)

@@ -1,4 +1,4 @@
-"""Compiled graphs in files: one that calls ops of tatten imports tatten when it is loaded."""
+"""Compiled graphs in files: loading a graph that calls ops of tatten imports tatten."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 @dataclass(frozen=True)
 class _Saved:
-    """Wraps an object that is pickled, so that unpickling imports this module, and with it the ops, first."""
+    """A wrapper of an object to pickle. Unpickling it imports this module, and with it the ops, first."""
 
     content: Any
 
@@ -25,16 +25,16 @@ def _content(content: Any) -> Any:
 
 
 def calls_ops(gm: GraphModule) -> bool:
-    """Tell whether a graph, or the body of a higher-order operator in it, calls an op of tatten."""
+    """Return True if a graph, or the body of a higher-order operator in it, calls an op of tatten."""
     graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
     return any(str(node.target).startswith("tatten.") for graph in graphs for node in graph.nodes)
 
 
 def save_with_ops(compiled: Callable[..., Any]) -> None:
-    """Have `aot_compile` save a compiled graph in a way that loads in a process which hasn't imported tatten.
+    """Let a process that hasn't imported tatten load a compiled graph that `aot_compile` saved.
 
-    Inductor and "aot_eager" give the functions that they return an attribute `serialize`, which makes the object that
-    `save_compiled_function` pickles. A function without it can't be saved, and PyTorch says so.
+    The functions that Inductor and "aot_eager" return have an attribute `serialize`, which makes the object that
+    `save_compiled_function` pickles. PyTorch raises an error for a function without it.
     """
     serialize = getattr(compiled, "serialize", None) if isinstance(compiled, FunctionType) else None
     if callable(serialize):

@@ -3,8 +3,8 @@
     tatten-serve <model> --port 8000
     python -m tatten.serve --help
 
-All options are those of `transformers serve`. `--continuous-batching` and `--attn-implementation tatten` are set unless
-an option says otherwise.
+It takes the options of `transformers serve`. `--continuous-batching` and `--attn-implementation tatten` are the
+defaults.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Serve models over HTTP until the process is interrupted.
 
     Args:
-        arguments: those of the command line; by default `sys.argv[1:]`.
+        arguments: arguments of the command line. Default: `sys.argv[1:]`.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     check_server()
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             try:
                 super().__init__(**options)
             finally:
-                # Uvicorn raises the signal that ended it, and transformers (5.24) leaves its thread alive then.
+                # Uvicorn raises the signal that stopped it, after which transformers (5.24) leaves its thread alive.
                 if (state := getattr(self, "_generation_state", None)) is not None:
                     state.shutdown()
 
@@ -49,13 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def check_server() -> None:
-    """Exit with a message unless transformers can serve, and was tested with continuous batching on tatten."""
+    """Exit with a message unless transformers can serve, in a version that supports continuous batching on tatten."""
     try:
         from transformers.utils.import_utils import is_serve_available
     except ImportError as error:
         raise SystemExit(f"tatten-serve needs transformers: {INSTALL} ({error})") from error
     if not is_serve_available():
-        raise SystemExit(f"tatten-serve needs FastAPI, Uvicorn and all else of `transformers serve`: {INSTALL}")
+        raise SystemExit(
+            f"tatten-serve needs FastAPI, Uvicorn and the other packages of `transformers serve`: {INSTALL}"
+        )
     from tatten.integrations.transformers.continuous_batching.supported import check_transformers
 
     try:
@@ -66,7 +68,7 @@ def check_server() -> None:
 
 @contextmanager
 def accepted_by_the_server() -> Iterator[None]:
-    """Let the server load models with tatten's attention: its list of names is closed."""
+    """Let the server load models with tatten's attention, which is not in its fixed list of names."""
     from transformers.cli.serving import model_manager
 
     manager = model_manager.ModelManager
@@ -75,10 +77,10 @@ def accepted_by_the_server() -> Iterator[None]:
 
     class ManagerWithTatten(manager):  # type: ignore[misc, valid-type]
         def _validate_args(self) -> None:
-            given: str | None = self.attn_implementation  # type: ignore[has-type]
-            self.attn_implementation = None if given == "tatten" else given
+            requested: str | None = self.attn_implementation  # type: ignore[has-type]
+            self.attn_implementation = None if requested == "tatten" else requested
             super()._validate_args()
-            self.attn_implementation = given
+            self.attn_implementation = requested
 
     model_manager.ModelManager = ManagerWithTatten
     try:

@@ -273,7 +273,7 @@ def test_option_decode_sets_inductors_options_for_graphs_with_attention(monkeypa
         ({"decode": True, "batch_invariant": True}, "option `decode` must be False with `batch_invariant`, got True"),
         (
             {"decode": True, "inner": "eager"},
-            "option `decode` must be False for another `inner` than 'inductor', got 'eager'",
+            "option `decode` needs `inner` to be 'inductor', got 'eager'",
         ),
     ],
     ids=["type", "batch_invariant", "inner"],
