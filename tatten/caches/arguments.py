@@ -19,7 +19,7 @@ def check_positive(name: str, value: int) -> None:
 
 
 def sequence_indices(indices: Sequence[int] | Tensor, batch: int) -> list[int]:
-    """Return `indices` as a list, checked against the number of sequences."""
+    """Return `indices` as a list. Raise unless they are the indices of sequences in a cache of `batch`."""
     if isinstance(indices, Tensor):
         indices = check_indices(indices).tolist()
     if not isinstance(indices, Sequence):
@@ -37,7 +37,7 @@ def sequence_indices(indices: Sequence[int] | Tensor, batch: int) -> list[int]:
 
 
 def check_indices(indices: Tensor) -> Tensor:
-    """Return `indices`, checked but for their values."""
+    """Return `indices`. Raise unless they are a non-empty tensor of integers with one dim; values are not read."""
     if indices.dtype not in INTEGERS:
         raise TypeError(f"`indices` must be integers, got a tensor of {indices.dtype}")
     if indices.dim() != 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tatten.caches.arguments import check_positive
-from tatten.caches.layer import Kept, Layer
+from tatten.caches.layer import Layer, SelectedRows
 from tatten.caches.layers import select_layers_
 from tatten.caches.layout import ONE_DEVICE, OneDevice
 from tatten.caches.prompts import Prompts
@@ -24,9 +24,9 @@ class BaseCache:
 
     Attributes:
         layers: one for each layer of the model.
-        prompts: which tokens take part.
-        layout: which tokens this rank stores.
-        agreement: asks whether ranks have been given the same; None for a cache that does not ask.
+        prompts: the tokens of the prompts that take part in attention.
+        layout: the tokens that this rank stores.
+        agreement: checks that all ranks get the same calls; None for a cache without this check.
         device: the device of `mask` and `positions` before the first tokens.
     """
 
@@ -48,18 +48,18 @@ class BaseCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values on this rank: each prefix once, and of a parent's suffix what is in use."""
+        """Bytes of keys and values on this rank. Each prefix counts once; of a parent's suffix, the used slots."""
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
 
     def mask(self, q_len: int = 1) -> Tensor:
-        """Bool mask of the current step, True where a query attends to a key.
+        """Return the bool mask of the current step, True where a query attends to a key.
 
         Call it before the last layer gets the step's keys.
 
         Returns:
             `[1 or batch, 1, q_len, total]`: causal, without unused slots and padding. `total` is the length of the keys
             that a layer will return: the prefix and `capacity`, or before a fork the tokens so far and `q_len`. Over a
-            mesh it is a DTensor, sharded as these keys.
+            mesh the mask is a DTensor, sharded as these keys.
 
         Raises:
             ValueError: `q_len` is below 1 or, which graphs do not check, exceeds the free slots.
@@ -67,28 +67,29 @@ class BaseCache:
         """
         tokens, total = self._step(q_len)
         last = self.layers[-1]
-        layout = self.layout if last.static or last.segments else ONE_DEVICE  # a root's first tokens attend to all
+        # The first tokens attend to each other as plain tensors, before they are sharded.
+        layout = self.layout if last.static or last.segments else ONE_DEVICE
         places = torch.arange(layout.rank, total, layout.ranks, device=tokens.device)
         visible = (places <= tokens[:, None])[None, None]
         if (real := self.prompts.real(self._prompt_length(total), total)) is not None:
-            visible = visible & self._of_each_sequence(real[:, layout.own_from(0)])[:, None, None]
+            visible = visible & self._by_sequence(real[:, layout.local_from(0)])[:, None, None]
         return layout.mask(visible)
 
     def positions(self, q_len: int = 1) -> Tensor:
-        """Position ids of the step's tokens, int64 `[1 or batch, q_len]`, not counting padding.
+        """Return the position ids of the step's tokens, int64 `[1 or batch, q_len]`, not counting padding.
 
         Raises the errors of `mask`.
         """
         tokens, total = self._step(q_len)
         positions = self.prompts.positions(tokens, self._prompt_length(total))
-        return self._of_each_sequence(positions) if self.prompts.arguments else positions
+        return self._by_sequence(positions) if self.prompts.arguments else positions
 
     def select_(self, indices: Sequence[int] | Tensor) -> None:
-        """Select sequences in place, as beam search does at each step. Memory stays where it is while the batch does.
+        """Select sequences in place, as beam search does at each step. If the batch size stays, so do the addresses.
 
         Args:
-            indices: ints, or an integer tensor with one dimension. A tensor on an accelerator is never read on the
-                host, and not checked.
+            indices: ints, or an integer tensor with one dimension. The values of a tensor on an accelerator are never
+                read on the host, and not checked.
 
         Raises:
             IndexError: there is no such sequence.
@@ -104,9 +105,9 @@ class BaseCache:
         return self.layers[layer]
 
     def _step(self, q_len: int) -> tuple[Tensor, int]:
-        """Places of the step's tokens, `[q_len]`, and `total`.
+        """Return the places of the step's tokens, `[q_len]`, and `total`.
 
-        The last layer counts, as it is updated last: so the answer is the same throughout a step.
+        They follow from the last layer, which is updated last, so that they are the same throughout a step.
         """
         check_positive("q_len", q_len)
         last = self.layers[-1]
@@ -122,13 +123,13 @@ class BaseCache:
         last = self.layers[-1]
         return last.lengths[0] if last.static and last.lengths else total
 
-    def _of_each_sequence(self, of_prompts: Tensor) -> Tensor:
-        """`[batch, ...]` of what `[G, ...]` says of the prompts."""
+    def _by_sequence(self, of_prompts: Tensor) -> Tensor:
+        """Expand a tensor of the prompts, `[G, ...]`, to one entry for each sequence, `[batch, ...]`."""
         rows = self.layers[0].rows[0] if self.layers[0].static and self.layers[0].rows else None
         return expand_to_batch(of_prompts, self.batch_size or of_prompts.shape[0], rows)
 
     def _selection(self, indices: Sequence[int] | Tensor) -> Selection:
-        """Check indices, on a mesh also against those of other ranks."""
+        """Return the selection of `indices`, checked on a mesh against those of other ranks."""
         try:
             selection = Selection(indices, self.batch_size)
         except (ValueError, TypeError, IndexError):
@@ -139,8 +140,10 @@ class BaseCache:
             self.agreement.check_selection(selection, self.batch_size)
         return selection
 
-    def _selected_prompts(self, selection: Selection, kept: Kept) -> Prompts:
-        """Prompts in the order of the root's rows: after a fork those that are kept, before it the chosen ones."""
+    def _selected_prompts(self, selection: Selection, kept: SelectedRows) -> Prompts:
+        """Return the prompts in the order of the root's rows: after a fork the rows that are kept, before it the
+        selected sequences.
+        """
         return self.prompts.map(
             (lambda prompts: prompts[kept[0][0]]) if self.layers[0].static and kept else selection.take
         )

@@ -1,4 +1,4 @@
-"""Layers for the keys of indexers, which pick the keys that attention reads."""
+"""Layers of a cache for the keys of indexers. An indexer picks the keys that attention reads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from tatten.caches.layer import Layer
 
 
 def add_index_layers(cache: BaseCache, n: int) -> None:
-    """Add `n` layers behind the others of an empty cache, for index keys `[batch, 1, q_len, dim]`.
+    """Append `n` layers to an empty cache, for index keys `[batch, 1, q_len, dim]`.
 
-    Their values have no width. Over a mesh each rank stores all index keys, of which the picks are made.
+    Their values have width 0. Over a mesh each rank stores all index keys, as each picks from all tokens.
     """
     cache.layers += [Layer(cache.layout.replicated, cache.capacity or None) for _ in range(n)]

@@ -1,8 +1,8 @@
-"""The layout of a cache whose tokens are dealt out in turn to the ranks of a DeviceMesh.
+"""The layout of a cache whose tokens are interleaved over the ranks of a DeviceMesh.
 
 Attention gets DTensors, sharded over the sequence. Softmax does not depend on the order of the keys, so rank r of n
-stores position p if `p % n` is r, whatever level of a shared prefix it is in: ranks are balanced at any length, there
-is no table to look up, and the mask of a rank has the columns `r, r + n, r + 2 * n ...`.
+stores position p if `p % n` is r, in all levels of a shared prefix. Ranks are balanced at any length, no table is
+needed, and the mask of a rank has the columns `r, r + n, r + 2 * n ...`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Interleaved(OneDevice):
         placements: of keys and values, `[batch, kv_heads, slots of all ranks, head_dim]`, on each dim of the mesh.
         rank: index of this rank among those that share the sequence; the first dim of the mesh varies slowest, as in
             DTensors.
-        own: a slice that selects this rank's positions from all.
+        local_tokens: the slice that selects this rank's positions from all.
         sequence_dims, sharing_dims: the dims of the mesh that shard the sequence, and those that shard anything.
     """
 
@@ -40,7 +40,7 @@ class Interleaved(OneDevice):
             if placement.is_shard(2):
                 self.ranks *= mesh.size(dim)
                 self.rank = self.rank * mesh.size(dim) + mesh.get_local_rank(dim)
-        self.local_tokens = self.own_from(0)
+        self.local_tokens = self.local_from(0)
         self.sequence_dims = [dim for dim, placement in enumerate(self.placements) if placement.is_shard(2)]
         self.sharing_dims = [dim for dim, placement in enumerate(self.placements) if placement.is_shard()]
         self._only_heads = tuple(Replicate() if placement.is_shard(2) else placement for placement in placements)
@@ -54,13 +54,13 @@ class Interleaved(OneDevice):
         return Replicated(self.mesh)
 
     def global_ranks(self, dims: Sequence[int]) -> list[int]:
-        """The ranks at all places along these dims of the mesh, and at this rank's along the others, in order.
+        """Return the ranks along these dims of the mesh, at this rank's coordinates in the other dims.
 
-        That is the order of `get_local_rank`: along each dim, whatever the mesh says, PyTorch sorts the ranks.
+        They are in the order of `get_local_rank`: PyTorch sorts the ranks along each dim of the mesh.
         """
-        place = self.mesh.get_coordinate()
-        assert place is not None
-        submesh = self.mesh.mesh[tuple(slice(None) if dim in dims else at for dim, at in enumerate(place))]
+        coordinates = self.mesh.get_coordinate()
+        assert coordinates is not None
+        submesh = self.mesh.mesh[tuple(slice(None) if dim in dims else at for dim, at in enumerate(coordinates))]
         for dim in range(submesh.dim()):
             submesh = submesh.sort(dim).values
         ranks: list[int] = submesh.flatten().tolist()
@@ -74,16 +74,16 @@ class Interleaved(OneDevice):
         return Ring(tuple(self.global_ranks(dims)), self.rank, group)
 
     def broadcast(self, tensor: Tensor, position: int) -> Tensor:
-        """Overwrite a contiguous tensor by that of the rank that stores `position`; a collective."""
-        place = position % self.ranks
+        """Broadcast a contiguous tensor, in place, from the rank that stores `position`. This is a collective."""
+        source = position % self.ranks
         for dim in reversed(self.sequence_dims):
-            place, at = divmod(place, self.mesh.size(dim))
+            source, coordinate = divmod(source, self.mesh.size(dim))
             group = self.mesh.get_group(dim)
-            dist.broadcast(tensor, dist.get_global_rank(group, at), group)
+            dist.broadcast(tensor, dist.get_global_rank(group, coordinate), group)
         return tensor
 
     def queries(self, local: Tensor) -> DTensor:
-        """Make a DTensor of the queries of this rank's heads, the same on all ranks that share the sequence."""
+        """Make a DTensor of this rank's queries. They are the same on all ranks that share the sequence."""
         return DTensor.from_local(local, self.mesh, self._only_heads, run_check=False)
 
     def keys(self, local: Tensor) -> DTensor:
@@ -102,25 +102,25 @@ class Interleaved(OneDevice):
         return DTensor.from_local(ordered, self.mesh, self._only_heads, run_check=False)
 
     def chunks(self, ordered: DTensor) -> DTensor:
-        """Shard what `by_position` returned so that each rank has consecutive tokens, as a copy."""
-        mine = ordered.redistribute(placements=self.placements).to_local().clone()
+        """Copy the result of `by_position` into a DTensor in which each rank has consecutive tokens."""
+        local = ordered.redistribute(placements=self.placements).to_local().clone()
         shape, stride = ordered.shape, torch.empty(ordered.shape, device="meta").stride()
-        return DTensor.from_local(mine, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
 
     def write(self, start: int, length: Tensor, storage: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
-        """Write this rank's share of new tokens, as on one device.
+        """Write this rank's share of new tokens; see `OneDevice.write`.
 
-        Shapes are the same on all ranks, so some have one token too many at the end: these write back what its slot
-        holds.
+        Shapes are the same on all ranks, so that a rank may have one token too many. It then rewrites the contents of
+        that token's slot.
         """
-        ranks, q_len, slots = self.ranks, new[0].shape[2], storage[0].shape[2]
+        ranks, q_len, n_slots = self.ranks, new[0].shape[2], storage[0].shape[2]
         first = (self.rank - start) % ranks  # the token in this rank's first slot
         tokens = (first - length) % ranks + ranks * torch.arange(math.ceil(q_len / ranks), device=length.device)
-        places, real = (length + tokens - first) // ranks, tokens < q_len
-        tokens, at = tokens.clamp(max=q_len - 1), torch.where(real, places, places % slots)
+        slots, real = (length + tokens - first) // ranks, tokens < q_len
+        tokens, slots = tokens.clamp(max=q_len - 1), torch.where(real, slots, slots % n_slots)
         for stored, tensor in zip(storage, new, strict=True):
-            here = torch.where(real[:, None], tensor.index_select(2, tokens), stored.index_select(2, at))
-            stored.index_copy_(2, at, here)
+            local = torch.where(real[:, None], tensor.index_select(2, tokens), stored.index_select(2, slots))
+            stored.index_copy_(2, slots, local)
 
     def check_plain(self, key: Tensor, value: Tensor) -> None:
         """Raise TypeError for a DTensor."""
@@ -130,14 +130,18 @@ class Interleaved(OneDevice):
 
 
 class Replicated(OneDevice):
-    """The layout of tokens that each rank of a mesh stores, all of them, as plain tensors."""
+    """The layout of a cache in which each rank of a mesh stores all tokens, as plain tensors."""
 
     def __init__(self, mesh: DeviceMesh):
         self.mesh = mesh
 
 
 def placements(mesh: DeviceMesh, sequence: str | Sequence[str], heads: str | None) -> list[Placement]:
-    """The placements of keys and values on each dim of `mesh`."""
+    """Return the placements of keys and values on each dim of `mesh`.
+
+    Raises:
+        ValueError, TypeError: an argument is not as `ShardedKVCache` takes it.
+    """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"`mesh` must be a DeviceMesh, got {type(mesh).__name__}")
     names = mesh.mesh_dim_names
@@ -145,13 +149,13 @@ def placements(mesh: DeviceMesh, sequence: str | Sequence[str], heads: str | Non
         raise ValueError("`mesh` must have named dims, got none: use init_device_mesh(..., mesh_dim_names=...)")
     if mesh.get_coordinate() is None:
         raise ValueError(f"`mesh` must contain this rank, got {mesh}")
-    for dim in range(mesh.ndim):  # else several ranks have the same places in their groups, which are sorted
+    for dim in range(mesh.ndim):  # groups are sorted: with other orders, ranks would share a place in them
         orders = mesh.mesh.argsort(dim).movedim(dim, 0).reshape(mesh.size(dim), -1)
         if (orders != orders[:, :1]).any():
             raise ValueError(f"`mesh` must have ranks in one order along each dim, got {mesh.mesh.tolist()}")
-    shared = [sequence] if isinstance(sequence, str) else list(sequence)
-    if not shared or shared != [name for name in names if name in shared]:
+    sequence_names = [sequence] if isinstance(sequence, str) else list(sequence)
+    if not sequence_names or sequence_names != [name for name in names if name in sequence_names]:
         raise ValueError(f"`sequence` must name dims of the mesh, {names}, in their order, got {sequence!r}")
-    if heads is not None and (heads not in names or heads in shared):
-        raise ValueError(f"`heads` must name a dim of the mesh, {names}, other than {shared}, got {heads!r}")
-    return [Shard(2) if name in shared else Shard(1) if name == heads else Replicate() for name in names]
+    if heads is not None and (heads not in names or heads in sequence_names):
+        raise ValueError(f"`heads` must name a dim of the mesh, {names}, other than {sequence_names}, got {heads!r}")
+    return [Shard(2) if name in sequence_names else Shard(1) if name == heads else Replicate() for name in names]

@@ -1,4 +1,4 @@
-"""Operations on all layers of a cache: they compute rows and lengths once for each device."""
+"""Operations on all layers of a cache. They compute rows and lengths once for each device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tatten.caches.layer import Kept, Layer
+from tatten.caches.layer import Layer, SelectedRows
 from tatten.caches.selection import Selection
 
 T = TypeVar("T")
@@ -16,7 +16,7 @@ Layers = list[Layer]
 
 
 def used_slots(layers: Layers, name: str) -> int:
-    """Used slots of the suffixes, read with one synchronisation for all layers; 0 before a fork.
+    """Return the number of used slots of the suffixes, or 0 before a fork. Synchronizes once for all layers.
 
     Raises:
         ValueError: `name` was called before the prefill or in the middle of a step.
@@ -34,24 +34,27 @@ def used_slots(layers: Layers, name: str) -> int:
 
 
 def fork_layers(layers: Layers, n: int, capacity: int, used: int) -> Layers:
-    """Layers of `n` children of each sequence, without memory for their tokens; each layer holds as many tokens."""
+    """Make layers of `n` children of each sequence, without slots. `used` is the number of used slots of each layer."""
     ranks = layers[0].layout.ranks
     capacity = -(-capacity // ranks) * ranks
     rows = _on_each_device(layers, lambda layer: layer.inherited_rows(n, used))
     return [layer.fork(n, capacity, used, rows[layer.device]) for layer in layers]
 
 
-def select_layers(layers: Layers, selection: Selection, narrow: bool) -> tuple[Layers, Kept]:
-    """Layers of the chosen sequences, and which rows of the segments they keep."""
+def select_layers(layers: Layers, selection: Selection, narrow: bool) -> tuple[Layers, SelectedRows]:
+    """Make layers of the selected sequences. Also return the rows of the segments that they keep."""
     kept = _on_each_device(layers, lambda layer: layer.selected_rows(selection, narrow))
     return [layer.select(selection, kept[layer.device]) for layer in layers], kept[layers[0].device]
 
 
-def select_layers_(layers: Layers, selection: Selection) -> Kept:
-    """Select in place; returns which rows of the segments are kept. Rows stay where they are while the batch does."""
-    stays = len(selection) == layers[0].batch_size
-    kept = _on_each_device(layers, lambda layer: layer.selected_rows(selection, narrow=not stays))
-    if stays and layers[0].static:
+def select_layers_(layers: Layers, selection: Selection) -> SelectedRows:
+    """Select in place, and return the rows of the segments that are kept.
+
+    If the batch size stays, the tensors of rows keep their addresses.
+    """
+    same_batch = len(selection) == layers[0].batch_size
+    kept = _on_each_device(layers, lambda layer: layer.selected_rows(selection, narrow=not same_batch))
+    if same_batch and layers[0].static:
         old_rows = _on_each_device(layers, lambda layer: layer.rows)
         kept = {device: _in_place(old_rows[device], new) for device, new in kept.items()}
     for layer in layers:
@@ -63,8 +66,8 @@ def _on_each_device(layers: Layers, compute: Callable[[Layer], T]) -> dict[torch
     return {device: compute(layer) for device, layer in {layer.device: layer for layer in layers}.items()}
 
 
-def _in_place(old_rows: Sequence[Tensor | None], new: Kept) -> Kept:
-    """Write new rows into the tensors of the old ones, where there are any."""
+def _in_place(old_rows: Sequence[Tensor | None], new: SelectedRows) -> SelectedRows:
+    """Write new rows into the old tensors of rows, for segments that have both."""
     return [
         (stored, rows if old is None or rows is None else old.copy_(rows))
         for old, (stored, rows) in zip(old_rows, new, strict=True)

@@ -1,4 +1,4 @@
-"""The layout of a cache on one device. That of a cache over a mesh, `Interleaved`, overrides it."""
+"""The layout of a cache on one device. `Interleaved` overrides it for a cache over a mesh."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class OneDevice:
 
     @property
     def replicated(self) -> OneDevice:
-        """The layout of tokens that each rank stores, all of them."""
+        """The layout in which each rank stores all tokens."""
         return self
 
-    def own_from(self, start: int) -> slice:
+    def local_from(self, start: int) -> slice:
         """Return the slice that selects this rank's tokens from those at positions `start`, `start + 1` ..."""
         return slice((self.rank - start) % self.ranks, None, self.ranks)
 
     def slots(self, start: int, tokens: int) -> int:
         """Return the number of slots that this rank fills with `tokens` tokens from position `start` on."""
-        return len(range(tokens)[self.own_from(start)])
+        return len(range(tokens)[self.local_from(start)])
 
     def write(self, start: int, length: Tensor, storage: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
         """Write this rank's share of new tokens.
@@ -52,19 +52,19 @@ class OneDevice:
         """
         at = length + torch.arange(new[0].shape[2], device=length.device)
         for stored, tensor in zip(storage, new, strict=True):
-            if tensor.shape[3]:  # index keys have values of no width, which need no kernel
+            if tensor.shape[3]:  # values of index keys have width 0, which needs no kernel
                 stored.index_copy_(2, at, tensor)
 
     def keys(self, local: Tensor) -> Tensor:
-        """Return this rank's keys or values as attention gets them."""
+        """Convert this rank's keys or values to the tensor that attention gets."""
         return local
 
     def mask(self, local: Tensor) -> Tensor:
-        """Return the mask of this rank's keys as attention gets it."""
+        """Convert the mask of this rank's keys to the tensor that attention gets."""
         return local
 
     def check_plain(self, key: Tensor, value: Tensor) -> None:
-        """Raise TypeError for tensors that are none of this rank's heads."""
+        """Raise TypeError unless these are plain tensors of this rank's heads. On one device all tensors are."""
 
 
 ONE_DEVICE = OneDevice()

@@ -1,4 +1,4 @@
-"""Which tokens of the prompts of a cache take part in attention."""
+"""The tokens of a cache's prompts that take part in attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Prompts:
-    """All tokens of the prompts, those of a mask, or as many as each prompt's length says.
+    """The real tokens of the prompts: all tokens, those of a mask, or the first ones of each prompt by its length.
 
     Attributes:
         mask: bool `[G, P]`, True for real tokens; or None.
@@ -35,20 +35,23 @@ class Prompts:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """Return the tensor that was given, by the name of its argument; empty if there is none."""
+        """The mask or the lengths by the name of the argument; empty without both."""
         tensors = {"prompt_mask": self.mask, "prompt_lens": self.lens}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     @property
     def device(self) -> torch.device | None:
-        """The device of what was given; None for all tokens."""
+        """The device of the mask or the lengths; None without both."""
         return next((tensor.device for tensor in self.arguments.values()), None)
 
     def real(self, prompt_length: int, total: int) -> Tensor | None:
-        """Bool `[G, total]`, True for tokens that take part, all after the prompts included; None for all of them.
+        """Return a bool mask `[G, total]` of the tokens that take part, or None if all do.
+
+        All tokens after the prompts take part.
 
         Args:
-            prompt_length: tokens of the prompts, where lengths are given; a mask has its own length.
+            prompt_length: number of tokens of each prompt with padding. It is not needed for a mask.
+            total: number of tokens.
         """
         if self.mask is not None:
             return F.pad(self.mask, (0, total - self.mask.shape[1]), value=True)
@@ -58,9 +61,11 @@ class Prompts:
         return None
 
     def positions(self, places: Tensor, prompt_length: int) -> Tensor:
-        """Positions of the tokens at these places, int64 `[1 or G, len(places)]`, not counting padding."""
+        """Return the positions of the tokens at these places, int64 `[1 or G, len(places)]`, not counting padding."""
         if self.mask is not None:
-            padding = (~F.pad(self.mask, (0, 1), value=True)).cumsum(1)  # the last column: all after the prompts
+            padding = (~F.pad(self.mask, (0, 1), value=True)).cumsum(
+                1
+            )  # the last column is for all tokens after the prompts
             return (places - padding.index_select(1, places.clamp(max=self.mask.shape[1]))).clamp(min=0)
         if self.lens is not None:
             padding = (places.clamp(max=prompt_length - 1) + 1 - self.lens[:, None]).clamp(min=0)
@@ -68,12 +73,12 @@ class Prompts:
         return places[None]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Prompts:
-        """Apply a function of tensors `[G, ...]` to what was given."""
+        """Return the prompts with a function of tensors `[G, ...]` applied to the mask or the lengths."""
         mask, lens = (None if tensor is None else change(tensor) for tensor in (self.mask, self.lens))
         return Prompts(mask, lens)
 
     def check(self, key: Tensor, start: int) -> None:
-        """Raise ValueError unless these can be the prompts of keys `[batch, kv_heads, q_len, ...]` from `start` on."""
+        """Raise ValueError unless the mask or the lengths fit keys `[batch, kv_heads, q_len, ...]` from `start` on."""
         for name, tensor in self.arguments.items():
             if not start and tensor.shape[0] != key.shape[0]:
                 raise ValueError(f"`{name}` must have batch {key.shape[0]}, as `key`, got {tensor.shape[0]}")

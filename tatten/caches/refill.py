@@ -1,4 +1,4 @@
-"""A fork or a selection into the memory of an old one: what they must have in common, and the copy."""
+"""Write a fork or a selection into the memory of an old one, after a check that the two match."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from tatten.caches.layer import Layer
 from tatten.caches.prompts import Prompts
 
 
-def refill(layers: Sequence[Layer], old_prompts: Prompts, others: Sequence[Layer], prompts: Prompts) -> None:
-    """Make the layers and prompts of an old fork, `into`, those of a new one.
+def refill(
+    old_layers: Sequence[Layer], old_prompts: Prompts, new_layers: Sequence[Layer], new_prompts: Prompts
+) -> None:
+    """Copy the layers and prompts of a new fork into those of an old one, the argument `into`.
 
     Raises:
-        ValueError: the old fork has other shapes, or some of this is in its memory. Nothing has been written.
+        ValueError: the old fork has other shapes, or tensors of the new fork are in its memory. Nothing has been
+            written.
     """
-    _same("a cache with as many layers", len(layers), len(others))
-    kinds = ({name: _kind(tensor) for name, tensor in x.arguments.items()} for x in (old_prompts, prompts))
-    _same("a fork with prompts of the same kind", *kinds)
-    for index, (layer, new) in enumerate(zip(layers, others, strict=True)):
-        _check_layer(index, layer, new)
-    for layer, new in zip(layers, others, strict=True):
-        _refill_layer(layer, new)
+    _check_equal("a cache with as many layers", len(old_layers), len(new_layers))
+    metadata = ({name: _metadata(tensor) for name, tensor in x.arguments.items()} for x in (old_prompts, new_prompts))
+    _check_equal("a fork with prompts of the same kind", *metadata)
+    for index, (old, new) in enumerate(zip(old_layers, new_layers, strict=True)):
+        _check_layer(index, old, new)
+    for old, new in zip(old_layers, new_layers, strict=True):
+        _refill_layer(old, new)
     for name, tensor in old_prompts.arguments.items():
-        tensor.copy_(prompts.arguments[name])
+        tensor.copy_(new_prompts.arguments[name])
 
 
 def _refill_layer(layer: Layer, new: Layer) -> None:
-    """Copy segments, rows and suffix into the tensors of a layer, and empty the suffix of a fork."""
+    """Copy segments, rows and suffix into the tensors of `layer`, whose suffix is cleared if `new` has none."""
     for old_segment, segment in zip(layer.segments, new.segments, strict=True):
         for old, tensor in zip(old_segment, segment, strict=True):
             if not old.is_set_to(tensor):
@@ -48,13 +51,13 @@ def _refill_layer(layer: Layer, new: Layer) -> None:
 
 def _check_layer(index: int, layer: Layer, new: Layer) -> None:
     sizes = [(x.batch_size, x.slots or 0) for x in (layer, new)]
-    _same("a fork with the same batch and capacity", *sizes)
-    _same("a fork with levels of the same lengths", layer.lengths, new.lengths)
+    _check_equal("a fork with the same batch and capacity", *sizes)
+    _check_equal("a fork with levels of the same lengths", layer.lengths, new.lengths)
     for level, (old_segment, segment) in enumerate(zip(layer.segments, new.segments, strict=True)):
         for name, old, tensor in zip(("keys", "values"), old_segment, segment, strict=True):
             where = f"level {level} of layer {index}"
-            _same(f"a fork with the same {name} in {where}", _kind(old), _kind(tensor))
-            if any(_share(tensor, x) and not (x is old and x.is_set_to(tensor)) for x in layer.tensors):
+            _check_equal(f"a fork with the same {name} in {where}", _metadata(old), _metadata(tensor))
+            if any(_share_storage(tensor, x) and not (x is old and x.is_set_to(tensor)) for x in layer.tensors):
                 raise ValueError(
                     f"`into` must have memory of its own, got one that shares rows or slots with the {name} to be "
                     f"copied into {where}"
@@ -64,18 +67,18 @@ def _check_layer(index: int, layer: Layer, new: Layer) -> None:
 
 
 def _aligned(batch: int, stored: Tensor) -> Tensor:
-    """The rows of aligned blocks."""
+    """Return the row that each sequence reads in aligned blocks, `[batch]`."""
     return torch.arange(batch, device=stored.device) // (batch // stored.shape[0])
 
 
-def _kind(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, str]:
+def _metadata(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, str]:
     return tuple(tensor.shape), tensor.dtype, str(tensor.device)
 
 
-def _share(a: Tensor, b: Tensor) -> bool:
+def _share_storage(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
 
 
-def _same(what: str, got: object, want: object) -> None:
-    if got != want:
-        raise ValueError(f"`into` must be {what}, {want}, got {got}")
+def _check_equal(requirement: str, actual: object, expected: object) -> None:
+    if actual != expected:
+        raise ValueError(f"`into` must be {requirement}, {expected}, got {actual}")

@@ -15,68 +15,74 @@ class Selection:
     """Sequences chosen from a batch, in that order.
 
     Attributes:
-        known: their indices; None for a tensor on an accelerator, which is never read on the host.
-        batch: number of sequences that they are chosen from.
+        host_indices: their indices; None for a tensor on an accelerator, which is never read on the host.
+        batch: number of sequences in the batch.
     """
 
     def __init__(self, indices: Sequence[int] | Tensor, batch: int):
         self.batch = batch
-        self.known: list[int] | None = None
+        self.host_indices: list[int] | None = None
         self._tensors: dict[torch.device, Tensor] = {}
         if isinstance(indices, Tensor) and indices.device.type != "cpu":
             self._device_indices = check_indices(indices)
         else:
-            self.known = sequence_indices(indices, batch)
+            self.host_indices = sequence_indices(indices, batch)
 
     def __len__(self) -> int:
-        return len(self._device_indices) if self.known is None else len(self.known)
+        return len(self._device_indices) if self.host_indices is None else len(self.host_indices)
 
     def on(self, device: torch.device) -> Tensor:
-        """The indices on `device`, int64."""
+        """Return the indices on `device`, int64."""
         if device not in self._tensors:
-            if self.known is None:
+            if self.host_indices is None:
                 self._tensors[device] = self._device_indices.to(device, torch.int64)
             else:
-                self._tensors[device] = torch.tensor(self.known, device=device)
+                self._tensors[device] = torch.tensor(self.host_indices, device=device)
         return self._tensors[device]
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return `tensor[indices]`, as a view if they are known to be consecutive."""
-        if self.known is not None and _consecutive(self.known):
-            return tensor[self.known[0] : self.known[-1] + 1]
+        """Return `tensor[indices]`, as a view if the host knows that the indices are consecutive."""
+        if self.host_indices is not None and _consecutive(self.host_indices):
+            return tensor[self.host_indices[0] : self.host_indices[-1] + 1]
         return tensor.index_select(0, self.on(tensor.device))
 
     def rows(self, rows: Tensor | None, stored: int, device: torch.device, narrow: bool) -> tuple[slice, Tensor | None]:
-        """Which of the `stored` rows of a prefix to keep, and which of them each chosen sequence reads.
+        """Return the stored rows of a prefix to keep, and the row that each chosen sequence reads.
 
         Args:
             rows: the row that each sequence of the batch reads, `[batch]`; None for aligned blocks: sequence j reads
                 row `j // (batch / stored)`.
+            stored: number of stored rows.
+            device: the device of the prefix.
             narrow: whether rows that no chosen sequence reads may be left out.
 
         Returns:
-            A slice of the stored rows, and new rows: None if the sequences are known to read aligned blocks of it.
+            A slice of the stored rows, and the new `rows`: None if the host knows that the sequences read aligned
+            blocks of the slice.
         """
         everything = slice(0, stored)
         if rows is not None:
             return everything, rows.index_select(0, self.on(rows.device))
         seqs_per_kv = self.batch // stored
-        if self.known is not None:
-            blocks = equal_blocks([index // seqs_per_kv for index in self.known])
+        if self.host_indices is not None:
+            blocks = equal_blocks([index // seqs_per_kv for index in self.host_indices])
             if _consecutive(blocks) and (narrow or len(blocks) == stored):
                 return slice(blocks[0], blocks[-1] + 1), None
         return everything, (self.on(device) // seqs_per_kv).to(torch.int32)
 
 
 def expand_to_batch(shared: Tensor, batch: int, rows: Tensor | None = None) -> Tensor:
-    """Expand `[B_i, ...]` to the row of each sequence, or to that of its aligned block, as a view if possible."""
+    """Expand `[B_i, ...]` to `[batch, ...]`, as a view if possible.
+
+    Sequence j gets row `rows[j]`, or without `rows` the row of its aligned block.
+    """
     if rows is not None:
         return shared.index_select(0, rows)
     return shared.unsqueeze(1).expand(-1, batch // shared.shape[0], *[-1] * (shared.dim() - 1)).flatten(0, 1)
 
 
 def equal_blocks(rows: Sequence[int]) -> list[int]:
-    """Cut `rows` into as few blocks of one size as possible, each of equal entries, and return one entry of each."""
+    """Return one entry of each block, where `rows` is as few blocks of one size as possible, each of equal entries."""
     changes = [i for i in range(1, len(rows)) if rows[i] != rows[i - 1]]
     return list(rows[:: math.gcd(len(rows), *changes)])
 

@@ -22,11 +22,12 @@ class ShardedKVCache(BaseCache):
     """Keys and values of all layers over the ranks of a mesh. Each rank runs the same step and stores its share.
 
     Each step gets its `positions` and `mask`, and passes the new keys and values of each layer to `append`. All shapes
-    are fixed and lengths are on the device: a step compiles once, can be captured in a CUDA graph and never waits for
-    the device, except in eager mode, to check the capacity. Of the n ranks that share a sequence, rank `p % n` stores
-    position p, in its slot `p // n`. Tokens, and all that is computed from them, have to be the same on these n ranks.
+    are fixed and lengths are on the device. A step compiles once and can be captured in a CUDA graph. It waits for the
+    device only in eager mode, to check the capacity. Among the n ranks that share a sequence, rank `p % n` stores
+    position p, in its slot `p // n`. These n ranks must compute the same tokens, keys and values.
 
-    Calls `tatten.enable_dtensor_sdpa`, so that `F.scaled_dot_product_attention` merges the states of the ranks.
+    The constructor calls `tatten.enable_dtensor_sdpa`, with which `F.scaled_dot_product_attention` merges the states of
+    the ranks.
 
     Args:
         num_layers: layers of the model.
@@ -38,7 +39,7 @@ class ShardedKVCache(BaseCache):
             padding.
 
     Raises:
-        ValueError, TypeError: an argument is not as above.
+        ValueError, TypeError: an argument is invalid.
 
     Examples:
         >>> import torch, tatten, torch.distributed as dist
@@ -99,9 +100,9 @@ class ShardedKVCache(BaseCache):
             ValueError, TypeError: the tensors do not fit each other, the cache, its capacity or `prompt_mask`, or the
                 layer has tokens already. Nothing has been written.
         """
-        if used := int(self._fitting(layer, key).length):
+        if used := int(self._checked_layer(layer, key).length):
             raise ValueError(f"`prefill` needs an empty cache, got one with {used} tokens: use `append`")
-        self.layers[layer].append_to_own(key, value)
+        self.layers[layer].append_local(key, value)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[DTensor, DTensor]:
         """Add new tokens to a layer, and return the keys and values of all ranks.
@@ -116,13 +117,13 @@ class ShardedKVCache(BaseCache):
         Raises:
             IndexError, ValueError, TypeError: as for `prefill`, but there may be tokens already.
         """
-        keys, values = self._fitting(layer, key).append_to_own(key, value)
+        keys, values = self._checked_layer(layer, key).append_local(key, value)
         return self.layout.keys(keys), self.layout.keys(values)
 
     def to_global(self, layer: int) -> tuple[Tensor, Tensor]:
         """Gather `(key, value)` of a layer, `[batch, kv_heads, length, head_dim]` in order of position, on every rank.
 
-        Meant for checks: a collective that waits for the device.
+        A collective that waits for the device, meant for checks.
 
         Raises:
             IndexError: there is no such layer.
@@ -132,9 +133,9 @@ class ShardedKVCache(BaseCache):
         return key.full_tensor(), value.full_tensor()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Keys and values in order of position, for `torch.distributed.checkpoint` and any number of ranks.
+        """Return keys and values in order of position, for `torch.distributed.checkpoint` and any number of ranks.
 
-        A collective, to be called between steps. One layer at a time is gathered on each rank.
+        A collective, to be called between steps. Each rank gathers one layer at a time.
 
         Returns:
             "keys.i" and "values.i" for each layer i, `[batch, kv_heads, length, head_dim]`, DTensors with consecutive
@@ -156,13 +157,13 @@ class ShardedKVCache(BaseCache):
         """Replace the contents of the cache by a `state_dict` from any mesh with any number of ranks; a collective.
 
         Args:
-            state: as `state_dict` returns it: DTensors on a mesh with all ranks of this one, or whole plain tensors.
+            state: as `state_dict` returns it: DTensors on a mesh with all ranks of this one, or full plain tensors.
 
         Raises:
             ValueError, TypeError: `state` has other names or lengths, more tokens than `capacity`, or tensors that do
                 not match those of the cache.
         """
-        names = [f"{what}.{index}" for what in ("keys", "values") for index in range(len(self.layers))]
+        names = [f"{kind}.{index}" for kind in ("keys", "values") for index in range(len(self.layers))]
         if set(state) != {*names, "length"}:
             raise ValueError(f"`state` must have the names {sorted([*names, 'length'])}, got {sorted(state)}")
         length = int(state["length"])
@@ -172,17 +173,17 @@ class ShardedKVCache(BaseCache):
         if length > self.capacity:
             raise ValueError(f"`capacity` must hold the {length} tokens of `state`, got {self.capacity}")
         for index, layer in enumerate(self.layers):
-            key, value = self._own_heads(state[f"keys.{index}"]), self._own_heads(state[f"values.{index}"])
+            key, value = self._local_heads(state[f"keys.{index}"]), self._local_heads(state[f"values.{index}"])
             layer.clear()
             self.prefill(index, key, value)
 
     @property
     def prompt_mask(self) -> Tensor | None:
-        """The mask that was given."""
+        """The argument `prompt_mask`."""
         return self.prompts.mask
 
-    def _fitting(self, layer: int, key: Tensor) -> Layer:
-        """Return a layer, with `key` checked against the other layers and `prompt_mask`."""
+    def _checked_layer(self, layer: int, key: Tensor) -> Layer:
+        """Return a layer. Raise unless `key` fits the other layers and `prompt_mask`."""
         kv_layer = self._layer(layer)
         if key.dim() == 4:
             batch = self.batch_size or (key.shape[0] if self.prompt_mask is None else self.prompt_mask.shape[0])
@@ -199,8 +200,8 @@ class ShardedKVCache(BaseCache):
         key, value = (self.layout.by_position(tensor, length) for tensor in self.layers[layer].tensors)
         return key, value
 
-    def _own_heads(self, tensor: Tensor) -> Tensor:
-        """This rank's heads of `tensor`, `[batch, kv_heads, length, head_dim]`."""
+    def _local_heads(self, tensor: Tensor) -> Tensor:
+        """Return this rank's heads of `tensor`, `[batch, kv_heads, length, head_dim]`."""
         heads = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to(self.length.device)
         for dim, placement in enumerate(self.layout.placements):
             if placement.is_shard(1):

@@ -24,25 +24,26 @@ class SharedPrefixCache(BaseCache):
     """Keys and values of all layers. A new cache is filled by a prefill, then forked.
 
     Each step gets its `positions` and `mask`, and passes the new keys and values of each layer to `update`. After a
-    fork all shapes are fixed and lengths are on the device: a step compiles once, can be captured in a CUDA graph and
-    never waits for the device, except in eager mode, to check the capacity. A cache stays usable when it has been
-    forked or selected from, and forks are independent of each other.
+    fork all shapes are fixed and lengths are on the device. A step compiles once and can be captured in a CUDA graph.
+    It waits for the device only in eager mode, to check the capacity. A cache stays usable after a fork or a selection,
+    and forks are independent of each other.
 
     Args:
         num_layers: layers of the model.
         prompt_mask: bool `[G, P]`, True for real tokens and False for padding, on either side; None for no padding.
             P is the length of the prompts. The prefill may leave out their last tokens.
-        prompt_lens: int32 or int64 `[G]`, for prompts of unequal length, instead of a mask: the number of tokens of
-            each prompt that take part. Positions go on from there. All tokens before the first fork are the prompts'.
+        prompt_lens: int32 or int64 `[G]`, instead of a mask, for prompts of unequal length: the number of tokens of
+            each prompt that take part. Positions continue from there. All tokens before the first fork belong to the
+            prompts.
         mesh: a mesh with named dims, on the device of keys and values, that contains this rank; None for one device.
-            Prefix and suffixes are then sharded over the sequence: of the n ranks that share one, rank `p % n` stores
-            position p. Every rank has to be given the same, which is checked for prompts, forks and selections.
+            A mesh shards prefix and suffixes over the sequence: among the n ranks that share a sequence, rank `p % n`
+            stores position p. All ranks must pass the same prompts, forks and selections, which is checked.
         sequence, heads: names of dims of the mesh, as for `tatten.ShardedKVCache`.
-        device: the device of `mask` and `positions` for the prefill; later it is that of the keys. Default: the device
-            of `prompt_mask` or `prompt_lens`, or torch's default.
+        device: the device of `mask` and `positions` for the prefill; later the device of the keys is used. Default:
+            the device of `prompt_mask` or `prompt_lens`, or torch's default.
 
     Raises:
-        ValueError, TypeError: an argument is not as above.
+        ValueError, TypeError: an argument is invalid.
 
     Examples:
         >>> import torch, tatten
@@ -82,8 +83,8 @@ class SharedPrefixCache(BaseCache):
             self.device = torch.device(mesh.device_type)
             enable_dtensor_sdpa()
         elif heads is not None:
-            raise ValueError(f"`heads` must come with `mesh`, a dim of which it names, got {heads!r} without one")
-        self.layers = [Layer(self.layout, agreement=self.agreement, leads=index == 0) for index in range(num_layers)]
+            raise ValueError(f"`heads` must name a dim of `mesh`, got {heads!r} without a mesh")
+        self.layers = [Layer(self.layout, agreement=self.agreement, is_first=i == 0) for i in range(num_layers)]
 
     @property
     def length(self) -> int:
@@ -91,7 +92,7 @@ class SharedPrefixCache(BaseCache):
         return used_slots(self.layers, "length") + self.layers[0].prefix_length if self.batch_size else 0
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of new tokens to a layer, and return all of its keys and values.
+        """Add the keys and values of new tokens to a layer, and return all keys and values of the layer.
 
         Args:
             layer: 0 to num_layers - 1.
@@ -99,7 +100,7 @@ class SharedPrefixCache(BaseCache):
 
         Returns:
             `(keys, values)`, `[batch, kv_heads, total, head_dim]` with `total` as in `mask`. Over a mesh they are
-            DTensors that are sharded over the sequence, but for the very first tokens, which are returned as given.
+            DTensors sharded over the sequence, except for the first tokens, which are returned unchanged.
 
         Raises:
             IndexError: there is no such layer.
@@ -114,14 +115,14 @@ class SharedPrefixCache(BaseCache):
     def fork(self, n: int, capacity: int, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
         """Make a cache with `n` children of each sequence: child i of sequence j is sequence `j * n + i`.
 
-        Copies nothing: all tokens so far become the shared prefix. Reads the number of used slots on the host.
+        All tokens so far become the shared prefix, without a copy. Reads the number of used slots on the host.
 
         Args:
             n: children of each sequence.
             capacity: number of tokens that each child can add.
-            into: a fork of the same shapes that is no longer needed. The prefix is copied into its memory and it is
-                returned as the new fork: graphs that were captured over it stay valid. Whatever else reads that memory
-                is overwritten, too: the cache that `into` was forked from, and other forks of it.
+            into: a fork of the same shapes that is no longer needed. The prefix is copied into its memory, and `into`
+                is returned as the new fork: graphs that were captured over it stay valid. This also overwrites the
+                cache that `into` was forked from, and other forks of that cache.
 
         Raises:
             ValueError, TypeError: `n` or `capacity` is not an int of at least 1, the call comes before the prefill or
@@ -137,7 +138,7 @@ class SharedPrefixCache(BaseCache):
         if into is None:
             for layer in layers:
                 layer.allocate()
-            into = self._of(layers, self.prompts.map(torch.clone))
+            into = self._with_layers(layers, self.prompts.map(torch.clone))
         else:
             refill(into.layers, into.prompts, layers, self.prompts)
         for layer in self.layers:
@@ -145,27 +146,27 @@ class SharedPrefixCache(BaseCache):
         return into
 
     def select(self, indices: Sequence[int] | Tensor, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
-        """Make a cache of the sequences `indices`, in that order; one may occur several times.
+        """Make a cache of the sequences `indices`, in that order. A sequence may occur several times.
 
-        Copies the suffixes and never a prefix: each sequence remembers the row of it that it reads. Sequences that
-        finished can be dropped as soon as few enough are left for the next smaller batch of, say, 128, 96 and 64:
+        Copies the suffixes and never a prefix: each sequence remembers the row of a prefix that it reads. Finished
+        sequences can be dropped as soon as the others fit the next smaller batch of, say, 128, 96 and 64:
 
             cache = cache.select(finished.argsort(stable=True)[:96])  # bool [batch]; one graph for each batch size
 
-        A graph that was captured over an earlier selection goes on to be valid with `into`: it gets the prefixes, rows
-        and suffixes of the new one.
+        With `into`, a graph that was captured over an earlier selection stays valid: it reads the prefixes, rows and
+        suffixes of the new selection.
 
         Args:
-            indices: ints, or an integer tensor with one dimension. A tensor on an accelerator is never read on the
-                host, and not checked. Where the host knows the indices, and rows of a prefix are read by equally many
-                consecutive sequences, the new cache keeps those rows alone, as a view.
-            into: a selection of the same shapes that is no longer needed, as for `fork`. It has to have rows wherever
-                the new one has them, as it has if its sequences did not read equal blocks.
+            indices: ints, or an integer tensor with one dimension. The values of a tensor on an accelerator are never
+                read on the host, and not checked. If the host knows the indices, and each remaining row of a prefix is
+                read by the same number of consecutive sequences, the new cache keeps only these rows, as a view.
+            into: a selection of the same shapes that is no longer needed, as for `fork`. It must have rows for each
+                prefix for which the new selection has rows. It has them if its sequences did not read equal blocks.
 
         Raises:
             IndexError: there is no such sequence.
-            ValueError: `indices` is empty or has another number of dimensions, `into` does not fit or is given before a
-                fork. Nothing has been written.
+            ValueError: `indices` is empty or has another number of dimensions, or `into` does not fit or is passed
+                before a fork. Nothing has been written.
             TypeError: `indices` holds something other than integers, or `into` is not a cache.
         """
         selection = self._selection(indices)
@@ -175,19 +176,19 @@ class SharedPrefixCache(BaseCache):
         layers, kept = select_layers(self.layers, selection, narrow=into is None)
         prompts = self._selected_prompts(selection, kept)
         if into is None:
-            return self._of(layers, prompts)
+            return self._with_layers(layers, prompts)
         refill(into.layers, into.prompts, layers, prompts)
         return into
 
     def crop(self, tokens: int) -> None:
-        """Forget the last `tokens` tokens of each sequence, in place, such as drafts that were not accepted.
+        """Remove the last `tokens` tokens of each sequence, in place, such as drafts that were not accepted.
 
         Raises:
-            ValueError: `tokens` is negative, or there are not as many since the fork of this cache and, as these stay,
-                since the last one from it. Not checked while a graph is captured.
+            ValueError: `tokens` is negative, or more than came since this cache was forked from another and since the
+                last fork from it. Not checked while a graph is captured.
             TypeError: `tokens` is not an int.
         """
-        if tokens == 0 and not isinstance(tokens, bool):  # at each step of some loops, which should not wait
+        if tokens == 0 and not isinstance(tokens, bool):  # some loops do this at each step, and should not wait
             return
         check_positive("tokens", tokens)
         last = self.layers[-1]
@@ -207,12 +208,12 @@ class SharedPrefixCache(BaseCache):
             raise ValueError(f"`into` must be sharded as {self.layout.sharding}, got {into.layout.sharding}")
 
     def _check_prompt(self, layer: Layer, key: Tensor) -> None:
-        """Check a prefill against the other layers and what is known of the prompts."""
+        """Raise ValueError unless the keys of a prefill fit the other layers and the prompts."""
         if not layer.segments and self.batch_size not in (0, key.shape[0]):
             raise ValueError(f"`key` must have batch {self.batch_size}, as in layer 0, got {key.shape[0]}")
         self.prompts.check(key, layer.prefix_length)
 
-    def _of(self, layers: list[Layer], prompts: Prompts) -> SharedPrefixCache:
+    def _with_layers(self, layers: list[Layer], prompts: Prompts) -> SharedPrefixCache:
         cache = copy.copy(self)
         cache.layers, cache.prompts = layers, prompts
         return cache

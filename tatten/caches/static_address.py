@@ -1,4 +1,4 @@
-"""Tensors whose addresses stay: all use of Dynamo's private mark for them is in this file."""
+"""Tensors with static addresses. All use of Dynamo's private mark for them is in this file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tatten.ops.moved import moved
 
 
 def mark_static(*tensors: Tensor) -> None:
-    """Promise that these tensors stay where they are: CUDA graphs then read them in place.
+    """Mark tensors whose addresses never change, so that CUDA graphs read them in place.
 
-    A graph copies its other inputs before each replay, which for keys and values would double their traffic.
+    A graph copies its other inputs before each replay. For keys and values, that would double the memory traffic.
     """
     try:
         for tensor in tensors:

@@ -1,7 +1,7 @@
-"""A prompt on its way into a cache over a mesh: of n ranks that share the sequence, rank r runs tokens r, r + n, ...
+"""Prefill a cache over a mesh: of the n ranks that share the sequence, rank r runs tokens r, r + n, ...
 
-Their keys and values are what the cache stores on that rank, so they go into its slots as they come. The prompt may
-come in chunks: all ranks have as many tokens of each, the last of which may be padding, that comes after all others.
+The cache stores the keys and values of these tokens on the same rank, so they are written straight into its slots. The
+prompt may come in chunks. All ranks run the same number of tokens of a chunk, of which the last may be padding.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from tatten.ops.distributed.striped import striped_attention
 
 
 class StripedPrefill:
-    """The first `tokens` tokens of the layers of one cache, which are empty until `finish`.
+    """A prefill of `tokens` tokens into the layers of one cache, which stay empty until `finish`.
 
     Attributes:
         width: number of tokens of the current chunk that this rank runs; the same on all ranks.
-        stored: number of tokens before it that each rank has stored.
+        stored: number of tokens of earlier chunks that each rank has stored.
     """
 
     def __init__(self, layout: Interleaved, layers: Sequence[Layer], tokens: int):
         self._layout, self._layers, self._tokens = layout, layers, tokens
         self._storage: dict[int, tuple[Tensor, Tensor]] = {}
         self._done: set[int] = set()
-        self._attended = True  # to the keys and values that were stored last
+        self._attended = True  # whether `attend` has read the keys and values that were stored last
         self._ring = layout.ring
         self.width = self.stored = 0
 
     def chunks(self, size: int, device: torch.device) -> Iterator[Tensor]:
-        """Yield the positions of this rank's tokens of each chunk, `[width]`; padding has that of the last token.
+        """Yield the positions of this rank's tokens of each chunk, `[width]`. Padding has the last token's position.
 
         Args:
             size: tokens of a chunk on all ranks together, a multiple of their number.
@@ -44,7 +44,7 @@ class StripedPrefill:
             self.width = -(-min(size, self._tokens - start) // ranks)
             self._done.clear()
             positions = start + self._layout.rank + ranks * torch.arange(self.width, device=device)
-            yield positions.clamp(max=self._tokens - 1)  # a table of positions may end there
+            yield positions.clamp(max=self._tokens - 1)  # a model's table of positions may have no more
             self._check_attended()
             missing = [index for index in range(len(self._layers)) if index not in self._done]
             if missing:
@@ -53,8 +53,8 @@ class StripedPrefill:
                 )
 
     def store(self, layer: Layer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a layer's keys and values of the current chunk; return all of this rank's so far, as a view."""
-        index = next((i for i, known in enumerate(self._layers) if known is layer), None)
+        """Write a layer's keys and values of the current chunk. Return all of this rank's so far, as views."""
+        index = next((i for i, candidate in enumerate(self._layers) if candidate is layer), None)
         if index is None:
             raise ValueError("`model` must be called with the cache that is prefilled, got keys for another one")
         if index in self._done:
@@ -73,9 +73,9 @@ class StripedPrefill:
         return keys, values
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-        """Attention of this rank's queries of the current chunk to all tokens before them, on whatever rank.
+        """Compute causal attention of this rank's queries of the current chunk to the tokens of all ranks.
 
-        A collective of the ranks that share the sequence; `keys` and `values` are what `store` returned.
+        This is a collective of the ranks that share the sequence. `keys` and `values` are the results of `store`.
         """
         if (query.shape[2], keys.shape[2]) != (self.width, self.stored + self.width):
             raise ValueError(
@@ -86,19 +86,19 @@ class StripedPrefill:
         return striped_attention(query, keys, values, self._ring, scale)
 
     def finish(self, last: Tensor) -> Tensor:
-        """Hand the tokens over to the layers, and return `last` of the rank that runs the last token, on all ranks."""
+        """Give the stored tokens to the layers. Return `last` of the rank that runs the last token, on all ranks."""
         last = self._layout.broadcast(last.contiguous(), self._tokens - 1)
         for index, layer in enumerate(self._layers):
             layer.adopt(self._storage[index], self._tokens)
         return last
 
     def abandon(self) -> None:
-        """Clear what was written, in slots that may be those of a cache that was used before."""
+        """Clear the slots that were written. They may be those of a cache that was used before."""
         for storage in self._storage.values():
             for tensor in storage:
                 tensor[:, :, : self.stored + self.width].zero_()
 
     def _check_attended(self) -> None:
-        """Raise if a layer attended otherwise than by `attend`: it saw no tokens but those of this rank."""
+        """Raise ValueError if a layer did not call `attend`: its attention saw only the tokens of this rank."""
         if not self._attended:
             raise ValueError('`model` must call attention "tatten" in each layer, got one that did not')

@@ -64,7 +64,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
             return key_states, value_states
         if not self.latents:
             return self.kv.append(key_states, value_states)
-        keys, values = self.kv.append_to_own(key_states, value_states)
+        keys, values = self.kv.append_local(key_states, value_states)
         hand_over(LayerShare(self.kv.layout, self.index, keys.shape[2]) if self.kv.layout.ranks > 1 else None)
         return keys, values
 

@@ -59,7 +59,7 @@ def check_deferred(names: tuple[str, ...]) -> None:
             picked = [1, 0, 3, 2 if dist.get_rank() or step != odd_step else 0]
             selection = Selection(picked, 4)
             selection.on(torch.device("cpu"))
-            selection.known = None
+            selection.host_indices = None
             fork.agreement.check_selection(selection, 4)
         with pytest.raises(ValueError, match=r"\[1, 0, 3, 0\] on ranks \[0\] and \[1, 0, 3, 2\] on ranks \[1\]"):
             fork.update(0, key.repeat(2, 1, 1, 1)[:, :, :1], key.repeat(2, 1, 1, 1)[:, :, :1])

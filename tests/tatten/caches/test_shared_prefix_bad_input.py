@@ -144,9 +144,7 @@ def test_keys_that_want_gradients_are_refused_by_a_suffix() -> None:
 
 
 def test_what_needs_something_else() -> None:
-    with pytest.raises(
-        ValueError, match="`heads` must come with `mesh`, a dim of which it names, got 'tp' without one"
-    ):
+    with pytest.raises(ValueError, match="`heads` must name a dim of `mesh`, got 'tp' without a mesh"):
         SharedPrefixCache(1, heads="tp")
     with pytest.raises(ValueError, match="`indices` must come after a prefill"):
         SharedPrefixCache(1).select([0])

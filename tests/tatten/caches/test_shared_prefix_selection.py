@@ -246,5 +246,5 @@ def test_selecting_by_the_device_computes_the_same(monkeypatch: pytest.MonkeyPat
 def unknown_selection(picked: list[int], batch: int) -> Selection:
     selection = Selection(picked, batch)
     selection.on(torch.device("cpu"))
-    selection._device_indices, selection.known = torch.tensor(picked), None
+    selection._device_indices, selection.host_indices = torch.tensor(picked), None
     return selection
