@@ -1,1 +1,1 @@
-"""Adapters to other libraries, one module each: import the one for the library that you have."""
+"""Adapters to other libraries, one module for each library. Each module imports its library."""

@@ -22,19 +22,21 @@ Tokens = list[list[int]]
 
 
 class SharedPrefixRollouts:
-    """A `rollout_func` for `GRPOTrainer`, which draws what the trainer would with `generate`, from the same seed.
+    """A `rollout_func` for `GRPOTrainer`. With the same seed, it draws the completions that the trainer would draw.
 
-    The trainer passes each prompt `num_generations` times, and its own rollouts compute and store each copy. These
-    prefill a prompt once and decode from a fork of a `SharedPrefixCache`, compiled where `generate` compiles: on a GPU.
+    The trainer passes each prompt `num_generations` times, and its rollouts with `generate` compute and store each
+    copy. This function prefills a prompt once and decodes from a fork of a `SharedPrefixCache`. On a GPU the decode
+    step is compiled, as in `generate`.
 
         trainer = GRPOTrainer(model, rewards, args=config, train_dataset=prompts, rollout_func=SharedPrefixRollouts())
 
     A process may have any part of a prompt's samples. The keys and values of the last rollout are kept until the next
-    one: if it has prompts of as many tokens, it gets their memory, and CUDA graphs stay valid. `pad_to_multiple_of` of
-    the `GRPOConfig` makes that likely, and saves compilations.
+    rollout. If its prompts have the same length, it reuses their memory, and CUDA graphs stay valid.
+    `pad_to_multiple_of` of the `GRPOConfig` makes this likely, and saves compilations.
 
     Args:
-        compile_config: what `generate` compiles the decode step with; by default `CompileConfig(backend="tatten")`.
+        compile_config: the config with which `generate` compiles the decode step. Default:
+            `CompileConfig(backend="tatten")`.
     """
 
     def __init__(self, compile_config: CompileConfig | None = None):
@@ -45,11 +47,11 @@ class SharedPrefixRollouts:
         """Draw a completion of each prompt.
 
         Returns:
-            What a trainer expects: `prompt_ids` and `completion_ids`, lists of tokens; and `logprobs`, which is None,
-            as in the trainer's own rollouts with `generate`. It computes log-probabilities in a forward of its own.
+            `prompt_ids` and `completion_ids`, lists of tokens; and `logprobs`, which is None, as in the trainer's
+            rollouts with `generate`: the trainer computes log-probabilities in a separate forward pass.
 
         Raises:
-            ValueError: the trainer generates with vLLM, is sharded by FSDP, has environments, searches with beams, or
+            ValueError: the trainer generates with vLLM, is sharded by FSDP, has environments, uses beam search, or
                 sets no length for completions; or the prompts are more than text.
         """
         _check(trainer)
@@ -59,9 +61,9 @@ class SharedPrefixRollouts:
         return {"prompt_ids": prompt_ids, "completion_ids": _cut(completions, trainer.eos_token_ids), "logprobs": None}
 
     def _generate(self, model: PreTrainedModel, prompt_ids: Tokens, trainer: GRPOTrainer) -> Tensor:
-        """The new tokens of each prompt, `[batch, new_tokens]`."""
+        """Return the new tokens of each prompt, `[batch, new_tokens]`."""
         distinct: dict[tuple[int, ...], int] = {}
-        chosen = [distinct.setdefault(tuple(ids), len(distinct)) for ids in prompt_ids]
+        indices = [distinct.setdefault(tuple(ids), len(distinct)) for ids in prompt_ids]
         ids, mask = _left_padded(list(distinct), trainer)
         config = self._generation_config(trainer.generation_config)
 
@@ -70,18 +72,18 @@ class SharedPrefixRollouts:
         arguments = {"attention_mask": mask[:, :-1], "position_ids": positions, cache_argument(model): prompts}
         model(ids[:, :-1], **arguments, logits_to_keep=1)
         memory = [(x.shape, x.dtype, x.device) for layer in prompts.layers for x in layer.kv.tensors]
-        like = chosen, config.max_new_tokens, memory
-        into = self._last[1] if self._last is not None and self._last[0] == like else None
-        self._last = None  # so that one that does not fit is freed before the next is made
-        cache = prompts.fork(1, capacity=config.max_new_tokens).select(chosen, into=into)
-        self._last = like, cache
+        shapes = indices, config.max_new_tokens, memory
+        into = self._last[1] if self._last is not None and self._last[0] == shapes else None
+        self._last = None  # frees a cache of other shapes before a new one is allocated
+        cache = prompts.fork(1, capacity=config.max_new_tokens).select(indices, into=into)
+        self._last = shapes, cache
 
-        arguments = {"attention_mask": mask[chosen], **cache_kwargs(cache)}
-        tokens: Tensor = model.generate(ids[chosen], **arguments, generation_config=config)
+        arguments = {"attention_mask": mask[indices], **cache_kwargs(cache)}
+        tokens: Tensor = model.generate(ids[indices], **arguments, generation_config=config)
         return tokens[:, ids.shape[1] :]
 
     def _generation_config(self, config: GenerationConfig) -> GenerationConfig:
-        """The trainer's, which says what to draw, without what it says of caches and compilation."""
+        """Return the trainer's config with this class's cache and compilation."""
         config = copy.deepcopy(config)
         config.cache_implementation, config.disable_compile = None, False
         config.use_cache = True
@@ -92,25 +94,25 @@ class SharedPrefixRollouts:
 class ForkedRollouts:
     """A `rollout_func` for `GRPOTrainer` with `use_transformers_continuous_batching`, which reads each prompt once.
 
-    The trainer passes each prompt `num_generations` times, and its own batches prefill each copy. These prefill a
-    prompt once, and fork its samples from it. On attention "tatten" each decode step reads the shared pages once.
+    The trainer passes each prompt `num_generations` times, and its batches prefill each copy. This function prefills a
+    prompt once, and forks its samples. With attention "tatten" each decode step reads the shared pages once.
 
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tatten")
         config = GRPOConfig(..., use_transformers_continuous_batching=True)
         trainer = GRPOTrainer(model, rewards, args=config, train_dataset=prompts, rollout_func=ForkedRollouts())
 
-    A process may have any part of a prompt's samples. Prompts of which it has equally many are one batch.
+    A process may have any part of a prompt's samples. Prompts with the same number of samples form one batch.
     """
 
     def __call__(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> dict[str, Tokens | None]:
         """Draw a completion of each prompt.
 
         Returns:
-            As `SharedPrefixRollouts` does.
+            The same as `SharedPrefixRollouts`.
 
         Raises:
-            ValueError: the trainer has no continuous batching, or is one that `SharedPrefixRollouts` refuses.
-            RuntimeError: transformers returned no completion of some prompt.
+            ValueError: the trainer has no continuous batching, or `SharedPrefixRollouts` rejects it.
+            RuntimeError: transformers returned no completion for some sample.
         """
         _check(trainer)
         if not trainer.use_transformers_continuous_batching:
@@ -121,9 +123,10 @@ class ForkedRollouts:
             training = model.training
             try:
                 for n, requests in sorted(_by_samples(prompt_ids).items()):
-                    drawn = iter(self._generate(model, [ids for ids, _ in requests], n, trainer))
-                    for place in itertools.chain(*(places for _, places in requests)):
-                        completions[place] = next(drawn)
+                    batch_completions = self._generate(model, [ids for ids, _ in requests], n, trainer)
+                    places = itertools.chain(*(places for _, places in requests))
+                    for place, completion in zip(places, batch_completions, strict=True):
+                        completions[place] = completion
             finally:
                 model.train(training)
         return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None}
@@ -132,31 +135,33 @@ class ForkedRollouts:
         """Draw `n` completions of each prompt, one prompt after the other."""
         config = copy.deepcopy(trainer.generation_config)
         config.num_return_sequences = n
-        batches = copy.deepcopy(trainer.continuous_batching_config)
-        done = model.generate_batch(prompt_ids, generation_config=config, continuous_batching_config=batches).values()
-        errors = [x.error for x in done if x.error is not None]
-        if errors or len(done) != n * len(prompt_ids):
-            why = errors[0] if errors else "its log says why"
-            missing = n * len(prompt_ids) - len(done) + len(errors)
-            raise RuntimeError(f"`generate_batch` returned no completion for {missing} samples: {why}")
-        return [x.generated_tokens for x in done]
+        batching_config = copy.deepcopy(trainer.continuous_batching_config)
+        outputs = model.generate_batch(
+            prompt_ids, generation_config=config, continuous_batching_config=batching_config
+        ).values()
+        errors = [x.error for x in outputs if x.error is not None]
+        if errors or len(outputs) != n * len(prompt_ids):
+            reason = errors[0] if errors else "its log says why"
+            missing = n * len(prompt_ids) - len(outputs) + len(errors)
+            raise RuntimeError(f"`generate_batch` returned no completion for {missing} samples: {reason}")
+        return [x.generated_tokens for x in outputs]
 
 
 def _by_samples(prompt_ids: Tokens) -> dict[int, list[tuple[list[int], list[int]]]]:
-    """Prompts by the number of their samples, each with the places of these."""
+    """Group the distinct prompts by their number of samples; each prompt comes with the places of its samples."""
     places: dict[tuple[int, ...], list[int]] = {}
     for place, ids in enumerate(prompt_ids):
         places.setdefault(tuple(ids), []).append(place)
-    found: dict[int, list[tuple[list[int], list[int]]]] = {}
-    for prompt, of in places.items():
-        # transformers (5.24) forks a prompt of which all but the last token are computed, so there must be one.
-        for samples in [of] if len(prompt) > 1 else [[place] for place in of]:
-            found.setdefault(len(samples), []).append((list(prompt), samples))
-    return found
+    groups: dict[int, list[tuple[list[int], list[int]]]] = {}
+    for prompt, prompt_places in places.items():
+        # transformers (5.24) computes all tokens except the last before it forks, so a prompt of one can't be forked.
+        for samples in [prompt_places] if len(prompt) > 1 else [[place] for place in prompt_places]:
+            groups.setdefault(len(samples), []).append((list(prompt), samples))
+    return groups
 
 
 def _unwrapped(trainer: GRPOTrainer) -> AbstractContextManager[PreTrainedModel]:
-    """The model as its own rollouts have it."""
+    """Unwrap the model for generation as the trainer's rollouts do."""
     unwrapped: AbstractContextManager[PreTrainedModel] = unwrap_model_for_generation(
         trainer.model_wrapped,
         trainer.accelerator,
@@ -169,23 +174,23 @@ def _unwrapped(trainer: GRPOTrainer) -> AbstractContextManager[PreTrainedModel]:
 
 def _check(trainer: GRPOTrainer) -> None:
     new, beams = trainer.generation_config.max_new_tokens, trainer.generation_config.num_beams
-    for refused, why in (
+    for rejected, requirement in (
         (trainer.use_vllm, "generate with transformers, got use_vllm=True"),
         (trainer.is_fsdp_enabled, "have all weights on each rank, got FSDP"),
         (trainer.environment_factories is not None, "have no environments, got an `environment_factory`"),
-        (new is None, "have a `max_completion_length`, for which the cache gets room, got None"),
+        (new is None, "have a `max_completion_length`, which sets the cache's capacity, got None"),
         (beams not in (None, 1), f"draw its completions one by one, got num_beams={beams}"),
     ):
-        if refused:
-            raise ValueError(f"`trainer` must {why}")
+        if rejected:
+            raise ValueError(f"`trainer` must {requirement}")
 
 
 @contextmanager
 def _without_gradient_hooks(model: PreTrainedModel) -> Iterator[None]:
-    """Take away the hooks by which the embeddings' output requires grad, of which a rollout has no use.
+    """Remove the hooks that make the embeddings' output require grad, which a rollout does not need.
 
-    transformers (5.23) adds one more whenever gradient checkpointing is enabled again, as TRL does several times a
-    step, and a compiled model is compiled again for each number of hooks.
+    transformers (5.23) adds another hook each time gradient checkpointing is enabled, which TRL does several times in a
+    step. A compiled model is compiled again for each number of hooks.
     """
     try:
         hooks = model.get_input_embeddings()._forward_hooks
@@ -204,7 +209,7 @@ def _without_gradient_hooks(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _tokenize(prompts: Sequence[Any], trainer: GRPOTrainer) -> Tokens:
-    """The tokens of text prompts, as the trainer would get them."""
+    """Tokenize text prompts as the trainer does."""
     if is_conversational({"prompt": prompts[0]}):
         tokenized = trainer.processing_class.apply_chat_template(
             conversation=prompts,
@@ -217,14 +222,17 @@ def _tokenize(prompts: Sequence[Any], trainer: GRPOTrainer) -> Tokens:
         )
     else:
         tokenized = trainer.processing_class(text=prompts)
-    if more := sorted(tokenized.keys() - {"input_ids", "attention_mask"}):
-        raise ValueError(f"`prompts` must be text that becomes tokens alone, got {more} as well")
+    if other_inputs := sorted(tokenized.keys() - {"input_ids", "attention_mask"}):
+        raise ValueError(f"`prompts` must be text that becomes only tokens, got {other_inputs} as well")
     ids: Tokens = tokenized["input_ids"]
     return ids
 
 
 def _left_padded(prompt_ids: Sequence[Sequence[int]], trainer: GRPOTrainer) -> tuple[Tensor, Tensor]:
-    """Tokens and attention mask, `[prompts, length]`, of at least two tokens: one to prefill, and one to decode."""
+    """Return tokens and attention mask, `[prompts, length]`, left-padded.
+
+    The length is at least two: one token to prefill, and one to decode.
+    """
     multiple = trainer.pad_to_multiple_of or 1
     length = -(-max(2, *map(len, prompt_ids)) // multiple) * multiple
     shape, device = (len(prompt_ids), length), trainer.accelerator.device
@@ -237,7 +245,7 @@ def _left_padded(prompt_ids: Sequence[Sequence[int]], trainer: GRPOTrainer) -> t
 
 
 def _cut(completions: Tensor, ends: Sequence[int]) -> Tokens:
-    """Each completion up to the first token that ends it, which is kept."""
+    """Cut each completion after its first end token."""
     rows = completions.tolist()
     lengths = [next((i for i, token in enumerate(row, start=1) if token in ends), len(row)) for row in rows]
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]

@@ -58,7 +58,7 @@ def test_integrations_transformers_loop_generate_call() -> None:
     def keep(model, input_ids, generation_config, **rest):
         cache = rest[next(iter(cache_kwargs(None)))]
         dropped = generate_call.dropped_arguments(model)
-        calls.append((generate_call.of_the_user(cache), dropped.streamer, dropped.synced_gpus, "streamer" in rest))
+        calls.append((generate_call.is_users_cache(cache), dropped.streamer, dropped.synced_gpus, "streamer" in rest))
         assert generation_config._pad_token_tensor.item() == 3
         return input_ids
 

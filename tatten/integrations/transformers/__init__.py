@@ -1,4 +1,4 @@
-"""The caches as `transformers.Cache`s, attention over those that are sharded, and a decode loop for `generate`."""
+"""tatten for transformers: caches as `transformers.Cache`s, attention "tatten", and a decode loop for `generate`."""
 
 from typing import TYPE_CHECKING
 

@@ -18,15 +18,15 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicS
 
 from tatten.ops.moved import moved
 
-# Where a config has one of these, its indexer scores pools of keys, and reads more of a cache than index keys.
+# With one of these attributes, the indexer of a config scores pools of keys, and reads more of a cache than index keys.
 _POOLS = ("index_kpool", "indexer_compress_ratio")
 
 
 def count_layers(config: PreTrainedConfig) -> int:
-    """The number of layers that have keys and values of their own.
+    """Return the number of layers that cache keys and values.
 
     Raises:
-        ValueError: a layer holds anything else.
+        ValueError: a layer caches anything else.
     """
     # DynamicCache chooses a class for each layer, by rules that differ between versions of transformers.
     layers = DynamicCache(config=config).layers
@@ -44,10 +44,10 @@ def count_layers(config: PreTrainedConfig) -> int:
 
 
 def layers_of_index_keys(config: PreTrainedConfig) -> list[int]:
-    """The layers that cache the keys of an indexer, one for each token; other layers use the picks of those.
+    """Return the layers that cache index keys, one key for each token. Other layers use the picks of these layers.
 
     Raises:
-        ValueError: index keys are pooled, or their layers attend to the keys and values of others.
+        ValueError: index keys are pooled, or a layer attends to the keys and values of another.
     """
     text = config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
@@ -68,12 +68,12 @@ def layers_of_index_keys(config: PreTrainedConfig) -> list[int]:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """The name of a model's argument for its cache, which transformers 5.24 changed in its own models."""
+    """Return the name of a model's argument for its cache. transformers 5.24 renamed it in its models."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def cache_kwargs(cache: Cache | None) -> dict[str, Cache | None]:
-    """The keyword argument that gives a cache to a model of transformers, or to its `generate`.
+    """Return the keyword argument that passes a cache to a model of transformers, or to its `generate`.
 
     transformers 5.24 renamed the argument `past_key_values` to `cache`. Later versions warn about the old name, and
     earlier versions refuse the new one. This function returns the name that the installed version takes:
@@ -94,15 +94,15 @@ def caches_latents(config: PreTrainedConfig) -> bool:
 
     It may cache latents, and expand them to keys and values.
     """
-    # transformers raises an error for the attribute itself where it differs between layers, as in dots3-note.
+    # transformers raises an error for an attribute that differs between layers, as in dots3-note.
     return vars(config.get_text_config(decoder=True)).get("kv_lora_rank") is not None
 
 
 def count_full_layers(config: PreTrainedConfig) -> int:
-    """The number of layers, each of which attends to all tokens.
+    """Return the number of layers, all of which must attend to all tokens.
 
     Raises:
-        ValueError: a layer attends to a window, or holds anything but keys and values.
+        ValueError: a layer attends to a window, or caches anything but keys and values.
     """
     n = count_layers(config)
     for index, layer in enumerate(DynamicCache(config=config).layers[:n]):
@@ -114,18 +114,18 @@ def count_full_layers(config: PreTrainedConfig) -> int:
 
 
 def rope_types(config: PreTrainedConfig) -> set[str]:
-    """The kinds of rotary embeddings of the model; empty if it has none."""
+    """Return the types of the model's rotary embeddings; empty if it has none."""
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    each = [x for x in rope.values() if isinstance(x, dict)] or ([rope] if rope else [])
-    return {x.get("rope_type", "default") for x in each}
+    by_layer_type = [x for x in rope.values() if isinstance(x, dict)] or ([rope] if rope else [])
+    return {x.get("rope_type", "default") for x in by_layer_type}
 
 
 def attention_implementation(config: PreTrainedConfig) -> str | None:
-    """The name of the attention function that the model calls; None if it was not set.
+    """Return the name of the attention function that the model calls, or None if it was not set.
 
     Raises:
-        NotImplementedError: transformers says it in another place.
+        NotImplementedError: transformers has moved the attribute.
     """
     try:
         name: str | None = config.get_text_config(decoder=True)._attn_implementation
@@ -136,61 +136,61 @@ def attention_implementation(config: PreTrainedConfig) -> str | None:
 
 
 def check_attention(config: PreTrainedConfig | int) -> None:
-    """Raise ValueError if the config is of a model that calls another attention than "tatten"."""
+    """Raise ValueError if the model of a config calls another attention than "tatten"."""
     implementation = None if isinstance(config, int) else attention_implementation(config)
     if implementation not in (None, "tatten"):
         raise ValueError(
-            f'`config` must be of a model with attn_implementation="tatten", got {implementation!r}: nothing else can '
+            f'`config` must be of a model with attn_implementation="tatten", got {implementation!r}: only "tatten" can '
             'attend to a sharded cache; call `model.set_attn_implementation("tatten")`'
         )
 
 
 def made_for_sdpa(config: PreTrainedConfig) -> bool:
-    """Tell whether a model leaves attention to the function of its `attn_implementation` and minds no name of one.
+    """Return True if a model passes masks to the function of its `attn_implementation`, whatever that is called.
 
-    Only such a model takes the masks that SDPA does, and None for a causal one. It is known by its code.
+    Only these models accept the masks that SDPA takes, and None for a causal mask. The source code of a model decides.
     """
     return bool(_made_for_sdpa(type(config).__module__.replace("configuration_", "modeling_")))
 
 
 @torch.compiler.assume_constant_result
 def _made_for_sdpa(module: str) -> bool:
-    return module in sys.modules and _says_so(module)
+    return module in sys.modules and _source_is_made_for_sdpa(module)
 
 
 @functools.cache
-def _says_so(module: str) -> bool:
+def _source_is_made_for_sdpa(module: str) -> bool:
     try:
         source = inspect.getsource(sys.modules[module])
-    except (OSError, TypeError):  # made at a prompt
+    except (OSError, TypeError):  # defined interactively
         return False
-    says = ("ALL_ATTENTION_FUNCTIONS.get_interface(", "_supports_sdpa = True")
-    return all(text in source for text in says) and '_attn_implementation == "sdpa"' not in source
+    required = ("ALL_ATTENTION_FUNCTIONS.get_interface(", "_supports_sdpa = True")
+    return all(text in source for text in required) and '_attn_implementation == "sdpa"' not in source
 
 
 def weights_collected() -> bool:
-    """Tell whether hooks on the layers of the running model collect attention weights.
+    """Return True if hooks on the layers of the running model collect attention weights.
 
     Many models (GPT-2, OPT) do not pass `output_attentions` on to their attention function.
     """
     try:
         from transformers.utils.output_capturing import _active_collector as collector
 
-        # Dynamo traces no context variable. For compiled models transformers has a global one instead.
+        # Dynamo can't trace a context variable. transformers has a global variable for compiled models.
         collected = collector.global_var if torch.compiler.is_compiling() else collector.get()
     except (ImportError, AttributeError) as error:
-        if not torch.compiler.is_compiling():  # Dynamo traces no logging
-            instead = "models that do not pass `output_attentions` on return no weights"
-            moved("transformers.utils.output_capturing._active_collector", error, instead)
+        if not torch.compiler.is_compiling():  # Dynamo can't trace logging
+            effect = "models that do not pass `output_attentions` on return no weights"
+            moved("transformers.utils.output_capturing._active_collector", error, effect)
         return False
     return collected is not None and any("attentions" in name for name in collected)
 
 
 def eager_attention(module: nn.Module) -> Callable[..., Any]:
-    """The function that a layer calls with `attn_implementation="eager"`.
+    """Return the function that a layer calls with `attn_implementation="eager"`.
 
     Raises:
-        NotImplementedError: its model calls it otherwise than all others.
+        NotImplementedError: the code of the model has no function of the usual name.
     """
     for cls in type(module).__mro__:
         code = vars(sys.modules[cls.__module__])
@@ -199,6 +199,6 @@ def eager_attention(module: nn.Module) -> Callable[..., Any]:
             if function is not None:
                 return function
     raise NotImplementedError(
-        f"{type(module).__name__} must have an `eager_attention_forward` beside it for soft caps, sinks and attention "
-        'weights beyond decode steps, got none: load the model with attn_implementation="eager"'
+        f"the module of {type(module).__name__} must define `eager_attention_forward` for soft caps, sinks and "
+        'attention weights beyond decode steps, got none: load the model with attn_implementation="eager"'
     )

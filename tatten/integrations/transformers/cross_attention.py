@@ -1,4 +1,4 @@
-"""A cache of an encoder's keys and values that stores those of each source once, however many sequences decode it."""
+"""A cache of an encoder's keys and values, which stores each source once for all sequences that decode it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LAYOUT = torch.contiguous_format
 
 
 class CrossAttentionLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of a layer, `[sources, heads, length, head_dim]`, that layers see repeated for each sequence."""
+    """Keys and values of a layer, stored as `[sources, heads, length, head_dim]` and repeated for each sequence."""
 
     is_sliding = False
     is_compileable = True
 
     def __init__(self, n: int):
-        # Not the initializer of the base class, which assigns `keys` and `values`.
+        # Without the initializer of the base class, which assigns to the properties `keys` and `values`.
         self.n = n
         self.is_initialized = False
         self.stored: tuple[Tensor, Tensor] | None = None
@@ -67,8 +67,8 @@ class CrossAttentionLayer(CacheLayerMixin):  # type: ignore[misc]
         self.stored, self.is_initialized = None, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Leave all as it is: beams take the place of beams of the same source."""
-        if beam_idx.device.type == "cpu":  # elsewhere the check would wait for the device
+        """Raise ValueError unless each beam replaces a beam of the same source, which changes nothing."""
+        if beam_idx.device.type == "cpu":  # on an accelerator the check would wait for the device
             sources = torch.arange(len(beam_idx)) // self.n
             if not torch.equal(beam_idx // self.n, sources):
                 raise ValueError(f"`beam_idx` must keep each source's {self.n} sequences, got {beam_idx.tolist()}")
@@ -77,8 +77,8 @@ class CrossAttentionLayer(CacheLayerMixin):  # type: ignore[misc]
 class CrossAttentionCache(Cache):  # type: ignore[misc]
     """An encoder's keys and values, stored once for the `n` sequences that decode each source.
 
-    `generate` repeats what the encoder returns for each beam or returned sequence, and other caches store all copies.
-    This one is the second half of an `EncoderDecoderCache`; the first may be any cache:
+    `generate` repeats the encoder's output for each beam or returned sequence, and other caches store all copies. Use
+    this cache as the second half of an `EncoderDecoderCache`; the first half may be any cache:
 
         decoder = StaticCache(model.config, max_cache_len=max_new_tokens)
         cache = EncoderDecoderCache(decoder, CrossAttentionCache(n=5))
@@ -86,13 +86,13 @@ class CrossAttentionCache(Cache):  # type: ignore[misc]
                              compile_config=CompileConfig(backend="tatten"))
 
     Args:
-        n: how many sequences decode each source: the larger one of `num_beams` and `num_return_sequences`; for Whisper,
-            which repeats its input for both, their product. Sequence i decodes source `i // n`.
+        n: number of sequences that decode each source: the larger one of `num_beams` and `num_return_sequences`; for
+            Whisper, which repeats its input for both, their product. Sequence i decodes source `i // n`.
 
     Raises:
         TypeError: `n` is not an int.
-        ValueError: `n` is less than 1; or, in the first step, the batch isn't a multiple of it, or the keys or values
-            of a source's sequences differ by more than rounding. A compiled first step isn't compared.
+        ValueError: `n` is less than 1; or, in the first step, the batch isn't a multiple of `n`, or the keys or values
+            of a source's sequences differ by more than rounding. A compiled first step does not compare them.
     """
 
     def __init__(self, n: int):
@@ -101,17 +101,20 @@ class CrossAttentionCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, those of each source once."""
+        """Bytes of keys and values. Each source counts once."""
         return sum(x.nbytes for layer in self.layers for x in layer.stored or ())
 
 
 def _repeated(stored: Tensor, n: int) -> Tensor:
-    """Each source's rows `n` times, as the backend sees through: a copy in eager mode, but for a single source."""
+    """Repeat each source's rows `n` times.
+
+    The backend reads the stored rows instead. Eager mode copies them, unless there is only one source.
+    """
     return stored.unsqueeze(1).expand(-1, n, -1, -1, -1).flatten(0, 1)
 
 
 def _check_repeated(name: str, states: Tensor, n: int) -> None:
-    """Raise unless each `n` rows are the same, up to what one matrix product rounds differently in different rows."""
+    """Raise ValueError unless each `n` rows are equal, up to the rounding of one matrix product."""
     if n == 1 or not states.numel():
         return
     rows = states.unflatten(0, (-1, n))

@@ -1,12 +1,13 @@
-"""From a cache to the attention of a model: whose share of the latents a layer has expanded, and a prefill that runs.
+"""Pass state of a thread from a cache to the attention of a model: the share of latents, and the running prefill.
 
-Models of multi-head latent attention get latents from their cache and expand them, token by token, to the keys and
-values that attention gets. As DTensors latents would not come through that: PyTorch multiplies none by a weight that is
-a plain tensor, and `new_empty` of another width would be replicated, so that all latents were gathered. So each rank
-expands its own as plain tensors, which do not say that they are a share.
+A model with multi-head latent attention gets latents from its cache. It expands them, token by token, to the keys and
+values for attention. DTensors do not survive this: PyTorch can't multiply them by a weight that is a plain tensor, and
+`new_empty` of another width would be replicated, which gathers all latents. So each rank expands its share as plain
+tensors. These do not tell attention that they are a share, so the cache hands the layout over here.
 
-A step may fail between its cache and its attention. So a share is for the attention of the layer that wrote it, over as
-many keys, in the same forward pass: the masks of the next one, another layer and any attention drop it.
+A step may fail between its cache and its attention. So a share is valid only for the attention of the layer that wrote
+it, over the same number of keys, in the same forward pass. The next forward pass, another layer and any call of
+attention drop it.
 """
 
 from __future__ import annotations
@@ -24,46 +25,52 @@ if TYPE_CHECKING:
 
 
 class LayerShare(NamedTuple):
-    """A layer's share of the keys that all ranks hold: `keys` of them, dealt out as `layout` says."""
+    """A rank's share of a layer's keys.
+
+    Attributes:
+        layout: the layout of the keys over the ranks.
+        layer: index of the layer.
+        keys: number of keys of this rank.
+    """
 
     layout: OneDevice
     layer: int
     keys: int
 
 
-class _Given(threading.local):  # Dynamo traces this, unlike a ContextVar
-    def __init__(self) -> None:  # in each thread: Dynamo guards on which attributes there are
+class _ThreadState(threading.local):  # Dynamo traces this, unlike a ContextVar
+    def __init__(self) -> None:  # sets all attributes in each thread, as Dynamo guards on their presence
         self.share: LayerShare | None = None
         self.prefill: StripedPrefill | None = None
 
 
-_given = _Given()
+_thread_state = _ThreadState()
 
 
 def hand_over(share: LayerShare | None) -> None:
-    """Tell the next attention of this thread that its keys and values are a share; None says that they are whole."""
-    _given.share = share
+    """Set the share that the next attention of this thread gets; None if its keys and values are complete."""
+    _thread_state.share = share
 
 
 def take_over(module: nn.Module, key: Tensor) -> OneDevice | None:
-    """Return the layout of the share that a layer handed over to its attention, once; None where keys are whole."""
-    share = _given.share
-    _given.share = None
+    """Return the layout of the share that was handed over to a layer, and drop it; None if the keys are complete."""
+    share = _thread_state.share
+    _thread_state.share = None
     if share is None or (share.layer, share.keys) != (getattr(module, "layer_idx", None), key.shape[2]):
         return None
     return share.layout
 
 
 def running_prefill() -> StripedPrefill | None:
-    """The prefill over several ranks for which this thread runs a model; else None."""
-    return _given.prefill
+    """Return the prefill over several ranks for which this thread runs a model, or None."""
+    return _thread_state.prefill
 
 
 @contextmanager
 def run_prefill(prefill: StripedPrefill) -> Iterator[None]:
-    """Have caches, masks and attention of this thread do their part of a prefill over several ranks."""
-    _given.prefill = prefill
+    """Make caches, masks and attention of this thread take part in a prefill over several ranks."""
+    _thread_state.prefill = prefill
     try:
         yield
     finally:
-        _given.prefill = None
+        _thread_state.prefill = None

@@ -1,4 +1,4 @@
-"""The keys of an indexer in a layer of a cache: what the indexer of a model adds, and gets back to score."""
+"""The index keys of a layer of a cache: the indexer of a model adds new keys, and gets all keys to score."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tatten.caches.layer import Layer
 
 
 class IndexKeys:
-    """Index keys of one layer, which all index heads share: keys of one head, with values of no width.
+    """Index keys of one layer. All index heads share them, so they are keys of one head. Their values have width 0.
 
     Attributes:
-        layer: holds them.
+        layer: the layer that stores them.
         is_initialized, repeated: as for the `CacheLayer` of the same tokens.
     """
 
@@ -19,7 +19,7 @@ class IndexKeys:
         self.layer, self.is_initialized, self.repeated = layer, bool(layer.segments), 0
 
     def update(self, new: Tensor) -> Tensor:
-        """Add the index keys of new tokens, `[batch, q_len, dim]`, and return those of all, `[batch, total, dim]`."""
+        """Add the index keys of new tokens, `[batch, q_len, dim]`, and return all index keys, `[batch, total, dim]`."""
         key = new[:, self.repeated :].unsqueeze(1)
         keys, _ = self.layer.append(key, key[..., :0])
         if self.repeated or not self.is_initialized:
@@ -28,6 +28,6 @@ class IndexKeys:
         return keys.squeeze(1)
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.layer.clear()
         self.is_initialized = False

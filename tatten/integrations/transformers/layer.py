@@ -1,4 +1,4 @@
-"""A layer of a cache for transformers, and the part that the caches have in common."""
+"""A layer of a cache for transformers, and the base class of the caches."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tatten.integrations.transformers.index_keys import IndexKeys
 
 
 class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A `Layer` for transformers: dynamic while its root grows, else static, hence compileable.
+    """A `Layer` for transformers: dynamic while its root grows, then static and compileable.
 
-    Attention gets the first tokens unchanged, and over a mesh later ones as DTensors. Of latents, which the model
-    expands before that, it gets this rank's share as plain tensors, and has to be told.
+    Attention gets the first tokens unchanged. Over a mesh it gets later tokens as DTensors, or, if the model expands
+    latents first, this rank's share as plain tensors, whose layout is handed over (`handover.py`).
 
     Attributes:
-        index: of the layer in the model.
-        latents: whether the model expands what it gets, over a mesh.
-        index_keys: those of the layer's indexer; None for a layer without one of its own.
-        repeated: how many tokens that are held already the next update begins with. To transformers that step is one
-            of an empty cache.
+        index: index of the layer in the model.
+        latents: whether the model expands latents from the cache, over a mesh.
+        index_keys: the keys of the layer's indexer; None for a layer without an indexer.
+        repeated: number of tokens at the start of the next update that the cache already holds. transformers treats
+            that step as the first step of an empty cache.
     """
 
     is_sliding = False
@@ -44,7 +44,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_croppable(self) -> bool:
-        """Without which transformers refuses assisted decoding, from 5.24 on."""
+        """Return True if tokens can be removed, which transformers (5.24) requires for assisted decoding."""
         return bool(self.kv.segments) or not self.kv.static
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -69,9 +69,9 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys, values
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Add the index keys of new tokens, `[batch, q_len, dim]`, and return those of all tokens.
+        """Add the index keys of new tokens, `[batch, q_len, dim]`, and return the index keys of all tokens.
 
-        For sequences that share a prefix, the result has a copy each of its index keys, which are stored once.
+        The index keys of a shared prefix are stored once. The result repeats them for each sequence.
         """
         if self.index_keys is None:
             raise ValueError(
@@ -81,7 +81,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.index_keys.update(indexer_key_states)
 
     def expect_again(self, tokens: int) -> None:
-        """Expect that the next update begins with as many tokens that are held already."""
+        """Expect the next update to begin with `tokens` tokens that the cache already holds."""
         self.repeated = tokens
         if self.index_keys is not None:
             self.index_keys.repeated = tokens
@@ -101,7 +101,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
             return query_length, 0
         if not self.kv.static:
             return self.kv.prefix_length + query_length, 0
-        # `generate` asks on the host, ahead of a compiled forward that cannot check.
+        # `generate` calls this on the host before a compiled forward, which can't check.
         if self.kv.length.device.type == "cpu":
             self.kv.check_room(query_length)
         return self.get_max_length(), 0
@@ -117,12 +117,12 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class WrappedCache(Cache):  # type: ignore[misc]
-    """A cache of tatten as one of transformers.
+    """A cache of tatten as a cache of transformers.
 
     Args:
-        cache: has one layer for each of the model, and behind those one for each in `indexed`.
+        cache: has one layer for each layer of the model, then one for each layer in `indexed`.
         latents: as for `CacheLayer`.
-        indexed: the layers of the model with index keys of their own.
+        indexed: the layers of the model that cache index keys.
     """
 
     def __init__(self, cache: BaseCache, latents: bool, indexed: Sequence[int] = ()):

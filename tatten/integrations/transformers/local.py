@@ -1,4 +1,4 @@
-"""Attention "tatten" on one device: decode steps go through the ops, everything else as transformers has it."""
+"""Attention "tatten" on one device: the ops compute decode steps, and transformers computes all other calls."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ def attention(
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of a decode step by `tatten.decode_attention`, else by SDPA or, beyond that, by the model's own code.
+    """Compute attention by `tatten.decode_attention`, by SDPA, or by the model's eager function.
 
-    SDPA has neither soft caps nor sinks, and returns no weights. Without any of them and without a mask it reads each
-    key once already; and in a graph that is being compiled, the backend rewrites it.
+    The op computes a decode step in eager mode with a mask, and any decode step with soft caps or sinks. SDPA computes
+    other calls without soft caps, sinks or weights: without a mask it reads each key once, and in a compiled graph the
+    backend rewrites it. The model's function computes the rest.
 
     Args:
-        position_bias, softcap, s_aux: what some models pass; `s_aux` are sinks.
-        indices: the keys that a query attends to, `[batch, q_length, selected]`. The mask narrows them.
+        position_bias, softcap, s_aux: arguments of some models; `s_aux` are sinks.
+        indices: the keys that each query attends to, `[batch, q_length, selected]`. The mask narrows them.
     """
     if indices is not None:
-        attention_mask = selecting(indices, attention_mask, key.shape[2])
+        attention_mask = narrow_to_indices(indices, attention_mask, key.shape[2])
     causal = query.shape[2] > 1 and attention_mask is None
     if causal and is_causal is None:
-        # Code that isn't made for SDPA takes None for no mask, as Splinter's does; other code may mean a causal one.
+        # None may stand for no mask, as in Splinter, or for a causal mask, in models that are made for SDPA.
         is_causal = getattr(module, "is_causal", None)
         is_causal = made_for_sdpa(module.config) if is_causal is None else is_causal
     causal = causal and bool(is_causal)
     plain = softcap is None and s_aux is None
-    # Sinks that differ between queries are none of the op's.
+    # The op has no sinks that differ between queries (`sinks`).
     weights = bool(kwargs.get("output_attentions")) or kwargs.get("sinks") is not None
     if plain:
         masked = attention_mask is not None or position_bias is not None
@@ -77,7 +78,7 @@ def attention(
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None) -> bool:
-    """Tell whether `tatten.decode_attention` takes these tensors, as they are and without gradients."""
+    """Return True if `tatten.decode_attention` takes these tensors unchanged, and no gradient is wanted."""
     tensors = [query, key, value, *(x for x in others if x is not None)]
     device = query.device
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -106,7 +107,7 @@ def decode(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`tatten.decode_attention`, with biases in the mask."""
+    """Call `tatten.decode_attention`, with the position bias added to the mask."""
     blocks = None if attn_mask is None or torch.compiler.is_compiling() else blocks_of(attn_mask)
     if position_bias is not None:
         attn_mask, blocks = biased(attn_mask, position_bias), None
@@ -117,10 +118,12 @@ def decode(
     )
 
 
-def selecting(indices: Tensor, attn_mask: Tensor | None, kv_len: int) -> Tensor:
-    """Narrow a mask, bool or additive, to the keys that an index selects for each query of a sequence."""
+def narrow_to_indices(indices: Tensor, attn_mask: Tensor | None, kv_len: int) -> Tensor:
+    """Narrow a mask, bool or additive, to the keys that `indices` selects for each query."""
     if attn_mask is None:
-        raise ValueError("`attention_mask` must be given with `indices`, which may select what a query must not see")
+        raise ValueError(
+            "`attention_mask` must come with `indices`, which may select keys that are not visible, got None"
+        )
     selected = indices.new_zeros(*indices.shape[:2], kv_len, dtype=torch.bool).scatter(-1, indices.long(), True)
     selected = selected.unsqueeze(1)
     if attn_mask.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""A prefill in which each rank of a mesh runs its share of the prompt: a model of transformers, called as it is."""
+"""A prefill in which each rank of a mesh runs an unchanged model of transformers on its share of the prompt."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tatten.integrations.transformers.config import (
 )
 from tatten.integrations.transformers.handover import run_prefill
 
-# Frequencies that do not depend on how many tokens a model has seen.
+# Rotary embeddings whose frequencies do not depend on the number of tokens.
 FIXED_ROPE = {"default", "linear", "llama3", "proportional", "yarn"}
-# Modules that mix the tokens of a sequence, which is dealt out to ranks.
+# Modules that may mix the tokens of a sequence, which would miss the tokens of other ranks.
 MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
-# Arguments of attention that say nothing of what is attended to.
+# Arguments of attention that do not affect which keys count.
 HARMLESS = {"position_ids", "past_key_values", "cache", "position_embeddings", "use_cache", "layer_idx"}
 
 
@@ -45,10 +45,10 @@ def prefill(
 
     Args:
         cache_length: number of tokens in the cache.
-        capacity: number of tokens that it can hold; None for as many as come.
+        capacity: number of tokens that the cache can hold; None for no limit.
     """
 
-    model = getattr(model, "_orig_mod", model)  # of what torch.compile returns
+    model = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
 
     def describe() -> str:
         check_prompt(prompt, chunk, layout)
@@ -60,20 +60,21 @@ def prefill(
         if capacity is not None and tokens > capacity:
             raise ValueError(f"`capacity` must hold the {tokens} tokens of `prompt`, got {capacity}")
         check_model(model, len(cache.layers))
-        described = f"a prompt of shape {tuple(prompt.shape)} (#{int(fingerprint(prompt)) % 2**64:016x}), chunk {chunk}"
-        return f"{described}, a {type(model).__name__} in {model.dtype}"  # keys go round as bytes
+        prompt_text = f"a prompt of shape {tuple(prompt.shape)} (#{int(fingerprint(prompt)) % 2**64:016x})"
+        # The dtype has to match: ranks send each other keys as bytes.
+        return f"{prompt_text}, chunk {chunk}, a {type(model).__name__} in {model.dtype}"
 
     agree(layout, "`prompt`, `chunk` and `model`", describe)
     tokens = prompt.shape[1]
     striped = StripedPrefill(layout, [layer.kv for layer in cache.layers], tokens)
     size = layout.ranks * -(-tokens // layout.ranks) if chunk is None else chunk
-    kept = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1, "return_dict": True}
+    arguments = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1, "return_dict": True}
     try:
-        # A forward that was compiled in place would be traced for each length of a chunk.
+        # In eager mode: a model that was compiled in place would be traced again for each length of a chunk.
         with run_prefill(striped), torch.compiler.set_stance("force_eager"):
             for positions in striped.chunks(size, prompt.device):
                 local_prompt = prompt.index_select(1, positions)
-                out = model(local_prompt, position_ids=positions[None], **kept)
+                out = model(local_prompt, position_ids=positions[None], **arguments)
         logits = striped.finish(out.logits[:, -1])
     except BaseException:
         striped.abandon()
@@ -95,7 +96,7 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention "tatten" of transformers while a prefill runs: `key` and `value` are this rank's so far."""
+    """Compute attention "tatten" while a prefill runs. `key` and `value` are all of this rank's so far."""
     unsupported = {name: x for name, x in kwargs.items() if name not in HARMLESS and x is not None and x is not False}
     if attention_mask is not None:
         unsupported["attention_mask"] = attention_mask
@@ -114,8 +115,8 @@ def attention(
 def check_prompt(prompt: Tensor, chunk: int | None, layout: Interleaved) -> None:
     """Raise TypeError or ValueError unless `prompt` and `chunk` are as `ShardedKVCache.prefill` takes them."""
     if not isinstance(prompt, Tensor) or prompt.dtype not in INTEGERS:
-        what = prompt.dtype if isinstance(prompt, Tensor) else type(prompt).__name__
-        raise TypeError(f"`prompt` must be a tensor of integers, got {what}")
+        kind = prompt.dtype if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise TypeError(f"`prompt` must be a tensor of integers, got {kind}")
     if prompt.dim() != 2 or not prompt.numel():
         raise ValueError(f"`prompt` must be [batch, P] with a token at least, got shape {tuple(prompt.shape)}")
     if prompt.device.type != layout.mesh.device_type:
@@ -129,7 +130,7 @@ def check_prompt(prompt: Tensor, chunk: int | None, layout: Interleaved) -> None
 
 
 def check_model(model: PreTrainedModel, layers: int) -> None:
-    """Raise unless attention is all that mixes the tokens of a model, and it is ours, full and causal."""
+    """Raise unless a model mixes tokens only by full causal attention "tatten", in as many layers as the cache has."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"`model` must be a model of transformers, got {type(model).__name__}")
     config = model.config
@@ -137,14 +138,14 @@ def check_model(model: PreTrainedModel, layers: int) -> None:
         raise ValueError(f'`model` must have attn_implementation="tatten", got {implementation!r}')
     if reason := undivided_reason(model):
         raise NotImplementedError(f"`model` can't be divided among ranks, which need {reason}: call it with the cache")
-    if (found_layers := count_full_layers(config)) != layers:
-        raise ValueError(f"`model` must have the {layers} layers of the cache, got {found_layers}")
+    if (model_layers := count_full_layers(config)) != layers:
+        raise ValueError(f"`model` must have the {layers} layers of the cache, got {model_layers}")
 
 
 def undivided_reason(model: PreTrainedModel) -> str | None:
     """Return the first requirement for dividing prompts among ranks that this model does not meet, or None.
 
-    It covers the requirements that can be checked before the model runs.
+    Only requirements that can be checked before the model runs are covered.
     """
     config, forward = model.config, inspect.signature(model.forward).parameters
     name = type(model).__name__
@@ -157,8 +158,8 @@ def undivided_reason(model: PreTrainedModel) -> str | None:
         count_full_layers(config)
     except ValueError as error:
         return f"attention to all tokens ({error})"
-    if lengths := sorted(rope_types(config) - FIXED_ROPE):
-        return f"rotary embeddings that do not depend on the length, and its are {lengths[0]!r}"
+    if varying := sorted(rope_types(config) - FIXED_ROPE):
+        return f"rotary embeddings that do not depend on the length, and its are {varying[0]!r}"
     if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
         return "attention without a soft cap, and `attn_logit_softcapping` is set"
     for path, module in model.named_modules():

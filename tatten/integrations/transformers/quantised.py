@@ -1,4 +1,4 @@
-"""A static cache in 8 bits as a `transformers.Cache`: half the bytes to hold, and half to read in each step."""
+"""A static cache in 8 bits as a `transformers.Cache`: half of the memory, and half of the traffic in each step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class QuantizedStaticLayer(StaticLayer):  # type: ignore[misc]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that is stored; nothing before the first update."""
+        """Keys, values and their scales; empty before the first update."""
         return (self.keys, self.values, self.key_scale, self.value_scale) if self.is_initialized else ()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ class QuantizedStaticLayer(StaticLayer):  # type: ignore[misc]
         new = key_states.shape[-2]
         slots = torch.arange(new, device=self.device) + self.cumulative_length
         self.cumulative_length.add_(new)
-        # By index: index_copy_ takes no float8 on a CPU.
+        # Assigned by index, as index_copy_ does not support float8 on a CPU.
         self.keys[:, :, slots], self.key_scale[:, :, slots] = quantise(key_states, self.narrow_dtype)
         self.values[:, :, slots], self.value_scale[:, :, slots] = quantise(value_states, self.narrow_dtype)
         keys = dequantise(self.keys, self.key_scale, self.dtype)
@@ -74,23 +74,23 @@ class QuantizedStaticLayer(StaticLayer):  # type: ignore[misc]
 class QuantizedStaticCache(Cache):  # type: ignore[misc]
     """A static cache of keys and values in 8 bits, with a scale in float32 for each token and head.
 
-    Takes the place of `transformers.StaticCache`, with 0.52 of its bytes at 16 bits and head_dim 128:
+    It replaces `transformers.StaticCache`, with 0.52 of its bytes at 16 bits and head_dim 128:
 
         cache = tatten.QuantizedStaticCache(model.config, max_cache_len=4096)
         out = model.generate(**inputs, **cache_kwargs(cache), compile_config=CompileConfig(backend="tatten"))
 
-    Keys and values are rounded when they are written, the prompt's too, and attention gets them dequantised, as plain
-    PyTorch. With `backend="tatten"` a decode step reads them in 8 bits; any other backend makes a copy in the dtype of
-    the model in each step, as eager mode does.
+    Keys and values are rounded when they are written, also those of the prompt. Plain PyTorch dequantises them for
+    attention. With `backend="tatten"` a decode step reads them in 8 bits. Any other backend, and eager mode, makes a
+    copy in the dtype of the model in each step.
 
     Args:
-        config: the config of the model, all of whose layers have full attention with keys and values of their own.
+        config: the config of the model. All layers must have full attention and cache their own keys and values.
         max_cache_len: the number of tokens that a sequence can have.
-        dtype: torch.float8_e4m3fn, for which a GPU has to have compute capability 8.9, or torch.int8, which is closer
-            to 16 bits.
+        dtype: torch.float8_e4m3fn, which needs a GPU of compute capability 8.9, or torch.int8, which is more accurate.
 
     Raises:
-        ValueError: an argument is invalid, or a layer holds anything else; sliding layers keep few tokens as they are.
+        ValueError: an argument is invalid, or a layer caches anything else. Sliding layers are not supported: they
+            keep few tokens in any case.
 
     Examples:
         >>> import torch, tatten
@@ -118,7 +118,10 @@ class QuantizedStaticCache(Cache):  # type: ignore[misc]
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round `[..., head_dim]` to 8 bits. Returns them and their scale `[..., 1]` in float32; NaN and inf become NaN."""
+    """Round `[..., head_dim]` to 8 bits, and return the result and its float32 scale `[..., 1]`.
+
+    A token with NaN or inf becomes NaN.
+    """
     x, largest = x.float(), LARGEST[dtype]
     scale = (x.abs().amax(dim=-1, keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
     x = (x / scale).clamp(-largest, largest)
@@ -126,5 +129,5 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values that 8 bits and their scale represent, rounded once."""
+    """Multiply 8-bit values by their scale in float32, and round the product once to `dtype`."""
     return (x.float() * scale).to(dtype)

@@ -1,4 +1,4 @@
-"""The sharded cache as a `transformers.Cache`, and attention over it: `generate` with a context over many devices."""
+"""The sharded cache as a `transformers.Cache`, and attention over it: `generate` with a context on many devices."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tatten.integrations.transformers.config import (
     layers_of_index_keys,
 )
 from tatten.integrations.transformers.layer import WrappedCache
-from tatten.integrations.transformers.local import selecting
+from tatten.integrations.transformers.local import narrow_to_indices
 from tatten.integrations.transformers.prefill import prefill
 
 
 class ShardedKVCache(WrappedCache):
-    """Keys and values of all layers, sharded over the ranks of a mesh; for `attn_implementation="tatten"`.
+    """Keys and values of all layers, sharded over the ranks of a mesh, for `attn_implementation="tatten"`.
 
     Run it on every rank, under torchrun:
 
@@ -38,15 +38,15 @@ class ShardedKVCache(WrappedCache):
         cache = ShardedKVCache(model.config, mesh, capacity=prompt_length + max_new_tokens)
         out = model.generate(prompt, **cache_kwargs(cache), max_new_tokens=max_new_tokens)
 
-    Each rank computes the whole prompt, with ordinary causal attention, and keeps its share of the keys and values,
-    layer by layer; or with `prefill`, its share of the prompt alone. In a decode step each rank attends to its share,
-    and the states of the ranks are merged. The weights are the same on all ranks, or tensor-parallel over a dim of the
-    mesh: `heads="tp"`, mesh `("tp", "kv")`. Of models with multi-head latent attention each rank keeps its share of the
-    latents, for all heads, and expands only those. Index keys, of which an indexer picks keys, are whole on each rank.
+    Each rank computes the full prompt with ordinary causal attention, and keeps its share of the keys and values, layer
+    by layer. With `prefill`, each rank computes only its share of the prompt. In a decode step each rank attends to its
+    share, and the states of the ranks are merged. The weights are the same on all ranks, or tensor-parallel over a dim
+    of the mesh: `heads="tp"`, mesh `("tp", "kv")`. For multi-head latent attention, each rank keeps its share of the
+    latents, for all heads, and expands only this share. Each rank stores all index keys, from which an indexer picks.
 
-    Each rank draws its own tokens. They agree as long as prompts, weights and options do and, with sampling, all ranks
-    have the same seed (`torch.manual_seed`). This is not checked: ranks that draw different tokens would attend to a
-    mixture of their texts.
+    Each rank samples its own tokens. They agree if prompts, weights and options do and, with sampling, all ranks have
+    the same seed (`torch.manual_seed`). This is not checked: ranks that sample different tokens attend to a mixture of
+    their texts.
 
     Args:
         config: the config of the model, or its number of layers if it caches no latents and no index keys. Attention
@@ -55,8 +55,8 @@ class ShardedKVCache(WrappedCache):
         mesh, capacity, sequence, heads: as for `tatten.ShardedKVCache`.
 
     Raises:
-        ValueError: a layer holds anything other than keys, values and index keys of single tokens, or none of its own;
-            or the model has another `attn_implementation`.
+        ValueError: a layer caches anything other than its own keys, values and index keys of single tokens, or the
+            model has another `attn_implementation`.
         ValueError, TypeError: as for `tatten.ShardedKVCache`.
     """
 
@@ -80,24 +80,24 @@ class ShardedKVCache(WrappedCache):
     def prefill(self, model: PreTrainedModel, prompt: Tensor, chunk: int | None = None) -> Tensor:
         """Compute the keys and values of a prompt, with each rank running its share of the tokens.
 
-        A collective. Of the n ranks that share the sequence, rank r runs tokens r, r + n, ..., and its keys and values
-        are what it stores. Those of the others pass through it on a ring (Striped Attention, arXiv 2311.09431). The
-        cache is left as a call of the model leaves it, in which every rank runs all tokens.
+        A collective. Among the n ranks that share the sequence, rank r runs tokens r, r + n, ... and stores their keys
+        and values. The keys and values of other ranks pass through it on a ring (Striped Attention, arXiv 2311.09431).
+        The cache is then the same as after a call of the model in which every rank runs all tokens.
 
         Args:
             model: a causal language model with `attn_implementation="tatten"`, whose layers mix tokens by full causal
                 attention alone. It runs in eager mode.
-            prompt: int64 `[batch, P]`, token ids, all of them real, the same on all ranks; `generate` needs a cache
-                that lacks its last token, `prompt[:, :-1]`.
+            prompt: int64 `[batch, P]`, token ids without padding, the same on all ranks. For `generate`, pass
+                `prompt[:, :-1]`, as the cache must lack the last token.
             chunk: number of tokens to run at a time on all ranks together, which bounds the memory of activations: a
-                multiple of n. None for all of them.
+                multiple of n. None for all tokens at once.
 
         Returns:
             The logits of the last token, `[batch, vocabulary]`, on every rank.
 
         Raises:
-            ValueError, TypeError: an argument is not as above, the cache has tokens already or too few slots, or ranks
-                were given different prompts, chunks or models. Nothing has been written.
+            ValueError, TypeError: an argument is invalid, the cache has tokens already or too few slots, or ranks
+                passed different prompts, chunks or models. Nothing has been written.
             NotImplementedError: layers have windows, chunks, sinks, soft caps or latents, mix tokens by anything but
                 attention, or depend on the length in another way. The cache holds no tokens.
             RuntimeError: a rank did not come within the timeout of the process group. The cache holds no tokens.
@@ -111,7 +111,7 @@ class ShardedKVCache(WrappedCache):
         self._cache.select_(sequence_indices(indices, self._cache.batch_size))
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
-        """Not supported, and with it neither assisted decoding nor contrastive search."""
+        """Raise NotImplementedError: assisted decoding and contrastive search, which crop caches, are not supported."""
         raise NotImplementedError(
             "ShardedKVCache cannot be cropped, as assisted decoding and contrastive search do: generate without them, "
             "or with a DynamicCache"
@@ -132,13 +132,13 @@ def attention(
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention "tatten" of transformers over the DTensors of a sharded cache, laid out as `layout` says.
+    """Compute attention "tatten" over the DTensors of a sharded cache with this layout.
 
-    `indices` name positions, on whatever rank: each rank attends to those of its own.
+    `indices` are positions in the full sequence. Each rank attends to the selected keys that it stores.
     """
     if kwargs.get("s_aux") is not None:
         raise ValueError(
-            f'`s_aux` must be None, as attention "tatten" has no sinks, got a {type(kwargs["s_aux"]).__name__}'
+            f"`s_aux` must be None, as a sharded cache supports no sinks, got a {type(kwargs['s_aux']).__name__}"
         )
     for name in ("softcap", "position_bias"):
         if kwargs.get(name) is not None:
@@ -148,9 +148,9 @@ def attention(
     if attention_mask is None:
         raise ValueError("`attention_mask` must exclude the unused slots of a sharded cache, got None")
     if indices is not None:
-        attention_mask = selecting(indices, attention_mask, attention_mask.shape[-1])
+        attention_mask = narrow_to_indices(indices, attention_mask, attention_mask.shape[-1])
     queries, mask = layout.queries(query), layout.mask(attention_mask[..., layout.local_tokens])
-    # Eager PyTorch has no kernel that returns the lse if values have a head_dim of their own (DeepSeek), so its SDPA
+    # Eager SDPA has no kernel that returns the lse if keys and values differ in head_dim (DeepSeek), so its result
     # could not be merged.
     out: Tensor | None = (
         None if torch.compiler.is_compiling() else merged_attention(queries, key, value, mask, dropout, scaling)

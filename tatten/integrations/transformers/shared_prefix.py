@@ -25,33 +25,32 @@ if TYPE_CHECKING:
 class SharedPrefixCache(WrappedCache):
     """Keys and values of G prompts, stored once, and of n sequences for each prompt.
 
-    Prefill all tokens of the prompts but the last; `generate` gives the last one to each sequence of a fork:
+    Prefill all tokens of the prompts except the last, which `generate` runs for each sequence of a fork:
 
         cache = SharedPrefixCache(model.config)
-        position_ids = (mask.cumsum(-1) - 1).clamp(min=0)  # `generate` does the same
+        position_ids = (mask.cumsum(-1) - 1).clamp(min=0)  # as `generate` computes them
         with torch.no_grad():
             model(prompt[:, :-1], attention_mask=mask[:, :-1], position_ids=position_ids[:, :-1], **cache_kwargs(cache))
         out = model.generate(prompt, attention_mask=mask, **cache_kwargs(cache.fork(n, capacity=max_new_tokens)),
                              num_return_sequences=n, do_sample=True, max_new_tokens=max_new_tokens)
 
-    `position_ids` can be omitted without padding. With padding, a model called without them would count it, and the
-    positions of `generate` would not follow. With beam search n is `num_beams`. Each `generate` needs a fork of its
-    own, or one `into` that of the last. To `generate`, a fork is a static cache: compileable, and for the models that
-    support one. Assisted decoding (`assistant_model=`) computes the prompt again, as it does with any cache; candidates
-    need room in the suffix.
+    `position_ids` can be omitted without padding. With padding, a model called without them counts the padding, and its
+    positions differ from those of `generate`. With beam search, n is `num_beams`. Each `generate` needs a new fork, or
+    a fork `into` the last one. `generate` treats a fork as a static cache: it is compileable, and works for models that
+    support a static cache. Assisted decoding (`assistant_model=`) computes the prompt again, as it does with any cache.
+    Candidates need room in the suffix.
 
     Args:
-        config: the config of the model, or its number of layers; that tells too little of a model with indexers, or
-            over a mesh of one that caches latents. Attention may be full, sliding, chunked or indexed; every layer
+        config: the config of the model, or its number of layers. The number is not enough for a model with indexers,
+            nor over a mesh for one that caches latents. Attention may be full, sliding, chunked or indexed; every layer
             keeps all tokens, and the masks of the model apply windows.
         mesh, sequence, heads: as for `tatten.SharedPrefixCache`, on every rank, for a model with
-            `attn_implementation="tatten"`. Each rank computes the whole prompt and keeps its share of it, or with
-            `prefill`, computes no more than that. A cache over a mesh has to be forked before a model is called with
-            single tokens.
+            `attn_implementation="tatten"`. Each rank computes the full prompt and keeps its share. With `prefill` it
+            computes only its share. A cache over a mesh has to be forked before a model is called with single tokens.
 
     Raises:
-        ValueError: a layer holds anything other than keys, values and index keys of single tokens, or none of its own;
-            or over a mesh, the model has another `attn_implementation`.
+        ValueError: a layer caches anything other than its own keys, values and index keys of single tokens, or over a
+            mesh, the model has another `attn_implementation`.
         ValueError, TypeError: as for `tatten.SharedPrefixCache`.
     """
 
@@ -81,8 +80,8 @@ class SharedPrefixCache(WrappedCache):
         `tatten.SharedPrefixCache.fork`, also for `into`.
         """
         if into is None:
-            return self._of(self._cache.fork(n, capacity))
-        self._cache.fork(n, capacity, into=_held(into))
+            return self._wrap(self._cache.fork(n, capacity))
+        self._cache.fork(n, capacity, into=_unwrap(into))
         return into
 
     def prefill(self, model: PreTrainedModel, prompt: Tensor, chunk: int | None = None) -> Tensor:
@@ -91,7 +90,7 @@ class SharedPrefixCache(WrappedCache):
         See `tatten.integrations.transformers.ShardedKVCache.prefill`.
         """
         if self._cache.layout.mesh is None:
-            raise ValueError("`mesh` must be given to a cache for `prefill`, got None: call the model with the cache")
+            raise ValueError("`prefill` needs a cache over a `mesh`, got mesh=None: call the model with the cache")
         from tatten.caches.interleaved import Interleaved  # imports DTensor
         from tatten.integrations.transformers.prefill import prefill
 
@@ -101,21 +100,21 @@ class SharedPrefixCache(WrappedCache):
     def select(self, indices: Sequence[int] | Tensor, into: SharedPrefixCache | None = None) -> SharedPrefixCache:
         """Make a cache of the sequences `indices`; see `tatten.SharedPrefixCache.select`, also for `into`."""
         if into is None:
-            return self._of(self._cache.select(indices))
-        self._cache.select(indices, into=_held(into))
+            return self._wrap(self._cache.select(indices))
+        self._cache.select(indices, into=_unwrap(into))
         return into
 
     def activate_past_recording(self) -> None:
-        """Expect all tokens of the text next, those that are held included.
+        """Expect the next step to pass all tokens of the text, including those that the cache holds.
 
-        Assisted decoding announces itself by this call. Its first step passes the whole text, whatever a cache holds.
+        Assisted decoding calls this first. Its first step passes the full text, whatever the cache holds.
         """
         cache_length = self._cache.length
         for layer in self.layers:
             layer.expect_again(cache_length)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Forget the last `-tokens_to_remove` tokens, as assisted decoding does with rejected candidates.
+        """Remove the last `-tokens_to_remove` tokens, as assisted decoding does with rejected candidates.
 
         Raises:
             ValueError: `tokens_to_remove` is positive, or there are not as many tokens since the last fork.
@@ -126,16 +125,16 @@ class SharedPrefixCache(WrappedCache):
         self._cache.crop(tokens)
 
     def reset(self) -> NoReturn:
-        """Not supported: other forks may share what it would remove."""
+        """Raise NotImplementedError: other forks may share the tokens that a reset would remove."""
         raise NotImplementedError("SharedPrefixCache cannot be reset: make a new one, or a new fork")
 
-    def _of(self, cache: shared_prefix.SharedPrefixCache) -> SharedPrefixCache:
+    def _wrap(self, cache: shared_prefix.SharedPrefixCache) -> SharedPrefixCache:
         new = type(self).__new__(type(self))
         WrappedCache.__init__(new, cache, self._latents, self._indexed)
         return new
 
 
-def _held(into: SharedPrefixCache) -> shared_prefix.SharedPrefixCache:
+def _unwrap(into: SharedPrefixCache) -> shared_prefix.SharedPrefixCache:
     if not isinstance(into, SharedPrefixCache):
         raise TypeError(f"`into` must be a SharedPrefixCache of this module, got {type(into).__name__}")
     return into._cache

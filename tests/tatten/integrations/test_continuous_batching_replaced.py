@@ -169,7 +169,7 @@ def test_the_table_of_tested_code() -> None:
     "name, error",
     [
         ("deepseek_v3", r"must cache keys and values .*, got DeepseekV3ForCausalLM, which has latents \(MLA\)"),
-        ("gemma4", "must have keys of its own in each layer .*, in which 2 layers have those of others"),
+        ("gemma4", "must have separate keys in each layer .*, in which 2 layers share the keys of others"),
     ],
 )
 def test_models_that_do_not_fit(name: str, error: str) -> None:

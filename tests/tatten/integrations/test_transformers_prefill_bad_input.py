@@ -91,7 +91,7 @@ def test_arguments() -> None:
         differ + "a prompt of shape (1, 12) (#",
         "ValueError: `model` must have attn_implementation=\"tatten\", got 'sdpa'",
         "ValueError: `model` must have the 3 layers of the cache, got 2",
-        "ValueError: `mesh` must be given to a cache for `prefill`, got None",
+        "ValueError: `prefill` needs a cache over a `mesh`, got mesh=None",
     ]
     for want, mine, theirs in zip(says, zero, one, strict=True):
         if want.startswith(differ) and "must be a multiple" in theirs:  # the other rank's own error, which that raises

@@ -177,7 +177,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             with pytest.raises(ValueError, match=f"`trainer` must {message}"):
                 rollouts(TEXTS, made)
     for name, value, message in (
-        ("max_new_tokens", None, "have a `max_completion_length`, for which the cache gets room, got None"),
+        ("max_new_tokens", None, "have a `max_completion_length`, which sets the cache's capacity, got None"),
         ("num_beams", 2, "draw its completions one by one, got num_beams=2"),
     ):
         with monkeypatch.context() as patch:

@@ -13,18 +13,18 @@ from tatten.ops.decode import decode_attention
 from tatten.ops.merge import merge_state
 from tatten.ops.paged_attention import paged_attention
 
-KEYWORD = "tatten_pages"  # of the argument that the cache passes to attention
-OF_A_BATCH = "write_index"  # an argument that only continuous batching passes
-REFUSED = ("attention_mask", "position_bias", "indices", "block_indices", "sinks")
+PAGES_ARGUMENT = "tatten_pages"  # the argument in which the cache passes pages to attention
+BATCHING_ARGUMENT = "write_index"  # an argument that only continuous batching passes
+UNSUPPORTED = ("attention_mask", "position_bias", "indices", "block_indices", "sinks")
 
 
 @dataclass(frozen=True)
 class LayerPages:
-    """The pages of a layer, and the step.
+    """The pools of a layer, and the tables of a step.
 
     Attributes:
         key, value: the pools, `[pages, page, kv_heads, head_dim]`.
-        step: where the keys of each request are in it; the same for all layers of a kind.
+        step: the pages of each request, which all layers of a group share.
     """
 
     key: Tensor
@@ -38,7 +38,7 @@ class LayerPages:
 
     @property
     def as_slots(self) -> tuple[Tensor, Tensor]:
-        """The pools as pages of one key."""
+        """The pools, viewed as pages of one key."""
         key, value = (pool.flatten(0, 1).unsqueeze(1) for pool in (self.key, self.value))
         return key, value
 
@@ -65,8 +65,8 @@ def attention(
     """
     if pages is None:
         raise NotImplementedError(
-            f"{type(module).__name__} must have keys of its own in each layer for continuous batching, got those of "
-            "another layer"
+            f"{type(module).__name__} must have separate keys in each layer for continuous batching, got a layer that "
+            "shares the keys of another"
         )
     _check(module, pages.step, sliding_window, dropout, kwargs | {"attention_mask": attention_mask})
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -75,7 +75,7 @@ def attention(
     softmax: dict[str, Any] = {"scale": scaling, "softcap": softcap}
     step = pages.step
     if isinstance(step, RingStep):
-        # New keys take the places of old ones that the chunk attends to.
+        # Attend first: new keys overwrite old keys that the chunk attends to.
         out = _attend_ring(query, key, value, pages, step, s_aux, softmax)
         pages.write(key, value)
         return out[None], None
@@ -84,7 +84,7 @@ def attention(
         options = softmax | {"window": None if step.window else sliding_window, "sinks": s_aux}
         out = paged_attention(query, pages.key, pages.value, step.table, step.starts, step.lens, **options)
         return out[None], None
-    # The key that the new one replaced in a ring has left the window, so all keys of the ring count.
+    # In a ring, the new key has replaced the key that left the window, so all keys count.
     out = decode_attention(
         query.unsqueeze(2),
         pages.key,
@@ -108,7 +108,7 @@ def _attend_ring(
     sinks: Tensor | None,
     softmax: dict[str, Any],
 ) -> Tensor:
-    """Attend to the new keys, and to those that the ring held before them."""
+    """Attend to the new keys and to the keys that the ring held before them, and merge the two states."""
     pools = key.unsqueeze(1), value.unsqueeze(1)
     out, lse = paged_attention(
         query,
@@ -133,8 +133,8 @@ def _attend_ring(
 
 
 def _check(module: nn.Module, step: Step, sliding_window: int | None, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raise NotImplementedError if a model asks for more than attention over pages has."""
-    for name in REFUSED:
+    """Raise NotImplementedError if a model passes arguments that attention over pages does not support."""
+    for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(
                 f'`{name}` must be None in continuous batching on attention "tatten", got one from '

@@ -1,4 +1,4 @@
-"""The cache of continuous batching, which hands out pages in place of copies."""
+"""The cache of continuous batching, which passes pages to attention instead of copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from tatten.integrations.transformers.continuous_batching.attention import KEYWORD, LayerPages
+from tatten.integrations.transformers.continuous_batching.attention import PAGES_ARGUMENT, LayerPages
 from tatten.integrations.transformers.continuous_batching.layout import check_layout
 from tatten.integrations.transformers.continuous_batching.steps import Step, chunk_step, decode_step, ring_step
 from tatten.integrations.transformers.continuous_batching.tables import STATE, LayerGroup, group_of
@@ -18,10 +18,10 @@ from tatten.ops.sizes import ceil_div
 
 
 class PagedCache(PagedAttentionCache):  # type: ignore[misc]
-    """transformers' cache of pages, with attention that reads them where they are.
+    """The paged cache of transformers, with attention that reads its pages in place.
 
-    transformers decides which tokens are in which page. The cache writes numbers of pages in place of numbers of keys,
-    and gives decode steps to layers with a sliding window, too. Copies of keys are made nowhere.
+    transformers assigns tokens to pages. This cache writes numbers of pages into the tables, in place of numbers of
+    keys. Layers with a sliding window get decode steps, too. No keys are copied.
     """
 
     max_blocks_per_request: int
@@ -32,13 +32,13 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         for name, allocator in self.cache_allocators.items():
             self.groups[name] = group_of(allocator)
             check_layout(allocator, self.groups[name])
-        # In a forward pass: the step that the layers of a group share, and the place in the group of the next layer.
+        # In a forward pass, by group: the step that its layers share, and the index in the group of the next layer.
         self._steps: dict[int, tuple[Step, int]] = {}
-        self._too_long: set[str] = set()
-        self._open_decode_steps()
+        self._too_long: set[str] = set()  # requests that a warning was logged for
+        self._allow_decode_steps()
 
-    def _open_decode_steps(self) -> None:
-        """Let transformers' scheduler and its tables know which requests may take a decode step: it asks the cache."""
+    def _allow_decode_steps(self) -> None:
+        """Set the attributes by which the scheduler decides which requests may take a decode step."""
         columns = self.max_blocks_per_request
         if columns == 0:
             return
@@ -53,7 +53,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         self.max_blocks_per_request = columns + STATE
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Say why a request that not even an empty cache has room for will fail: transformers does not."""
+        """Store a request as transformers does. Log a warning for a request that is too long for an empty cache."""
         stored: bool = super().can_store_request_tokens(state, request_len, dry_run)
         tokens = state.current_len() + request_len
         if not stored and not dry_run and state.request_id not in self._too_long and not self._has_room(tokens):
@@ -66,12 +66,12 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         return stored
 
     def _has_room(self, tokens: int) -> bool:
-        """Return True if an empty cache has room for a request of so many tokens."""
+        """Return True if an empty cache has room for a request of `tokens` tokens."""
         allocators = self.cache_allocators.values()
         sectors = [ceil_div(x._compute_blocks_needed(0, 0, tokens), x.blocks_per_sector) for x in allocators]
         return bool(sum(sectors) <= self.num_sectors)
 
-    # The host, for each request of a step.
+    # transformers calls these on the host, for each request of a step.
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
         if query_length != 1:
@@ -94,7 +94,7 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
         for (name, allocator), reads in zip(self.cache_allocators.items(), read_index, strict=True):
             self.groups[name].extend_reads(reads, allocator.block_table[request_id], past_length, query_length)
 
-    # The device, for each layer of a step.
+    # transformers calls this in the forward pass, for each layer.
 
     @torch.compiler.disable
     def update(
@@ -109,26 +109,26 @@ class PagedCache(PagedAttentionCache):  # type: ignore[misc]
                     f"`{name}` of layer {layer_idx} must be [1, {pool.shape[2]}, tokens, {pool.shape[3]}], as the "
                     f"cache has one width for all layers, got {tuple(new.shape)}"
                 )
-        kwargs[KEYWORD] = LayerPages(key, value, self._step(allocator, layer_idx, kwargs))
+        kwargs[PAGES_ARGUMENT] = LayerPages(key, value, self._step(allocator, layer_idx, kwargs))
         return key_states, value_states
 
     def _step(self, allocator: Any, layer_idx: int, kwargs: dict[str, Any]) -> Step:
-        """Return the step of a layer's group, which its first layer makes in each forward pass.
+        """Return the step of a layer's group. The first layer of the group makes it in each forward pass.
 
-        A CUDA graph computes it anew at each replay, from tables at the same address. So it can't be told from
-        tensors whether it is that of an earlier step; the order of layers tells.
+        A CUDA graph recomputes it at each replay from tables at the same addresses. So the tensors don't show whether
+        it belongs to an earlier forward pass. The order of the layers shows it.
         """
         layers, index = allocator.layer_indices, allocator.index
         if layer_idx == layers[0]:
             self._steps[index] = self._make_step(allocator, kwargs), 0
-        step, place = self._steps.pop(index, (None, 0))
-        if step is None or layers[place] != layer_idx:
+        step, next_layer = self._steps.pop(index, (None, 0))
+        if step is None or layers[next_layer] != layer_idx:
             raise RuntimeError(
                 f"layer {layer_idx} must follow its predecessors among {layers} in a forward pass of continuous "
-                f"batching, got it in the place of layer {layers[place]}"
+                f"batching, got it in the place of layer {layers[next_layer]}"
             )
-        if place + 1 < len(layers):
-            self._steps[index] = step, place + 1
+        if next_layer + 1 < len(layers):
+            self._steps[index] = step, next_layer + 1
         return step
 
     def _make_step(self, allocator: Any, kwargs: dict[str, Any]) -> Step:

@@ -1,4 +1,4 @@
-"""The code of transformers that continuous batching on attention "tatten" relies on, as it was tested."""
+"""Hashes of the code of transformers that continuous batching on attention "tatten" was tested with."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import re
 import textwrap
 
 BATCHING = "transformers.generation.continuous_batching"
-# The code of each is hashed, without comments and texts. This module as a program prints the table for the transformers
-# that is installed.
+# Hashes of the code without comments and texts. `python -m` of this module prints the table for the installed version.
 TESTED = {
     "cache:group_layers_by_attn_type": "8aae9efb908f",
     "cache:PagedAttentionCache.__init__": "bcb612c02e48",
@@ -58,13 +57,13 @@ TESTED = {
 
 
 def moved_code() -> list[str]:
-    """Return the names of the code that is not as it was tested."""
+    """Return the names of functions and classes whose code differs from the tested code."""
     return [name for name, tested in TESTED.items() if digest(name) != tested]
 
 
 @functools.cache
 def digest(name: str) -> str:
-    """Return a hash of the code of a function or class, or the reason why there is none."""
+    """Return a hash of the code of a function or class, or the error of reading the code."""
     module, _, path = name.partition(":")
     try:
         code = inspect.getsource(
@@ -73,12 +72,12 @@ def digest(name: str) -> str:
     except (ImportError, AttributeError, OSError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     tree = _WithoutTexts().visit(ast.parse(textwrap.dedent(code)))
-    # Python's versions differ in spaces and parentheses.
+    # Versions of Python unparse with different spaces and parentheses.
     return hashlib.sha256(re.sub(r"[\s()]", "", ast.unparse(tree)).encode()).hexdigest()[:12]
 
 
 class _WithoutTexts(ast.NodeTransformer):
-    """Takes away docstrings, and formatted strings, which Python's versions write in different ways."""
+    """A transformer that removes docstrings, and f-strings, which versions of Python unparse differently."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):

@@ -1,4 +1,4 @@
-"""Everything that continuous batching replaces in transformers, and the way back."""
+"""The functions and classes that continuous batching replaces in transformers; `uninstall` restores them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tatten.ops.moved import moved
 from tatten.ops.sizes import ceil_div
 
 NAME = "tatten"
-# A table of so many bytes is copied to the device at each step, if transformers does not know how long requests get.
+# The largest table that is copied to the device at each step, if transformers has no bound on the length of requests.
 TABLE_BYTES = 1 << 20
-# Graphs are captured for each multiple of keys, but no work on tables of pages depends on how many keys there are.
+# transformers captures a graph for each multiple of this many keys. Paged attention needs only one graph.
 ONE_SIZE = 1 << 40
 
 
@@ -25,7 +25,7 @@ def uses_tatten(config: Any) -> bool:
 
 
 class Replacement(NamedTuple):
-    """A name of transformers, and a function that makes its replacement, given the original."""
+    """A name of transformers, and a function that makes its replacement from the original."""
 
     owner: Any
     name: str
@@ -40,7 +40,7 @@ class Replacement(NamedTuple):
 
 
 def _keeps_tatten(original: Callable[..., None]) -> Callable[..., None]:
-    """Attention "tatten" stays where transformers would take FlashAttention, or refuse the name."""
+    """Keep attention "tatten", which transformers would replace by FlashAttention or reject."""
 
     @functools.wraps(original)
     def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +53,10 @@ def _keeps_tatten(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _like_flash(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Attention "tatten" takes no masks and is captured in CUDA graphs, like FlashAttention. It is no version of it."""
+    """Treat attention "tatten" like FlashAttention: without masks and captured in CUDA graphs.
+
+    It is not treated as any version of FlashAttention.
+    """
 
     @functools.wraps(original)
     def is_flash_attention_requested(
@@ -67,7 +70,7 @@ def _like_flash(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _with_decode_steps(original: Callable[..., None]) -> Callable[..., None]:
-    """Attention "tatten" has decode steps for each kind of layer, on each device."""
+    """Allow decode steps with attention "tatten" for each kind of layer, on each device."""
 
     @functools.wraps(original)
     def ensure_decode_fast_path_is_available(
@@ -78,19 +81,19 @@ def _with_decode_steps(original: Callable[..., None]) -> Callable[..., None]:
             return
         check_page_size(cb_config)
         cb_config.kv_padding_interval_size = ONE_SIZE
-        without_hints = initialization.FALLBACK_DEFAULTS["max_blocks_per_request"]
-        if not user_requested and cb_config.max_blocks_per_request == without_hints:
+        default = initialization.FALLBACK_DEFAULTS["max_blocks_per_request"]
+        if not user_requested and cb_config.max_blocks_per_request == default:
             kinds = len(set(getattr(config, "layer_types", None) or [None]))
             most = TABLE_BYTES // (4 * kinds * cb_config.max_requests_per_batch)
             longest = getattr(config, "max_position_embeddings", None) or TABLE_BYTES
             needed = min(most, ceil_div(longest, cb_config.page_size))
-            cb_config.max_blocks_per_request = max(without_hints, needed)
+            cb_config.max_blocks_per_request = max(default, needed)
 
     return ensure_decode_fast_path_is_available
 
 
 def _with_pages(original: type) -> Callable[..., Any]:
-    """The cache of a model with attention "tatten" hands out pages."""
+    """Make a `PagedCache` for a model with attention "tatten"."""
 
     def make_cache(config: Any, *args: Any, **kwargs: Any) -> Any:
         if not uses_tatten(config):
@@ -109,17 +112,17 @@ REPLACEMENTS = (
     Replacement(initialization, "is_flash_attention_requested", _like_flash),
     Replacement(cb_cache, "is_flash_attention_requested", _like_flash),
 )
-_installed: list[tuple[Replacement, Any, Any]] = []  # with the original and its replacement
+_installed: list[tuple[Replacement, Any, Any]] = []  # each with the original object and its replacement
 
 
 def install() -> None:
-    """Let `generate_batch` of models with attention "tatten" read pages in place; others run as before.
+    """Let `generate_batch` read pages in place for models with attention "tatten". Other models run as before.
 
-    `import tatten.integrations.transformers` calls it. A second call does nothing.
+    `import tatten.integrations.transformers` calls it. A second call has no effect.
 
     Examples:
         >>> from tatten.integrations.transformers import continuous_batching
-        >>> continuous_batching.uninstall()  # transformers is as it was: it refuses "tatten"
+        >>> continuous_batching.uninstall()  # transformers rejects "tatten" again
         >>> continuous_batching.install()
     """
     if _installed:
@@ -129,19 +132,19 @@ def install() -> None:
         if original is None:
             moved(replacement.path, "it is not there", 'continuous batching does not run on attention "tatten"')
             continue
-        made = replacement.make(original)
-        setattr(replacement.owner, replacement.name, made)
-        _installed.append((replacement, original, made))
+        substitute = replacement.make(original)
+        setattr(replacement.owner, replacement.name, substitute)
+        _installed.append((replacement, original, substitute))
 
 
 def uninstall() -> None:
-    """Give transformers back all that `install` replaced. Batches that run already go on as they are.
+    """Restore all that `install` replaced in transformers. Batches that already run are not affected.
 
     Raises:
-        RuntimeError: something else replaced the same name since, and would be lost.
+        RuntimeError: other code has replaced the same name since `install`, and its replacement would be lost.
     """
-    for replacement, _, made in _installed:
-        if getattr(replacement.owner, replacement.name, None) is not made:
+    for replacement, _, substitute in _installed:
+        if getattr(replacement.owner, replacement.name, None) is not substitute:
             raise RuntimeError(f"{replacement.path} must be as `install` left it, but something else replaced it")
     for replacement, original, _ in _installed:
         setattr(replacement.owner, replacement.name, original)

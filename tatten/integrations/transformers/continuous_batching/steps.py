@@ -1,6 +1,6 @@
-"""The tables of a step on the device, made from what the host has written for it; for graphs too.
+"""The tables of a step on the device, computed from the tables that the host has written. CUDA graphs can capture this.
 
-`tables.py` has the formats. Nothing here reads the contents of a tensor on the host, and all sizes follow from shapes
+`tables.py` describes the formats. Nothing here reads the contents of a tensor on the host. All sizes follow from shapes
 and from numbers that transformers keeps constant for a CUDA graph.
 """
 
@@ -23,8 +23,8 @@ class DecodeStep:
     Attributes:
         slots: int64 `[batch]`: the slot of the pool that each new token is written to.
         table: int32 `[batch, columns]`: the pages of each request.
-        lens: int32 `[batch]`: the keys of each request with the new one; 0 for padding.
-        shared: the pages that requests share, or None where they can't.
+        lens: int32 `[batch]`: the number of keys of each request, the new one included; 0 for padding.
+        shared: the pages that requests share, or None if they can't share any.
         window: the number of keys that a ring holds; None for layers of full attention.
     """
 
@@ -56,16 +56,16 @@ class ChunkStep:
 class RingStep:
     """Any number of tokens for each request, in layers with a sliding window.
 
-    New keys overwrite keys that earlier tokens of the chunk still attend to, so there are two states: over the keys
-    that the ring holds before the step, and over the new ones.
+    New keys overwrite keys that earlier tokens of the chunk still attend to. So two states are merged: over the keys
+    that the ring holds before the step, and over the new keys.
 
     Attributes:
         slots, starts: as in `ChunkStep`.
         window: the number of keys that a token attends to.
         new_table, new_lens: the new keys of each request, as a pool of `tokens` pages of one key.
-        old_table, old_lens: the keys that the ring holds, the newest first, as pages of one key. None if it is empty.
-        backwards: int64 `[tokens]`: the tokens of each request in reverse, or None if each has one. Reversed queries
-            are causal over reversed keys: each sees one key more than the one before it.
+        old_table, old_lens: the keys that the ring holds, the newest first, as pages of one key; None if it is empty.
+        backwards: int64 `[tokens]`: the tokens of each request in reverse, or None if each request has one token.
+            Reversed queries are causal over reversed keys: each attends to one key more than the query before it.
     """
 
     slots: Tensor
@@ -82,7 +82,7 @@ Step = DecodeStep | ChunkStep | RingStep
 
 
 def decode_step(rows: Tensor, group: LayerGroup) -> DecodeStep:
-    """Make the step of a group's rows `[batch, columns + STATE]` of the block table."""
+    """Make the step of a layer group from its rows of the block table, `[batch, columns + STATE]`."""
     past, slots = rows[:, -2], rows[:, -1]  # both -1 in rows that pad the batch
     blocks, lens = rows[:, :-STATE], past + 1
     if group.window is not None:
@@ -100,20 +100,20 @@ def chunk_step(
     """Make the step of a batch in which requests have any number of tokens.
 
     Args:
-        reads: the group's read index; empty if no request has keys from before.
-        slots: int64 `[tokens]`, of a pool.
+        reads: the group's read index; empty if no request has keys from earlier steps.
+        slots: int64 `[tokens]`: the slot of the pool that each new token is written to.
         starts, key_starts: int32 `[batch + 1]`: where the tokens and the keys of each request begin.
-        longest: the most keys that a request has, or more.
+        longest: an upper bound of the keys of a request.
         group: the layers.
     """
     lens = key_starts[1:] - key_starts[:-1]
     columns = torch.arange(ceil_div(longest, group.page_size), device=slots.device)
     if reads.numel():
-        at = _first_blocks(lens, group)[:, None] + columns
-        table = reads[at.clamp(max=reads.shape[0] - 1)] * group.stride
-    else:  # each page is that of the first of its tokens
-        at = starts[:-1, None] + columns * group.page_size
-        table = slots[at.clamp(max=slots.shape[0] - 1)] // group.page_size
+        entries = _first_blocks(lens, group)[:, None] + columns
+        table = reads[entries.clamp(max=reads.shape[0] - 1)] * group.stride
+    else:  # all keys are new, so the slot of the first token in a page names the page
+        tokens = starts[:-1, None] + columns * group.page_size
+        table = slots[tokens.clamp(max=slots.shape[0] - 1)] // group.page_size
     return ChunkStep(slots, starts, table.to(torch.int32), lens, group.window)
 
 
@@ -124,7 +124,7 @@ def ring_step(
 
     Args:
         reads, slots, starts, key_starts, longest, group: as in `chunk_step`.
-        most_new: the most tokens that a request has, or more.
+        most_new: an upper bound of the new tokens of a request.
     """
     assert group.window is not None
     new_lens = starts[1:] - starts[:-1]
@@ -136,24 +136,24 @@ def ring_step(
     all_lens = key_starts[1:] - key_starts[:-1]
     held = all_lens - new_lens
     old_table = _newest_first(reads, all_lens, held, columns, group)
-    # The first token sees `held` keys, and each one after it loses one as soon as all of them exceed the window.
+    # The first token attends to all `held` keys, and each later token to one fewer as soon as they fill the window.
     old_lens = torch.where(held > 0, (all_lens - 1).clamp(max=group.window - 1), 0)
     return RingStep(slots, starts, group.window, new_table, new_lens, old_table, old_lens, backwards)
 
 
 def _first_blocks(lens: Tensor, group: LayerGroup) -> Tensor:
-    """Return where in the read index the blocks of each request begin, given its keys with the new ones."""
-    before = 0 if group.window is None else 1  # the number of tokens
-    kept = lens if group.window is None else lens.clamp(max=group.window)
-    entries = (kept + group.page_size - 1) // group.page_size + before
-    return entries.cumsum(0, dtype=torch.int32) - entries + before
+    """Return where in the read index the blocks of each request begin; `lens` are its keys, new ones included."""
+    header = 0 if group.window is None else 1  # a ring's blocks follow the number of earlier tokens
+    stored_lens = lens if group.window is None else lens.clamp(max=group.window)
+    entries = (stored_lens + group.page_size - 1) // group.page_size + header
+    return entries.cumsum(0, dtype=torch.int32) - entries + header
 
 
 def _newest_first(reads: Tensor, lens: Tensor, held: Tensor, columns: int, group: LayerGroup) -> Tensor:
     """Return the slots of the keys that each ring holds, int32 `[batch, columns]`, the newest first."""
     window, page = group.window, group.page_size
     assert window is not None
-    reads = reads.to(torch.int32)  # the tables of large windows are large
+    reads = reads.to(torch.int32)  # halves the memory of the table below
     first = _first_blocks(lens, group)
     last = reads.shape[0] - 1
     past = reads[(first - 1).clamp(max=last)]
@@ -165,9 +165,9 @@ def _newest_first(reads: Tensor, lens: Tensor, held: Tensor, columns: int, group
 
 
 def _backwards(starts: Tensor, n_tokens: int) -> Tensor:
-    """Return for each token the one in its place if the tokens of each request are reversed; padding stays."""
+    """Return the permutation that reverses the tokens of each request. Padding keeps its place."""
     tokens = torch.arange(n_tokens, device=starts.device, dtype=torch.int32)
-    after = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)  # the requests that end before a token
-    sequence = after.clamp(max=starts.shape[0] - 2)
+    sequence = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)  # past the last one for padding
+    sequence = sequence.clamp(max=starts.shape[0] - 2)
     reversed_tokens = starts[sequence] + starts[sequence + 1] - 1 - tokens
     return torch.where(tokens < starts[-1], reversed_tokens, tokens).to(torch.int64)

@@ -1,4 +1,4 @@
-"""The models and versions of transformers that continuous batching on attention "tatten" takes."""
+"""The models and versions of transformers that continuous batching on attention "tatten" supports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def check_transformers() -> None:
-    """Raise NotImplementedError unless the installed transformers is one that was tested."""
+    """Raise NotImplementedError unless the installed version of transformers was tested."""
     version = ".".join(transformers.__version__.split(".")[:2])
     reason = None
     if version not in VERSIONS:
@@ -41,8 +41,8 @@ def check_model(model: Any) -> None:
         )
     if shared := getattr(config, "num_kv_shared_layers", None):
         raise NotImplementedError(
-            f"`model` must have keys of its own in each layer for continuous batching, got {name}, in which {shared} "
-            "layers have those of others"
+            f"`model` must have separate keys in each layer for continuous batching, got {name}, in which {shared} "
+            "layers share the keys of others"
         )
     if len(widths := key_widths(model, config)) > 1:
         raise NotImplementedError(
@@ -53,13 +53,13 @@ def check_model(model: Any) -> None:
 
 
 def key_widths(model: nn.Module, config: Any) -> list[int]:
-    """Return the widths of keys of one token in the layers that have this configuration, each once."""
+    """Return the distinct widths of a token's keys in the layers that have this configuration."""
     projections = (getattr(x, "k_proj", None) for x in model.modules() if getattr(x, "config", None) is config)
     return sorted({x.out_features for x in projections if isinstance(x, nn.Linear)})
 
 
 def check_page_size(cb_config: Any) -> None:
-    """Raise ValueError unless the ops take the pages."""
+    """Raise ValueError unless the ops support the page size."""
     if not is_page_size(cb_config.page_size):
         raise ValueError(
             f'`page_size` must be a power of two up to {LARGEST_PAGE} on attention "tatten", got {cb_config.page_size}'

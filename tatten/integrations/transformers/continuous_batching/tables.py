@@ -1,14 +1,14 @@
-"""The tables that the host writes for a step, in the memory that transformers moves to the device.
+"""The tables that the host writes for a step, in the memory that transformers copies to the device.
 
-A block is a page of each layer of a group. Tables have the numbers of blocks, which the device multiplies by
-`LayerGroup.stride` to get those of pages.
+A block is one page of each layer of a group. Tables contain numbers of blocks. The device multiplies them by
+`LayerGroup.stride` to get numbers of pages.
 
-Decode steps use transformers' block table, int32 `[groups, batch, columns + STATE]`: the blocks of a request, then -1
-for those that it does not have, how many tokens it has before the step, and the slot that the new one is written to.
+Decode steps use the block table of transformers, int32 `[groups, batch, columns + STATE]`. A row contains the blocks of
+a request, padded with -1, the number of its tokens before the step, and the slot that the new token is written to.
 
-Other steps use its read index, which has an integer for each key there, and one for each block here. Layers of full
-attention have the blocks of all requests one after the other. Layers with a sliding window have for each request the
-number of tokens before the step, then the blocks of its ring.
+Other steps use the read index of transformers, with an integer for each block in place of one for each key. Layers of
+full attention have the blocks of all requests one after the other. Layers with a sliding window have for each request
+the number of tokens before the step, then the blocks of its ring.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch import Tensor
 
 from tatten.ops.sizes import ceil_div
 
-STATE = 2  # columns of a row after its pages
+STATE = 2  # columns of a row after its blocks
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """The layers of one kind of attention, which have one table. A slot is a place for one token in a layer's pool.
+    """The layers of one kind of attention, which share one table. A slot is a place for one token in a layer's pool.
 
     Attributes:
-        page_size: the tokens of a page.
-        n_pages: the pages of a layer's pool. It spans the pages of all layers.
-        stride: the pages of the pool from the first one of a block to that of the next block.
-        window: the tokens that a ring holds, or None. Token p is in place `p % window` of the ring.
+        page_size: number of tokens of a page.
+        n_pages: number of pages of a layer's pool. It spans the pages of all layers.
+        stride: distance in pages between a layer's pages of two consecutive blocks.
+        window: number of tokens that a ring holds, or None. Token p is in place `p % window` of the ring.
         trash: the slot that padding is written to.
         shares: whether requests may have blocks in common.
     """
@@ -52,13 +52,13 @@ class LayerGroup:
 
     def fill_row(self, row: Tensor, blocks: list[int], past: int) -> None:
         """Write the row of a request with `past` tokens and a new one to the block table."""
-        numbers = array("i", blocks)
+        block_numbers = array("i", blocks)
         state = array("i", (past, self.slot(blocks, past)))
-        if row.device.type == "cpu":  # an array of NumPy takes a fraction of the time of a tensor
+        if row.device.type == "cpu":  # NumPy assigns in a fraction of a tensor's time
             memory = row.numpy()
-            memory[: len(numbers)], memory[-STATE:] = numbers, state
+            memory[: len(block_numbers)], memory[-STATE:] = block_numbers, state
         else:
-            row[: len(numbers)].copy_(torch.tensor(numbers, dtype=row.dtype), non_blocking=True)
+            row[: len(block_numbers)].copy_(torch.tensor(block_numbers, dtype=row.dtype), non_blocking=True)
             row[-STATE:].copy_(torch.tensor(state, dtype=row.dtype), non_blocking=True)
 
     def extend_reads(self, reads: list[int], blocks: list[int], past: int, new: int) -> None:
@@ -74,7 +74,7 @@ class LayerGroup:
 
 
 def group_of(allocator: Any) -> LayerGroup:
-    """Describe the layers of an allocator of transformers' cache, whose pages are known."""
+    """Describe the layers of an allocator of transformers' cache. The cache must have allocated its pools."""
     return LayerGroup(
         page_size=allocator.tokens_per_page,
         n_pages=min(pool.shape[0] for pools in allocator._kv_page_views.values() for pool in pools),

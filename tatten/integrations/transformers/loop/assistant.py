@@ -18,10 +18,10 @@ from tatten.integrations.transformers.loop.step import CACHE, StepState
 
 @dataclass
 class Assistant:
-    """The draft model of a prepared step, which is not kept alive.
+    """The draft model of a prepared step, which holds only a weak reference to it.
 
-    Each draft but the first is chosen by the same compiled code. One graph of all of them would hold the model once
-    for each draft, and take as many times as long to compile and to tune.
+    The same compiled code chooses each draft except the first. One graph for all drafts would contain the model once
+    for each draft, which multiplies the time to compile and to tune.
 
     Attributes:
         model: the draft model, with the vocabulary of the model.
@@ -50,16 +50,16 @@ class Assistant:
 
 
 def first_draft(draft: PreTrainedModel, cache: Cache, state: StepState, drafts: Tensor, inputs: dict[str, Any]) -> None:
-    """Choose the token after the text, and append it to the drafts. It is compiled as one graph.
+    """Choose the token after the text, and append it to the drafts. This function is compiled as one graph.
 
     If all drafts of a step were accepted, the draft model has not read the last of them. So it always reads the last
-    two tokens of the text, at the cost of one.
+    two tokens of the text, which costs no more time than one.
 
     Args:
         draft: the draft model.
-        cache: its cache, which holds all tokens of the text but the last two or more.
+        cache: its cache, which may lack the last two tokens of the text.
         state, inputs: as for `verify`.
-        drafts: the drafts, which move by one place.
+        drafts: the drafts, which are shifted by one place.
     """
     position = state.length - 2 + torch.arange(2, device=state.length.device)
     for layer in cache.layers:
@@ -68,10 +68,10 @@ def first_draft(draft: PreTrainedModel, cache: Cache, state: StepState, drafts: 
 
 
 def next_draft(draft: PreTrainedModel, cache: Cache, state: StepState, drafts: Tensor, inputs: dict[str, Any]) -> None:
-    """Choose the token after the last draft, and append it to the drafts. It is compiled as one graph.
+    """Choose the token after the last draft, and append it to the drafts. This function is compiled as one graph.
 
     Args:
-        draft, cache, state, drafts, inputs: as for `first_draft`; the cache holds all tokens but the last draft.
+        draft, cache, state, drafts, inputs: as for `first_draft`. The cache holds all tokens except the last draft.
     """
     position = cache.layers[0].cumulative_length.reshape(1).clone()
     _choose(draft, cache, state, drafts, drafts[-1:], position, inputs)

@@ -1,4 +1,4 @@
-"""The cache that a decode loop decodes with, where the user passes none."""
+"""The cache that a decode loop makes if the user passes none."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ LEAST_CAPACITY = 1024
 
 
 def capacity_for(length: int) -> int:
-    """Return the slots of a cache for `length` tokens: powers of two, so that other lengths find the same graph.
+    """Return the number of slots of a cache for `length` tokens: a power of two, so that many lengths share a graph.
 
-    tatten reads no unused slots, so that only memory grows.
+    tatten does not read unused slots, so they cost only memory.
     """
     return max(LEAST_CAPACITY, 1 << (length - 1).bit_length())
 
@@ -22,8 +22,8 @@ def capacity_for(length: int) -> int:
 def static_cache(model: PreTrainedModel, capacity: int, like: Cache) -> Cache:
     """Make a static cache in place of `like`, the cache that `generate` made.
 
-    Layers with windows keep all tokens too. The masks of the model leave out those beyond the window, which tatten does
-    not read. A ring of the window's size would need three graphs, as its code depends on a length on the host, and
+    Layers with windows keep all tokens, too. The model's masks exclude tokens outside the window, and tatten does not
+    read them. A static sliding-window layer would need three graphs, as its code depends on a length on the host, and
     would move all of its keys at each step.
     """
     static = StaticCache(model.config.get_text_config(decoder=True), max_cache_len=capacity)
@@ -33,12 +33,12 @@ def static_cache(model: PreTrainedModel, capacity: int, like: Cache) -> Cache:
     ]
     if not isinstance(like, EncoderDecoderCache):
         return static
-    # A copy, as `like` stays empty for the loop of `generate`, which runs if the step does not compile.
+    # A copy: `like` must stay empty for the loop of `generate`, which runs if the step does not compile.
     return EncoderDecoderCache(static, copy.deepcopy(like.cross_attention_cache))
 
 
 def empty(cache: Cache, like: Cache) -> None:
-    """Forget all tokens of a cache that `static_cache` made, and the source of an encoder-decoder."""
+    """Remove all tokens from a cache of `static_cache`, and the source of an encoder-decoder."""
     if not isinstance(cache, EncoderDecoderCache):
         cache.reset()
         return
@@ -49,5 +49,5 @@ def empty(cache: Cache, like: Cache) -> None:
 
 
 def decoder_layers(cache: Cache) -> list[Any]:
-    """The layers of the decoder's own attention."""
+    """Return the layers of the decoder's self-attention."""
     return list((cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache).layers)

@@ -19,7 +19,7 @@ from tatten.integrations.transformers.loop.step import CACHE, StepState
 
 @dataclass
 class GenerateCall:
-    """The arguments of a call of `generate`'s loop. `draft` is the model that proposes tokens, if one does."""
+    """The arguments of a call of `generate`'s loop. `draft` is the draft model, or None."""
 
     model: PreTrainedModel
     ids: Tensor
@@ -35,7 +35,7 @@ class GenerateCall:
 
     @property
     def drafts(self) -> int:
-        """The number of drafts of a step, of prompt lookup or of a draft model; 0 for steps of one token."""
+        """The number of drafts of a step, by prompt lookup or a draft model; 0 for steps of one token."""
         if self.draft is None:
             return int(self.config.prompt_lookup_num_tokens or 0)
         return drafts_of(self.config, self.draft)
@@ -44,21 +44,25 @@ class GenerateCall:
         return [x for x in self.criteria if isinstance(x, kind)]
 
     def end_tokens(self) -> Tensor | None:
-        """The tokens that end a text, of all criteria, `[n]`; None if no token does."""
+        """Return the tokens of all criteria that end a text, `[n]`, or None if there are none."""
         ends = [x.eos_token_id.to(self.ids.device).reshape(-1) for x in self._all(sc.EosTokenCriteria)]
         return torch.cat(ends) if ends else None
 
     def time_limit(self) -> float:
-        """The time at which no step may be launched any more, in seconds of `time.time`."""
+        """Return the time after which no step may be launched, in seconds of `time.time`."""
         limits = (x.initial_timestamp + x.max_time for x in self._all(sc.MaxTimeCriteria))
         return min(limits, default=float("inf"))
 
     def decoder_input(self, name: str) -> Tensor | None:
-        """The mask or the positions of the decoder's own tokens."""
+        """Return the mask or the positions of the decoder's tokens."""
         return self.inputs.get(f"decoder_{name}" if self.model.config.is_encoder_decoder else name)
 
     def first_token(self) -> tuple[Tensor, int]:
-        """Run the prefill and choose the first token as `generate` does, `[batch, 1]`; also return the vocabulary."""
+        """Run the prefill and choose the first token as `generate` does.
+
+        Returns:
+            The token, `[batch, 1]`, and the size of the vocabulary.
+        """
         outputs = prefill(self.model, self.ids, self.config, self.inputs)
         scores = self.processors(self.ids, outputs.logits[:, -1].to(copy=True, dtype=torch.float32))
         if self.config.do_sample:
@@ -66,7 +70,7 @@ class GenerateCall:
         return scores.argmax(-1, keepdim=True), scores.shape[-1]
 
     def constant_inputs(self) -> dict[str, Any]:
-        """The arguments of the model's forward that are the same at each step."""
+        """Return the arguments of the model's forward that are the same at each step."""
         encodes = self.model.config.is_encoder_decoder
         computed = {CACHE, "position_ids", "decoder_position_ids", "decoder_attention_mask"}
         computed |= set() if encodes else {"attention_mask"}
@@ -75,7 +79,7 @@ class GenerateCall:
 
 
 def initial_state(
-    call: GenerateCall, cache: Cache, first: Tensor, vocabulary: int, made: tuple[Rule, ...]
+    call: GenerateCall, cache: Cache, first: Tensor, vocabulary: int, rules: tuple[Rule, ...]
 ) -> StepState:
     """Make the state before the first step.
 
@@ -84,7 +88,7 @@ def initial_state(
         cache: the cache, which holds the prompt.
         first: the first token, `[batch, 1]`.
         vocabulary: the number of scores of a token.
-        made: the rules of the call's processors.
+        rules: the rules of the call's processors.
     """
     (batch, prompt), device = call.ids.shape, call.ids.device
     lengths = [x.max_cache_len for x in decoder_layers(cache) if isinstance(x, StaticLayer)]
@@ -112,5 +116,5 @@ def initial_state(
         noise=torch.ones(batch, vocabulary, device=device) if call.config.do_sample else None,
         occurred=occurred_tokens(call.processors, call.ids, first, vocabulary),
         limit=torch.tensor([call.max_length], device=device) if drafts else None,
-        operands=tuple([tuple([x.to(device) for x in rule.operands]) for rule in made]),
+        operands=tuple([tuple([x.to(device) for x in rule.operands]) for rule in rules]),
     )

@@ -1,4 +1,4 @@
-"""Running a compiled step: by its compiled code, or by a CUDA graph of it."""
+"""Run a compiled step, directly or as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ WARM_UP = 2  # steps that compile, tune and allocate workspaces before the captu
 
 
 class Runner:
-    """Runs a step again and again.
+    """A step that is run repeatedly.
 
-    On a GPU it captures the step as a CUDA graph after two ordinary steps. A capture executes nothing, so no step is
-    lost or computed twice. Before the first step of a call, `begin` compares the addresses of weights, buffers and the
-    cache, and the numbers of the cache, with those of the capture. If any has changed, the step is captured anew.
+    On a GPU it is captured as a CUDA graph after two ordinary steps. A capture executes nothing, so no step is lost or
+    computed twice. Before the first step of a call, `begin` compares the addresses of weights, buffers and the cache,
+    and the numbers of the cache, with those of the capture. If any has changed, the step is captured again.
 
     Args:
-        step: computes a step, of the model and the arguments of its forward.
+        step: a function of the model and the arguments of its forward, which computes a step.
         caches: returns the caches that the step writes.
         not_captured: the reason why the step must not be captured, or None.
-        draft: returns the draft model that the step runs, too, or None.
+        draft: returns the draft model that the step also runs, or None.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Runner:
     def begin(self, model: nn.Module) -> None:
         """Drop the graph if the weights or the cache have moved since the capture."""
         if self._graph is not None and self._captured != self._fingerprint(model):
-            self._graph, self._steps = None, WARM_UP - 1  # one ordinary step, in case that it compiles again
+            self._graph, self._steps = None, WARM_UP - 1  # one ordinary step, which may compile again
 
     def run(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Compute a step."""
+        """Run a step."""
         if self._graph is not None:
             self._graph.replay()
             return
@@ -93,7 +93,7 @@ class Runner:
 
     def _fingerprint(self, model: nn.Module) -> tuple[object, ...]:
         models = [x for x in (model, self._draft()) if x is not None]
-        others = (x for y in models for module in y.modules() for x in vars(module).values() if isinstance(x, Tensor))
+        attributes = (x for y in models for z in y.modules() for x in vars(z).values() if isinstance(x, Tensor))
         weights = (x for y in models for x in (*y.parameters(), *y.buffers()))
-        addresses = (x.data_ptr() for x in (*weights, *others))
+        addresses = (x.data_ptr() for x in (*weights, *attributes))
         return (*addresses, *(x.data_ptr() if isinstance(x, Tensor) else x for x in leaves(self._caches())))

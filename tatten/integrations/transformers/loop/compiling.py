@@ -7,25 +7,25 @@ from typing import Any
 import torch
 from transformers import CompileConfig
 
-# A loop captures its step itself. Modes that capture graphs of Inductor stand for the same without graphs.
+# A loop captures its step itself, so modes that let Inductor capture CUDA graphs are replaced by modes without graphs.
 WITHOUT_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
 
 
 def compile_arguments(config: CompileConfig | None, device: torch.device) -> dict[str, Any]:
     """Return the backend, mode and options of a step.
 
-    Without a config, the backend is tatten. On a GPU, tatten in its default mode gets the option `decode`. The user's
-    options win.
+    Without a config, the backend is tatten. On a GPU, tatten in its default mode gets the option `decode`, unless the
+    user sets it.
     """
     backend = "tatten" if config is None else config.backend
     mode = None if config is None else WITHOUT_GRAPHS.get(config.mode, config.mode)
     options = dict((config.options if config is not None else None) or {})
-    lowers = backend == "tatten" and options.get("inner", "inductor") == "inductor"
-    if lowers and device.type == "cuda" and mode in (None, "default"):
+    uses_inductor = backend == "tatten" and options.get("inner", "inductor") == "inductor"
+    if uses_inductor and device.type == "cuda" and mode in (None, "default"):
         options = {"decode": not options.get("batch_invariant", False), **options}
     return {"backend": backend, "mode": mode, "options": options or None}
 
 
 def uses_cudagraph_trees(arguments: dict[str, Any]) -> bool:
-    """Tell whether the options ask for CUDA graphs of Inductor, which nothing else may capture."""
+    """Return True if the options ask for Inductor's CUDA graphs, which can't be part of another capture."""
     return bool((arguments["options"] or {}).get("triton.cudagraphs", False))

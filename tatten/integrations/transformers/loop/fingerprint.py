@@ -1,4 +1,4 @@
-"""Changes of a model or a cache that compiled code, or a CUDA graph of it, would not notice."""
+"""Detect changes of a model or a cache that compiled code, or a CUDA graph of it, does not notice."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 
 
 def state_of(model: nn.Module) -> tuple[object, ...]:
-    """Return all that a model computes by besides its weights: numbers, names, hooks, modes, and its configuration.
+    """Return everything besides its weights that affects a model's result: numbers, names, hooks, modes and configs.
 
-    A CUDA graph checks nothing, and Dynamo checks no hooks. Each call of `generate` asks for the state, so that most
-    attributes, which are plain or empty, take no function call.
+    A CUDA graph checks nothing, and Dynamo does not check hooks. Each call of `generate` asks for the state. For speed,
+    plain and empty attributes, which are the most, need no function call.
     """
     visited: set[int] = set()
     state: list[object] = []
@@ -38,14 +38,14 @@ def state_of(model: nn.Module) -> tuple[object, ...]:
 
 
 def numbers_of(cache: object) -> list[object]:
-    """The numbers, truths and strings that a cache holds, tensors left out."""
+    """Return the numbers, bools and strings in a cache, without its tensors."""
     return [x for x in leaves(cache) if not isinstance(x, Tensor)]
 
 
 def leaves(x: object, depth: int = 0, visited: set[int] | None = None) -> Iterator[object]:
-    """Yield the tensors, numbers, strings and functions that an object holds, also in containers and other objects.
+    """Yield the tensors, numbers, strings and functions in an object, its containers and its attributes.
 
-    Functions are yielded as their ids. Objects in `visited` are left out, and those that are seen are added.
+    Functions are yielded as their ids. Objects in `visited` are skipped, and new ones are added to it.
     """
     if isinstance(x, (Tensor, int, float, str)):
         yield x

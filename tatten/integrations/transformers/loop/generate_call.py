@@ -13,15 +13,15 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from tatten.ops.moved import moved
 
-# Attributes of a model that `generate` writes or reads, and a forward doesn't.
+# Attributes of a model that only `generate` reads or writes, not a forward pass.
 BOOKKEEPING = "generation_config", "_previous_max_cache_length", "_compiled_call", "_last_compile_config"
 
 
 class Dropped(NamedTuple):
     """The arguments of `generate` that it does not pass to a callable `custom_generate` (transformers 5.17 to 5.24).
 
-    `generate` puts the prompt into the streamer itself. Without the streamer, a loop could never end it, and a thread
-    that reads a `TextIteratorStreamer` would wait forever.
+    `generate` puts the prompt into the streamer. A loop without the streamer could not end it, so a thread that reads a
+    `TextIteratorStreamer` would wait forever.
     """
 
     streamer: Any = None
@@ -31,10 +31,9 @@ class Dropped(NamedTuple):
 
 
 def moved_method(model: PreTrainedModel) -> str | None:
-    """Return the reason why the loop can't run a model, or None if it can.
+    """Return the reason why the methods of a model rule out the loop, or None.
 
-    A method of transformers may have moved, the model may override one, or transformers may say that the model does not
-    compile.
+    A method of transformers has moved, the model overrides it, or transformers says that the model does not compile.
     """
     names = ("_prefill", "_update_model_kwargs_for_generation", "_extract_generation_mode_kwargs")
     for name in names:
@@ -52,7 +51,7 @@ def drafts_of(config: GenerationConfig, draft: PreTrainedModel) -> int:
     return int(draft.generation_config.num_assistant_tokens or config.num_assistant_tokens or 0)
 
 
-def of_the_user(cache: Any) -> bool:
+def is_users_cache(cache: Any) -> bool:
     """Return True if the user passed the cache, False if `generate` made it."""
     return bool(getattr(cache, "_is_user_defined", False))
 
@@ -68,9 +67,9 @@ def pad_token(config: GenerationConfig, device: torch.device) -> Tensor:
 
 
 def dropped_arguments(model: PreTrainedModel) -> Dropped:
-    """Read the arguments from the frame of the `generate` that is running in this thread; none if it isn't.
+    """Read the arguments from the frame of the running `generate` in this thread. Without one, all are None.
 
-    `synced_gpus` is True, too, where `generate` would set it: for models that FSDP or ZeRO-3 shards over ranks.
+    `synced_gpus` is also True if `generate` would set it: for models that FSDP or ZeRO-3 shards over ranks.
     """
     code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not code:
@@ -91,7 +90,7 @@ def prefill(model: PreTrainedModel, ids: Tensor, config: GenerationConfig, input
 
 @contextlib.contextmanager
 def decoding(model: PreTrainedModel) -> Iterator[None]:
-    """Choose the implementation of experts that `generate` has for decode steps."""
+    """Run experts by the implementation that `generate` chooses for decode steps."""
     try:
         context = model._optimize_model_for_decode()
     except AttributeError as error:
@@ -118,9 +117,9 @@ def run_unmodified(
             f"`custom_generate` must be {name!r} for {mode.value}, which transformers moved there, got the decode loop"
         )
     method = getattr(type(model), name)
-    more = {name: x for name, x in dropped._asdict().items() if x is not None}
-    more = {name: x for name, x in more.items() if name in inspect.signature(method).parameters}
-    return method(model, ids, generation_config=config, **more, **arguments)
+    parameters = inspect.signature(method).parameters
+    restored = {name: x for name, x in dropped._asdict().items() if x is not None and name in parameters}
+    return method(model, ids, generation_config=config, **restored, **arguments)
 
 
 def rng_state(device: torch.device) -> Tensor:

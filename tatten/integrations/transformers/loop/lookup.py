@@ -1,6 +1,6 @@
-"""Prompt lookup inside a step: drafts are tokens that followed the end of the text where it occurred before.
+"""Prompt lookup inside a step: the last tokens of the text are looked up in it, and drafts are the tokens after them.
 
-A text without a match gets drafts as well, which are refused like any others.
+Without a match, other tokens become drafts, and the check rejects them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from tatten.integrations.transformers.loop.verify import verify
 def lookup_step(
     model: PreTrainedModel, cache: Cache, state: StepState, drafts: int, ngram: int, inputs: dict[str, Any]
 ) -> None:
-    """Generate up to `drafts + 1` tokens of one sequence. It is compiled as one graph.
+    """Generate up to `drafts + 1` tokens of one sequence. This function is compiled as one graph.
 
     Args:
         model, cache, state, inputs: as for `verify`.
         drafts: the number of tokens that are checked.
-        ngram: the number of last tokens whose earlier place in the text is looked up.
+        ngram: the number of last tokens that are looked up in the text.
     """
     verify(model, cache, state, propose(state.sequences[0], state.length, drafts, ngram), inputs)
 
 
 def propose(row: Tensor, length: Tensor, drafts: int, ngram: int) -> Tensor:
-    """Return the tokens that follow the last earlier place of the `ngram` tokens that end the text, `[drafts]`."""
+    """Return the tokens after the last earlier occurrence of the text's last `ngram` tokens, `[drafts]`."""
     windows = row.unfold(0, ngram, 1)
     starts = torch.arange(len(windows), device=row.device)
     tail = row.index_select(0, (length - ngram + torch.arange(ngram, device=row.device)).clamp(min=0))

@@ -1,4 +1,4 @@
-"""Compiled steps with their buffers and caches, which later calls of the same kind use again."""
+"""Compiled steps with their buffers and caches, which later calls of the same kind reuse."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tatten.integrations.transformers.loop.call import GenerateCall, initial_sta
 from tatten.integrations.transformers.loop.capture import Runner
 from tatten.integrations.transformers.loop.compiling import compile_arguments, uses_cudagraph_trees
 from tatten.integrations.transformers.loop.fingerprint import leaves, state_of
-from tatten.integrations.transformers.loop.generate_call import of_the_user
+from tatten.integrations.transformers.loop.generate_call import is_users_cache
 from tatten.integrations.transformers.loop.lookup import lookup_step
 from tatten.integrations.transformers.loop.processors import rules
 from tatten.integrations.transformers.loop.step import CACHE, StepState, decode_step
 from tatten.integrations.transformers.loop.verify import verify
 
-MOST_STEPS = 8  # that a model keeps, with their buffers
+MOST_STEPS = 8  # prepared steps that are kept for a model
 
 
 @dataclass
@@ -38,22 +38,22 @@ class PreparedStep:
     runner: Runner
     assistant: Assistant | None = None
 
-    def of(self, cache: Cache, draft: nn.Module | None) -> bool:
-        """Tell whether the step is that of a cache and a draft model."""
-        own_cache = self.cache if isinstance(self.cache, Cache) else self.cache()
-        return own_cache is cache and (self.assistant.model() if self.assistant else None) is draft
+    def uses(self, cache: Cache, draft: nn.Module | None) -> bool:
+        """Return True if the step uses this cache and this draft model."""
+        step_cache = self.cache if isinstance(self.cache, Cache) else self.cache()
+        return step_cache is cache and (self.assistant.model() if self.assistant else None) is draft
 
 
-Steps = OrderedDict[tuple[object, ...], PreparedStep]  # the first part of a key tells caches apart
+Steps = OrderedDict[tuple[object, ...], PreparedStep]  # the first part of a key is the key of the cache
 
 
 def cache_for(call: GenerateCall, steps: Steps) -> tuple[Cache, tuple[object, ...]]:
-    """Return a cache and its key. The cache is the user's, an emptied one of an earlier call, or a new one."""
+    """Return a cache and its key. It is the user's cache, the cleared cache of an earlier call, or a new cache."""
     like, batch, mode = call.inputs[CACHE], len(call.ids), modes(call.ids.device)
-    if of_the_user(like):
+    if is_users_cache(like):
         return like, ("of the user", id(like), mode)
-    asked = getattr(call.config, "max_cache_len", None) or 0
-    capacity = max(capacity_for(call.max_length + call.drafts), asked)
+    requested = getattr(call.config, "max_cache_len", None) or 0
+    capacity = max(capacity_for(call.max_length + call.drafts), requested)
     sources = call.inputs["encoder_outputs"][0].shape if isinstance(like, EncoderDecoderCache) else None
     key = batch, capacity, call.model.dtype, call.ids.device, sources, mode
     for step_key, step in steps.items():
@@ -65,7 +65,7 @@ def cache_for(call: GenerateCall, steps: Steps) -> tuple[Cache, tuple[object, ..
 
 
 def modes(device: torch.device) -> tuple[object, ...]:
-    """The modes of PyTorch in which the buffers of a call can't be those of another one."""
+    """Return the modes of PyTorch. Calls in different modes can't share buffers."""
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return torch.is_inference_mode_enabled(), autocast
 
@@ -75,9 +75,9 @@ def prepare(
 ) -> PreparedStep:
     """Return a step with the state of this call, in the buffers of an earlier call of the same kind if there is one."""
     cache, cache_key = cache_and_key
-    made = rules(call.processors)
-    functions = tuple([rule.apply for rule in made])
-    state = initial_state(call, cache, first, vocabulary, made)
+    call_rules = rules(call.processors)
+    functions = tuple([rule.apply for rule in call_rules])
+    state = initial_state(call, cache, first, vocabulary, call_rules)
     compiling = compile_arguments(call.config.compile_config, call.ids.device)
     inputs = call.constant_inputs()
     drafts, ngram = call.drafts, call.config.max_matching_ngram_size or 2 if call.drafts else 0
@@ -93,7 +93,7 @@ def prepare(
         tuple([(name, x) for name, x in sorted(inputs.items()) if isinstance(x, (int, float, str))]),
     )
     step = steps.get(key)
-    if step is not None and step.of(cache, call.draft):
+    if step is not None and step.uses(cache, call.draft):
         steps.move_to_end(key)
         for buffer, x in zip(step.state.tensors(), state.tensors(), strict=True):
             buffer.copy_(x)
@@ -102,14 +102,14 @@ def prepare(
         mark_static(x)
 
     def compiled(function: Callable[..., None]) -> Callable[..., None]:
-        return torch.compile(_own_code(function), fullgraph=True, dynamic=False, **compiling)
+        return torch.compile(_with_new_code(function), fullgraph=True, dynamic=False, **compiling)
 
     compute = compiled(verify if call.draft is not None else lookup_step if drafts else decode_step)
     cache_of, assistant = weakref.ref(cache), assistant_of(call, cache, compiled)
 
     def run(model: nn.Module, inputs: dict[str, Any]) -> None:
         if state.noise is not None:
-            state.noise.exponential_(1)  # by eager mode, whose numbers those of `torch.multinomial` are
+            state.noise.exponential_(1)  # in eager mode, which draws the numbers of `torch.multinomial`
         if assistant is not None:
             compute(model, cache_of(), state, assistant.choose(state, inputs), inputs)
         elif drafts:
@@ -123,7 +123,7 @@ def prepare(
         not_captured=_not_captured(call, compiling, inputs),
         draft=lambda: None if assistant is None else assistant.model(),
     )
-    step = steps[key] = PreparedStep(state, cache_of if of_the_user(cache) else cache, runner, assistant)
+    step = steps[key] = PreparedStep(state, cache_of if is_users_cache(cache) else cache, runner, assistant)
     while len(steps) > MOST_STEPS:
         steps.popitem(last=False)
     return step
@@ -138,12 +138,12 @@ def assistant_of(
     capacity = decoder_layers(cache)[0].max_cache_len
     drafts = torch.zeros(call.drafts, dtype=torch.int64, device=call.ids.device)
     mark_static(drafts)
-    own_cache = static_cache(call.draft, capacity, cache)
-    return Assistant(weakref.ref(call.draft), own_cache, drafts, compiled(first_draft), compiled(next_draft))
+    draft_cache = static_cache(call.draft, capacity, cache)
+    return Assistant(weakref.ref(call.draft), draft_cache, drafts, compiled(first_draft), compiled(next_draft))
 
 
-def _own_code(function: Callable[..., None]) -> Callable[..., None]:
-    """Copy a function with a code object of its own, whose compiled variants Dynamo counts apart from other copies."""
+def _with_new_code(function: Callable[..., None]) -> Callable[..., None]:
+    """Copy a function with a new code object: Dynamo limits recompilations for each code object."""
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 

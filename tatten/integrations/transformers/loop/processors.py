@@ -1,7 +1,7 @@
 """Logits processors of transformers as functions of tensors, so that a captured step can run them.
 
 Each function computes the scores of a processor of transformers, in the same order of operations. Numbers such as a
-temperature are operands: 0-d tensors on the device. Another number changes a tensor, and compiles nothing.
+temperature are operands: 0-d tensors on the device. A new number is copied into the tensor and recompiles nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as lp
 
-# Inductor computes a cumsum on a GPU by a scan whose programs look back at each other. The order of its sums depends on
-# their timing, and PyTorch 2.11 fails to generate it for more than one row. An op stays the kernel of eager mode.
+# On a GPU Inductor computes a cumsum by a scan with decoupled look-back. The order of its sums depends on timing, and
+# PyTorch 2.11 fails to generate it for more than one row. An opaque op calls the kernel of eager mode instead.
 _library = torch.library.Library("tatten", "FRAGMENT")
 _library.define("cumsum(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("cumsum", lambda x: x.cumsum(-1), "CompositeExplicitAutograd")
@@ -26,10 +26,10 @@ BUCKETS = 64, 1024, 1 << 20  # of the k of top-k
 
 
 class History(NamedTuple):
-    """The generated text, as far as processors depend on it.
+    """The state of the text that processors read.
 
     Attributes:
-        length: int64 `[1]`, the tokens of each sequence so far, the prompt included.
+        length: int64 `[1]`, the number of tokens of each sequence so far, the prompt included.
         occurred: bool `[batch, vocabulary]`, the tokens that a repetition penalty counts; None without a penalty.
     """
 
@@ -37,7 +37,7 @@ class History(NamedTuple):
     occurred: Tensor | None
 
 
-Scores = Callable[..., Tensor]  # of scores, float32 `[batch, vocabulary]`, the History, and operands
+Scores = Callable[..., Tensor]  # takes scores, float32 `[batch, vocabulary]`, a History, and operands
 
 
 class Rule(NamedTuple):
@@ -64,7 +64,7 @@ def unsupported_processor(processor: Any, prompt_length: int) -> str | None:
     if type(processor) is lp.TopKLogitsWarper and processor.top_k > BUCKETS[-1]:
         return f"the logits processor {name} keeps {processor.top_k} tokens, more than {BUCKETS[-1]}"
     if type(processor) is lp.MinPLogitsWarper and processor.min_tokens_to_keep != 1:
-        # `torch.topk` breaks ties in an order that depends on k, which is no constant here.
+        # `torch.topk` breaks ties in an order that depends on k, which varies here.
         return f"the logits processor {name} keeps {processor.min_tokens_to_keep} tokens of any probability"
     ignored = getattr(processor, "prompt_ignore_length", None)
     if ignored is not None and int(ignored.max() if isinstance(ignored, Tensor) else ignored) > prompt_length:
@@ -74,12 +74,12 @@ def unsupported_processor(processor: Any, prompt_length: int) -> str | None:
 
 def rules(processors: Sequence[Any]) -> tuple[Rule, ...]:
     """Return the rules of supported processors for all tokens but the first, which runs outside the captured step."""
-    made: list[Rule] = []
+    result: list[Rule] = []
     for processor in processors:
         if type(processor) not in FIRST_TOKEN_ONLY:
             apply, operands = _RULES[type(processor)]
-            made.append(Rule(apply, operands(processor)))
-    return tuple(made)
+            result.append(Rule(apply, operands(processor)))
+    return tuple(result)
 
 
 def occurred_tokens(processors: Sequence[Any], ids: Tensor, first: Tensor, vocabulary: int) -> Tensor | None:
@@ -113,23 +113,23 @@ def _tokens(x: Tensor) -> Tensor:
     return x.detach().to("cpu", torch.int64).reshape(-1)
 
 
-def _one_of(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Return a bool `[vocabulary]` that is True at the tokens; a token beyond the vocabulary is ignored."""
+def _is_one_of(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Return a bool mask `[vocabulary]` of the tokens. Tokens beyond the vocabulary are ignored."""
     vocabulary = torch.arange(scores.shape[-1], device=scores.device)
     return (vocabulary[:, None] == tokens).any(1)
 
 
 def _rank(k: int) -> tuple[Tensor, Tensor]:
-    """Return k, and as many zeros as `torch.topk` is to return, since it takes no tensor for k.
+    """Return k as a tensor, and a tensor whose length is the k of `torch.topk`, which can't be a tensor.
 
-    A larger k of the same bucket compiles nothing. A sort of the vocabulary would take several times as long.
+    Another k of the same bucket recompiles nothing. Sorting the vocabulary would take several times as long.
     """
     bucket = next(n for n in BUCKETS if k <= n)
     return _count(k), torch.zeros(bucket, dtype=torch.uint8)
 
 
 def _below_kth(scores: Tensor, k: Tensor, bucket: Tensor) -> Tensor:
-    """Tell which scores are below the k-th largest of their row; see `_rank`."""
+    """Return a mask of the scores below the k-th largest of their row; see `_rank`."""
     largest = scores.topk(min(len(bucket), scores.shape[-1])).values
     return scores < largest.gather(1, (k - 1).clamp(max=largest.shape[-1] - 1).expand(len(scores), 1))
 
@@ -175,7 +175,7 @@ def _epsilon(scores: Tensor, history: History, epsilon: Tensor, kept: Tensor, bu
 
 def _eta(scores: Tensor, history: History, epsilon: Tensor, kept: Tensor, bucket: Tensor) -> Tensor:
     probabilities = scores.softmax(-1)
-    # `torch.distributions.Categorical(logits=scores).entropy()` in its own steps.
+    # The same operations as `torch.distributions.Categorical(logits=scores).entropy()`.
     logarithms = scores - scores.logsumexp(-1, keepdim=True)
     entropy = -(logarithms.clamp(min=torch.finfo(scores.dtype).min) * logarithms.softmax(-1)).sum(-1)
     eta = torch.min(epsilon, torch.sqrt(epsilon) * torch.exp(-entropy))[..., None]
@@ -188,19 +188,19 @@ def _repetition(scores: Tensor, history: History, penalty: Tensor) -> Tensor:
 
 
 def _suppress(scores: Tensor, history: History, tokens: Tensor) -> Tensor:
-    return torch.where(_one_of(scores, tokens), LEAST_FLOAT, scores)
+    return torch.where(_is_one_of(scores, tokens), LEAST_FLOAT, scores)
 
 
 def _suppress_before(scores: Tensor, history: History, length: Tensor, tokens: Tensor) -> Tensor:
-    return torch.where(_one_of(scores, tokens) & (history.length < length), LEAST_FLOAT, scores)
+    return torch.where(_is_one_of(scores, tokens) & (history.length < length), LEAST_FLOAT, scores)
 
 
 def _suppress_at(scores: Tensor, history: History, length: Tensor, tokens: Tensor) -> Tensor:
-    return torch.where(_one_of(scores, tokens) & (history.length == length), LEAST_FLOAT, scores)
+    return torch.where(_is_one_of(scores, tokens) & (history.length == length), LEAST_FLOAT, scores)
 
 
 def _force_at(scores: Tensor, history: History, length: Tensor, tokens: Tensor) -> Tensor:
-    only = torch.where(_one_of(scores, tokens), 0.0, LEAST_FLOAT)
+    only = torch.where(_is_one_of(scores, tokens), 0.0, LEAST_FLOAT)
     return torch.where(history.length == length, only, scores)
 
 

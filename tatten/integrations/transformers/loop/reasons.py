@@ -1,4 +1,4 @@
-"""The reasons why `generate`'s own loop runs in place of the decode loop."""
+"""The reasons for which `generate` runs its own loop in place of the decode loop."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers.generation import stopping_criteria as sc
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from tatten.integrations.transformers.loop.cache import static_cache
-from tatten.integrations.transformers.loop.generate_call import Dropped, drafts_of, moved_method, of_the_user
+from tatten.integrations.transformers.loop.generate_call import Dropped, drafts_of, is_users_cache, moved_method
 from tatten.integrations.transformers.loop.processors import unsupported_processor
 
 CRITERIA = (sc.MaxLengthCriteria, sc.EosTokenCriteria, sc.MaxTimeCriteria)
 RESULTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-# Arguments of a forward that `generate` passes unchanged at each step, or that a step computes.
+# Arguments of the model's forward that `generate` passes unchanged at each step, or that a step computes.
 INPUTS = {"use_cache", "logits_to_keep", "attention_mask", "position_ids", "encoder_outputs"}
 INPUTS |= {"decoder_attention_mask", "decoder_position_ids", "cache", "past_key_values", "return_dict"}
 IMPLEMENTATIONS = (None, "static", "dynamic", "dynamic_full", "hybrid", "sliding_window")
@@ -40,7 +40,7 @@ def reason_against(
         ids, processors, criteria, config: as `generate` passes them to its loop.
         cache: the cache that `generate` made, or that the user passed.
         inputs: the arguments of the model's forward.
-        dropped: the arguments that `generate` passes to no callable.
+        dropped: the arguments that `generate` does not pass on.
     """
     draft = None if config.prompt_lookup_num_tokens else dropped.assistant_model
     checks = (
@@ -83,8 +83,8 @@ def _mode(config: GenerationConfig, dropped: Dropped) -> str | None:
 
 
 def _results(config: GenerationConfig) -> str | None:
-    asked = [name for name in RESULTS if config.return_dict_in_generate and getattr(config, name)]
-    return f"`{asked[0]}` returns results of every step" if asked else None
+    requested = [name for name in RESULTS if config.return_dict_in_generate and getattr(config, name)]
+    return f"`{requested[0]}` returns results of every step" if requested else None
 
 
 def _model(model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> str | None:
@@ -100,7 +100,7 @@ def _model(model: PreTrainedModel, ids: Tensor, inputs: dict[str, Any]) -> str |
 
 
 def _on_device(model: PreTrainedModel, device: torch.device) -> bool:
-    """Return True if all of a model is on one device, this one."""
+    """Return True if the full model is on this device."""
     return model.device == device and len({*(getattr(model, "hf_device_map", None) or {}).values()}) <= 1
 
 
@@ -113,7 +113,7 @@ def _cache(cache: object, config: GenerationConfig) -> str | None:
         return "`use_cache` is False"
     if not isinstance(cache, Cache):
         return f"the model takes no `transformers.Cache`, but {type(cache).__name__}"
-    if not of_the_user(cache):
+    if not is_users_cache(cache):
         if config.cache_implementation not in IMPLEMENTATIONS:
             return f"the cache of `cache_implementation={config.cache_implementation!r}` is not static"
         return None
@@ -136,18 +136,19 @@ def _drafts(
     inputs: dict[str, Any],
 ) -> str | None:
     """Return the reason why a step can't check drafts."""
-    what = f"{'prompt lookup' if config.prompt_lookup_num_tokens else 'an assistant'} in one step"
+    method = f"{'prompt lookup' if config.prompt_lookup_num_tokens else 'an assistant'} in one step"
     if config.do_sample or len(processors):
-        return f"{what} is greedy, without logits processors"
+        return f"{method} is greedy, without logits processors"
     mask = inputs.get("attention_mask")  # transformers 5.17 passes one of ones
     if len(ids) != 1 or model.config.is_encoder_decoder or (mask is not None and not bool(mask.all())):
-        return f"{what} takes one sequence without padding, of a decoder"
-    if of_the_user(cache) or config.return_dict_in_generate:
-        return f"{what} keeps its cache to itself"
-    return _forgets(model, cache)
+        return f"{method} takes one sequence without padding, of a decoder"
+    if is_users_cache(cache) or config.return_dict_in_generate:
+        return f"{method} keeps its cache to itself"
+    return _cannot_remove_drafts(model, cache)
 
 
-def _forgets(model: PreTrainedModel, cache: object) -> str | None:
+def _cannot_remove_drafts(model: PreTrainedModel, cache: object) -> str | None:
+    """Return the reason why refused drafts can't be removed from a model's cache, or None."""
     if all(isinstance(x, StaticLayer) for x in static_cache(model, 1, cast(Cache, cache)).layers):
         return None
     return f"refused drafts stay in what the layers of {type(model).__name__} remember"
@@ -170,4 +171,4 @@ def _assistant(model: PreTrainedModel, draft: Any, config: GenerationConfig) -> 
     sizes = [x.config.get_text_config(decoder=True).vocab_size for x in (model, draft)]
     if sizes[0] != sizes[1]:
         return f"the model has a vocabulary of {sizes[0]} tokens, the assistant one of {sizes[1]}"
-    return moved_method(draft) or _forgets(draft, DynamicCache())
+    return moved_method(draft) or _cannot_remove_drafts(draft, DynamicCache())

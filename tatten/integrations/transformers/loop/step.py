@@ -13,29 +13,29 @@ from transformers import Cache, PreTrainedModel
 from tatten.integrations.transformers.config import cache_kwargs
 from tatten.integrations.transformers.loop.processors import History, Scores
 
-CACHE = next(iter(cache_kwargs(None)))  # the name of the argument, looked up outside of traced code
+CACHE = next(iter(cache_kwargs(None)))  # the name of the model's argument, computed outside of traced code
 
 
 @dataclass
 class StepState:
-    """The buffers of a step. It writes them in place, so that a CUDA graph can be replayed.
+    """The buffers of a step, which writes them in place, so that a CUDA graph can be replayed.
 
     Attributes:
         token: int64 `[batch, 1]`, the last token.
         position: its position, `[..., batch, 1]`; None if the model counts positions itself.
-        mask: 2-D mask of the cache's slots, `[batch, capacity]`, or None if all tokens count. Slots of tokens to come
-            are 1: causality leaves them out.
-        sequences: int64 `[batch, n]`, the prompt and the new tokens. It has room for all tokens of the cache, one more,
+        mask: 2-D mask of the cache's slots, `[batch, capacity]`, or None if all tokens count. Slots of future tokens
+            are 1, as causality excludes them.
+        sequences: int64 `[batch, n]`, the prompt and the new tokens, with room for all tokens of the cache, one more,
             and the drafts of a step.
         length: int64 `[1]`, the number of tokens in `sequences`.
-        latest: int64 `[batch, n]`, the tokens that the last step chose, of which the first ones count.
+        latest: int64 `[batch, n]`, the tokens of the last step. Only the accepted ones, at the front, count.
         report: int64 `[2]`: the number of tokens after the first that any sequence needed, and 1 if all have ended.
         ended: bool `[batch]`.
         eos: the tokens that end a text, `[n]`, or None.
         pad: the token that follows the end of a text, 0-d; None without `eos`.
         noise: float32 `[batch, vocabulary]`, drawn from an exponential distribution; None for greedy decoding.
         occurred: see `tatten.integrations.transformers.loop.processors.History`.
-        limit: int64 `[1]`, the length at which a text ends, for a step of several tokens; else None.
+        limit: int64 `[1]`, the length at which a text ends; None for a step of one token.
         operands: the operands of each rule.
     """
 
@@ -55,7 +55,7 @@ class StepState:
     operands: tuple[tuple[Tensor, ...], ...]
 
     def tensors(self) -> list[Tensor]:
-        """All buffers, in the order of the fields."""
+        """Return all buffers, in the order of the fields."""
         fields = [x for name, x in vars(self).items() if name != "operands" and x is not None]
         return fields + [x for operands in self.operands for x in operands]
 
@@ -63,7 +63,7 @@ class StepState:
 def decode_step(
     model: PreTrainedModel, cache: Cache, state: StepState, rules: Sequence[Scores], inputs: dict[str, Any]
 ) -> None:
-    """Generate a token of each sequence: `generate`'s loop body for buffers. It is compiled as one graph.
+    """Generate a token of each sequence, as the loop body of `generate` does. This function is compiled as one graph.
 
     Args:
         model: the model, whose `prepare_inputs_for_generation` makes masks and positions.
@@ -88,7 +88,7 @@ def decode_step(
     history = History(state.length, state.occurred)
     for rule, operands in zip(rules, state.operands, strict=True):
         scores = rule(scores, history, *operands)
-    # `torch.multinomial` of one sample divides by exponential noise too, so that the same seed gives the same tokens.
+    # As `torch.multinomial` of one sample divides by exponential noise, the same seed gives the same tokens.
     token = scores.argmax(-1) if state.noise is None else (scores.softmax(-1) / state.noise).argmax(-1)
     needed = ~state.ended.all()
     if state.eos is not None:

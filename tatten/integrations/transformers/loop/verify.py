@@ -1,7 +1,7 @@
-"""The check of drafts inside a step, and their acceptance, in fixed shapes.
+"""Check and accept drafts inside a step, in fixed shapes.
 
 A step has one query for the last token and one for each draft, so that keys and weights are read once for several
-tokens. A draft is accepted if the model would have chosen it: the tokens are those of greedy decoding.
+tokens. A draft is accepted if the model would have chosen it, so the tokens are those of greedy decoding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tatten.integrations.transformers.loop.step import CACHE, StepState
 
 
 def verify(model: PreTrainedModel, cache: Cache, state: StepState, proposed: Tensor, inputs: dict[str, Any]) -> None:
-    """Generate the drafts that the model would have chosen, and one token more. It is part of a compiled step.
+    """Accept the drafts that the model would have chosen, and generate one more token. Part of a compiled step.
 
     Args:
         model, cache, inputs: as for `tatten.integrations.transformers.loop.step.decode_step`; all layers of the cache
@@ -32,7 +32,7 @@ def verify(model: PreTrainedModel, cache: Cache, state: StepState, proposed: Ten
         next_sequence_length=drafts + 1,
         is_first_iteration=False,
         attention_mask=None,
-        # Drafts behind the end of the text are not accepted, and may lie behind the end of a table of positions.
+        # Drafts past the end of the text are not accepted, and a table of positions may have no entries for them.
         position_ids=torch.minimum(length - 1 + offsets, state.limit - 1)[None],
         **{CACHE: cache},
         **inputs,
@@ -45,7 +45,7 @@ def verify(model: PreTrainedModel, cache: Cache, state: StepState, proposed: Ten
         new = torch.where(ends.any(), torch.where(ends, offsets, drafts).amin() + 1, new)
     else:
         ends = torch.zeros_like(offsets, dtype=torch.bool)
-    # A text that has ended stands still, so that steps may be launched ahead.
+    # A text that has ended does not grow: steps may have been launched ahead.
     new = torch.where(state.ended[0], 0, torch.minimum(new, state.limit[0] - length[0]))
     row.index_copy_(0, length + offsets, torch.where(offsets < new, chosen, row.index_select(0, length + offsets)))
     state.latest.copy_(chosen[None])
